@@ -129,6 +129,15 @@ TABLES = (
         left_out="Other search spaces; searches of thousands of trials.",
     ),
     Table(
+        name="sweep_mixint", part="sweep", title="Engines on bbob-mixint", words=("--instances", "5"),
+        question="How many searches does `bayes` win against other engines on functions that nobody here has made, "
+        "also with 4 trials at once and with a third of the trials failing at random?",
+        how="COCO's bbob-mixint: 24 functions of integers and real numbers, instance 5; nothing was developed on it. A "
+        "pair is one function in one dimension, with the same seed for both engines; a tie counts as half.",
+        quick="TPE and random alone",
+        left_out="Searches of hundreds of trials, and peers that a line does not name.",
+    ),
+    Table(
         name="sweep_real", part="sweep", title="A real sweep", words=(f"{CACHE}/sweep",),
         question="Does a sweep of twelve short trainings on real text end within 15 minutes of two cores, and does it "
         "find something better than the defaults?",

@@ -73,10 +73,11 @@ def loop(folder: Path, turns: int) -> Iterable[Result]:
 def main() -> int:
     """Print the table."""
     parser: argparse.ArgumentParser = flags(__doc__)
-    parser.add_argument("folder", nargs="?", default=None)
+    parser.add_argument("folder", nargs="?", default=tempfile.gettempdir())
     options = parser.parse_args()
     report = Lines(options.json)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+    Path(options.folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=Path(options.folder).resolve()) as folder:
         report.add("the loop", partial(loop, Path(folder), TURNS // 2 if options.quick else TURNS))
     return report.end()
 

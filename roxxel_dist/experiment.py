@@ -48,8 +48,9 @@ from roxxel_dist.train.bucket_run import BucketRun
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef, ResumeSpec, read_cursor
 from roxxel_dist.train.config import TRIAL
 from roxxel_dist.train.init_from import find_checkpoint, load_params, with_base, with_shape_of
-from roxxel_dist.train.loggers.base import CRASH_LIMIT_S
+from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, Tracker
 from roxxel_dist.train.loggers.console import printable
+from roxxel_dist.train.loggers.tensorboard import TensorboardTracker
 from roxxel_dist.train.loggers.wandb import WandbTracker
 from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
 from roxxel_dist.train.trainer import Trainer
@@ -362,9 +363,11 @@ class Experiment:
     def _trainer(
         self, run: Path, components: RunComponents, amend: bool, origin: ResumeSpec, bucket: BucketRun | None
     ) -> Trainer:
-        config, trackers = self.config, []
+        config, trackers = self.config, list[Tracker]()
         if is_primary() and config.wandb != "off":
-            trackers = [WandbTracker(run, config.wandb, config.wandb_project, config=config.to_dict())]
+            trackers.append(WandbTracker(run, config.wandb, config.wandb_project, config=config.to_dict()))
+        if is_primary() and config.tensorboard:
+            trackers.append(TensorboardTracker(run, config.to_dict()))
         return Trainer(
             components.build,
             components.optimizer,
@@ -401,7 +404,9 @@ class Experiment:
                     sample = f"no sample: {(str(error) or repr(error)).splitlines()[0]}"
             if is_primary() and not is_shown:
                 curve = "" if os.environ.get(TRIAL) == "1" else _draw(run)  # matplotlib takes a second
-                for text in filter(None, (sample, curve, f"run directory: {bucket or run}")):
+                if sample:
+                    trainer.logger.sample(sample)
+                for text in filter(None, (curve, f"run directory: {bucket or run}")):
                     trainer.logger.text(text)
 
         trainer.run(at_the_end)

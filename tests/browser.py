@@ -1,15 +1,13 @@
 """Debian's Chromium, driven by selenium: the page as a person sees it, and what it asks the network for."""
 
+import base64
 import contextlib
 import json
+import re
 import time
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
-
-from selenium import webdriver
-from selenium.webdriver.chrome.options import Options
-from selenium.webdriver.chrome.service import Service
-from selenium.webdriver.common.by import By
 
 CHROMIUM, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
 FLAGS = (
@@ -22,10 +20,20 @@ LOCAL = {"data", "blob", "about", "file", "chrome"}
 INSIDE = {"127.0.0.1", "localhost", "", None}
 
 
+def data_of(page: str) -> Any:
+    """The numbers in a page that is a report."""
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(data)
+
+
 class Browser:
     """A browser with an empty profile in `folder`, as a context manager."""
 
     def __init__(self, folder: Path) -> None:
+        from selenium import webdriver
+        from selenium.webdriver.chrome.options import Options
+        from selenium.webdriver.chrome.service import Service
+
         options = Options()
         options.binary_location = CHROMIUM
         for flag in [*FLAGS.split(), f"--user-data-dir={folder / 'profile'}"]:
@@ -59,7 +67,7 @@ class Browser:
 
     def find(self, css: str):
         """The elements of a selector."""
-        return self.driver.find_elements(By.CSS_SELECTOR, css)
+        return self.driver.find_elements("css selector", css)
 
     def text(self, css: str = "main") -> str:
         """The text of the first element of a selector."""
@@ -96,8 +104,6 @@ class Browser:
 
     def picture(self, path: Path, *, whole: bool = True) -> None:
         """Write what is shown as a PNG: the whole page, or what the window shows."""
-        import base64
-
         size = self.run("return [document.documentElement.clientWidth, document.documentElement.scrollHeight]")
         clip = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}
         given = {"format": "png", **({"clip": clip, "captureBeyondViewport": True} if whole else {})}

@@ -20,6 +20,8 @@ RUN_BY = {
     "docs/howto/local.md": "test_howto_local.py",
     "docs/howto/launching.md": "test_howto_local.py",
     "docs/howto/top.md": "test_guides.py",
+    "docs/howto/browser.md": "test_guides.py",
+    "docs/howto/tensorboard.md": "test_guides.py",
     "docs/howto/ssh.md": "test_howto_ssh.py",
     "docs/howto/slurm.md": "test_howto_slurm.py",
     "docs/howto/ray.md": "test_howto_ray.py",

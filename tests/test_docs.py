@@ -73,15 +73,15 @@ def test_the_reference_is_what_the_program_says(name):
     assert reference.page(name) == (reference.FOLDER / name).read_text(), "run `make reference`"
 
 
-@pytest.mark.parametrize(
-    "word", ["hang", "OOM", "out of memory", "preempt", "resume", "NaN", "early stopping", "mixture"]
-)
+@pytest.mark.parametrize("word", ["hang", "OOM", "preempt", "resume", "NaN", "early stopping", "mixture"])
 def test_a_search_finds_what_people_look_for(site, word):
-    index = json.loads((site / "search" / "search_index.json").read_text())["docs"]
-    assert [one for one in index if re.search(rf"\b{word}", f"{one['title']} {one['text'][:400]}", re.IGNORECASE)]
-    if word in ("hang", "OOM", "preempt", "resume", "NaN"):
-        named = [one["location"] for one in index if re.search(rf"\b{word}", one["title"], re.IGNORECASE)]
-        assert any(location.startswith("troubleshooting.html#") for location in named), named
+    found = re.compile(rf"\b{word}", re.IGNORECASE)
+    items = json.loads((site / "search.json").read_text())["items"]
+    titled = [item["location"] for item in items if found.search(item["title"])]
+    if word in ("early stopping", "mixture"):
+        assert titled or any(found.search(item["text"][:600]) for item in items)
+    else:
+        assert any(location.startswith("troubleshooting.html#") for location in titled), titled
 
 
 def constants():

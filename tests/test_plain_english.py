@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from reader import FENCE, ROOT
+from reader import FENCE, ROOT, blocks
 
 DOCS = ROOT / "docs"
 HOWTOS = sorted((DOCS / "howto").glob("*.md"))
@@ -94,6 +94,9 @@ def complaints(page: Path) -> list[str]:
                 found.append(f"{riddle[0]!r}: {sentence}")
             if NOUN_CLAUSE.fullmatch(sentence) and len(words(sentence)) > 3:
                 found.append(f"a clause in the place of a noun: {sentence}")
+    for block in blocks(page) if page.is_relative_to(ROOT) else ():
+        if block.language == "text" and "…" in block.text:
+            found.append(f"{block.where}: output that is not whole: a reader compares it with the screen")
     headings = re.findall(r"^## (.*)$", FENCE.sub("", markdown), re.MULTILINE)
     if page in HOWTOS and (headings[:1], headings[-1:]) != (["What you need"], ["What can go wrong"]):
         found.append("a how-to begins with 'What you need' and ends with 'What can go wrong'")

@@ -160,7 +160,7 @@ class VerifiedBlocks:
             ids = file.read(low, min(-(-(int(run[-1]) + 1) * block // width), len(file.tokens)))
             if ids.max() >= size or ids.min() < 0:
                 wrong = low + int(np.argmax((ids >= size) | (ids < 0)))
-                document = int(np.searchsorted(file.document_ends, wrong, side="right"))
+                document = int(file.document_ends.searchsorted(wrong, side="right"))
                 raise DamagedData(
                     f"{file.path}: token {wrong} (document {document}) is the id {ids[wrong - low]}, and the "
                     f"vocabulary has the ids 0 to {size - 1}. Use the tokenizer that the model was made with and build "

@@ -260,6 +260,8 @@ class ExperimentConfig:
     later."""
     wandb_project: str = "roxxel-dist"
     """Project name at Weights & Biases."""
+    tensorboard: bool = False
+    """Write TensorBoard event files to `tensorboard/` in the run directory."""
     sample_prompt: str = ""
     """Prompt of the sample at the end of the run. If empty, the sample starts a new document."""
     sample: Literal["auto", "on", "off"] = "auto"

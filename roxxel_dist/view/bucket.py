@@ -7,7 +7,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from roxxel_dist.cluster.durable import make_folder, write_file
+from roxxel_dist.cluster.durable import cache_folder, make_folder, write_file
 from roxxel_dist.launcher.jobs.record import JobRecord
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
 from roxxel_dist.objects.lease import is_renewed
@@ -15,7 +15,7 @@ from roxxel_dist.objects.store import ObjectInfo, ObjectStore
 from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, is_run, no_run
 from roxxel_dist.sweep.study import DEFINITION
-from roxxel_dist.train.bucket_folder import LEASE, cache_folder
+from roxxel_dist.train.bucket_folder import LEASE
 from roxxel_dist.train.checkpoint.metadata import CURSOR, DAMAGED, META, TABLE
 from roxxel_dist.train.timeline import NAME
 from roxxel_dist.view.run import RunReader, RunState

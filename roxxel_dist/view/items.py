@@ -89,8 +89,11 @@ def everything() -> list[Item]:
 
 
 def _of_job(job: JobRecord) -> list[Item]:
-    """What a job trains, or itself."""
-    return _in_folder(Path(job.run_dir)) or [Item(name=job.run_id, reader=JobReader(job))]
+    """What a job trains, by the name that it has from here, or itself."""
+    run, here = Path(os.path.realpath(job.run_dir)), os.path.realpath(".")
+    return _in_folder(run.relative_to(here) if run.is_relative_to(here) else Path(job.run_dir)) or [
+        Item(name=job.run_id, reader=JobReader(job))
+    ]
 
 
 def _named(name: str) -> list[Item]:

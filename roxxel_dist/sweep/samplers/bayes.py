@@ -7,15 +7,20 @@ otherwise; and features, made of rows: ordered choices on one axis, other choice
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.special import expit, log_ndtr
 from threadpoolctl import threadpool_limits
 
+from roxxel_dist.sweep.samplers.acquisition import (
+    Acquisition,
+    fit_failures,
+    fit_values,
+    standardize,
+    training_subset,
+)
 from roxxel_dist.sweep.samplers.base import Point, SampledTrial, TrialHistory
-from roxxel_dist.sweep.samplers.gp import GaussianProcess, condition, fit_hyperparameters, sample_hyperparameters
 from roxxel_dist.sweep.space.constraints import Expression
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Sweep
 
@@ -119,18 +124,10 @@ class SpaceTransform:
         return mutants
 
 
-FIT_TO = 80
-"""Trials that the scales are fitted to: the cost grows with their cube."""
 MOST_TRIALS = 250
 """Trials that a process is given: the cost of a suggestion grows with their square, and with no more of them."""
 MOST_FAILURES = 60
 """Of these, the latest that failed."""
-MEMBERS, MEMBERS_TIMES = 4, 400
-"""Draws of the scales that are averaged over, and their number times that of trials: many values leave little open."""
-FAILURE_NOISE = 0.1
-"""The centre of the prior of a failure's noise: some trials fail for no reason."""
-ACCIDENTS = 2.0
-"""The log odds that trials fail at a constant rate, before anything is seen: the process can say that too."""
 CANDIDATES, NEIGHBOURS = 1500, 100
 """Rows looked at anywhere, and near each of the best."""
 PROMISING = 500
@@ -139,87 +136,6 @@ BEAM = 8
 ROUNDS = (0.1, 0.05, 0.02, 0.01, 0.005)
 """How far the local search reaches, round by round, as a share of each range."""
 CLIMB = {"maxiter": 15, "ftol": 1e-6}
-OUTLIER = 3.0
-"""A value further behind the median than so many times the best one is ahead of it counts as that far: a diverged loss
-says no more than that, and would make all others look alike."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FailureModel:
-    """How likely a trial is to fail: a process over the parameters, or a constant rate, by how well each predicts."""
-
-    process: GaussianProcess
-    limit: float
-    """The mean of the process where a trial is as likely to fail as not."""
-    rate: float
-    weight: float
-    """Of the process: near 0 where the parameters say nothing about which trials fail."""
-    blame: np.ndarray
-    """How likely the parameters of each failed trial were to make it fail, as the other trials tell: float64[k]."""
-
-    def log_success(self, features: np.ndarray) -> np.ndarray:
-        """The log probability of a trial that does not fail: float64[m] for float64[m, width]."""
-        modelled = np.exp(self.process.log_probability_below(features, self.limit))
-        return np.log(self.weight * modelled + (1 - self.weight) * (1 - self.rate) + 1e-30)
-
-
-def fit_failures(features: np.ndarray, failed: np.ndarray, running: np.ndarray) -> FailureModel | None:
-    """The model of failures, or None where none or all have failed.
-
-    The weight of the process is its share of the likelihood that both models have of each trial given all others, less
-    what a constant rate is likelier by before anything is seen.
-
-    Args:
-        features: float64[n, width] of the trials that ended.
-        failed: bool[n], which of them failed.
-        running: float64[m, width] of those that run.
-    """
-    rate, count = failed.mean(), len(failed)
-    if not 0 < rate < 1:
-        return None
-    spread = failed.std()
-    values, limit = (failed - rate) / spread, (0.5 - rate) / spread
-    subset = training_subset(-values, FIT_TO)
-    theta = fit_hyperparameters(features[subset], values[subset], FAILURE_NOISE)
-    process = condition(features, values, theta)
-    mean, deviation = process.leave_one_out()
-    log_fails = log_ndtr((mean - limit) / deviation)
-    log_modelled = np.where(failed, log_fails, log_ndtr((limit - mean) / deviation)).sum()
-    others = (count * rate - failed + 0.5) / count  # the rate of all other trials, never 0 or 1
-    log_constant = np.log(np.where(failed, others, 1 - others)).sum()
-    weight = float(expit(log_modelled - log_constant - ACCIDENTS))
-    return FailureModel(
-        process=process.given(running, process.predict(running)[0]),
-        limit=limit,
-        rate=rate,
-        weight=weight,
-        blame=weight * np.exp(log_fails[failed]),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Acquisition:
-    """What a trial is expected to be worth, on average over what may be true of the values."""
-
-    values: Sequence[GaussianProcess]
-    failure: FailureModel | None = None
-    """None: no trial has failed yet, or all have."""
-
-    def log_score(self, features: np.ndarray) -> np.ndarray:
-        """The log of the expected improvement times the probability of a trial that does not fail: float64[m]."""
-        score = _log_mean([process.log_expected_improvement(features) for process in self.values])
-        return score if self.failure is None else score + self.failure.log_success(features)
-
-    def slope(self, point: np.ndarray) -> tuple[float, np.ndarray]:
-        """The log of the expected improvement at one point, and its gradient: float64[width]."""
-        scores, slopes = zip(*[process.slope(point) for process in self.values], strict=True)
-        score = _log_mean(np.array(scores)[:, None])[0]
-        return float(score), np.exp(np.array(scores) - score) @ np.array(slopes) / len(scores)
-
-
-def _log_mean(scores: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
-    """The log of the mean of numbers given by their logs, float64[k, m]: float64[m]."""
-    return np.logaddexp.reduce(np.array(scores), axis=0) - np.log(len(scores))
 
 
 class BayesSampler:
@@ -251,33 +167,17 @@ class BayesSampler:
         failed = [trial for trial in trials if trial.ended and trial.value is None][-MOST_FAILURES:]
         running = [trial for trial in trials if not trial.ended]
         known = [trial for trial in trials if trial.value is not None]
+        kept = training_subset(np.array([trial.value for trial in known]), MOST_TRIALS - len(failed))
+        known = [known[index] for index in kept]
         values = standardize([trial.value for trial in known])
-        kept = training_subset(values, MOST_TRIALS - len(failed))
-        known, values = [known[index] for index in kept], values[kept]
         known_at, failed_at, running_at = map(self._features, (known, failed, running))
-        failure = fit_failures(
-            np.r_[known_at, failed_at], np.arange(len(known) + len(failed)) >= len(known), running_at
-        )
+        failed_mask = np.arange(len(known) + len(failed)) >= len(known)
+        failure = fit_failures(np.r_[known_at, failed_at], failed_mask, running_at)
         if len(known) < 2:  # too few to learn values from: failures count as bad ones
             known_at, values = np.r_[known_at, failed_at], np.r_[values, np.ones(len(failed))]
-        subset = training_subset(values, FIT_TO)
-        sample = known_at[subset], values[subset]
-        thetas = [fit_hyperparameters(*sample)]
-        if (count := min(MEMBERS, MEMBERS_TIMES // len(values))) > 1:
-            thetas = sample_hyperparameters(*sample, thetas[0], count, rng)
-        processes = []
-        for theta in thetas:
-            process = condition(known_at, values, theta)
-            best = process.best
-            if failure is not None and len(failed_at) and len(known) >= 2:
-                # What fails by its parameters is as bad as the worst; what fails by accident is as good as it looks.
-                believed = (1 - failure.blame) * process.predict(failed_at)[0] + failure.blame * values.max()
-                process = process.given(failed_at, believed)
-            if len(running_at):
-                drawn = process.draw(running_at, rng)
-                process, best = process.given(running_at, drawn), min(best, float(drawn.min()))
-            processes.append(replace(process, best=best))
-        return Acquisition(values=processes, failure=failure)
+            failed_at = failed_at[:0]
+        blame = failure.blame if failure is not None and len(failed_at) else np.zeros(len(failed_at))
+        return Acquisition(values=fit_values(known_at, values, failed_at, blame, running_at, rng), failure=failure)
 
     def _features(self, trials: Sequence[SampledTrial]) -> np.ndarray:
         return self._transform.encode(self._transform.rows([trial.point for trial in trials]))
@@ -349,26 +249,3 @@ def start_points(dims: int, count: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng([seed, 7])
     ranks = np.stack([rng.permutation(count) for _ in range(dims)], 1)
     return (ranks + rng.random((count, dims))) / count
-
-
-def standardize(values: Sequence[float | None]) -> np.ndarray:
-    """Values of mean 0 and deviation 1, the worst of them cut off: float64[n]."""
-    known = np.array(values, dtype=float)
-    if not len(known):
-        return known
-    known = np.ldexp(known, -np.frexp(np.abs(known).max())[1])  # the square of a huge value would be endless
-    median, least = np.median(known), known.min()
-    if median > least:
-        known = np.minimum(known, median + OUTLIER * (median - least))
-    spread = known.std()
-    return (known - known.mean()) / (spread if spread > 0 else 1.0)
-
-
-def training_subset(values: np.ndarray, count: int) -> np.ndarray:
-    """The indices of at most `count` trials to fit the scales to: the best ones, and others evenly over time."""
-    if len(values) <= count:
-        return np.arange(len(values))
-    order = np.argsort(values, kind="stable")
-    best, rest = order[: count // 2], np.sort(order[count // 2 :])
-    even = rest[np.linspace(0, len(rest) - 1, count - len(best)).astype(int)]
-    return np.sort(np.r_[best, even])

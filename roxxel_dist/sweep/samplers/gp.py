@@ -28,8 +28,10 @@ USUAL_NOISE, NOISE_SPREAD = 1e-2, 1.5
 STEPS = 60
 TREND = (-12.0, 3.0)
 USUAL_TREND, TREND_SPREAD = 0.3, 1.5
-PATH, STRIDE = 8, 0.15
-"""Steps of a path between two draws, and their length: nine of ten draws are taken."""
+PATH, STRIDE = 6, 0.2
+"""Steps of a path between two draws, and their length in deviations: nine of ten draws are taken."""
+PROBE = 0.05
+"""How far apart two slopes are that give a curvature."""
 _CHOLESKY, _INVERT = get_lapack_funcs(("potrf", "potri"), dtype=np.float64)
 
 
@@ -70,7 +72,7 @@ class _Posterior:
         self._trend = trend @ trend.T
         scales = np.full(self._dims, np.log(USUAL_SCALE) + np.log(self._dims) / 2)
         self.centre = np.r_[scales, 0.0, np.log(noise), np.log(USUAL_TREND)]
-        self._spread = np.r_[np.ones(self._dims + 1), NOISE_SPREAD, TREND_SPREAD]
+        self.spread = np.r_[np.ones(self._dims + 1), NOISE_SPREAD, TREND_SPREAD]
 
     def __call__(self, theta: np.ndarray) -> tuple[float, np.ndarray]:
         dims, values = self._dims, self._values
@@ -93,8 +95,12 @@ class _Posterior:
         gradient[dims + 1] = 0.5 * noise * np.trace(residue)
         gradient[dims + 2] = 0.5 * steep * (residue * self._trend).sum()
         loss = 0.5 * values @ weights + np.log(np.diag(factor)).sum()
-        offsets = (theta - self.centre) / self._spread
-        return loss + 0.5 * (offsets**2).sum(), gradient + offsets / self._spread
+        offsets = (theta - self.centre) / self.spread
+        return loss + 0.5 * (offsets**2).sum(), gradient + offsets / self.spread
+
+
+def _bounds(dims: int) -> list[tuple[float, float]]:
+    return [SCALES] * dims + [SIGNAL, NOISE, TREND]
 
 
 def fit_hyperparameters(points: np.ndarray, values: np.ndarray, noise: float = USUAL_NOISE) -> np.ndarray:
@@ -107,9 +113,8 @@ def fit_hyperparameters(points: np.ndarray, values: np.ndarray, noise: float = U
     """
     posterior = _Posterior(points, values, noise)
     start = posterior.centre - np.r_[np.ones(points.shape[1]), 0.0, 0.0, 0.0]
-    bounds = [SCALES] * points.shape[1] + [SIGNAL, NOISE, TREND]
     options = {"maxiter": STEPS, "ftol": 1e-4, "gtol": 1e-3}
-    return minimize(posterior, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x
+    return minimize(posterior, start, jac=True, method="L-BFGS-B", bounds=_bounds(points.shape[1]), options=options).x
 
 
 def _covariance(theta: np.ndarray, points: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -124,25 +129,35 @@ def sample_hyperparameters(
     """Draws from the posterior of what `fit_hyperparameters` finds the maximum of, `theta`, where they begin.
 
     Few values leave much open, which one maximum hides (Snoek, Larochelle, Adams 2012). The draws are the ends of
-    Hamiltonian paths (Neal 2011); one that leaves the bounds is refused.
+    Hamiltonian paths (Neal 2011), whose steps are short along what the values say much about, and which the bounds
+    reflect.
 
     Returns:
-        `count` arrays, float64[d + 2] each.
+        `count` arrays, float64[d + 3] each.
     """
     posterior = _Posterior(points, values)
-    low, high = np.array([SCALES] * points.shape[1] + [SIGNAL, NOISE, TREND]).T
+    low, high = np.array(_bounds(points.shape[1])).T
     loss, slope = posterior(theta)
+    shifts = np.where(theta + PROBE < high, PROBE, -PROBE)
+    curvature = [
+        (posterior(theta + shift * at)[1] - slope) @ at / shift
+        for shift, at in zip(shifts, np.eye(len(theta)), strict=True)
+    ]
+    strides = STRIDE / np.sqrt(np.maximum(curvature, 1 / posterior.spread**2))
     draws = []
     for _ in range(count):
         momentum = rng.normal(size=len(theta))
-        energy, place, pull = loss + 0.5 * momentum @ momentum, theta, slope
+        energy, place, pull, there = loss + 0.5 * momentum @ momentum, theta, slope, loss
         for _ in range(PATH):
-            momentum = momentum - 0.5 * STRIDE * pull
-            place = place + STRIDE * momentum
+            momentum = momentum - 0.5 * strides * pull
+            place = place + strides * momentum
+            momentum = np.where((place < low) | (place > high), -momentum, momentum)
+            place = np.clip(
+                np.where(place < low, 2 * low - place, np.where(place > high, 2 * high - place, place)), low, high
+            )
             there, pull = posterior(place)
-            momentum = momentum - 0.5 * STRIDE * pull
-        inside = (place > low).all() and (place < high).all()
-        if inside and np.log(rng.random()) < energy - there - 0.5 * momentum @ momentum:
+            momentum = momentum - 0.5 * strides * pull
+        if np.log(rng.random()) < energy - there - 0.5 * momentum @ momentum:
             theta, loss, slope = place, there, pull
         draws.append(theta)
     return draws

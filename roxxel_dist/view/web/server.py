@@ -61,6 +61,7 @@ class PageServer(ThreadingHTTPServer):
         self.feed: Feed = feed
         self.token: str = secrets.token_urlsafe(24)
         self.ended: threading.Event = threading.Event()
+        self._asking: dict[Any, float] = {}
         self._slots = threading.BoundedSemaphore(MOST)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -89,6 +90,7 @@ class PageServer(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give a connection a thread, where one is free."""
         if self._slots.acquire(blocking=False):
+            self._asking[request] = time.monotonic() + REQUEST_S
             super().process_request(request, client_address)
             return
         with contextlib.suppress(OSError):
@@ -96,11 +98,24 @@ class PageServer(ThreadingHTTPServer):
             request.sendall(b"HTTP/1.0 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")
         self.shutdown_request(request)
 
+    def service_actions(self) -> None:
+        """Cut off who has not asked in time: a thread is not held by what comes byte by byte."""
+        for request, due in list(self._asking.items()):
+            if time.monotonic() >= due:
+                self.has_asked(request)
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def has_asked(self, request: Any) -> None:
+        """The request of a connection has come whole."""
+        self._asking.pop(request, None)
+
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer a connection, and give its thread back."""
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.has_asked(request)
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -116,15 +131,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The page, and the stream of its numbers."""
+        self.server.has_asked(self.connection)
         url = urlsplit(self.path)
         query = parse_qs(url.query)
         if not self._names_this_host():
             self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server has no such name")
         elif not self._has_token(query.get("token", [""])[0]):
-            self._refuse(
-                HTTPStatus.FORBIDDEN,
-                NO_TOKEN,
-            )
+            self._refuse(HTTPStatus.FORBIDDEN, NO_TOKEN)
         elif url.path == "/":
             self._answer(HTTPStatus.OK, "text/html", page("roxxel-dist").encode())
         elif url.path == "/events":

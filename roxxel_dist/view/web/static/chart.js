@@ -4,6 +4,8 @@
 const settings = { x: "step", log: false, smooth: 0 };
 const charts = new Set();
 const SHOWN_IN_TIP = 8;
+/** Curves behind whose smooth form the plain one is drawn faintly, at most. */
+const MOST_BEHIND = 6;
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -40,8 +42,8 @@ function along(steps, curve) {
  * whether each is drawn, only: whether no line is}.
  */
 class Chart {
-  constructor(title, { height = 260, axis = null, form = format.number, plain = false } = {}) {
-    Object.assign(this, { title, height, axis, form, plain, series: [], hidden: new Set(), index: null });
+  constructor(title, { height = 260, axis = null, form = format.number, plain = false, logX = false } = {}) {
+    Object.assign(this, { title, height, axis, form, plain, logX, series: [], marks: [], hidden: new Set(), index: null });
     this.note = h("span", { class: "note" });
     this.legend = h("div", { class: "legend", role: "group", "aria-label": `Curves of ${title}` });
     this.plot = h("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart", onkeydown: (event) => this.key(event) });
@@ -63,14 +65,17 @@ class Chart {
     charts.delete(this);
   }
 
-  update(series) {
-    const key = JSON.stringify([series, settings, this.axis]);
+  /** Show series, and a line at each of the steps `marks`. */
+  update(series, marks = []) {
+    const key = JSON.stringify([series, settings, marks]);
     if (key === this.drawn) return;
-    const before = JSON.stringify(this.series.map((one) => [one.label, one.number, one.points]));
-    this.drawn = key;
-    this.series = series;
-    const isSame = before === JSON.stringify(series.map((one) => [one.label, one.number, one.points]));
-    const tables = series.map((one) => this.table(one));
+    const kinds = (list) => JSON.stringify([list.map((one) => [one.label, one.number, one.points]), this.behind]);
+    const before = kinds(this.series);
+    [this.drawn, this.series] = [key, series];
+    this.behind = settings.smooth > 0 && !this.plain && series.length <= MOST_BEHIND;
+    this.marks = settings.x === "tokens" && series[0]?.tokens?.[0].length ? along(marks, series[0].tokens) : marks;
+    const isSame = before === kinds(series);
+    const tables = [...series.map((one) => this.table(one, settings.smooth)), ...(this.behind ? series.map((one) => this.table(one, 0)) : [])];
     this.data = tables.length ? (tables.length === 1 ? tables[0] : uPlot.join(tables)) : [[], []];
     if (!isSame) this.showLegend();
     this.describe();
@@ -87,10 +92,10 @@ class Chart {
   }
 
   /** [xs, ys] of a series as it is drawn. */
-  table({ curve, tokens, points }) {
+  table({ curve, tokens, points }, smooth) {
     const [steps, values] = curve;
     let xs = settings.x === "tokens" && !this.axis && tokens?.[0].length ? along(steps, tokens) : steps;
-    let ys = points || this.plain ? values : smoothed(values, settings.smooth);
+    let ys = points || this.plain ? values : smoothed(values, smooth);
     if (this.log) ys = ys.map((value) => (value > 0 ? value : null));
     return [xs, ys];
   }
@@ -111,25 +116,45 @@ class Chart {
     const [ink, grid] = [colour("--muted"), colour("--grid")];
     const axis = { stroke: ink, font: "12px system-ui, sans-serif", grid: { stroke: grid, width: 1 }, ticks: { show: false } };
     const many = this.series.length > 12;
+    const tick = (value) => (Math.abs(value) >= 1e4 ? format.scaled(value).replace(/\.0+(?=[kMGT])/, "") : format.number(value));
+    const line = (one, more) => ({
+      label: one.label, stroke: seriesColour(one.number), width: one.only ? 0 : many ? 1 : 1.6, spanGaps: true,
+      dash: one.number >= 10 ? [6, 4] : undefined, show: !this.hidden.has(one.label),
+      paths: one.step ? uPlot.paths.stepped({ align: 1 }) : undefined,
+      points: { show: Boolean(one.points || one.only) || one.curve[0].length === 1, size: one.only ? 6 : 5, fill: seriesColour(one.number) },
+      ...more,
+    });
     this.uplot = new uPlot({
       width, height: this.height, padding: [8, 12, 0, 0],
-      scales: { x: { time: false }, y: { distr: this.isLog ? 3 : 1 } },
+      scales: { x: { time: false, distr: this.logX ? 3 : 1 }, y: { distr: this.isLog ? 3 : 1 } },
       axes: [
-        { ...axis, space: 70, size: 44, label: this.axisName, labelSize: 16, labelFont: "12px system-ui, sans-serif", labelGap: 0, values: (_, ticks) => ticks.map((tick) => (Math.abs(tick) >= 1e4 ? format.scaled(tick).replace(/\.0+(?=[kMGT])/, "") : String(tick))) },
-        { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : this.form === format.share ? `${+(100 * tick).toPrecision(3)}%` : Math.abs(tick) >= 1e4 ? format.scaled(tick) : format.number(tick))) },
+        { ...axis, space: 70, size: 28, label: this.axisName, labelSize: 20, labelFont: "12px system-ui, sans-serif", labelGap: 0, values: (_, ticks) => ticks.map((at) => (at === null ? "" : tick(at))) },
+        { ...axis, size: 58, values: (_, ticks) => ticks.map((at) => (at === null ? "" : this.form === format.share ? `${+(100 * at).toPrecision(3)}%` : tick(at))) },
       ],
-      series: [{}, ...this.series.map((one) => ({
-        label: one.label, stroke: seriesColour(one.number), width: one.only ? 0 : many ? 1 : 1.6, spanGaps: true,
-        dash: one.number >= 10 ? [6, 4] : undefined, show: !this.hidden.has(one.label),
-        paths: one.step ? uPlot.paths.stepped({ align: 1 }) : undefined,
-        points: { show: Boolean(one.points || one.only) || one.curve[0].length === 1, size: one.only ? 6 : 5, fill: seriesColour(one.number) },
-      }))],
+      series: [{}, ...this.series.map((one) => line(one)), ...(this.behind ? this.series.map((one) => line(one, { alpha: one.points ? 0 : 0.25, width: 1, points: { show: false } })) : [])],
       legend: { show: false },
       focus: { alpha: many ? 0.25 : 1 },
       cursor: { drag: { x: true, y: false, dist: 6 }, focus: { prox: 40 }, points: { size: 7 } },
-      hooks: { setCursor: [() => this.tell()], setScale: [(u, name) => name === "x" && this.noteZoom()] },
+      hooks: { drawClear: [(u) => this.drawMarks(u)], setCursor: [() => this.tell()], setScale: [(u, name) => name === "x" && this.noteZoom()] },
     }, this.data, this.plot);
     this.uplot.over.addEventListener("dblclick", () => { this.zoomed = false; });
+  }
+
+  /** A dotted line where something began. */
+  drawMarks(u) {
+    const { ctx, bbox } = u;
+    ctx.save();
+    ctx.strokeStyle = colour("--muted");
+    ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
+    for (const mark of this.marks) {
+      const x = Math.round(u.valToPos(mark, "x", true));
+      if (x <= bbox.left || x >= bbox.left + bbox.width) continue;
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+    }
+    ctx.restore();
   }
 
   resize() {
@@ -227,13 +252,14 @@ class Chart {
   }
 
   showLegend() {
-    this.legend.hidden = this.series.length < 2 || this.series.length > 24;
+    this.legend.hidden = this.series.length < 2 || this.series.length > 12;
     this.legend.replaceChildren(...(this.legend.hidden ? [] : this.series.map((one, i) => h("button", {
       type: "button", class: "small", "aria-pressed": String(!this.hidden.has(one.label)),
       onclick: (event) => {
         const show = this.hidden.delete(one.label) || (this.hidden.add(one.label), false);
         event.currentTarget.setAttribute("aria-pressed", String(show));
         this.uplot?.setSeries(i + 1, { show });
+        if (this.behind) this.uplot?.setSeries(this.series.length + i + 1, { show });
       },
     }, h("i", { class: `dot series-${one.number % 10}`, "aria-hidden": "true" }), one.label))));
   }

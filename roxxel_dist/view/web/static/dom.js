@@ -35,7 +35,7 @@ function fill(element, value, build) {
 
 /** A card with a heading. */
 function card(title, ...children) {
-  return h("section", { class: "card", "aria-label": title }, h("h2", {}, title), ...children);
+  return h("section", { class: "card" }, h("h2", {}, title), ...children);
 }
 
 const NONE = "–";
@@ -50,6 +50,8 @@ const format = {
     if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(3).replace(/\.?0+e/, "e").replace("e+", "e");
     return String(Number(value.toPrecision(4)));
   },
+  /** Four significant digits, also where the last are zeros: for a column. */
+  digits: (value) => (isNumber(value) && Math.abs(value) >= 1e-3 && Math.abs(value) < 1e4 ? value.toPrecision(4) : format.number(value)),
   loss: (value) => (isNumber(value) ? value.toFixed(4) : NONE),
   integer: (value) => (isNumber(value) ? Math.round(value).toLocaleString("en-US") : NONE),
   share: (value) => (isNumber(value) ? `${(100 * value).toFixed(1)}%` : NONE),

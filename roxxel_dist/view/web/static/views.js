@@ -6,6 +6,16 @@ const MOST_COMPARED = 8;
 const address = (...parts) => `#/${parts.join("/")}`;
 const itemLink = (id, name) => h("a", { href: address("item", id) }, name);
 
+const LONG_PREFIX = 16;
+
+/** The folder that all names begin with, where it is long enough to be in the way. */
+function sharedFolder(names) {
+  if (names.length < 2) return "";
+  let prefix = names[0].slice(0, names[0].lastIndexOf("/") + 1);
+  while (prefix && !names.every((name) => name.startsWith(prefix))) prefix = prefix.slice(0, prefix.lastIndexOf("/", prefix.length - 2) + 1);
+  return prefix.length > LONG_PREFIX ? prefix : "";
+}
+
 /** The curves of an item by metric. */
 function curvesOf(sections) {
   return Object.fromEntries(Object.entries(sections).filter(([name]) => name.startsWith("curve/")).map(([name, curve]) => [name.slice(6), curve]));
@@ -29,7 +39,7 @@ class ListView {
       { name: "name", title: "Name", value: ({ head }) => head.name, show: ({ id, head }) => itemLink(id, head.name) },
       { name: "state", title: "State", value: ({ head }) => head.state, show: ({ head }) => badge(head.state) },
       { name: "trials", title: "Trials", numeric: true, value: ({ head }) => head.trials, show: ({ head }) => `${head.trials}${head.cap ? ` of ${head.cap}` : ""}` },
-      { name: "best", title: "Best", numeric: true, value: ({ head }) => head.best },
+      { name: "best", title: "Best", numeric: true, value: ({ head }) => head.best, show: ({ head }) => format.digits(head.best) },
       { name: "metric", title: "Metric", value: ({ head }) => `${head.goal} ${head.metric}` },
       { name: "method", title: "Method", value: ({ head }) => head.method },
     ] });
@@ -54,7 +64,7 @@ class ListView {
   columns() {
     const number = (name, title, form, value) => ({ name, title, numeric: true, value, show: (row) => form(value(row)) });
     return [
-      { name: "name", title: "Name", value: ({ head }) => head.name, show: ({ id, head }) => itemLink(id, head.name) },
+      { name: "name", title: "Name", value: ({ head }) => head.name, show: ({ id, short, head }) => h("a", { href: address("item", id), title: head.name }, short) },
       { name: "choose", title: "", keep: true, value: () => 0, show: ({ id, head }) => h("input", { type: "checkbox", "aria-label": `Draw and compare ${head.name}`, checked: this.chosen.has(id), onchange: (event) => { if (event.target.checked) this.chosen.add(id); else this.chosen.delete(id); this.update(this.items); } }) },
       { name: "state", title: "State", value: ({ head }) => head.state, show: ({ head }) => badge(head.state) },
       number("step", "Step", format.integer, ({ head }) => head.step),
@@ -74,7 +84,8 @@ class ListView {
     const rows = items.filter(([, sections]) => sections.head).map(([id, sections]) => ({ id, sections, head: sections.head }));
     const of = (kind) => rows.filter(({ head }) => head.kind === kind);
     const text = this.filter.value.trim().toLowerCase();
-    const runs = of("run").filter(({ head }) => head.name.toLowerCase().includes(text));
+    const shared = sharedFolder(of("run").map(({ head }) => head.name));
+    const runs = of("run").map((row) => ({ ...row, short: row.head.name.slice(shared.length) })).filter(({ head }) => head.name.toLowerCase().includes(text));
     this.runs.update(runs);
     this.studies.update(of("study"));
     this.jobs.update(of("job"));
@@ -91,7 +102,7 @@ class ListView {
     const wanted = this.chosen.size ? rows.filter(({ id }) => this.chosen.has(id)) : rows;
     const drawn = wanted.slice(0, MOST_CURVES);
     this.curves.hidden = !this.cards.run.hidden === false;
-    this.chart.update(drawn.map(({ head, sections }, i) => ({ label: head.name, curve: sections[`curve/${this.metric}`], tokens: sections["curve/tokens"], number: i, points: this.metric === "val_loss" && sections[`curve/${this.metric}`][0].length < 40 })));
+    this.chart.update(drawn.map(({ short, sections }, i) => ({ label: short, curve: sections[`curve/${this.metric}`], tokens: sections["curve/tokens"], number: i, points: this.metric === "val_loss" && sections[`curve/${this.metric}`][0].length < 40 })));
     this.note.textContent = wanted.length > drawn.length ? `The first ${drawn.length} of ${wanted.length} are drawn: sort, or choose.` : "";
     this.compare.disabled = this.chosen.size < 2 || this.chosen.size > MOST_COMPARED;
     this.compare.textContent = this.chosen.size ? `Compare ${this.chosen.size}` : "Compare";
@@ -125,7 +136,8 @@ class ChartGrid {
     this.rest = h("div", { class: "grid" });
   }
 
-  update(runs) {
+  update(runs, marks = []) {
+    this.marks = marks;
     const names = [...new Set(runs.flatMap(({ curves }) => Object.keys(curves)))].filter((name) => !NO_CHART.has(name));
     const used = new Set();
     for (const [title, which, options] of GROUPS) {
@@ -143,12 +155,13 @@ class ChartGrid {
       (title === "Loss" ? this.first : this.rest).append(h("div", { class: "card" }, chart.element));
     }
     let number = 0;
+    const { marks } = this;
     const series = runs.flatMap(({ name, curves }, i) => members.filter((member) => curves[member]).map((member) => ({
       label: runs.length > 1 ? (members.length > 1 ? `${name}: ${member}` : name) : member.replace(/^(val_)?loss\//, ""),
       curve: curves[member], tokens: curves.tokens, number: runs.length > 1 ? i + (member === "val_loss" ? 10 : 0) : number++,
       points: member.startsWith("val_loss") && curves[member][0].length < 60,
     })));
-    this.charts.get(title).update(series);
+    this.charts.get(title).update(series, marks);
   }
 
   close() {
@@ -191,7 +204,8 @@ class RunView {
   }
 
   draw() {
-    this.grid.update([{ name: this.sections.head?.name, curves: curvesOf(this.sections) }]);
+    const begins = (this.sections.phases?.phases ?? []).slice(1).map(({ first }) => first);
+    this.grid.update([{ name: this.sections.head?.name, curves: curvesOf(this.sections) }], begins);
   }
 
   close() {
@@ -253,7 +267,7 @@ class StudyView {
     this.parallelCard = h("div", { class: "card" }, this.parallel.element);
     this.element = h("div", {}, this.title, this.lead, this.tiles, this.parallelCard,
       h("div", { class: "columns" }, h("div", { class: "card" }, this.best.element), h("div", { class: "card" }, this.curves.element)),
-      this.importance, this.tableCard, this.slices);
+      this.importance, this.slices, this.tableCard);
   }
 
   update([[, sections]]) {
@@ -267,10 +281,10 @@ class StudyView {
     fill(this.title, [head.name, head.state], () => h("h1", {}, head.name, badge(head.state)));
     this.lead.textContent = `${head.method}, ${head.goal} ${head.metric}; scheduler: ${head.scheduler ?? "none"}`;
     fill(this.tiles, head, () => tiles([
-      [`Best ${head.metric}`, format.number(head.best), head.best_trial === null ? "" : `trial ${head.best_trial}`],
+      [`Best ${head.metric}`, format.digits(head.best), head.best_trial === null ? "" : `trial ${head.best_trial}`],
       ["Trials", `${head.trials}${head.cap ? ` of ${head.cap}` : ""}`],
       ...Object.entries(head.counts).filter(([, count]) => count).map(([name, count]) => [name[0].toUpperCase() + name.slice(1), String(count)]),
-      ["Time left", format.duration(head.left_s)], ["Steps left of what runs", isNumber(head.steps_left) ? format.integer(head.steps_left) : NONE],
+      ["Time left", format.duration(head.left_s)], ["Steps left", isNumber(head.steps_left) ? format.integer(head.steps_left) : NONE],
     ]));
     if (sections.importance) fill(this.importance, sections.importance, importanceCard);
     this.parallelCard.hidden = !this.names.length || !this.trials.some(({ value }) => isNumber(value));
@@ -289,7 +303,7 @@ class StudyView {
       const dots = ended.filter(({ params }) => isNumber(params[name])).map(({ params, value }) => [params[name], value]).sort(([a], [b]) => a - b);
       if (new Set(dots.map(([x]) => x)).size < 4) continue;
       if (!this.sliceCharts.has(name)) {
-        const chart = new Chart(`${this.head.metric} over ${name}`, { height: 200, axis: name, plain: true });
+        const chart = new Chart(`${this.head.metric} over ${name}`, { height: 200, axis: name, plain: true, logX: dots[0][0] > 0 && dots.at(-1)[0] / dots[0][0] > 30 });
         this.sliceCharts.set(name, chart);
         this.slices.append(h("div", { class: "card" }, chart.element));
       }
@@ -305,7 +319,7 @@ class StudyView {
     if (!this.table || this.tableKey !== key) {
       const columns = [
         { name: "trial", title: "Trial", numeric: true, value: ({ number }) => number, show: ({ number }) => (number === this.head.best_trial ? `★ ${number}` : String(number)) },
-        { name: "value", title: this.head.metric, numeric: true, value: ({ value, reports }) => value ?? reports[1].at(-1) },
+        { name: "value", title: this.head.metric, numeric: true, value: ({ value, reports }) => value ?? reports[1].at(-1), show: ({ value, reports }) => format.digits(value ?? reports[1].at(-1)) },
         { name: "state", title: "State", value: ({ state }) => state, show: ({ state }) => badge(state) },
         { name: "step", title: "Step", numeric: true, value: ({ reports }) => reports[0].at(-1) },
         { name: "time", title: "Time", numeric: true, value: ({ seconds }) => seconds, show: ({ seconds }) => format.duration(seconds) },
