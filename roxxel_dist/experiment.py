@@ -12,7 +12,7 @@ from typing import Any
 
 from roxxel_dist.builders import RunComponents, build_components, on_primary, open_corpus, temporary_folder
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.determinism import make_deterministic, pin_threads
+from roxxel_dist.cluster.determinism import make_deterministic, pin_for_run, pin_threads
 from roxxel_dist.cluster.distributed import barrier, broadcast_from_primary, initialize, is_primary
 from roxxel_dist.cluster.exit_codes import attempt_number
 from roxxel_dist.config import Config, UsageError, usage_errors
@@ -29,6 +29,7 @@ from roxxel_dist.run_directory import (
     DATA,
     TOKENIZER,
     RunDirectory,
+    RunResult,
     check_still_there,
     default_run_dir,
 )
@@ -109,8 +110,10 @@ class Experiment:
         from_step: int | None = None,
         skip_steps: tuple[int, int] | None = None,
         local_dir: str | Path | None = None,
-    ) -> Path:
+    ) -> RunResult:
         """Train and return the run directory; of a run in a bucket the local folder that has what this host wrote.
+
+        Ctrl-C and SIGTERM stop it after the step in hand: that step is saved, and the result says `stopped`.
 
         A resumed run, and a fork, keeps each field of its config that the one here does not give, but for `max_steps`.
 
@@ -147,12 +150,13 @@ class Experiment:
                 make_deterministic()
 
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
-        pin_threads(RunMetadata.of(past.config).pjrt_nproc)
+        with usage_errors():
+            pin_for_run(self.config.virtual_shards, RunMetadata.of(past.config).pjrt_nproc)
         initialize()
         named = broadcast_from_primary("run directory", str(run_dir or default_run_dir()))
         run = Path(named) if bucket is None else bucket.folder  # which may be another one on each host
         if resume and not amend and from_step is None and self._was_finished(run, past, is_other_data):
-            return run
+            return RunResult.of(run, int(read_cursor(run).get("step", 0)), stopped=False)
 
         with contextlib.ExitStack() as held:
             directory = RunDirectory(run, str(bucket or run))
@@ -187,7 +191,7 @@ class Experiment:
             arguments = (trainer, run, path, components, past.saved, changed, message)
             on_primary("record", lambda: write_run_metadata(*arguments, name=str(bucket or run)))
             self._run(trainer, run, tokenizer, ids, bucket)
-        return run
+        return RunResult.of(run, trainer.step, stopped=self.stopped)
 
     def find_lr(
         self, data_path: str | Path | None, *, min_lr: float = 1e-6, max_lr: float = 0.1, num_steps: int = 100
@@ -249,6 +253,11 @@ class Experiment:
         past = _Past(
             saved=saved, fork=parent, config=saved_config(local_run(parent.run)) if parent and not saved else saved
         )
+        if program := RunMetadata.of(past.config).program:
+            raise ValueError(
+                f"{parent.run if parent and not saved else run} was trained by {program}, with a Trainer of parts: "
+                f"start that program again; it continues from the newest checkpoint"
+            )
         # Where a run was to end once is no property of it: a config without max_steps trains to the end of its phases.
         values = {name: value for name, value in past.config.items() if name != "max_steps"}
         self.config = self.config.with_defaults(values)
@@ -332,9 +341,9 @@ class Experiment:
             return
         changes = [f"{name} {old} -> {getattr(self.config, name, 'other data')}" for name, old in before.items()]
         raise UsageError(
-            f"{run} is finished after step {step}, and a change would do nothing ({', '.join(changes)}): leave it out; "
-            f"or go on, with a larger max_steps while its phases have steps left, or with longer phases and "
-            f"amend=True; or begin a new run at a kept checkpoint with fork=RUN@STEP"
+            f"{run} is finished after step {step}, and a change would do nothing ({', '.join(changes)}): leave it out. "
+            f"To continue, give a larger max_steps while its phases have steps left, or longer phases and amend=True. "
+            f"Or start a new run from a kept checkpoint with fork=RUN@STEP"
         )
 
     def _open(self, path: str | Path | None, run: Path, resume: bool, past: _Past, bucket: BucketRun | None) -> Roxxel:

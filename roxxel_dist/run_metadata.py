@@ -35,7 +35,17 @@ only by name."""
 WITHOUT_PHASES = ("epochs", "batch_size", "grad_accum")
 """Fields that decide which tokens a step reads where no phases are given."""
 AMENDABLE = ("phases", *WITHOUT_PHASES)
-FIXED_FIELDS = ("model", "optimizer", "use_bf16", "init_from", "seed", "phases", "val_fraction", "tokenizer_type")
+FIXED_FIELDS = (
+    "model",
+    "optimizer",
+    "use_bf16",
+    "init_from",
+    "seed",
+    "phases",
+    "val_fraction",
+    "tokenizer_type",
+    "virtual_shards",
+)
 """Fields, besides those of the model, that decide what a checkpoint holds, or which tokens a step reads."""
 
 
@@ -54,6 +64,8 @@ class RunMetadata:
     data_path: str | None = None
     corpus: str | None = None
     """The fingerprint of the data."""
+    program: str | None = None
+    """The Python program whose `Trainer` of parts trains the run; None of a run of `train`."""
     forked_from: dict[str, Any] | None = None
     """"run" and "step" of the checkpoint whose whole state the run begins with."""
     initialized_from: dict[str, Any] | None = None
@@ -78,7 +90,7 @@ class RunMetadata:
             processes=jax.process_count(),
             devices=jax.device_count(),
             platform=jax.devices()[0].platform,
-            pjrt_nproc=int(os.environ["PJRT_NPROC"]),
+            pjrt_nproc=int(os.environ["PJRT_NPROC"]) if "PJRT_NPROC" in os.environ else None,
             bits=determinism.numerics_fingerprint() | {"attention": kernel},
             **values,
         )
@@ -144,7 +156,10 @@ def write_run_metadata(
     if not trainer.finished or saved.get("init_from") != config.init_from:
         metadata = _metadata(trainer, components, saved, absolute(data_path or run / DATA))
         if RECORD in saved:
-            changed = [*changed, *determinism.changed(RunMetadata.of(saved).bits, metadata.resumes[-1]["bits"])]
+            was, now = RunMetadata.of(saved).bits, metadata.resumes[-1]["bits"]
+            if config.virtual_shards:  # the same on other devices
+                was, now = map(determinism.without_topology, (was, now))
+            changed = [*changed, *determinism.changed(was, now)]
         # Before the config: cut off between the two, a finished run that goes on must not be taken for finished.
         write_cursor(run, trainer.start_step, trainer.last_step, finished=trainer.finished)
         config.save_yaml(run / CONFIG, metadata.to_dict())
@@ -161,6 +176,9 @@ def write_run_metadata(
     log(f"data: {parts}, vocabulary {components.vocab_size:,}")
     for source, data_set in components.curriculum.mix_streamers.items():
         log(f"data {source}: {data_set.num_tokens:,} tokens, in {len(data_set.shards)} shard(s)")
+    if (others := list(components.curriculum.mix_streamers)) and not config.validation:
+        names = " and ".join(others)
+        log(f"validation: on the held-out part of self alone; name shards of {names} in `validation` to see theirs")
     if not trainer.start.notes:  # else the plan is among them
         log(trainer.plan.describe())
     if note := max_steps_note(trainer.plan, trainer.options):
@@ -203,6 +221,8 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
     fixed = {*FIXED_FIELDS, *(WITHOUT_PHASES if config.phases is None else ())}
     # Of a model of the user's own nobody knows which values its shapes follow from: the checkpoint knows the shapes.
     fixed |= {"vocab_size"} if config.model else {f.name for f in fields(ModelConfig)} - {*FREE_MODEL_FIELDS}
+    if config.virtual_shards:  # the rows that are added up first
+        fixed |= {"grad_accum"}
     if amend:
         fixed -= {*AMENDABLE}
     if "fingerprint" in (RunMetadata.of(saved).initialized_from or {}):

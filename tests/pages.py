@@ -8,6 +8,7 @@ RUN_BY = {
     "README.md": "test_readme.py",
     "docs/index.md": "test_guides.py",
     "docs/quickstart.md": "test_guides.py",
+    "docs/coming-from.md": "test_guides.py",
     "docs/concepts/plan.md": "test_guides.py",
     "docs/concepts/blends.md": "test_guides.py",
     "docs/concepts/resume.md": "test_guides.py",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.determinism import without_topology
 from roxxel_dist.config import RECORD
 from roxxel_dist.data.discovery import absolute
 from roxxel_dist.objects.url import is_url
@@ -28,6 +29,8 @@ FREE_FIELDS = {
     "cache_gb", "store_timeout",
 }  # fmt: skip
 """Fields of a config that change no number of a step."""
+EXACT_FREE_FIELDS = {"n_devices"}
+"""Those that change none with virtual shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,14 @@ class Segment:
     @property
     def numbers(self) -> dict[str, Any]:
         """All that decides the numbers of its steps, as far as the run knows."""
-        return {name: value for name, value in self.config.items() if name not in FREE_FIELDS} | {"bits": self.bits}
+        free = FREE_FIELDS | EXACT_FREE_FIELDS if self.is_exact else FREE_FIELDS
+        numbers = {name: value for name, value in self.config.items() if name not in free}
+        return numbers | {"bits": without_topology(self.bits) if self.is_exact else self.bits}
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether any number of devices in any number of processes gives the same bits."""
+        return bool(self.config.get("virtual_shards"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,7 +120,7 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
     """
     was = dict(interval.segment.bits)
     theirs = sum(was.get("devices", {}).values()) or RunMetadata.of(run.saved).devices
-    exact = bool(interval.segment.config.get("virtual_shards"))
+    exact = interval.segment.is_exact
     if devices not in (None, theirs) and not exact:
         raise ValueError(
             f"devices is {devices}, and {run.name} had {theirs}: its bits are those of so many devices; leave it out"
@@ -136,14 +136,13 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
     initialize()
     determinism.enable_compilation_cache()
     now = determinism.numerics_fingerprint()
+    if exact:
+        was, now = map(determinism.without_topology, (was, now))
     for bits in (was, now):
         flags = str(bits.get("xla_flags", "")).split()
         bits["xla_flags"] = " ".join(flag for flag in flags if not flag.startswith(CPU_DEVICES))
-        if exact or on_cpu:  # there as many devices in another number of processes give the same
+        if on_cpu:  # there as many devices in another number of processes give the same
             bits.pop("processes", None)
-        if exact:
-            bits.pop("distributed", None)
-            bits["devices"] = sorted(bits.get("devices", {}))
     if other := determinism.changed(was, now):
         raise ValueError(f"{run.name} cannot be compared here, what decides bits is not the same: {'; '.join(other)}")
 
@@ -158,6 +157,8 @@ def trainer_of(
     """
     saved = {**interval.segment.config, RECORD: run.saved.get(RECORD, {})}
     config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
+    if interval.segment.is_exact:  # on whatever devices there are
+        config = dataclasses.replace(config, n_devices=0)
     with contextlib.ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="roxxel-audit-")))
         data = held.enter_context(open_data(run.folder, saved, None, config.part(RemoteConfig)))

@@ -19,17 +19,17 @@ class TopArgs:
     """
 
     names: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Run directories, folders of a `sweep`, run ids of jobs, or folders that hold runs; the newest that lives where
-    none is given, else a list of what is in `runs` and `studies`."""
+    """Run directories, folders of a `sweep`, run ids of jobs, or folders that hold runs. Default: the newest that is
+    running, else a list of `runs` and `studies`."""
     once: bool = False
     """Print one frame and end."""
     json: bool = False
     """Print the numbers of a frame as JSON and end."""
     web: bool = False
-    """Serve the same as a page, to a browser on this machine, until Ctrl-C; without names all that is in `runs` and
-    `studies`. Its link has a token: who has the link may look."""
+    """Serve a page for a browser on this machine, until Ctrl-C. Without names it shows all of `runs` and `studies`. The
+    link has a token: anyone who has the link can read the page."""
     host: str = "127.0.0.1"
-    """With `--web`: the address to listen on. Beyond this machine what is sent is not encrypted; `ssh -L` is."""
+    """With `--web`: the address to listen on. Traffic to other machines is not encrypted; use `ssh -L` for that."""
     port: int = 0
     """With `--web`: the port; 0 for a free one."""
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import jax
 
+from roxxel_dist.cluster.durable import cache_folder
 from roxxel_dist.cluster.jax_private import backends_are_initialized
+from roxxel_dist.cluster.mesh import CPU_DEVICES
 
 DEFAULT_MIN_COMPILE_S = 1.0
 """jax's own: programs that compile faster are not kept in its cache."""
@@ -23,8 +25,12 @@ DETERMINISTIC = "xla_gpu_deterministic_ops"
 """XLA's flag for the same bits each time on a GPU. It excludes kernels whose sums depend on the order in which threads
 come (atomics), and takes the first kernel that fits where XLA would measure which is fastest. (XLA, gpu/autotuning:
 the same as xla_gpu_exclude_nondeterministic_ops and xla_gpu_autotune_level=0.)"""
+SHARD_THREADS = 16
+"""Threads of XLA's pool with fewer than half as many virtual shards."""
 SETTINGS = ("jax_default_matmul_precision", "jax_threefry_partitionable", "jax_default_prng_impl", "jax_enable_x64")
 """Settings of jax that decide bits."""
+OF_TOPOLOGY = ("devices", "processes", "distributed", "xla_flags")
+"""Of what decides bits, what tells how many devices and processes there are, the number of simulated ones included."""
 
 
 def pin_threads(count: int | None = None) -> int:
@@ -42,6 +48,40 @@ def pin_threads(count: int | None = None) -> int:
         count = int(os.environ.get("PJRT_NPROC") or max(os.cpu_count() or 1, devices))
     os.environ["PJRT_NPROC"] = str(count)
     return count
+
+
+def pin_for_run(virtual_shards: int, count: int | None) -> None:
+    """`pin_for_shards` where there are virtual shards, else `pin_threads`; raises as these."""
+    if virtual_shards:
+        pin_for_shards(virtual_shards)
+    else:
+        pin_threads(count)
+
+
+def pin_for_shards(virtual_shards: int) -> None:
+    """Fix what decides bits for a run with virtual shards, on any machine, before jax makes its first device.
+
+    XLA's CPU thread pool has two threads a shard, 16 at least: a number of the run, not of a machine or of its devices,
+    and enough where each device waits in a collective. On a GPU it is `make_deterministic`. 0 shards change nothing.
+
+    Raises:
+        ValueError: jax has made its devices with another pool, or XLA_FLAGS forbid it.
+        RuntimeError: jax uses its GPUs already, without the flag.
+    """
+    if not virtual_shards:
+        return
+    count = str(max(2 * virtual_shards, SHARD_THREADS))
+    if not backends_are_initialized():
+        os.environ["PJRT_NPROC"] = count
+        make_deterministic()
+    elif jax.default_backend() == "gpu":
+        make_deterministic()
+    elif jax.default_backend() == "cpu" and os.environ.get("PJRT_NPROC") != count:
+        raise ValueError(
+            f"virtual_shards is {virtual_shards} and needs a thread pool of {count} in XLA. jax has made its devices "
+            f"with PJRT_NPROC={os.environ.get('PJRT_NPROC', '')}: set PJRT_NPROC={count} before the program starts "
+            f"(`launch` takes --env PJRT_NPROC={count})"
+        )
 
 
 def make_deterministic() -> None:
@@ -105,6 +145,15 @@ def numerics_fingerprint() -> dict[str, Any]:
     }
 
 
+def without_topology(bits: Mapping[str, Any]) -> dict[str, Any]:
+    """A fingerprint without what tells how many devices and processes there are: all that decides the bits of a run
+    with virtual shards. The kinds of devices stay."""
+    flags = str(bits.get("xla_flags", "")).split()
+    kept = {name: value for name, value in bits.items() if name not in OF_TOPOLOGY}
+    kept["xla_flags"] = " ".join(flag for flag in flags if not flag.startswith(CPU_DEVICES))
+    return kept | {"devices": sorted(bits.get("devices", {}))}
+
+
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """A line for each entry of two fingerprints that differs; what only one of the two has is left out."""
     return [f"{name}: {saved[name]!r} -> {now[name]!r}" for name in now if name in saved and saved[name] != now[name]]
@@ -116,8 +165,7 @@ def enable_compilation_cache(folder: str | Path | None = None) -> None:
     A folder chosen in the environment (JAX_COMPILATION_CACHE_DIR) or by an earlier call wins.
     """
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = Path(folder or base / "roxxel-dist" / "xla")
+        folder = Path(folder or cache_folder() / "xla")
         if _is_writable(folder):
             jax.config.update("jax_compilation_cache_dir", str(folder))
     # The default of one second leaves out most of a small model's programs. It holds for the whole process, so what its

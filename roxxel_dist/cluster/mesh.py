@@ -55,6 +55,13 @@ def make_mesh(n_devices: int = 0, *, fsdp: int = 1, tensor: int = 1) -> Mesh:
     return Mesh(np.asarray(devices[:count]).reshape(shape), axes, axis_types=types)
 
 
+def one_device(mesh: Mesh, device: Any = None) -> Mesh:
+    """A mesh of a device, by default this process's first one, with the axes of `mesh`: for programs of one device."""
+    device = device or mesh.local_devices[0]
+    shape = (1,) * len(mesh.axis_names)
+    return Mesh(np.asarray([device]).reshape(shape), mesh.axis_names, axis_types=(AxisType.Auto,) * len(shape))
+
+
 def row_axes(mesh: Any) -> tuple[str, ...]:
     """The axes, one at least, that the rows of a batch are cut over: "data" and "fsdp", those of size 1 left out.
 

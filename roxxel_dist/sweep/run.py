@@ -27,6 +27,7 @@ from roxxel_dist.sweep.live_view import LiveView
 from roxxel_dist.sweep.options import SweepOptions, TrialResources
 from roxxel_dist.sweep.report.text import table
 from roxxel_dist.sweep.samplers import Engine, SpaceExhausted, make
+from roxxel_dist.sweep.schedulers import PAUSING
 from roxxel_dist.sweep.space.sweep_file import Params, Sweep, nearest
 from roxxel_dist.sweep.study import (
     CORPUS,
@@ -42,6 +43,7 @@ from roxxel_dist.sweep.study import (
     is_study,
     read_study,
 )
+from roxxel_dist.sweep.transfer import wide_config, write_transferred
 from roxxel_dist.sweep.wandb_bridge.program import command_of
 from roxxel_dist.sweep.wandb_bridge.server import ServerSampler, agent_trial, create_or_join
 
@@ -182,14 +184,43 @@ def open_sweep(
     for name in sorted(run.swept) if is_ours else ():
         if name not in FIELD_TYPES and name not in SECTIONS:
             raise ValueError(f"parameters: {unknown(name, list(FIELD_TYPES), 'field')}")
+    if options.transfer_to is not None:
+        if not is_ours:
+            raise ValueError(
+                f"--transfer_to {options.transfer_to}: the sweep runs a program of your own, which has no Config"
+            )
+        wide_config(options.transfer_to, run.config, run.swept)
     # A loss or a model of the user's own may log anything.
     base, metric = flat_fields(run.base), run.sweep.metric
     own = {name for name in ("loss", "model") if base.get(name) is not None} | ({"loss", "model"} & run.swept)
     if is_ours and run.server is None and not own and metric not in LOGGED and "/" not in metric:
         raise ValueError(f"metric.name: no training logs {metric!r}: {nearest(metric, LOGGED)}")
+    _check_pauses(run)
     if run.server is None:
         run.sampler()
     return run
+
+
+def _check_pauses(run: SweepRun) -> None:
+    """Raises ValueError where trials shall be paused, and cannot."""
+    options, rule = run.options, (run.sweep.early_terminate or {}).get("type")
+    is_led, is_own = run.server is not None, run.program is not None
+    if rule in PAUSING and (is_led or is_own):
+        why = (
+            "W&B's server leads this sweep, chooses its trials, and cannot pause one: leave the server out (--wandb "
+            "offline), or use hyperband"
+            if is_led
+            else "it pauses trials, and a program of your own does not go on from a checkpoint: use hyperband"
+        )
+        raise ValueError(f"early_terminate.type: {rule}: {why}")
+    for name in ("max_steps_total", "max_hours", "keep_gb"):
+        if is_led and getattr(options, name) is not None:
+            raise ValueError(f"--{name}: W&B's server leads this sweep, and its trials cannot be paused: leave it out")
+    if options.keep_gb is not None and run.bucket is not None:
+        raise ValueError(
+            f"--keep_gb {options.keep_gb:g}: {run.study.place} is in a bucket, and checkpoints of paused trials are "
+            "deleted in folders alone: leave it out"
+        )
 
 
 def create_study(run: SweepRun, wandb_project: str | None) -> SweepRun:
@@ -231,7 +262,7 @@ def search(run: SweepRun, write_page: WritePage) -> int:
         try:
             with usage_errors():
                 ending = run_sweep(
-                    run.bucket or run.study.path, run.sweep, run.sampler() if run.server is None else ServerSampler(),
+                    run.bucket or run.study.path, run.sweep, run.sampler if run.server is None else ServerSampler,
                     _body(run), run.task_of,
                     replace(run.options, method=run.method), run.resources.task, on_change=view.show, log=view.log,
                 )  # fmt: skip
@@ -286,3 +317,10 @@ def _last_words(run: SweepRun, reason: str, write_page: WritePage) -> None:
     print("\n".join([f"page: {page}", *([missing] if missing else [])]))
     if study.done and run.program is None:
         print(f"train the best: roxxel-dist report {study.place} --best_config best.yaml")
+        if run.options.transfer_to is not None:
+            wide, best = (
+                wide_config(run.options.transfer_to, run.config, run.swept),
+                run.trial_config(study.done[0].params),
+            )
+            path = write_transferred(study, wide, run.config, best, run.swept)
+            print(f"train the wider model: roxxel-dist train --config {path}")

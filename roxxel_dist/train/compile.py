@@ -13,22 +13,37 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from roxxel_dist.cluster.distributed import barrier
 from roxxel_dist.cluster.executables import ExecutableStore, compile_kept, program_name
+from roxxel_dist.cluster.mesh import one_device
 from roxxel_dist.train.config import SHARE_COMPILATION
 
 COMPILE_LIMIT_S = LOCK_LIMIT_S = 3600.0
 LOCK_PAUSE_S = 0.1
+
+Compile = Callable[[Any, Sequence[Any], Mesh], Any]
+"""(jitted function, arguments, mesh that is set while it is traced) -> its program."""
+CompileForEach = Callable[[Any, Sequence[Any], Sequence[Any]], list[Any]]
+"""(jitted function of one device, arguments, devices) -> its program on each of the devices."""
+
+
+@runtime_checkable
+class Composite(Protocol):
+    """Several programs that are called as one."""
+
+    def compiled(self, compile_one: Compile, for_each: CompileForEach, *args: Any) -> Any:
+        """What is called, of programs for such `jax.ShapeDtypeStruct`s."""
+        ...
 
 
 class AotCompiler:
@@ -50,7 +65,7 @@ class AotCompiler:
         self.seconds: dict[Hashable, float] = {}
         """What each program took to trace and compile."""
 
-    def prepare(self, key: Hashable, jitted: Callable[..., Any], *args: Any, on_mesh: bool = True) -> None:
+    def prepare(self, key: Hashable, jitted: Callable[..., Any] | Composite, *args: Any, on_mesh: bool = True) -> None:
         """Begin to compile `jitted` for such arrays, or jax.ShapeDtypeStructs with shardings, unless `key` is known.
 
         Without `on_mesh` it is a program of one device, which waits for no other rank.
@@ -95,12 +110,30 @@ class AotCompiler:
 
     def _compile(self, key: Hashable, jitted: Any, args: Any, on_mesh: bool) -> Any:
         start = time.perf_counter()
-        with jax.set_mesh(self.mesh) if on_mesh else contextlib.nullcontext():
-            name = None if self.identity is None else program_name(self.identity, jitted, args, self._options)
-            lock = partial(compile_lock, options=self._options)
-            program = compile_kept(self._store, jitted, args, self._options, name, lock)
+        if isinstance(jitted, Composite):
+            with jax.set_mesh(one_device(self.mesh)):
+                program = jitted.compiled(self._compile_one, self._compile_for_each, *args)
+        else:
+            program = self._compile_one(jitted, args, self.mesh if on_mesh else None)
         self.seconds[key] = time.perf_counter() - start
         return program
+
+    def _compile_one(self, jitted: Any, args: Sequence[Any], mesh: Mesh | None) -> Any:
+        lock = partial(compile_lock, options=self._options)
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            return compile_kept(self._store, jitted, args, self._options, self._name(jitted, args), lock)
+
+    def _compile_for_each(self, jitted: Any, args: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
+        """On each device the same instructions: nothing in the program tells on which one it is."""
+        programs: list[Any] = []
+        for device in devices:
+            place = SingleDeviceSharding(device)
+            own = jax.tree.map(lambda leaf, at=place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), args)
+            programs.append(self._compile_one(jitted, own, one_device(self.mesh, device)))
+        return programs
+
+    def _name(self, jitted: Any, args: Sequence[Any]) -> str | None:
+        return None if self.identity is None else program_name(self.identity, jitted, args, self._options)
 
     def close(self) -> None:
         """Compile no more. The compilation under way ends in the background: XLA cannot break one off.

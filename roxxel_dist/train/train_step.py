@@ -127,25 +127,42 @@ def make_step(
             grads, (rest, loss) = gradient(state.params, state.rest, hparams, batch)
         else:
             grads, rest, loss = accumulate(gradient, state, hparams, batch, count, sharding)
-        transformation = optimizer.build(hparams, state.step)
-        updates, opt_state = transformation.update(grads, state.opt_state, state.params)
-        params: Any = optax.apply_updates(state.params, updates)
-        scalars = {**loss.scalars, "loss": loss.loss, "grad_norm": global_norm(grads)}
-        scalars["update_norm"] = global_norm(updates)
-        if (rate := optimizer.rate(hparams, state.step)) is not None:
-            scalars["lr"] = rate
-        scalars = jax.tree.map(jnp.float32, scalars)
-        health, bad = update_monitor(
-            state.health, state.step + 1, scalars["loss"], scalars["grad_norm"], hparams[SPIKE_FACTOR], skip=skip_bad
-        )
-        if skip_bad:
-            old, new = (state.params, state.rest, state.opt_state), (params, rest, opt_state)
-            params, rest, opt_state = jax.tree.map(partial(jnp.where, bad), old, new)
-        row_loss = None if loss.row_loss is None else jnp.float32(loss.row_loss)
-        return TrainState(state.step + 1, params, rest, opt_state, health), Metrics(scalars, row_loss, health)
+        return apply_gradient(optimizer, state, hparams, grads, rest, loss, skip_bad=skip_bad)
 
     kept = jax.tree.map(lambda leaf: leaf.sharding, like)
     return jax.jit(step, donate_argnums=0, out_shardings=(kept, NamedSharding(sharding.mesh, P())))
+
+
+def apply_gradient(
+    optimizer: Optimizer,
+    state: TrainState,
+    hparams: Hparams,
+    grads: Leaves,
+    rest: Leaves,
+    loss: Loss,
+    *,
+    skip_bad: bool,
+) -> tuple[TrainState, Metrics]:
+    """(the state after a step, its metrics), of the gradient, of the loss and of what is neither parameter nor hparam.
+
+    `optimizer` is as `for_model` gives it.
+    """
+    transformation = optimizer.build(hparams, state.step)
+    updates, opt_state = transformation.update(grads, state.opt_state, state.params)
+    params: Any = optax.apply_updates(state.params, updates)
+    scalars = {**loss.scalars, "loss": loss.loss, "grad_norm": global_norm(grads)}
+    scalars["update_norm"] = global_norm(updates)
+    if (rate := optimizer.rate(hparams, state.step)) is not None:
+        scalars["lr"] = rate
+    scalars = jax.tree.map(jnp.float32, scalars)
+    health, bad = update_monitor(
+        state.health, state.step + 1, scalars["loss"], scalars["grad_norm"], hparams[SPIKE_FACTOR], skip=skip_bad
+    )
+    if skip_bad:
+        old, new = (state.params, state.rest, state.opt_state), (params, rest, opt_state)
+        params, rest, opt_state = jax.tree.map(partial(jnp.where, bad), old, new)
+    row_loss = None if loss.row_loss is None else jnp.float32(loss.row_loss)
+    return TrainState(state.step + 1, params, rest, opt_state, health), Metrics(scalars, row_loss, health)
 
 
 def micro_batches(grad_accum: int, rows: int) -> int:

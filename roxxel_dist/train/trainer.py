@@ -1,21 +1,22 @@
 """The training loop. One step, in order, is `Trainer._train`; `train/README.md` has the files that it crosses."""
 
 import contextlib
+import difflib
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from roxxel_dist.cluster.determinism import enable_compilation_cache
+from roxxel_dist.cluster.determinism import enable_compilation_cache, pin_for_shards
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_count, process_index
 from roxxel_dist.cluster.executables import all_installed
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
@@ -44,7 +45,7 @@ from roxxel_dist.train.checkpoint.metadata import (
 )
 from roxxel_dist.train.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from roxxel_dist.train.compile import AotCompiler, abstract, batch_key
-from roxxel_dist.train.config import LoopOptions
+from roxxel_dist.train.config import LoopKeywords, LoopOptions
 from roxxel_dist.train.digest_chain import DigestChain, in_hex
 from roxxel_dist.train.evaluator import HELD_OUT, Validation, run_eval_fn
 from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, LogQueue, Tracker, TrackerSource
@@ -78,6 +79,8 @@ from roxxel_dist.train.train_step import (
     make_step,
 )
 from roxxel_dist.train.verification import Verification
+from roxxel_dist.train.virtual_shards.layout import DeviceStates, check_virtual_shards
+from roxxel_dist.train.virtual_shards.step import init_state_of_copies, make_sharded_steps
 
 
 class Trainer:
@@ -134,16 +137,20 @@ class Trainer:
         logger: TrackerSource | None = None,
         checkpointer: Checkpointer | None = None,
         bucket: BucketRun | None = None,
-        **options: Any,
+        **options: Unpack[LoopKeywords],
     ) -> None:
-        self.options: LoopOptions = LoopOptions(**options)
+        self.options: LoopOptions = loop_options(options)
+        pin_for_shards(self.options.virtual_shards)
         enable_compilation_cache()
         self.mesh: Mesh = mesh or make_mesh()
         self._sharding = data_sharding or batch_sharding(self.mesh)
         self._curriculum, held_out = curriculum.hold_out(0 if validation else self.options.val_fraction)
         check_batches(self._curriculum.shapes, grad_accum_steps)
+        if self.options.virtual_shards:
+            check_virtual_shards(self.options.virtual_shards, self._curriculum.shapes, grad_accum_steps, self.mesh)
         self._folder, self._loss_fn, self._eval_fn = Path(save_path), loss_fn, eval_fn
         self._trackers, self._user_logger, self._bucket = trackers, logger, bucket
+        self._given_validation = validation
         self._model = model if isinstance(model, nnx.Module) else None
         self._nnx_optimizer = optimizer if isinstance(optimizer, nnx.Optimizer) else None
         self._optimizer, self._grad_accum = as_optimizer(optimizer), grad_accum_steps
@@ -202,7 +209,8 @@ class Trainer:
         options = self.options
         copy = self._memory and self._memory.newest(self.store.latest_step() or 0)
         start = begin(self.store, self._curriculum, self._optimizer, options, amend=amend, origin=origin, copy=copy)
-        self._split, self._state, hparams = init_state(
+        init = init_state_of_copies if options.virtual_shards else init_state
+        self._split, self._parts, hparams = init(
             model, InitialState(self._optimizer), self.mesh, fsdp=options.fsdp,
             dtype=jnp.bfloat16 if options.use_bf16 else None, restored=start.step > 0, load=start.load,
         )  # fmt: skip
@@ -221,18 +229,24 @@ class Trainer:
         # Not the arrays: a run that goes on would hold those that it began with beside those of its checkpoint.
         self._like: TrainState = abstract(self._state)
         dtype = jnp.bfloat16 if options.bf16_compute else None
-        self._train_step = make_step(
+        self._train_step: Any = make_step(
             self._split, self._loss_fn, self._optimizer, self._like, self._sharding,
             grad_accum=self._grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
         )  # fmt: skip
         self._eval_step = make_eval_step(self._split, self._loss_fn, dtype)
+        evaluate: Any = self._eval_step
+        if options.virtual_shards:
+            self._train_step, evaluate = make_sharded_steps(
+                self._split, self._loss_fn, self._optimizer, self._sharding, shards=options.virtual_shards,
+                grad_accum=self._grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
+            )  # fmt: skip
         self._compiler.identity = self._identity(model, dtype)
         size = getattr(getattr(self.state.model, "config", None), "vocab_size", None)
         blocks = VerifiedBlocks(size) if options.verify_data == "on" else None
         self._verification = Verification(blocks, every_step=process_count() > 1)
         primary = self._curriculum.primary_streamer
         self._validation = Validation(
-            validation, primary, self._eval_step, self._compiler, self._sharding, options.eval_iters, blocks
+            validation, primary, evaluate, self._compiler, self._sharding, options.eval_iters, blocks
         )
         if not self.finished:
             self._chain = DigestChain(self._compiler, self._metadata.digest, self.step)
@@ -247,12 +261,12 @@ class Trainer:
             self._compile_phase(self.step)
         if self.step:
             with self._progress.doing("restore"):
-                self._state = restore_start(self.store, self.start, self._state)
+                self._parts = restore_start(self.store, self.start, self._state)
                 on_disk = self.start.source is None and self.start.copy is None
                 if on_disk and not self.store.has_digests(self.step):
                     self.logger.text(f"the checkpoint of step {self.step} has no digests, so it is used unverified")
                 if not self._metadata.digest:
-                    self.logger.text(f"the checkpoint of step {self.step} has no running digest: it begins anew there")
+                    self.logger.text(f"the checkpoint of step {self.step} has no running digest: a new one begins")
 
     def _set_aside(self, damage: DamagedCheckpoint) -> None:
         """Take a damaged checkpoint of the run, not of another one, out of the way of the next older whole one."""
@@ -271,6 +285,7 @@ class Trainer:
         if not built_in or self._loss_fn is not token_losses or not all_installed():
             return None
         parts = model, self._optimizer, self._sharding, self._grad_accum, dtype, self.options.on_bad_step
+        parts = *parts, self.options.virtual_shards
         return repr((token_losses.__name__, *parts))
 
     def _init_reporting(self) -> None:
@@ -287,6 +302,11 @@ class Trainer:
         )
         steps = options.profile_steps
         self._profiler = None if steps is None else Profiler(self._folder / "profile", *steps, log=log)
+
+    @property
+    def _state(self) -> TrainState:
+        """The state as global arrays; with virtual shards the steps pass on what lies on each device."""
+        return self._parts.whole if isinstance(self._parts, DeviceStates) else self._parts
 
     @property
     def state(self) -> TrainView:
@@ -365,7 +385,7 @@ class Trainer:
             batch = next(stream)  # read while the devices work on the steps before
             if self._throttler.wait_for_next():
                 self._timer.finished()
-            self._state, metrics = train_step(self._state, self._hparams, batch)  # donates the state
+            self._parts, metrics = train_step(self._parts, self._hparams, batch)  # donates the state
             metrics = metrics._replace(digest=self._chain.add(stream.rows, metrics.scalars["loss"]))
             self._flush_metrics()  # of the step before: they are there, and the devices are busy with this one
 
@@ -517,8 +537,8 @@ class Trainer:
         self.store.delete_later(step, self._checkpoint_metadata(step).to_dict())
         # Of shapes alone: there may be no room for two states.
         like = self._state._replace(params=self._like.params, opt_state=self._like.opt_state)
-        del self._state
-        self._state, self.step = restore(self.store, step, like), step
+        del self._parts
+        self._parts, self.step = restore(self.store, step, like), step
         self._deferred = None
         self.logger.text(f"{bad}\ngoing back to step {step}; the rows of step {bad.step} are left out")
         self.logger.rewind(step)
@@ -574,6 +594,17 @@ class Trainer:
             self._memory.close(CRASH_LIMIT_S if self._failed else None)
         self._compiler.close()
         self._let_go()
+
+
+def loop_options(options: LoopKeywords) -> LoopOptions:
+    """The options of a trainer. Raises TypeError for a keyword that is none, and names the nearest one that is."""
+    names = [field.name for field in fields(LoopOptions)]
+    for name in options:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(names)}"
+            raise TypeError(f"Trainer: there is no option {name!r}: {hint}")
+    return LoopOptions(**options)
 
 
 def hold_together(run: Path) -> Callable[[], None]:

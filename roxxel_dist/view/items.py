@@ -13,6 +13,7 @@ from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import METRICS, is_run, no_run
 from roxxel_dist.sweep.journal import JOURNAL
 from roxxel_dist.sweep.study import is_study
+from roxxel_dist.view.bucket import BucketRunReader
 from roxxel_dist.view.job import JobReader, JobState
 from roxxel_dist.view.run import RunReader, RunState
 from roxxel_dist.view.study import StudyReader, StudyState
@@ -97,7 +98,8 @@ def _of_job(job: JobRecord) -> list[Item]:
 
 def _named(name: str) -> list[Item]:
     if is_url(name):
-        raise ValueError(f"{name} is in a bucket, and top reads local folders: name one, or use `report` for a bucket")
+        reader = BucketRunReader(name)
+        return [Item(name=reader.name, reader=reader)]
     if items := _in_folder(Path(name)):
         return items
     jobs = known_jobs()

@@ -192,8 +192,7 @@ class RunReader:
         metrics = self._brief if brief else self._full
         metrics.read()
         row, cursor = metrics.row, read_cursor(self.path)
-        held = is_held(self.path, unknown=False)
-        state = "training" if held else "finished" if cursor.get("finished") else "stopped"
+        state = "training" if self.is_trained() else "finished" if cursor.get("finished") else "stopped"
         if job is not None and job.state in ("starting", "restarting", "stopping"):
             state = job.state
         checkpoints = _checkpoints(self.path / CHECKPOINTS)
@@ -235,6 +234,10 @@ class RunReader:
             with suppress(ValueError, KeyError, TypeError, IndexError):
                 realised = _realised(json.dumps(plan), phases[now.phase].first - 1, min(step, phases[-1].last))
         return replace(now, spent=self._spent, attempts=attempts, realised=realised)
+
+    def is_trained(self) -> bool:
+        """Whether somebody trains in it now."""
+        return is_held(self.path, unknown=False)
 
 
 class RankRates:

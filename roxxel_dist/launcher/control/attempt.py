@@ -22,6 +22,7 @@ from roxxel_dist.launcher.jobs.record import JobRecorder, RankProcess
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.placement import Placement
+from roxxel_dist.launcher.preflight.lost_hosts import LostHosts
 from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.connection import HostConnection
 from roxxel_dist.launcher.transport.pool import EXIT_LOST, HostPool
@@ -76,6 +77,8 @@ class Attempt:
     """Whether hosts keep warm spares: on, off, auto."""
     keeps_slow: str = ""
     """Why a host that is slow cannot be replaced; empty where it can."""
+    lost_hosts: LostHosts | None = None
+    """The hosts that the job goes on without, where it can take them in again."""
     _exits: list[RankExit] = field(default_factory=list)
     _deadline: float | None = None
     _check_at: float = 0.0
@@ -122,6 +125,8 @@ class Attempt:
                     self._dump.add(rank, lines)
             case {"type": "started", "rank": rank, "pid": pid}:
                 self._running[rank] = RankProcess(rank=rank, host=host.host, pid=pid, step=0)
+            case {"type": "saved"}:
+                self._grow()
             case {"type": "status", "rank": rank, "record": record}:
                 self.console.status(rank, record)
             case {"type": "progress", "records": records, "usage": usage}:
@@ -194,6 +199,8 @@ class Attempt:
             factors = self._slow.factors
             ranks = tuple(replace(process, slow=factors.get(rank)) for rank, process in sorted(self._running.items()))
             self.recorder.update(step=self._result.reached, ranks=ranks)
+            if not self.job.grow_at_checkpoint:
+                self._grow()
             hang = self._detector.check(now)
             if hang is None or self._result.hang is not None or self._is_ending():
                 return
@@ -217,6 +224,16 @@ class Attempt:
         self._result.lost = HostLost(host=slow.host, code=EXIT_LOST, text=text, slow=True)
         self.pool.order({"type": "stop", "grace": grace}, within=grace)
 
+    def _grow(self) -> None:
+        """Have the ranks save and leave, where a host is back: the next attempt has it again."""
+        back = self.lost_hosts.back if self.lost_hosts is not None else ()
+        if not back or self._is_ending():
+            return
+        grace, names = self.job.grace, ", ".join(back)
+        self.console.info(f"{names} can be used again: the ranks get {grace:g} s to save and leave, to go on with it")
+        self._result.grows = f"the ranks saved and left, to go on with {names}"
+        self.pool.order({"type": "stop", "grace": grace}, within=grace)
+
     def _end_dump(self, dump: StackDump, now: float) -> None:
         self._dump, self._check_at = None, now + CHECK_S
         if self._is_ending():
@@ -230,7 +247,8 @@ class Attempt:
     def _is_ending(self) -> bool:
         """Whether the ranks are about to end for another reason: that one has its own limits."""
         failed = any(end.code not in OK_CODES for end in self._exits)
-        return failed or self._result.late or self._result.lost is not None or self._result.requested is not None
+        result = self._result
+        return bool(failed or result.late or result.grows) or result.lost is not None or result.requested is not None
 
     def _host_of(self, rank: int) -> HostConnection:
         return next(host for host in self.pool.all if rank in host.ranks)

@@ -66,6 +66,8 @@ class AttemptResult:
     """Of the rank that hung."""
     reached: int = 0
     """The largest step that any rank had entered."""
+    grows: str = ""
+    """All were asked to save and leave, because a host that the job had lost is back: the words for people."""
 
 
 def first_failure(result: AttemptResult) -> RankExit | None:
@@ -79,7 +81,7 @@ def first_failure(result: AttemptResult) -> RankExit | None:
     if not failures:
         return None
     first = failures[0]
-    if result.requested is not None:
+    if result.requested is not None or result.grows:
         return None if as_code(first.code) in (128 + signal.SIGTERM, 128 + signal.SIGINT) else first
     if first.code == EXIT_USAGE:
         return first
@@ -103,9 +105,10 @@ def exit_code(result: AttemptResult) -> int:
         return as_code(failure.code)
     if result.lost is not None:
         return result.lost.code
-    if result.late and any(end.killed_by_us for end in result.exits):
+    if result.late and not result.grows and any(end.killed_by_us for end in result.exits):
         return EXIT_HANG
     codes = {end.code for end in result.exits}
     if result.requested is not None and not codes <= set(OK_CODES):
         return 128 + result.requested
-    return EXIT_DRAINED if EXIT_DRAINED in codes else 0
+    left = EXIT_DRAINED in codes or (result.grows and codes != {0})  # in whatever way
+    return EXIT_DRAINED if left else 0

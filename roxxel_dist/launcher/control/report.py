@@ -24,7 +24,7 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
     if code == 0:
         return []
     if code == EXIT_DRAINED and result.requested is None:
-        text = f"the ranks saved and left ({EXIT_DRAINED}), and nobody had asked the launcher for it"
+        text = result.grows or f"the ranks saved and left ({EXIT_DRAINED}), and nobody had asked the launcher for it"
     elif code == EXIT_DRAINED:
         text = "stopped on request; every rank saved and left"
     elif result.hang is not None and code == EXIT_HANG:

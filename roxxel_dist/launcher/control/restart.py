@@ -75,6 +75,8 @@ def classify(result: AttemptResult) -> Cause:
         return Cause.DONE
     if result.hang is not None or result.lost is not None:
         return Cause.INFRASTRUCTURE
+    if result.grows:  # however a program ends that is asked to
+        return Cause.PREEMPTED
     if (failure := first_failure(result)) is not None:
         code = as_code(failure.code)
     if code in PREEMPTED:

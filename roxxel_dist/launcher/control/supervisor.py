@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
@@ -16,6 +17,7 @@ from roxxel_dist.launcher.jobs.record import JobRecorder
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.placement import placements, working_hosts
+from roxxel_dist.launcher.preflight.lost_hosts import LOOK_MOST_S, LOOK_S, LostHosts
 from roxxel_dist.launcher.preflight.select_hosts import HostSelector, NotReadyError, ReadyHosts, StoppedError
 from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.pool import HostPool
@@ -66,6 +68,7 @@ class _Controller:
     def run(self) -> JobResult:
         self._attempts: list[AttemptSummary] = []
         self._key = os.urandom(32).hex()
+        self._growths = 0
         try:
             with HostPool(self.backend, self.signals.fd) as pool:
                 return self._run(pool)
@@ -89,7 +92,9 @@ class _Controller:
         selector = HostSelector(self.job, self.backend, self.signals, self.console, pool)
         while True:
             ready = selector.select(len(self._attempts))
-            result = self._attempt(ready, pool, "" if selector.has_spare else "no spare host is left")
+            with self._watch(ready.lost, selector) as lost_hosts:
+                result = self._attempt(ready, pool, "" if selector.has_spare else "no spare host is left", lost_hosts)
+            self._growths += bool(result.grows)
             last = self._attempts[-1]
             lost = result.lost
             if lost is not None and (lost.slow or (lost.with_host and selector.has_spare)):
@@ -110,7 +115,13 @@ class _Controller:
             if numbers := self.signals.wait(decision.wait):
                 raise StoppedError(numbers[0])
 
-    def _attempt(self, ready: ReadyHosts, pool: HostPool, keeps_slow: str) -> AttemptResult:
+    def _watch(self, hosts: Sequence[str], selector: HostSelector) -> LostHosts:
+        """Watches hosts that the job was given and goes on without."""
+        pause_s = min(LOOK_S * 2**self._growths, LOOK_MOST_S)
+        hosts = hosts if self.job.is_restartable else ()
+        return LostHosts(self.job, self.backend, hosts, selector.grows_with, pause_s)
+
+    def _attempt(self, ready: ReadyHosts, pool: HostPool, keeps_slow: str, lost_hosts: LostHosts) -> AttemptResult:
         job, backend, console = ready.assignment.job, self.backend, self.console
         number = job.first_attempt + len(self._attempts)
         if not self._has_restarts:
@@ -133,6 +144,7 @@ class _Controller:
                 key=self._key,
                 spares=job.warm_spares if self._has_restarts else "off",
                 keeps_slow=keeps_slow,
+                lost_hosts=lost_hosts,
             ).run(placed)
         finally:
             logs.close()

@@ -409,6 +409,8 @@ class Agent:
                     if rank.code is None and not rank.killed_by_us:
                         self._tell_end(rank, code)
                         self._react([rank])
+                case {"saved": int(step)}:
+                    self._outbox.send({"type": "saved", "step": step})
                 case {"step": int(), "total": int(), "start": int()} as record:
                     status = record
         if status is not None and not self._paused:  # the next one is as good

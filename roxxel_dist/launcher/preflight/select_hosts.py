@@ -24,6 +24,13 @@ class Assignment:
     note: str = ""
     """Which hosts are missing and which devices idle, for people; empty where all is as it was asked for."""
 
+    @property
+    def devices(self) -> int:
+        """How many work; of a process 1 where only jax knows."""
+        job = self.job
+        own = job.gpus_per_host
+        return job.nprocs * (job.devices_per_proc or 1) if own is None else own * len(self.hosts)
+
 
 def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str]) -> Assignment:
     """The largest assignment to the hosts that are there: the most devices that divide every phase's batch.
@@ -92,6 +99,8 @@ class ReadyHosts:
     """CUDA_VISIBLE_DEVICES of the hosts that have it."""
     cores: int | None
     """The most CPUs that a host had when the job began: the bits of a run do not change with its hosts."""
+    lost: tuple[str, ...] = ()
+    """The hosts that would give it the devices that it lacks, were they there."""
 
 
 class HostSelector:
@@ -110,6 +119,12 @@ class HostSelector:
         self._set_aside: list[str] = []
         self.has_spare: bool = False
         """Whether a host was left over when hosts were selected last."""
+
+    def grows_with(self, back: Sequence[str]) -> bool:
+        """Whether the job would have more devices than it has since the last `select`, with these hosts."""
+        hosts = tuple(self._backend.hosts)
+        present = tuple(host for host in hosts if host in self._present or host in back)
+        return assign(self._job, hosts, present).devices > self._assignment.devices
 
     def set_aside(self, host: str) -> None:
         """Use this host only where there are too few others."""
@@ -146,7 +161,10 @@ class HostSelector:
                 self._cores = self._cores or report.cores
                 self.has_spare = len(present) > working
                 address = f"[{report.address}]" if ":" in report.address else report.address
-                return ReadyHosts(assignment, f"{address}:{report.port}", report.visible, self._cores)
+                self._present, self._assignment = present, assignment
+                lost = tuple(host for host in hosts if host not in present and host not in self._set_aside)
+                lost = lost if self.grows_with(lost) else ()
+                return ReadyHosts(assignment, f"{address}:{report.port}", report.visible, self._cores, lost)
             errors = {result.text: result.hosts for result in report.findings if result.level == "error"}
             errors |= {f"host {host} cannot be used: {why}": (host,) for host, why in report.unreachable.items()}
             to_blame = {blamed[0] for blamed in errors.values() if len(blamed) == 1}

@@ -30,7 +30,7 @@ COMPARED = 6
 """Values of a parameter whose curves are compared at most."""
 POINTS = 60
 """Of a median curve."""
-COLOURS = {"done": "#4f86c6", "stopped": "#f2b134", "failed": "#c8423b"}
+COLOURS = {"done": "#4f86c6", "stopped": "#f2b134", "paused": "#9a9a9a", "failed": "#c8423b"}
 MAP = ("viridis", "viridis_r")
 """Of colours: where less is better, and where more is; good ones are dark."""
 STAR: dict[str, Any] = {"marker": "*", "color": "#e63946", "edgecolors": "#222222", "linewidths": 0.6}
@@ -120,7 +120,7 @@ def _best_so_far(study: Study, picture: Path) -> Path:
     valued, first = [trial for trial in trials if trial.value is not None], study.done[0]
     better = np.minimum if study.sweep.sign > 0 else np.maximum
     with figure(picture, inches=(9, 5)) as axes:
-        for state in ("done", "stopped"):
+        for state in ("done", "stopped", "paused"):
             if those := [trial for trial in valued if trial.state == state]:
                 numbers, label = [trial.number for trial in those], STATES[state]
                 axes.scatter(numbers, _values(those), s=22, color=COLOURS[state], label=label, zorder=3)
@@ -135,7 +135,7 @@ def _best_so_far(study: Study, picture: Path) -> Path:
     return picture
 
 
-def _importance(weights: dict[str, float], picture: Path) -> Path:
+def _importance(weights: Mapping[str, float], picture: Path) -> Path:
     ordered = sorted(weights.items(), key=lambda pair: pair[1])
     with figure(picture, inches=(8, 1.2 + 0.32 * len(weights))) as axes:
         axes.barh([name for name, _ in ordered], [100 * share for _, share in ordered], color="#4f86c6")

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from roxxel_dist.cluster.distributed import barrier, is_primary
+from roxxel_dist.cluster.progress import agent_pipe
 from roxxel_dist.cluster.save_requests import SaveRequests
 from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.digests import read_verified
@@ -167,6 +168,8 @@ class CheckpointManager:
                 self._requests.failed(ended.step, ended.problem)
             else:
                 self._requests.saved(ended.step)
+                if is_primary():
+                    agent_pipe().tell({"saved": ended.step})
                 self._write_cursor(ended.step, finished=False)
                 if self._store.best_step() == ended.step:
                     self._exporter.want(BEST, ended.step)
