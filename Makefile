@@ -9,23 +9,22 @@ DEMO_RUN := runs/demo
 HF := .cache/hf
 AZURITE := .cache/azurite
 
-.PHONY: demo test test-docs test-cluster test-long test-all test-pythons docs bench bench-data bench-train \
-    bench-launch bench-model bench-ngram bench-sweep bench-page bench-gpu chaos hf azurite docker-check lint format clean
+.PHONY: demo test test-docs test-web test-cluster test-long test-all test-pythons docs reference pictures bench bench-data bench-train \
+    bench-launch bench-model bench-mup bench-ngram bench-sweep bench-page bench-gpu chaos hf azurite docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
-	@$(BIN)/roxxel-dist data build "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')" \
-	    --out $(DEMO_DATA) --tokenizer bpe --vocab_size 2048 --include '*.py' \
-	    --exclude test tests idlelib lib2to3 encodings pydoc_data
-	@exec env JAX_PLATFORMS=cpu $(BIN)/roxxel-dist launch local --nprocs 2 --devices-per-proc 2 -- \
-	    train --config configs/demo.yaml --data_path $(DEMO_DATA) --run_dir $(DEMO_RUN) --resume
+	@exec $(BIN)/roxxel-dist demo --data_path $(DEMO_DATA) --run_dir $(DEMO_RUN)
 
 PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 test: $(VENV)/dev-installed lint ## the linters and every part of the package: about eleven minutes on two cores
-	$(PYTEST) -m "not docs and not cluster and not long"
+	$(PYTEST) -m "not docs and not web and not cluster and not long"
 
 test-docs: $(VENV)/dev-installed ## every block of the documentation and the examples, as they stand
 	$(PYTEST) -m "docs and not long"
+
+test-web: $(VENV)/dev-installed ## the page in a browser: needs chromium and chromium-driver
+	$(PYTEST) -n 0 -m "web and not long"
 
 test-cluster: $(VENV)/dev-installed ## more of sshd, SLURM, Ray and several hosts; as root
 	$(PYTEST) -m "cluster and not long"
@@ -33,14 +32,20 @@ test-cluster: $(VENV)/dev-installed ## more of sshd, SLURM, Ray and several host
 test-long: $(VENV)/dev-installed azurite ## matrices, many repetitions, many examples of each property: hours
 	$(PYTEST) -m "long or hypothesis" --hypothesis-profile=long
 
-test-all: test test-docs test-cluster test-long ## all of these, one after the other
+test-all: test test-docs test-web test-cluster test-long ## all of these, one after the other
 
 test-pythons: $(VENV)/dev-installed ## the wheel, installed and tried with this Python and with 3.12 and 3.13 where they are
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m long tests/test_wheel.py
 
 docs: $(VENV)/dev-installed ## build these pages into .cache/site
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@$(BIN)/zensical build --strict --config-file mkdocs.yml
 	@echo "built: .cache/site/index.html"
+
+reference: $(VENV)/dev-installed ## docs/reference/cli.md, config.md and api.md: what the program says of itself
+	@$(BIN)/python tests/reference.py
+
+pictures: $(VENV)/dev-installed ## the pictures of `top` in the documentation, of a training that it makes: two minutes; needs chromium
+	@JAX_PLATFORMS=cpu $(BIN)/python tests/pictures.py
 
 # `make bench QUICK=1`: short forms, in about twenty minutes. QUICK works with one part too.
 MEASURE = @JAX_PLATFORMS=cpu $(BIN)/python benchmarks/bench.py $(if $(QUICK),--quick)
@@ -63,6 +68,9 @@ bench-launch: $(VENV)/bench-installed ## how soon a job is gone, or goes on, whe
 
 bench-model: $(VENV)/demo-installed ## what decoding with a cache costs against the plain form
 	$(MEASURE) model
+
+bench-mup: $(VENV)/demo-installed ## the best learning rate at four widths, with the standard parametrization and with mup: half an hour
+	$(MEASURE) mup
 
 bench-ngram: $(VENV)/demo-installed ## the demo's model against a 3-gram model of the same tokens: about five minutes
 	$(MEASURE) ngram

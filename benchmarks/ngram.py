@@ -10,7 +10,6 @@ python benchmarks/ngram.py FOLDER [--json FILE]
 import resource
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,12 +20,12 @@ from flax import nnx
 from measure import Lines, Result, flags
 
 from roxxel_dist import Config, Plan, Roxxel
+from roxxel_dist.cli.demo import CONFIG, corpus_words
 from roxxel_dist.curriculum_builder import build_curriculum
 from roxxel_dist.inspect_batch import saved_plan
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.weights import load_run
 
-CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
 ROW = 257
 ROWS_AT_ONCE = 16
 CPU_LIMIT_S = 600.0
@@ -55,7 +54,7 @@ def of_demo(folder: Path) -> Iterable[Result]:
     mine = of_model(run, rows)
     grams = of_grams(tokens_read(corpus, plan), rows, config.vocab_size)
     tokens = sum(plan.tokens(step) for step in range(plan.total_steps))
-    what = f"configs/demo.yaml, {tokens:,} tokens read, {rows[:, 1:].size:,} held out"
+    what = f"demo.yaml, {tokens:,} tokens read, {rows[:, 1:].size:,} held out"
     yield Result(what="the model", against="nats a token", measured=mine)
     for n, loss in enumerate(grams, 1):
         yield Result(what=f"{n}-gram", against="nats a token", measured=loss)
@@ -66,9 +65,7 @@ def of_demo(folder: Path) -> Iterable[Result]:
 
 def build(out: Path) -> None:
     """The corpus of `make demo`."""
-    left_out = ("test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data")
-    options = ("--tokenizer", "bpe", "--vocab_size", 2048, "--include", "*.py", "--exclude", *left_out)
-    command("data", "build", sysconfig.get_paths()["stdlib"], "--out", out, *options)
+    command("data", "build", *corpus_words(str(out)))
 
 
 def command(*words: object) -> None:

@@ -1,4 +1,4 @@
-"""What data in a bucket costs: stalled steps, the first batch far inside a large corpus, bytes, beside grain.
+"""What data in a bucket costs: steps that wait for it, the first batch far inside a large corpus, bytes, beside grain.
 
     python benchmarks/remote_data.py [FOLDER] [--quick] [--json FILE]
 
@@ -53,8 +53,9 @@ from roxxel_dist.objects.store import ObjectStore
 DELAY_S, RATE = 0.05, 20e6
 BATCH, SEQ_LEN = 64, 2049
 STEP_BYTES = BATCH * SEQ_LEN * 2
-STALL = 0.5
-"""Of a step that a batch may keep it waiting."""
+STEP_S = STEP_BYTES / (RATE / 2)
+STALL_S = 0.5 * STEP_S
+"""A step that its batch keeps waiting for longer is stalled."""
 FIRST = 10
 VOCABULARY = 50_000
 LARGE_SHARDS, LARGE_TOKENS = 10_000, 1 << 29
@@ -89,6 +90,34 @@ class RemoteLink:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
+
+
+class Witness:
+    """A process that does nothing but sleep: how late it wakes is the machine's doing, not the reader's."""
+
+    SLEEP_S = 0.001
+
+    def __init__(self) -> None:
+        words = [sys.executable, __file__, "--witness", str(STALL_S)]
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def delays(self) -> list[float]:
+        """Seconds of the delays that a step would have been called stalled for; the process ends."""
+        return json.loads(self._process.communicate()[0])
+
+
+def witness(limit_s: float) -> int:
+    """The other process: until its input ends."""
+    over, late = threading.Event(), []
+    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+    while True:
+        at = time.monotonic()
+        if over.wait(Witness.SLEEP_S):
+            print(json.dumps(late), flush=True)
+            return 0
+        delay = time.monotonic() - at - Witness.SLEEP_S
+        if delay > limit_s:
+            late.append(delay)
 
 
 def serve_link(port: int, delay_s: float, rate: float) -> int:
@@ -154,26 +183,35 @@ class Bench:
 
 
 def steady(bench: Bench) -> Iterable[Result]:
-    """Steps that need half the link."""
-    step_s = STEP_BYTES / (RATE / 2)
+    """Steps that need half the link. One waits for the store where a block that it reads is not in the cache yet."""
     with bench.link() as link, cloud(link.endpoint, bench.server):
-        begin = time.monotonic()
+        watch, begin = Witness(), time.monotonic()
         data = bench.opened("steady")
+        assert data.fetcher is not None
         stream = Stream(bench.plan(data), data, None)
-        waits = []
+        waits, fetches = [], []
         for _ in range(bench.steps):
             at = time.monotonic()
             next(stream)
             waits.append(time.monotonic() - at)
-            time.sleep(max(0.0, step_s - waits[-1]))
+            fetches.append(data.fetcher.waits)
+            time.sleep(max(0.0, STEP_S - waits[-1]))
         taken = time.monotonic() - begin
         requests, size = link.counted
-    stalled = [wait for wait in waits[FIRST:] if wait > STALL * step_s]
-    what = f"{bench.steps:,} steps of {step_s * 1e3:.0f} ms that read half of 20 MB/s at 50 ms"
+        late = watch.delays()
+    starved = np.diff(fetches)[FIRST - 1 :] > 0
+    delayed = [wait for wait in np.array(waits[FIRST:])[~starved] if wait > STALL_S]
+    what = f"{bench.steps:,} steps of {STEP_S * 1e3:.0f} ms that read half of 20 MB/s at 50 ms"
     first = f"the first {FIRST} waited {sum(waits[:FIRST]):.1f} s, the longest wait behind them was "
     yield Result(
-        what=what, against=f"steps stalled after the first {FIRST}", measured=len(stalled), target=0, at_most=True,
+        what=what, against=f"steps after the first {FIRST} that waited for the store", measured=int(starved.sum()),
+        target=0, at_most=True,
         note=first + f"{max(waits[FIRST:]) * 1e3:.0f} ms; {requests:,} requests, {size / 1e6:,.0f} MB",
+    )  # fmt: skip
+    yield Result(
+        what="the same", against=f"steps with all blocks in the cache, delayed over {STALL_S * 1e3:.0f} ms",
+        measured=len(delayed), note=f"a process beside it that only sleeps was so late {len(late)} times"
+        + (f", {max(late) * 1e3:.0f} ms at most" if late else ""),
     )  # fmt: skip
     yield Result(what="the same", against="s for the first batch", measured=waits[0])
     yield Result(what="the same", against="steps/s", measured=bench.steps / taken)
@@ -410,6 +448,8 @@ def main() -> int:
     """Print the table."""
     if sys.argv[1:2] == ["--link"]:
         return serve_link(int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))
+    if sys.argv[1:2] == ["--witness"]:
+        return witness(float(sys.argv[2]))
     if sys.argv[1:2] == ["--cold"]:
         return cold_reader(sys.argv[2])
     parser: argparse.ArgumentParser = flags(__doc__)

@@ -59,7 +59,7 @@ def ours(trials: int) -> float:
     engine.ask = ask
     with tempfile.TemporaryDirectory() as folder:
         run_sweep(
-            Path(folder), sweep, engine, sweep_driver.noop, lambda trial, params, attempt: {"params": params},
+            Path(folder), sweep, lambda: engine, sweep_driver.noop, lambda trial, params, attempt: {"params": params},
             SweepOptions(count=trials, workers=WORKERS), {"CPU": 1.0}, on_change=changed, log=print,
         )  # fmt: skip
     return (marks[-1][1] - marks[0][1]) / (trials - FIRST)

@@ -70,10 +70,10 @@ def search(folder: Path, trials: int) -> float:
     from roxxel_dist.launcher.control.signals import SignalPipe
     from roxxel_dist.sweep import make
     from roxxel_dist.sweep.controller import Controller
+    from roxxel_dist.sweep.decisions import Decisions
     from roxxel_dist.sweep.journal import Journal
     from roxxel_dist.sweep.live_view import LiveView
     from roxxel_dist.sweep.options import SweepOptions
-    from roxxel_dist.sweep.schedulers.hyperband import Hyperband
     from roxxel_dist.sweep.space.sweep_file import sweep_of
 
     sweep, executor = sweep_of(SPACE), Instant()
@@ -84,11 +84,11 @@ def search(folder: Path, trials: int) -> float:
         SignalPipe(print) as signals,
         contextlib.redirect_stderr(io.StringIO()),
     ):
+        decisions = Decisions(sweep, 0, journal.history, lambda: make(sweep, seed=1), count=trials)
         ending = Controller(
-            sweep=sweep, sampler=make(sweep, seed=1), task_of=lambda trial, params, attempt: {"params": params},
+            sweep=sweep, decisions=decisions, task_of=lambda trial, params, attempt: {"params": params},
             options=SweepOptions(count=trials, workers=WORKERS), journal=journal, executor=executor,  # pyright: ignore[reportArgumentType]
-            early_stopping=Hyperband(SPACE["early_terminate"], sweep.sign), signals=signals, on_change=view.show,
-            log=view.log,
+            signals=signals, kept=None, on_change=view.show, log=view.log,
         ).run()  # fmt: skip
         assert ending.code == 0, ending.reason
         assert len(journal.history.trials) == trials

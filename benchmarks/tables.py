@@ -46,6 +46,14 @@ TABLES = (
         left_out="Clouds and their real networks; mounts such as gcsfuse.",
     ),
     Table(
+        name="train_bucket", part="data", title="A run in a bucket", words=(CACHE,),
+        question="What does the training loop pay for a run that is kept in a bucket, over one in a folder?",
+        how="Blocks of the steps take turns with the same compiled program called in a bare loop, in a run of "
+        "each kind with a row every 10 steps and a checkpoint every 50. An S3 server on the same machine.",
+        quick="4 turns, not 8",
+        left_out="Clouds and their real networks; several processes; large states.",
+    ),
+    Table(
         name="data_build", part="data", title="Building a corpus",
         question="How much slower is `data build` with a BPE tokenizer than the tokenizer alone?",
         how="Whole processes in turns, on all cores, on the same texts. The build also finds, reads and checks the "
@@ -61,6 +69,15 @@ TABLES = (
         "thread is timed by its own CPU time.",
         quick="half the turns, one restart of each model, one width for `find-lr`",
         left_out="A GPU or TPU (`make bench-gpu` has a program for a GPU); several processes; remote storage.",
+    ),
+    Table(
+        name="train_mup", part="mup", title="Learning rates of wider models",
+        question="By how much does the best learning rate move from dim 32 to dim 256, with the standard "
+        "parametrization and with mup?",
+        how="Trainings of 150 steps of 16 x 65 tokens at eight rates, each twice the one before, of a model of two "
+        "blocks; the rate with the lowest mean loss of the last 20 steps is the best one. One seed.",
+        quick="dim 32 to 128, and adamw alone",
+        left_out="Larger models, other numbers of steps, deeper models.",
     ),
     Table(
         name="decode", part="model", title="Decoding with a cache",
@@ -110,6 +127,15 @@ TABLES = (
         "the best, without its noise. Medians over the seeds; a peer's own median is the target.",
         quick="4 seeds, not 20, and not the sampler that needs torch",
         left_out="Other search spaces; searches of thousands of trials.",
+    ),
+    Table(
+        name="sweep_mixint", part="sweep", title="Engines on bbob-mixint", words=("--instances", "5"),
+        question="How many searches does `bayes` win against other engines on functions that nobody here has made, "
+        "also with 4 trials at once and with a third of the trials failing at random?",
+        how="COCO's bbob-mixint: 24 functions of integers and real numbers, instance 5; nothing was developed on it. A "
+        "pair is one function in one dimension, with the same seed for both engines; a tie counts as half.",
+        quick="TPE and random alone",
+        left_out="Searches of hundreds of trials, and peers that a line does not name.",
     ),
     Table(
         name="sweep_real", part="sweep", title="A real sweep", words=(f"{CACHE}/sweep",),

@@ -50,7 +50,7 @@ checkpoint_every: 4
 """
 
 
-DEMO = HERE.parent / "configs" / "demo.yaml"
+DEMO = HERE.parent / "roxxel_dist" / "demo.yaml"
 KILLS, KILL_EVERY_S, FIRST_KILL = 10, 30.0, 25
 SETTLED_S = 0.5
 """After a kill: then no row of the ranks before comes any more, and none of the new ones has come."""

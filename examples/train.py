@@ -1,4 +1,4 @@
-"""Train from one YAML file: `python examples/train.py --config configs/demo.yaml --data_path corpus.txt --lr 5e-4`.
+"""Train from one YAML file: `python examples/train.py --config configs/moe.yaml --data_path text.txt --lr 5e-4`.
 
 Every field of the config is a flag as well, and flags win. Where a new run names no --config,
 configs/default_config.yaml of the working directory is taken, if it is there. Otherwise it is what `roxxel-dist train`

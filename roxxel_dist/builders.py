@@ -33,6 +33,7 @@ from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.model.attention_kernels import kernel_for, key_size
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.loss import token_losses
+from roxxel_dist.model.parametrization import Width, rescale_to, widths
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.model.user_code import import_function
 from roxxel_dist.train.config import LoopOptions, OptimizerConfig
@@ -107,15 +108,16 @@ def build_components(
     half = curriculum.total_steps // 2
     if trial and (config.warmup_steps or 0) > half:
         config = dataclasses.replace(config, warmup_steps=half)
-    optimizer = NamedOptimizer(config.part(OptimizerConfig))
+    kernel = attention_kernel(config, curriculum.shapes, begun_with)
+    build = model_builder(config, kernel)
+    optimizer = NamedOptimizer(config.part(OptimizerConfig), widths=parameter_widths(config, build))
     optimizer.settings(curriculum.total_steps)  # raises where warm-up and decay do not fit
     validation = open_data_sets(config, "validation", data)
     check_vocabularies({**curriculum.mix_streamers, **validation}, vocab_size)
-    kernel = attention_kernel(config, curriculum.shapes, begun_with)
     return RunComponents(
         config=config,
         vocab_size=vocab_size,
-        build=model_builder(config, kernel),
+        build=build,
         loss=token_losses if config.loss is None else import_function("loss", config.loss),
         optimizer=optimizer,
         curriculum=curriculum,
@@ -189,7 +191,37 @@ def model_builder(config: Config, kernel: AttentionKernel = "auto") -> Callable[
             )
         return model
 
-    return build
+    if config.parametrization == "standard":
+        return build
+    build_base = model_builder(_at_base_width(config))
+
+    def build_scaled() -> nnx.Module:
+        model = build()
+        rescale_to(model, build_base())
+        return model
+
+    return build_scaled
+
+
+def _at_base_width(config: Config) -> Config:
+    """The config of the same model at its base width, with the standard parametrization."""
+    fields: dict[str, Any] = {"dim": config.base_dim}
+    if config.base_widths is not None:
+        fields = dict(import_function("base_widths", config.base_widths)(copy.deepcopy(config)))
+        if unfit := sorted(set(fields) - set(config.to_dict())):
+            raise ValueError(
+                f"base_widths is {config.base_widths!r}: it returned {unfit[0]!r}, and must return fields of the config"
+            )
+    elif config.base_dim is None:
+        raise ValueError("parametrization is mup: set base_dim to the dim for which lr was searched, or base_widths")
+    return dataclasses.replace(config, **fields, parametrization="standard", base_dim=None, base_widths=None)
+
+
+def parameter_widths(config: Config, build: Callable[[], nnx.Module]) -> dict[str, Width]:
+    """With mup, how much wider each parameter of a model is than at its base width; else nothing."""
+    if config.parametrization == "standard":
+        return {}
+    return widths(*(nnx.eval_shape(make) for make in (build, model_builder(_at_base_width(config)))))
 
 
 def open_corpus(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_ori
 
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import FileSystemError, attempt_number
-from roxxel_dist.component import component
+from roxxel_dist.component import DocWithFields, component
 from roxxel_dist.data.config import DataConfig
 from roxxel_dist.data.discovery import absolute as absolute_path
 from roxxel_dist.data.discovery import check_local
@@ -188,6 +188,11 @@ class Config(Fields):
             if name in FIELD_TYPES:
                 object.__setattr__(self, "given", self.given | {name})
 
+    def __repr__(self) -> str:
+        """What differs from the defaults."""
+        values = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))  # pyright: ignore
+        return f"Config({', '.join(f'{name}={value!r}' for name, value, default in values if value != default)})"
+
     def with_defaults(self, values: Mapping[str, Any]) -> Self:
         """The same settings, and the same fields given, with `values` instead of the defaults of the other fields."""
         defaults = {name: value for name, value in values.items() if name in FIELD_TYPES and name not in self.given}
@@ -304,6 +309,9 @@ class Config(Fields):
         config = cls(**{key: _read(key, value) for key, value in values.items() if key != RECORD})
         config.check_types()
         return config
+
+
+Config.__doc__ = DocWithFields(Config.__doc__ or "")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def yaml_problem(error: Exception) -> str:

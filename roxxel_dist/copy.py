@@ -36,18 +36,18 @@ def copy(
     """
     if not is_url(source) and not is_url(target):
         raise ValueError(f"neither {source} nor {target} is in a bucket: one of them is s3://, gs:// or az://")
-    found = (
+    origin = (
         BucketSource(ObjectStore.open(source, timeout_s=timeout_s)) if is_url(source) else FolderSource(Path(source))
     )
-    files = [file for file in found.files() if PurePosixPath(file.name).name != INDEX]
+    files = [file for file in origin.files() if PurePosixPath(file.name).name != INDEX]
     if not files:
         raise ValueError(f"{source} has no files: correct the path")
     total = sum(file.size for file in files)
     with Progress(progress).bar(f"copying {len(files)} files", max(1, total)) as advance:
-        if isinstance(found, BucketSource) and not is_url(target):
-            return copy_to_folder(found, Path(target), files, advance)
+        if isinstance(origin, BucketSource) and not is_url(target):
+            return copy_to_folder(origin, Path(target), files, advance)
         store = ObjectStore.open(target, timeout_s=timeout_s)
-        return copy_data(found, store, files, advance=advance, overwrite=overwrite, is_late=_is_table)
+        return copy_data(origin, store, files, advance=advance, overwrite=overwrite, is_late=_is_table)
 
 
 def _is_table(name: str) -> bool:

@@ -29,6 +29,7 @@ from roxxel_dist.run_directory import (
     DATA,
     TOKENIZER,
     RunDirectory,
+    RunResult,
     check_still_there,
     default_run_dir,
 )
@@ -47,8 +48,9 @@ from roxxel_dist.train.bucket_run import BucketRun
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef, ResumeSpec, read_cursor
 from roxxel_dist.train.config import TRIAL
 from roxxel_dist.train.init_from import find_checkpoint, load_params, with_base, with_shape_of
-from roxxel_dist.train.loggers.base import CRASH_LIMIT_S
+from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, Tracker
 from roxxel_dist.train.loggers.console import printable
+from roxxel_dist.train.loggers.tensorboard import TensorboardTracker
 from roxxel_dist.train.loggers.wandb import WandbTracker
 from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
 from roxxel_dist.train.trainer import Trainer
@@ -108,8 +110,10 @@ class Experiment:
         from_step: int | None = None,
         skip_steps: tuple[int, int] | None = None,
         local_dir: str | Path | None = None,
-    ) -> Path:
+    ) -> RunResult:
         """Train and return the run directory; of a run in a bucket the local folder that has what this host wrote.
+
+        Ctrl-C and SIGTERM stop it after the step in hand: that step is saved, and the result says `stopped`.
 
         A resumed run, and a fork, keeps each field of its config that the one here does not give, but for `max_steps`.
 
@@ -152,7 +156,7 @@ class Experiment:
         named = broadcast_from_primary("run directory", str(run_dir or default_run_dir()))
         run = Path(named) if bucket is None else bucket.folder  # which may be another one on each host
         if resume and not amend and from_step is None and self._was_finished(run, past, is_other_data):
-            return run
+            return RunResult.of(run, int(read_cursor(run).get("step", 0)), stopped=False)
 
         with contextlib.ExitStack() as held:
             directory = RunDirectory(run, str(bucket or run))
@@ -187,7 +191,7 @@ class Experiment:
             arguments = (trainer, run, path, components, past.saved, changed, message)
             on_primary("record", lambda: write_run_metadata(*arguments, name=str(bucket or run)))
             self._run(trainer, run, tokenizer, ids, bucket)
-        return run
+        return RunResult.of(run, trainer.step, stopped=self.stopped)
 
     def find_lr(
         self, data_path: str | Path | None, *, min_lr: float = 1e-6, max_lr: float = 0.1, num_steps: int = 100
@@ -249,6 +253,11 @@ class Experiment:
         past = _Past(
             saved=saved, fork=parent, config=saved_config(local_run(parent.run)) if parent and not saved else saved
         )
+        if program := RunMetadata.of(past.config).program:
+            raise ValueError(
+                f"{parent.run if parent and not saved else run} was trained by {program}, with a Trainer of parts: "
+                f"start that program again; it continues from the newest checkpoint"
+            )
         # Where a run was to end once is no property of it: a config without max_steps trains to the end of its phases.
         values = {name: value for name, value in past.config.items() if name != "max_steps"}
         self.config = self.config.with_defaults(values)
@@ -332,9 +341,9 @@ class Experiment:
             return
         changes = [f"{name} {old} -> {getattr(self.config, name, 'other data')}" for name, old in before.items()]
         raise UsageError(
-            f"{run} is finished after step {step}, and a change would do nothing ({', '.join(changes)}): leave it out; "
-            f"or go on, with a larger max_steps while its phases have steps left, or with longer phases and "
-            f"amend=True; or begin a new run at a kept checkpoint with fork=RUN@STEP"
+            f"{run} is finished after step {step}, and a change would do nothing ({', '.join(changes)}): leave it out. "
+            f"To continue, give a larger max_steps while its phases have steps left, or longer phases and amend=True. "
+            f"Or start a new run from a kept checkpoint with fork=RUN@STEP"
         )
 
     def _open(self, path: str | Path | None, run: Path, resume: bool, past: _Past, bucket: BucketRun | None) -> Roxxel:
@@ -354,9 +363,11 @@ class Experiment:
     def _trainer(
         self, run: Path, components: RunComponents, amend: bool, origin: ResumeSpec, bucket: BucketRun | None
     ) -> Trainer:
-        config, trackers = self.config, []
+        config, trackers = self.config, list[Tracker]()
         if is_primary() and config.wandb != "off":
-            trackers = [WandbTracker(run, config.wandb, config.wandb_project, config=config.to_dict())]
+            trackers.append(WandbTracker(run, config.wandb, config.wandb_project, config=config.to_dict()))
+        if is_primary() and config.tensorboard:
+            trackers.append(TensorboardTracker(run, config.to_dict()))
         return Trainer(
             components.build,
             components.optimizer,
@@ -393,7 +404,9 @@ class Experiment:
                     sample = f"no sample: {(str(error) or repr(error)).splitlines()[0]}"
             if is_primary() and not is_shown:
                 curve = "" if os.environ.get(TRIAL) == "1" else _draw(run)  # matplotlib takes a second
-                for text in filter(None, (sample, curve, f"run directory: {bucket or run}")):
+                if sample:
+                    trainer.logger.sample(sample)
+                for text in filter(None, (curve, f"run directory: {bucket or run}")):
                     trainer.logger.text(text)
 
         trainer.run(at_the_end)

@@ -43,10 +43,18 @@ class Generator:
     step: int
 
     def __init__(self, path: str | Path, best: bool = True, *, step: int | None = None) -> None:
+        self._path = str(path)
         self.model, self.tokenizer, self.config, self.step = load_run(path, step, best=best)
         check_continues(self.model, self.config)
         # A run saw texts without it, whatever its tokenizer: a token that was never read says nothing good.
         self._start = self.tokenizer.text_start if is_hf_folder(Path(path)) else []
+
+    def __repr__(self) -> str:
+        """The model's place, step and sizes."""
+        kind, ids = type(self.model).__name__, self.tokenizer.vocab_size
+        return (
+            f"Generator({self._path!r}, step={self.step}): {kind} of {ids:,} ids, max_context {self.config.max_context}"
+        )
 
     def generate(
         self,

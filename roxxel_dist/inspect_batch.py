@@ -8,7 +8,9 @@ from roxxel_dist.curriculum_builder import build_curriculum, open_data_sets
 from roxxel_dist.data.dataset import Roxxel, locate_token
 from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
-from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, DATA
+from roxxel_dist.objects.url import is_url
+from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, DATA, is_run, no_run
+from roxxel_dist.train.bucket_folder import BucketFolder
 from roxxel_dist.train.checkpoint.metadata import META, MetaFile
 
 SHOWN = 60
@@ -16,20 +18,37 @@ SHOWN = 60
 
 def saved_plan(run: Path) -> Plan | None:
     """The plan that a run's newest checkpoint follows, amendments and steps left out included; None without one."""
+    return _plan_of(_newest(run))
+
+
+def _newest(run: Path) -> Path | None:
     files = [path for path in run.glob(f"{CHECKPOINTS}/*/{META}") if path.parent.name.isdigit()]
-    if not files:
-        return None
-    newest = max((path.parent for path in files), key=lambda checkpoint: int(checkpoint.name))
-    return Plan.from_state(MetaFile.read(newest).meta["plan"])
+    return max((path.parent for path in files), key=lambda checkpoint: int(checkpoint.name), default=None)
+
+
+def _plan_of(checkpoint: Path | None) -> Plan | None:
+    return None if checkpoint is None else Plan.from_state(MetaFile.read(checkpoint).meta["plan"])
+
+
+def _local(source: str | Path) -> tuple[Path, Path | None]:
+    """(A run or a config file on this host, the run's newest checkpoint); of a run in a bucket, in a local folder."""
+    if not is_url(source):
+        return Path(source), _newest(Path(source))
+    bucket = BucketFolder(source, read_only=True)
+    folder = bucket.pull()
+    if not is_run(folder):
+        raise ValueError(no_run(folder, str(bucket)))
+    return folder, bucket.pull_newest_meta()
 
 
 def describe_batch(source: str | Path, step: int, data_path: str | Path | None = None, *, text: bool = False) -> str:
     """The rows that a step reads, a line each: data set, token, shard, document, and how the row begins.
 
-    The step counts from 1, as in the log; the source is a run directory, which remembers its shards, or a config file.
+    The step counts from 1, as in the log; the source is a run directory, which remembers its shards and may be in a
+    bucket, or a config file.
     With `text` the whole rows are decoded.
     """
-    source = Path(source)
+    named, (source, newest) = source, _local(source)
     path = source / CONFIG if source.is_dir() else source
     recorded = load_yaml(path).get(RECORD, {})
     config = Config.from_yaml(path)
@@ -39,9 +58,9 @@ def describe_batch(source: str | Path, step: int, data_path: str | Path | None =
     elif data_path is None:
         data_path = config.primary_path(None) or recorded.get("data_path")
     if data_path is None or not is_tokens(data_path):
-        raise ValueError(f"{source} does not say which shards it reads: name them with data_path=PATH")
+        raise ValueError(f"{named} does not say which shards it reads: name them with data_path=PATH")
     with Roxxel(data_path, remote=config.part(RemoteConfig)) as data:
-        plan = saved_plan(source) or build_curriculum(config, data)[0].plan(config.seed)
+        plan = _plan_of(newest) or build_curriculum(config, data)[0].plan(config.seed)
         if not 1 <= step <= plan.total_steps:
             raise ValueError(f"step {step}: the plan has steps 1 to {plan.total_steps}")
         rows = plan.rows(step - 1)

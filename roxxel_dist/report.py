@@ -94,18 +94,23 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     return {name: of_runs for name, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
 
 
-def _read(folder: Path, name: str) -> Run:
+def read_fields(folder: Path) -> dict[str, Any]:
+    """The fields of a run's config, and the `data_path` that it reads; empty for a run of a bare `Trainer`."""
     config = load_yaml(folder / CONFIG) if (folder / CONFIG).exists() else {}
     record = config.pop(RECORD, None) or {}
     if "data_path" in record:
         config["data_path"] = record["data_path"]
+    return config
+
+
+def _read(folder: Path, name: str) -> Run:
     parameters = None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it may be being written
         parameters = int(json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["parameters"])
     return Run(
         name=name,
         path=folder,
-        fields=config,
+        fields=read_fields(folder),
         rows=read_rows(folder / METRICS),
         parameters=parameters,
         spent=time_spent(read_timeline(folder)),

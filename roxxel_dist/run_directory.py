@@ -6,8 +6,8 @@ import os
 import shutil
 from collections.abc import Callable
 from datetime import datetime
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PosixPath
+from typing import Any, Self
 
 from roxxel_dist.cluster import save_requests
 from roxxel_dist.cluster.exit_codes import REACHED_ENV, STATUS_ENV
@@ -22,6 +22,32 @@ PREFLIGHT_STORE_S = 20.0
 """For which preflight tries to reach an object store."""
 METRICS, LOGS = "metrics.jsonl", "logs"
 SUMMARY, LOG, CURVE = "model_summary.json", "training_log.csv", "plots/loss.png"
+
+
+class RunResult(PosixPath):
+    """The directory of a run, a path like any other, and how its training ended."""
+
+    stopped: bool = False
+    """Whether it was asked to stop before its end (Ctrl-C, SIGTERM); the step is saved, and `resume=True` goes on."""
+    step: int | None = None
+    """The last step that is done."""
+
+    @classmethod
+    def of(cls, run: Path, step: int, *, stopped: bool) -> Self:
+        """The result of a training."""
+        result = cls(run)
+        result.stopped, result.step = stopped, step
+        return result
+
+    def with_segments(self, *segments: Any) -> Path:
+        """A path below or beside it, which is no result."""
+        return Path(*segments)
+
+    def __repr__(self) -> str:
+        """The path, and how the training ended."""
+        if self.step is None:
+            return repr(Path(self))
+        return f"<run {self}: {'stopped' if self.stopped else 'ended'} after step {self.step}>"
 
 
 class RunDirectory:

@@ -64,6 +64,8 @@ class RunMetadata:
     data_path: str | None = None
     corpus: str | None = None
     """The fingerprint of the data."""
+    program: str | None = None
+    """The Python program whose `Trainer` of parts trains the run; None of a run of `train`."""
     forked_from: dict[str, Any] | None = None
     """"run" and "step" of the checkpoint whose whole state the run begins with."""
     initialized_from: dict[str, Any] | None = None
@@ -88,7 +90,7 @@ class RunMetadata:
             processes=jax.process_count(),
             devices=jax.device_count(),
             platform=jax.devices()[0].platform,
-            pjrt_nproc=int(os.environ["PJRT_NPROC"]),
+            pjrt_nproc=int(os.environ["PJRT_NPROC"]) if "PJRT_NPROC" in os.environ else None,
             bits=determinism.numerics_fingerprint() | {"attention": kernel},
             **values,
         )
@@ -174,6 +176,9 @@ def write_run_metadata(
     log(f"data: {parts}, vocabulary {components.vocab_size:,}")
     for source, data_set in components.curriculum.mix_streamers.items():
         log(f"data {source}: {data_set.num_tokens:,} tokens, in {len(data_set.shards)} shard(s)")
+    if (others := list(components.curriculum.mix_streamers)) and not config.validation:
+        names = " and ".join(others)
+        log(f"validation: on the held-out part of self alone; name shards of {names} in `validation` to see theirs")
     if not trainer.start.notes:  # else the plan is among them
         log(trainer.plan.describe())
     if note := max_steps_note(trainer.plan, trainer.options):

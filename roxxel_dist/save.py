@@ -11,7 +11,7 @@ from roxxel_dist.cluster.save_requests import post_request, take_answer, withdra
 from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, is_held
-from roxxel_dist.train.bucket_folder import ANSWERED, ASKED, LEASE
+from roxxel_dist.train.bucket_folder import LEASE, SAVE_ANSWERS, SAVE_REQUESTS
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectStore
@@ -39,7 +39,7 @@ def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
     if not ((folder / CONFIG).exists() or (folder / CHECKPOINTS).is_dir()):
         raise ValueError(f"{run} is not a run directory: it has no {CONFIG}")
     if not is_held(folder):
-        raise ValueError(f"nobody trains in {run} now: its checkpoints are in {folder / CHECKPOINTS}")
+        raise ValueError(f"no job trains in {run} now: its checkpoints are in {folder / CHECKPOINTS}")
     request = post_request(folder)
     try:
         answer = _wait(folder, request, timeout_s)
@@ -58,16 +58,16 @@ def _ask_through_bucket(run: str | Path, timeout_s: float) -> int:
     if not any(info.key == CONFIG for info in store.list()):
         raise ValueError(f"{store.url} is not a run: it has no {CONFIG}")
     answer = None
-    store.write(ASKED + request, b"")
+    store.write(SAVE_REQUESTS + request, b"")
     try:
         while answer is None:
             if (reason := _nobody(store)) or time.monotonic() > end:
                 raise NotSaved(reason or f"the job in {store.url} did not save within {timeout_s:g} s: see its log")
             time.sleep(BUCKET_POLL_S)
             with contextlib.suppress(StoreNotFoundError):
-                answer = json.loads(store.read(ANSWERED + request))
+                answer = json.loads(store.read(SAVE_ANSWERS + request))
     finally:
-        store.delete([ASKED + request, ANSWERED + request])
+        store.delete([SAVE_REQUESTS + request, SAVE_ANSWERS + request])
     if "error" in answer:
         raise NotSaved(answer["error"])
     return answer["step"]
@@ -79,7 +79,7 @@ def _nobody(store: "ObjectStore") -> str:
         released = json.loads(store.read(LEASE))["released"]
     except (StoreNotFoundError, ValueError, KeyError):
         released = True
-    return f"nobody trains in {store.url} now: its checkpoints are there" if released else ""
+    return f"no job trains in {store.url} now: its checkpoints are there" if released else ""
 
 
 def _wait(folder: Path, request: str, timeout_s: float) -> dict:

@@ -1,10 +1,25 @@
 """The one name `Trainer` for two things: a run made of parts, and a run made from a Config."""
 
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, overload
 
+from roxxel_dist.builders import attention_kernel, on_primary
+from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.config import Config
 from roxxel_dist.curriculum.phases import Curriculum, Phase
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.discovery import absolute
 from roxxel_dist.experiment import Experiment
+from roxxel_dist.model.loss import token_losses
+from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.run_directory import CONFIG, SUMMARY, TOKENIZER
+from roxxel_dist.run_metadata import RunMetadata, summarize
+from roxxel_dist.train.train_state import TrainView
 from roxxel_dist.train.trainer import Trainer as Loop
 
 __all__ = ["Curriculum", "Phase", "Trainer"]
@@ -12,6 +27,8 @@ __all__ = ["Curriculum", "Phase", "Trainer"]
 
 class Trainer(Loop):
     """A run made of parts: `Trainer(model, optimizer, curriculum, …)`, see `train.trainer.Trainer` for what it takes.
+
+    The run directory of a `Transformer` has a `config.yaml`, so `eval`, `generate`, `export` and `report` read it.
 
     With a `Config` as its only argument it is the `Experiment` of that: `Trainer(config).fit("corpus.txt")`.
     """
@@ -26,3 +43,53 @@ class Trainer(Loop):
         if len(given) == 1 and isinstance(given[0], Config) and set(options) <= {"config"}:
             return Experiment(given[0])
         return super().__new__(cls)
+
+    def run(self, at_the_end: Callable[[], None] | None = None) -> TrainView:
+        """As `train.trainer.Trainer.run`."""
+        model = self.state.model
+        if type(model) is Transformer and self._bucket is None:
+            on_primary("config of the run", lambda: self._write_config(model))
+        return super().run(at_the_end)
+
+    def _write_config(self, model: Transformer) -> None:
+        """What the commands that read a run look for in its directory."""
+        run, source = self._folder, self._curriculum.primary_streamer.filepath
+        fields = dataclasses.asdict(model.config) | dataclasses.asdict(self.options)
+        phases = [_plain(phase) for phase in self._curriculum.phases]
+        config = Config(
+            **fields | {"phases": phases, "grad_accum": self._grad_accum, "loss": _name_of(self._loss_fn)},
+            datasets=_paths(self._curriculum.mix_streamers),
+            validation=_paths(self._given_validation),
+        )
+        with Roxxel(source) as data:
+            if data.tokenizer is not None:
+                data.tokenizer.save(run / TOKENIZER)
+            made = RunMetadata.now(
+                attention_kernel(config, self._curriculum.shapes),
+                data_path=absolute(source) if isinstance(source, str | os.PathLike) else None,
+                corpus=data.fingerprint,
+                program=Path(sys.argv[0]).name or "a Python program",
+            )
+        config.save_yaml(run / CONFIG, made.to_dict())
+        sizes = summarize(self.state.params, self.state.optimizer, self.state.frozen)
+        write_file(run / SUMMARY, (json.dumps(sizes, indent=2) + "\n").encode())
+
+
+def _plain(phase: Phase) -> dict[str, Any]:
+    """The fields of a phase that differ from their defaults, for YAML."""
+    values = {field.name: (getattr(phase, field.name), field.default) for field in dataclasses.fields(phase)}
+    plain = {name: value for name, (value, default) in values.items() if value != default}
+    return plain | ({"weights": dict(phase.weights)} if phase.weights else {})
+
+
+def _paths(sets: Mapping[str, Roxxel] | None) -> dict[str, str] | None:
+    """The places of data sets by name; None where there are none."""
+    named = {name: data.filepath for name, data in (sets or {}).items()}
+    return {name: absolute(path) for name, path in named.items() if isinstance(path, str | os.PathLike)} or None
+
+
+def _name_of(loss: Any) -> str | None:
+    """module:function of a loss; None for the usual one."""
+    if loss is token_losses:
+        return None
+    return f"{getattr(loss, '__module__', '?')}:{getattr(loss, '__qualname__', type(loss).__name__)}"

@@ -12,7 +12,7 @@ from typing import Any
 import tyro
 import yaml
 
-from roxxel_dist.cli import COMMANDS, main
+from roxxel_dist.cli import COMMANDS, arguments, main
 from roxxel_dist.cli import launch as launch_command
 from roxxel_dist.cli.arguments import flag_types
 from roxxel_dist.config import Config
@@ -20,13 +20,13 @@ from roxxel_dist.launcher.backends import options
 from roxxel_dist.train.bucket_folder import BucketFolder
 
 GROUPS = {
-    "data": ("build", "info", "verify", "index"),
+    "data": ("build", "append", "info", "verify", "index"),
     "launch": tuple(options()),
 }
 PATHS = [path for word in COMMANDS for path in ([(word, sub) for sub in GROUPS[word]] if word in GROUPS else [(word,)])]
 SPAN = re.compile(r"(?<![`\w])`([^`]+)`(?!`)")
 FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
-PROGRAM = re.compile(r"""(?:(?<![\w./'"`$-])roxxel-dist|-m roxxel_dist) (?=[a-z])""")
+PROGRAM = re.compile(r"""(?:(?<![\w./'"`$-])(?<!usage: )roxxel-dist|-m roxxel_dist) (?=[a-z])""")
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 OPERATOR = re.compile(r"[|&;<>()]+")
 ELLIPSIS = re.compile(r"(?:…|\.\.\.|CMD…?|WORDS|\"?\$@\"?)")
@@ -80,17 +80,17 @@ def flags(path: tuple[str, ...]) -> dict[str, Any]:
     """The options of a command and their types, as --a_b."""
     kinds: list[type] = []
 
-    def parse(kind: type, *, args: list[str], **_: Any) -> None:
+    def helped(kind: type, *_: Any, **__: Any) -> None:
         kinds.append(kind)
         raise Parsed
 
-    parser, tyro.cli = tyro.cli, parse
+    text, arguments.help_text = arguments.help_text, helped
     try:
         main([*path, "--help"])
     except Parsed:
         pass
     finally:
-        tyro.cli = parser
+        arguments.help_text = text
     return {f"--{name}": hint for name, hint in flag_types(kinds[0]).items()} | {"--help": bool}
 
 

@@ -80,7 +80,7 @@ class Study:
 
         given = sweep_of(sweep or ONE)
         return run_sweep(
-            self.path, given, make(given, seed=1), body, self._task,
+            self.path, given, lambda: make(given, seed=1), body, self.task,
             SweepOptions(ray_address=self.address, **options), {"CPU": 1.0, **(resources or {})},
             on_change=changed, log=self.said.append,
         )  # fmt: skip
@@ -94,7 +94,7 @@ class Study:
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}, process_group=0,
         )  # fmt: skip
 
-    def _task(self, trial: int, params: dict[str, Any], attempt: int) -> dict[str, Any]:
+    def task(self, trial: int, params: dict[str, Any], attempt: int) -> dict[str, Any]:
         folder, log = str(self.path), str(self.path / "logs" / f"{trial}.log")
         return {"trial": trial, "params": params, "attempt": attempt, "folder": folder, "log": log}
 

@@ -26,7 +26,7 @@ class Added(LocalBackend):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.Options):
+class Options(base.BackendOptions):
     """Start a program in an added way: `launch added [options] -- CMD…`."""
 
     example: ClassVar[str] = "--pairs 2"

@@ -69,7 +69,7 @@ MISTAKES = [
     (["launch", "slrum"], "there is no command 'launch slrum'"),
     (["batch", "nowhere", "--step", 1], "nowhere: cannot be read"),
     (["batch", "tiny.yaml", "--step", 1], "name them with --data_path"),
-    (["sweep"], "what shall be searched? name a file with --sweep_config, or a study with --study"),
+    (["sweep"], "nothing to search: name a file with --sweep_config, or a study with --study"),
     (["launch", "ssh", "--", "train"], "give --hosts a,b,c or --hostfile FILE"),
     (["launch", "slurm", "--nodes", 0, "--", "train"], "--nodes 0: must be at least 1"),
     ([*TRAIN, "--bath_size", 3], "--batch_size"),

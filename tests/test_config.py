@@ -3,7 +3,8 @@ from dataclasses import fields
 import pytest
 
 from roxxel_dist import Config
-from roxxel_dist.cli.arguments import field_docs, parse_train
+from roxxel_dist.cli.arguments import parse_train
+from roxxel_dist.component import field_docs
 from roxxel_dist.config import COMPONENTS, FIELD_TYPES
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.train.config import ExperimentConfig

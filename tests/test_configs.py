@@ -19,7 +19,9 @@ from roxxel_dist.train.init_from import with_base
 from roxxel_dist.train.train_step import check_batches
 
 pytestmark = [pytest.mark.xdist_group("configs"), pytest.mark.timeout(900)]
-CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if "parameters" not in load_yaml(path))
+DEMO = ROOT / "roxxel_dist" / "demo.yaml"
+FILES = {path.stem: path for path in (*(ROOT / "configs").glob("*.yaml"), DEMO) if "parameters" not in load_yaml(path)}
+CONFIGS = sorted(FILES)
 LARGE_VOCABULARY = 32768
 SHARDS = {"corpus": 1000} | {f"{name}/{part}": 250 for name in ("web", "code", "books") for part in ("train", "val")}
 """Documents of 4,000 tokens: the largest batch of `multi_host` has 512 rows of 4,097."""
@@ -31,6 +33,7 @@ def desk(tmp_path_factory):
     """A folder with everything that the first lines of the configs make: texts, shards, a base for adapters."""
     folder = tmp_path_factory.mktemp("configs")
     shutil.copytree(ROOT / "configs", folder / "configs")
+    shutil.copy(DEMO, folder / "configs")
     (folder / "data").mkdir()
     source = Path(sysconfig.get_paths()["stdlib"])
     text = [path.read_text() for name in ("json", "email", "logging") for path in sorted((source / name).glob("*.py"))]
@@ -86,13 +89,13 @@ def test_there_is_one_of_each_capability():
         "blend", "curriculum", "default_config", "demo", "fsdp", "lora", "mla", "moe", "multi_host",
     }  # fmt: skip
     for name in CONFIGS:
-        assert 20 <= len((ROOT / "configs" / f"{name}.yaml").read_text().splitlines()) <= 50
+        assert 20 <= len(FILES[name].read_text().splitlines()) <= 50
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_is_a_config(name):
     """Its fields and their values, without the data, the run and the model that its first lines make."""
-    config = Config.from_yaml(ROOT / "configs" / f"{name}.yaml")
+    config = Config.from_yaml(FILES[name])
     config.validate()
 
 

@@ -1,14 +1,17 @@
 """The site is built without a warning, what it says of the program is what the program says, and no block is unread."""
 
 import ast
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import reference
 import yaml
 from pages import RUN_BY, left_out
 from reader import ROOT, blocks
@@ -55,11 +58,30 @@ class Seen(HTMLParser):
 def site(tmp_path_factory):
     """The built site."""
     folder = tmp_path_factory.mktemp("site")
-    # A warning is an error (--strict): a link that leads nowhere, a page that is in no menu, a name without docstring.
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    result = subprocess.run(words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    shutil.copytree(DOCS, folder / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", folder)
+    # A warning is an error (--strict): a link that leads nowhere.
+    words = [Path(sys.executable).parent / "zensical", "build", "--strict", "--config-file", "mkdocs.yml"]
+    env = os.environ | {"NO_COLOR": "1"}
+    result = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    return folder
+    return folder / ".cache" / "site"
+
+
+@pytest.mark.parametrize("name", reference.PAGES)
+def test_the_reference_is_what_the_program_says(name):
+    assert reference.page(name) == (reference.FOLDER / name).read_text(), "run `make reference`"
+
+
+@pytest.mark.parametrize("word", ["hang", "OOM", "preempt", "resume", "NaN", "early stopping", "mixture"])
+def test_a_search_finds_what_people_look_for(site, word):
+    found = re.compile(rf"\b{word}", re.IGNORECASE)
+    items = json.loads((site / "search.json").read_text())["items"]
+    titled = [item["location"] for item in items if found.search(item["title"])]
+    if word in ("early stopping", "mixture"):
+        assert titled or any(found.search(item["text"][:600]) for item in items)
+    else:
+        assert any(location.startswith("troubleshooting.html#") for location in titled), titled
 
 
 def constants():
@@ -86,12 +108,12 @@ def test_the_reference_has_every_public_name_command_and_field(site):
     assert not missing
     assert {"roxxel_dist.sweep.make", "roxxel_dist.Roxxel.stream", "config"} <= places
     places = Seen(site / "reference" / "cli.html").places
-    groups = {"data": ("build", "info", "verify", "index"), "launch": tuple(backends.options())}
+    groups = {"data": ("build", "append", "info", "verify", "index"), "launch": tuple(backends.options())}
     names = [f"{name}-{sub}".strip("-") for name in COMMANDS for sub in groups.get(name, ("",))]
     assert set(names) <= places
-    told = (site / "reference" / "cli.html").read_text()
-    assert told.count("usage: roxxel-dist ") == 1 + len(names)
-    assert told.count("--n_heads ") == 1  # the fields stand in one command's help, not in that of all that take them
+    text = (DOCS / "reference" / "cli.md").read_text()
+    assert text.count("usage: roxxel-dist ") == 1 + len(names)
+    assert text.count("--n_heads ") == 1  # the fields stand in one command's help, not in that of all that take them
     fields = (site / "reference" / "config.html").read_text()
     assert not [name for name in FIELD_TYPES if f"<code>{name}</code>" not in fields]
 

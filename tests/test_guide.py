@@ -43,7 +43,7 @@ def test_every_block_does_what_the_page_says(reader, processes):
     assert '"difference": 0.0' in said
     assert re.search(r"Suggested LR: \d\.\d\de-\d\d\n", said)
     assert (reader / "lr_finder.png").exists()
-    assert {path.name for path in (reader / "report").iterdir()} == {"loss.png", "goodput.png"}
+    assert {path.name for path in (reader / "report").iterdir()} == {"loss.png", "goodput.png", "report.html"}
     blend, stable, decayed = (rows(runs / name) for name in ("blend", "stable", "decayed"))
     assert "val_loss/code" in blend[40]
     assert blend[20]["train_loss"] == pytest.approx(stable[20]["train_loss"], rel=0.05)

@@ -19,7 +19,7 @@ def reader(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("page", "section", "file"), [("kubernetes.md", "It is printed", "jobset"), ("tpu.md", "GKE", "jobset_tpu")]
+    ("page", "section", "file"), [("kubernetes.md", "Print the manifest", "jobset"), ("tpu.md", "GKE", "jobset_tpu")]
 )
 def test_a_page_prints_the_manifest_in_launch(page, section, file, reader):
     reader.page(page, section)

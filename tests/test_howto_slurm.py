@@ -21,7 +21,7 @@ def reader(tmp_path):
 
 
 def test_a_job_is_submitted_and_looked_at(reader):
-    reader.page("slurm.md", "It runs")
+    reader.page("slurm.md", "Run it")
     run = reader.folder / "runs" / "mine"
     assert set(rows(run)) == STEPS
     assert " h2 1 | " in (run / "logs" / "rank-1.log").read_text()
@@ -30,5 +30,5 @@ def test_a_job_is_submitted_and_looked_at(reader):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_job_is_queued_again_and_goes_on(reader):
-    reader.page("slurm.md", "It survives the night", "Inside a job of your own")
+    reader.page("slurm.md", "Time limit, preemption and restarts", "Inside a job of your own")
     assert set(rows(reader.folder / "runs" / "own")) == STEPS

@@ -21,7 +21,7 @@ def reader(tmp_path):
 
 
 def test_two_hosts_train_together(reader):
-    reader.page("ssh.md", "Before", "It runs")
+    reader.page("ssh.md", "What you need", "Run it")
     runs = reader.folder / "runs"
     assert set(rows(runs / "mine")) == STEPS
     assert " node2 1 | " in (runs / "mine" / "logs" / "rank-1.log").read_text()
@@ -29,7 +29,7 @@ def test_two_hosts_train_together(reader):
 
 @pytest.mark.long
 def test_a_run_on_two_hosts_is_left_alone(reader):
-    reader.page("ssh.md", "It is left alone")
+    reader.page("ssh.md", "Run it in the background")
     runs = reader.folder / "runs"
     assert set(rows(runs / "night")) == STEPS
     assert "resuming after step" in (runs / "night" / "logs" / "rank-0.log").read_text()

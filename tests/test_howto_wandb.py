@@ -32,7 +32,7 @@ def reader(tmp_path, server):
 
 
 def test_a_run_without_an_account_is_sent_later(reader, server):
-    reader.page("wandb.md", "A run, without an account")
+    reader.page("wandb.md", "Log a run offline")
     (run,) = server.runs.values()
     written = rows(reader.folder / "runs" / "mine")
     assert set(written) == STEPS
@@ -41,7 +41,7 @@ def test_a_run_without_an_account_is_sent_later(reader, server):
 
 @pytest.mark.long
 def test_a_run_as_it_goes_and_once_more(reader, server):
-    reader.page("wandb.md", "A run, as it goes")
+    reader.page("wandb.md", "Log a run live")
     (run,) = server.runs.values()
     assert [row["_step"] for row in run.history] == sorted(STEPS)
     assert run.twice == []
@@ -50,10 +50,10 @@ def test_a_run_as_it_goes_and_once_more(reader, server):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_trials_are_sent_later_and_a_server_leads(reader, server):
-    reader.page("wandb.md", "Trials of a sweep")
+    reader.page("wandb.md", "Log the trials of a sweep")
     assert len(server.runs) == 1
     assert not server.sweeps
-    reader.page("wandb.md", "A sweep that a server leads")
+    reader.page("wandb.md", "Let a W&B server lead a sweep")
     (sweep,) = server.sweeps.values()
     assert sweep.project == "mine"
     (trial,) = read_study(reader.folder / "studies" / "led").done

@@ -131,7 +131,7 @@ def test_a_base_that_was_moved_or_changed(work, tmp_path, capsys):
     try:
         with pytest.raises(
             UsageError,
-            match=r"adapters stand on are gone: init_from is \S*: \S*base has no checkpoint.*init_from=NEW_",
+            match=r"base weights of the adapters are missing: init_from is \S*: \S*base has no checkpoint.*init_from=NEW_",
         ):
             Experiment(config).fit(run_dir=run, resume=True)
         assert main(["eval", str(run)]) == 2
@@ -148,7 +148,7 @@ def test_a_base_that_was_moved_or_changed(work, tmp_path, capsys):
     shutil.rmtree(tmp_path / "other" / "checkpoints" / "40")
     shutil.copytree(tmp_path / "other" / "checkpoints" / "36", tmp_path / "other" / "checkpoints" / "40")
     config.init_from = str(tmp_path / "other")
-    with pytest.raises(UsageError, match=r"the adapters stand on are gone: .*digests\.json is of step 36"):
+    with pytest.raises(UsageError, match=r"base weights of the adapters are missing: .*digests\.json is of step 36"):
         Experiment(config).fit(run_dir=run, resume=True)
 
 

@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
         (["train", "--dim"], "--dim has no value: must be a whole number"),
         (["train", "--dim", "--lr", "1e-3"], "--dim has no value: must be a whole number"),
         (["train", "--lr", "fast"], "--lr fast: must be a number"),
-        (["train", "corpus.txt"], "takes options alone, and 'corpus.txt' is none: write --data_path corpus.txt"),
+        (["train", "corpus.txt"], "takes only options, and 'corpus.txt' is not one: write --data_path corpus.txt"),
         ([*TRAIN, "--run_dir", ""], "--run_dir is empty: name a folder"),
         ([*TRAIN, "--run_dir", LONG], "cannot be written (File name too long): choose another folder"),
         (["train", "--data_path", LONG], "File name too long: choose a shorter name"),

@@ -60,7 +60,7 @@ MISTAKES = [
     (["--config", "small.yaml"], "no data: name a text file, a folder or shards with --data_path"),
     ([*WORDS, "--data_path", "short.txt", "--tokenizer_type", "byte"], "does not fit in the data 'self'"),
     ([*WORDS, "--phases", PHASE.format(4096, 33)], "a batch of 4096 rows of 33 tokens does not fit"),
-    ([*WORDS, "--phases", "[{epochs: 0.0001, batch_size: 8, seq_len: 17}]"], "these epochs are less than a step"),
+    ([*WORDS, "--phases", "[{epochs: 0.0001, batch_size: 8, seq_len: 17}]"], "These epochs are less than one step"),
     ([*WORDS, "--phases", PHASE.format(12, 17)], "batch_size is 12, which does not divide by 8 devices"),
     ([*WORDS, "--phases", PHASE.format(8, 17), "--grad_accum", "3"], "does not divide by grad_accum (3)"),
     ([*WORDS, "--phases", PHASE.format(8, 65)], "phase 1: seq_len is 65, and the model reads at most"),

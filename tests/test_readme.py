@@ -52,7 +52,7 @@ def test_the_five_jobs_are_done_by_copying_them(person: Reader, nodes: RayNodes)
     person.follow(job("1. Train my model on my tokens"))
     assert max(rows(runs / "mine")) > 1
     assert person.said[-1].strip()
-    person.follow(job("2. A curriculum with blends"))
+    person.follow(job("2. A curriculum with a data mixture"))
     assert max(rows(runs / "blend")) == 40
 
     person.start = hosts.run
@@ -68,6 +68,6 @@ def test_the_five_jobs_are_done_by_copying_them(person: Reader, nodes: RayNodes)
     assert Config.from_yaml(person.folder / "best.yaml").dim in (64, 128)
 
     person.start = in_processes
-    said = person.follow(job("5. Pick up after a crash"))
+    said = person.follow(job("5. Resume after a crash"))
     assert "resuming after step 20 of" in said
     assert losses(runs / "crash") == losses(runs / "blend")

@@ -150,7 +150,7 @@ def test_a_run_that_logged_nothing_yet(here, capsys):
     assert main(["report", "runs/one", "--out", "none"]) == 0
     found = lines(capsys.readouterr().out)
     assert found["steps"] == found["val_loss"] == found["goodput"] == found["training"] == ["-"]
-    assert not (here / "none").exists()
+    assert [path.name for path in (here / "none").iterdir()] == ["report.html"]
 
 
 def test_a_run_without_validation(here, capsys):
@@ -192,7 +192,7 @@ def test_what_is_no_run_is_one_message_and_exit_2(here, words, message, capsys):
     told = capsys.readouterr()
     assert message in told.err
     assert told.out == ""
-    assert not (here / "report").exists()
+    assert [path.name for path in (here / "report").iterdir()] == ["report.html"]
 
 
 def test_without_matplotlib_there_is_the_table_and_jax_is_never_imported(here):
@@ -210,4 +210,4 @@ def test_without_matplotlib_there_is_the_table_and_jax_is_never_imported(here):
     assert lines(result.stdout)["steps"] == ["8", "8"]
     assert result.stdout.endswith("False\n")
     assert result.stderr == "roxxel-dist: no pictures: pip install 'roxxel-dist[plot]' draws them\n"
-    assert not (here / "report").exists()
+    assert [path.name for path in (here / "report").iterdir()] == ["report.html"]

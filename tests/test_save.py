@@ -75,5 +75,5 @@ def test_where_nobody_trains(tmp_path, monkeypatch, capsys):
     directory.release()
     assert not is_held(tmp_path)
     assert main(["save", "."]) == 2
-    assert "nobody trains in . now: its checkpoints are in checkpoints" in capsys.readouterr().err
+    assert "no job trains in . now: its checkpoints are in checkpoints" in capsys.readouterr().err
     assert not list(tmp_path.glob(".save*"))

@@ -59,6 +59,12 @@ def test_the_page_has_messages():
     assert len(headings) == len(ALL), "each heading is a message"
 
 
+@pytest.mark.parametrize("symptom", ["hang", "OOM", "out of memory", "NaN", "preempt", "resume", "crash"])
+def test_a_symptom_is_in_a_heading(symptom):
+    headings = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
+    assert [one for one in headings if re.search(rf"\b{symptom}", one, re.IGNORECASE)], headings
+
+
 @pytest.mark.parametrize("message", OURS)
 def test_a_message_is_still_in_the_sources(message, sources):
     fixed = parts(message)

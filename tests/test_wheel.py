@@ -51,7 +51,8 @@ def test_what_is_in_it(wheel):
     information = f"roxxel_dist-{wheel.name.split('-')[1]}.dist-info"
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "roxxel_dist").rglob("*.py*") if path.suffix != ".pyc"}
     expected = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
-    assert set(names) == modules | {"roxxel_dist/py.typed"} | {f"{information}/{name}" for name in expected}
+    data = {"roxxel_dist/py.typed", "roxxel_dist/demo.yaml"}
+    assert set(names) == modules | data | {f"{information}/{name}" for name in expected}
 
 
 @pytest.mark.long
@@ -74,7 +75,10 @@ def test_it_trains_where_nothing_else_is(wheel, python, tmp_path):
         return done.stdout
 
     assert "usage: roxxel-dist COMMAND" in run("--help")
-    assert run("--version").strip() == f"roxxel-dist {wheel.name.split('-')[1]}"
+    assert run("--version").splitlines()[0] == f"roxxel-dist {wheel.name.split('-')[1]}"
     assert "Step 2/2" in run("train", "--data_path", "text.txt", "--run_dir", "run", *TINY)
     rows = (work / "run" / "metrics.jsonl").read_text().splitlines()
     assert '"step": 2' in rows[-1]
+    run("demo", "--max_steps", "10")
+    rows = (work / "runs" / "demo" / "metrics.jsonl").read_text().splitlines()
+    assert '"step": 10' in rows[-1]

@@ -171,6 +171,34 @@ def kept(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"result": {"value": float(done.read_text())}}
 
 
+def sliced_value(x: float, step: int) -> float:
+    """What `sliced` reports: those that begin well do not end best."""
+    return (x - 0.3) ** 2 + (1.5 - x) / step
+
+
+def sliced(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A trial of `task["reports"]` reports that goes on from its checkpoint, and tells its earlier reports again.
+
+    It goes on when the driver has written its last report down, and had time to pause it.
+    """
+    yield _start()
+    folder, number = Path(task["folder"]), task["trial"]
+    checkpoint = folder / "trials" / str(number) / "checkpoints" / "step"
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    trained = int(checkpoint.read_text()) if checkpoint.exists() else 0
+    for step in range(1, task.get("reports", 6) + 1):
+        if step > trained:
+            with (folder / "work").open("a") as work:
+                work.write(f"{number} {step}\n")
+            checkpoint.write_text(str(step))
+        yield {"report": {"step": step, "value": sliced_value(task["params"]["x"], step)}}
+        while f'"trial": {number}, "step": {step}, ' not in (folder / "journal.jsonl").read_text():
+            time.sleep(0.01)
+        if step >= trained:
+            time.sleep(0.1)
+    yield {"result": {"value": sliced_value(task["params"]["x"], step)}}
+
+
 def main() -> int:
     import process_ray
     import trial_bodies  # not __main__, which workers cannot import
@@ -192,7 +220,7 @@ def main() -> int:
     with ExitStack() as held:
         ending = run_sweep(
             held.enter_context(opened(told["url"], told["timeout_s"])) if "url" in told else study,
-            sweep, make(sweep, seed=1), getattr(trial_bodies, told["body"]), task_of,
+            sweep, lambda: make(sweep, seed=1), getattr(trial_bodies, told["body"]), task_of,
             SweepOptions(**told["options"]), {"CPU": 1.0, **told.get("resources", {})},
             on_change=lambda history, number: None, log=lambda line: print(line, flush=True),
         )  # fmt: skip

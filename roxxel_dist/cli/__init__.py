@@ -23,9 +23,7 @@ def main(argv: Sequence[str]) -> int:
     """Run a command line (without the program's name) and return its exit code."""
     words = list(argv)
     if words[:1] == ["--version"]:
-        from roxxel_dist import __version__
-
-        print(f"roxxel-dist {__version__}")
+        print(_versions())
         return 0
     if words[:1] and words[0] in HEAR_THEMSELVES:
         interrupt.end()
@@ -47,6 +45,21 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_FILES if isinstance(error, StoreTimeoutError) else EXIT_FAILED
     except KeyboardInterrupt:
         return 130
+
+
+def _versions() -> str:
+    """The version of this package, of Python, and of what decides the numbers and the processes of a run."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from roxxel_dist import __version__
+
+    lines = [f"roxxel-dist {__version__}", f"python {sys.version.split()[0]}"]
+    for name in VERSIONS:
+        try:
+            lines.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            lines.append(f"{name} not installed")
+    return "\n".join(lines)
 
 
 def _check_text(words: list[str]) -> None:
@@ -91,13 +104,17 @@ def _overview(group: str, commands: dict[str, Command]) -> str:
     ]
     name = f"roxxel-dist {group}".strip()
     what = (ABOUT.get(group) or "") + "\n\n"
+    more = "" if group else "\n`roxxel-dist --version` prints the versions of this package and of those that it uses."
     return (
         f"usage: {name} COMMAND …\n\n{what}"
         + "\n".join(lines)
-        + f"\n\n`{name} COMMAND --help` tells the options of a command."
+        + f"\n\n`{name} COMMAND --help` lists the options of a command."
+        + more
     )
 
 
+VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers", "ray", "wandb", "obstore")
+"""The packages whose versions `--version` prints."""
 ABOUT = {
     "": "Launch, feed and train language models in JAX and Flax NNX on many hosts.",
     "data": "Tokens on disk.",
@@ -106,7 +123,7 @@ ABOUT = {
 
 
 def data_group(words: list[str]) -> int:
-    """Make, describe and check shards of tokens: build, info, verify, index."""
+    """Make, describe and check shards of tokens: build, append, info, verify, index."""
     return _dispatch("data", DATA, lambda word: resolve_name(DATA[word]), words)
 
 
@@ -120,6 +137,7 @@ def launch_group(words: list[str]) -> int:
 HEAR_THEMSELVES = frozenset({"sweep", "launch", "ps", "logs", "attach", "stop", "save", "doctor"})
 """Commands that wait for other processes, and tell or ask them something when they are interrupted."""
 COMMANDS = {
+    "demo": "roxxel_dist.cli.demo:demo",
     "data": "roxxel_dist.cli:data_group",
     "batch": "roxxel_dist.cli.train:batch",
     "train": "roxxel_dist.cli.train:train",
@@ -142,10 +160,12 @@ COMMANDS = {
     "logs": "roxxel_dist.cli.jobs:logs",
     "attach": "roxxel_dist.cli.jobs:attach",
     "stop": "roxxel_dist.cli.jobs:stop",
+    "completion": "roxxel_dist.cli.completion:completion",
 }
 """Where each command is: only the one that is called is imported, so that ranks start without delay."""
 DATA = {
     "build": "roxxel_dist.cli.data:data_build",
+    "append": "roxxel_dist.cli.data:data_append",
     "info": "roxxel_dist.cli.data:data_info",
     "verify": "roxxel_dist.cli.data:data_verify",
     "index": "roxxel_dist.cli.data:data_index",

@@ -1,10 +1,6 @@
 """From words to typed arguments, and from the fields of a Config to flags and back."""
 
-import ast
 import dataclasses
-import functools
-import inspect
-import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +8,9 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
+from roxxel_dist.cli.help import POSITIONAL, help_text
 from roxxel_dist.cluster.exit_codes import attempt_number
+from roxxel_dist.component import field_docs
 from roxxel_dist.config import FIELD_TYPES, Config, UsageError, nearest, yaml_problem
 from roxxel_dist.launcher.spec import split_flags
 from roxxel_dist.objects.url import is_url
@@ -20,7 +18,6 @@ from roxxel_dist.run_directory import CONFIG, check_still_there, default_run_dir
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 
 T = TypeVar("T")
-POSITIONAL = get_args(tyro.conf.Positional[str])[1]
 BOOLEANS = {"true": True, "false": False}
 YAML_FIELDS = ("phases", "datasets", "validation", "model_args")
 """Fields that are one word of YAML on the command line."""
@@ -43,8 +40,8 @@ def _yaml_word(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.P
 
 
 @RULES.struct_rule
-def _joined_help(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.StructConstructorSpec | None:
-    """A dataclass, whose field docstrings tyro itself would break where their lines end."""
+def _plain_fields(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.StructConstructorSpec | None:
+    """A dataclass, whose field docstrings tyro itself would look for in the sources, which takes a while."""
     if not dataclasses.is_dataclass(info.type):
         return None
     hints = get_type_hints(info.type, include_extras=True)
@@ -56,15 +53,10 @@ def _joined_help(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.St
             name=name,
             type=hints[name],
             default=value,
-            helptext=functools.partial(_help_of, info.type, name),  # read where it is shown: the sources take a while
         )
         for name, value in values.items()
     ]
     return tyro.constructors.StructConstructorSpec(instantiate=info.type, fields=tuple(specs))
-
-
-def _help_of(kind: type, name: str) -> str | None:
-    return field_docs(kind).get(name)
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:
@@ -78,7 +70,7 @@ class ConfigArgs:
     """The arguments of a command that takes every field of a `Config` as a flag."""
 
     config: str | None = None
-    """A YAML file of the fields below; flags win over it."""
+    """A YAML file of the fields below. Flags override it."""
     fields: Annotated[
         Config, tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff, tyro.conf.arg(name="config field")
     ] = dataclasses.field(default_factory=Config)
@@ -99,28 +91,19 @@ def parse(
 ) -> T:
     """The words as an object; exits with 2 and a message that names the nearest flag where they are wrong.
 
+    With `--help` among them it prints the command's help and exits with 0.
+
     `marks` are more of tyro's marks, for all fields; `default` holds where a flag is not given.
     """  # fmt: skip
+    if {"-h", "--help"} & set(words):
+        print(help_text(kind, name, default=default, underscores=underscores))
+        raise SystemExit(0)
     words = normalise_switches(words, kind)
-    if not {"-h", "--help"} & set(words):
-        _check_words(kind, words, name)
+    _check_words(kind, words, name)
     return tyro.cli(
         kind, args=words, prog=f"roxxel-dist {name}", use_underscores=underscores, default=default,
         config=(tyro.conf.FlagCreatePairsOff, *marks), registry=RULES,
     )  # fmt: skip
-
-
-@functools.cache
-def field_docs(kind: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass and of those it extends, as one line."""
-    docs: dict[str, str] = {}
-    for base in reversed(kind.__mro__[:-1]):
-        body = ast.parse(inspect.getsource(base)).body[0].body  # pyright: ignore[reportAttributeAccessIssue]
-        for field, text in itertools.pairwise(body):
-            match field, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
-                    docs[name] = " ".join(doc.split())
-    return docs
 
 
 def flags_in(words: Sequence[str]) -> list[tuple[str, str]]:
@@ -154,10 +137,10 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
     hints = flag_types(kind)
     switches = {field.name for field in dataclasses.fields(kind) if field.type is bool}
     positional = {name for name, hint in hints.items() if POSITIONAL in get_args(hint)[1:]}
-    all_options = f"`roxxel-dist {command} --help` tells all"
+    all_options = f"`roxxel-dist {command} --help` lists all"
     if words and not words[0].startswith("-") and not positional:
         data = f": write --data_path {words[0]}" if "data_path" in hints else ""
-        raise UsageError(f"`{command}` takes options alone, and {words[0]!r} is none{data}")
+        raise UsageError(f"`{command}` takes only options, and {words[0]!r} is not one{data}")
 
     def flag(name: str) -> str:  # as the command's help writes it
         return f"--{name.replace('_', '-') if command.startswith(('launch', 'doctor')) else name}"
@@ -170,7 +153,7 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
         given.add(name)
         if name not in hints and name.removeprefix("no_") not in switches:
             near = nearest(name, list(hints))
-            hint = f"did you mean {flag(near)}?" if near else "it is none of the command's;"
+            hint = f"did you mean {flag(near)}?" if near else "the command does not have it;"
             raise UsageError(f"there is no option {flag(name)}: {hint} {all_options}")
         kinds = {hints.get(name)} | set(get_args(hints.get(name)))
         kinds |= {part for each in kinds for part in get_args(each)}
@@ -202,25 +185,25 @@ class TrainArgs(ConfigArgs):
     """Train a model through a curriculum."""
 
     data_path: str | None = None
-    """A text file, a folder of text, or shards made by `data build`; a resumed run remembers its own."""
+    """A text file, a folder of text, or shards made by `data build`. A resumed run knows its own."""
     run_dir: str | None = None
-    """Where to keep the run, a folder or an address in a bucket (s3://, gs://, az://); a new folder
-    runs/run_YYYYMMDD_HHMMSS where not given."""
+    """The run directory: a folder, or an address in a bucket (s3://, gs://, az://). Default: a new folder
+    runs/run_YYYYMMDD_HHMMSS."""
     local_dir: str | None = None
-    """Of a run in a bucket, the folder on each host below which it is written before it is sent; in the user's cache
-    (~/.cache/roxxel-dist/runs) where not given."""
+    """For a run in a bucket: the local folder on each host in which files are written before they are sent. Default:
+    ~/.cache/roxxel-dist/runs."""
     resume: bool = False
-    """Continue the run in --run_dir from its newest checkpoint; begin where there is none."""
+    """Continue the run in --run_dir from its newest checkpoint. Without a checkpoint the run starts from step 1."""
     amend: bool = False
-    """With --resume: the phases, or the shards, are other ones from here on. What was read is not read again."""
+    """With --resume: accept changed phases or shards from this step on. Tokens that were read are not read again."""
     fork: str | None = None
-    """RUN@STEP: a new run that begins with the parameters, moments, random streams and position in the data of a kept
-    checkpoint of RUN, and its config where --config and flags give no other. Other phases and another schedule hold
-    behind that step; RUN is only read."""
+    """RUN@STEP: start a new run from a kept checkpoint of RUN, with its parameters, moments, random streams and data
+    position. Fields that --config and flags do not give are those of RUN. Other phases and schedules apply after that
+    step. RUN does not change."""
     from_step: int | None = None
-    """With --resume: go back to this kept checkpoint of the run. Later checkpoints and rows of the log are deleted."""
+    """With --resume: go back to this kept checkpoint. Later checkpoints and later rows of the log are deleted."""
     skip_steps: str | None = None
-    """With --from_step: A:B, leave out what the steps A to B would have read."""
+    """With --from_step: A:B, skip the data of the steps A to B."""
 
 
 def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:

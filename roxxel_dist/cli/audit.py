@@ -16,21 +16,20 @@ from roxxel_dist.config import usage_errors
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditArgs:
-    """Steps of a run, done again from its checkpoints and compared to the bit: losses, running digests, and the content
-    of its checkpoints. Exits with 1 where something differs, and with 2 where it cannot be compared here. The run is
-    only read."""
+    """Repeat steps of a run from its checkpoints, and compare them bit by bit: losses, running digests and checkpoints.
+    Exit code 1: something differs. Exit code 2: this machine cannot repeat the steps. The run does not change."""
 
     run: tyro.conf.Positional[str]
-    """A run directory, also one in a bucket."""
+    """A run directory, local or in a bucket."""
     steps: str | None = None
-    """A:B, the first step and the last, counted from 1; all that are logged where not given."""
+    """A:B, the first and the last step, counted from 1. Default: all logged steps."""
     devices: int | None = None
-    """Devices to use, simulated on CPU: as many as the run had, where not given."""
+    """Number of devices, simulated on CPU. Default: as many as the run had."""
     every: int = 1
-    """A sample: of the intervals between kept checkpoints only each N-th."""
+    """Audit only every N-th interval between kept checkpoints."""
     dump: str | None = None
-    """With --steps S:S, a folder for what goes into that step and comes out: tokens, loss, gradient norms by parameter,
-    computed on one device."""
+    """With --steps S:S: write the inputs and outputs of that step to this folder: tokens, loss and gradient norms by
+    parameter, computed on one device."""
     json: bool = False
     """Print one JSON object instead of lines."""
 
@@ -108,11 +107,12 @@ def _steps(text: str | None) -> tuple[int, int] | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompareArgs:
-    """Two runs by their running digests: the step up to which they are equal to the bit, and what differs in their
-    configs. Exits with 1 where a row differs, and with 2 where they have none in common. Runs may still be training."""
+    """Compare two runs by their running digests: the last step at which they are equal bit by bit, and the differences
+    of their configs. Exit code 1: a row differs. Exit code 2: the runs have no step in common. The runs may still be
+    training."""
 
     runs: tyro.conf.Positional[tuple[str, str]]
-    """Two run directories, also in a bucket."""
+    """Two run directories, local or in a bucket."""
     json: bool = False
     """Print one JSON object instead of lines."""
 

@@ -10,17 +10,18 @@ from roxxel_dist.config import usage_errors
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopyArgs:
-    """Copy a data set, a run or any folder to a bucket, from one, or from one to another. What is there already with
-    the same content is not sent again, so a copy that was ended goes on. It counts when it is whole, and not before."""
+    """Copy a data set, a run or any folder to a bucket, from a bucket, or between buckets. Files that the target
+    already has with the same content are not sent again, so you can repeat an interrupted copy. The copy becomes
+    visible when it is complete."""
 
     source: tyro.conf.Positional[str]
-    """A folder, or s3://BUCKET/PREFIX, gs:// or az://."""
+    """A folder, or an address: s3://BUCKET/PREFIX, gs://... or az://..."""
     target: tyro.conf.Positional[str]
-    """The same. A folder must not be there yet, or be empty."""
+    """A folder that does not exist or is empty, or an address."""
     overwrite: bool = False
-    """Replace objects of the same names that have another content, and remove shards that the source does not have."""
+    """Replace objects that have other content, and remove shards that the source does not have."""
     store_timeout: float = 120.0
-    """Seconds for which an operation of an object store is tried again; then the command ends with 74."""
+    """Seconds to retry an operation of the object store. After that the exit code is 74."""
 
 
 def copy(words: list[str]) -> int:

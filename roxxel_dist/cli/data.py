@@ -12,43 +12,43 @@ from roxxel_dist.config import usage_errors
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuildArgs:
-    """Make shards of tokens from text, or from the tokens of another system."""
+    """Build shards of tokens from text, or from token files of another system."""
 
     paths: tyro.conf.Positional[tuple[str, ...]]
-    """Text files and folders of them (a file is a document), .jsonl, .jsonl.gz and .parquet files, folders saved by
-    Hugging Face datasets; or token files: .npy, .bin, .bin with .idx, .rox."""
+    """Text: files and folders (each file is a document), .jsonl, .jsonl.gz and .parquet files, folders saved by Hugging
+    Face datasets. Or token files: .npy, .bin, .bin with .idx, .rox."""
     out: str
-    """The folder to make: shards, tokenizer.json and build.json; or a place in a bucket, such as s3://BUCKET/DATA, to
-    which each shard is sent when it is whole, and the index last."""
+    """The folder for shards, tokenizer.json and build.json. Or an address in a bucket, such as s3://BUCKET/DATA: each
+    shard is sent when it is complete, and the index last."""
     tokenizer: str = "bpe"
-    """bpe, byte, char; or the path of a tokenizer.json, of a Hugging Face tokenizer's folder, or of a SentencePiece
+    """bpe, byte or char; or the path of a tokenizer.json, of a Hugging Face tokenizer folder, or of a SentencePiece
     .model."""
     vocab_size: int | None = None
-    """Tokens that a bpe tokenizer learns, 8192 where not given; with token files: ids are below it."""
+    """Vocabulary size of the bpe tokenizer (default 8192). With token files: all ids are below it."""
     eos: bool = True
-    """End every document of text with the tokenizer's end-of-text."""
+    """Add the end-of-text token of the tokenizer to each document."""
     eos_token: str | None = None
-    """What a ready-made tokenizer calls end-of-text, where its files do not say it."""
+    """The end-of-text token of an existing tokenizer whose files do not name it."""
     text_key: str = "text"
     """The key or column of the text in JSON lines, Parquet and saved data sets."""
     val_fraction: float = 0.0
-    """Share of the documents to hold out; then OUT/train and OUT/val are made."""
+    """Fraction of the documents to hold out. Then OUT/train and OUT/val are built."""
     dtype: str | None = None
-    """Of the tokens in headerless .bin files; uint16 where not given."""
+    """Type of the tokens in .bin files without a header. Default: uint16."""
     workers: int | None = None
-    """Processes; one a core where not given. The result is always the same."""
+    """Number of processes. Default: one for each core. The result does not depend on it."""
     max_shard_mb: int = 256
-    """MiB of tokens a shard."""
+    """MiB of tokens in a shard, at most."""
     include: tuple[str, ...] | None = None
-    """Names of files to take from folders, such as '*.py'; the usual ones where not given."""
+    """Patterns of the file names to read from folders, such as '*.py'. Default: the usual text files."""
     exclude: tuple[str, ...] = ()
-    """Names of files and folders to leave out, such as test 'build/*'."""
+    """Patterns of the files and folders to skip, such as test 'build/*'."""
     overwrite: bool = False
-    """Replace what is in the folder."""
+    """Replace the data set in the folder."""
     cache_dir: str | None = None
-    """Of an OUT in a bucket: the folder of caches that the files are made in; it needs as much space as they."""
+    """For an OUT in a bucket: the local cache folder in which the shards are built. It needs space for all of them."""
     store_timeout: float = 120.0
-    """Seconds for which an operation of an object store is tried again; then the command ends with 74."""
+    """Seconds to retry an operation of the object store. After that the exit code is 74."""
 
 
 def data_build(words: list[str]) -> int:
@@ -70,11 +70,55 @@ def data_build(words: list[str]) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AppendArgs:
+    """Add more text, or more tokens, to a data set that `data build` has made.
+
+    The new shards have the tokenizer and the dtype of the data set. They are verified, and all appear at once. The
+    shards that are there do not change. A run continues on them with `train --run_dir RUN --resume --amend`.
+    """
+
+    paths: tyro.conf.Positional[tuple[str, ...]]
+    """Text files and folders, .jsonl, .jsonl.gz and .parquet files, folders saved by Hugging Face datasets; or token
+    files, as for `data build`."""
+    out: str
+    """The folder of the data set; of one built with --val_fraction its folder train or val."""
+    text_key: str = "text"
+    """The key or column of the text in JSON lines, Parquet and saved data sets."""
+    dtype: str | None = None
+    """Type of the tokens in .bin files without a header. Default: uint16."""
+    workers: int | None = None
+    """Number of processes. Default: one for each core. The result does not depend on it."""
+    max_shard_mb: int | None = None
+    """MiB of tokens in a shard, at most. Default: as in `data build`."""
+    include: tuple[str, ...] | None = None
+    """Patterns of the file names to read from folders, such as '*.py'. Default: the usual text files."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of the files and folders to skip."""
+
+
+def data_append(words: list[str]) -> int:
+    """Add more text to a data set that `data build` has made."""
+    args = parse(AppendArgs, words, "data append")
+    with usage_errors():
+        from roxxel_dist.data.build.append import append
+        from roxxel_dist.data.verify import info
+
+        options: dict[str, Any] = dataclasses.asdict(args)
+        size = options.pop("max_shard_mb")
+        options["max_shard_bytes"] = size and size << 20
+        if args.include is None:
+            del options["include"]
+        with append(options.pop("paths"), options.pop("out"), **options) as dataset:
+            print(info(dataset))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class InfoArgs:
     """Describe shards of tokens."""
 
     path: tyro.conf.Positional[str]
-    """A folder, a file, or a pattern."""
+    """A folder, a file, or a pattern of files."""
 
 
 def data_info(words: list[str]) -> int:
@@ -91,7 +135,7 @@ def data_info(words: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexArgs:
-    """Write the index of shards in an object store, which other programs have brought there; `copy` does it itself."""
+    """Write the index of shards that another program has uploaded to an object store. `copy` writes it itself."""
 
     path: tyro.conf.Positional[str]
     """The address of the data set: s3://, gs:// or az://."""
@@ -112,12 +156,12 @@ def data_index(words: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifyArgs:
-    """Compare every block of every shard with its checksum; exits with 1 where one differs."""
+    """Compare every block of every shard with its checksum. Exit code 1: a block is damaged."""
 
     path: tyro.conf.Positional[str]
-    """A folder, a file, or a pattern."""
+    """A folder, a file, or a pattern of files."""
     workers: int | None = None
-    """Processes; as many as there are cores where there is much to read, if not given."""
+    """Number of processes. Default: one for each core if the data is large."""
 
 
 def data_verify(words: list[str]) -> int:

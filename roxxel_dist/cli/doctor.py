@@ -17,29 +17,30 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoctorArgs:
-    """Check hosts: `doctor [options] [-- CMD…]`; without hosts, this machine. Exits with 69 where something is wrong.
+    """Check hosts before a run: `doctor [options] [-- CMD…]`. Without hosts it checks this machine. Exit code 69: a
+    check failed.
 
-    With a command after `--`, as for `launch`, its data and its run directory are checked too.
+    With a command after `--`, as in `launch`, it also checks the data and the run directory of that command.
     """
 
     hosts: str | None = None
-    """Names of hosts as ssh knows them, a comma between them."""
+    """Host names for ssh, separated by commas."""
     hostfile: str | None = None
-    """A file with a host a line, as for `launch ssh`."""
+    """A file with one host in each line, as for `launch ssh`."""
     run_dir: str | None = None
-    """A folder that all hosts shall see, with room for checkpoints."""
+    """A folder that all hosts must see, with space for checkpoints."""
     data_path: str | None = None
-    """Shards that shall be the same on all hosts."""
+    """Shards that must be the same on all hosts."""
     port: int | None = None
-    """The coordinator's port; a free one where not given."""
+    """Port of the coordinator. Default: a free port."""
     gpus_per_host: int | None = None
-    """GPUs that each host shall have."""
+    """Number of GPUs that each host must have."""
     ssh_config: str | None = None
-    """A configuration file for ssh; its usual ones where not given."""
+    """A configuration file for ssh. Default: the usual files of ssh."""
     python: str | None = None
-    """The Python of the hosts; the path of this one where not given."""
+    """Path of Python on the hosts. Default: the path of this Python."""
     directory: str | None = None
-    """The working directory on the hosts; that of this process where not given."""
+    """Working directory on the hosts. Default: the current directory."""
     json: bool = False
     """Print JSON."""
 

@@ -31,17 +31,17 @@ class _Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PsArgs:
-    """List the jobs that this user launched from this machine; `lost` are those whose launcher was killed.
+    """List the jobs that you launched from this machine. `lost` means that the launcher of the job was killed.
 
-    Of a job whose launcher is on another machine, the state is as old as is said.
+    The state of a job whose launcher runs on another machine has the age that is shown.
     """
 
     all: bool = False
-    """Also those that have ended or were lost more than a day ago; they are remembered for a week."""
+    """Also list jobs that ended or were lost more than a day ago. Records are kept for a week."""
     prune: bool = False
-    """Forget all that have ended or were lost, and those on other machines that were not heard of for a day."""
+    """Delete the records of jobs that ended or were lost, and of jobs on other machines without news for a day."""
     json: bool = False
-    """Print a JSON list, each job with the processes of its ranks."""
+    """Print a JSON list of the jobs, with the processes of their ranks."""
 
 
 def ps(words: list[str]) -> int:
@@ -85,16 +85,16 @@ def _row(job: JobRecord) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogsArgs(_Run):
-    """Show the last lines of a job's log: of rank 0, of another rank, or of its launcher."""
+    """Show the last lines of the log of a job: of rank 0, of another rank, or of the launcher."""
 
     rank: int = 0
     """The rank."""
     launcher: bool = False
-    """What a detached launcher said instead."""
+    """Show the output of the detached launcher instead."""
     follow: Annotated[bool, tyro.conf.arg(aliases=("-f",))] = False
-    """Go on with the lines that come, until the job is over."""
+    """Print new lines until the job ends."""
     lines: Annotated[int, tyro.conf.arg(aliases=("-n",))] = LINES
-    """How many lines."""
+    """Number of lines."""
 
 
 def logs(words: list[str]) -> int:
@@ -127,7 +127,7 @@ def _show(job: JobRecord, log: Path, count: int, *, follow: bool) -> JobRecord:
     """Show the last lines of a log, and those that come; the record as it is then."""
     if follow and not job.is_known:
         where = f"the launcher of run {job.run_id} runs on {job.controller.host}"
-        info(f"{where}: its end is seen from here, but not that it was killed; Ctrl-C ends this command alone")
+        info(f"{where}: this machine sees when the job ends, not when it is killed; Ctrl-C ends only this command")
     lines = tail.run_lines(log, job.run_id)
     tail.show(deque(iter(lambda: next(lines), None), maxlen=count))
     return tail.follow(lines, job) if follow else job.now()
@@ -135,9 +135,9 @@ def _show(job: JobRecord, log: Path, count: int, *, follow: bool) -> JobRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttachArgs(_Run):
-    """Show what the launcher's own terminal would, until the job is over, and exit with the code of the job.
+    """Show the output of the launcher until the job ends, and exit with the exit code of the job.
 
-    Ctrl-C leaves the job running.
+    Ctrl-C ends this command. The job continues.
     """
 
 
@@ -157,12 +157,13 @@ def attach(words: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StopArgs(_Run):
-    """Ask a job to save and leave, and wait until it has; exits with 0 where every rank saved, or had ended well."""
+    """Stop a job: all ranks save a checkpoint and exit. The command waits for them. Exit code 0: every rank saved, or
+    had ended without an error."""
 
     kill: bool = False
-    """Kill the ranks without waiting for them to save."""
+    """Kill the ranks at once, without a checkpoint."""
     timeout: float | None = None
-    """Seconds to wait; the job's --grace and a minute where not given."""
+    """Seconds to wait. Default: the --grace of the job and one minute."""
 
 
 def stop(words: list[str]) -> int:
@@ -174,7 +175,7 @@ def stop(words: list[str]) -> int:
         try:
             job = stop_job(job, kill=args.kill, timeout_s=limit)
         except KeyboardInterrupt:
-            info(f"run {job.run_id} was asked to stop, and does")
+            info(f"run {job.run_id} is stopping, as requested")
             raise
     if not job.is_over:
         info(f"run {job.run_id} is {job.state} after {limit:g} s: `roxxel-dist stop {job.run_id} --kill` ends it")

@@ -13,19 +13,19 @@ from roxxel_dist.config import usage_errors, yaml_problem
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalArgs:
-    """Validation of a run, repeated from a kept checkpoint; its val_loss is compared with the log's. The run is only
-    read, and may be training."""
+    """Repeat the validation of a run from a kept checkpoint, and compare its val_loss with the log. The run does not
+    change, and may be training."""
 
     run: tyro.conf.Positional[str]
     """RUN@STEP, or RUN for its newest checkpoint."""
     best: bool = False
     """The checkpoint with the lowest val_loss."""
     data_path: str | None = None
-    """Shards; the run remembers its own."""
+    """Shards. Default: the data of the run."""
     validation: str | None = None
-    """Data sets to validate on instead of the run's: '{name: PATH}'."""
+    """Validation data sets that replace those of the run: '{name: PATH}'."""
     eval_iters: int | None = None
-    """Batches to read of each data set, if not as many as the run did."""
+    """Batches to read from each data set. Default: as many as in the run."""
     json: bool = False
     """Print one JSON object instead of the table."""
 
@@ -78,23 +78,23 @@ class GenerateArgs:
     """Continue a text with a trained model."""
 
     run_dir: tyro.conf.Positional[str]
-    """The run directory of the model, what `export` has made of one, or a folder of Hugging Face."""
+    """A run directory, an export of `export`, or a Hugging Face model folder."""
     prompt: str = ""
-    """The text to continue; the beginning of a document where empty."""
+    """The text to continue. If empty, the model starts a new document."""
     max_new_tokens: int = 200
-    """Tokens to add at most."""
+    """Maximum number of new tokens."""
     temperature: float = 0.8
-    """0 takes the likeliest token each time, 1 draws from the model's distribution."""
+    """Sampling temperature: 0 always takes the most likely token, 1 samples from the distribution of the model."""
     top_k: int = 0
-    """Draw from so many of the likeliest tokens; 0 for all."""
+    """Sample from the K most likely tokens; 0 for all."""
     top_p: float = 1.0
-    """Draw from the fewest of the likeliest tokens that have this probability together; 1 for all."""
+    """Sample from the smallest set of most likely tokens with this total probability; 1 for all."""
     seed: int = 0
-    """Of the draws."""
+    """Random seed of the sampling."""
     num_samples: int = 1
-    """Texts to write, drawn with this seed and the ones behind it."""
+    """Number of texts, sampled with this seed and the next seeds."""
     step: int | None = None
-    """The checkpoint to use; the newest where not given."""
+    """Step of the checkpoint. Default: the newest."""
     best: bool = False
     """The checkpoint with the lowest val_loss."""
 
@@ -131,27 +131,27 @@ def generate(words: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportArgs:
-    """Write the weights of a run for other programs, with its config and tokenizer. The run is only read."""
+    """Write the weights of a run for other programs, with its config and tokenizer. The run does not change."""
 
     run: tyro.conf.Positional[str]
     """RUN@STEP, or RUN for its newest checkpoint."""
     format: Literal["msgpack", "safetensors", "hf"]
-    """msgpack: one file of flax's; safetensors: the same names in files of that library; hf: a folder that transformers
-    loads as a LLaMA, Mistral or Mixtral."""
+    """msgpack: one Flax file. safetensors: the same names in safetensors files. hf: a folder that transformers loads as
+    a LLaMA, Mistral or Mixtral."""
     out: str
-    """The folder to make."""
+    """The folder to create."""
     step: int | None = None
-    """The checkpoint of this step."""
+    """Step of the checkpoint."""
     best: bool = False
     """The checkpoint with the lowest val_loss."""
     merge_lora: bool = False
-    """Of a run that trained adapters: the plain model that does what it does with them."""
+    """For a run with LoRA adapters: merge them into the weights, and write a plain model."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the weights; as they were trained where not given."""
+    """Type of the weights. Default: as trained."""
     max_shard_size: str = "5GB"
-    """Of safetensors and hf: how large a file may be, such as 500MB."""
+    """For safetensors and hf: maximum size of a file, such as 500MB."""
     overwrite: bool = False
-    """Replace the folder if it is there already."""
+    """Replace the folder if it exists."""
 
 
 def export(words: list[str]) -> int:

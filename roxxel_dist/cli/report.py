@@ -18,15 +18,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportArgs:
-    """Compare runs: a table, and pictures of their losses and of where their time went. Runs may still be training.
+    """Compare runs: a table, a page that holds all, and pictures of their losses and of where their time went. Runs may
+    still be training.
 
-    Of a study, the folder of a `sweep`: its trials in a table, pictures of them, and a page that holds all.
+    Of a study, the folder of a `sweep`: its trials in a table, a page and pictures. A page is one file and
+    needs no server.
     """
 
     runs: tyro.conf.Positional[tuple[str, ...]]
     """Run directories, or one study."""
     out: str | None = None
-    """The folder for the pictures; `report`, or for a study the folder of that name in it, where not given."""
+    """The folder for the page and the pictures; where not given `report`, of a study the folder of that name in it."""
     best_config: str | None = None
     """Of a study: write the config of its best trial to this file, for `train --config`."""
     json: bool = False
@@ -56,20 +58,23 @@ def report(words: list[str]) -> int:
 def _runs(args: ReportArgs) -> str:
     """Tell of runs; returns what to say of pictures that could not be drawn."""
     from roxxel_dist.report import MISSING, differences, draw, read_runs, table
+    from roxxel_dist.view.web.report import write_runs
 
-    runs = read_runs(args.runs)
+    runs, folder = read_runs(args.runs), Path(args.out or "report")
     pictures, missing = [], ""
     try:
-        pictures = [str(path) for path in draw(runs, Path(args.out or "report"))]
+        pictures = [str(path) for path in draw(runs, folder)]
     except ImportError:
         missing = MISSING
+    page = write_runs(runs, folder)
     if args.json:
         told = [{"name": run.name, "path": str(run.path), **run.numbers()} for run in runs]
-        _print_json({"runs": told, "differences": differences(runs), "pictures": pictures})
+        _print_json({"runs": told, "differences": differences(runs), "pictures": pictures, "page": str(page)})
     else:
         print(table(runs))
+        print(f"\npage: {page}")
         if pictures:
-            print("\npictures: " + ", ".join(pictures))
+            print("pictures: " + ", ".join(pictures))
     return missing
 
 
@@ -87,9 +92,9 @@ def _in_bucket(args: ReportArgs) -> bool:
 
 def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
     """Tell of a study; returns what to say of pictures that could not be drawn."""
-    from roxxel_dist.sweep.report.html import LARGE, write_report
     from roxxel_dist.sweep.report.text import as_json, table, write_best_config
     from roxxel_dist.sweep.study import REPORT, read_study
+    from roxxel_dist.view.web.report import write_study
 
     study = read_study(args.runs[0]) if bucket is None else read_study(bucket.path, bucket.url)
     if bucket is not None and args.best_config is not None and study.done:
@@ -97,9 +102,7 @@ def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
     best = None if args.best_config is None else write_best_config(study, args.best_config)
     if not args.json:
         print(table(study), flush=True)  # also where no picture can be written: the study of somebody else
-    if len(study.done) >= LARGE:
-        info(f"making the page of {len(study.done):,} trials …")
-    page, missing = write_report(study, Path(args.out) if args.out else study.path / REPORT)
+    page, missing = write_study(study, Path(args.out) if args.out else study.path / REPORT, info)
     page = page if bucket is None or args.out else bucket.send(page)
     if args.json:
         _print_json(as_json(study) | {"page": str(page)})

@@ -33,8 +33,9 @@ def sweep(words: list[str]) -> int:
         if search is None:
             return 0
         from roxxel_dist.sweep import run
+        from roxxel_dist.view.web.report import write_study
 
-        return run.search(search)
+        return run.search(search, write_study)
 
 
 def _prepared(words: list[str], held: ExitStack) -> Any:
@@ -48,7 +49,7 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
         study = StudyDir(SweepOptions(**named).folder) if bucket is None else bucket.files
         args, config = parse_config(SweepArgs, words, "sweep", study.base_file)
         if args.sweep_config is None and args.study is None and args.sweep_id is None:
-            raise ValueError("what shall be searched? name a file with --sweep_config, or a study with --study")
+            raise ValueError("nothing to search: name a file with --sweep_config, or a study with --study")
         from roxxel_dist.sweep import dry_run, run
 
         given: dict[str, Any] = {field.name: getattr(args, field.name) for field in dataclasses.fields(SweepOptions)}
@@ -96,7 +97,7 @@ def _server(options: SweepOptions, config: Any, flags: set[str], project: str | 
     if project is None or "wandb" in flags or not is_new:
         return None
     if find_spec("wandb") is not None and logged_in():
-        info("W&B knows you: the sweep is made there, and its server chooses (--wandb offline searches here)")
+        info("W&B login found: its server leads the sweep (--wandb offline searches on this machine)")
         return ""
     info("no W&B login: the search is made here, and runs are written offline (`wandb sync` uploads them)")
     return None

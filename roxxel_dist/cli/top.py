@@ -1,5 +1,6 @@
 """The command that shows runs, studies and jobs while they live."""
 
+import contextlib
 import dataclasses
 import sys
 
@@ -11,27 +12,36 @@ from roxxel_dist.config import usage_errors
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopArgs:
-    """Show runs, studies and jobs in the terminal, as they go; it only reads.
+    """Show runs, studies and jobs in the terminal, or in a browser, as they go; it only reads.
 
     Where standard output is no terminal, or one that cannot move its cursor, it prints one frame. NO_COLOR=1 leaves
     colours out.
     """
 
     names: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Run directories, folders of a `sweep`, run ids of jobs, or folders that hold runs; the newest that lives where
-    none is given, else a list of what is in `runs` and `studies`."""
+    """Run directories, folders of a `sweep`, run ids of jobs, or folders that hold runs. Default: the newest that is
+    running, else a list of `runs` and `studies`."""
     once: bool = False
     """Print one frame and end."""
     json: bool = False
     """Print the numbers of a frame as JSON and end."""
+    web: bool = False
+    """Serve a page for a browser on this machine, until Ctrl-C. Without names it shows all of `runs` and `studies`. The
+    link has a token: anyone who has the link can read the page."""
+    host: str = "127.0.0.1"
+    """With `--web`: the address to listen on. Traffic to other machines is not encrypted; use `ssh -L` for that."""
+    port: int = 0
+    """With `--web`: the port; 0 for a free one."""
 
 
 def top(words: list[str]) -> int:
-    """Show runs, studies and jobs in the terminal while they live."""
+    """Show runs, studies and jobs while they live, in the terminal or a browser."""
     args = parse(TopArgs, words, "top")
     with usage_errors():
         from roxxel_dist.view.items import Jobs, items_of, read
 
+        if args.web:
+            return _web(args)
         items, jobs = items_of(args.names), Jobs()
         states = [read(item, jobs, brief=len(items) > 1 and not args.json) for item in items]
     if args.json:
@@ -50,4 +60,22 @@ def top(words: list[str]) -> int:
         live.show(console, states)
     else:
         live.run(console, items)
+    return 0
+
+
+def _web(args: TopArgs) -> int:
+    """Serve the page until the person ends it. Raises ValueError where there is nothing to see, or no such port."""
+    from roxxel_dist.view.items import everything, items_of
+    from roxxel_dist.view.web.feed import Feed
+    from roxxel_dist.view.web.server import PageServer
+
+    if args.once or args.json:
+        raise ValueError("--web stays until Ctrl-C: leave --once and --json out, or leave --web out")
+    feed = Feed(lambda: items_of(args.names) if args.names else everything())
+    with PageServer(feed, args.host, args.port) as server:
+        print(f"page: {server.link}")
+        print(f"from another machine: {server.tunnel}\nthen open the same link there; Ctrl-C ends it", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+        server.ended.set()
     return 0

@@ -1,5 +1,6 @@
 """The commands about one run: train, save, and what is found out before: plan, find-lr, batch."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -10,7 +11,7 @@ import tyro
 
 from roxxel_dist.cli.arguments import ConfigArgs, as_flags, parse, parse_config, parse_train, steps_to_skip
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED
-from roxxel_dist.config import UsageError, usage_errors
+from roxxel_dist.config import Config, UsageError, usage_errors
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.run_directory import CONFIG
 
@@ -47,16 +48,16 @@ def train(words: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchArgs:
-    """Print what one step reads."""
+    """Print the rows that one step reads."""
 
     source: tyro.conf.Positional[str]
     """A run directory, or a config file."""
     step: int
     """The step, counted from 1 as in the log."""
     data_path: str | None = None
-    """The shards; a run remembers its own."""
+    """The shards. Default: the data of the run."""
     text: bool = False
-    """The whole rows, decoded, instead of how they begin."""
+    """Print the complete decoded rows, not only their beginnings."""
 
 
 def batch(words: list[str]) -> int:
@@ -71,12 +72,13 @@ def batch(words: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveArgs:
-    """Ask a running job for a checkpoint at its next logged step, and wait until it is on disk; 1 if it is not."""
+    """Request a checkpoint of a running job at its next logged step, and wait until it is on disk. Exit code 1: no
+    checkpoint was saved."""
 
     run: tyro.conf.Positional[str]
-    """The run directory that the job trains in."""
+    """The run directory of the job."""
     timeout: float = 600.0
-    """Seconds to wait."""
+    """Maximum seconds to wait."""
 
 
 def save(words: list[str]) -> int:
@@ -114,6 +116,11 @@ class PlanArgs(ConfigArgs):
     """What a device has, in GB of 10^9 bytes; what it says itself where not given."""
     arrays: bool = False
     """A line for every array of parameters: shape, and how it is cut."""
+    coordinates: bool = False
+    """Coordinate check of parametrization mup instead: how far a few steps move the activations at base_dim x 1, 2, 4
+    and 8, with mup and without."""
+    out: str = "coordinates.png"
+    """Where the picture of --coordinates goes."""
     json: bool = False
     """Print JSON instead of text."""
 
@@ -133,6 +140,8 @@ def plan(words: list[str]) -> int:
     from roxxel_dist.cluster.distributed import is_primary
     from roxxel_dist.estimate import EstimateRequest, estimate, table
 
+    if args.coordinates:
+        return _coordinates(args, config)
     with usage_errors():
         request = EstimateRequest(
             run=Path(run) if run else None, devices=args.devices, processes=args.processes,
@@ -150,6 +159,27 @@ def plan(words: list[str]) -> int:
         sys.stdout.flush()
     if result.problems:
         raise UsageError("\n".join(result.problems))
+    return 0
+
+
+def _coordinates(args: PlanArgs, config: Config) -> int:
+    """The coordinate check, as text or JSON, and its picture where matplotlib is installed."""
+    from roxxel_dist.coordinates import check_coordinates, draw, table
+
+    with contextlib.redirect_stdout(sys.stderr):  # for --json: what a slow start prints is not the result
+        check = check_coordinates(config, args.data_path)
+    if args.json:
+        import json
+
+        print(json.dumps(dataclasses.asdict(check), indent=2))
+    else:
+        print(table(check))
+    if importlib.util.find_spec("matplotlib") is None:
+        info("no picture: it needs matplotlib (pip install 'roxxel-dist[plot]')")
+    else:
+        with usage_errors():
+            draw(check, Path(args.out))
+        info(f"picture: {args.out}")
     return 0
 
 
@@ -197,6 +227,11 @@ def find_lr(words: list[str]) -> int:
             print(f"picture: {args.out}")
         except OSError as error:  # the sweep was not in vain
             problem = f"--out {args.out} cannot be written: {error.strerror}"
+    if config.model is None or config.parametrization == "mup":
+        base = config.base_widths or config.base_dim or config.dim
+        print(
+            f"carries over to another width: with parametrization mup and base width {base} the same rate is the best"
+        )
     print(f"Suggested LR: {suggested:.2e}", flush=True)
     if problem:
         raise UsageError(problem)

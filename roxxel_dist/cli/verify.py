@@ -81,8 +81,8 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
     import shutil
     import tempfile
 
+    from roxxel_dist.cluster.durable import cache_folder
     from roxxel_dist.config import usage_errors
-    from roxxel_dist.train.bucket_folder import cache_folder
     from roxxel_dist.train.bucket_run import BucketRun
     from roxxel_dist.train.checkpoint import verify as found
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from roxxel_dist.cluster.durable import cache_folder
 from roxxel_dist.cluster.jax_private import backends_are_initialized
 from roxxel_dist.cluster.mesh import CPU_DEVICES
 
@@ -77,9 +78,9 @@ def pin_for_shards(virtual_shards: int) -> None:
         make_deterministic()
     elif jax.default_backend() == "cpu" and os.environ.get("PJRT_NPROC") != count:
         raise ValueError(
-            f"virtual_shards is {virtual_shards}, which needs a thread pool of {count} in XLA, and jax has made its "
-            f"devices with PJRT_NPROC={os.environ.get('PJRT_NPROC', '')}: set PJRT_NPROC={count} before the program "
-            f"starts (`launch` takes --env PJRT_NPROC={count})"
+            f"virtual_shards is {virtual_shards} and needs a thread pool of {count} in XLA. jax has made its devices "
+            f"with PJRT_NPROC={os.environ.get('PJRT_NPROC', '')}: set PJRT_NPROC={count} before the program starts "
+            f"(`launch` takes --env PJRT_NPROC={count})"
         )
 
 
@@ -164,8 +165,7 @@ def enable_compilation_cache(folder: str | Path | None = None) -> None:
     A folder chosen in the environment (JAX_COMPILATION_CACHE_DIR) or by an earlier call wins.
     """
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = Path(folder or base / "roxxel-dist" / "xla")
+        folder = Path(folder or cache_folder() / "xla")
         if _is_writable(folder):
             jax.config.update("jax_compilation_cache_dir", str(folder))
     # The default of one second leaves out most of a small model's programs. It holds for the whole process, so what its

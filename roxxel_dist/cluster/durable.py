@@ -1,6 +1,7 @@
 """Durable files: a whole file written in one atomic move, and names that a power failure does not take away.
 
-Everything that the package replaces or leaves for a later process is written here. Standard library alone.
+Everything that the package replaces or leaves for a later process is written here; its cache has its place. Standard
+library alone.
 """
 
 import errno
@@ -47,3 +48,8 @@ def write_file(path: Path, data: bytes | str) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def cache_folder() -> Path:
+    """Of this user, on this host: what may be deleted, and is made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roxxel-dist"

@@ -46,37 +46,33 @@ class Phase:
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
-            raise ValueError(f"{self._named()}: give steps or epochs")
+            raise ValueError(f"{self!r}: give steps or epochs")
         if self.batch_size is None or self.seq_len is None:
-            raise ValueError(f"{self._named()}: batch_size and seq_len must be given")
+            raise ValueError(f"{self!r}: batch_size and seq_len must be given")
         for name, least in (("steps", 1), ("batch_size", 1), ("seq_len", 2)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ValueError(
-                    f"{self._named()}: {name} is {value!r}, and must be a whole number of at least {least}"
-                )
+                raise ValueError(f"{self!r}: {name} is {value!r}, and must be a whole number of at least {least}")
         if self.epochs is not None and not (isinstance(self.epochs, int | float) and 0 < self.epochs < 1e9):
-            raise ValueError(f"{self._named()}: epochs is {self.epochs!r}, and must be a number above 0")
+            raise ValueError(f"{self!r}: epochs is {self.epochs!r}, and must be a number above 0")
         for name, (first, second) in {"blend": ("step", "row"), "packing": ("contiguous", "documents")}.items():
             if getattr(self, name) not in (first, second):
-                raise ValueError(
-                    f"{self._named()}: {name} is {getattr(self, name)!r}, and must be {first!r} or {second!r}"
-                )
+                raise ValueError(f"{self!r}: {name} is {getattr(self, name)!r}, and must be {first!r} or {second!r}")
         if self.weights is not None:
             self._check_weights(self.weights)
 
     def _check_weights(self, weights: object) -> None:
         if not isinstance(weights, Mapping) or not weights:
-            raise ValueError(f"{self._named()}: weights must be a mapping such as {{self: 0.9, code: 0.1}}")
+            raise ValueError(f"{self!r}: weights must be a mapping such as {{self: 0.9, code: 0.1}}")
         for name, weight in weights.items():
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or weight < 0:
-                raise ValueError(f"{self._named()}: the weight of {name!r} is {weight!r}: it must be a number >= 0")
+                raise ValueError(f"{self!r}: the weight of {name!r} is {weight!r}: it must be a number >= 0")
         total = sum(weights.values())
         if total <= 0:
-            raise ValueError(f"{self._named()}: all weights are 0: at least one must be above")
+            raise ValueError(f"{self!r}: all weights are 0: at least one must be above")
         least = min(weight for weight in weights.values() if weight > 0) / total
         if least < LEAST_SHARE:
-            raise ValueError(f"{self._named()}: a share is {least:.1e}: it must be 0, or at least {LEAST_SHARE:g}")
+            raise ValueError(f"{self!r}: a share is {least:.1e}: it must be 0, or at least {LEAST_SHARE:g}")
 
     @property
     def shape(self) -> Shape:
@@ -87,7 +83,8 @@ class Phase:
             blend=self.blend, packing=self.packing,
         )  # fmt: skip
 
-    def _named(self) -> str:
+    def __repr__(self) -> str:
+        """What differs from the defaults."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return "Phase(" + ", ".join(f"{name}={value!r}" for name, value in given.items()) + ")"
 
@@ -158,6 +155,11 @@ class Curriculum:
                 object.__setattr__(phase, "steps", counted.steps)
                 object.__setattr__(phase, "counted", True)
 
+    def __repr__(self) -> str:
+        """The phases, and the data sets by name."""
+        others = f", others={list(self.mix_streamers)}" if self.mix_streamers else ""
+        return f"Curriculum({list(self.phases)}, steps={self.total_steps}{others})"
+
     def _with_steps(self, phase: Phase) -> Phase:
         if phase.steps is not None or phase.epochs is None:
             return replace(phase, epochs=None)
@@ -169,8 +171,8 @@ class Curriculum:
         steps = floor(pass_steps * phase.epochs + 1e-9)  # 0.29 of 100 is 28.999999999999996
         if steps < 1:
             raise ValueError(
-                f"{phase._named()}: one pass over the text to train on has {pass_steps} step(s) of {phase.batch_size} "
-                f"rows of {phase.seq_len} tokens, so these epochs are less than a step: use a smaller batch_size or "
+                f"{phase!r}: one pass over the text to train on has {pass_steps} step(s) of {phase.batch_size} "
+                f"rows of {phase.seq_len} tokens. These epochs are less than one step: use a smaller batch_size or "
                 f"seq_len, or more text"
             )
         return replace(phase, steps=steps, epochs=None)

@@ -61,6 +61,13 @@ class Plan:
         check(phases, sources)
         self._build(seed, max_passes, [Amendment(from_step=0, skip=0, shapes=tuple(phases), sources=sources)])
 
+    def __repr__(self) -> str:
+        """Its length, phases, data sets and seed."""
+        steps = "endless" if self.total_steps >= ENDLESS else f"{self.total_steps:,} steps"
+        amended = [amendment.from_step + 1 for amendment in self.amendments[1:]]
+        more = f", amended at step {', '.join(map(str, amended))}" if amended else ""
+        return f"<Plan: {steps}, {len(self.shapes)} phase(s) of {', '.join(self.datasets)}, seed {self.seed}{more}>"
+
     def _build(self, seed: int, max_passes: int | None, amendments: Sequence[Amendment]) -> None:
         self.seed: int = seed
         self.max_passes: int | None = max_passes

@@ -12,10 +12,10 @@ class DataConfig:
     tokenizer_type: Literal["char", "byte", "bpe"] = "bpe"
     """Tokenizer for text, by what a token is: a character, a byte, or a byte-pair piece."""
     datasets: dict[str, str] | None = None
-    """Data sets by the names that the weights of phases use: shards, and as "self" what --data_path names where it
-    is not given."""
+    """Data sets by name, for the weights of phases: shards. The data set `self` is that of --data_path; you can also
+    name it here."""
     validation: dict[str, str] | None = None
-    """Data sets to validate on, name: path; then nothing of the training data is held out."""
+    """Validation data sets, name: path. Then nothing of the training data is held out."""
 
     def __post_init__(self) -> None:
         for field in ("datasets", "validation"):

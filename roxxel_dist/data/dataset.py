@@ -458,6 +458,6 @@ def locate_token(dataset: Roxxel, offset: int) -> TokenLocation:
     if not 0 <= offset <= last:
         raise ValueError(f"token {offset}: the data set has tokens 0 to {last}")
     shard, inside = dataset.shards[number], offset - int(dataset.first_tokens[number])
-    document = int(np.searchsorted(shard.document_ends, inside, side="right"))
+    document = int(shard.document_ends.searchsorted(inside, side="right"))
     start = int(shard.document_ends[document - 1]) if document else 0
     return TokenLocation(path=shard.path, document=document, position=inside - start)

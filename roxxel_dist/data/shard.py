@@ -177,7 +177,7 @@ def describe_damage(path: object, layout: Layout, ends: np.ndarray, damaged: lis
     size, width = layout.block_size, layout.dtype.itemsize
     first = damaged[0] * size // width
     last = (min((damaged[0] + 1) * size, layout.metadata.tokens * width) - 1) // width
-    low, high = np.searchsorted(ends, [first, last], side="right")
+    low, high = ends.searchsorted(np.array([first, last]), side="right")
     documents = f"document {low}" if low == high else f"documents {low} to {high}"
     return f"{path}: block {damaged[0]} (tokens {first} to {last}, {documents}) is damaged"
 

@@ -139,8 +139,8 @@ class VerifiedBlocks:
             if isinstance(file, Shard) and (damaged := file.damaged_blocks(part)):
                 raise DamagedData(
                     f"{file.damage(damaged)}: it does not agree with its checksum. `roxxel-dist data verify "
-                    f"{file.path.parent}` names all that is damaged; put the file back or build the data again, and "
-                    "go on; with verify_data off it is trained on as it is"
+                    f"{file.path.parent}` lists the damaged blocks. Put the file back or build the data again, and "
+                    "resume. With verify_data off the run trains on the damaged data"
                 )
             self._compare_ids(known, part)
             known.verified[part] = True
@@ -160,7 +160,7 @@ class VerifiedBlocks:
             ids = file.read(low, min(-(-(int(run[-1]) + 1) * block // width), len(file.tokens)))
             if ids.max() >= size or ids.min() < 0:
                 wrong = low + int(np.argmax((ids >= size) | (ids < 0)))
-                document = int(np.searchsorted(file.document_ends, wrong, side="right"))
+                document = int(file.document_ends.searchsorted(wrong, side="right"))
                 raise DamagedData(
                     f"{file.path}: token {wrong} (document {document}) is the id {ids[wrong - low]}, and the "
                     f"vocabulary has the ids 0 to {size - 1}. Use the tokenizer that the model was made with and build "

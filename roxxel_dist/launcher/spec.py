@@ -30,23 +30,25 @@ class JobOptions:
     """What every way to launch understands: each field is a flag of `launch`, and its docstring the flag's help."""
 
     gpus_per_host: int | None = None
-    """GPUs of a host, dealt to its processes by CUDA_VISIBLE_DEVICES; not given, each process sees all of them."""
+    """GPUs of a host, divided among its processes with CUDA_VISIBLE_DEVICES. Default: each process sees all GPUs."""
     devices_per_proc: int | None = None
-    """Simulated CPU devices of each process; what jax finds where not given."""
+    """Simulated CPU devices of each process. Default: the devices that jax finds."""
     port: int | None = None
-    """Port on which the processes find each other, and one more at each restart; free ones where not given."""
+    """Port of the coordinator; each restart uses the next port. Default: free ports."""
     max_restarts: int = 3
-    """Restarts after infrastructure failures (a rank killed, an agent lost, a hang); preemptions are free. 0: none."""
+    """Maximum restarts after infrastructure failures: a killed rank, a lost agent, a hang. Preemptions do not count. 0:
+    no restart."""
     warm_spares: Literal["auto", "on", "off"] = "auto"
-    """Processes that have done a rank's imports, and take its place at a restart: auto where memory is free."""
+    """Keep spare processes that have done the imports of a rank, for faster restarts. auto: if there is free memory."""
     step_timeout: float | None = None
-    """Seconds to the next step, after which the rank that is stuck is named; not given, 10 usual steps, at least 60."""
+    """Step timeout in seconds: after it the launcher reports the rank that is stuck, and restarts the job. Default: 10
+    times the usual step, at least 60."""
     grace: float = 30.0
-    """Seconds that the processes have to save and leave after Ctrl-C."""
+    """Seconds for the processes to save and exit after Ctrl-C."""
     exit_timeout: float = 60.0
-    """Seconds that the others have after the first process ended well."""
+    """Seconds for the other processes to end after the first process has ended without an error."""
     all_ranks: bool = False
-    """Show the lines of every rank, not of rank 0 alone."""
+    """Show the output of all ranks, not only of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +56,17 @@ class HostOptions:
     """What follows when a host is lost; flags of the ways to launch on several hosts."""
 
     spare_hosts: int = 0
-    """How many of the hosts, the last ones, wait until another one fails, and take its place."""
+    """Number of spare hosts, the last ones of the list. A spare host replaces a host that fails."""
     replace_slow: bool = False
-    """Have a spare host take the place of one that is slow, or has a slow rank: all save, and start again with it."""
+    """Replace a slow host, or a host with a slow rank, by a spare host: all ranks save, and the job restarts with
+    it."""
     min_hosts: int | None = None
-    """Go on with so many hosts where others stay out of reach after a failure; not given, all are needed."""
+    """Minimum number of hosts: the job continues with them if other hosts stay unreachable after a failure. Default:
+    all hosts."""
     grow_at_checkpoint: bool = False
     """With --min-hosts: take in a host that is back when the run has saved its next checkpoint, not at once."""
     host_timeout: float = 60.0
-    """Seconds that a host may be out of reach after a failure before the job goes on, or ends, without it."""
+    """Seconds to wait for an unreachable host after a failure. Then the job continues, or ends, without it."""
 
 
 @dataclass(frozen=True, kw_only=True)

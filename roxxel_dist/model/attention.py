@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
-from roxxel_dist.model.attention_kernels import attend
+from roxxel_dist.model.attention_kernels import attend, score_scale
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache, update
 from roxxel_dist.model.layers import Rotary, rotary_of, rotate
@@ -36,6 +36,7 @@ class Attention(nnx.Module):
         self.head_size: int = size
         self.window: int | None = config.window
         self.kernel: AttentionKernel = config.attention
+        self.scale: float | None = score_scale(config)
         self.rotary: Rotary | None = rotary_of(config)
 
         out = (groups, n_heads // groups + 2, size)
@@ -60,7 +61,7 @@ class Attention(nnx.Module):
             q, k = (rotate(x, metadata.position_L, self.rotary) for x in (q, k))
         if cache is not None and metadata.slot_BxL is not None:
             (k, v), cache = update(cache, (k, v), metadata.slot_BxL, self.window)
-        mixed_BxLxHxK = attend(q, k, v, metadata, self.window, kernel=self.kernel)
+        mixed_BxLxHxK = attend(q, k, v, metadata, self.window, self.scale, self.kernel)
         if self.gate is not None:
             mixed_BxLxHxK = self.gate(mixed_BxLxHxK, x_BxLxD)
         return self.out(mixed_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1)), cache

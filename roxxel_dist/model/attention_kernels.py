@@ -5,6 +5,7 @@ memory; of a longer row it has one block at a time, as FlashAttention does (Dao 
 the backward pass. cuDNN (NVIDIA GPUs) and splash attention (TPU) do so in kernels of their own.
 """
 
+import dataclasses
 import math
 from functools import partial
 from typing import Any, Literal
@@ -166,6 +167,17 @@ def key_size(config: ModelConfig) -> int:
         return head_size
     turned = config.rope_dim if config.pos_encoding == "rotary" else 0
     return (config.down_dim_kv if config.inference else head_size) + turned
+
+
+def score_scale(config: ModelConfig) -> float | None:
+    """What scores are multiplied by: 1 / sqrt(K), as None, or with mup sqrt(K at the base width) / K.
+
+    Queries and keys come to agree while they are trained, so that their product grows with K, not with its root.
+    """
+    if config.parametrization == "standard":
+        return None
+    base, size = (key_size(dataclasses.replace(each, inference=False)) for each in (config.at_base_width(), config))
+    return math.sqrt(base) / size
 
 
 def score_bytes(kernel: Kernel, rows: int, heads: int, length: int, window: int | None) -> int:

@@ -1,5 +1,6 @@
 """ModelConfig, the shape of the built-in Transformer: positions, attention, feed-forward layers, adapters."""
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from typing import Literal, get_args
@@ -36,8 +37,8 @@ class PositionConfig:
     rope_theta: float = 10_000.0
     """Base of rotary positions: the longest wavelength is about this times 2 pi tokens; larger for a longer context."""
     rope_trained_context: int | None = None
-    """Context length before rope_scale_factor came (original_max_position_embeddings): only wavelengths that were not
-    seen whole in it are stretched, as in LLaMA 3.1. All of them where not given."""
+    """Context length before rope_scale_factor was applied (original_max_position_embeddings). Only longer wavelengths
+    are scaled, as in LLaMA 3.1. Default: all wavelengths are scaled."""
 
     def __post_init__(self) -> None:
         check_choice("pos_encoding", self.pos_encoding, get_args(PosEncoding))
@@ -58,16 +59,16 @@ class AttentionConfig:
     """The attention of every block."""
 
     n_heads: int | None = None
-    """Query heads; derived from dim and kv_heads where not given."""
+    """Number of query heads. Default: derived from dim and kv_heads."""
     head_size: int | None = None
-    """Width of a head; dim / n_heads where not given."""
+    """Width of a head. Default: dim / n_heads."""
     kv_heads: int | None = None
-    """Key and value heads, shared by groups of query heads; as many as n_heads where not given. With mla every head
-    has its own."""
+    """Number of key and value heads, shared by groups of query heads (GQA). Default: n_heads. With mla every head has
+    its own."""
     sliding_window: bool = False
     """Sliding-window attention: a token sees only the last context_window tokens."""
     context_window: int = 64
-    """Tokens that one sees with sliding_window, itself included."""
+    """Size of the sliding window in tokens, the token itself included."""
     no_sink: bool = False
     """Gated attention: a sigmoid gate on the output of attention, so that no token need be an attention sink."""
     mla: bool = False
@@ -80,12 +81,11 @@ class AttentionConfig:
     rope_dim: int = 32
     """Width of the rotary part of a head of mla (qk_rope_head_dim), beside its head_size; at most head_size."""
     inference: bool = False
-    """Absorbed MLA: attention among the compressed vectors themselves, as decoding with a cache always has it. The same
-    numbers."""
+    """Absorbed MLA: compute attention on the compressed vectors, as decoding with a cache always does. The results are
+    the same."""
     attention: AttentionKernel = "auto"
-    """Kernel of attention: xla, which computes rows of more than 1024 tokens in blocks; cudnn, on NVIDIA GPUs in
-    bfloat16; splash, on TPUs. auto takes the device's own where it can do it, and xla elsewhere; a resumed run keeps
-    what it began with."""
+    """Attention kernel. xla: computes rows of more than 1024 tokens in blocks. cudnn: NVIDIA GPUs, in bfloat16. splash:
+    TPUs. auto: the kernel of the device if it supports the model, else xla. A resumed run keeps its kernel."""
 
     @property
     def window(self) -> int | None:
@@ -110,7 +110,7 @@ class FeedForwardConfig:
     expansion: int = 4
     """Expansion factor: the feed-forward layer has the parameters of a plain one of width expansion x dim."""
     hidden_dim: int | None = None
-    """Width inside the feed-forward layer, and inside each expert; from expansion where not given."""
+    """Hidden width of the feed-forward layer and of each expert. Default: from expansion."""
     use_swiglu: bool = True
     """Gated feed-forward layer (SwiGLU), of three matrices, instead of a plain one of two."""
     activation: str = "silu"
@@ -155,7 +155,7 @@ class LoraConfig:
     lora_rank: int = 8
     """Rank of an adapter."""
     lora_alpha: float = 16.0
-    """Scale of an adapter: it counts lora_alpha / lora_rank."""
+    """Scale of an adapter: its output is multiplied by lora_alpha / lora_rank."""
     lora_dropout: float = 0.0
     """Dropout before an adapter, while training."""
     lora_targets: LoraTargets = "attention"
@@ -181,6 +181,7 @@ USUAL_HEAD_SIZE = 64
 LARGEST_DIM = 1 << 20
 
 NormType = Literal["rmsnorm", "layernorm"]
+Parametrization = Literal["standard", "mup"]
 
 
 @component
@@ -192,7 +193,7 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
     num_blocks: int = 4
     """Number of blocks, each attention and then a feed-forward layer."""
     vocab_size: int | None = None
-    """Vocabulary size of the model; taken from the tokenizer where not given."""
+    """Vocabulary size of the model. Default: that of the tokenizer."""
     max_context: int = 256
     """Context length: the longest sequence that the model reads, in tokens."""
     dropout_rate: float = 0.0
@@ -200,7 +201,12 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
     weight_tying: bool = True
     """Use the embedding as the output matrix too."""
     norm_type: NormType = "rmsnorm"
-    """Normalisation before each part: rmsnorm scales, layernorm takes the mean away as well."""
+    """Normalization before each part: rmsnorm scales; layernorm also subtracts the mean."""
+    parametrization: Parametrization = "standard"
+    """Parametrization of the width: standard, or mup (maximal update), whose initial scales and learning rates follow
+    the width so that the best lr at base_dim is the best one at any dim."""
+    base_dim: int | None = None
+    """Width at which mup is the standard parametrization: the dim for which lr was searched."""
     norm_eps: float = 1e-6
     """Epsilon of a norm: it is added to the mean square, or the variance, before the root is taken."""
     gradient_checkpointing: bool = False
@@ -236,6 +242,7 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
                 f"lora_dropout is {self.lora_dropout} with mla and inference: attention among compressed vectors takes "
                 f"adapters into its matrices, and no dropout comes before those; set inference to False to train"
             )
+        self._check_parametrization()
         _, _, head_size = self.heads()
         if self.pos_encoding == "rotary":
             self._check_rotary(head_size)
@@ -262,6 +269,33 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
         if n_heads % kv_heads:
             raise ValueError(f"kv_heads is {kv_heads}: it must divide n_heads, which is {n_heads}")
         return n_heads, kv_heads, head_size
+
+    def at_base_width(self) -> "ModelConfig":
+        """The same model at `base_dim`, with the standard parametrization."""
+        return dataclasses.replace(self, dim=self.base_dim or self.dim, parametrization="standard", base_dim=None)
+
+    def _check_parametrization(self) -> None:
+        check_choice("parametrization", self.parametrization, get_args(Parametrization))
+        if self.parametrization == "standard":
+            if self.base_dim is not None:
+                raise ValueError(
+                    f"base_dim is {self.base_dim}, and parametrization is standard, which has no base width: leave "
+                    f"base_dim out, or set parametrization to mup"
+                )
+            return
+        if self.base_dim is None:
+            raise ValueError("parametrization is mup: set base_dim to the dim for which lr was searched")
+        if self.use_lora:
+            raise ValueError(
+                "parametrization is mup with use_lora: adapters are trained with the standard one; leave "
+                "parametrization out"
+            )
+        try:
+            self.at_base_width()
+        except ValueError as error:
+            raise ValueError(
+                f"base_dim is {self.base_dim}, and a model of that dim is not possible: {error}"
+            ) from error
 
     def _check_rotary(self, head_size: int) -> None:
         if not self.mla and head_size % 2:

@@ -191,6 +191,8 @@ def _unsaid(config: ModelConfig, family: str) -> Iterator[str]:
     if config.use_lora:
         merge = "`roxxel-dist export RUN --format hf --out DIR --merge_lora`"
         yield f"use_lora is True: they have no adapters, which {merge} takes into the weights"
+    if config.parametrization != "standard":
+        yield f"parametrization is {config.parametrization!r}: they have no scale of scores and logits"
     if config.mla:
         yield "mla is True: they have no latent attention"
     if config.no_sink:

@@ -6,7 +6,7 @@ from flax import nnx
 
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.model.attention import INIT_STD, Gate, out_projection
-from roxxel_dist.model.attention_kernels import attend
+from roxxel_dist.model.attention_kernels import attend, score_scale
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache, update
 from roxxel_dist.model.layers import Norm, Rotary, make_norm, rotary_of, rotate
@@ -31,6 +31,7 @@ class LatentAttention(nnx.Module):
         self.head_size: int = size
         self.window: int | None = config.window
         self.kernel: AttentionKernel = config.attention
+        self.scale: float | None = score_scale(config)
         self.absorbed: bool = config.inference
         self.latent_size: int = config.down_dim_kv
         self.rotary: Rotary | None = rotary_of(config)
@@ -83,7 +84,7 @@ class LatentAttention(nnx.Module):
         )
         shared = jnp.broadcast_to(turned[:, :, None], (*k_BxSxHxK.shape[:3], self.rope_dim))
         key = jnp.concatenate([k_BxSxHxK, shared], axis=-1)
-        return attend(q, key, v_BxSxHxK, metadata, self.window, kernel=self.kernel)
+        return attend(q, key, v_BxSxHxK, metadata, self.window, self.scale, self.kernel)
 
     def _among_latents(
         self, q: jax.Array, latent: jax.Array, turned: jax.Array, metadata: AttentionMetadata
@@ -96,7 +97,7 @@ class LatentAttention(nnx.Module):
         q_BxLxHxC = jnp.einsum("blhk,chk->blhc", plain, up_k_CxHxK)
         query = jnp.concatenate([q_BxLxHxC, q_turned], axis=-1)
         key = jnp.concatenate([latent, turned], axis=-1)[:, :, None]
-        scale = (self.head_size + self.rope_dim) ** -0.5
+        scale = self.scale or (self.head_size + self.rope_dim) ** -0.5
         mixed_BxLxHxC = attend(query, key, latent[:, :, None], metadata, self.window, scale, self.kernel)
         return jnp.einsum("blhc,chk->blhk", mixed_BxLxHxC, up_v_CxHxK)
 

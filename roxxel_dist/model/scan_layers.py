@@ -89,6 +89,12 @@ def run_stack(
     return x_BxLxD, balance, caches
 
 
+def layer_of(blocks: Any, index: int) -> Any:
+    """A stack of one layer alone: that of `blocks` with this index."""
+    graphdef, shared, layers = nnx.split(blocks, DynamicScalar, ...)
+    return nnx.merge(graphdef, shared, jax.tree.map(lambda leaf: leaf[index : index + 1], layers), copy=True)
+
+
 def _unstacked(state: Any, count: int) -> list[Any]:
     """The state of each layer."""
     leaves, tree = jax.tree.flatten(state)

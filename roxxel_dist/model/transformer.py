@@ -19,7 +19,8 @@ from roxxel_dist.model.lora import LoRAParam, linear
 from roxxel_dist.model.mla import LatentAttention
 from roxxel_dist.model.mlp import FeedForward
 from roxxel_dist.model.moe import MixtureOfExperts
-from roxxel_dist.model.scan_layers import run_stack, stack_of
+from roxxel_dist.model.parametrization import rescale
+from roxxel_dist.model.scan_layers import layer_of, run_stack, stack_of
 
 
 class Block(nnx.Module):
@@ -92,6 +93,12 @@ class Transformer(nnx.Module):
             self.head: nnx.LinearGeneral = linear(
                 config, None, config.dim, config.vocab_size, (FSDP, TENSOR), init, rngs
             )
+        self.output_scale: float = 1.0
+        if config.parametrization == "mup":
+            base = config.at_base_width()
+            rescale(self, nnx.eval_shape(lambda: Transformer(base, nnx.Rngs(0))))
+            # A matrix of its own has smaller numbers instead; those of an embedding are also its output.
+            self.output_scale = base.dim / config.dim if config.weight_tying else 1.0
 
     @overload
     def __call__(
@@ -167,7 +174,17 @@ class Transformer(nnx.Module):
         )  # fmt: skip
         if self.config.use_moe:
             balance *= self.alpha_balance[...]
-        return self.norm(x_BxLxD), balance, None if cache is None else cache._replace(layers=layers)
+        return self._final(x_BxLxD), balance, None if cache is None else cache._replace(layers=layers)
+
+    def residual_stream(self, tokens_BxL: jax.Array) -> Iterator[jax.Array]:
+        """[B, L, dim] after the embedding, after each block, and what `logits` makes logits of. Tokens as in a call."""
+        metadata = AttentionMetadata(jnp.arange(tokens_BxL.shape[1]))
+        yield (x_BxLxD := self._embed(tokens_BxL, metadata.position_L))
+        for index in range(self.config.num_blocks):
+            layer = layer_of(self.blocks, index)
+            x_BxLxD, _, _ = run_stack(layer, x_BxLxD, metadata, None, scan=False, remat=False)
+            yield x_BxLxD
+        yield self._final(x_BxLxD)
 
     @property
     def output(self) -> Embedding | nnx.LinearGeneral:
@@ -218,6 +235,11 @@ class Transformer(nnx.Module):
 
         return load_transformer(path, best=best)
 
+    def _final(self, x_BxLxD: jax.Array) -> jax.Array:
+        """Normed, and scaled for the width."""
+        x_BxLxD = self.norm(x_BxLxD)
+        return x_BxLxD if self.output_scale == 1 else x_BxLxD * self.output_scale
+
     def _embed(self, tokens_BxL: jax.Array, position_L: jax.Array) -> jax.Array:
         x_BxLxD = self.embedding(tokens_BxL)
         if self.config.pos_encoding == "learned":
@@ -225,7 +247,8 @@ class Transformer(nnx.Module):
         if self.config.pos_encoding == "absolute":
             # The factor is that of Vaswani et al.: sinusoids are of size 1, and embeddings would drown in them.
             dim = self.config.dim
-            return x_BxLxD * dim**0.5 + sinusoids(position_L, dim).astype(x_BxLxD.dtype)
+            factor = (self.config.base_dim or dim) ** 0.5
+            return x_BxLxD * factor + sinusoids(position_L, dim).astype(x_BxLxD.dtype)
         return x_BxLxD
 
     def flops_per_token(self, length: int) -> float:

@@ -15,15 +15,18 @@ class UserCodeConfig:
 
     model: str | None = None
     """Model of your own, "module:function": build(config, rngs) returns an nnx.Module from int32[B, L] tokens to [B, L,
-    vocab_size] logits, or whatever loss reads. The built-in Transformer where not given."""
+    vocab_size] logits, or to the input of your loss. Default: the built-in Transformer."""
     loss: str | None = None
-    """Loss of your own, "module:function": loss(model, batch) returns a scalar, (scalar, aux) or a mapping with "loss",
-    and "balance_loss" if something is minimised beside it. The mean cross-entropy of the next token where not given."""
+    """Loss of your own, "module:function": loss(model, batch) returns a scalar, (scalar, aux), or a mapping with "loss"
+    and, if you minimize a second term, "balance_loss". Default: the mean cross-entropy of the next token."""
+    base_widths: str | None = None
+    """For parametrization mup of a model whose widths are other fields than dim, "module:function": base_widths(config)
+    returns the fields at the base width, such as {"dim": 64, "hidden_dim": 256}."""
     model_args: dict[str, Any] | None = None
     """Values of your own, for build to read as config.model_args; --model_args.NAME VALUE sets a single one."""
 
     def __post_init__(self) -> None:
-        for name in ("model", "loss"):
+        for name in ("model", "loss", "base_widths"):
             _split(name, getattr(self, name) or "module:function")
         for key in self.model_args or {}:
             if not isinstance(key, str):

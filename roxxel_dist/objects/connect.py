@@ -120,10 +120,10 @@ def _gs(environ: Mapping[str, str]) -> dict[str, Any]:
 def _az(environ: Mapping[str, str]) -> dict[str, Any]:
     parts = [part.partition("=") for part in environ.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";")]
     pairs = {name: value for name, _, value in parts}
-    found = {
+    settings = {
         "account_name": environ.get("AZURE_STORAGE_ACCOUNT") or pairs.get("AccountName"),
         "account_key": environ.get("AZURE_STORAGE_KEY") or pairs.get("AccountKey"),
         "sas_key": environ.get("AZURE_STORAGE_SAS_TOKEN") or pairs.get("SharedAccessSignature"),
         "endpoint": environ.get("AZURE_STORAGE_ENDPOINT") or pairs.get("BlobEndpoint"),
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in settings.items() if value}

@@ -49,7 +49,7 @@ def copy_to_bucket(
         store: the destination.
         files: of the source.
         stage: of a name, its place in the order: all files of one stage are there before the next one begins.
-        advance: is told of the bytes that are done.
+        advance: called with bytes that are done.
         overwrite: replace objects that have another content.
 
     Raises:
@@ -145,8 +145,8 @@ def _fill(source: BucketSource, staged: Path, files: Sequence[SourceFile], advan
     sent: list[int] = []
 
     def one(file: SourceFile) -> None:
-        target, found = staged / file.name, record.files.get(file.name)
-        if not (found is not None and is_same(found, file) and target.is_file() and digest(target) == found.xxh3):
+        target, earlier = staged / file.name, record.files.get(file.name)
+        if not (earlier and is_same(earlier, file) and target.is_file() and digest(target) == earlier.xxh3):
             target.parent.mkdir(parents=True, exist_ok=True)
             xxh3 = source.fetch(file, target)
             record.add(file.name, CopiedFile(size=file.size, xxh3=xxh3, source=file.version))
@@ -162,8 +162,8 @@ def _fill(source: BucketSource, staged: Path, files: Sequence[SourceFile], advan
 
 def _is_there(source: Source, store: ObjectStore, file: SourceFile, there: ObjectInfo, record: CopyRecord) -> bool:
     """Whether an object has the bytes of a file: by the record, or by its own bytes."""
-    found = record.files.get(file.name)
-    known = found if found is not None and (there.size, there.etag) == (found.size, found.etag) else None
+    earlier = record.files.get(file.name)
+    known = earlier if earlier is not None and (there.size, there.etag) == (earlier.size, earlier.etag) else None
     if is_same(known, file):
         return True
     if there.size != file.size:
@@ -202,7 +202,7 @@ def _compare(store: ObjectStore, files: Sequence[SourceFile], record: CopyRecord
             raise StoreNotFoundError(f"copy {url}: it was deleted while the copy ran: start the command again")
         if (info.size, info.etag) != (wanted.size, wanted.etag):
             raise StoreError(
-                f"copy {url}: it was replaced while the copy ran: start the command again when nobody writes it"
+                f"copy {url}: it was replaced while the copy ran: start the command again when no program writes to it"
             )
 
 

@@ -57,7 +57,7 @@ NO_ADDRESS = Rule(
     StoreError, "the endpoint{at} is no address", "set {endpoint} to http://HOST:PORT or https://HOST:PORT"
 )
 NO_STORE = Rule(StoreError, "the server{at} does not do that{named}", "is {endpoint} an object store's?")
-LOST = "check the network and {endpoint}, or raise store_timeout=SECONDS"
+LOST = "check the network and {endpoint}; a command with the option store_timeout=SECONDS waits longer"
 
 
 def _rules(rule: Rule, codes: str) -> Iterable[tuple[str, Rule]]:
@@ -149,9 +149,9 @@ def failure_of(error: Exception, url: ObjectUrl) -> Failure:
 def _rule(text: str, name: str, code: str, status: int) -> Rule:
     if "169.254.169.254" in text or (not status and NO_TOKEN.search(text)):
         return NO_KEYS
-    found = BY_CODE.get(code) or BY_NAME.get(name) or BY_STATUS.get(status)
-    if found is not None:
-        return found
+    rule = BY_CODE.get(code) or BY_NAME.get(name) or BY_STATUS.get(status)
+    if rule is not None:
+        return rule
     if status:
         return BUSY if status >= 500 else NO_STORE
     return next(rule for mark, rule in BY_TEXT.items() if mark in text)

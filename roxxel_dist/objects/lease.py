@@ -215,6 +215,13 @@ class Lease:
         return f"{self._store.url}: the lease ({self._key}) of this process was taken away: {who} has it now"
 
 
+def is_renewed(store: "ObjectStore", key: str) -> bool:
+    """Whether a lease has an owner that renews it, as far as the clocks of this host and of the store agree. Raises
+    StoreError."""
+    record, _, modified = _read(store, key)
+    return record is not None and not _is_free(record, None) and time.time() - modified < STALE_S
+
+
 def _encode(record: dict[str, Any]) -> bytes:
     return json.dumps(record).encode()
 

@@ -155,18 +155,18 @@ class ObjectStore:
         """All objects below a prefix, a whole number of parts of a key: "a" has a/b, and not ab. Sorted by key."""
         from obstore import list as pages
 
-        found: dict[str, ObjectInfo] = {}
+        infos: dict[str, ObjectInfo] = {}
 
         def call(_: int) -> None:
-            last = self.url.join(max(found)).key if found else None
+            last = self.url.join(max(infos)).key if infos else None
             for page in pages(self._reads, url.key or None, offset=last, chunk_size=1000):
                 for meta in page:
                     info = self._info(meta)
-                    found[info.key] = info
+                    infos[info.key] = info
 
         url = self.url.join(prefix.strip("/"))
         self._retries.run("list", url, call)
-        return [found[key] for key in sorted(found)]
+        return [infos[key] for key in sorted(infos)]
 
     def write(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str:
         """Write an object, whole or not at all, and return its etag.

@@ -62,15 +62,15 @@ class FolderSource:
 
     def files(self) -> list[SourceFile]:
         """See `Source`."""
-        found = []
+        contents = []
         for folder, folders, names in os.walk(self.folder, followlinks=True):
             folders[:] = [name for name in folders if not name.startswith(".")]
             for name in names:
                 path = Path(folder, name)
                 key = path.relative_to(self.folder).as_posix()
                 if _is_content(key):
-                    found.append(source_file(checked_key(key), path))
-        return sorted(found, key=lambda file: file.name)
+                    contents.append(source_file(checked_key(key), path))
+        return sorted(contents, key=lambda file: file.name)
 
     @contextmanager
     def local(self, file: SourceFile) -> Iterator[tuple[Path, str]]:
@@ -79,7 +79,7 @@ class FolderSource:
         yield path, digest(path)
         if source_file(file.name, path) != file:
             raise ValueError(
-                f"{path} was written to while it was copied: start the command again when nobody writes it"
+                f"{path} was written to while it was copied: start the command again when no program writes to it"
             )
 
     def __str__(self) -> str:
@@ -116,12 +116,12 @@ class BucketSource:
             StoreError: it came damaged twice, by the digest that an earlier copy has written down.
         """
         known = self._record.files.get(file.name)
-        found = ""
+        xxh3 = ""
         for _ in range(2):
             self.store.download(file.name, path, etag=file.version or None)
-            found = digest(path)
-            if known is None or known.etag != file.version or found == known.xxh3:
-                return found
+            xxh3 = digest(path)
+            if known is None or known.etag != file.version or xxh3 == known.xxh3:
+                return xxh3
         path.unlink()
         raise StoreError(f"copy {self.store.url.join(file.name)}: it does not agree with its digest: write it again")
 
@@ -144,9 +144,9 @@ def digest(path: Path) -> str:
     return hashed.hexdigest()
 
 
-def is_same(found: CopiedFile | None, file: SourceFile) -> bool:
+def is_same(copied: CopiedFile | None, file: SourceFile) -> bool:
     """Whether a record is of this version of a file."""
-    return found is not None and (found.size, found.source) == (file.size, file.version)
+    return copied is not None and (copied.size, copied.source) == (file.size, file.version)
 
 
 def _is_content(key: str) -> bool:

@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from roxxel_dist.sweep.recorded import replay as replay
     from roxxel_dist.sweep.samplers import make as make
 
-__all__ = ["make"]
+__all__ = ["make", "replay"]
 
 
 def __getattr__(name: str) -> Any:
@@ -13,4 +14,8 @@ def __getattr__(name: str) -> Any:
         from roxxel_dist.sweep.samplers import make
 
         return make
+    if name == "replay":
+        from roxxel_dist.sweep.recorded import replay
+
+        return replay
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

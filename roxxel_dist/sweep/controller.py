@@ -22,19 +22,22 @@ from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError, connected
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.sweep.bucket import StudyBucket
+from roxxel_dist.sweep.decisions import STEPS_SPENT, Decisions, Event
+from roxxel_dist.sweep.execution.kept import KEEP_GB, KeptCheckpoints
 from roxxel_dist.sweep.execution.local_ray import local_ray
 from roxxel_dist.sweep.execution.ray_executor import LOST_S, Attempt, Item, RayExecutor, check_room
 from roxxel_dist.sweep.journal import VERSION, History, Journal
 from roxxel_dist.sweep.options import SweepOptions
-from roxxel_dist.sweep.samplers import Engine, SpaceExhausted
-from roxxel_dist.sweep.schedulers.hyperband import Hyperband
+from roxxel_dist.sweep.samplers import Engine
 from roxxel_dist.sweep.space.sweep_file import Params, Sweep
+from roxxel_dist.sweep.study import TRIALS
 
 POLL_S = 0.5
 """How soon a signal is heard."""
 WAITS_S = 30.0
 """How long a trial waits for room before a person is told."""
 
+HOURS_SPENT = "the hours of the search are over (--max_hours)"
 LOST = (
     f"Ray was lost: the head of its cluster has not answered for {LOST_S:g} s, or it has ended on this machine. All "
     "results are kept: once Ray is there again the same command goes on, trials from their checkpoints"
@@ -55,19 +58,18 @@ class Controller:
     """What `run_sweep` does, once the journal is held and Ray is there."""
 
     sweep: Sweep
-    sampler: Engine
+    decisions: Decisions
     task_of: Callable[[int, Params, int], Item]
     options: SweepOptions
     journal: Journal
     executor: RayExecutor
-    early_stopping: Hyperband | None
     signals: SignalPipe
+    kept: KeptCheckpoints | None
     on_change: Callable[[History, int | None], None]
     log: Callable[[str], None]
     _queue: deque[tuple[int, int, int]] = field(init=False, default_factory=deque)
     """(trial, attempt, losses) to be run before any new one."""
-    _exhausted: str | None = field(init=False, default=None)
-    """Why no more trials are asked for."""
+    _hours_spent: bool = field(init=False, default=False)
     _ending: Ending | None = field(init=False, default=None)
     """Why running trials were told to end."""
 
@@ -79,6 +81,7 @@ class Controller:
                 return self._ended()
             if self.executor.is_lost:
                 return Ending(code=EXIT_PREFLIGHT, reason=LOST)
+            self._look_at_clock()
             self._submit()
             if not self.executor.running:
                 return self._ended()
@@ -96,43 +99,44 @@ class Controller:
         self.on_change(self._history, trial)
 
     def _restore(self) -> None:
-        """Tell the sampler what was, and find what is to be run again."""
-        trials = sorted(self._history.trials.values(), key=lambda trial: trial.number)
-        for trial in trials:
-            self.sampler.restore(trial.number, trial.params, trial.point)
-            if self.early_stopping is not None and trial.reports:
-                self.early_stopping.report(trial.number, trial.reports, trial.reports[-1][0])
+        """Decide what was not decided any more, and find what is to be run again."""
         self._write(
             "study", version=VERSION, metric=self.sweep.metric, goal=self.sweep.goal,
             method=self.options.method or self.sweep.method, seed=self.options.sweep_seed,
             driver={"pid": os.getpid(), "host": socket.gethostname()},
         )  # fmt: skip
-        for trial in trials:
-            if trial.state != "running":
-                self.sampler.tell(trial.number, trial.value)
-            elif trial.stop is not None:  # the controller before this one was killed before it wrote the result
+        self._decided(self.decisions.pending())
+        for trial in sorted(self._history.running.values(), key=lambda trial: trial.number):
+            if trial.stop is not None:  # the controller before this one was killed before it wrote the result
                 self._write_stopped(trial.number, None)
             else:
                 self._queue.append((trial.number, trial.attempts, 0))
+        for trial in list(self._history.paused.values()):
+            if trial.stop is not None and trial.stop["rule"] == KEEP_GB:
+                self._drop(trial.number)
 
     def _submit(self) -> None:
         """Keep as many trials running as there are workers."""
-        limit = min((n for n in (self.options.count, self.sweep.run_cap) if n is not None), default=math.inf)
-        while self._ending is None and len(self.executor.running) < self.options.workers:
+        while self._ending is None and not self._hours_spent and len(self.executor.running) < self.options.workers:
             if self._queue:
                 trial, attempt, losses = self._queue.popleft()
-            elif self._exhausted is None and len(self._history.trials) < limit:
-                try:
-                    trial, params = self.sampler.ask()
-                except SpaceExhausted as error:
-                    self._exhausted = str(error)
-                    return
-                attempt, losses = 0, 0
-                self._write("ask", trial, params=params, point=list(self.sampler.point(trial)))
+            elif (event := self.decisions.next()) is not None:
+                self._write(**event)
+                trial = event["trial"]
+                attempt, losses = self._history.trials[trial].attempts, 0
             else:
                 return
+            if self.kept is not None:
+                self.kept.forget(trial)
             task = self.task_of(trial, self._history.trials[trial].params, attempt)
             self.executor.submit(trial, attempt, losses, task)
+
+    def _look_at_clock(self) -> None:
+        """Pause all where the time of the search is over."""
+        limit = self.options.max_hours
+        if limit is not None and not self._hours_spent and self._history.hours(time.time()) >= limit:
+            self._hours_spent = True
+            self._decided(self.decisions.pause_all("max_hours", HOURS_SPENT))
 
     def _handle(self, attempt: Attempt, item: Item) -> None:
         """Act on what a trial says."""
@@ -163,7 +167,7 @@ class Controller:
         elif name == "lost":
             self._lost(attempt, event["reason"])
         elif name == "exhausted":
-            self._exhausted = event["reason"]
+            self.decisions.exhausted = event["reason"]
             self.executor.await_exit(attempt)
         elif name == "fatal":
             self._drain(Ending(code=1, reason=event["reason"]))
@@ -174,16 +178,23 @@ class Controller:
             self._not_finite(attempt, value, f" at step {step}")
         elif trial.reported(step) != value:  # a trial that is run again tells its earlier ones again
             self._write("report", trial.number, step=step, value=value)
-            if self.early_stopping is not None:
-                self.early_stopping.report(trial.number, trial.reports, step)
-                self._stop_early(self.early_stopping)
+            self._decided(self.decisions.reported(trial.number, step))
 
-    def _stop_early(self, early_stopping: Hyperband) -> None:
-        running = {attempt.trial: attempt for attempt in self.executor.running if attempt.cancel_reason is None}
-        for number, reason in early_stopping.trials_to_stop(running).items():
-            step, value = self._history.trials[number].reports[-1]
-            self._write("stop", number, step=step, value=value, rule="hyperband", reason=reason)
-            self.executor.cancel(running[number], "stop")
+    def _decided(self, events: list[Event]) -> None:
+        """Write down who stops or pauses, and tell them."""
+        attempts = {attempt.trial: attempt for attempt in self.executor.running}
+        for event in events:
+            number, attempt = event["trial"], attempts.get(event["trial"])
+            if event["event"] == "pause":
+                event["seconds"] = None if attempt is None else round(time.monotonic() - attempt.since, 3)
+            self._write(**event)
+            waiting = [entry for entry in self._queue if entry[0] == number]
+            for entry in waiting:  # it was lost, and is to be run again
+                self._queue.remove(entry)
+            if waiting and event["event"] == "stop":
+                self._write_stopped(number, None)
+            if attempt is not None and attempt.cancel_reason is None:
+                self.executor.cancel(attempt, event["event"])
 
     def _write_result(
         self, trial: int, params: Params, value: float, attempt: Attempt | None, stopped: str | None, more: Any
@@ -193,18 +204,19 @@ class Controller:
             "result", trial, params=params, metric=self.sweep.metric, value=value, seconds=seconds, stopped=stopped,
             more=more,
         )  # fmt: skip
-        self.sampler.tell(trial, value)
+        self.decisions.ended(trial)
 
     def _write_stopped(self, trial: int, attempt: Attempt | None) -> None:
         """A trial that was stopped early has ended: its best report is its value."""
-        value = self._history.best_report(trial)
+        value, stop = self._history.best_report(trial), self._history.trials[trial].stop
         assert value is not None, f"trial {trial} was stopped before its first report"
-        self._write_result(trial, self._history.trials[trial].params, value, attempt, "hyperband", {})
+        assert stop is not None
+        self._write_result(trial, self._history.trials[trial].params, value, attempt, stop["rule"], {})
 
     def _write_failure(self, trial: int, kind: str, reason: str, log: str | None) -> None:
         params = self._history.trials[trial].params
         self._write("fail", trial, params=params, kind=kind, reason=reason, log=log)
-        self.sampler.tell(trial, None)
+        self.decisions.ended(trial)
 
     def _not_finite(self, attempt: Attempt, value: Any, where: str) -> None:
         self._write_failure(attempt.trial, "nan", f"{self.sweep.metric} was {value}{where}", None)
@@ -224,8 +236,27 @@ class Controller:
         self.executor.running.remove(attempt)
         if attempt.cancel_reason == "stop":
             self._write_stopped(attempt.trial, attempt)
+        elif attempt.cancel_reason == "pause":
+            self._trim()
         elif attempt.cancel_reason is None:
             self._write_failure(attempt.trial, "error", "its body ended without a result", None)
+
+    def _trim(self) -> None:
+        """End the least promising paused trials, as long as checkpoints take more of the disk than they may."""
+        if self.kept is None:
+            return
+        for number in self.decisions.hopeless()[:-1]:  # one is kept in any case
+            if not self.kept.exceed(self._history.paused):
+                return
+            reason = f"the checkpoints of paused trials took more than {self.options.keep_gb:g} GB (--keep_gb)"
+            self._write(**self.decisions.dropped(number, KEEP_GB, reason))
+            self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        """Take away the checkpoints of a paused trial, which ends."""
+        if self.kept is not None:
+            self.kept.delete(number)
+        self._write_stopped(number, None)
 
     def _take_signal(self) -> bool:
         """Follow Ctrl-C and SIGTERM: trials end and save. True: asked again; they die with this process."""
@@ -268,7 +299,12 @@ class Controller:
         trials, failed = len(self._history.trials), self._history.count("failed")
         if failed and self._history.best is None:
             return Ending(code=1, reason=f"none of {trials} trials gave a value: {failed} failed")
-        return Ending(code=0, reason=self._exhausted or f"all {trials} trials have ended")
+        paused = len(self._history.paused)
+        reason = f"all {trials} trials have ended" if not paused else f"{trials - paused} trials have ended"
+        if self._hours_spent or self.decisions.is_spent:
+            reason = HOURS_SPENT if self._hours_spent else STEPS_SPENT
+        tail = f"; {paused} are paused, and go on where they are given more" if paused else ""
+        return Ending(code=0, reason=f"{self.decisions.exhausted or reason}{tail}")
 
 
 def _is_finite(value: Any) -> bool:
@@ -278,7 +314,7 @@ def _is_finite(value: Any) -> bool:
 def run_sweep(
     study: Path | StudyBucket,
     sweep: Sweep,
-    sampler: Engine,
+    make_engine: Callable[[], Engine],
     run: Callable[[Item], Iterator[Item]],
     task_of: Callable[[int, Params, int], Item],
     options: SweepOptions,
@@ -292,7 +328,7 @@ def run_sweep(
     Args:
         study: its folder, or its bucket, which this process holds.
         sweep: what is searched.
-        sampler: a new one, of the sweep; it is told what the journal has.
+        make_engine: makes an engine of the sweep that knows of no trial.
         run: the body of a trial: a generator function that Ray's workers can import. It yields {"start": {"pid"}},
             {"report": {"step", "value"}}, and last one of {"result": {"value", "params", "stopped", "more"}} (all but
             the value may be missing), {"fail": {"kind", "reason", "log"}}, {"lost": {"reason"}} (run it again),
@@ -310,7 +346,9 @@ def run_sweep(
         OSError: the journal cannot be written; of one in a bucket, StoreError.
         LeaseLostError: another driver has taken a study in a bucket.
     """
-    early_stopping = None if sweep.early_terminate is None else Hyperband(sweep.early_terminate, sweep.sign)
+    kept = None
+    if options.keep_gb is not None and isinstance(study, Path):
+        kept = KeptCheckpoints(study / TRIALS, options.keep_gb)
     place = study if isinstance(study, Path) else study.url
     with Journal(study, log) if isinstance(study, Path) else study.journal(log) as journal:
         before, now = (journal.history.goal, journal.history.metric), (sweep.goal, sweep.metric)
@@ -319,12 +357,16 @@ def run_sweep(
                 f"--study {place}: was to {' '.join(map(str, before))}, and now it is to {' '.join(now)}: values "
                 "cannot be compared; name another folder"
             )
+        decisions = Decisions(
+            sweep, options.sweep_seed, journal.history, make_engine,
+            count=options.count, max_steps=options.max_steps_total,
+        )  # fmt: skip
         with _ray(options, resources) as ray, SignalPipe(log) as signals:
             check_room(ray.nodes(), resources)
             with RayExecutor(ray, run, resources) as executor:
                 return Controller(
-                    sweep=sweep, sampler=sampler, task_of=task_of, options=options, journal=journal, executor=executor,
-                    early_stopping=early_stopping, signals=signals, on_change=on_change, log=log,
+                    sweep=sweep, decisions=decisions, task_of=task_of, options=options, journal=journal,
+                    executor=executor, signals=signals, kept=kept, on_change=on_change, log=log,
                 ).run()  # fmt: skip
 
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 JOURNAL, LOCK = "journal.jsonl", ".lock"
 WAIT_S = 30.0
 """How long a start waits for the driver before it, which may be ending its trials."""
-VERSION = 1
-"""Of the journal's form, in its `study` events; those of the first release have none, and are of this one."""
+VERSION = 2
+"""Of the journal's form, in its `study` events. Those of the first release have none; 2 is the first with pauses."""
 KEYS = {
     "event", "time", "version", "metric", "goal", "method", "seed", "driver", "trial", "params", "point", "attempt",
     "node", "pid", "step", "value", "rule", "reason", "seconds", "stopped", "more", "kind", "log",
@@ -38,9 +38,11 @@ KEYS = {
 """What events have in this version."""
 AWAITED = {"study", "ask"}
 """Of a study in a bucket: events that its store has before anything else happens."""
-SOON = {"stop", "result", "fail"}
+SOON = {"stop", "pause", "thaw", "result", "fail"}
 """Events that are sent there at once."""
-State = Literal["running", "done", "stopped", "failed"]
+DECIDING = {"ask", "report", "stop", "pause", "thaw", "result", "fail"}
+"""Events that decisions follow from."""
+State = Literal["running", "paused", "done", "stopped", "failed"]
 
 
 @dataclass(kw_only=True)
@@ -51,8 +53,9 @@ class Trial:
     params: dict[str, Any]
     point: list[float] = field(default_factory=list)
     state: State = "running"
-    """Running: it has no end in the journal, also where nobody runs it at the moment."""
+    """Running: it has no end in the journal and is not paused, also where nobody runs it at the moment."""
     value: float | None = None
+    """Of one that has ended; of one that was paused, its best report until then."""
     reports: list[tuple[int, float]] = field(default_factory=list)
     """(step, value), by step; of a step that was run again, the last value."""
     attempts: int = 0
@@ -60,12 +63,13 @@ class Trial:
     node: str | None = None
     pid: int | None = None
     stop: Mapping[str, Any] | None = None
-    """That it was decided to stop it early: step, value, rule, reason."""
+    """That it was decided to stop it early, or to pause it last: step, value, rule, reason."""
     kind: str | None = None
     """Of a failed one: nan, oom, shape, error, time or lost."""
     reason: str | None = None
     log: str | None = None
     seconds: float | None = None
+    """How long it ran, from start to end or pause, over all of its slices."""
     more: dict[str, Any] = field(default_factory=dict)
     began: float | None = None
     """Unix seconds, as `ended`."""
@@ -75,6 +79,11 @@ class Trial:
         """The value that it has reported for a step; None: nothing."""
         index, is_there = self._index(step)
         return self.reports[index][1] if is_there else None
+
+    @property
+    def step(self) -> int:
+        """The last step that it has reported; 0 before the first report."""
+        return self.reports[-1][0] if self.reports else 0
 
     def report(self, step: int, value: float) -> None:
         """Add a report in its place."""
@@ -98,9 +107,17 @@ class History:
     failures_in_row: int = 0
     """Trials that failed since the last one that did not, and since the driver started."""
     running: dict[int, Trial] = field(init=False, default_factory=dict)
-    """The trials that have not ended."""
+    """The trials that have not ended, and are not paused."""
+    paused: dict[int, Trial] = field(init=False, default_factory=dict)
     best: Trial | None = field(init=False, default=None)
-    """The ended trial with the best value; the first of ties."""
+    """The trial with the best value; the first of ties."""
+    steps: int = field(init=False, default=0)
+    """Steps of all trials together, up to the last report of each."""
+    last: tuple[str, int] | None = field(init=False, default=None)
+    """Kind and trial of the last event that decisions follow from."""
+    _busy_s: float = field(init=False, default=0.0)
+    """For which drivers have searched, up to the last line, which was written at `_clock`."""
+    _clock: float | None = field(init=False, default=None)
     timed: int = field(init=False, default=0)
     """Ended trials of which it is known how long they took."""
     _seconds: float = field(init=False, default=0.0)
@@ -117,16 +134,29 @@ class History:
 
     def count(self, state: State) -> int:
         """How many trials are in a state."""
-        return len(self.running) if state == "running" else self._counts[state]
+        unended: dict[State, dict[int, Trial]] = {"running": self.running, "paused": self.paused}
+        return len(unended[state]) if state in unended else self._counts[state]
+
+    @property
+    def sign(self) -> float:
+        """What a value is multiplied by so that less is better."""
+        return 1.0 if self.goal == "minimize" else -1.0
 
     def best_report(self, number: int) -> float | None:
         """The best value that a trial has reported; None before its first report."""
         choose = min if self.goal == "minimize" else max
         return choose((value for _, value in self.trials[number].reports), default=None)
 
+    def hours(self, now: float) -> float:
+        """For how many hours drivers have searched until now (Unix seconds), if one has since the last line."""
+        return (self._busy_s + (0.0 if self._clock is None else max(0.0, now - self._clock))) / 3600
+
     def apply(self, event: Mapping[str, Any]) -> None:
         """Follow one line of the journal. Raises KeyError where it lacks something, or belongs to nothing before it."""
-        kind = event["event"]
+        kind, now = event["event"], event.get("time")
+        if kind != "study" and now is not None and self._clock is not None:
+            self._busy_s += max(0.0, now - self._clock)
+        self._clock = now
         if kind == "study":
             self.metric, self.goal = event["metric"], event["goal"]
             self.method, self.seed = event["method"], event["seed"]
@@ -136,21 +166,35 @@ class History:
         if kind == "ask":
             self.trials[number] = Trial(number=number, params=event["params"], point=event["point"])
         trial = self.trials[number]
+        if kind in DECIDING:
+            self.last = kind, number
         if kind == "start":
             trial.attempts = event["attempt"] + 1
             trial.node, trial.pid = event["node"], event["pid"]
             trial.began = trial.began or event["time"]
         elif kind == "report":
+            before = trial.step
             trial.report(event["step"], event["value"])
-        elif kind == "stop":
+            self.steps += trial.step - before
+            if trial.state == "paused":  # it had made this report before it heard of its pause
+                self._pause(trial)
+        elif kind in ("stop", "pause"):
             trial.stop = {name: event[name] for name in ("step", "value", "rule", "reason")}
+            if kind == "pause":
+                trial.seconds = (trial.seconds or 0.0) + (event["seconds"] or 0.0)
+                self._pause(trial)
+        elif kind == "thaw":
+            trial.state, trial.stop = "running", None
+            self.running[number] = self.paused.pop(number)
         elif kind == "result":
             trial.state = "stopped" if event["stopped"] else "done"
             trial.params, trial.value, trial.more = event["params"], event["value"], event["more"]
-            trial.seconds, trial.ended = event["seconds"], event["time"]
+            if event["seconds"] is not None:
+                trial.seconds = (trial.seconds or 0.0) + event["seconds"]
+            trial.ended = event["time"]
             self.failures_in_row = 0
         elif kind == "fail":
-            trial.state, trial.ended = "failed", event["time"]
+            trial.state, trial.ended, trial.value = "failed", event["time"], None
             trial.kind, trial.reason, trial.log = event["kind"], event["reason"], event["log"]
             self.failures_in_row += 1
         if kind in ("ask", "result", "fail"):
@@ -162,11 +206,27 @@ class History:
             self.running[trial.number] = trial
             return
         self.running.pop(trial.number, None)
+        self.paused.pop(trial.number, None)
         self._counts[trial.state] += 1
         if trial.seconds is not None:
             self.timed, self._seconds = self.timed + 1, self._seconds + trial.seconds
+        if trial is self.best and trial.value is None:  # it was paused once, and has failed
+            self.best = None
+            for other in self.trials.values():
+                self._compare(other)
+        self._compare(trial)
+
+    def _pause(self, trial: Trial) -> None:
+        """Note that a trial is paused, and what it gave so far."""
+        trial.state, trial.value = "paused", self.best_report(trial.number)
+        self.paused[trial.number] = trial
+        self.running.pop(trial.number, None)
+        self._compare(trial)
+
+    def _compare(self, trial: Trial) -> None:
+        """Whether a trial is the best one."""
         if trial.value is not None:
-            best, sign = self.best, 1 if self.goal == "minimize" else -1
+            best, sign = self.best, self.sign
             if best is None or (sign * trial.value, trial.number) < (sign * (best.value or 0.0), best.number):
                 self.best = trial
 

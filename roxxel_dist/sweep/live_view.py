@@ -109,11 +109,12 @@ class LiveView:
 
     def counts(self, history: History) -> str:
         """How many trials run, are done, failed, were stopped; and the time left."""
-        ended, left = len(history.trials) - len(history.running), self._left(history)
+        ended, left = len(history.trials) - len(history.running) - len(history.paused), self._left(history)
+        paused = f", {len(history.paused)} paused" if history.paused else ""
         total = f" of {self._count}" if self._count else ""
         return (
             f"{ended}{total} trials: {history.count('running')} running, {history.count('done')} done, "
-            f"{history.count('failed')} failed, {history.count('stopped')} stopped early; "
+            f"{history.count('failed')} failed, {history.count('stopped')} stopped early{paused}; "
             f"{clock(self._now() - self._begun)} so far{'' if left is None else f', {clock(left)} left'}"
         )
 

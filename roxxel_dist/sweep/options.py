@@ -10,7 +10,7 @@ from roxxel_dist.launcher.backends.ray.cluster import check_address
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 LEAST = {
     "count": 1, "workers": 1, "hosts_per_trial": 1, "procs_per_host": 1, "gpus_per_trial": 1, "max_failures": 1,
-    "max_retries": 0,
+    "max_retries": 0, "max_steps_total": 1,
 }  # fmt: skip
 
 
@@ -55,7 +55,7 @@ class SweepOptions:
     """A Ray cluster: `auto` on one of its nodes or in a Ray job, or HOST:PORT of its head. A Ray of its own here where
     not given."""
     insecure: bool = False
-    """Use the cluster also without a token: whoever reaches such a one can run programs as you."""
+    """Also use a cluster without a token. Anyone who reaches such a cluster can run programs as you."""
     hosts_per_trial: int = 1
     """Nodes of each trial."""
     procs_per_host: int = 1
@@ -66,12 +66,21 @@ class SweepOptions:
     """GPUs of each trial, over all its nodes; all that are there where not given."""
     max_trial_time: str | None = None
     """Time after which a trial is ended, and its best value so far counts: seconds, or such as 90m, 2h, 1d."""
+    max_steps_total: int | None = None
+    """Steps of all trials together, as far as they have reported; then all pause, and the sweep ends."""
+    max_hours: float | None = None
+    """Hours of the whole search, those of earlier starts included; then all trials pause, and the sweep ends."""
+    keep_gb: float | None = None
+    """GB (10^9 bytes) that checkpoints of paused trials may take; the least promising trials end beyond it."""
     max_failures: int = 5
     """Failed trials in a row that end the sweep."""
     max_retries: int = 3
     """Retries of a trial whose worker or node was lost."""
     sweep_id: str | None = None
     """ENTITY/PROJECT/ID of a sweep on a W&B server: its trials are asked for there."""
+    transfer_to: str | None = None
+    """Config of a wider or deeper model: where the search ends, transferred.yaml in the study is that config with the
+    best parameters, parametrization mup, and base_dim the width that was searched at."""
     dry_run: bool = False
     """Print trials, devices and, where they are known, hours; run nothing."""
 
@@ -82,6 +91,10 @@ class SweepOptions:
                 raise ValueError(f"--{name} {value}: must be at least {least}")
         if self.cpus_per_trial is not None and self.cpus_per_trial <= 0:
             raise ValueError(f"--cpus_per_trial {self.cpus_per_trial:g}: must be more than 0")
+        if self.max_hours is not None and not 0 < self.max_hours < float("inf"):
+            raise ValueError(f"--max_hours {self.max_hours:g}: must be more than 0, and finite")
+        if self.keep_gb is not None and not self.keep_gb >= 0:
+            raise ValueError(f"--keep_gb {self.keep_gb:g}: must be 0 or more")
         if self.ray_address is not None:
             try:
                 check_address(self.ray_address)

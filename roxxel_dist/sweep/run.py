@@ -25,9 +25,9 @@ from roxxel_dist.sweep.execution.trial import run as run_trial
 from roxxel_dist.sweep.journal import History, read_history
 from roxxel_dist.sweep.live_view import LiveView
 from roxxel_dist.sweep.options import SweepOptions, TrialResources
-from roxxel_dist.sweep.report.html import LARGE, write_report
 from roxxel_dist.sweep.report.text import table
 from roxxel_dist.sweep.samplers import Engine, SpaceExhausted, make
+from roxxel_dist.sweep.schedulers import PAUSING
 from roxxel_dist.sweep.space.sweep_file import Params, Sweep, nearest
 from roxxel_dist.sweep.study import (
     CORPUS,
@@ -38,10 +38,12 @@ from roxxel_dist.sweep.study import (
     REPORT,
     SERVER,
     TRIALS,
+    Study,
     StudyDir,
     is_study,
     read_study,
 )
+from roxxel_dist.sweep.transfer import wide_config, write_transferred
 from roxxel_dist.sweep.wandb_bridge.program import command_of
 from roxxel_dist.sweep.wandb_bridge.server import ServerSampler, agent_trial, create_or_join
 
@@ -182,14 +184,43 @@ def open_sweep(
     for name in sorted(run.swept) if is_ours else ():
         if name not in FIELD_TYPES and name not in SECTIONS:
             raise ValueError(f"parameters: {unknown(name, list(FIELD_TYPES), 'field')}")
+    if options.transfer_to is not None:
+        if not is_ours:
+            raise ValueError(
+                f"--transfer_to {options.transfer_to}: the sweep runs a program of your own, which has no Config"
+            )
+        wide_config(options.transfer_to, run.config, run.swept)
     # A loss or a model of the user's own may log anything.
     base, metric = flat_fields(run.base), run.sweep.metric
     own = {name for name in ("loss", "model") if base.get(name) is not None} | ({"loss", "model"} & run.swept)
     if is_ours and run.server is None and not own and metric not in LOGGED and "/" not in metric:
         raise ValueError(f"metric.name: no training logs {metric!r}: {nearest(metric, LOGGED)}")
+    _check_pauses(run)
     if run.server is None:
         run.sampler()
     return run
+
+
+def _check_pauses(run: SweepRun) -> None:
+    """Raises ValueError where trials shall be paused, and cannot."""
+    options, rule = run.options, (run.sweep.early_terminate or {}).get("type")
+    is_led, is_own = run.server is not None, run.program is not None
+    if rule in PAUSING and (is_led or is_own):
+        why = (
+            "W&B's server leads this sweep, chooses its trials, and cannot pause one: leave the server out (--wandb "
+            "offline), or use hyperband"
+            if is_led
+            else "it pauses trials, and a program of your own does not go on from a checkpoint: use hyperband"
+        )
+        raise ValueError(f"early_terminate.type: {rule}: {why}")
+    for name in ("max_steps_total", "max_hours", "keep_gb"):
+        if is_led and getattr(options, name) is not None:
+            raise ValueError(f"--{name}: W&B's server leads this sweep, and its trials cannot be paused: leave it out")
+    if options.keep_gb is not None and run.bucket is not None:
+        raise ValueError(
+            f"--keep_gb {options.keep_gb:g}: {run.study.place} is in a bucket, and checkpoints of paused trials are "
+            "deleted in folders alone: leave it out"
+        )
 
 
 def create_study(run: SweepRun, wandb_project: str | None) -> SweepRun:
@@ -216,15 +247,22 @@ def create_study(run: SweepRun, wandb_project: str | None) -> SweepRun:
     return replace(run, created=created)
 
 
-def search(run: SweepRun) -> int:
-    """Search; returns the exit code, as in `Ending`. Raises UsageError where the study is held, or nothing can run."""
+WritePage = Callable[[Study, Path, Callable[[str], None]], tuple[Path, str]]
+"""Writes the page of a study into a folder, and says what takes long: (the page, what is missing in it)."""
+
+
+def search(run: SweepRun, write_page: WritePage) -> int:
+    """Search, and write the page; returns the exit code, as in `Ending`.
+
+    Raises UsageError where the study is held, or nothing can run.
+    """
     with LiveView(run.count, run.options.workers, run.searched) as view:
         for line in _notes(run):
             view.log(line)
         try:
             with usage_errors():
                 ending = run_sweep(
-                    run.bucket or run.study.path, run.sweep, run.sampler() if run.server is None else ServerSampler(),
+                    run.bucket or run.study.path, run.sweep, run.sampler if run.server is None else ServerSampler,
                     _body(run), run.task_of,
                     replace(run.options, method=run.method), run.resources.task, on_change=view.show, log=view.log,
                 )  # fmt: skip
@@ -241,7 +279,7 @@ def search(run: SweepRun) -> int:
         except LeaseLostError as error:
             view.log(str(error))
             return EXIT_FAILED
-    _last_words(run, ending.reason)
+    _last_words(run, ending.reason, write_page)
     return ending.code
 
 
@@ -267,17 +305,22 @@ def _notes(run: SweepRun) -> list[str]:
     return lines
 
 
-def _last_words(run: SweepRun, reason: str) -> None:
+def _last_words(run: SweepRun, reason: str, write_page: WritePage) -> None:
     """Print why it ended and the best, and write the page."""
     study = read_study(run.study.path, run.study.url)
     print(f"{table(study)}\n\n{reason}", flush=True)
-    if len(study.done) >= LARGE:
-        print(f"making the page of {len(study.done):,} trials …", flush=True)
     try:
-        page, missing = write_report(study, study.path / REPORT)
+        page, missing = write_page(study, study.path / REPORT, lambda line: print(line, flush=True))
         page = page if run.bucket is None else run.bucket.send(page)
     except OSError as error:  # the sweep has ended all the same, and the journal has all
         page, missing = f"not written ({error.strerror or error}): roxxel-dist report {study.place} makes it", ""
     print("\n".join([f"page: {page}", *([missing] if missing else [])]))
     if study.done and run.program is None:
         print(f"train the best: roxxel-dist report {study.place} --best_config best.yaml")
+        if run.options.transfer_to is not None:
+            wide, best = (
+                wide_config(run.options.transfer_to, run.config, run.swept),
+                run.trial_config(study.done[0].params),
+            )
+            path = write_transferred(study, wide, run.config, best, run.swept)
+            print(f"train the wider model: roxxel-dist train --config {path}")

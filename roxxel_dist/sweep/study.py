@@ -48,9 +48,9 @@ class Study:
 
     @property
     def done(self) -> list[Trial]:
-        """The trials that gave a value, the best first."""
-        ended = [trial for trial in self.history.trials.values() if trial.value is not None]
-        return sorted(ended, key=lambda trial: (self.sweep.sign * float(trial.value or 0.0), trial.number))
+        """The trials that gave a value, paused ones by what they gave until then; the best first."""
+        valued = [trial for trial in self.history.trials.values() if trial.value is not None]
+        return sorted(valued, key=lambda trial: (self.sweep.sign * float(trial.value or 0.0), trial.number))
 
     def run_dir(self, trial: Trial) -> Path:
         """Where a trial was trained."""

@@ -12,10 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roxxel_dist.cluster.durable import make_folder, write_file
+from roxxel_dist.cluster.durable import cache_folder, make_folder, write_file
 from roxxel_dist.cluster.file_lock import is_held
+from roxxel_dist.data.discovery import ENDING
 from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.objects.url import ObjectUrl, is_url
+from roxxel_dist.train.checkpoint.metadata import META, TABLE
 from roxxel_dist.train.run_lock import LOCK
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 LEASE = "run.lease"
 CONFIG, DATA, LOGS, CHECKPOINTS = "config.yaml", "data", "logs", "checkpoints"
-ASKED, ANSWERED = ".save-requests/", ".save-answers/"
+SAVE_REQUESTS, SAVE_ANSWERS = ".save-requests/", ".save-answers/"
 """Where requests to save, and the answers to them, are in a bucket."""
 NOT_FETCHED = ("profile/", "plots/")
 """What nobody who trains reads again; nor what is hidden."""
@@ -91,13 +93,18 @@ class BucketFolder:
 
         What the bucket does not have goes away here, but for logs. A file that has grown here since it was sent stays:
         it is the newer one. In a folder in which somebody trains now nothing is touched.
+
+        Raises ValueError where a data set is there, and no run.
         """
         make_folder(self.folder)
         if not self._read_only and not self._holds and is_held(self.folder / LOCK, unknown=False):
             return self.folder
         objects = {info.key: info for info in self._store.list() if self._is_fetched(info.key)}
-        if CONFIG not in objects:  # data without it is what a run that never began has left
-            objects = {key: info for key, info in objects.items() if not key.startswith(f"{DATA}/")}
+        if CONFIG not in objects:
+            if shards := [key for key in objects if key.endswith(ENDING) and "/" not in key]:
+                raise ValueError(f"{self.url} holds a data set ({shards[0]}), and no run: name the address of a run")
+            # What a run that never began has left is nobody's, and what lies deeper is another run's.
+            objects = {key: info for key, info in objects.items() if "/" not in key or key.startswith(f"{LOGS}/")}
         for path in self._local_files():
             name = str(path.relative_to(self.folder))
             if name not in objects and not name.startswith((f"{LOGS}/", *NOT_FETCHED)):
@@ -106,6 +113,18 @@ class BucketFolder:
             states = list(threads.map(self._pull, objects.values()))
         self._fetched = dict(zip(objects, states, strict=True))
         return self.folder
+
+    def pull_newest_meta(self) -> Path | None:
+        """Bring the `meta.json` of the newest checkpoint that counts into the folder; returns that of the checkpoint,
+        None where there is none."""
+        names = [info.key.split("/") for info in self._store.list(f"{CHECKPOINTS}/")]
+        steps = [int(step) for _, step, *name in names if step.isdecimal() and name == [TABLE]]
+        if not steps:
+            return None
+        checkpoint = self.folder / CHECKPOINTS / str(max(steps))
+        make_folder(checkpoint)
+        write_file(checkpoint / META, self._store.read(f"{CHECKPOINTS}/{checkpoint.name}/{META}"))
+        return checkpoint
 
     def _is_fetched(self, key: str) -> bool:
         hidden = any(part.startswith(".") for part in key.split("/"))
@@ -134,11 +153,6 @@ class BucketFolder:
             return state_of(path)
         path.unlink(missing_ok=True)
         return None
-
-
-def cache_folder() -> Path:
-    """Of this user, on this host."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roxxel-dist"
 
 
 def local_run(run: str | os.PathLike[str]) -> Path:

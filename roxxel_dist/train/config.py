@@ -1,7 +1,7 @@
 """How a run trains: its optimizer, its length, and what it does at which step."""
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from roxxel_dist.component import component
 
@@ -19,28 +19,29 @@ class OptimizerConfig:
     """The optimizer and its learning rate, whose schedule spans the whole curriculum."""
 
     optimizer: Literal["adamw", "nadamw", "adafactor", "lion", "sgd", "muon"] = "adamw"
-    """Optimizer: adamw, nadamw, adafactor, lion, sgd with momentum, or muon, which leaves embeddings, the output head
-    and all that is no matrix to adamw. Lion wants a third to a tenth of adamw's lr and as much more weight_decay."""
+    """Optimizer: adamw, nadamw, adafactor, lion, sgd with momentum, or muon. muon uses adamw for embeddings, the output
+    head and all parameters that are not matrices. lion needs a third to a tenth of the lr of adamw, and as many times
+    its weight_decay."""
     lr: float = 3e-4
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Learning-rate schedule after the warm-up: a cosine or a line down to lr x 0.01, lr itself (constant), or wsd,
-    which is lr for 40 % of the run and then a cosine down to lr x 0.01."""
+    """Learning-rate schedule after the warm-up. cosine, linear: down to lr x 0.01. constant: lr. wsd: lr for 40 % of
+    the run, then a cosine down to lr x 0.01."""
     warmup_steps: int | None = None
-    """Steps of linear warm-up; a twentieth of the run where not given."""
+    """Steps of linear warm-up. Default: a twentieth of the run."""
     decay_steps: int | None = None
-    """Steps of the decay that ends a run with wsd, the stable part being what is left."""
+    """With wsd: steps of the decay at the end of the run."""
     weight_decay: float = 0.01
-    """Weight decay of matrices, times the learning rate; norms and biases have none."""
+    """Weight decay of matrices, multiplied by the learning rate. Norms and biases have no decay."""
     beta1: float = 0.9
     """Decay of the mean of gradients: adamw, nadamw, lion, and muon's adamw."""
     beta2: float | None = None
-    """Decay of the mean of squared gradients, 0.95 where not given: adamw, nadamw, muon's adamw. Of lion the decay of
-    its momentum, 0.99 where not given."""
+    """Decay of the mean of squared gradients for adamw, nadamw and muon's adamw (default 0.95). For lion: decay of its
+    momentum (default 0.99)."""
     momentum: float | None = None
-    """Momentum of sgd, 0.9 where not given, and of muon, 0.95 where not given."""
+    """Momentum of sgd (default 0.9) and of muon (default 0.95)."""
     grad_clip: float = 1.0
-    """Largest global norm of the gradient; 0 leaves it as it is."""
+    """Gradient clipping: maximum global norm. 0: no clipping."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
@@ -105,57 +106,56 @@ class LoopOptions:
     checkpoint_every: int = 50
     """Steps between checkpoints."""
     memory_checkpoint_every: int | str = "auto"
-    """Steps between copies of the state in the host's shared memory, two in turn, from which a job that was killed goes
-    on; auto: as often as 1 % of the time allows, where there is room; 0 for none. `launch` with restarts keeps them,
-    `train` alone does not."""
+    """Steps between copies of the state in the shared memory of the host. A restarted job continues from the newest
+    copy. auto: as often as costs at most 1 % of the time, if there is memory. 0: no copies. `launch` with restarts
+    keeps copies, `train` alone does not."""
     memory_replicas: int | None = None
-    """Copies in memory of each host's part of the state that a neighbouring host keeps, 0 or 1, so that a lost host
-    costs no more steps than a lost process; not given, 1 where there are several hosts. What other hosts hold anyway is
-    not sent."""
+    """Replicas of those copies on a neighboring host, 0 or 1. With 1, a lost host costs no more steps than a lost
+    process. Default: 1 with several hosts. Data that other hosts have anyway is not sent."""
     max_to_keep: int | None = 3
-    """Newest checkpoints that are kept; the best one by val_loss is kept beside them."""
+    """Number of newest checkpoints to keep. The checkpoint with the lowest val_loss is also kept."""
     keep_every: int | None = None
     """Steps between checkpoints that are never deleted."""
     keep_steps: list[int] | None = None
-    """Steps whose checkpoints are saved, and never deleted."""
+    """Steps whose checkpoints are saved and never deleted."""
     export_weights: bool = True
-    """Files of weights of the best checkpoint and of the last one, where they are below 2 GB."""
+    """Write weight files of the best and of the last checkpoint, if they are below 2 GB."""
     max_steps: int | None = None
-    """Steps after which the run ends; the schedule still spans the whole curriculum."""
+    """Last step of this run. The learning-rate schedule still spans the complete curriculum."""
     seed: int = 42
     """Random seed of the weights, the data order and dropout."""
     init_from: str | None = None
-    """Weights to begin with: of another run, RUN or RUN@STEP, or of a folder of Hugging Face (LLaMA, Mistral, Mixtral),
-    whose shape is taken then; and its tokenizer where the data is text. Moments, random streams and the position in the
-    data are new."""
+    """Initial weights: from another run (RUN or RUN@STEP), or from a Hugging Face folder (LLaMA, Mistral, Mixtral). The
+    model has the shape of those weights, and text is encoded with their tokenizer. Moments, random streams and the data
+    position are new."""
     val_fraction: float = 0.1
-    """Share of every shard, its last part up to a document's end, that is held out for validation and never trained
-    on."""
+    """Fraction of every shard that is held out for validation: its last part, from the end of a document. It is never
+    trained on."""
     patience: int = 0
-    """Early stopping: validations without a lower val_loss after which the run ends; 0 for never."""
+    """Early stopping: the run ends after this many validations without a lower val_loss. 0: never."""
     verify_data: Literal["on", "off"] = "on"
-    """Verification of the data: tokens are compared with the checksums of their shards before they count, what a
-    process reads, once, beside the steps. A damaged block, or an id that the model does not have, ends the run with its
-    file and document."""
+    """Verify the data: each process compares the tokens that it reads with the checksums of the shards, once, in the
+    background. A damaged block, or an id outside of the vocabulary, ends the run; the message names the file and the
+    document."""
     on_bad_step: Literal["raise", "skip", "rewind"] = "raise"
-    """Reaction to a loss or gradient that is no number, or a spike: end the run, leave out the update, or go back to
-    the last checkpoint and leave out the rows of that step."""
+    """Reaction to a loss or gradient that is NaN or infinite, or to a loss spike. raise: end the run. skip: do not
+    apply the update. rewind: go back to the last checkpoint and skip the rows of that step."""
     spike_factor: float = 0.0
-    """Factor of the running mean of the loss above which a loss is a spike, a bad step too; 0 for never."""
+    """Loss spike: a loss above this factor of its running mean is a bad step. 0: never."""
     max_rewinds: int = 3
-    """Rewinds before a bad step ends the run."""
+    """Maximum number of rewinds. After that a bad step ends the run."""
     use_bf16: bool = False
     """bfloat16 parameters and optimizer moments: half the memory, less precise."""
     bf16_compute: bool = False
     """Mixed precision: computation in bfloat16, with parameters and moments in float32."""
     fsdp: bool = False
-    """Fully sharded data parallelism: parameters and moments are cut over devices (see fsdp_devices) instead of a copy
-    on each."""
+    """Fully sharded data parallelism (FSDP): parameters and moments are sharded over devices (see fsdp_devices), not
+    replicated."""
     virtual_shards: int = 0
-    """Virtual shards that each batch is cut into, a power of two: a run then has the same bits on any number of devices
-    that divides it, in any number of processes. They divide the batch of every phase; 0 for none."""
+    """Virtual shards of each batch, a power of two that divides the batch of every phase. The run then has the same
+    bits on any number of devices that divides it, in any number of processes. 0: none."""
     profile_steps: list[int] | None = None
-    """Steps [A, B] of a profile: their trace is written into the run directory."""
+    """Steps [A, B] to profile. Their trace is written to the run directory."""
 
     def is_due(self, what: Literal["log", "eval", "checkpoint"], step: int, last_step: int) -> bool:
         """Whether it is done after `step`, counted from 1: the first and the last step of a run are always due.
@@ -202,6 +202,35 @@ class LoopOptions:
             raise ValueError(f"profile_steps is {steps}: it must be two steps, the first and the last, from 1")
 
 
+class LoopKeywords(TypedDict, total=False):
+    """The fields of `LoopOptions` as keywords of a `Trainer`, for editors; a test compares the two."""
+
+    log_every: int
+    eval_every: int
+    eval_iters: int
+    checkpoint_every: int
+    memory_checkpoint_every: int | str
+    memory_replicas: int | None
+    max_to_keep: int | None
+    keep_every: int | None
+    keep_steps: list[int] | None
+    export_weights: bool
+    max_steps: int | None
+    seed: int
+    init_from: str | None
+    val_fraction: float
+    patience: int
+    verify_data: Literal["on", "off"]
+    on_bad_step: Literal["raise", "skip", "rewind"]
+    spike_factor: float
+    max_rewinds: int
+    use_bf16: bool
+    bf16_compute: bool
+    fsdp: bool
+    virtual_shards: int
+    profile_steps: list[int] | None
+
+
 @component
 class ExperimentConfig:
     """What `train` adds to a `Trainer`: the curriculum, the devices, W&B, and a sample at the end."""
@@ -211,30 +240,32 @@ class ExperimentConfig:
     batch and seq_len the tokens read, the target included. Without it there is one phase of batch_size x grad_accum
     rows of max_context + 1 tokens."""
     epochs: float = 1.0
-    """Passes over the data, where no phases are given."""
+    """Passes over the data, if no phases are given."""
     batch_size: int = 16
-    """Rows of a micro-batch over all devices, where no phases are given."""
+    """Rows of a micro-batch over all devices, if no phases are given."""
     grad_accum: int = 1
-    """Micro-batches a step: it divides the batch of every phase and never changes the data."""
+    """Gradient accumulation: micro-batches in a step. It divides the batch of every phase, and does not change the
+    data."""
     n_devices: int = 0
     """Devices to use, of all processes together; 0 for all."""
     fsdp_devices: int = 0
     """Devices that share one copy of parameters and moments with fsdp; 0 for all."""
     tensor_devices: int = 1
-    """Tensor parallelism: so many devices compute on the same rows together, each with its share of heads, hidden units
-    and vocabulary."""
+    """Tensor parallelism: number of devices that share the computation of the same rows. Each has a part of the heads,
+    hidden units and vocabulary."""
     deterministic: bool = False
-    """Determinism of XLA: the same bits every time, which costs speed on a GPU."""
+    """Deterministic XLA operations: the same bits in every run. Slower on a GPU."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases: off, online to its server, or offline to files in the run directory that `wandb sync` sends
+    """Weights & Biases: off; online, to its server; or offline, to files in the run directory that `wandb sync` sends
     later."""
     wandb_project: str = "roxxel-dist"
-    """Project at Weights & Biases."""
+    """Project name at Weights & Biases."""
+    tensorboard: bool = False
+    """Write TensorBoard event files to `tensorboard/` in the run directory."""
     sample_prompt: str = ""
-    """Text that the sample at the end of the run continues; a document's beginning where empty."""
+    """Prompt of the sample at the end of the run. If empty, the sample starts a new document."""
     sample: Literal["auto", "on", "off"] = "auto"
-    """Sample at the end of the run, some lines of what the model writes; auto: not after a run of less than 30
-    seconds."""
+    """Print some lines of generated text at the end of the run. auto: only after a run of 30 seconds or more."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "grad_accum"):

@@ -159,7 +159,7 @@ def check_base(base: BaseModelRef) -> None:
     try:
         now = fingerprint(base.checkpoint, of_digests=not base.fingerprint.startswith(OF_METADATA))
     except ValueError as error:
-        raise ValueError(f"the weights that the adapters stand on are gone: {error}; {cure}") from error
+        raise ValueError(f"the base weights of the adapters are missing: {error}; {cure}") from error
     # Earlier versions kept a hash of all weights, which says nothing here.
     if base.fingerprint.startswith((OF_METADATA, OF_DIGESTS)) and now != base.fingerprint:
         raise ValueError(

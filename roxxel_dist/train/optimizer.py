@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 from jax.typing import ArrayLike
 
+from roxxel_dist.model.parametrization import Width
 from roxxel_dist.train.config import OptimizerConfig
 
 FINAL_FRACTION = 0.01
@@ -133,6 +134,8 @@ class NamedOptimizer:
     matrices: Mapping[str, Matrix] = field(default_factory=dict, hash=False)
     """The parameters that are more than one matrix, or have several axes as columns; `init_state` and `make_step` fill
     it in from the model."""
+    widths: Mapping[str, Width] = field(default_factory=dict, hash=False)
+    """With mup, how much wider each parameter is than at the base width (`model.parametrization.widths`)."""
 
     def settings(self, total_steps: int) -> dict[str, float]:
         """lr, weight_decay, warmup_steps, total_steps, decay_steps and grad_clip of a run.
@@ -145,7 +148,11 @@ class NamedOptimizer:
         """Clipping, then the optimizer at this step's rate. Parameters and their moments keep their dtype."""
         rate = self.rate(settings, step)
         decay = jnp.asarray(settings["weight_decay"], jnp.float32)
-        return optax.chain(clip(settings["grad_clip"]), _optimizer(self.config, rate, decay, self.matrices))
+        if not self.widths:
+            return optax.chain(clip(settings["grad_clip"]), _optimizer(self.config, rate, decay, self.matrices))
+        inner = _optimizer(self.config, rate, jnp.zeros_like(decay), self.matrices)
+        of_widths = by_width(self.config.optimizer, self.widths, self.matrices, rate * decay)
+        return optax.chain(clip(settings["grad_clip"]), inner, of_widths)
 
     def rate(self, settings: Settings, step: ArrayLike) -> jax.Array:
         """float32[]: the learning rate of a step counted from 0."""
@@ -284,6 +291,32 @@ def _optimizer(
             return _muon(config, rate, decay, matrices)
 
 
+def by_width(
+    kind: str, widths: Mapping[str, Width], matrices: Mapping[str, Matrix], decay: jax.Array
+) -> optax.GradientTransformation:
+    """What makes the updates of an optimizer those of mup: each parameter's learning rate is multiplied by a factor for
+    its width.
+
+    Weight decay follows and has none: a step takes the same share `decay`, float32[], of a weight at every width.
+    """
+
+    def rate(path: Any, param: jax.Array) -> float:
+        width = widths[_name(path)]
+        if kind == "sgd":
+            return width.sgd_rate
+        is_muon = kind == "muon" and _muon_part(matrices, path, param) == "muon"
+        return width.muon_rate if is_muon else width.adam_rate
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        def scaled(path: Any, change: jax.Array, param: jax.Array) -> jax.Array:
+            change = change * rate(path, param)
+            return (change - decay * param if _is_weight(path, param) else change).astype(param.dtype)
+
+        return jax.tree_util.tree_map_with_path(scaled, updates, params), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
 def _adafactor(rate: jax.Array, decay: jax.Array) -> optax.GradientTransformation:
     """Adafactor (Shazeer & Stern 2018, arXiv 1804.04235), factored second moments and no first, as T5 was trained
     (Raffel et al. 2020, arXiv 1910.10683): beta2 = 1 - t^-0.8, updates of a parameter cut to a root mean square of 1.
@@ -309,12 +342,6 @@ def _muon(
     Updates are scaled to AdamW's root mean square (Liu et al. 2025, arXiv 2502.16982): both parts share rate and decay.
     """
 
-    def part(path: Any, param: jax.Array) -> str:
-        name = _name(path)
-        view = matrices.get(name, Matrix())
-        is_matrix = param.ndim == view.stacked + 1 + view.columns
-        return "muon" if is_matrix and _is_weight(path, param) and not NO_MATRIX.search(name) else "adamw"
-
     def dimensions(params: Any) -> Any:
         return {name: _muon_dimensions(param, matrices.get(name, Matrix())) for name, param in params.items()}
 
@@ -327,8 +354,16 @@ def _muon(
         muon_weight_dimension_numbers=dimensions,
     )
     rest = optax.adamw(rate, config.beta1, _or(config.beta2, 0.95), weight_decay=decay, mask=decayed)
-    labels = partial(jax.tree_util.tree_map_with_path, part)
+    labels = partial(jax.tree_util.tree_map_with_path, partial(_muon_part, matrices))
     return optax.partition({"muon": of_matrices, "adamw": rest}, labels)
+
+
+def _muon_part(matrices: Mapping[str, Matrix], path: Any, param: jax.Array) -> str:
+    """The optimizer that a parameter has: "muon" or "adamw"."""
+    name = _name(path)
+    view = matrices.get(name, Matrix())
+    is_matrix = param.ndim == view.stacked + 1 + view.columns
+    return "muon" if is_matrix and _is_weight(path, param) and not NO_MATRIX.search(name) else "adamw"
 
 
 def _muon_dimensions(param: Any, view: Matrix) -> Any:

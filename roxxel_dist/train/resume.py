@@ -149,8 +149,8 @@ class _Run:
             if old and now[name] and old != now[name]:
                 raise ValueError(
                     f"the run in {self.folder} is finished, and was made with another {name} ({old}, now {now[name]}), "
-                    f"so nothing would be done with it: put it back; or go on with more steps in its phases and "
-                    f"amend=True, or a larger max_steps; or begin a new run"
+                    f"which would change nothing: put it back. To continue, give its phases more steps and "
+                    f"amend=True, or a larger max_steps. Or start a new run"
                 )
 
     def fork(self, source: CheckpointRef) -> ResumePoint:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from roxxel_dist.cluster.save_requests import ANSWER, REQUEST
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
-from roxxel_dist.train.bucket_folder import ANSWERED, ASKED, AT_ONCE, CHECKPOINTS, FileState, state_of
+from roxxel_dist.train.bucket_folder import AT_ONCE, CHECKPOINTS, SAVE_ANSWERS, SAVE_REQUESTS, FileState, state_of
 from roxxel_dist.train.checkpoint.digests import files_below
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ class RunMirror:
     def start(self) -> None:
         """Begin; requests of a time before this one are nobody's."""
         if self._serves:
-            self._store.delete([info.key for prefix in (ASKED, ANSWERED) for info in self._store.list(prefix)])
+            self._store.delete(
+                [info.key for prefix in (SAVE_REQUESTS, SAVE_ANSWERS) for info in self._store.list(prefix)]
+            )
         self._thread.start()
 
     def check(self) -> None:
@@ -131,14 +133,14 @@ class RunMirror:
 
     def _take_requests(self) -> None:
         if self._serves:
-            for info in self._store.list(ASKED):
-                (self._folder / f"{REQUEST}{info.key.removeprefix(ASKED)}").touch()
+            for info in self._store.list(SAVE_REQUESTS):
+                (self._folder / f"{REQUEST}{info.key.removeprefix(SAVE_REQUESTS)}").touch()
                 self._store.delete([info.key])
 
     def _send_answers(self) -> None:
         if self._serves:
             for path in self._folder.glob(f"{ANSWER}*"):
                 if path.suffix != ".part":
-                    self._store.write(f"{ANSWERED}{path.name.removeprefix(ANSWER)}", path.read_bytes())
+                    self._store.write(f"{SAVE_ANSWERS}{path.name.removeprefix(ANSWER)}", path.read_bytes())
                     with contextlib.suppress(OSError):
                         os.unlink(path)

@@ -282,8 +282,8 @@ def _check_room(state: TrainState, hparams: Leaves, mesh: Mesh) -> None:
         model, optimizer, gradients = (f"{size / 1e9:,.1f} GB" for size in sizes)
         raise ValueError(
             f"the model does not fit: each device needs {sum(sizes) / 1e9:,.1f} GB (model {model}, optimizer "
-            f"{optimizer}, gradients {gradients}) beside activations, and {free / 1e9:,.1f} GB are free: use a smaller "
-            f"model, use_bf16, fsdp on more devices, or set {MEMORY_CHECK_ENV}=off to try all the same"
+            f"{optimizer}, gradients {gradients}) beside activations, and {free / 1e9:,.1f} GB are free. Use a smaller "
+            f"model, use_bf16, or fsdp on more devices, or set {MEMORY_CHECK_ENV}=off to skip this check"
         )
 
 
@@ -441,6 +441,13 @@ class TrainView:
 
     def __init__(self, split: ModuleSplit, state: TrainState, hparams: dict[str, jax.Array]) -> None:
         self._split, self._state, self._hparams = split, state, hparams
+
+    def __repr__(self) -> str:
+        """The step, and the number of parameters."""
+        trained = sum(leaf.size for leaf in self.params.values())
+        frozen = sum(leaf.size for leaf in self.frozen.values())
+        more = f" and {frozen:,} frozen" if frozen else ""
+        return f"<state after step {int(self.step)}: {trained:,} parameters{more}>"
 
     @property
     def step(self) -> jax.Array:

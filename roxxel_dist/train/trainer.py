@@ -1,14 +1,15 @@
 """The training loop. One step, in order, is `Trainer._train`; `train/README.md` has the files that it crosses."""
 
 import contextlib
+import difflib
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ from roxxel_dist.train.checkpoint.metadata import (
 )
 from roxxel_dist.train.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from roxxel_dist.train.compile import AotCompiler, abstract, batch_key
-from roxxel_dist.train.config import LoopOptions
+from roxxel_dist.train.config import LoopKeywords, LoopOptions
 from roxxel_dist.train.digest_chain import DigestChain, in_hex
 from roxxel_dist.train.evaluator import HELD_OUT, Validation, run_eval_fn
 from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, LogQueue, Tracker, TrackerSource
@@ -136,9 +137,9 @@ class Trainer:
         logger: TrackerSource | None = None,
         checkpointer: Checkpointer | None = None,
         bucket: BucketRun | None = None,
-        **options: Any,
+        **options: Unpack[LoopKeywords],
     ) -> None:
-        self.options: LoopOptions = LoopOptions(**options)
+        self.options: LoopOptions = loop_options(options)
         pin_for_shards(self.options.virtual_shards)
         enable_compilation_cache()
         self.mesh: Mesh = mesh or make_mesh()
@@ -149,6 +150,7 @@ class Trainer:
             check_virtual_shards(self.options.virtual_shards, self._curriculum.shapes, grad_accum_steps, self.mesh)
         self._folder, self._loss_fn, self._eval_fn = Path(save_path), loss_fn, eval_fn
         self._trackers, self._user_logger, self._bucket = trackers, logger, bucket
+        self._given_validation = validation
         self._model = model if isinstance(model, nnx.Module) else None
         self._nnx_optimizer = optimizer if isinstance(optimizer, nnx.Optimizer) else None
         self._optimizer, self._grad_accum = as_optimizer(optimizer), grad_accum_steps
@@ -264,7 +266,7 @@ class Trainer:
                 if on_disk and not self.store.has_digests(self.step):
                     self.logger.text(f"the checkpoint of step {self.step} has no digests, so it is used unverified")
                 if not self._metadata.digest:
-                    self.logger.text(f"the checkpoint of step {self.step} has no running digest: it begins anew there")
+                    self.logger.text(f"the checkpoint of step {self.step} has no running digest: a new one begins")
 
     def _set_aside(self, damage: DamagedCheckpoint) -> None:
         """Take a damaged checkpoint of the run, not of another one, out of the way of the next older whole one."""
@@ -592,6 +594,17 @@ class Trainer:
             self._memory.close(CRASH_LIMIT_S if self._failed else None)
         self._compiler.close()
         self._let_go()
+
+
+def loop_options(options: LoopKeywords) -> LoopOptions:
+    """The options of a trainer. Raises TypeError for a keyword that is none, and names the nearest one that is."""
+    names = [field.name for field in fields(LoopOptions)]
+    for name in options:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(names)}"
+            raise TypeError(f"Trainer: there is no option {name!r}: {hint}")
+    return LoopOptions(**options)
 
 
 def hold_together(run: Path) -> Callable[[], None]:

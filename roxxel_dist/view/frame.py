@@ -264,7 +264,8 @@ def _study(state: StudyState, room: int) -> list[Text]:
     rows = [["trial", "state", "step", sweep.metric, "parameters"]]
     for trial in trials[: max(0, room - len(lines) - 1)]:
         step, value = trial.reports[-1] if trial.reports else ("", None)
-        what = STATES[trial.state] + (f": {trial.stop['rule']}" if trial.stop and trial.state == "stopped" else "")
+        ruled = trial.stop is not None and trial.state in ("stopped", "paused")
+        what = STATES[trial.state] + (f": {trial.stop['rule']}" if trial.stop and ruled else "")
         what += f": {trial.reason}" if trial.state == "failed" else ""
         value = value if trial.value is None else trial.value
         rows.append([str(trial.number), what[:40], str(step), _number(value, short), _params(trial.params)])

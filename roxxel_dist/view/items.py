@@ -13,11 +13,13 @@ from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import METRICS, is_run, no_run
 from roxxel_dist.sweep.journal import JOURNAL
 from roxxel_dist.sweep.study import is_study
+from roxxel_dist.view.bucket import BucketRunReader
 from roxxel_dist.view.job import JobReader, JobState
 from roxxel_dist.view.run import RunReader, RunState
 from roxxel_dist.view.study import StudyReader, StudyState
 
 RUNS, STUDIES = Path("runs"), Path("studies")
+NOTHING = f"there is no run in {RUNS} and no study in {STUDIES}: name a run, a study, a job or a folder"
 JOBS_S = 5.0
 """Seconds between looks for new jobs."""
 
@@ -73,9 +75,31 @@ def items_of(names: Sequence[str]) -> list[Item]:
     return list({(type(item.reader), item.name): item for item in items}.values())
 
 
+def everything() -> list[Item]:
+    """The runs in `runs` and the studies in `studies`, behind them what living jobs train elsewhere.
+
+    Raises ValueError where there is nothing.
+    """
+    items = [item for folder in (RUNS, STUDIES) for item in _in_folder(folder)]
+    living = [item for job in known_jobs() if not job.is_over and job.is_here for item in _of_job(job)]
+    items = list({(type(item.reader), os.path.realpath(item.name)): item for item in [*items, *living]}.values())
+    if not items:
+        raise ValueError(NOTHING)
+    return items
+
+
+def _of_job(job: JobRecord) -> list[Item]:
+    """What a job trains, by the name that it has from here, or itself."""
+    run, here = Path(os.path.realpath(job.run_dir)), os.path.realpath(".")
+    return _in_folder(run.relative_to(here) if run.is_relative_to(here) else Path(job.run_dir)) or [
+        Item(name=job.run_id, reader=JobReader(job))
+    ]
+
+
 def _named(name: str) -> list[Item]:
     if is_url(name):
-        raise ValueError(f"{name} is in a bucket, and top reads local folders: name one, or use `report` for a bucket")
+        reader = BucketRunReader(name)
+        return [Item(name=reader.name, reader=reader)]
     if items := _in_folder(Path(name)):
         return items
     jobs = known_jobs()
@@ -85,7 +109,7 @@ def _named(name: str) -> list[Item]:
         if os.path.exists(name) or os.sep in name or not jobs:
             raise ValueError(no_run(Path(name))) from error
         raise
-    return _in_folder(Path(job.run_dir)) or [Item(name=job.run_id, reader=JobReader(job))]
+    return _of_job(job)
 
 
 def _in_folder(folder: Path) -> list[Item]:
@@ -104,15 +128,14 @@ def _newest() -> list[Item]:
     """What lives and was begun or written last; else all that there is here."""
     living = [job for job in known_jobs() if not job.is_over and job.is_here]
     if living:
-        job = living[-1]
-        return _in_folder(Path(job.run_dir)) or [Item(name=job.run_id, reader=JobReader(job))]
+        return _of_job(living[-1])
     items = [item for folder in (RUNS, STUDIES) for item in _in_folder(folder)]
     none = Jobs()
     for item in items:
         if getattr(read(item, none, brief=True), "state", "") in ("training", "searching"):
             return [item]
     if not items:
-        raise ValueError(f"there is no run in {RUNS} and no study in {STUDIES}: name a run, a study, a job or a folder")
+        raise ValueError(NOTHING)
     return items
 
 

@@ -23,6 +23,8 @@ END_BYTES = 256 << 10
 VALIDATION_SAMPLES, VALIDATION_BYTES = 100, 256 << 10
 """Rows with a validation are rare: places of a long file at which one is looked for, and bytes that are read there."""
 MAX_POINTS = 2000
+NO_CURVE = ("step", "digest")
+"""Of a row: what is no metric."""
 STATES = {"": "runs", "step": "in a step"}
 """How the activity of a rank is called, where that is not its own name."""
 
@@ -86,9 +88,8 @@ class RunState:
     row: Mapping[str, float]
     """The newest value of each metric."""
     best_val_loss: float | None = None
-    losses: Points
-    """(step, train_loss), thinned."""
-    validations: Points
+    curves: Mapping[str, Points]
+    """(step, value) of each metric, thinned."""
     phases: tuple[PhaseSpan, ...] = ()
     realised: Mapping[str, float]
     """Share of the rows of each data set that the current phase has read; empty where the plan is not on disk yet."""
@@ -104,6 +105,16 @@ class RunState:
     checkpoints: tuple[CheckpointState, ...] = ()
     updated: float = 0.0
     """When a row was written last."""
+
+    @property
+    def losses(self) -> Points:
+        """(step, train_loss)."""
+        return self.curves.get("train_loss", [])
+
+    @property
+    def validations(self) -> Points:
+        """(step, val_loss)."""
+        return self.curves.get("val_loss", [])
 
     @property
     def phase(self) -> int:
@@ -138,8 +149,7 @@ class MetricsTail:
 
     def _clear(self) -> None:
         self.row: dict[str, float] = {}
-        self.losses: Points = []
-        self.validations: Points = []
+        self.curves: dict[str, Points] = {}
 
     def read(self) -> None:
         """Take in the rows that have come."""
@@ -151,14 +161,16 @@ class MetricsTail:
                     path = self._tail.path
                     self._add(sample(path, start, "train_loss"))
                     validations = sample(path, start, "val_loss", VALIDATION_SAMPLES, VALIDATION_BYTES)
-                    self.validations = _points(validations, "val_loss")
+                    self.curves |= {name: _points(validations, name) for name in self.curves if name.startswith("val")}
+                    self.curves["val_loss"] = _points(validations, "val_loss")
         self._add(rows)
 
     def _add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         for row in rows:
             self.row |= {name: value for name, value in row.items() if isinstance(value, int | float)}
-        self.losses = _thinned(self.losses + _points(rows, "train_loss"))
-        self.validations = _thinned(self.validations + _points(rows, "val_loss"))
+        for name in dict.fromkeys(name for row in rows for name in row if name not in NO_CURVE):
+            if points := _points(rows, name):
+                self.curves[name] = _thinned(self.curves.get(name, []) + points)
 
 
 class RunReader:
@@ -176,15 +188,14 @@ class RunReader:
         """The run as it is now; `job` is its newest."""
         self._metrics.read()
         row, cursor = self._metrics.row, read_cursor(self.path)
-        held = is_held(self.path, unknown=False)
-        state = "training" if held else "finished" if cursor.get("finished") else "stopped"
+        state = "training" if self.is_trained() else "finished" if cursor.get("finished") else "stopped"
         if job is not None and job.state in ("starting", "restarting", "stopping"):
             state = job.state
         checkpoints = _checkpoints(self.path / CHECKPOINTS)
         plan, best = _plan(self.path, checkpoints)
         phases = _phases_of(plan["amendments"][-1]["shapes"]) if plan else () if brief else _planned(self.path)
         step = max(int(row.get("step", 0)), 0 if job is None or job.is_over else job.step - 1)
-        losses = [loss for _, loss in self._metrics.validations]
+        losses = [loss for _, loss in self._metrics.curves.get("val_loss", [])]
         last = phases[-1].last if phases else cursor.get("last_step")
         now = RunState(
             name=self.name,
@@ -194,8 +205,7 @@ class RunReader:
             last_step=last,
             row=dict(row),
             best_val_loss=min([*losses, *([] if best is None else [best])], default=None),
-            losses=self._metrics.losses,
-            validations=self._metrics.validations,
+            curves=dict(self._metrics.curves),
             phases=phases,
             realised={},
             ranks=() if job is None else self._rates.read(job),
@@ -203,7 +213,7 @@ class RunReader:
             restarts=job.restarts if job else (),
             spent={},
             checkpoints=checkpoints,
-            updated=_changed(self.path / METRICS),
+            updated=changed(self.path / METRICS),
         )
         if brief:
             return now
@@ -220,6 +230,10 @@ class RunReader:
             with suppress(ValueError, KeyError, TypeError, IndexError):
                 realised = _realised(json.dumps(plan), phases[now.phase].first - 1, min(step, phases[-1].last))
         return replace(now, spent=self._spent, attempts=attempts, realised=realised)
+
+    def is_trained(self) -> bool:
+        """Whether somebody trains in it now."""
+        return is_held(self.path, unknown=False)
 
 
 class RankRates:
@@ -264,7 +278,8 @@ def _thinned(points: Points) -> Points:
     return points if len(points) <= MAX_POINTS else _thinned([*points[:-1:2], points[-1]])
 
 
-def _changed(path: Path) -> float:
+def changed(path: Path) -> float:
+    """When a file was written last; 0 where it is not there."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -326,7 +341,7 @@ def _phases_of(shapes: Sequence[Mapping[str, Any]]) -> tuple[PhaseSpan, ...]:
 
 def _planned(run: Path) -> tuple[PhaseSpan, ...]:
     """The phases of the config, where all of them say their steps: of a run without a checkpoint."""
-    return _phases_in(run / CONFIG, _changed(run / CONFIG))
+    return _phases_in(run / CONFIG, changed(run / CONFIG))
 
 
 @lru_cache(maxsize=64)

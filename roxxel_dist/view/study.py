@@ -43,26 +43,31 @@ class StudyReader:
         history = self._study.history
         for event in events:
             history.apply(event)
-        trials = list(history.trials.values())
-        running = list(history.running.values())
-        held = is_held(self.path / LOCK, unknown=False)
-        longest = max((_steps(trial) for trial in trials if trial.state == "done"), default=None)
-        return StudyState(
-            study=self._study,
-            state="searching" if held else "stopped",
-            workers=len(running),
-            began=min((trial.began for trial in trials if trial.began), default=None),
-            left_s=self._left(running) if held else None,
-            steps_left=None if longest is None else sum(max(0, longest - _steps(trial)) for trial in running),
-        )
+        return state_of(self._study)
 
-    def _left(self, running: list[Trial]) -> float | None:
-        history, cap = self._study.history, self._study.sweep.run_cap
-        if history.mean_seconds is None or cap is None:
-            return None
-        mean, now = history.mean_seconds, time.time()
-        rest = sum(max(0.0, mean - (now - (trial.began or now))) for trial in running)
-        return (rest + max(0, cap - len(history.trials)) * mean) / max(1, len(running))
+
+def state_of(study: Study) -> StudyState:
+    """What is known of a study as it has been read."""
+    trials, running = list(study.history.trials.values()), list(study.history.running.values())
+    held = is_held(study.path / LOCK, unknown=False)
+    longest = max((_steps(trial) for trial in trials if trial.state == "done"), default=None)
+    return StudyState(
+        study=study,
+        state="searching" if held else "stopped",
+        workers=len(running),
+        began=min((trial.began for trial in trials if trial.began), default=None),
+        left_s=_left(study, running) if held else None,
+        steps_left=None if longest is None else sum(max(0, longest - _steps(trial)) for trial in running),
+    )
+
+
+def _left(study: Study, running: list[Trial]) -> float | None:
+    history, cap = study.history, study.sweep.run_cap
+    if history.mean_seconds is None or cap is None:
+        return None
+    mean, now = history.mean_seconds, time.time()
+    rest = sum(max(0.0, mean - (now - (trial.began or now))) for trial in running)
+    return (rest + max(0, cap - len(history.trials)) * mean) / max(1, len(running))
 
 
 def _steps(trial: Trial) -> int:

@@ -14,18 +14,19 @@ def values(state: State) -> dict[str, Any]:
     """The numbers behind a frame; what is not finite is None."""
     if isinstance(state, RunState):
         more = {"left_s": state.left_s, "goodput": state.goodput, "phase": state.phase + 1 if state.phases else None}
-        return {"kind": "run", **_plain(dataclasses.asdict(state) | more)}
+        return {"kind": "run", **plain(dataclasses.asdict(state) | more)}
     if isinstance(state, JobState):
-        return {"kind": "job", **_plain(dataclasses.asdict(state))}
+        return {"kind": "job", **plain(dataclasses.asdict(state))}
     more = {name: getattr(state, name) for name in ("state", "workers", "began", "left_s", "steps_left")}
-    return {"kind": "study", **_plain({"path": state.study.place, **as_json(state.study), **more})}
+    return {"kind": "study", **plain({"path": state.study.place, **as_json(state.study), **more})}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON has it: None for what is not finite, text for what JSON does not know."""
     if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if isinstance(value, str | int | None) else str(value)

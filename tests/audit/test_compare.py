@@ -75,7 +75,7 @@ def test_a_checkpoint_without_a_digest_begins_the_chain_anew_and_the_audit_says_
     store.close()
     Experiment(Config()).fit(run_dir=run, resume=True)
     assert (
-        "the checkpoint of step 12 has no running digest: it begins anew there" in (run / "logs/rank-0.log").read_text()
+        "the checkpoint of step 12 has no running digest: a new one begins" in (run / "logs/rank-0.log").read_text()
     )
     capsys.readouterr()
     assert main(["audit", str(run), "--steps", "13:22"]) == 0

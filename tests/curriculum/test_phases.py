@@ -90,5 +90,5 @@ def test_epochs_become_steps(corpus, epochs):
 
 
 def test_epochs_of_less_than_a_step(corpus):
-    with pytest.raises(ValueError, match="less than a step"):
+    with pytest.raises(ValueError, match="less than one step"):
         Curriculum(corpus, [Phase(epochs=0.001, batch_size=64, seq_len=65)])

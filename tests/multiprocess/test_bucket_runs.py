@@ -130,6 +130,8 @@ def test_a_run_killed_in_an_upload_goes_on_from_the_bucket_alone(work, server, l
     assert "val_loss is the same as in the log, to the last bit" in result.stdout, result.stderr
     for reads, shown in (
         (["verify", store.url, "--deep"], "step 12: whole"),
+        (["top", "--once", store.url], "step 12 of 22"),
+        (["batch", store.url, "--step", 12], "step 12 of"),
         (["report", store.url, "--out", tmp_path / "pictures"], "train_loss"),
         (["generate", f"{store.url}@12", "--max_new_tokens", 3], ""),
         (["export", store.url, "--format", "msgpack", "--out", tmp_path / "weights"], "step 12"),
@@ -175,3 +177,21 @@ def test_a_store_that_stays_away_ends_the_job_with_74(work, server, link, store,
     assert process.returncode == 74, said
     assert f"s3://{BUCKET}/" in said.splitlines()[-1]
     assert len(rows(next((tmp_path / "first").glob("s3/*/*")))) >= 5
+
+
+def test_an_address_of_something_else(server, store, work, tmp_path, monkeypatch, capsys):
+    """A data set is not taken for a run, nor is a prefix of runs fetched."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for path in (work / "data").iterdir():
+        store.upload(path, path.name)
+    assert main(["report", str(store.url)]) == 2
+    assert main(["train", "--data_path", str(store.url), "--run_dir", str(store.url)]) == 2
+    error = capsys.readouterr().err
+    assert error.count(f"{store.url} holds a data set (shard_00000.rox), and no run: name the address of a run") == 2
+    assert all(key.startswith("shard") or "." in key for key in (info.key for info in store.list()))
+    above = ObjectStore.open(server.url("above"))
+    above.write("one/config.yaml", b"dim: 32")
+    above.write("one/checkpoints/1/large", bytes(1 << 20))
+    assert main(["report", str(above.url)]) == 2
+    assert f"{above.url} is not a run: there is no {above.url}/config.yaml" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("large"))

@@ -106,7 +106,7 @@ def test_a_history_is_recalled_at_once() -> None:
         found.restore(trial, params, source.point(trial))
         found.tell(trial, loss(params))
     print(f"1,000 recalled and told in {1000 * (time.process_time() - start):.0f} ms")
-    trial, params = found.ask()  # TPE by now
+    trial, params = found.ask()
     assert trial == 1000
     assert named(params) not in {named(one) for _, one in rows}
 

@@ -125,13 +125,13 @@ def test_a_journal_of_a_later_version_is_named_and_of_the_first_read(tmp_path):
     path = tmp_path / "journal.jsonl"
     path.write_text(json.dumps({**STUDY, "time": 1.0}) + "\n")
     assert read_history(tmp_path).metric == "val_loss"
-    path.write_text(path.read_text() + json.dumps({**STUDY, "time": 2.0, "version": 2}) + "\n")
+    path.write_text(path.read_text() + json.dumps({**STUDY, "time": 2.0, "version": 3}) + "\n")
     newer = (
-        r"journal\.jsonl, line 2: journal of a newer version: it has no other keys, this version reads up to 1; update"
+        r"journal\.jsonl, line 2: journal of a newer version: it has no other keys, this version reads up to 2; update"
     )
     with pytest.raises(ValueError, match=newer):
         read_history(tmp_path)
-    events = [{**STUDY, "version": 2, "host": "h1"}, {**ask(0), "of": 7}, {"event": "pause", "trial": 0, "until": 3}]
+    events = [{**STUDY, "version": 3, "host": "h1"}, {**ask(0), "of": 7}, {"event": "pause", "trial": 0, "until": 3}]
     path.write_text("".join(json.dumps({"time": 1.0, **event}) + "\n" for event in events))
     with pytest.raises(
         ValueError, match=r"line 1: .* it has the keys study\.host, ask\.of, pause\.until, this version"

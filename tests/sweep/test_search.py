@@ -124,7 +124,7 @@ def test_errors_say_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="trial 5 was never asked for"):
         found.tell(5, 1.0)
     found.tell(trial, 1.0)
-    with pytest.raises(ValueError, match="trial 0 was told already"):
+    with pytest.raises(ValueError, match="trial 0 has a result already"):
         found.tell(trial, 1.0)
     with pytest.raises(ValueError, match="trial 0 was asked for already"):
         found.restore(0, params, found.point(0))

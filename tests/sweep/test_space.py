@@ -150,7 +150,7 @@ def test_a_formula_that_cannot_be_worked_out_makes_a_point_infeasible() -> None:
         ("min: 0.0001", "min: 1e-4", "write it with a point (1.0e-4)"),
         ("    value: 256", "    vale: 256", "line 19: parameters.dim: there is no key 'vale'"),
         ("command:", "run_cap: 0\ncommand:", "run_cap: 0 must be 1 or more"),
-        ("command:", "early_terminate: {type: median}\ncommand:", "type: hyperband"),
+        ("command:", "early_terminate: {type: median}\ncommand:", "a `type`: hyperband, asha, freeze_thaw"),
         ("command:", "early_terminate: {type: hyperband}\ncommand:", "needs `min_iter`"),
         ("command:", "early_terminate: {type: hyperband, min_itr: 3}\ncommand:", "did you mean 'min_iter'?"),
         ("  dim:\n    value: 256", "  dim: 256", "for one value write `dim: {value: 256}`"),

@@ -5,14 +5,13 @@ import re
 from dataclasses import replace
 
 import pytest
+from browser import data_of
 from made_study import SWEEP, loss, made_study
 
 from roxxel_dist.cli import main
 from roxxel_dist.config import Config
 from roxxel_dist.sweep.journal import History, Trial
 from roxxel_dist.sweep.live_view import LiveView
-from roxxel_dist.sweep.report import html
-from roxxel_dist.sweep.report.html import write_report
 from roxxel_dist.sweep.report.importance import importances
 from roxxel_dist.sweep.report.plots import draw, draw_ablations, median_curve, plot_scale
 from roxxel_dist.sweep.report.text import as_json, table, varied, write_best_config
@@ -20,6 +19,7 @@ from roxxel_dist.sweep.samplers import gp, make
 from roxxel_dist.sweep.space.distributions import distribution
 from roxxel_dist.sweep.space.sweep_file import sweep_of
 from roxxel_dist.sweep.study import Study, flat, read_study
+from roxxel_dist.view.web.report import write_study
 
 NAMES = ["dim", "use_moe", "optimizer", "lr"]
 
@@ -85,7 +85,7 @@ def report(study, tmp_path_factory):
     """(the page, what could not be drawn, the labels of the pictures' legends)."""
     with pytest.MonkeyPatch.context() as patch:
         labels = noted_labels(patch)
-        page, missing = write_report(study, tmp_path_factory.mktemp("drawn") / "report")
+        page, missing = write_study(study, tmp_path_factory.mktemp("drawn") / "report", print)
     return page, missing, labels
 
 
@@ -112,17 +112,21 @@ def test_pictures_and_a_page_that_needs_no_other_file(report):
         "by_optimizer.png", "memory.png",
     }  # fmt: skip
     text = page.read_text()
-    assert text.count("data:image/png;base64,") == len(pictures)
-    assert not re.search(r"(src|href)=\"(?!data:)", text)
-    assert text.count("<tr>") == 1 + 24
-    assert "&lt;no&gt; number" in text
-    assert "<no> number" not in text
+    assert not re.search(r"(src|href)=\"(?!data:|#)", text)
+    assert "<no> number" not in text  # a reason that would be markup
+    assert text.count("<script") == 2
+    (item,) = data_of(text)["items"].values()
+    trials = [part for name, part in item.items() if name.startswith("trial/")]
+    assert len(trials) == 24
+    assert sum(trial["why"] == "<no> number" for trial in trials) == 2
+    assert sum(item["importance"].values()) == pytest.approx(1)
 
 
 def test_the_best_trial_is_marked(study, report):
     page, _, labels = report
     assert labels.count(f"best: trial {study.done[0].number}") == 2  # best so far, and all trials over all parameters
-    assert page.read_text().count("★ best") == 1
+    (item,) = data_of(page.read_text())["items"].values()
+    assert (item["head"]["best_trial"], item["head"]["best"]) == (study.done[0].number, study.done[0].value)
 
 
 def test_dense_against_experts_only_where_there_are_both(report, tmp_path, monkeypatch):
@@ -138,8 +142,9 @@ def test_dense_against_experts_only_where_there_are_both(report, tmp_path, monke
 
 def test_a_study_in_which_nothing_ended_yet(tmp_path):
     study = read_study(made_study(tmp_path, 1))
-    page, _ = write_report(study, tmp_path / "report")
-    assert "1 running" in page.read_text()
+    page, _ = write_study(study, tmp_path / "report", print)
+    (item,) = data_of(page.read_text())["items"].values()
+    assert item["head"]["counts"]["running"] == 1
     assert "1 running" in table(study)
     with pytest.raises(ValueError, match=r"no trial of .* has given a val_loss yet"):
         write_best_config(study, tmp_path / "best.yaml")
@@ -168,7 +173,7 @@ def test_a_program_of_ones_own_has_no_config(tmp_path):
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(html, "LARGE", 3)
+    monkeypatch.setattr("roxxel_dist.view.web.report.LARGE", 3)
     path = made_study(tmp_path, 4)
     best = read_study(path).done[0]
     out, config = tmp_path / "out", tmp_path / "best.yaml"
@@ -200,7 +205,7 @@ def test_a_parameter_that_no_ended_trial_has_is_not_drawn(tmp_path):
     sweep = sweep_of({"parameters": {"moe": {"values": [True, False]}, "experts": {"min": 2, "max": 8}}})
     some = {"state": "done", "params": {"moe": False}}, {"state": "failed", "params": {"moe": True, "experts": 4}}
     trials = {number: Trial(number=number, value=1.0 if number else None, **some[number == 0]) for number in range(3)}
-    pictures = draw(Study(path=tmp_path, sweep=sweep, history=History(trials=trials)), tmp_path)
+    pictures = draw(Study(path=tmp_path, sweep=sweep, history=History(trials=trials)), tmp_path, {})
     assert [picture.name for picture in pictures] == ["best_so_far.png", "parallel.png", "slices.png"]
 
 

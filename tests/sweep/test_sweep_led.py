@@ -55,7 +55,7 @@ def search(desk, server, *words):
 def test_a_login_and_a_project_let_the_server_lead_and_the_study_goes_on_with_it(desk, server):
     words = ("--sweep_config", "sweep.yaml", "--wandb_project", "mine", "--study", "study")
     first = search(desk, server, *words, "--count", 1)
-    assert "W&B knows you" in first.stderr
+    assert "W&B login found" in first.stderr
     (sweep,) = server.sweeps.values()
     assert sweep.project == "mine"
     again = search(desk, server, "--study", "study", "--wandb_project", "mine", "--count", 2)

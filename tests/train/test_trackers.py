@@ -126,6 +126,8 @@ def test_a_row_for_people():
     del row["vram_gb"]
     assert format_row(row | {"ram_gb": 1.234}, 4200) == f"{losses} | RAM: 1.23GB | 279 ms/step | 7,395 tokens/s"
     assert format_row({"step": 7, "train_loss": 2.5}, 100) == "Step   7/100 | Train: 2.5000"
+    own = {"step": 7, "train_loss": 2.5, "grad_norm": 1.0, "loss/code": 2.0, "accuracy": 0.25}
+    assert format_row(own, 100) == "Step   7/100 | Train: 2.5000 | accuracy: 0.2500"
 
 
 def test_a_row_of_other_metrics_shows_them_all():
@@ -142,7 +144,7 @@ def test_lines_in_a_file_have_the_time(tmp_path):
     assert [line.split(" | ", 1)[1] for line in lines] == [
         "two",
         "lines",
-        "Step  1/20 | Train: 1.0000",
+        "Step  1/20 | Train: 1.0000 | accuracy: 0.5000",
         "Traceback",
     ]
     assert all(line[2] == line[5] == ":" for line in lines)

@@ -16,6 +16,7 @@ import pytest
 from commands import command, environment, wait_for
 from job_desk import LIMIT_S
 from made_study import made_study
+from ranks import RANK
 from runs import rows, train
 
 import roxxel_dist
@@ -168,21 +169,6 @@ def test_read_run(run):
         assert data.metrics.to_pandas()["train_loss"].iloc[-1] == logged[-1]["train_loss"]
     with pytest.raises(ValueError, match="did you mean"):
         roxxel_dist.read_run(run.with_name("onee"))
-
-
-RANK = """
-import os, sys, time
-from roxxel_dist.cluster.progress import Progress
-rank = int(os.environ["ROXXEL_PROCESS_ID"])
-progress = Progress.from_env(rank)
-first = os.environ["ROXXEL_ATTEMPT"] == "0"
-for step in range(1, 100000):
-    progress.enter(step)
-    time.sleep(0.05)
-    progress.finish(step)
-    if first and rank == 1 and os.path.exists("die"):
-        os.kill(os.getpid(), 9)
-"""
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")

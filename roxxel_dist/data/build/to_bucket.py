@@ -12,10 +12,10 @@ from pathlib import Path
 
 import xxhash
 
+from roxxel_dist.cluster.durable import cache_folder
 from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import ENDING
-from roxxel_dist.data.remote.cache import default_folder
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.index import INDEX
 from roxxel_dist.data.remote.publish import copy_data
@@ -52,7 +52,7 @@ class BucketOut:
     def open(cls, url: str | os.PathLike[str], config: RemoteConfig) -> "BucketOut":
         """The place of a build. Raises StoreError where the bucket cannot be used."""
         store = ObjectStore.open(url, timeout_s=config.store_timeout)
-        cache = Path(config.cache_dir).expanduser().absolute() if config.cache_dir else default_folder()
+        cache = Path(config.cache_dir).expanduser().absolute() if config.cache_dir else cache_folder()
         folder = cache / BUILDS / xxhash.xxh3_64_hexdigest(str(store.url).encode())
         there = [info.key for info in store.list()]
         shards = tuple(key for key in there if key.endswith(ENDING))

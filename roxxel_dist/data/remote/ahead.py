@@ -46,7 +46,7 @@ class Windows(NamedTuple):
 class FetchAhead:
     """A thread that has fetched what the steps from `first` on read, as far ahead as the cache allows.
 
-    It ends with this object. What fails is not told: the step that reads it tries it again, and raises.
+    It ends with this object. What fails is not reported: the step that reads it tries again, and raises.
 
     Args:
         windows: what the steps [first, stop) read.

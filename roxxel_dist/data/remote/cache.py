@@ -105,7 +105,10 @@ class BlockCache:
         self.capacity: int = capacity
         self.folder: Path = folder / f"blocks-{_boot()}"
         with self.disk_errors():
-            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except FileNotFoundError as error:  # of a file system in which nobody makes folders, such as /proc
+                raise self._unusable(error) from error
             users = os.open(self.folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             weakref.finalize(self, os.close, users)
             fcntl.flock(users, fcntl.LOCK_SH)  # as long as this object lives, which is no longer than the process
@@ -247,15 +250,13 @@ class BlockCache:
                 ) from error
             if error.errno == errno.ENOENT:
                 raise CacheError(f"{where}: the cache was deleted while it was in use; start again") from error
-            raise CacheError(
-                f"{where} cannot be used ({error.strerror}): name a folder that can be written on a local disk"
-            ) from error
+            raise self._unusable(error) from error
 
-
-def default_folder() -> Path:
-    """Where blocks are kept if nothing is said: in the user's folder of caches."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "roxxel-dist"
+    def _unusable(self, error: OSError) -> CacheError:
+        return CacheError(
+            f"cache_dir {self.user_folder} cannot be used ({error.strerror}): name a folder that can be written on a "
+            f"local disk"
+        )
 
 
 def _free(folder: Path) -> int:

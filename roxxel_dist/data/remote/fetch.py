@@ -9,15 +9,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import xxhash
 
 from roxxel_dist.data.format import checksum
 from roxxel_dist.data.reader import view_memory
 from roxxel_dist.data.remote.cache import BlockCache, CacheError
-from roxxel_dist.data.remote.index import TABLE_NUMBERS
+from roxxel_dist.data.remote.index import TABLE_NUMBERS, digests
 from roxxel_dist.data.remote.shard import RemoteShard
 from roxxel_dist.data.shard import DamagedData
 from roxxel_dist.objects.errors import StoreNotFoundError, StorePreconditionError
@@ -68,12 +67,17 @@ def _end(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
 
 
 class Fetcher:
-    """Fetches the cells of the shards of one data set. May be used by several threads."""
+    """Fetches the cells of the shards of one data set. May be used by several threads.
+
+    Attributes:
+        waits: how often a reader has waited for cells that were not in the cache.
+    """
 
     def __init__(self, store: ObjectStore, cache: BlockCache) -> None:
         self.store: ObjectStore = store
         self.cache: BlockCache = cache
         self.shards: Sequence[RemoteShard] = ()
+        self.waits: int = 0
         self._lock = threading.Lock()
         self._pending: dict[int, list[_Run]] = {}
         self._urgent, self._ahead = _Pool("roxxel-fetch"), _Pool("roxxel-fetch-ahead")
@@ -112,6 +116,7 @@ class Fetcher:
             if not len(missing):
                 return evictions
             if urgent:
+                self.waits += 1
                 self._check_capacity(numbers, counts)
             damage: DamagedData | None = None
             for run in [self._begin(*run, urgent=urgent) for run in self._runs(missing)]:
@@ -231,24 +236,24 @@ class Fetcher:
         """(The bytes of some cells, those that do not agree with their digests); what differs is read once more."""
         low, high = shard.cells.span(first, stop)
         is_table = first >= shard.cells.blocks
-        digests = self._table_digests(shard, first, stop) if is_table else self._checksums(shard, first, stop)
+        expected = self._table_digests(shard, first, stop) if is_table else self._checksums(shard, first, stop)
         data, damaged = b"", list[int]()
         for _ in range(2):
             try:
                 data = self.store.read_range(shard.entry.name, low, high, etag=shard.entry.etag)
             except (StorePreconditionError, StoreNotFoundError) as error:
-                gone = "is gone from" if isinstance(error, StoreNotFoundError) else "was replaced in"
+                what = "is gone from" if isinstance(error, StoreNotFoundError) else "was replaced in"
                 raise DamagedData(
-                    f"{shard.path} {gone} the bucket since its data set was opened, or its index written: put it back, "
+                    f"{shard.path} {what} the bucket since its data set was opened, or its index written: put it back, "
                     f"or write the index again (`roxxel-dist data index`) and start again"
                 ) from error
-            if digests is None:
+            if expected is None:
                 sums = first >= shard.cells.first_sum
                 whole = shard.layout.sums_checksum if sums else shard.layout.ends_checksum
                 damaged = [] if checksum(data) == whole else list(range(first, stop))
             else:
                 size = shard.cells.span(first, first + 1)[1] - low if stop - first > 1 else high - low
-                damaged = (first + np.flatnonzero(_digests(data, size) != digests)).tolist()
+                damaged = (first + np.flatnonzero(digests(data, size) != expected)).tolist()
             if not damaged:
                 break
         return data, damaged
@@ -266,10 +271,10 @@ class Fetcher:
 
     def _table_digests(self, shard: RemoteShard, first: int, stop: int) -> np.ndarray | None:
         """uint64 of some cells of a table; None where it has one digest as a whole."""
-        begin, digests = shard.cells.blocks, shard.entry.ends
+        begin, known = shard.cells.blocks, shard.entry.ends
         if first >= shard.cells.first_sum:
-            begin, digests = shard.cells.first_sum, shard.entry.sums
-        return None if digests is None else digests[first - begin : stop - begin]
+            begin, known = shard.cells.first_sum, shard.entry.sums
+        return None if known is None else known[first - begin : stop - begin]
 
     def _checksums(self, shard: RemoteShard, first: int, stop: int) -> np.ndarray:
         """uint64 of some blocks, from the table in the cache, which is fetched here where it is not there."""
@@ -286,9 +291,3 @@ class Fetcher:
                 for _, begin, end in runs:
                     self._fetch(shard, begin, end)
         raise self._too_small()
-
-
-def _digests(data: bytes, size: int) -> np.ndarray:
-    """uint64: the xxh3-64 of each `size` bytes."""
-    view: Any = memoryview(data)
-    return np.array([xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, len(data), size)], np.uint64)

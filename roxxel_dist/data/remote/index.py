@@ -69,9 +69,9 @@ def write_index(store: ObjectStore) -> str:
         ValueError: there is no shard, or one is damaged or not whole. The message names the object.
         StoreError: the store does not do it; StorePreconditionError where somebody else has written an index meanwhile.
     """
-    found = store.list()
-    before = next((info.etag for info in found if info.key == INDEX), None)
-    shards = [info for info in found if is_shard(info.key)]
+    objects = store.list()
+    before = next((info.etag for info in objects if info.key == INDEX), None)
+    shards = [info for info in objects if is_shard(info.key)]
     if not shards:
         raise ValueError(f"{store.url} has no shards (*.rox): nothing to write an index of. Check the address")
     with ThreadPoolExecutor(min(REQUESTS, len(shards), 8)) as pool:
@@ -137,10 +137,10 @@ def cut_of(ends: np.ndarray, tokens: int, share: float) -> tuple[int, int, int]:
     return target, number, int(ends[number - 1]) if number else 0
 
 
-def digests(table: bytes) -> np.ndarray:
-    """uint64: the xxh3-64 of each 64 KiB of a table."""
-    starts = range(0, len(table), TABLE_BYTES)
-    return np.array([xxhash.xxh3_64_intdigest(table[start : start + TABLE_BYTES]) for start in starts], np.uint64)
+def digests(data: bytes, size: int = TABLE_BYTES) -> np.ndarray:
+    """uint64: the xxh3-64 of each `size` bytes."""
+    view: Any = memoryview(data)
+    return np.array([xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, len(data), size)], np.uint64)
 
 
 def pack(entries: Sequence[ShardEntry]) -> bytes:

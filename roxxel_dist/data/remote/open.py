@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.durable import cache_folder, write_file
 from roxxel_dist.data.discovery import DataPath, NoShardsError
 from roxxel_dist.data.reader import reserve_memory
-from roxxel_dist.data.remote.cache import BlockCache, default_folder
+from roxxel_dist.data.remote.cache import BlockCache
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.fetch import Fetcher
 from roxxel_dist.data.remote.index import INDEX, ShardEntry, is_shard, read_ends, unpack
@@ -36,7 +36,7 @@ def open_shards(path: DataPath, config: RemoteConfig) -> list[RemoteShard]:
     if not isinstance(path, (str, os.PathLike)) or not is_url(path):
         raise ValueError(f"{path}: data in an object store is one address, not a list: name a prefix or a pattern")
     url = ObjectUrl.parse(path)
-    folder = Path(os.path.abspath(os.path.expanduser(config.cache_dir))) if config.cache_dir else default_folder()
+    folder = Path(os.path.abspath(os.path.expanduser(config.cache_dir))) if config.cache_dir else cache_folder()
     cache = BlockCache(folder, int(config.cache_gb * 1e9))
     store, entries = find_shards(url, config.store_timeout, cache)
     if not entries:
@@ -95,8 +95,8 @@ def _entries(store: ObjectStore, cache: BlockCache | None, pattern: str | None =
         with suppress(StoreNotFoundError):
             return _read_index(store, cache)
     begin = MAGIC_CHARACTERS.split(pattern)[0] if pattern else ""
-    found = [info for info in store.list() if is_shard(info.key) and info.key.startswith(begin)]
-    return read_ends(store, found)
+    shards = [info for info in store.list() if is_shard(info.key) and info.key.startswith(begin)]
+    return read_ends(store, shards)
 
 
 def _read_index(store: ObjectStore, cache: BlockCache) -> list[ShardEntry]:

@@ -26,7 +26,7 @@ def copy_data(
         source: where the files are.
         store: the destination.
         files: of the source; no index among them.
-        advance: is told of the bytes that are done.
+        advance: called with bytes that are done.
         overwrite: replace objects of the same names with another content, and remove shards that are not among `files`.
         is_late: whether a file is to come behind the others as a first shard does.
 

@@ -89,7 +89,7 @@ class RemoteEnds:
             counts = [count for target, count, _ in self._shard.entry.cuts if target == tokens]
             return np.int64(counts[0]) if counts else self.searchsorted(np.array([tokens]), side)[0]
         if side != "right":
-            raise NotImplementedError("only the documents that end at or before a token are counted")
+            raise ValueError(f"side is {side!r}: only the documents that end at or before a token are counted")
         values = np.asarray(tokens, np.int64)
         firsts = self._shard.entry.firsts
         if firsts is None:  # without an index the whole table is there

@@ -3,13 +3,12 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import xxhash
 
 from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.discovery import NoShardsError
 from roxxel_dist.data.format import HEADER_BYTES, Layout, chain_of, checksum, npy_header
 from roxxel_dist.data.remote.config import RemoteConfig
-from roxxel_dist.data.remote.index import INDEX, ShardEntry, unpack
+from roxxel_dist.data.remote.index import INDEX, ShardEntry, digests, unpack
 from roxxel_dist.data.remote.open import find_shards
 from roxxel_dist.data.remote.shard import Cells
 from roxxel_dist.data.shard import check_ends, describe_damage
@@ -78,10 +77,7 @@ def _verify(store: ObjectStore, entry: ShardEntry, layout: Layout, where: Object
     for first in range(0, cells.blocks, step):
         stop = min(first + step, cells.blocks)
         data = b"".join(_read(store, entry, *cells.span(first, stop)))
-        found = [
-            xxhash.xxh3_64_intdigest(data[at : at + layout.block_size]) for at in range(0, len(data), layout.block_size)
-        ]
-        damaged += (first + np.flatnonzero(np.array(found, np.uint64) != sums[first:stop])).tolist()
+        damaged += (first + np.flatnonzero(digests(data, layout.block_size) != sums[first:stop])).tolist()
         yield len(data)
     if damaged:
         what = describe_damage(where, layout, ends, damaged)

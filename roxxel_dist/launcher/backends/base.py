@@ -1,6 +1,7 @@
 """What a backend offers: hosts, programs on them, and a command of its own under `launch`."""
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -31,7 +32,7 @@ class RemoteProcess(Protocol):
         ...
 
 
-class Backend:
+class Backend(ABC):
     """Where the ranks run."""
 
     kind: ClassVar[str]
@@ -54,13 +55,13 @@ class Backend:
         """What is known of the variables that a host gives to its ranks, beside those of the job."""
         return {}
 
+    @abstractmethod
     def argv(self, host: str, module: str, *words: str) -> list[str]:
         """What `start` runs on this machine."""
-        raise NotImplementedError
 
+    @abstractmethod
     def start(self, host: str, module: str, *words: str) -> RemoteProcess:
         """Start `python -m MODULE WORDS` on a host, in the job's working directory; stdin, stdout, stderr are pipes."""
-        raise NotImplementedError
 
     def reach(self, host: str) -> tuple[str, ...]:
         """The words before a command of this program that run it on a host, for a person; none for this machine."""
@@ -92,7 +93,7 @@ class LaunchRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class Command(ABC):
     """The command `launch NAME`: each field is a flag, and its docstring the flag's help.
 
     The docstring of the class is what `--help` begins with.
@@ -106,35 +107,42 @@ class Command:
         """Part the words for somebody else from those for this command. Raises ValueError for a slip."""
         return {}, words
 
+    @abstractmethod
     def launch(self, request: LaunchRequest) -> int:
         """Do what was asked for, and return the exit code."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(JobOptions, Command):
-    """The flags of a command that starts ranks. A subclass adds its own, and has `backend`.
+    """The flags of a command that starts ranks. A subclass adds its own.
 
     Flags of another base class that stands behind this one are shown before these by `--help`. Fields of
     `spec.JobSpec` go to the job as they are.
     """
 
     env: tuple[str, ...] = ()
-    """K=V: a variable for every rank, for instance NCCL_DEBUG=INFO; K alone passes on the launcher's. Repeatable."""
+    """K=V: an environment variable for every rank, such as NCCL_DEBUG=INFO. K alone passes on the value of the
+    launcher. Repeatable."""
     env_from: str | None = None
-    """A file with a K=V a line, for every rank; --env wins over it."""
+    """A file with one K=V in each line, for every rank. --env overrides it."""
     run_id: str | None = None
-    """Names the run, and its folder runs/run_ID; not given, the time."""
+    """Name of the run and of its folder runs/run_ID. Default: the time."""
     detach: bool = False
-    """Return when the job has started, and print its run id; see `ps`, `logs`, `attach` and `stop`."""
+    """Run in the background: return when the job has started, and print its run id. See `ps`, `logs`, `attach` and
+    `stop`."""
     dry_run: bool = False
-    """Print what each rank would run, with secrets masked, and start nothing."""
+    """Print the command of each rank, with secrets masked. Start nothing."""
     json: bool = False
-    """With --dry-run: print it as JSON."""
+    """With --dry-run: print JSON."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class BackendOptions(Options):
+    """The flags of a command that starts the ranks from here, on the hosts of a backend that they say all of."""
+
+    @abstractmethod
     def backend(self) -> tuple[Backend, int]:
         """The backend, and how many processes there are in all. Raises ValueError for a slip."""
-        raise NotImplementedError
 
     def launch(self, request: LaunchRequest) -> int:
         """Start the ranks."""

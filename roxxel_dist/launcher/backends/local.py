@@ -48,11 +48,11 @@ class LocalOptions:
     """How many processes."""
 
     nprocs: int = 1
-    """Processes to start."""
+    """Number of processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.Options, LocalOptions):
+class Options(base.BackendOptions, LocalOptions):
     """Start a program as many processes on this machine: `launch local [options] -- CMD…`.
 
     CMD is `train …` (which stands for `roxxel-dist train …`), a Python script, or any program.

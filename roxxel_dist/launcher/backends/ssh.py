@@ -148,7 +148,7 @@ class SshOptions(HostOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(base.Options, SshOptions):
+class Options(base.BackendOptions, SshOptions):
     """Start a program on many hosts, over OpenSSH: `launch ssh --hosts a,b [options] -- CMD…`.
 
     It asks nothing: keys must work without a passphrase (or by an ssh-agent), and hosts must be in known_hosts. Each

@@ -114,7 +114,7 @@ def _control(spec: dict[str, Any], client: _Client) -> int:
     try:
         return run(job, backend, JobRecorder(job, backend, started=client.started, reach=reach))
     except ClientGoneError:
-        info("nobody waits for this job to start any more, so it does not")
+        info("the command that waited for this job has ended, so the job does not start")
         return EXIT_FAILED
 
 

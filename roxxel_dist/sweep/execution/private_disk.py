@@ -7,12 +7,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.durable import cache_folder
 from roxxel_dist.objects.errors import StoreError
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.sweep.execution.task import TrialTask
 from roxxel_dist.sweep.execution.trial import Event, config_file, run
 from roxxel_dist.sweep.wandb_bridge.server import agent_trial
-from roxxel_dist.train.bucket_folder import BucketFolder, cache_folder
+from roxxel_dist.train.bucket_folder import BucketFolder
 
 SEND_S = 4.0
 """So long the sending of a trial's log may take: less than what is left of `ray_executor.END_S` when it has saved."""

@@ -31,7 +31,7 @@ GET_S = 0.5
 """So long a value may take to come here; then signals are looked at, and it is waited for again."""
 ASK_S, LOST_S = 2.0, 30.0
 """How often the cluster is asked whether it is there, and after how long without an answer it is lost."""
-CancelReason = Literal["stop", "drain", "ended"]
+CancelReason = Literal["stop", "pause", "drain", "ended"]
 
 
 def function_name(run: Callable[[Item], Iterator[Item]]) -> str:
@@ -145,7 +145,7 @@ class Attempt:
     """When it was submitted or, from `heard` on, when it began."""
     heard: bool = False
     cancel_reason: CancelReason | None = None
-    """What was decided about it: stopped early, to be run again by the next start, or told its end already."""
+    """What was decided about it: stopped early, paused, to be run again by the next start, or told its end already."""
     end: float = math.inf
     """When its process must be gone."""
     cancelled: bool = False

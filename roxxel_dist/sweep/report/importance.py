@@ -20,7 +20,8 @@ def importances(study: Study) -> dict[str, float]:
     from threadpoolctl import threadpool_limits
 
     from roxxel_dist.sweep.samplers import gp
-    from roxxel_dist.sweep.samplers.bayes import FIT_TO, SpaceTransform, standardize, training_subset
+    from roxxel_dist.sweep.samplers.acquisition import FIT_TO, standardize, training_subset
+    from roxxel_dist.sweep.samplers.bayes import SpaceTransform
 
     free = study.sweep.space.free
     trials = [trial for trial in study.done if len(trial.point) == len(free)]

@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from roxxel_dist.config import load_yaml
 from roxxel_dist.display import figure
 from roxxel_dist.run_directory import METRICS, SUMMARY, is_run
 from roxxel_dist.sweep.journal import Trial
-from roxxel_dist.sweep.report.importance import importances
 from roxxel_dist.sweep.report.text import STATES, varied
 from roxxel_dist.sweep.space.distributions import Distribution, is_number
 from roxxel_dist.sweep.study import BASE, Study, flat, short
@@ -31,7 +30,7 @@ COMPARED = 6
 """Values of a parameter whose curves are compared at most."""
 POINTS = 60
 """Of a median curve."""
-COLOURS = {"done": "#4f86c6", "stopped": "#f2b134", "failed": "#c8423b"}
+COLOURS = {"done": "#4f86c6", "stopped": "#f2b134", "paused": "#9a9a9a", "failed": "#c8423b"}
 MAP = ("viridis", "viridis_r")
 """Of colours: where less is better, and where more is; good ones are dark."""
 STAR: dict[str, Any] = {"marker": "*", "color": "#e63946", "edgecolors": "#222222", "linewidths": 0.6}
@@ -41,8 +40,8 @@ MOE = "use_moe"
 Curve = list[tuple[float, float]]
 
 
-def draw(study: Study, folder: Path) -> list[Path]:
-    """Draw what can be drawn of a study into a folder, which is made.
+def draw(study: Study, folder: Path, weights: Mapping[str, float]) -> list[Path]:
+    """Draw what can be drawn of a study into a folder, which is made; `weights` say how much each parameter matters.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -50,7 +49,6 @@ def draw(study: Study, folder: Path) -> list[Path]:
     if not study.done:
         return []
     pictures = [_best_so_far(study, folder / "best_so_far.png")]
-    weights = importances(study)
     if names := sorted(varied(study), key=lambda name: -weights.get(name, 0.0)):
         pictures.append(_parallel(study, names[:WIDE], folder / "parallel.png"))
         pictures.append(_slices(study, names, folder / "slices.png"))
@@ -122,7 +120,7 @@ def _best_so_far(study: Study, picture: Path) -> Path:
     valued, first = [trial for trial in trials if trial.value is not None], study.done[0]
     better = np.minimum if study.sweep.sign > 0 else np.maximum
     with figure(picture, inches=(9, 5)) as axes:
-        for state in ("done", "stopped"):
+        for state in ("done", "stopped", "paused"):
             if those := [trial for trial in valued if trial.state == state]:
                 numbers, label = [trial.number for trial in those], STATES[state]
                 axes.scatter(numbers, _values(those), s=22, color=COLOURS[state], label=label, zorder=3)

@@ -11,7 +11,9 @@ from roxxel_dist.sweep.study import Study, flat, short
 
 MOST = 20
 """Trials that the table shows; the page has all."""
-STATES: dict[State, str] = {"done": "done", "stopped": "stopped early", "failed": "failed", "running": "running"}
+STATES: dict[State, str] = {
+    "done": "done", "stopped": "stopped early", "failed": "failed", "paused": "paused", "running": "running",
+}  # fmt: skip
 
 
 def counts(study: Study) -> str:

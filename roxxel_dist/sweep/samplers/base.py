@@ -123,7 +123,7 @@ class AskTell:
             raise ValueError(f"trial {trial} was never asked for")
         sampled = self._history.trials[trial]
         if sampled.ended:
-            raise ValueError(f"trial {trial} was told already")
+            raise ValueError(f"trial {trial} has a result already")
         sampled.ended = True
         if value is not None and math.isfinite(value):
             sampled.value = self._sweep.sign * float(value)

@@ -7,15 +7,20 @@ otherwise; and features, made of rows: ordered choices on one axis, other choice
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 from scipy.optimize import minimize
 from threadpoolctl import threadpool_limits
 
-from roxxel_dist.sweep.samplers.base import Point, TrialHistory
-from roxxel_dist.sweep.samplers.gp import GaussianProcess, condition, fit_hyperparameters
-from roxxel_dist.sweep.samplers.tpe import TpeSampler
+from roxxel_dist.sweep.samplers.acquisition import (
+    Acquisition,
+    fit_failures,
+    fit_values,
+    standardize,
+    training_subset,
+)
+from roxxel_dist.sweep.samplers.base import Point, SampledTrial, TrialHistory
 from roxxel_dist.sweep.space.constraints import Expression
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Sweep
 
@@ -119,53 +124,25 @@ class SpaceTransform:
         return mutants
 
 
-FIT_TO = 80
-"""Trials that the scales are fitted to: the cost grows with their cube."""
-MAX_GP_TRIALS = 300
-"""From so many ended trials on, TPE proposes: the process would take too long."""
+MOST_TRIALS = 250
+"""Trials that a process is given: the cost of a suggestion grows with their square, and with no more of them."""
+MOST_FAILURES = 60
+"""Of these, the latest that failed."""
 CANDIDATES, NEIGHBOURS = 1500, 100
 """Rows looked at anywhere, and near each of the best."""
+PROMISING = 500
+"""Of all these, the rows that are looked at more closely."""
 BEAM = 8
 ROUNDS = (0.1, 0.05, 0.02, 0.01, 0.005)
 """How far the local search reaches, round by round, as a share of each range."""
 CLIMB = {"maxiter": 15, "ftol": 1e-6}
-OUTLIER = 3.0
-"""A value further behind the median than so many times the best one is ahead of it counts as that far: a diverged loss
-says no more than that, and would make all others look alike."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Acquisition:
-    """What a trial is expected to be worth."""
-
-    value: GaussianProcess
-    failure: GaussianProcess | None = None
-    """None: no trial has failed yet, or all have."""
-    limit: float = 0.0
-    """The mean of `failure` where a trial is as likely to fail as not."""
-
-    def log_score(self, features: np.ndarray) -> np.ndarray:
-        """The log of the expected improvement times the probability of a trial that does not fail: float64[m]."""
-        score = self.value.log_expected_improvement(features)
-        return score if self.failure is None else score + self.failure.log_probability_below(features, self.limit)
-
-
-def _process(features: np.ndarray, values: np.ndarray, running: np.ndarray) -> GaussianProcess:
-    """A process given ended trials; those that run are taken to give their expected value."""
-    subset = training_subset(values, FIT_TO)
-    theta = fit_hyperparameters(features[subset], values[subset])
-    process = condition(features, values, theta)
-    if not len(running):
-        return process
-    return condition(np.r_[features, running], np.r_[values, process.predict(running)[0]], theta)
 
 
 class BayesSampler:
-    """Spread-out points first, then those of the highest expected improvement; TPE in a long search."""
+    """Spread-out points first, then those of the highest expected improvement."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep, self._transform = sweep, SpaceTransform(sweep)
-        self._tpe: TpeSampler | None = None
         self.start: int = 6 + math.ceil(math.sqrt(self._transform.width))
         """How many trials are spread out before anything is expected."""
 
@@ -175,30 +152,35 @@ class BayesSampler:
         if not transform.dims:
             yield []
             return
-        if ended >= MAX_GP_TRIALS:
-            self._tpe = self._tpe or TpeSampler(self._sweep)
-            yield from self._tpe(history, trial)
-            return
         rng = np.random.default_rng([history.seed, trial])
         if trial < self.start:
             cube = start_points(transform.dims, self.start, history.seed)
             yield transform.point(transform.from_cube(cube)[trial])
         if ended >= 2:
             with threadpool_limits(1, user_api="blas"):  # threads spin: beside busy trials they take ten times as long
-                ranked = self._ranked(history, self._acquisition(history), rng)
+                ranked = self._ranked(history, self._acquisition(history, rng), rng)
             yield from map(transform.point, ranked)
 
-    def _acquisition(self, history: TrialHistory) -> Acquisition:
+    def _acquisition(self, history: TrialHistory, rng: np.random.Generator) -> Acquisition:
+        """What is believed of values and failures; of trials that run or have failed, what the others make likely."""
         trials = [history.trials[number] for number in sorted(history.trials)]
-        ended = [trial for trial in trials if trial.ended]
-        features = self._transform.encode(self._transform.rows([trial.point for trial in ended]))
-        running = self._transform.encode(self._transform.rows([trial.point for trial in trials if not trial.ended]))
-        process = _process(features, standardize([trial.value for trial in ended]), running)
-        failed = np.array([float(trial.value is None) for trial in ended])
-        if not 0 < failed.mean() < 1:
-            return Acquisition(value=process)
-        failure = _process(features, (failed - failed.mean()) / failed.std(), running)
-        return Acquisition(value=process, failure=failure, limit=(0.5 - failed.mean()) / failed.std())
+        failed = [trial for trial in trials if trial.ended and trial.value is None][-MOST_FAILURES:]
+        running = [trial for trial in trials if not trial.ended]
+        known = [trial for trial in trials if trial.value is not None]
+        kept = training_subset(np.array([trial.value for trial in known]), MOST_TRIALS - len(failed))
+        known = [known[index] for index in kept]
+        values = standardize([trial.value for trial in known])
+        known_at, failed_at, running_at = map(self._features, (known, failed, running))
+        failed_mask = np.arange(len(known) + len(failed)) >= len(known)
+        failure = fit_failures(np.r_[known_at, failed_at], failed_mask, running_at)
+        if len(known) < 2:  # too few to learn values from: failures count as bad ones
+            known_at, values = np.r_[known_at, failed_at], np.r_[values, np.ones(len(failed))]
+            failed_at = failed_at[:0]
+        blame = failure.blame if failure is not None and len(failed_at) else np.zeros(len(failed_at))
+        return Acquisition(values=fit_values(known_at, values, failed_at, blame, running_at, rng), failure=failure)
+
+    def _features(self, trials: Sequence[SampledTrial]) -> np.ndarray:
+        return self._transform.encode(self._transform.rows([trial.point for trial in trials]))
 
     def _ranked(self, history: TrialHistory, acquisition: Acquisition, rng: np.random.Generator) -> np.ndarray:
         """Rows, the best first: many anywhere and near the best trials, then a local search."""
@@ -209,11 +191,13 @@ class BayesSampler:
         for times, reach in ((1, 0.1), (2, 0.2), (4, 0.3)):
             rows.append(transform.mutate(np.repeat(top, NEIGHBOURS, 0), rng, times, reach))
         pool = np.concatenate(rows)
+        one = replace(acquisition, values=acquisition.values[:1])
+        pool = pool[np.argsort(-one.log_score(transform.encode(pool)), kind="stable")[:PROMISING]]
         scores = acquisition.log_score(transform.encode(pool))
         beam = self._best(pool, scores)
         for reach in ROUNDS:
-            near = [transform.mutate(np.repeat(beam, 40, 0), rng, 1, reach)]
-            near.append(transform.mutate(np.repeat(beam, 20, 0), rng, 3, reach))
+            near = [transform.mutate(np.repeat(beam, 20, 0), rng, 1, reach)]
+            near.append(transform.mutate(np.repeat(beam, 10, 0), rng, 3, reach))
             fresh = np.concatenate([beam, *near])
             fresh_scores = acquisition.log_score(transform.encode(fresh))
             beam = self._best(fresh, fresh_scores)
@@ -233,7 +217,7 @@ class BayesSampler:
             def downhill(values: np.ndarray, features: np.ndarray = features) -> tuple[float, np.ndarray]:
                 here = features.copy()
                 here[columns] = values
-                score, slope = acquisition.value.slope(here)
+                score, slope = acquisition.slope(here)
                 return -score, -slope[columns]
 
             bounds = [(0.0, 1.0)] * len(smooth)
@@ -265,28 +249,3 @@ def start_points(dims: int, count: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng([seed, 7])
     ranks = np.stack([rng.permutation(count) for _ in range(dims)], 1)
     return (ranks + rng.random((count, dims))) / count
-
-
-def standardize(values: Sequence[float | None]) -> np.ndarray:
-    """Values with failures as bad as the worst, of mean 0 and deviation 1: float64[n]."""
-    known = np.array([value for value in values if value is not None])
-    if not len(known):
-        return np.zeros(len(values))
-    known = np.ldexp(known, -np.frexp(np.abs(known).max())[1])  # the square of a huge value would be endless
-    median, least = np.median(known), known.min()
-    if median > least:
-        known = np.minimum(known, median + OUTLIER * (median - least))
-    whole = np.full(len(values), known.max())
-    whole[[value is not None for value in values]] = known
-    spread = whole.std()
-    return (whole - whole.mean()) / (spread if spread > 0 else 1.0)
-
-
-def training_subset(values: np.ndarray, count: int) -> np.ndarray:
-    """The indices of at most `count` trials to fit the scales to: the best ones, and others evenly over time."""
-    if len(values) <= count:
-        return np.arange(len(values))
-    order = np.argsort(values, kind="stable")
-    best, rest = order[: count // 2], np.sort(order[count // 2 :])
-    even = rest[np.linspace(0, len(rest) - 1, count - len(best)).astype(int)]
-    return np.sort(np.r_[best, even])

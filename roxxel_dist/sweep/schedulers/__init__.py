@@ -1,1 +1,28 @@
-"""Who gets the next steps: early stopping."""
+"""Who gets the next steps: W&B's hyperband stops trials; asha and freeze_thaw pause them and let them go on."""
+
+from roxxel_dist.sweep.schedulers.base import Scheduler
+from roxxel_dist.sweep.space.sweep_file import Sweep
+
+__all__ = ["PAUSING", "Scheduler", "make_scheduler"]
+PAUSING = ("asha", "freeze_thaw")
+"""Those that pause trials: W&B's server does not know them, and a program must be able to go on."""
+
+
+def make_scheduler(sweep: Sweep, seed: int) -> Scheduler | None:
+    """The scheduler of a sweep; None where every trial runs to its end. Raises ValueError for a rule that cannot be."""
+    rule = sweep.early_terminate
+    match None if rule is None else rule["type"]:
+        case None:
+            return None
+        case "asha":
+            from roxxel_dist.sweep.schedulers.asha import Asha
+
+            return Asha(rule, sweep.sign)
+        case "freeze_thaw":
+            from roxxel_dist.sweep.schedulers.freeze_thaw import FreezeThaw  # numpy
+
+            return FreezeThaw(rule, sweep, seed)
+        case _:
+            from roxxel_dist.sweep.schedulers.hyperband import Hyperband
+
+            return Hyperband(rule, sweep.sign)

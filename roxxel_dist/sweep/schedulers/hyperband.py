@@ -10,6 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from roxxel_dist.sweep.journal import History
+from roxxel_dist.sweep.schedulers.base import Verdict, by_value
+
 ETA = 3
 MAX_BANDS = 100
 
@@ -60,11 +63,34 @@ class Hyperband:
         sign: what a value is multiplied by so that less is better.
     """
 
+    name = "hyperband"
+
     def __init__(self, rule: Mapping[str, Any], sign: float) -> None:
         self._eta, self._is_strict, self._sign = rule.get("eta", ETA), rule.get("strict"), sign
         self._values: dict[int, list[float]] = {band: [] for band in bands(rule)}
         """What all trials had at each band, sorted."""
         self._curves: dict[int, _Curve] = {}
+
+    def note(self, history: History, trial: int, step: int) -> None:
+        """Note that a trial has reported for a step."""
+        self.report(trial, history.trials[trial].reports, step)
+
+    def judge(self, history: History, trial: int) -> dict[int, Verdict]:
+        """The running trials that are to stop."""
+        running = [number for number, other in history.running.items() if other.stop is None]
+        return {number: Verdict(kind="stop", reason=why) for number, why in self.trials_to_stop(running).items()}
+
+    def choose(self, history: History, *, can_ask: bool) -> tuple[int, str] | None:
+        """A trial that was paused for a reason of others goes on before there are new ones."""
+        return next(((number, "it was paused") for number in history.paused), None)
+
+    def estimate(self, history: History) -> dict[int, float]:
+        """Nothing: a trial that runs will have a value."""
+        return {}
+
+    def rank(self, history: History) -> list[int]:
+        """The paused trials, those with the worst value first."""
+        return by_value(history)
 
     def report(self, trial: int, reports: Sequence[tuple[int, float]], step: int) -> None:
         """Note that a trial has reported for a step; `reports` are all of its own, by step."""

@@ -19,7 +19,12 @@ KEYS = (
     "apiVersion", "command", "controller", "description", "early_terminate", "entity", "kind", "method", "metric",
     "name", "parameters", "program", "project", "run_cap",
 )  # fmt: skip
-HYPERBAND = ("type", "min_iter", "max_iter", "s", "eta", "strict")
+RULES = {
+    "hyperband": ("type", "min_iter", "max_iter", "s", "eta", "strict"),
+    "asha": ("type", "min_iter", "max_iter", "s", "eta", "strict"),
+    "freeze_thaw": ("type", "max_iter"),
+}
+"""The keys of each `early_terminate.type`; hyperband is W&B's own."""
 EXTRAS = ("constraints", "derived", "resources", "when")
 Params = dict[str, Any]
 
@@ -231,10 +236,12 @@ def _parameters(specs: Mapping[str, Any], path: tuple[str, ...], locator: YamlLo
 def _early_terminate(spec: Any, locator: YamlLocator) -> Mapping[str, Any] | None:
     if spec is None:
         return None
-    if not isinstance(spec, Mapping) or spec.get("type") != "hyperband":
-        raise locator.error(["early_terminate"], "must have `type: hyperband`")
-    locator.check_keys(spec, HYPERBAND, "early_terminate")
-    if "min_iter" not in spec and not {"max_iter", "s"} <= set(spec):
+    kind = spec.get("type") if isinstance(spec, Mapping) else None
+    if not isinstance(spec, Mapping) or kind not in RULES:
+        why = "" if kind is None else f"{kind!r} is none: {nearest(kind, list(RULES))}; "
+        raise locator.error(["early_terminate"], f"{why}must have a `type`: {', '.join(RULES)}")
+    locator.check_keys(spec, RULES[kind], "early_terminate")
+    if kind != "freeze_thaw" and "min_iter" not in spec and not {"max_iter", "s"} <= set(spec):
         raise locator.error(["early_terminate"], "needs `min_iter`, or `max_iter` and `s`")
     for key in set(spec) - {"type", "strict"}:
         if not _is_amount(spec[key]) or not spec[key]:

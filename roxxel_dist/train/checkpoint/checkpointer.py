@@ -61,8 +61,8 @@ class Checkpointer:
             raise ValueError(f"{self.store.folder} has the checkpoints of a Trainer, which alone saves there")
         if step in self.store.steps():
             raise ValueError(
-                f"{self.store.folder} has a checkpoint of step {step} already: call restore() first to go on from the "
-                f"newest one ({self.store.latest_step()}), or use another folder"
+                f"{self.store.folder} has a checkpoint of step {step} already: call restore() first to continue from "
+                f"the newest one ({self.store.latest_step()}), or use another folder"
             )
         metrics = {name: float(value) for name, value in (metrics_dict or {}).items()}
         self.store.save(step, self._leaves(), {"metrics": metrics}, metrics.get("val_loss"))

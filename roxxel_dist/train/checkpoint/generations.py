@@ -99,7 +99,7 @@ class Generations:
         self._inventories = [Inventory(**json.loads(text)) for text in texts]
         damaged = dict.fromkeys(line for each in self._inventories for line in each.damaged)
         for line in damaged if is_primary() else ():
-            log(f"{line}: it is passed over")
+            log(f"{line}: it is skipped")
 
     def address_of(self, rank: int) -> tuple[str, int] | None:
         """Where a rank takes and gives copies."""
@@ -165,7 +165,7 @@ class Generations:
         if table.identity != header.table:
             raise ValueError(
                 f"the copy of step {header.step} in {self._folder} is of another model or optimizer than the run has "
-                f"now: start the job anew, and it goes on from its checkpoint"
+                f"now: start the job again, and it continues from its checkpoint"
             )
         needed = {n for n, block in enumerate(table.blocks) if self._rank in block.ranks}
         blocks: dict[int, Any] = {}

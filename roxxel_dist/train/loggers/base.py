@@ -33,7 +33,8 @@ class Tracker(Protocol):
     loop's own thread; `status(record)` for a live display, which is given the newest record alone, five times a second
     at most; `crash(text)` for a traceback, which the process prints on its standard error itself but a file would miss;
     `digest(text)` for one that keeps the running digest: that of the row which comes next; `rewind(step)` for one that
-    keeps rows: those after `step` are void; `log`, a function that the queue sets, to tell people a line.
+    keeps rows: those after `step` are void; `sample(text)` for one that keeps what the model wrote; `log`, a function
+    that the queue sets, to tell people a line.
     """
 
     def row(self, row: Mapping[str, Any]) -> None:
@@ -93,6 +94,11 @@ class LogQueue:
         shown = [worker.put("text", text) for worker in self._workers]
         if not any(shown):
             print(text, file=sys.stderr, flush=True)
+
+    def sample(self, text: str) -> None:
+        """Log what the model wrote: as lines for people, and to trackers that keep it."""
+        self.text(text)
+        self._call("sample", text)
 
     def status(self, record: Mapping[str, Any]) -> None:
         """Move the live display."""

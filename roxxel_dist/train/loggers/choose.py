@@ -9,6 +9,7 @@ from roxxel_dist.cluster.exit_codes import STATUS_ENV
 from roxxel_dist.train.loggers.base import Tracker, TrackerSource
 from roxxel_dist.train.loggers.console import ConsoleTracker, TextTracker
 from roxxel_dist.train.loggers.csv_jsonl import CsvTracker, JsonlTracker
+from roxxel_dist.train.loggers.notebook import NotebookTracker, in_notebook
 
 METRICS: tuple[Callable[[Path, int], Tracker | None], ...] = (
     lambda run, restored_step: CsvTracker(run / "training_log.csv", restored_step),
@@ -26,14 +27,15 @@ def trackers_for(
 
     Under the launcher that file is made of what a rank prints, so there every rank prints; and has its lines in the
     file too where that is its `own_log`, of a run that the launcher's host does not see. Rows after `restored_step`,
-    from which this process goes on, are dropped. A `logger` talks to the person instead.
+    from which this process goes on, are dropped. A `logger` talks to the person instead, and in a notebook a bar
+    and a curve.
     """
     launched = os.environ.get(STATUS_ENV) == "1"
     trackers: list[Tracker] = []
     if logger is not None and is_primary():
         trackers.append(logger.tracker(total_steps, restored_step))
     elif is_primary() or launched:
-        trackers.append(ConsoleTracker(total_steps))
+        trackers.append(NotebookTracker(total_steps) if in_notebook() else ConsoleTracker(total_steps))
     if not launched or own_log:
         trackers.append(TextTracker(run / "logs" / f"rank-{process_index()}.log", total_steps))
     if is_primary():

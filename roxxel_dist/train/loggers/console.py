@@ -24,6 +24,11 @@ LINE = {
 }
 """How a line shows what comes after the losses, where it is known."""
 
+USUAL = frozenset(
+    """step train_loss train_bal val_loss val_bal train_eval_loss phase tokens grad_norm update_norm lr""".split()  # noqa: SIM905
+)
+"""What every run logs, and a line leaves out or shows in another form; a name with a slash is a data set's."""
+
 
 class ConsoleTracker:
     """Prints on standard output; `total_steps` are 0 where nobody knows yet how many the run has."""
@@ -101,6 +106,8 @@ def format_row(row: Mapping[str, Any], total_steps: int) -> str:
     for name, form in LINE.items():
         if row.get(name) is not None:
             parts.append(form.format(row[name]))
+    own = (name for name in row if name not in USUAL and name not in LINE and "/" not in name)
+    parts += [_plain(name, row[name]) for name in own if row[name] is not None]
     return " | ".join(parts)
 
 

@@ -171,6 +171,6 @@ def check_statistics(statistics: Leaves) -> None:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"virtual_shards: the model changes {name!r} of {leaf.dtype} as it is called, and each shard would "
-                f"have a value of its own: change only what is in floating point, of which the mean is taken, or "
-                f"set virtual_shards to 0"
+                f"have a value of its own. Change only floating-point state, whose mean is taken, or set "
+                f"virtual_shards to 0"
             )

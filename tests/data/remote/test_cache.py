@@ -99,6 +99,10 @@ def test_a_place_that_cannot_be_written(url, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CacheError, match=r"cache_dir .*/file cannot be used \(.*\): name a folder that can be written"):
         opened(url, tmp_path / "file")
+    with pytest.raises(
+        CacheError, match=r"cache_dir /proc/cache cannot be used \(No such file .*\): name a folder that"
+    ):
+        opened(url, Path("/proc/cache"))
 
 
 def test_a_cache_of_another_boot_is_deleted_unless_it_is_used(tmp_path):

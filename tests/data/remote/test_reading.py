@@ -82,6 +82,19 @@ def test_blends_packing_amendments_and_resumes(local, url, code, code_url, cache
         assert all(same(next(stream), expected[step + number]) for number in range(5))
 
 
+def test_a_document_is_located_by_a_part_of_its_table(server, tmp_path, cache):
+    """Of a shard of many documents, 64 KiB of their ends are fetched, not all."""
+    (tmp_path / "many").mkdir()
+    documents = np.ones((60_000, 2), np.uint16)
+    Roxxel(tmp_path / "many").write(documents, separator=None, vocab_size=2)
+    url = put(server, tmp_path / "many", "many")
+    with server.link() as link, server.environment(link):
+        remote = opened(url, cache)
+        before = link.body_bytes
+        assert locate_token(remote, 90_001).document == 45_000
+        assert 0 < link.body_bytes - before < 70_000
+
+
 def test_names(server, folder, local, url, cache):
     assert opened(f"{url}/shard_00000.rox", cache).num_tokens == len(local.shards[0].tokens)
     assert opened(f"{url}/shard_0000[0-2].rox", cache).num_tokens == sum(len(s.tokens) for s in local.shards[:3])
@@ -105,8 +118,10 @@ def test_what_the_cache_has_needs_no_network(server, local, url, cache):
         remote.read(offsets, 500)
         link.down = True
         assert np.array_equal(remote.read(offsets, 500), local.read(offsets, 500))
+        waits = remote.fetcher.waits
         with pytest.raises(TimeoutError, match=r"s3://bucket/corpus/shard_0000\d.rox bytes"):
             remote.read(np.array([400_000]), 500)
+        assert remote.fetcher.waits == waits + 1
 
 
 def test_a_pass_through_a_small_cache(server, local, url, cache):
@@ -141,5 +156,6 @@ def test_what_was_fetched_ahead_needs_no_request(server, local, url, cache, docu
         count = len(link.requests)
         assert np.array_equal(remote.read(offsets, 900), local.read(offsets, 900))
         assert len(link.requests) == count
+        assert remote.fetcher.waits == 0
         remote.segments(offsets, 900)
         assert (len(link.requests) == count) == documents

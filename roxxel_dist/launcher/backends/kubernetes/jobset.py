@@ -56,7 +56,7 @@ class PodOptions:
     env: tuple[str, ...] = ()
     """K=V: a variable for every rank. K alone takes key K of the first --secret. Repeatable."""
     env_from: str | None = None
-    """A file with a K=V a line, for every rank; --env wins over it."""
+    """A file with one K=V in each line, for every rank. --env overrides it."""
     cpu: str | None = None
     """CPUs that each pod asks for, as Kubernetes writes them."""
     memory: str | None = None
@@ -74,7 +74,7 @@ class Options(JobOptions, base.Command, PodOptions):
     """Print a JobSet for Kubernetes: `launch k8s --hosts N --image IMAGE [options] -- CMD… | kubectl apply -f -`.
 
     Nothing is applied. The cluster needs JobSet (jobset.sigs.k8s.io) and, for GPUs, NVIDIA's device plugin. The image
-    needs roxxel-dist on its path.
+    must have the command `roxxel-dist` on its path.
     """
 
     example: ClassVar[str] = "--hosts 2 --image IMAGE"

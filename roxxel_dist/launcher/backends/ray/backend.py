@@ -37,7 +37,7 @@ class RayOptions:
     cpus_per_host: float = 1
     """CPUs of each node that Ray keeps for the job; processes may use more."""
     insecure: bool = False
-    """Use the cluster also without a token: whoever reaches such a one can run programs as you."""
+    """Also use a cluster without a token. Anyone who reaches such a cluster can run programs as you."""
     place_timeout: float = 60.0
     """Seconds that Ray may take to find the nodes."""
     min_hosts: int | None = None
@@ -159,8 +159,8 @@ class RayBackend(base.Backend):
                 cluster.check_head(self._head)
             except cluster.ClusterError:
                 raise NoNodeError(
-                    f"the head of the Ray cluster is gone, or stuck ({self._head} does not answer): a Ray that has "
-                    "lost its head must be started again, on all nodes"
+                    f"the head of the Ray cluster has ended or is stuck ({self._head} does not answer): "
+                    "start Ray again on all nodes"
                 ) from None
             reason = ""
             for _ in range(2):

@@ -61,7 +61,7 @@ def nodes(nodelist: str) -> list[str]:
     """The names behind `n[1-3,7]`. Raises ValueError where SLURM cannot tell."""
     names = _scontrol("show", "hostnames", nodelist)
     if names.returncode != 0:
-        raise ValueError(f"scontrol cannot tell the nodes of SLURM_JOB_NODELIST={nodelist}: {names.stderr.strip()}")
+        raise ValueError(f"scontrol cannot list the nodes of SLURM_JOB_NODELIST={nodelist}: {names.stderr.strip()}")
     return names.stdout.split()
 
 

@@ -81,7 +81,7 @@ class Options(base.Options, SlurmOptions):
 
     Outside a job it is submitted: --slurm-KEY VALUE becomes `#SBATCH --KEY=VALUE`, for instance --slurm-partition gpu
     --slurm-time 4:00:00. Inside one (salloc, or a script of your own) it runs on the nodes of that job. Before the time
-    limit all ranks save, the job is queued again, and goes on from there. docs/howto/slurm.md tells more.
+    limit all ranks save, and the job is queued again and continues. docs/howto/slurm.md tells more.
     """
 
     example: ClassVar[str] = "--nodes 2"
@@ -184,7 +184,9 @@ def _submit(options: Options, request: base.LaunchRequest) -> int:
     """Hand the job to sbatch, or print what it would be handed."""
     with request.usage_errors():
         if options.dry_run:
-            raise ValueError("--dry-run: use --print, which prints the script; inside a job --dry-run tells each rank")
+            raise ValueError(
+                "--dry-run: use --print for the script; inside a job --dry-run prints the command of each rank"
+            )
         count = (options.nodes or 1) + options.spare_hosts
         nprocs = ranks_on(count, options.procs_per_host, options.spare_hosts, options.min_hosts)
         job = request.job(options, nprocs, SlurmBackend("", [f"node {number}" for number in range(count)]))

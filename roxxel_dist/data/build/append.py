@@ -1,0 +1,139 @@
+"""More text, or more tokens, for a data set that is there: new shards behind its last one, all of them or none."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.data.atomic_dir import finish_interrupted, publish, staging
+from roxxel_dist.data.build.documents import TEXT_FILES
+from roxxel_dist.data.build.encode import PARALLEL_BYTES, encode_documents
+from roxxel_dist.data.build.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs
+from roxxel_dist.data.build.progress import Progress
+from roxxel_dist.data.build.to_bucket import BUILD_FILE
+from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, Tokenizer
+from roxxel_dist.data.build.writer import write_shards
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.discovery import NoShardsError
+from roxxel_dist.data.shard import Shard
+from roxxel_dist.data.verify import find_damage
+from roxxel_dist.objects.url import is_url
+
+SHARD_NAME = "shard_{:05d}.rox".format
+APPENDED = "appended"
+"""In build.json: the inputs of each append, in order."""
+
+
+def append(
+    paths: PathLike | Sequence[PathLike],
+    out: PathLike,
+    *,
+    text_key: str = "text",
+    include: Sequence[str] = TEXT_FILES,
+    exclude: Sequence[str] = (),
+    dtype: Any = None,
+    max_shard_bytes: int | None = None,
+    workers: int | None = None,
+    progress: bool = True,
+) -> Roxxel:
+    """Add shards to a data set that `build` has made, and return the whole of it.
+
+    The new shards have the tokenizer, the dtype and the document ending of the data set, and are compared with their
+    checksums before they appear. The shards that are there do not change. Inputs that were appended before, in the same
+    form, are not appended again.
+
+    Args:
+        paths: texts or tokens, as `build` takes them.
+        out: the folder of the data set; of one that was built with `val_fraction` its folder `train` or `val`.
+        text_key: the key or column of the text in JSON lines, Parquet and saved data sets.
+        include: patterns of the names of files to take from folders.
+        exclude: patterns of what to leave out.
+        dtype: of the tokens in headerless `.bin` files; uint16 where not given.
+        max_shard_bytes: bytes of tokens a shard; those of the build where not given.
+        workers: processes; None: one a core.
+        progress: say on stderr what is being done.
+
+    Raises:
+        ValueError: there is no data set, it was not made by `build`, the inputs do not fit it, or the folder cannot be
+            written to. Then nothing was changed.
+    """
+    log, out = Progress(progress), _folder(out)
+    sources = check_settings(paths, out, workers, 0)
+    record = _record(out)
+    tokens, corpus = find_inputs(sources, include, exclude, out, dtype, log)
+    limit = max_shard_bytes or record["settings"]["max_shard_bytes"]
+    with Roxxel(out) as dataset:
+        last = dataset.shards[-1]
+        tokenizer = dataset.tokenizer
+        if corpus is not None and tokenizer is None:
+            raise ValueError(f"{out} has no {TOKENIZER_FILE}: it was made of tokens, so append tokens, not text")
+        before, documents = dataset.num_tokens, dataset.documents
+    inputs = BuildInputs(
+        corpus=corpus, tokens=tokens, tokenizer=tokenizer, kind="none", vocab_size=None,
+        eos=True, val_fraction=0, text_key=text_key, max_shard_bytes=limit,
+    )  # fmt: skip
+    added = {name: value for name, value in json.loads(inputs.record()).items() if name != "settings"}["inputs"]
+    if added in record.get(APPENDED, []):
+        log.line(f"{out} has these very inputs already: nothing to do")
+        return Roxxel(out)
+    with staging(out, "build") as staged:  # the same lock as that of a build
+        separator = last.metadata.separator
+        options = inputs.options(tokenizer if corpus is not None else None, separator).continuing(last)
+        items = _items(inputs, tokenizer, out / TOKENIZER_FILE, workers, log)
+        if not write_shards(staged, SHARD_NAME, items, options, after=last.metadata):
+            raise ValueError("nothing to append: every document is empty")
+        shards = [Shard.open(path) for path in sorted(staged.glob("*.rox"))]
+        if damage := list(find_damage(shards, Progress(False), workers)):
+            raise ValueError(f"{damage[0]}: the disk did not store the shard correctly; nothing was changed")
+        record[APPENDED] = [*record.get(APPENDED, []), added]
+        record.pop("fingerprint", None)  # the folder is no longer what `build` alone makes of its inputs
+        write_file(staged / BUILD_FILE, json.dumps(record, indent=1, sort_keys=True).encode())
+        publish(staged, ())
+    whole = Roxxel(out)
+    new = f"{whole.num_tokens - before:,} tokens of {whole.documents - documents:,} documents"
+    log.line(f"appended {new} in {len(shards)} shard(s)")
+    return whole
+
+
+def _folder(out: PathLike) -> Path:
+    if is_url(out):
+        raise ValueError(
+            f"{out} is in an object store: append to the local folder of the data set, and send the new shards with "
+            f"`roxxel-dist copy DIR {out}`"
+        )
+    folder = Path(out)
+    if folder.is_dir():
+        finish_interrupted(folder)
+    if any(folder.glob("*.rox")):
+        return folder
+    parts = [str(folder / split) for split in SPLITS if any((folder / split).glob("*.rox"))]
+    if parts:
+        raise ValueError(f"{out} was built with a val_fraction: name the part to append to, {' or '.join(parts)}")
+    raise NoShardsError(f"{out} has no shards: make a data set there with `roxxel-dist data build` first")
+
+
+def _record(out: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        record = json.loads((out / BUILD_FILE).read_bytes())
+        if "max_shard_bytes" in record["settings"]:
+            return record
+    raise ValueError(
+        f"{out} has no {BUILD_FILE} of `data build`: append to it with Roxxel(PATH).write(TOKENS, append=True)"
+    )
+
+
+def _items(
+    inputs: BuildInputs, tokenizer: Tokenizer | None, path: Path, workers: int | None, log: Progress
+) -> Iterator[Any]:
+    """The documents of the inputs as arrays of ids."""
+    if inputs.corpus is None:
+        with log.bar("copying", inputs.size) as advance:
+            yield from inputs.arrays("", 0, advance)
+        return
+    assert tokenizer is not None
+    processes = 0 if inputs.size < PARALLEL_BYTES else workers or len(os.sched_getaffinity(0))
+    with log.bar(f"encoding with {tokenizer.vocab_size} ids", inputs.size) as advance:
+        yield from encode_documents(inputs.texts(""), tokenizer, path, processes, advance)

@@ -1,0 +1,124 @@
+"""Maximal update parametrization, mup (Yang et al., "Tensor Programs V", 2022, arXiv 2203.03466, tables 3 and 8).
+
+Every array is compared with that of the same model at its base width. From how much wider it is follow its initial
+scale and, in the optimizer, its learning rate: what a step changes in the activations is then of the same size at every
+width, and the best learning rate at the base width is the best at the others. At the base width it is the standard
+parametrization.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from roxxel_dist.model.layers import COLUMN_AXES
+from roxxel_dist.model.scan_layers import STACKED
+
+
+@dataclass(frozen=True)
+class Width:
+    """How many times wider a parameter is than at the base width; fixed sizes, as of a vocabulary, are 1."""
+
+    rows: float = 1.0
+    """By its fan-in."""
+    columns: float = 1.0
+    """By its fan-out."""
+    longer: float = 1.0
+    """By the larger of the two."""
+
+    @property
+    def initial_scale(self) -> float:
+        """Its initial standard deviation by that at base width: hidden matrices 1 / sqrt(rows), outputs 1 / rows."""
+        return self.rows ** (-0.5 if self.columns != 1 else -1.0)
+
+    @property
+    def adam_rate(self) -> float:
+        """Its learning rate by that at the base width, for updates of a fixed size a number (Adam, Lion, Adafactor)."""
+        return 1 / self.rows
+
+    @property
+    def sgd_rate(self) -> float:
+        """The same for updates that are proportional to the gradient."""
+        return self.columns / self.rows
+
+    @property
+    def muon_rate(self) -> float:
+        """The same for orthogonal updates with a fixed root mean square.
+
+        Their spectral norm grows with the square root of the longer side; that of the update must be proportional to
+        the square root of fan-out / fan-in (Yang et al., "A spectral condition for feature learning", 2023).
+        """
+        return (self.columns / self.rows / self.longer) ** 0.5
+
+
+def widths(model: nnx.Module, base: nnx.Module) -> dict[str, Width]:
+    """How much wider each parameter of a model is than that of `base`, by its name; both may be abstract.
+
+    Raises ValueError where the two models have other parameters, or a parameter has more dimensions in one.
+    """
+    wide, narrow = ({name: _sides(each) for name, each in _variables(either).items()} for either in (model, base))
+    result = {}
+    for name in sorted(wide.keys() | narrow.keys()):
+        if name not in wide or name not in narrow or wide[name][0] != narrow[name][0]:
+            problem = "has other dimensions" if name in wide and name in narrow else "is in one of the models alone"
+            raise ValueError(
+                f"parametrization is mup: at its width and at the base width, {name} {problem}. The base must have the "
+                f"same parameters, only narrower: change base_dim, or what base_widths returns"
+            )
+        (_, rows, columns), (_, base_rows, base_columns) = wide[name], narrow[name]
+        longer = max(rows, columns) / max(base_rows, base_columns)
+        result[name] = Width(rows / base_rows, columns / base_columns, longer)
+    return result
+
+
+def rescale(model: nnx.Module, base: nnx.Module) -> None:
+    """Give the parameters of a new model, whose initial scales do not depend on the width, those of mup.
+
+    Args:
+        model: changed in place.
+        base: the same model at its base width; it may be abstract.
+    """
+    factors = {name: width.initial_scale for name, width in widths(model, base).items()}
+    _multiply(model, lambda name, array: factors[name])
+
+
+def rescale_to(model: nnx.Module, base: nnx.Module) -> None:
+    """The same for a model whose initial scales depend on the width in a way of its own.
+
+    A parameter then has the standard deviation of `base`, which is not abstract, times mup's factor for the width. One
+    whose numbers are all the same, here or there, stays as it is.
+    """
+    factors, narrow = widths(model, base), _variables(base)
+
+    def factor(name: str, array: jax.Array) -> jax.Array:
+        ours, theirs = jnp.std(array), jnp.std(narrow[name].get_value())
+        return jnp.where((ours > 0) & (theirs > 0), factors[name].initial_scale * theirs / ours, 1)
+
+    _multiply(model, factor)
+
+
+def _multiply(model: nnx.Module, factor: Callable[[str, jax.Array], Any]) -> None:
+    """Multiply each parameter of a model, in place and in its own type."""
+    for name, variable in _variables(model).items():
+        array = variable.get_value()
+        variable.set_value((array * factor(name, array)).astype(array.dtype))
+
+
+def _variables(model: nnx.Module) -> dict[str, Any]:
+    """The parameters of a model by name, such as "blocks.attention.qkv.kernel"."""
+    state = nnx.state(model, nnx.Param)
+    leaves = jax.tree.leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): variable for path, variable in leaves}
+
+
+def _sides(variable: Any) -> tuple[int, int, int]:
+    """(dimensions, rows, columns) of a parameter of a layer; a vector, as a bias or a norm's scale, has one row."""
+    metadata, shape = variable.get_metadata(), variable.get_value().shape
+    columns = metadata.get(COLUMN_AXES, 1)
+    layer = shape[1:] if metadata.get(STACKED) else shape
+    rows = layer[-columns - 1] if len(layer) > columns else 1
+    return len(shape), rows, prod(layer[len(layer) - columns :])

@@ -1,0 +1,163 @@
+"""What a trial is expected to be worth: improvement times success, by what is believed of values and of failures."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.special import expit, log_ndtr
+
+from roxxel_dist.sweep.samplers.gp import GaussianProcess, condition, fit_hyperparameters, sample_hyperparameters
+
+FIT_TO = 80
+"""Trials that the scales are fitted to: the cost grows with their cube."""
+MEMBERS, MEMBERS_TIMES = 4, 400
+"""Draws of the scales that are averaged over, and their number times that of trials: many values leave little open."""
+FAILURE_NOISE = 0.1
+"""The centre of the prior of a failure's noise: some trials fail for no reason."""
+ACCIDENTS = 3.0
+"""The log odds that trials fail at a constant rate, before anything is seen: the process can say that too."""
+OUTLIER = 3.0
+"""A value further behind the median than so many times the best one is ahead of it counts as that far: a diverged loss
+says no more than that, and would make all others look alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureModel:
+    """How likely a trial is to fail: a process over the parameters, or a constant rate, by how well each predicts."""
+
+    process: GaussianProcess
+    limit: float
+    """The mean of the process where a trial is as likely to fail as not."""
+    rate: float
+    weight: float
+    """Of the process: near 0 where the parameters say nothing about which trials fail."""
+    blame: np.ndarray
+    """How likely it is of each failed trial that the process explains it, not the constant rate: float64[k]."""
+
+    def log_success(self, features: np.ndarray) -> np.ndarray:
+        """The log probability of a trial that does not fail: float64[m] for float64[m, width]."""
+        modelled = np.exp(self.process.log_probability_below(features, self.limit))
+        return np.log(self.weight * modelled + (1 - self.weight) * (1 - self.rate) + 1e-30)
+
+
+def fit_failures(features: np.ndarray, failed: np.ndarray, running: np.ndarray) -> FailureModel | None:
+    """The model of failures, or None where none or all have failed.
+
+    The weight of the process is its share of the likelihood that both models have of each trial given all others, less
+    what a constant rate is likelier by before anything is seen.
+
+    Args:
+        features: float64[n, width] of the trials that ended.
+        failed: bool[n], which of them failed.
+        running: float64[m, width] of those that run.
+    """
+    rate, count = failed.mean(), len(failed)
+    if not 0 < rate < 1:
+        return None
+    spread = failed.std()
+    values, limit = (failed - rate) / spread, (0.5 - rate) / spread
+    subset = training_subset(-values, FIT_TO)
+    theta = fit_hyperparameters(features[subset], values[subset], FAILURE_NOISE)
+    process = condition(features, values, theta)
+    mean, deviation = process.leave_one_out()
+    log_fails = log_ndtr((mean - limit) / deviation)
+    log_modelled = np.where(failed, log_fails, log_ndtr((limit - mean) / deviation)).sum()
+    others = (count * rate - failed + 0.5) / count  # the rate of all other trials, never 0 or 1
+    log_constant = np.log(np.where(failed, others, 1 - others)).sum()
+    log_odds = log_modelled - log_constant - ACCIDENTS
+    return FailureModel(
+        process=process.given(running, process.predict(running)[0]),
+        limit=limit,
+        rate=rate,
+        weight=float(expit(log_odds)),
+        blame=expit(log_odds + log_fails[failed] - np.log(rate)),
+    )
+
+
+def fit_values(
+    known: np.ndarray,
+    values: np.ndarray,
+    failed: np.ndarray,
+    blame: np.ndarray,
+    running: np.ndarray,
+    rng: np.random.Generator,
+) -> list[GaussianProcess]:
+    """What may be true of the values: a process for each of some likely scales, with fewer of them where much is known.
+
+    A trial that runs gives each process a value that it takes for possible there (Snoek, Larochelle, Adams 2012). One
+    that failed is as bad as the worst for as many of the processes as its parameters are to blame; to others it says
+    nothing, so that what failed by accident is tried again nearby.
+
+    Args:
+        known: float64[n, width] of the trials that gave a value.
+        values: float64[n] of mean 0 and deviation 1.
+        failed: float64[k, width] of those that failed.
+        blame: float64[k], from the `FailureModel`.
+        running: float64[m, width] of those that run.
+        rng: of the scales and the values that are drawn.
+    """
+    subset = training_subset(values, FIT_TO)
+    sample = known[subset], values[subset]
+    thetas = [fit_hyperparameters(*sample)]
+    if (count := min(MEMBERS, MEMBERS_TIMES // len(values))) > 1:
+        thetas = sample_hyperparameters(*sample, thetas[0], count, rng)
+    processes = []
+    for theta in thetas:
+        process = condition(known, values, theta)
+        best = process.best
+        bad = rng.random(len(failed)) < blame
+        if bad.any():
+            process = process.given(failed[bad], np.full(bad.sum(), values.max()))
+        if len(running):
+            drawn = process.draw(running, rng)
+            process, best = process.given(running, drawn), min(best, float(drawn.min()))
+        processes.append(replace(process, best=best))
+    return processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acquisition:
+    """What a trial is expected to be worth, on average over what may be true of the values."""
+
+    values: Sequence[GaussianProcess]
+    failure: FailureModel | None = None
+    """None: no trial has failed yet, or all have."""
+
+    def log_score(self, features: np.ndarray) -> np.ndarray:
+        """The log of the expected improvement times the probability of a trial that does not fail: float64[m]."""
+        score = _log_mean([process.log_expected_improvement(features) for process in self.values])
+        return score if self.failure is None else score + self.failure.log_success(features)
+
+    def slope(self, point: np.ndarray) -> tuple[float, np.ndarray]:
+        """The log of the expected improvement at one point, and its gradient: float64[width]."""
+        scores, slopes = zip(*[process.slope(point) for process in self.values], strict=True)
+        score = _log_mean(np.array(scores)[:, None])[0]
+        return float(score), np.exp(np.array(scores) - score) @ np.array(slopes) / len(scores)
+
+
+def _log_mean(scores: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+    """The log of the mean of numbers given by their logs, float64[k, m]: float64[m]."""
+    return np.logaddexp.reduce(np.array(scores), axis=0) - np.log(len(scores))
+
+
+def standardize(values: Sequence[float]) -> np.ndarray:
+    """Values of mean 0 and deviation 1, the worst of them cut off: float64[n]."""
+    known = np.array(values, dtype=float)
+    if not len(known):
+        return known
+    known = np.ldexp(known, -np.frexp(np.abs(known).max())[1])  # the square of a huge value would be endless
+    median, least = np.median(known), known.min()
+    if median > least:
+        known = np.minimum(known, median + OUTLIER * (median - least))
+    spread = known.std()
+    return (known - known.mean()) / (spread if spread > 0 else 1.0)
+
+
+def training_subset(values: np.ndarray, count: int) -> np.ndarray:
+    """The indices of at most `count` trials to fit the scales to: the best ones, and others evenly over time."""
+    if len(values) <= count:
+        return np.arange(len(values))
+    order = np.argsort(values, kind="stable")
+    best, rest = order[: count // 2], np.sort(order[count // 2 :])
+    even = rest[np.linspace(0, len(rest) - 1, count - len(best)).astype(int)]
+    return np.sort(np.r_[best, even])

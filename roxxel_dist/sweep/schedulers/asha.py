@@ -1,0 +1,92 @@
+"""ASHA (Li et al. 2020, arXiv 1810.05934): trials pause at rungs, and the best of each rung go on to the next.
+
+Rungs are numbers of reports, as hyperband's bands. A trial that reaches one pauses there, unless it is among the best
+`1/eta` of all that came so far. A worker that is free continues the best paused trial of the highest rung that has one
+among its best `1/eta`, or else a new trial. Where no new ones come any more, the best of each rung goes on in any case,
+so one trial at least reaches its end.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from typing import Any
+
+from roxxel_dist.sweep.journal import History, Trial
+from roxxel_dist.sweep.schedulers.base import Verdict, by_value, shifted
+from roxxel_dist.sweep.schedulers.hyperband import ETA, bands
+
+
+class Asha:
+    """The decisions of a study.
+
+    Args:
+        rule: `early_terminate`: `min_iter` and `eta`, or `max_iter`, `s` and `eta`, as those of hyperband; with
+            `strict` a trial counts by its value at a rung, else by its best one up to there.
+        sign: what a value is multiplied by so that less is better.
+    """
+
+    name = "asha"
+
+    def __init__(self, rule: Mapping[str, Any], sign: float) -> None:
+        self._eta, self._is_strict, self._sign = rule.get("eta", ETA), bool(rule.get("strict")), sign
+        self._rungs = sorted(set(bands(rule)))
+        self._values: list[dict[int, float]] = [{} for _ in self._rungs]
+        """What each trial had at each rung that it has reached, less being better."""
+
+    def note(self, history: History, trial: int, step: int) -> None:
+        """Note that a trial has reported."""
+        values = [self._sign * value for _, value in history.trials[trial].reports]
+        for rung, at in zip(self._rungs[: self._level(history.trials[trial])], self._values, strict=False):
+            at[trial] = values[rung - 1] if self._is_strict else min(values[:rung])
+
+    def judge(self, history: History, trial: int) -> dict[int, Verdict]:
+        """A trial that has come to a rung, and is not good enough there, pauses."""
+        reported = history.trials[trial]
+        count, level = len(reported.reports), self._level(reported)
+        is_at_rung = level > 0 and count == self._rungs[level - 1]
+        if reported.state != "running" or reported.stop or not is_at_rung or trial in self._best(level):
+            return {}
+        return {trial: Verdict(kind="pause", reason=self._place(trial, level))}
+
+    def choose(self, history: History, *, can_ask: bool) -> tuple[int, str] | None:
+        """The best paused trial of the highest rung that lets one go on."""
+        waiting: dict[int, list[int]] = {}
+        for number, trial in history.paused.items():
+            waiting.setdefault(self._level(trial), []).append(number)
+        for level in sorted(waiting, reverse=True):
+            if level == 0:  # paused for a reason of others
+                return min(waiting[0]), "it was paused before its first rung"
+            best = self._best(level, least=0 if can_ask else 1)
+            if those := [number for number in waiting[level] if number in best]:
+                number = min(those, key=lambda number: (self._values[level - 1][number], number))
+                return number, self._place(number, level)
+        return None
+
+    def estimate(self, history: History) -> dict[int, float]:
+        """Each trial is as far behind the best one as it was at its last rung."""
+        level = {trial: self._level(history.trials[trial]) for trial in self._values[0]}
+        return shifted(history, {trial: self._values[at - 1][trial] for trial, at in level.items()}, level)
+
+    def rank(self, history: History) -> list[int]:
+        """The paused trials: those of the lowest rung first, and the worst of each."""
+
+        def place(number: int) -> tuple[int, float, int]:
+            level = self._level(history.paused[number])
+            return level, -self._values[level - 1][number] if level else 0.0, -number
+
+        return sorted(by_value(history), key=place)
+
+    def _level(self, trial: Trial) -> int:
+        """How many rungs a trial has reached."""
+        return bisect_right(self._rungs, len(trial.reports))
+
+    def _best(self, level: int, least: int = 0) -> set[int]:
+        """The best `1/eta` of all trials that have reached a rung."""
+        at = self._values[level - 1]
+        count = max(least, math.floor(len(at) / self._eta))
+        return set(sorted(at, key=lambda number: (at[number], number))[:count])
+
+    def _place(self, number: int, level: int) -> str:
+        at = self._values[level - 1]
+        rank = sorted(at.values()).index(at[number]) + 1
+        return f"{rank} of {len(at)} at report {self._rungs[level - 1]}, of which the best 1/{self._eta:g} go on"

@@ -1,0 +1,100 @@
+"""What the page is sent: sections of items, read once for all who look, and only those that have changed."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from roxxel_dist.view.items import Item, Jobs, read
+from roxxel_dist.view.web.sections import Sections, item_id, message, sections
+
+REFRESH_S, LIST_S, NEW_S = 1.0, 2.0, 5.0
+"""Seconds between readings of items that are open, of a list, and looks for new items."""
+SHARE = 0.02
+"""Of a core: what reading costs at most, where it takes long."""
+LONGEST_S = 60.0
+
+
+@dataclass
+class _Reading:
+    """The last reading of some items."""
+
+    due: float = 0.0
+    items: dict[str, Sections] = field(default_factory=dict)
+
+
+class Feed:
+    """The items of a page. Threads may ask at once: one reads, and the others get what it has read.
+
+    Args:
+        find: finds the items, again every `NEW_S` seconds: a run that begins is seen. Raises ValueError where there is
+            none.
+    """
+
+    def __init__(self, find: Callable[[], Sequence[Item]]) -> None:
+        self._find = find
+        self._lock = threading.Lock()
+        self._jobs = Jobs()
+        self._items: dict[str, Item] = {}
+        self._looked = float("-inf")
+        self._readings: dict[tuple[str, ...], _Reading] = {}
+        self._look()
+
+    def read(self, wanted: tuple[str, ...] = ()) -> tuple[list[str], dict[str, Sections]]:
+        """(the ids of all items in order, the sections of those that are wanted): in full, or of all in brief."""
+        with self._lock:
+            self._look()
+            reading = self._readings.setdefault(wanted, _Reading())
+            if (now := time.monotonic()) >= reading.due:
+                before = time.thread_time()
+                reading.items = self._sections(wanted)
+                pause = max(REFRESH_S if wanted else LIST_S, (time.thread_time() - before) / SHARE)
+                reading.due = now + min(pause, LONGEST_S)
+                self._readings = {key: old for key, old in self._readings.items() if now < old.due + LONGEST_S}
+            return list(self._items), reading.items
+
+    def _sections(self, wanted: tuple[str, ...]) -> dict[str, Sections]:
+        brief, items = not wanted, dict[str, Sections]()
+        for name in wanted or self._items:
+            if item := self._items.get(name):
+                try:
+                    items[name] = sections(read(item, self._jobs, brief=brief), brief=brief)
+                except (OSError, ValueError):  # it is being taken away, or written for the first time
+                    self._looked = float("-inf")
+        return items
+
+    def _look(self) -> None:
+        """See which items there are. A reader that is there stays: it knows what it has read."""
+        if time.monotonic() < self._looked + NEW_S:
+            return
+        try:
+            found = self._find()
+        except ValueError:
+            if not self._items:
+                raise
+            found = []
+        there = {item_id(type(item.reader).__name__, item.name): item for item in found}
+        self._items = {name: self._items.get(name, item) for name, item in there.items()}
+        self._looked = time.monotonic()
+
+
+class Changes:
+    """What one who looks has not been sent yet."""
+
+    def __init__(self, feed: Feed, wanted: tuple[str, ...] = ()) -> None:
+        self._feed, self._wanted = feed, wanted
+        self._ids: list[str] = []
+        self._sent: dict[str, Sections] = {}
+
+    def next(self) -> str:
+        """The message with what has changed; empty where nothing has."""
+        ids, items = self._feed.read(self._wanted)
+        new = dict[str, Sections]()
+        for name, now in items.items():
+            before = self._sent.get(name, {})
+            if parts := {part: text for part, text in now.items() if before.get(part) != text}:
+                new[name] = parts
+        if not new and ids == self._ids:
+            return ""
+        self._ids, self._sent = ids, dict(items)
+        return message(ids, new)

@@ -1,0 +1,53 @@
+"""The page as one file that needs no other: of runs, and of a study, with pictures beside it for papers."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from roxxel_dist.report import MISSING, Run
+from roxxel_dist.sweep.report.importance import importances
+from roxxel_dist.sweep.study import Study
+from roxxel_dist.view.items import State
+from roxxel_dist.view.run import RunReader
+from roxxel_dist.view.study import state_of
+from roxxel_dist.view.web.page import write_page
+from roxxel_dist.view.web.sections import Sections, item_id, message, sections
+
+PAGE = "report.html"
+LARGE = 200
+"""Trials from which pictures take seconds, so that something is said meanwhile."""
+
+
+def write_runs(runs: Sequence[Run], folder: Path) -> Path:
+    """Write the page of some runs into a folder, which is made."""
+    names = ", ".join(run.name for run in runs)
+    return _write(folder, names, [(RunReader(run.path, run.name).read(), {}) for run in runs])
+
+
+def write_study(study: Study, folder: Path, say: Callable[[str], None]) -> tuple[Path, str]:
+    """Write the page of a study, and its pictures, into a folder: (the page, what to say where none could be drawn).
+
+    `say` hears a line where it takes long.
+    """
+    from roxxel_dist.sweep.report.plots import draw
+
+    if len(study.done) >= LARGE:
+        say(f"making the page of {len(study.done):,} trials …")
+    shares, missing = dict[str, float](), ""
+    with suppress(ImportError):  # scipy, which who reads somebody's study may not have
+        shares = importances(study)
+    try:
+        draw(study, folder, shares)
+    except ImportError:
+        missing = MISSING
+    more = {"importance": json.dumps(shares)} if shares else {}
+    return _write(folder, study.name, [(state_of(study), more)]), missing
+
+
+def _write(folder: Path, title: str, states: Sequence[tuple[State, Sections]]) -> Path:
+    items = {item_id("item", str(number)): sections(state) | more for number, (state, more) in enumerate(states)}
+    page = folder / PAGE
+    write_page(page, title, f'{{"made":{time.time():.0f},{message(list(items), items)[1:]}')
+    return page

@@ -1,0 +1,195 @@
+"""The server of the page: it shows, and has nothing that changes anything. Who has the link may look, nobody else.
+
+A request that names another host (a page of another site, whose name now leads here), that has no token or a wrong one,
+or that wants any path but the two there are, gets a line of text and learns nothing.
+"""
+
+import contextlib
+import getpass
+import hmac
+import secrets
+import socket
+import sys
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, quote, urlsplit
+
+from roxxel_dist.view.web.feed import Changes, Feed
+from roxxel_dist.view.web.page import page, policy
+
+LOOPBACK = "127.0.0.1"
+ANY = ("0.0.0.0", "::", "")
+MOST = 100
+"""Connections at once: more are refused at once, so that threads and files never run out."""
+REQUEST_S, WRITE_S = 5.0, 30.0
+"""Seconds in which a request must have come whole, and in which a browser must have taken what is sent to it."""
+LOOK_S, ALIVE_S = 0.25, 10.0
+"""Seconds between looks for changes, and after which a line is sent all the same, to notice who has left."""
+OPEN_AT_ONCE = 8
+"""Items that one stream may open."""
+NO_TOKEN = "open the whole link that `roxxel-dist top --web` printed: its token is missing or old"
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves the page of a feed until it is shut down.
+
+    Args:
+        feed: what it shows.
+        host: the address that it listens on.
+        port: 0 for a free one.
+
+    Raises:
+        ValueError: the address or the port cannot be had.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 256
+
+    def __init__(self, feed: Feed, host: str = LOOPBACK, port: int = 0) -> None:
+        self.feed: Feed = feed
+        self.token: str = secrets.token_urlsafe(24)
+        self.ended: threading.Event = threading.Event()
+        self._asking: dict[Any, float] = {}
+        self._slots = threading.BoundedSemaphore(MOST)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise ValueError(
+                f"--port {port}: {host} does not have it ({getattr(error, 'strerror', None) or error}): leave it out "
+                "for a free one"
+            ) from error
+        self.port: int = self.server_address[1]
+        own = {socket.gethostname(), socket.getfqdn()} if host not in (LOOPBACK, "::1", "localhost") else set[str]()
+        self.names: set[str] = {name.lower() for name in {"localhost", LOOPBACK, "[::1]", host, f"[{host}]", *own}}
+
+    @property
+    def link(self) -> str:
+        """What a person opens."""
+        host = self.server_address[0] if self.server_address[0] not in ANY else socket.gethostname()
+        shown = f"[{host}]" if ":" in str(host) else host
+        return f"http://{shown}:{self.port}/?token={quote(self.token)}"
+
+    @property
+    def tunnel(self) -> str:
+        """The command that brings the port to another machine."""
+        return f"ssh -N -L {self.port}:{LOOPBACK}:{self.port} {getpass.getuser()}@{socket.gethostname()}"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give a connection a thread, where one is free."""
+        if self._slots.acquire(blocking=False):
+            self._asking[request] = time.monotonic() + REQUEST_S
+            super().process_request(request, client_address)
+            return
+        with contextlib.suppress(OSError):
+            request.settimeout(0.0)
+            request.sendall(b"HTTP/1.0 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")
+        self.shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Cut off who has not asked in time: a thread is not held by what comes byte by byte."""
+        for request, due in list(self._asking.items()):
+            if time.monotonic() >= due:
+                self.has_asked(request)
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def has_asked(self, request: Any) -> None:
+        """The request of a connection has come whole."""
+        self._asking.pop(request, None)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a connection, and give its thread back."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.has_asked(request)
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that has gone is no error; anything else is one of ours."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer  # pyright: ignore[reportIncompatibleVariableOverride]
+    server_version, sys_version = "roxxel-dist", ""
+    timeout = REQUEST_S
+
+    def do_GET(self) -> None:
+        """The page, and the stream of its numbers."""
+        self.server.has_asked(self.connection)
+        url = urlsplit(self.path)
+        query = parse_qs(url.query)
+        if not self._names_this_host():
+            self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server has no such name")
+        elif not self._has_token(query.get("token", [""])[0]):
+            self._refuse(HTTPStatus.FORBIDDEN, NO_TOKEN)
+        elif url.path == "/":
+            self._answer(HTTPStatus.OK, "text/html", page("roxxel-dist").encode())
+        elif url.path == "/events":
+            self._stream(tuple(query.get("item", ())[:OPEN_AT_ONCE]))
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
+
+    def _names_this_host(self) -> bool:
+        host = self.headers.get_all("Host") or []
+        name = host[0].lower() if len(host) == 1 else ""
+        before, _, port = name.rpartition(":")
+        return (before if port.isdecimal() else name) in {*self.server.names, self.connection.getsockname()[0]}
+
+    def _has_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self.server.token.encode())
+
+    def _stream(self, wanted: tuple[str, ...]) -> None:
+        """Send what has changed, as it changes, until the browser leaves."""
+        self.connection.settimeout(WRITE_S)
+        self._head(HTTPStatus.OK, "text/event-stream")
+        changes, heard = Changes(self.server.feed, wanted), 0.0
+        with contextlib.suppress(OSError):
+            while not self.server.ended.is_set():
+                text = changes.next()
+                if text or time.monotonic() >= heard + ALIVE_S:
+                    self.wfile.write(f"data: {text}\n\n".encode() if text else b": alive\n\n")
+                    self.wfile.flush()
+                    heard = time.monotonic()
+                self.server.ended.wait(LOOK_S)
+
+    def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self._head(status, kind, len(body))
+        self.wfile.write(body)
+
+    def _refuse(self, status: HTTPStatus, text: str) -> None:
+        self._answer(status, "text/plain", f"{text}\n".encode())
+
+    def _head(self, status: HTTPStatus, kind: str, length: int | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Security-Policy", policy("'self'") + "; frame-ancestors 'none'")
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        if length is not None:
+            self.send_header("Content-Length", str(length))
+        self.end_headers()
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """An error of the protocol, or a method that is not there."""
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            self._refuse(HTTPStatus(code), HTTPStatus(code).phrase)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a log of requests would hold the token."""

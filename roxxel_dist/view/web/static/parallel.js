@@ -1,0 +1,140 @@
+"use strict";
+// Parallel coordinates: a line a trial over an axis a parameter; a band on an axis chooses trials.
+
+const PARALLEL = { height: 300, top: 46, bottom: 26, side: 60, apart: 118 };
+const MOST_NAMES = 14;
+
+/** An axis: where a value lies, from 0 at the bottom to 1, and the ticks. */
+function scaleOf(name, values) {
+  const there = values.filter((value) => value !== undefined && value !== null);
+  const names = [...new Set(there.map(String))];
+  if (!there.every(isNumber) || names.length <= 3) {
+    const sorted = there.every(isNumber) ? names.sort((a, b) => a - b) : names.sort();
+    const place = (value) => (sorted.length === 1 ? 0.5 : sorted.indexOf(String(value)) / (sorted.length - 1));
+    return { name, place: (value) => (names.includes(String(value)) ? place(value) : null), ticks: sorted.slice(0, MOST_NAMES).map((text) => [place(text), text]), text: (at) => sorted[Math.round(at * (sorted.length - 1))] ?? "" };
+  }
+  const [low, high] = [Math.min(...there), Math.max(...there)];
+  const log = low > 0 && high / low > 30;
+  const to = log ? Math.log : (value) => value, from = log ? Math.exp : (value) => value;
+  const place = (value) => (isNumber(value) ? (to(value) - to(low)) / (to(high) - to(low) || 1) : null);
+  const text = (at) => format.number(Number(from(to(low) + at * (to(high) - to(low))).toPrecision(3)));
+  return { name, place, text, ticks: [0, 0.25, 0.5, 0.75, 1].map((at) => [at, text(at)]) };
+}
+
+/** A colour between that of bad and that of good trials: 0 to 1. */
+function goodness(share) {
+  const stops = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
+  const at = Math.min(0.999, Math.max(0, share)) * (stops.length - 1), i = Math.floor(at);
+  return `rgb(${stops[i].map((from, k) => Math.round(from + (at - i) * (stops[i + 1][k] - from))).join(",")})`;
+}
+
+class Parallel {
+  /** `onchoose(numbers)`: the trials within all bands, or null where there is no band. */
+  constructor(onchoose) {
+    this.onchoose = onchoose;
+    this.bands = new Map();
+    this.canvas = h("div", { class: "scroll" });
+    this.said = h("p", { class: "note", "aria-live": "polite" });
+    this.element = h("figure", { class: "chart" }, h("figcaption", {}, h("strong", {}, "All trials over all parameters"),
+      h("button", { type: "button", class: "small", onclick: () => this.clear() }, "Clear bands")), this.canvas, this.said);
+  }
+
+  clear() {
+    this.bands.clear();
+    this.draw();
+    this.choose();
+  }
+
+  update(trials, names, metric, goal) {
+    const key = JSON.stringify([trials.map(({ number, value, params, state }) => [number, value, params, state]), names, metric]);
+    if (key === this.key) return;
+    this.key = key;
+    this.trials = trials.filter(({ value }) => isNumber(value));
+    this.best = this.trials.reduce((best, one) => (!best || (goal === "maximize" ? one.value > best.value : one.value < best.value) ? one : best), null);
+    this.scales = [...names.map((name) => scaleOf(name, this.trials.map(({ params }) => params[name]))), scaleOf(metric, this.trials.map(({ value }) => value))];
+    const order = [...this.trials].sort((a, b) => (goal === "maximize" ? a.value - b.value : b.value - a.value));
+    this.rank = new Map(order.map((one, i) => [one.number, order.length < 2 ? 1 : i / (order.length - 1)]));
+    this.order = order;
+    this.draw();
+  }
+
+  places(trial) {
+    return this.scales.map((scale, i) => scale.place(i === this.scales.length - 1 ? trial.value : trial.params[scale.name]));
+  }
+
+  chosen() {
+    if (!this.bands.size) return null;
+    return this.trials.filter((trial) => {
+      const places = this.places(trial);
+      return [...this.bands].every(([name, [low, high]]) => {
+        const at = places[this.scales.findIndex((scale) => scale.name === name)];
+        return at !== null && at >= low - 1e-9 && at <= high + 1e-9;
+      });
+    });
+  }
+
+  choose() {
+    const chosen = this.chosen();
+    const numbers = chosen && new Set(chosen.map(({ number }) => number));
+    for (const [number, line] of this.lines) line.classList.toggle("out", Boolean(numbers) && !numbers.has(number));
+    this.said.textContent = chosen ? `${chosen.length} of ${this.trials.length} trials are in all bands` : "Draw along an axis to choose trials; with the keyboard: Tab to an axis, arrow keys move a band, Shift makes it larger or smaller, Delete takes it away.";
+    this.onchoose(numbers);
+  }
+
+  draw() {
+    const { height, top, bottom, side, apart } = PARALLEL, count = this.scales.length;
+    const width = Math.max(2 * side + apart * (count - 1), Math.min(this.canvas.clientWidth || 0, 1600) - 2);
+    const x = (i) => (count === 1 ? width / 2 : side + (i * (width - 2 * side)) / (count - 1));
+    const y = (at) => top + (1 - at) * (height - top - bottom);
+    const picture = svg("svg", { class: "parallel", width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `Parallel coordinates of ${this.trials.length} trials over ${this.scales.map(({ name }) => name).join(", ")}` });
+    this.lines = new Map(this.order.map((trial) => {
+      const points = this.places(trial).map((at, i) => (at === null ? null : `${x(i).toFixed(1)},${y(at).toFixed(1)}`)).filter(Boolean);
+      const line = svg("polyline", { points: points.join(" "), class: trial === this.best ? "best" : null, "data-trial": trial.number });
+      line.style.stroke = trial === this.best ? "" : goodness(this.rank.get(trial.number));
+      line.append(svg("title", {}, `trial ${trial.number}: ${format.number(trial.value)}`));
+      picture.append(line);
+      return [trial.number, line];
+    }));
+    this.scales.forEach((scale, i) => picture.append(this.axis(scale, x(i), y)));
+    this.canvas.replaceChildren(picture);
+    this.choose();
+  }
+
+  axis(scale, x, y) {
+    const [low, high] = [y(0), y(1)];
+    const band = svg("rect", { class: "band", x: x - 9, width: 18 });
+    const place = (event) => Math.min(1, Math.max(0, (low - (event.clientY - group.ownerSVGElement.getBoundingClientRect().top)) / (low - high)));
+    const set = (range) => {
+      if (range) this.bands.set(scale.name, range);
+      else this.bands.delete(scale.name);
+      const [from, to] = range ?? [0, 0];
+      setAttributes(band, { y: y(to), height: Math.max(0, y(from) - y(to)) });
+      setAttributes(group, { "aria-valuenow": String(Math.round(50 * (from + to))), "aria-valuetext": range ? `${scale.text(from)} to ${scale.text(to)}` : "no band" });
+    };
+    const keys = (event) => {
+      const [from, to] = this.bands.get(scale.name) ?? [0, 0.25], step = 0.05;
+      const sign = { ArrowUp: 1, ArrowRight: 1, ArrowDown: -1, ArrowLeft: -1 }[event.key];
+      if (event.key === "Delete" || event.key === "Escape" || event.key === "Backspace") set(null);
+      else if (!sign) return;
+      else if (!this.bands.has(scale.name)) set([from, to]);
+      else if (event.shiftKey) set([from, Math.min(1, Math.max(from, to + sign * step))]);
+      else if (from + sign * step >= -1e-9 && to + sign * step <= 1 + 1e-9) set([from + sign * step, to + sign * step]);
+      event.preventDefault();
+      this.choose();
+    };
+    let begun = null;
+    const group = svg("g", {
+      class: "axis", tabindex: "0", role: "slider", "aria-label": `Band of ${scale.name}`, "aria-valuemin": "0", "aria-valuemax": "100", "aria-orientation": "vertical",
+      onkeydown: keys,
+      onpointerdown: (event) => { begun = place(event); group.setPointerCapture(event.pointerId); },
+      onpointermove: (event) => { if (begun !== null) { const now = place(event); set([Math.min(begun, now), Math.max(begun, now)]); this.choose(); } },
+      onpointerup: (event) => { if (begun !== null && Math.abs(place(event) - begun) < 0.015) set(null); begun = null; this.choose(); },
+    },
+    svg("rect", { class: "hit", x: x - 16, width: 32, y: high - 8, height: low - high + 16 }),
+    svg("line", { x1: x, x2: x, y1: high, y2: low }), band,
+    svg("text", { class: "name", x, y: 18, "text-anchor": "middle" }, scale.name.length > 18 ? `…${scale.name.slice(-17)}` : scale.name),
+    ...scale.ticks.map(([at, text]) => svg("text", { x: x + 8, y: y(at) + 4 }, text.length > 12 ? `${text.slice(0, 11)}…` : text)));
+    set(this.bands.get(scale.name) ?? null);
+    return group;
+  }
+}

@@ -1,0 +1,35 @@
+"""Whether the decisions of a journal are those that follow from what stands before them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from roxxel_dist.sweep.decisions import Decisions
+from roxxel_dist.sweep.journal import DECIDING, History
+from roxxel_dist.sweep.samplers import make
+from roxxel_dist.sweep.space.sweep_file import sweep_of
+
+
+def check_decisions(events: Sequence[dict[str, Any]], given: dict[str, Any], **limits: Any) -> int:
+    """Compare each decision with that of a search made anew from the lines before it; returns how many there were."""
+    sweep, history, count = sweep_of(given), History(), 0
+    due: list[dict[str, Any]] = []
+
+    def decisions() -> Decisions:
+        return Decisions(sweep, 0, history, lambda: make(sweep, seed=1), **limits)
+
+    for event in events:
+        kind = event["event"]
+        told = {name: value for name, value in event.items() if name not in ("time", "seconds")}
+        if kind in ("pause", "stop"):
+            assert told in due, f"{told} was not due"
+            due.remove(told)
+        elif kind in DECIDING:
+            assert not due, f"{due} were not written before {told}"
+        if kind in ("ask", "thaw"):
+            assert decisions().next() == told
+        count += kind in ("ask", "thaw", "pause", "stop")
+        history.apply(event)
+        if kind == "report":
+            due = decisions().pending()
+    assert not due
+    return count

@@ -1,0 +1,207 @@
+"""The reference pages: `make reference` writes into them what the program says; a test compares.
+
+`<!-- generated: NAME -->` and `<!-- end -->` enclose the generated parts of a page. NAME is `cli` (the help of every
+command), `config` (a table of every field), or the dotted name of a function or class (its signature and docstring).
+"""
+
+import ast
+import contextlib
+import dataclasses
+import inspect
+import io
+import itertools
+import os
+import pkgutil
+import re
+import textwrap
+from pathlib import Path
+
+from command_lines import PATHS
+
+from roxxel_dist.cli import main
+from roxxel_dist.cli.arguments import ConfigArgs
+from roxxel_dist.cli.help import CONFIG_SECTIONS, Flag, flags_of
+
+FOLDER = Path(__file__).parent.parent / "docs" / "reference"
+PAGES = ("cli.md", "config.md", "api.md")
+WHOLE = "train"
+"""Of the commands that take every field, the one whose help is shown whole."""
+PART = re.compile(r"^<!-- generated: (\S+) -->$.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
+SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields):$")
+WIDTH = 88
+
+
+def page(name: str) -> str:
+    """The text of a page with its parts made anew."""
+
+    def made(match: re.Match[str]) -> str:
+        part = match[1]
+        text = {"cli": commands, "config": fields}.get(part, lambda: named(part))()
+        return f"<!-- generated: {part} -->\n{text.strip()}\n<!-- end -->"
+
+    return PART.sub(made, (FOLDER / name).read_text())
+
+
+def commands() -> str:
+    """A heading and the help of every command; of a group, those of its commands."""
+    names = ["", *(" ".join(path) for path in PATHS)]
+    return "\n\n".join(f"## {name or 'roxxel-dist'}\n\n{help_of(name)}" for name in names)
+
+
+def help_of(name: str) -> str:
+    """The help of one command, without the fields of the config where another command has them in full."""
+    text, after = said(*name.split(), "--help"), ""
+    own, fields, _ = text.partition(f"\n\n{next(iter(CONFIG_SECTIONS.values()))}:\n")
+    if fields and name != WHOLE:
+        text = own
+        after = "\n\nAnd every field of the [config](config.md) as a flag."
+    return f"```text\n{text}\n```{after}"
+
+
+def said(*words: str) -> str:
+    """What the program prints, 100 columns wide."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "100"
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+            main(words)
+    finally:
+        os.environ.pop("COLUMNS")
+        os.environ.update({} if before is None else {"COLUMNS": before})
+    return out.getvalue().strip()
+
+
+def fields() -> str:
+    """A table of fields for each section."""
+    flags = [flag for flag in flags_of(ConfigArgs) if flag.name != "config"]
+    parts = []
+    for section in CONFIG_SECTIONS.values():
+        rows = [row(flag) for flag in flags if flag.section == section]
+        parts.append(f"## {section}\n\n| Field | Value | Default | |\n|---|---|---|---|\n" + "\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def row(flag: Flag) -> str:
+    default = "" if flag.default in (None, "") else f"`{str(flag.default).lower()}`"
+    value = ", ".join(f"`{word.lower()}`" for word in flag.choices) or f"{flag.metavar.replace('|', ' or ')}"
+    return f"| `{flag.name}` | {value} | {default} | {escaped(flag.doc).replace('|', '&#124;')} |"
+
+
+def escaped(text: str) -> str:
+    """For markdown: `<` is no HTML where it does not stand in code."""
+    return "".join(part if part.startswith("`") else part.replace("<", "&lt;") for part in re.split(r"(`[^`]*`)", text))
+
+
+def named(name: str) -> str:
+    """Heading, signature, docstring and members of a public function or class."""
+    thing = pkgutil.resolve_name(name)
+    title = name.removeprefix("roxxel_dist.")
+    if isinstance(thing, type):
+        return of_class(name, thing)
+    owner, _, last = name.rpartition(".")
+    is_method = owner.rpartition(".")[2][:1].isupper()
+    title = f"{owner.rpartition('.')[2]}.{last}" if is_method else last
+    return entry(name, title, "####" if is_method else "###", of(title, source_of(thing)), docs(inspect.getdoc(thing)))
+
+
+def entry(name: str, title: str, heading: str, signature: str, text: str) -> str:
+    block = f"```text\n{signature}\n```\n\n" if signature else ""
+    return f'<a id="{name}"></a>\n\n{heading} {title}\n\n{block}{text}'.rstrip()
+
+
+def of_class(name: str, kind: type) -> str:
+    """A class with its fields, methods and properties, in the order of the source."""
+    title, tree = kind.__name__, ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    is_data = dataclasses.is_dataclass(kind)
+    known = {  # a class of numpy or flax may be among its bases: its own fields alone
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in itertools.pairwise(tree.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+    own = [node for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    own = [node for node in own if not node.target.id.startswith("_")]
+    signature = ""
+    if is_data:
+        names = {field.name for field in dataclasses.fields(kind)}
+        signature = call(title, [ast.unparse(node) for node in own if node.target.id in names])
+    elif "__init__" in kind.__dict__:
+        signature = of(title, source_of(kind.__init__)).removesuffix(" -> None")
+    listed = [f"- `{ast.unparse(node)}`: {escaped(known[node.target.id])}" for node in own if node.target.id in known]
+    text = "\n\n".join(filter(None, [docs(ast.get_docstring(tree)), "\n".join(listed)]))
+    parts = [entry(name, title, "###", signature, text)]
+    methods = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}  # of overloads the last
+    for method, node in methods.items():
+        if method.startswith("_"):
+            continue
+        is_property = any(ast.unparse(decorator).endswith("property") for decorator in node.decorator_list)
+        shown = f"{title}.{method}"
+        signature = f"{shown}: {ast.unparse(node.returns)}" if is_property and node.returns else of(shown, node)
+        parts.append(entry(f"{name}.{method}", shown, "####", signature, docs(ast.get_docstring(node))))
+    return "\n\n".join(parts)
+
+
+def source_of(function: object) -> ast.FunctionDef:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]  # type: ignore[arg-type]
+    assert isinstance(tree, ast.FunctionDef)
+    return tree
+
+
+def of(title: str, tree: ast.FunctionDef) -> str:
+    """The signature as the source has it, without `self`."""
+    args, given = tree.args, [*tree.args.posonlyargs, *tree.args.args]
+    defaults = [None] * (len(given) - len(args.defaults)) + args.defaults
+    words = [argument(arg, default) for arg, default in zip(given, defaults, strict=True)]
+    if given and given[0].arg in ("self", "cls"):
+        words = words[1:]
+    if args.posonlyargs:
+        words.insert(len(args.posonlyargs) - (given[0].arg in ("self", "cls")), "/")
+    if args.vararg:
+        words.append(f"*{argument(args.vararg, None)}")
+    elif args.kwonlyargs:
+        words.append("*")
+    words += [argument(arg, default) for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    words += [f"**{argument(args.kwarg, None)}"] if args.kwarg else []
+    return call(title, words) + (f" -> {ast.unparse(tree.returns)}" if tree.returns else "")
+
+
+def argument(arg: ast.arg, default: ast.expr | None) -> str:
+    hint = f": {ast.unparse(arg.annotation)}" if arg.annotation else ""
+    equals = " = " if hint else "="
+    return arg.arg + hint + (equals + ast.unparse(default) if default else "")
+
+
+def call(title: str, words: list[str]) -> str:
+    line = f"{title}({', '.join(words)})"
+    return line if len(line) <= WIDTH else "\n".join([f"{title}(", *(f"    {word}," for word in words), ")"])
+
+
+def docs(text: str | None) -> str:
+    """A docstring as markdown: its sections are lists."""
+    blocks = []
+    for block in (text or "").split("\n\n"):
+        head, _, rest = block.partition("\n")
+        match = SECTION.match(head)
+        if not match:
+            blocks.append(escaped(block) if not block.startswith("    ") else block)
+            continue
+        items: list[str] = []
+        for line in textwrap.dedent(rest).splitlines():
+            if line.startswith(" "):
+                items[-1] += f" {line.strip()}"
+            else:
+                items.append(line)
+        if match[1] in ("Returns", "Yields"):
+            blocks.append(f"{match[1]}: {escaped(' '.join(items))}")
+            continue
+        parted = [item.partition(": ") for item in items]
+        lines = [f"- `{key}`: {escaped(text)}" if text else f"- {escaped(key)}" for key, _, text in parted]
+        blocks.append("\n".join([f"{match[1]}:", "", *lines]))
+    return "\n\n".join(blocks)
+
+
+if __name__ == "__main__":
+    for name in PAGES:
+        (FOLDER / name).write_text(page(name))

@@ -1,0 +1,78 @@
+"""What `bayes` makes of failures, of long searches and of trials that run."""
+
+import math
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import engine, searched
+
+from roxxel_dist.sweep.samplers.acquisition import fit_failures, standardize, training_subset
+
+SQUARE = {"x": {"min": 0.0, "max": 1.0}, "y": {"min": 0.0, "max": 1.0}}
+NONE = np.empty((0, 2))
+
+
+def bowl(params: Mapping[str, Any]) -> float:
+    return (params["x"] - 0.3) ** 2 + (params["y"] - 0.6) ** 2 + 0.1 * math.sin(5 * params["x"])
+
+
+LEAST = min(bowl({"x": x, "y": 0.6}) for x in np.linspace(0, 1, 2001))
+
+
+def test_failures_that_parameters_predict_are_modelled_and_accidents_are_not() -> None:
+    rng = np.random.default_rng(1)
+    points = rng.random((40, 2))
+    region = fit_failures(points, points[:, 0] < 0.35, NONE)
+    accidents = fit_failures(points, rng.random(40) < 0.35, NONE)
+    assert region is not None
+    assert accidents is not None
+    assert region.weight > 0.95
+    assert accidents.weight < 0.3
+    inside, outside = np.array([[0.1, 0.5]]), np.array([[0.9, 0.5]])
+    assert region.log_success(outside)[0] - region.log_success(inside)[0] > math.log(3)
+    assert abs(accidents.log_success(outside)[0] - accidents.log_success(inside)[0]) < math.log(1.3)
+    assert region.blame.mean() > 0.8
+    assert accidents.blame.mean() < 0.2
+
+
+def test_there_is_nothing_to_model_where_all_or_none_fail() -> None:
+    points = np.random.default_rng(1).random((5, 2))
+    assert fit_failures(points, np.zeros(5, dtype=bool), NONE) is None
+    assert fit_failures(points, np.ones(5, dtype=bool), NONE) is None
+
+
+def test_accidents_keep_nothing_from_being_found() -> None:
+    accidents = random.Random(2)
+    rows = searched(engine(SQUARE, seed=2), 30, lambda params: None if accidents.random() < 0.33 else bowl(params))
+    assert sum(value is None for _, value in rows) > 5
+    assert min(value for _, value in rows if value is not None) < LEAST + 5e-3
+
+
+def test_a_long_search_goes_on_with_its_process() -> None:
+    """Of 400 trials at random the best is some way off: the next few suggestions are close to the optimum."""
+    source, found = engine(SQUARE, "random"), engine(SQUARE)
+    for _ in range(400):
+        trial, params = source.ask()
+        found.restore(trial, params, source.point(trial))
+        found.tell(trial, bowl(params))
+    assert min(value for _, value in searched(found, 6, bowl) if value is not None) < LEAST + 1e-5
+
+
+def test_values_are_standardized_and_the_worst_of_them_cut_off() -> None:
+    values = standardize([1.0, 2.0, 3.0, 4.0, 1e9])
+    assert values.mean() == pytest.approx(0)
+    assert values.std() == pytest.approx(1)
+    assert values.max() < 2.5
+    assert len(standardize([])) == 0
+    assert (standardize([5.0, 5.0]) == 0).all()
+
+
+def test_a_subset_keeps_the_best_and_others_over_time() -> None:
+    values = np.random.default_rng(3).permutation(1000).astype(float)
+    kept = training_subset(values, 100)
+    assert len(set(kept.tolist())) == 100
+    assert set(np.argsort(values)[:50]) <= set(kept)
+    assert (np.histogram(kept, bins=4, range=(0, 1000))[0] > 10).all()

@@ -1,0 +1,114 @@
+"""Trials that pause at a checkpoint and go on: in the journal, in the controller, and in real trainings."""
+
+import json
+
+import pytest
+import trial_bodies
+from commands import make_corpus
+from decided import check_decisions
+from sweep_runs import Study
+from trials import task
+
+from roxxel_dist.sweep.execution import trial
+
+ASHA = {
+    "method": "random",
+    "parameters": {"x": {"min": 0.0, "max": 1.0}},
+    "early_terminate": {"type": "asha", "min_iter": 1, "eta": 2},
+}
+
+
+def steps_of(study):
+    return [tuple(map(int, line.split())) for line in (study.path / "work").read_text().splitlines()]
+
+
+def test_asha_pauses_at_rungs_and_the_best_go_on(study):
+    ending = study.run(trial_bodies.sliced, ASHA, count=6, workers=2)
+    assert ending.code == 0
+    assert ending.reason.startswith(f"{len(study.of('result'))} trials have ended; ")
+    assert check_decisions(study.events, ASHA, count=6) == sum(len(study.of(k)) for k in ("ask", "thaw", "pause"))
+    history, trained = study.history, steps_of(study)
+    assert len(trained) == len(set(trained)), "no step is trained twice"
+    assert history.steps == len(trained) < 6 * 6
+    states = {number: each.state for number, each in history.trials.items()}
+    assert set(states.values()) == {"done", "paused"}
+    done = [number for number, state in states.items() if state == "done"]
+    assert all(len(history.trials[number].reports) == 6 for number in done)
+    assert max(each.attempts for each in history.trials.values()) >= 2
+    for each in history.trials.values():
+        assert [step for step, _ in each.reports] == list(range(1, len(each.reports) + 1))
+        assert each.value == min(value for _, value in each.reports)
+    assert study.history.best.value == min(each.value for each in history.trials.values())
+    # More trials: the rungs are still there, and paused trials go on beside the new ones.
+    assert study.run(trial_bodies.sliced, ASHA, count=8, workers=2).code == 0
+    assert len(study.history.trials) == 8
+    assert len(steps_of(study)) == len(set(steps_of(study)))
+
+
+def test_the_budget_of_steps_ends_a_search_and_more_goes_on(study):
+    ending = study.run(trial_bodies.sliced, count=3, max_steps_total=8)
+    assert (ending.code, ending.reason) == (
+        0, "the budget of steps is spent (--max_steps_total); 1 are paused, and go on where they are given more",
+    )  # fmt: skip
+    assert [each.state for each in study.history.trials.values()] == ["done", "paused"]
+    assert study.history.steps == len(steps_of(study)) == 8
+    [pause] = study.of("pause")
+    assert (pause["trial"], pause["step"], pause["rule"]) == (1, 2, "max_steps_total")
+    assert study.run(trial_bodies.sliced, count=3).code == 0
+    assert study.ends() == [0, 1, 2]
+    assert sorted(steps_of(study)) == [(number, step) for number in range(3) for step in range(1, 7)]
+    assert [event["trial"] for event in study.of("thaw")] == [1]
+
+
+def test_the_hours_of_a_search_count_over_starts(study):
+    assert study.run(trial_bodies.sliced, count=1, max_hours=0.3 / 3600).reason.startswith("the hours of the search")
+    assert study.history.count("paused") == 1
+    assert "goes on" not in study.run(trial_bodies.sliced, count=1, max_hours=0.3 / 3600).reason
+    assert study.of("thaw") == []
+    assert study.run(trial_bodies.sliced, count=1, max_hours=1.0).code == 0
+    assert study.ends() == [0]
+
+
+def test_the_checkpoints_of_hopeless_trials_are_not_kept(study):
+    sweep = {**ASHA, "early_terminate": {"type": "asha", "min_iter": 1, "eta": 9}}
+    ending = study.run(trial_bodies.sliced, sweep, count=4, keep_gb=2e-9)  # each has one byte
+    assert ending.code == 0
+    stops = study.of("stop")
+    assert stops
+    assert {event["rule"] for event in stops} == {"keep_gb"}
+    states = {number: each.state for number, each in study.history.trials.items()}
+    for number, state in states.items():
+        kept = (study.path / "trials" / str(number) / "checkpoints").exists()
+        assert kept == (state != "stopped"), (number, state)
+    values = {number: trial_bodies.sliced_value(each.params["x"], 1) for number, each in study.history.trials.items()}
+    dropped = {number for number, state in states.items() if state == "stopped"}
+    assert max(values, key=values.__getitem__) in dropped
+    assert {event["stopped"] for event in study.of("result")} <= {None, "keep_gb"}
+
+
+@pytest.mark.timeout(300)
+def test_a_paused_and_thawed_trial_is_equal_to_the_bit(study):
+    """Of a real training: each row, with the digest of what was read and lost."""
+    make_corpus(study.path.parent)
+    sweep = {
+        "method": "random",
+        "parameters": {"lr": {"min": 0.001, "max": 0.01}},
+        "early_terminate": {"type": "asha", "min_iter": 1, "eta": 9},
+    }
+    study.task = lambda number, params, attempt: task(study.path, number, params=params, attempt=attempt)
+    assert study.run(trial.run, sweep, count=1).code == 0
+    [each] = study.history.trials.values()
+    assert (each.state, each.attempts, len(study.of("pause")), len(study.of("thaw"))) == ("done", 2, 1, 1)
+    whole = Study(study.path / "whole", study.address)
+    whole.task = lambda number, params, attempt: task(study.path, 1, params=params, attempt=attempt)
+    assert whole.run(trial.run, {**sweep, "early_terminate": None}, count=1).code == 0
+    assert whole.history.trials[0].params == each.params
+    assert whole.history.trials[0].reports == each.reports
+
+    def rows(number):
+        timed = ("ms_per_step", "tokens_per_s", "ram_gb", "vram_gb", "mfu", "_", "time")
+        parsed = map(json.loads, (study.path / "trials" / number / "metrics.jsonl").read_text().splitlines())
+        return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in parsed]
+
+    assert len(rows("0")) == 12
+    assert rows("0") == rows("1")

@@ -1,0 +1,88 @@
+"""A `Trainer` of parts: what its run directory holds for the commands, and how a training says that it was stopped."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import optax
+import pytest
+from flax import nnx
+
+from roxxel_dist import Config, Curriculum, Experiment, Phase, Roxxel, Trainer, Transformer
+from roxxel_dist.cli import main
+from roxxel_dist.data.build.build import build
+from roxxel_dist.model.loss import token_losses
+from roxxel_dist.sharding import make_mesh
+
+SHAPE = {"dim": 16, "num_blocks": 1, "kv_heads": 1, "head_size": 8, "max_context": 16}
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(500)))
+    build("text.txt", "data", tokenizer="byte", progress=False).close()
+    return Roxxel("data")
+
+
+def trainer(corpus, **options):
+    config = Config(**SHAPE, vocab_size=corpus.vocab_size)
+    model = Transformer(config, nnx.Rngs(0))
+    curriculum = Curriculum(corpus, [Phase(steps=4, batch_size=4, seq_len=17)])
+    options = {"log_every": 1, "eval_every": 2, "eval_iters": 1, "checkpoint_every": 2} | options
+    return Trainer(
+        model, optax.adam(1e-2), curriculum, token_losses, "run", mesh=make_mesh(n_devices=1), **options
+    )  # fmt: skip
+
+
+def test_the_commands_read_its_run(corpus, capsys):
+    made = trainer(corpus)
+    made.run()
+    made.close()
+    capsys.readouterr()
+    assert main(["eval", "run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["difference"] == pytest.approx(0, abs=1e-6)
+    assert main(["generate", "run", "--prompt", "1 plus ", "--max_new_tokens", "5"]) == 0
+    assert capsys.readouterr().out
+    assert main(["report", "run", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["runs"]
+    assert row["parameters"] > 1000
+    assert main(["batch", "run", "--step", "2"]) == 0
+
+
+def test_only_its_program_trains_it(corpus, capsys):
+    made = trainer(corpus, max_steps=2)
+    made.run()
+    made.close()
+    assert main(["train", "--run_dir", "run", "--resume"]) == 2
+    name = os.path.basename(sys.argv[0])
+    assert f"run was trained by {name}, with a Trainer of parts: start that program again" in capsys.readouterr().err
+    made = trainer(corpus)
+    made.run()
+    assert made.step == 4
+    made.close()
+
+
+def test_ctrl_c_in_fit_returns_a_result_that_says_so(corpus, tmp_path):
+    def interrupt():
+        log = tmp_path / "stopped" / "metrics.jsonl"
+        while not log.exists() or log.read_bytes().count(b"\n") < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    config = Config(**SHAPE, epochs=1000, batch_size=4, n_devices=1, log_every=1, eval_iters=1)
+    watcher = threading.Thread(target=interrupt)
+    watcher.start()
+    result = Experiment(config).fit("data", "stopped")
+    watcher.join()
+    assert result.stopped
+    assert result.step >= 2
+    assert repr(result) == f"<run stopped: stopped after step {result.step}>"
+    assert (result / "checkpoints" / str(result.step)).is_dir()
+    assert repr(result / "x") == "PosixPath('stopped/x')"
+    config.max_steps = result.step + 1
+    ended = Experiment(config).fit(run_dir="stopped", resume=True)
+    assert (ended.stopped, ended.step) == (False, result.step + 1)

@@ -1,0 +1,44 @@
+"""What the completion script of bash offers, in a real bash."""
+
+import shlex
+import subprocess
+
+import pytest
+from commands import run
+
+from roxxel_dist.cli import COMMANDS
+from roxxel_dist.launcher.backends import BACKENDS
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("completion")
+    made = run("completion", "bash", cwd=folder)
+    assert (made.returncode, made.stderr) == (0, "")
+    (folder / "script").write_text(made.stdout)
+    return folder / "script"
+
+
+def offered(script, *words):
+    array = " ".join(shlex.quote(word) for word in ("roxxel-dist", *words))
+    program = f". {script}; COMP_WORDS=({array}); COMP_CWORD={len(words)}; _roxxel_dist; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_commands_groups_flags_and_choices(script):
+    assert set(offered(script, "")) == set(COMMANDS)
+    assert offered(script, "tr") == ["train"]
+    assert set(offered(script, "launch", "")) == set(BACKENDS)
+    assert offered(script, "train", "--warm") == ["--warmup_steps"]
+    assert offered(script, "train", "--lr", "3e-4", "--warm") == ["--warmup_steps"]
+    assert offered(script, "launch", "local", "--max") == ["--max-restarts"]
+    assert offered(script, "launch", "local", "--nprocs", "2", "--", "train", "--lr_s") == ["--lr_schedule"]
+    assert offered(script, "train", "--optimizer", "ad") == ["adamw", "adafactor"]
+    assert offered(script, "train", "--data_path", "") == []  # bash itself completes files
+
+
+def test_zsh_runs_the_same_script(script, tmp_path):
+    made = run("completion", "zsh", cwd=tmp_path).stdout
+    assert "bashcompinit" in made
+    assert made.endswith(script.read_text())

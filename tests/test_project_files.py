@@ -1,0 +1,29 @@
+"""CITATION.cff and the issue templates: what hosting sites read of the project."""
+
+import re
+
+import yaml
+from reader import ROOT
+
+from roxxel_dist import __version__
+
+TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+
+
+def test_the_citation_is_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors", "license"} <= cited.keys()
+    assert cited["version"] == __version__
+    assert f'version = "{__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_templates_ask_for_the_machine():
+    forms = [yaml.safe_load(path.read_text()) for path in TEMPLATES if path.name != "config.yml"]
+    assert len(forms) == 2
+    for form in forms:
+        assert {"name", "description", "body"} <= form.keys()
+        for part in form["body"]:
+            assert part["type"] in ("textarea", "input", "markdown")
+            assert part["attributes"]["label"]
+        assert re.search(r"`roxxel-dist doctor --json`", yaml.safe_dump(form, width=10_000))

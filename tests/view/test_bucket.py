@@ -1,0 +1,66 @@
+"""What `top` shows of a run in a bucket, on a real server."""
+
+import json
+
+import pytest
+from corpora import write_corpus
+from objects.servers import S3Server
+from runs import train
+
+from roxxel_dist.cli import main
+from roxxel_dist.copy import copy
+from roxxel_dist.curriculum.phases import Phase
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.objects.lease import Lease
+from roxxel_dist.objects.store import ObjectStore
+from roxxel_dist.train.bucket_folder import LEASE
+from roxxel_dist.view.bucket import BucketRunReader, RunCopy
+from roxxel_dist.view.run import RunReader
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with S3Server(tmp_path / "s3") as server, server.environment():
+        yield server
+
+
+def test_a_run_in_a_bucket_is_what_the_local_one_is(server, tmp_path, capsys):
+    """Its rows, checkpoints and who trains in it follow the bucket; while that is away the last state stays."""
+    with Roxxel(write_corpus(tmp_path)) as corpus:
+        train(corpus, tmp_path / "one", [Phase(6, 8, 17)])
+    url = server.url("runs/one")
+    copy(str(tmp_path / "one"), url, progress=False)
+    store, here = ObjectStore.open(url), RunReader(tmp_path / "one").read()
+    with server.link() as link, server.environment(link):
+        reader = BucketRunReader(url)
+        seen = reader.read()
+        assert (seen.name, seen.state, seen.step) == (url, here.state, here.step)
+        assert (seen.losses, seen.phases, seen.spent) == (here.losses, here.phases, here.spent)
+        assert [(each.name, each.digests) for each in seen.checkpoints] == [(c.name, True) for c in here.checkpoints]
+        files = RunCopy(ObjectStore.open(url, timeout_s=1), reader.path)
+        files.pull()
+        count = len(link.requests)
+        files.pull()
+        assert len(link.requests) == count + 1  # what has not changed is not fetched again
+        row = {"step": 7, "train_loss": 1.5}
+        store.write("metrics.jsonl", store.read("metrics.jsonl") + json.dumps(row).encode() + b"\n")
+        gone = here.checkpoints[0].name
+        store.delete([f"checkpoints/{gone}/digests.json"])  # as a run takes it away: the rest follows
+        with Lease.take(store, LEASE, "train", say=lambda _: None):
+            files.pull()
+            assert files.is_trained
+            seen = reader.read()
+            assert (seen.step, seen.losses[-1]) == (7, (7, 1.5))
+            assert gone not in [each.name for each in seen.checkpoints]
+        files.pull()
+        assert not files.is_trained
+        link.down = True
+        assert reader.read().step == 7
+    assert main(["top", "--once", url]) == 0
+    assert "step 7" in capsys.readouterr().out
+    store.write("study.yaml", b"")
+    store.delete(["config.yaml", "metrics.jsonl"])
+    for place, words in ((url, "a study in a bucket, and top shows runs there"), (server.url("x"), "is not a run")):
+        assert main(["top", "--once", place]) == 2
+        assert words in capsys.readouterr().err

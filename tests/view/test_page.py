@@ -1,0 +1,270 @@
+"""The page in a browser: every view, on a desk and on a phone, in light and in dark, by mouse and by keyboard."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, DESK, PHONE, Browser
+from commands import command, environment, wait_for
+from job_desk import LIMIT_S
+from made_rows import made_run
+from made_study import made_study
+from ranks import RANK
+from runs import train
+
+from roxxel_dist.cli import main
+from roxxel_dist.curriculum.phases import Phase
+from roxxel_dist.view.items import items_of
+from roxxel_dist.view.web.feed import Feed
+from roxxel_dist.view.web.server import PageServer
+
+pytestmark = [
+    pytest.mark.web,
+    pytest.mark.skipif(not Path(CHROMIUM).exists(), reason="needs chromium"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:selenium"),
+]
+SHOTS = Path(__file__).parent.parent.parent / ".cache" / "pages"
+RUNS = 100
+FITS = "return document.documentElement.scrollWidth <= innerWidth"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Runs, a hundred of them in one folder, and a study."""
+    from corpora import write_corpus
+
+    from roxxel_dist.data.dataset import Roxxel
+
+    folder = tmp_path_factory.mktemp("page")
+    with Roxxel(write_corpus(folder)) as corpus:
+        train(corpus, folder / "runs" / "phases", [Phase(6, 8, 17), Phase(4, 8, 33)])
+    for number in range(RUNS):
+        made_run(folder / "many" / f"run-{number:03}", 40 + number, lr=0.001 * (1 + number % 3))
+    made_run(folder / "runs" / "other", 60)
+    made_study(folder, 40)
+    return folder
+
+
+@contextlib.contextmanager
+def serve(*names):
+    with PageServer(Feed(lambda: items_of([str(name) for name in names]))) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.ended.set()
+            server.shutdown()
+            thread.join(LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    with Browser(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(chromium):
+    """The browser; at the end nothing may have gone wrong in it, and nothing may have left the machine."""
+    chromium.logs()
+    chromium.said.clear()
+    chromium.requests.clear()
+    yield chromium
+    assert chromium.logs() == []
+    assert chromium.outside() == []
+    assert chromium.requests
+    chromium.driver.get("about:blank")
+
+
+def link_of(browser, server, name):
+    """The address of an item, as the list links it."""
+    browser.open(server.link)
+    browser.wait(lambda: browser.find("table a"), "the list")
+    links = {link.text: link.get_attribute("href") for link in browser.find("table a")}
+    return next(address for text, address in links.items() if text.endswith(name))
+
+
+def check(browser, name, sizes=(DESK, PHONE)):
+    """Pictures of a view at each size and in both schemes; nothing sticks out, and axe has nothing against it."""
+    from axe_core_python.selenium import Axe
+
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    for size in sizes:
+        for scheme in ("light", "dark"):
+            browser.look_like(size, scheme)
+            browser.wait(lambda: browser.run(FITS), f"{name} fits {size}")
+            browser.picture(SHOTS / f"{name}-{size[0]}-{scheme}.png")
+            violations = Axe().run(browser.driver)["violations"]
+            told = [f"{one['id']}: {node['html'][:200]}" for one in violations for node in one["nodes"][:4]]
+            assert told == [], f"{name} {size} {scheme}"
+    browser.look_like(DESK)
+
+
+def test_the_list(browser, place):
+    with serve(place / "many", place / "study") as server:
+        browser.open(server.link)
+        browser.wait(lambda: len(browser.find("tbody tr")) == RUNS + 1, "all runs")
+        assert "100 runs" in browser.text(".lead")
+        browser.wait(lambda: browser.find(".uplot canvas"), "the curves")
+        check(browser, "list")
+        (by_step,) = (button for button in browser.find("thead button") if button.text == "Step")
+        by_step.click()
+        by_step.click()
+        assert by_step.find_element("xpath", "..").get_attribute("aria-sort") == "descending"
+        assert browser.text("tbody tr th").endswith("run-099")
+        search = browser.find("input[type=search]")[0]
+        search.send_keys("run-01")
+        browser.wait(lambda: len(browser.find("tbody tr")) == 10 + 1, "the filtered runs")
+        boxes = browser.find("tbody input[type=checkbox]")
+        for box in boxes[:2]:
+            box.click()
+        (compare,) = (button for button in browser.find("button") if button.text == "Compare 2")
+        compare.click()
+        browser.wait(lambda: "fields that differ" in browser.text(), "the comparison")
+        browser.wait(lambda: "0.001" in browser.text(), "the difference")
+        table = [row.text.split() for row in browser.find("[aria-label='Config differences'] tbody tr")]
+        assert [row[0] for row in table] == ["lr"]
+        check(browser, "compare")
+
+
+def test_a_run_and_what_comes_to_it(browser, place, tmp_path):
+    run = Path(shutil.copytree(place / "runs" / "phases", tmp_path / "phases"))
+    log = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join(log[:6]))
+    with serve(run) as server:  # of one item there is no list
+        browser.open(server.link)
+        browser.wait(lambda: "phase 1 of 2" in browser.text(), "the first phase")
+        browser.run("window.sameDocument = true")
+        with (run / "metrics.jsonl").open("ab") as file:
+            file.write(log[6])
+        browser.wait(lambda: "phase 2 of 2" in browser.text(), "the second phase")
+        assert "damaged" not in browser.text()
+        (run / "checkpoints" / "10").rename(run / "checkpoints" / "10.damaged")
+        browser.wait(lambda: "damaged, set aside" in browser.text(), "the damaged checkpoint")
+        (run / "new").write_bytes(b"".join(log[:3]))  # a restart goes back
+        (run / "new").rename(run / "metrics.jsonl")
+        browser.wait(lambda: "Step 3 of 10" in browser.text(), "the run that went back")
+        with (run / "metrics.jsonl").open("ab") as file:
+            file.writelines(log[3:])
+        browser.wait(lambda: "Step 10 of 10" in browser.text(), "the run that went on")
+        assert browser.run("return window.sameDocument")
+        check(browser, "run")
+
+
+def test_curves_by_keyboard_and_mouse(browser, place):
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    with serve(place / "runs" / "other") as server:
+        browser.open(server.link)
+        browser.wait(lambda: browser.find(".uplot canvas"), "the curves")
+        plot = browser.find(".plot")[0]
+        assert "Loss, 2 curves over step" in plot.get_attribute("aria-label")
+        plot.send_keys(Keys.HOME, Keys.ARROW_RIGHT)
+        said = browser.run("return document.querySelector('.chart [aria-live]').textContent")
+        assert said.startswith("step 2, train_loss 3.8284")
+        span = "const chart = [...charts][0]; return [chart.uplot.scales.x.min, chart.uplot.scales.x.max]"
+        assert browser.run(span) == [1, 60]
+        plot.send_keys("+")
+        assert browser.run(span) != [1, 60]
+        plot.send_keys("0")
+        assert browser.run(span) == [1, 60]
+        over = browser.find(".u-over")[0]
+        ActionChains(browser.driver).move_to_element_with_offset(over, -200, 0).click_and_hold().move_by_offset(
+            200, 0
+        ).release().perform()
+        left, right = browser.run(span)
+        assert 1 < left < right < 60
+        assert "train_loss" in browser.text(".tip")
+        (box,) = browser.find(".controls input[type=checkbox]")
+        box.click()
+        browser.wait(lambda: browser.run("return [...charts][0].uplot.scales.y.distr") == 3, "the logarithm")
+        browser.find("select")[0].send_keys("tokens")
+        browser.wait(lambda: browser.run(span) == [64, 3840], "tokens")
+
+
+def test_a_study(browser, place):
+    from selenium.webdriver.common.keys import Keys
+
+    with serve(place / "study") as server:
+        browser.open(server.link)
+        browser.wait(lambda: len(browser.find("tbody tr")) == 40, "the trials")
+        browser.wait(lambda: len(browser.find(".parallel polyline")) == 35, "a line a trial with a value")
+        check(browser, "study")
+        (axis,) = browser.find("[aria-label='Band of val_loss']")
+        axis.send_keys(Keys.ARROW_UP)
+        browser.wait(lambda: 0 < len(browser.find("tbody tr")) < 40, "the trials in the band")
+        chosen = len(browser.find("tbody tr"))
+        assert f"{chosen} of 35 trials are in all bands" in browser.text()
+        assert len(browser.find(".parallel polyline.out")) == 35 - chosen
+        axis.send_keys(Keys.DELETE)
+        browser.wait(lambda: len(browser.find("tbody tr")) == 40, "all trials")
+
+
+def test_a_job_whose_rank_is_stopped_and_which_is_restarted(browser, tmp_path, monkeypatch):
+    (tmp_path / "rank.py").write_text(RANK)
+    env = environment(XDG_STATE_HOME=str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    words = command("launch", "local", "--nprocs", 2, "--max-restarts", 2, "--warm-spares", "off", "--", "rank.py")
+    with (tmp_path / "launcher").open("w") as log:
+        job = subprocess.Popen(words, cwd=tmp_path, env=env, stdout=log, stderr=log)
+    try:
+
+        def record():
+            with contextlib.suppress(ValueError):
+                (path,) = (tmp_path / "state" / "roxxel-dist" / "jobs").glob("*.json")
+                return json.loads(path.read_text())
+            return {"ranks": []}
+
+        wait_for(lambda: len(record()["ranks"]) == 2, LIMIT_S, "the ranks")
+        with serve(record()["run_id"]) as server:
+            browser.open(server.link)
+            browser.wait(lambda: "in a step" in browser.text(), "the ranks")
+            stopped = record()["ranks"][1]["pid"]
+            os.kill(stopped, signal.SIGSTOP)
+            browser.wait(lambda: "stopped rank" in browser.text(), "the stopped rank")
+            check(browser, "job")
+            os.kill(stopped, signal.SIGCONT)
+            (tmp_path / "die").touch()
+            browser.wait(lambda: "1 restart" in browser.text() and "SIGKILL" in browser.text(), "the restart")
+    finally:
+        job.send_signal(signal.SIGQUIT)
+        job.wait(LIMIT_S)
+
+
+def test_a_report_needs_no_server(browser, place, monkeypatch):
+    monkeypatch.chdir(place)
+    assert main(["report", "runs/phases", "runs/other"]) == 0
+    assert main(["report", "study"]) == 0
+    for page, words in (("report", "2 runs"), ("study/report", "Which parameters matter")):
+        browser.open((place / page / "report.html").as_uri())
+        browser.wait(lambda words=words: words in browser.text(), "the report")
+        browser.wait(lambda: browser.find(".uplot canvas"), "the curves")
+        assert "as of " in browser.text("#status")
+    check(browser, "report", [DESK])
+
+
+def test_who_has_no_link_sees_nothing(browser, place):
+    with serve(place / "runs") as server:
+        browser.open(server.link.partition("?")[0])
+        assert "its token is missing" in browser.text("body")
+        assert any("403" in line for line in browser.logs())
+        browser.said.clear()
+
+
+def test_the_page_says_that_its_server_has_gone(browser, place):
+    with serve(place / "runs") as server:
+        browser.open(server.link)
+        browser.wait(lambda: browser.text("#status") == "live", "the stream")
+    browser.wait(lambda: "no connection" in browser.text("#status"), "the end of the stream")
+    assert "other" in browser.text()
+    browser.driver.get("about:blank")
+    browser.logs()
+    browser.said[:] = [line for line in browser.said if "ERR_CONNECTION_REFUSED" not in line]
