@@ -21,7 +21,7 @@ WIDTHS = (32, 64, 128, 256)
 RATES = tuple(2.0**power for power in range(-11, -3))
 STEPS = 150
 INIT_STD = {"standard": 0.02, "mup": 0.1}
-"""Standard: the usual one. mup: the best of 0.02, 0.05, 0.1 and 0.2 at the base width, where it is searched as lr is."""
+"""Standard: the usual one. mup: the best of 0.02, 0.05, 0.1 and 0.2 at the base width, where one searches it."""
 LAST = 20
 """Steps whose mean loss counts."""
 
