@@ -1,0 +1,129 @@
+"""Runs with virtual shards on some of the devices of one process; in several processes: tests/multiprocess."""
+
+import hashlib
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from roxxel_dist import Config, Experiment, Roxxel
+from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.config import UsageError
+from roxxel_dist.curriculum.segments import Shape
+from roxxel_dist.train.virtual_shards.gradient import check_statistics
+from roxxel_dist.train.virtual_shards.layout import check_virtual_shards
+from roxxel_dist.train.virtual_shards.packing import pack, unpack
+
+SMALL = {
+    "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 32, "dropout_rate": 0.1, "lr": 0.01, "virtual_shards": 8,
+    "log_every": 1, "eval_every": 3, "eval_iters": 2, "checkpoint_every": 2, "memory_checkpoint_every": 0,
+    "wandb": "off",
+}  # fmt: skip
+PHASE = [{"steps": 6, "batch_size": 16, "seq_len": 17, "weights": {"self": 0.5, "more": 0.5}, "blend": "row"}]
+
+
+@pytest.fixture(autouse=True)
+def pool(monkeypatch):
+    """The size that a run with 8 shards has; that of this process is another one, and the same for all runs here."""
+    monkeypatch.setenv("PJRT_NPROC", "16")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(1)
+    for name in ("one", "more"):
+        with Roxxel(folder / f"{name}.rox") as file:
+            file.write([rng.integers(1, 60, 400).astype(np.uint8) for _ in range(40)], vocab_size=60)
+    return folder
+
+
+def hash_of(run):
+    names = ("step", "train_loss", "val_loss", "grad_norm", "digest")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    weights = (run / "model_weights.msgpack").read_bytes()
+    return hashlib.sha256(repr([[row.get(name) for name in names] for row in rows]).encode() + weights).hexdigest()
+
+
+def test_experts_muon_bf16_and_steps_left_out_on_1_device_and_on_2_and_then_1(data, tmp_path):
+    fields = SMALL | {
+        "phases": PHASE, "datasets": {"more": str(data / "more.rox")}, "optimizer": "muon", "bf16_compute": True,
+        "use_moe": True, "n_experts": 4, "top_k_mlp": 2, "on_bad_step": "skip", "spike_factor": 1.0001,
+    }  # fmt: skip
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    Experiment(Config(**fields, n_devices=1)).fit(data / "one.rox", whole)
+    Experiment(Config(**fields, n_devices=2, max_steps=3)).fit(data / "one.rox", parts)
+    Experiment(Config(**fields, n_devices=1)).fit(run_dir=parts, resume=True)
+    assert hash_of(parts) == hash_of(whole)
+
+
+class Net(nnx.Module):
+    """A model with running statistics."""
+
+    def __init__(self, size, rngs):
+        self.embed = nnx.Embed(size, 8, rngs=rngs)
+        self.drop = nnx.Dropout(0.2, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.out = nnx.Linear(8, size, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.out(self.norm(self.drop(jnp.cumsum(self.embed(tokens), 1))))
+
+
+def build(config, rngs):
+    return Net(config.vocab_size, rngs)
+
+
+def test_an_own_model_with_micro_batches_on_1_and_2_devices(data, tmp_path):
+    fields = SMALL | {
+        "model": f"{__name__}:build", "phases": [{"steps": 3, "batch_size": 16, "seq_len": 17}], "grad_accum": 2,
+    }  # fmt: skip
+    for count in (1, 2):
+        Experiment(Config(**fields, n_devices=count)).fit(data / "one.rox", tmp_path / f"on-{count}")
+    assert hash_of(tmp_path / "on-1") == hash_of(tmp_path / "on-2")
+
+
+def test_the_pool_must_be_that_of_the_run(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("PJRT_NPROC", "8")
+    with pytest.raises(UsageError, match="virtual_shards is 8, which needs a thread pool of 16 in XLA"):
+        Experiment(Config(**SMALL)).fit(data / "one.rox", tmp_path / "run")
+
+
+def shape(batch_size):
+    return Shape(steps=1, batch_size=batch_size, seq_len=9, weights=(("self", 1.0),))
+
+
+@pytest.mark.parametrize(
+    ("count", "batch_size", "grad_accum", "mesh", "words"),
+    [
+        (
+            8,
+            16,
+            4,
+            {"n_devices": 2},
+            r"batch_size is 16, .* virtual_shards \(8\) x grad_accum \(4\): .* multiple of 32",
+        ),
+        (2, 16, 1, {"n_devices": 4}, "virtual_shards is 2, which 4 device"),
+        (8, 16, 1, {"n_devices": 4, "tensor": 2}, "each device keeps the whole state"),
+    ],
+)
+def test_what_does_not_divide_is_refused(count, batch_size, grad_accum, mesh, words):
+    with pytest.raises(ValueError, match=words):
+        check_virtual_shards(count, [shape(8 * count * grad_accum), shape(batch_size)], grad_accum, make_mesh(**mesh))
+
+
+def test_what_has_no_mean_is_refused():
+    check_statistics({"mean": jnp.zeros(2, jnp.bfloat16)})
+    with pytest.raises(ValueError, match="the model changes 'calls' of int32"):
+        check_statistics({"calls": jnp.zeros(2, jnp.int32)})
+
+
+def test_a_packed_tree_is_the_tree_in_the_types_of_sums():
+    tree = {"a": jnp.ones((2, 3), jnp.bfloat16), "b": jnp.arange(4.0), "c": [jnp.float32(5)]}
+    packed = pack(tree)
+    assert {name: array.shape for name, array in packed.items()} == {"float32": (1, 11)}
+    again = unpack(packed, tree)
+    assert again["a"].dtype == jnp.float32
+    assert [again["a"].tolist(), again["b"].tolist(), float(again["c"][0])] == [[[1] * 3] * 2, [0, 1, 2, 3], 5]
