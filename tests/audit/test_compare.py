@@ -74,9 +74,7 @@ def test_a_checkpoint_without_a_digest_begins_the_chain_anew_and_the_audit_says_
     store.delete_later(12, metadata)
     store.close()
     Experiment(Config()).fit(run_dir=run, resume=True)
-    assert (
-        "the checkpoint of step 12 has no running digest: a new one begins" in (run / "logs/rank-0.log").read_text()
-    )
+    assert "the checkpoint of step 12 has no running digest: a new one begins" in (run / "logs/rank-0.log").read_text()
     capsys.readouterr()
     assert main(["audit", str(run), "--steps", "13:22"]) == 0
     assert "no chain of digests covers them" in capsys.readouterr().err
