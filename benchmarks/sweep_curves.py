@@ -24,7 +24,7 @@ RECORDED = Path(__file__).parent / "results" / "sweep_curves.jsonl"
 STEPS, REPORTS = 160, 20
 SEQ_LEN, EVAL_ROWS, EVAL_BATCHES = 65, 16, 4
 GRID: dict[str, list[Any]] = {
-    "dim": [16, 32, 64],
+    "dim": [16, 32],
     "use_moe": [False, True],
     "batch_size": [4, 8],
     "optimizer": ["adamw", "lion", "muon"],
@@ -47,19 +47,20 @@ class Table:
 
     Attributes:
         steps_per_report: steps between two of them.
+        curves: all of them.
     """
 
     steps_per_report = STEPS // REPORTS
 
     def __init__(self, file: Path = RECORDED) -> None:
         rows = [json.loads(line) for line in file.read_text().splitlines()]
-        self._curves: dict[str, list[float]] = {_key(row["params"]): row["val_loss"] for row in rows}
+        self.curves: dict[str, list[float]] = {_key(row["params"]): row["val_loss"] for row in rows}
 
     def __len__(self) -> int:
-        return len(self._curves)
+        return len(self.curves)
 
     def __call__(self, params: Mapping[str, Any]) -> list[float]:
-        return self._curves[_key(params)]
+        return self.curves[_key(params)]
 
 
 def _key(params: Mapping[str, Any]) -> str:

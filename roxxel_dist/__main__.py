@@ -28,10 +28,10 @@ def main() -> None:
         code = run(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
-        gone = [number for number in (1, 2) if _has_no_reader(number)]
-        if not gone:
+        closed = [number for number in (1, 2) if _has_no_reader(number)]
+        if not closed:
             raise
-        for number in gone:  # nothing may be left to flush at exit
+        for number in closed:  # nothing may be left to flush at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
         code = 128 + signal.SIGPIPE  # `| head` has read enough; whatever was done is not told, or was cut
     except OSError as error:

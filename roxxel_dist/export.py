@@ -127,17 +127,17 @@ def _write_hf(folder: Path, weights: Weights, params: dict[str, np.ndarray], lim
         raise ValueError(f"model is {weights.config.model!r}: hf holds the built-in Transformer alone; use safetensors")
     config = weights.config.part(ModelConfig)
     tokenizer = None if weights.tokenizer is None else Tokenizer.load(weights.tokenizer)
-    found = hf_config(config, None if tokenizer is None else tokenizer.eos_id)
+    fields = hf_config(config, None if tokenizer is None else tokenizer.eos_id)
     layout = tensors_of(config)
     dtypes = sorted({one.dtype.name for one in params.values()})
-    found |= {"torch_dtype": dtypes[0] if len(dtypes) == 1 else "float32"}
+    fields |= {"torch_dtype": dtypes[0] if len(dtypes) == 1 else "float32"}
     sizes = {}
     for name, tensors in layout.items():
         sizes |= {one: math.prod(shape) * params[name].itemsize for one, shape in their_shapes(tensors).items()}
     arrays = itertools.chain.from_iterable(take_out(params[name], tensors) for name, tensors in layout.items())
     write_tensors(folder, arrays, sizes, limit, weights.step)
-    _write_json(folder / HF_CONFIG, found)
-    ends = {name: found[name] for name in ("bos_token_id", "eos_token_id")}
+    _write_json(folder / HF_CONFIG, fields)
+    ends = {name: fields[name] for name in ("bos_token_id", "eos_token_id")}
     _write_json(folder / "generation_config.json", {"do_sample": True, **ends})
     if tokenizer is not None:
         _write_tokenizer(folder, tokenizer, config.max_context)
@@ -164,10 +164,10 @@ def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"([0-9]+)\s*([KMG]?B|)", text.strip().upper())
-    if not found or int(found[1]) < 1:
+    match = re.fullmatch(r"([0-9]+)\s*([KMG]?B|)", text.strip().upper())
+    if not match or int(match[1]) < 1:
         raise ValueError(f"max_shard_size is {text!r}: write a whole number with KB, MB or GB, such as 500MB")
-    return int(found[1]) * UNITS.get(found[2], 1)
+    return int(match[1]) * UNITS.get(match[2], 1)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

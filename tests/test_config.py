@@ -169,3 +169,9 @@ def test_the_fields_of_the_seeds_are_known_and_their_defaults_can_be_used():
 
 def test_numbers_of_what_is_off_are_accepted():
     Config(n_experts=16, top_k_mlp=1, alpha_balance=0.1, context_window=32, lora_rank=4, down_dim_q=8).validate()
+
+
+def test_a_true_or_false_field_needs_no_value():
+    _, config = parse_train(["--fsdp", "--bf16_compute", "False", "--no_sink", "--lr", "3e-4"])
+    assert (config.fsdp, config.bf16_compute, config.no_sink, config.lr) == (True, False, True, 3e-4)
+    assert config.given == {"fsdp", "bf16_compute", "no_sink", "lr"}

@@ -131,7 +131,7 @@ def test_a_base_that_was_moved_or_changed(work, tmp_path, capsys):
     try:
         with pytest.raises(
             UsageError,
-            match=r"base weights of the adapters are missing: init_from is \S*: \S*base has no checkpoint.*init_from=NEW_",
+            match=r"of the adapters are missing: init_from is \S*: \S*base has no checkpoint.*init_from=NEW_",
         ):
             Experiment(config).fit(run_dir=run, resume=True)
         assert main(["eval", str(run)]) == 2

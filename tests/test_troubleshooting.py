@@ -101,7 +101,7 @@ def folder(tmp_path_factory):
         ("does not fit in", 2, [*TRAIN, "--phases", PHASE.format(800000, 33)]),
         ("vocab_size is", 2, [*TRAIN, "--vocab_size", 100]),
         ("holds a run already", 2, [*TRAIN[:-1], "old"]),
-        ("nobody trains", 2, ["save", "old"]),
+        ("no job trains", 2, ["save", "old"]),
         ("is not a run directory", 2, ["generate", "my_data"]),
         ("there is no run", 2, ["logs", "nothing"]),
         ("--gpus-per-host", 2, ["launch", "local", "--nprocs", 3, "--gpus-per-host", 8, "--", "true"]),

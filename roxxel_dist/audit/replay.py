@@ -196,8 +196,8 @@ def replay(run: RunRecord, interval: Interval, advance: Callable[[int], None] = 
     with trainer_of(run, interval, watch, last=interval.last) as (_, trainer):
         try:
             trainer.run()
-        except Differs as found:
-            problem, reached = str(found), watch.step - 1  # the checkpoint of a step is behind its row
+        except Differs as difference:
+            problem, reached = str(difference), watch.step - 1  # the checkpoint of a step is behind its row
         except BadStep as bad:
             problem, reached = f"step {bad.step} differs: it went well in the run, and here not ({bad})", bad.step - 1
         trainer.store.settle()

@@ -112,13 +112,20 @@ def flags_in(words: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def normalise_switches(words: list[str], kind: Any) -> list[str]:
-    """The words with `--switch True` as `--switch` and False as `--no-switch`, without those that change nothing."""
+    """The words with `--switch True` as `--switch` and False as `--no-switch`, without those that change nothing.
+
+    A field of a config that is true or false gets its value: `--fsdp` alone is `--fsdp True`.
+    """
     defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.type is bool}
+    has_config = any(field.name == "fields" for field in dataclasses.fields(kind))
+    fields = {name for name, held in FIELD_TYPES.items() if held is bool} if has_config else set()
     result: list[str] = []
-    for name, value, own in split_flags(words, defaults):
+    for name, value, own in split_flags(words, defaults.keys() | fields):
         given = BOOLEANS.get((value or "").lower(), True)
         flag = own[0].partition("=")[0]
-        if name not in defaults:
+        if name in fields:
+            result += own if value else [flag, "True"]
+        elif name not in defaults:
             result += own
         elif given != defaults[name]:
             result.append(flag if given else f"--no-{flag[2:]}")
@@ -176,7 +183,7 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
             missing[name] = name.upper() if name in positional else f"{flag(name)} {choices or name.upper()}"
     if missing:
         docs = field_docs(kind)
-        needs = "; ".join(f"{shown} ({docs[name].rstrip('.')})" for name, shown in missing.items())
+        needs = "; ".join(f"{shown} ({docs[name].partition('. ')[0].rstrip('.')})" for name, shown in missing.items())
         raise UsageError(f"`{command}` needs {needs}. {all_options}")
 
 

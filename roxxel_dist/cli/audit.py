@@ -124,13 +124,17 @@ def compare(words: list[str]) -> int:
         from roxxel_dist.audit import compare as runs
         from roxxel_dist.audit.record import RunRecord
 
-        found = runs.compare(*(RunRecord.read(run) for run in args.runs))
+        comparison = runs.compare(*(RunRecord.read(run) for run in args.runs))
     if args.json:
-        print(json.dumps(dataclasses.asdict(found)))
+        print(json.dumps(dataclasses.asdict(comparison)))
     else:
-        print(f"equal to the bit up to step {found.equal_to:,}" if found.equal_to else "no logged step is equal")
-        if found.differs_at is not None:
-            print("\n  ".join([f"step {found.differs_at:,} is the first logged one that differs:", *found.row]))
-        if found.config:
-            print("\n  ".join(["what differs in config and surroundings:", *found.config]))
-    return 0 if found.differs_at is None else EXIT_FAILED
+        print(
+            f"equal to the bit up to step {comparison.equal_to:,}" if comparison.equal_to else "no logged step is equal"
+        )
+        if comparison.differs_at is not None:
+            print(
+                "\n  ".join([f"step {comparison.differs_at:,} is the first logged one that differs:", *comparison.row])
+            )
+        if comparison.config:
+            print("\n  ".join(["what differs in config and surroundings:", *comparison.config]))
+    return 0 if comparison.differs_at is None else EXIT_FAILED

@@ -183,8 +183,8 @@ def verify_shards(path: str, workers: int | None = None) -> tuple[bool, list[str
     from roxxel_dist.objects.url import is_url
 
     if is_url(path):
-        found, whole = verify_objects(path, Progress(True))
-        return not found, found or [whole]
+        problems, whole = verify_objects(path, Progress(True))
+        return not problems, problems or [whole]
     try:
         opened = Roxxel(path)
     except NoShardsError:

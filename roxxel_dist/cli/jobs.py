@@ -49,8 +49,11 @@ def ps(words: list[str]) -> int:
     args = parse(PsArgs, words, "ps")
     with usage_errors():
         if args.prune:
-            gone = record.forget()
-            info(f"{len(gone)} jobs forgotten" + (f": {', '.join(job.run_id for job in gone)}" if gone else ""))
+            forgotten = record.forget()
+            info(
+                f"{len(forgotten)} jobs forgotten"
+                + (f": {', '.join(job.run_id for job in forgotten)}" if forgotten else "")
+            )
         jobs = record.entries()
     recent = time.time() - record.FORGOTTEN_S
     shown = [job for job in jobs if args.all or not job.is_over or (job.state == "lost" and job.updated > recent)]

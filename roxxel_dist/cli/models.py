@@ -52,12 +52,12 @@ def _named_sets(text: str | None) -> dict[str, str] | None:
     import yaml
 
     try:
-        found = yaml.safe_load(text)
+        sets = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"--validation is not valid YAML: {yaml_problem(error)}") from error
-    if not isinstance(found, dict) or not found:
+    if not isinstance(sets, dict) or not sets:
         raise ValueError(f"--validation is {text!r}: write names and paths, such as '{{code: data/code}}'")
-    return found
+    return sets
 
 
 def _as_json(evaluation: Any) -> dict[str, Any]:

@@ -68,8 +68,8 @@ def _runs(args: ReportArgs) -> str:
         missing = MISSING
     page = write_runs(runs, folder)
     if args.json:
-        told = [{"name": run.name, "path": str(run.path), **run.numbers()} for run in runs]
-        _print_json({"runs": told, "differences": differences(runs), "pictures": pictures, "page": str(page)})
+        numbers = [{"name": run.name, "path": str(run.path), **run.numbers()} for run in runs]
+        _print_json({"runs": numbers, "differences": differences(runs), "pictures": pictures, "page": str(page)})
     else:
         print(table(runs))
         print(f"\npage: {page}")

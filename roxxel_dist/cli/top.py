@@ -65,13 +65,13 @@ def top(words: list[str]) -> int:
 
 def _web(args: TopArgs) -> int:
     """Serve the page until the person ends it. Raises ValueError where there is nothing to see, or no such port."""
-    from roxxel_dist.view.items import everything, items_of
+    from roxxel_dist.view.items import finder
     from roxxel_dist.view.web.feed import Feed
     from roxxel_dist.view.web.server import PageServer
 
     if args.once or args.json:
         raise ValueError("--web stays until Ctrl-C: leave --once and --json out, or leave --web out")
-    feed = Feed(lambda: items_of(args.names) if args.names else everything())
+    feed = Feed(finder(args.names))
     with PageServer(feed, args.host, args.port) as server:
         print(f"page: {server.link}")
         print(f"from another machine: {server.tunnel}\nthen open the same link there; Ctrl-C ends it", flush=True)

@@ -34,41 +34,41 @@ class VerifyArgs:
 def verify(words: list[str]) -> int:
     """Compare checkpoints, exports or shards with their digests."""
     args = parse(VerifyArgs, words, "verify")
-    from roxxel_dist.train.checkpoint import verify as found
+    from roxxel_dist.train.checkpoint import verify as checks
     from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 
     ref = CheckpointRef.parse(args.path)
     if is_url(ref.run):
         return _verify_in_bucket(ref, args)
     folder = ref.run / "checkpoints" if (ref.run / "checkpoints").is_dir() else ref.run
-    steps = found.steps_of(folder)
+    steps = checks.steps_of(folder)
     if ref.step is not None and (folder / str(ref.step)) not in [folder / str(step) for step in steps]:
         known = ", ".join(map(str, steps)) or "none"
         raise UsageError(f"RUN is {ref}: {folder} has no checkpoint of step {ref.step}; those there are: {known}")
     verdicts: list[Any] = []
     if steps or folder != ref.run:
         steps = steps if ref.step is None else [ref.step]
-        weights = ref.step is None and folder != ref.run and found.is_export(ref.run)
+        weights = ref.step is None and folder != ref.run and checks.is_export(ref.run)
         paths = [folder / str(step) for step in steps]
-        with _progress(found.size_of(paths)) as advance:
-            for verdict in found.verify_checkpoints(folder, steps, advance, deep=args.deep):
+        with _progress(checks.size_of(paths)) as advance:
+            for verdict in checks.verify_checkpoints(folder, steps, advance, deep=args.deep):
                 verdicts += _shown(verdict, args)
-        for verdict in found.set_aside(folder) if ref.step is None else ():
+        for verdict in checks.set_aside(folder) if ref.step is None else ():
             verdicts += _shown(verdict, args)
-        for verdict in found.verify_export(ref.run, lambda _: None, deep=args.deep) if weights else ():
+        for verdict in checks.verify_export(ref.run, lambda _: None, deep=args.deep) if weights else ():
             verdicts += _shown(verdict, args)
         if not verdicts:
             raise UsageError(f"PATH is {args.path}: {folder} has no checkpoint yet")
-    elif found.is_export(ref.run):
-        with _progress(found.size_of([ref.run])) as advance:
-            for verdict in found.verify_export(ref.run, advance, deep=args.deep):
+    elif checks.is_export(ref.run):
+        with _progress(checks.size_of([ref.run])) as advance:
+            for verdict in checks.verify_export(ref.run, advance, deep=args.deep):
                 verdicts += _shown(verdict, args)
     else:
         return _verify_shards(args)
-    return _told(verdicts, args)
+    return _report(verdicts, args)
 
 
-def _told(verdicts: list[Any], args: VerifyArgs) -> int:
+def _report(verdicts: list[Any], args: VerifyArgs) -> int:
     damaged = any(verdict.state == "damaged" for verdict in verdicts)
     if args.json:
         parts = [dataclasses.asdict(verdict) for verdict in verdicts]
@@ -84,7 +84,7 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
     from roxxel_dist.cluster.durable import cache_folder
     from roxxel_dist.config import usage_errors
     from roxxel_dist.train.bucket_run import BucketRun
-    from roxxel_dist.train.checkpoint import verify as found
+    from roxxel_dist.train.checkpoint import verify as checks
 
     verdicts: list[Any] = []
     cache_folder().mkdir(parents=True, exist_ok=True)
@@ -99,12 +99,12 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
             raise UsageError(f"RUN is {ref}: {run} has no checkpoint of step {ref.step}; those there are: {known}")
         for step in steps if ref.step is None else [ref.step]:
             kept.fetch_all(step)  # what is wrong is found again, and told
-            for verdict in found.verify_checkpoints(folder, [step], lambda _: None, deep=args.deep):
+            for verdict in checks.verify_checkpoints(folder, [step], lambda _: None, deep=args.deep):
                 verdicts += _shown(verdict, args)
             shutil.rmtree(folder / str(step))
         for name in kept.damaged() if ref.step is None else ():
-            verdicts += _shown(found.Verdict(name=name, state="set aside"), args)
-    return _told(verdicts, args)
+            verdicts += _shown(checks.Verdict(name=name, state="set aside"), args)
+    return _report(verdicts, args)
 
 
 def _shown(verdict: Any, args: VerifyArgs) -> list[Any]:

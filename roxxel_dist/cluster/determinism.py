@@ -80,7 +80,7 @@ def pin_for_shards(virtual_shards: int) -> None:
         raise ValueError(
             f"virtual_shards is {virtual_shards} and needs a thread pool of {count} in XLA. jax has made its devices "
             f"with PJRT_NPROC={os.environ.get('PJRT_NPROC', '')}: set PJRT_NPROC={count} before the program starts "
-            f"(`launch` takes --env PJRT_NPROC={count})"
+            f"(of `launch`: `--env PJRT_NPROC={count}`)"
         )
 
 

@@ -160,8 +160,8 @@ class AgentPipe:
         self._fd = -1
         fd, _, inode = os.environ.pop(PIPE_ENV, "").partition(":")
         with contextlib.suppress(OSError, ValueError):
-            found = os.fstat(int(fd))
-            if stat.S_ISFIFO(found.st_mode) and found.st_ino == int(inode):
+            status = os.fstat(int(fd))
+            if stat.S_ISFIFO(status.st_mode) and status.st_ino == int(inode):
                 self._fd = int(fd)
                 os.set_inheritable(self._fd, False)
                 os.register_at_fork(after_in_child=self._close)

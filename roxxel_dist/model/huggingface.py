@@ -160,7 +160,7 @@ def hf_config(config: ModelConfig, eos_id: int | None = None) -> dict[str, Any]:
             f"this model is no LLaMA, Mistral or Mixtral: {'; '.join(problems)}. Use the format safetensors or msgpack"
         )
     heads, groups, size = config.heads()
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "architectures": [ARCHITECTURES[family]], "model_type": family,
         "vocab_size": config.vocab_size, "hidden_size": config.dim, "intermediate_size": hidden_sizes(config)[1],
         "num_hidden_layers": config.num_blocks, "num_attention_heads": heads, "num_key_value_heads": groups,
@@ -170,11 +170,11 @@ def hf_config(config: ModelConfig, eos_id: int | None = None) -> dict[str, Any]:
         "bos_token_id": eos_id, "eos_token_id": eos_id, "use_cache": True,
     }  # fmt: skip
     if family == "llama":
-        return found | {"attention_bias": False, "mlp_bias": False, "rope_scaling": _scaling(config)}
-    found["sliding_window"] = config.window
+        return values | {"attention_bias": False, "mlp_bias": False, "rope_scaling": _scaling(config)}
+    values["sliding_window"] = config.window
     if family == "mixtral":
-        found |= {"num_local_experts": config.n_experts, "num_experts_per_tok": config.top_k_mlp}
-    return found
+        values |= {"num_local_experts": config.n_experts, "num_experts_per_tok": config.top_k_mlp}
+    return values
 
 
 def _scaling(config: ModelConfig) -> dict[str, Any] | None:
@@ -212,47 +212,50 @@ def _unsaid(config: ModelConfig, family: str) -> Iterator[str]:
         yield "top_k_mlp is 1: Mixtral divides the weight of the one expert by itself, and here it is the probability"
 
 
-def model_fields(found: Mapping[str, Any]) -> dict[str, Any]:
+def model_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a `ModelConfig` that the contents of a `config.json` say.
 
     Raises:
         ValueError: it is of another family, or says what the Transformer has no words for; all of that is named.
     """
-    family = found.get("model_type")
+    family = values.get("model_type")
     if family not in ARCHITECTURES:
         raise ValueError(f"model_type is {family!r}: it must be one of {', '.join(ARCHITECTURES)}")
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
              "max_position_embeddings")  # fmt: skip
-    if missing := [name for name in sizes if not _is_number(found.get(name), whole=True)]:
+    if missing := [name for name in sizes if not _is_number(values.get(name), whole=True)]:
         raise ValueError(f"{', '.join(missing)} must be there, a whole number each, above 0")
-    if problems := [*_no_numbers(found), *_no_objects(found)]:
+    if problems := [*_no_numbers(values), *_no_objects(values)]:
         raise ValueError("; ".join(problems))
-    dim, heads = found["hidden_size"], found["num_attention_heads"]
-    size = found.get("head_dim") or dim // heads
-    activation = OTHER_NAMES.get(found.get("hidden_act", "silu"), found.get("hidden_act", "silu"))
-    rope, problems = _rope(found, 1e6 if family == "mixtral" else THETA)
+    dim, heads = values["hidden_size"], values["num_attention_heads"]
+    size = values.get("head_dim") or dim // heads
+    activation = OTHER_NAMES.get(values.get("hidden_act", "silu"), values.get("hidden_act", "silu"))
+    rope, problems = _rope(values, 1e6 if family == "mixtral" else THETA)
     if activation not in ACTIVATIONS.values():
         problems.append(f"hidden_act is {activation!r}: it must be one of {', '.join(ACTIVATIONS.values())}")
-    problems += [f"{name} is True: it must be False" for name in ("attention_bias", "mlp_bias") if found.get(name)]
-    if family == "mixtral" and found.get("num_experts_per_tok", 2) == 1:
+    problems += [f"{name} is True: it must be False" for name in ("attention_bias", "mlp_bias") if values.get(name)]
+    if family == "mixtral" and values.get("num_experts_per_tok", 2) == 1:
         problems.append("num_experts_per_tok is 1: the one expert's weight is 1 there, and its probability here")
     if problems:
         raise ValueError("; ".join(problems))
     fields = {
-        "dim": dim, "num_blocks": found["num_hidden_layers"], "vocab_size": found["vocab_size"],
-        "n_heads": heads, "kv_heads": found.get("num_key_value_heads") or heads,
+        "dim": dim, "num_blocks": values["num_hidden_layers"], "vocab_size": values["vocab_size"],
+        "n_heads": heads, "kv_heads": values.get("num_key_value_heads") or heads,
         "head_size": size if size * heads != dim else None,
-        "max_context": found["max_position_embeddings"], **_width(dim, found["intermediate_size"]),
-        "weight_tying": bool(found.get("tie_word_embeddings", False)), **rope,
-        "norm_eps": found.get("rms_norm_eps") or (1e-5 if family == "mixtral" else 1e-6),
+        "max_context": values["max_position_embeddings"], **_width(dim, values["intermediate_size"]),
+        "weight_tying": bool(values.get("tie_word_embeddings", False)), **rope,
+        "norm_eps": values.get("rms_norm_eps") or (1e-5 if family == "mixtral" else 1e-6),
         "activation": next(ours for ours, theirs in ACTIVATIONS.items() if theirs == activation),
         "pos_encoding": "rotary", "norm_type": "rmsnorm", "use_swiglu": True, "mla": False, "no_sink": False,
         "use_moe": family == "mixtral", "sliding_window": False,
     }  # fmt: skip
-    if family != "llama" and (window := found.get("sliding_window", 4096 if family == "mistral" else None)):
+    if family != "llama" and (window := values.get("sliding_window", 4096 if family == "mistral" else None)):
         fields |= {"sliding_window": True, "context_window": window}
     if family == "mixtral":
-        fields |= {"n_experts": found.get("num_local_experts") or 8, "top_k_mlp": found.get("num_experts_per_tok") or 2}
+        fields |= {
+            "n_experts": values.get("num_local_experts") or 8,
+            "top_k_mlp": values.get("num_experts_per_tok") or 2,
+        }
     return fields
 
 
@@ -263,30 +266,30 @@ def _is_number(value: Any, *, whole: bool = False) -> bool:
     )
 
 
-def _no_numbers(found: Mapping[str, Any]) -> Iterator[str]:
+def _no_numbers(values: Mapping[str, Any]) -> Iterator[str]:
     """What may be left out, and is there as something else."""
     whole = {"num_key_value_heads", "head_dim", "sliding_window", "num_local_experts", "num_experts_per_tok"}
     for name in (*sorted(whole), "rms_norm_eps", "rope_theta"):
-        value = found.get(name)
+        value = values.get(name)
         if value is not None and not _is_number(value, whole=name in whole):
             yield f"{name} is {value!r}: it must be {'a whole number' if name in whole else 'a number'} above 0"
 
 
-def _no_objects(found: Mapping[str, Any]) -> Iterator[str]:
+def _no_objects(values: Mapping[str, Any]) -> Iterator[str]:
     for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(found.get(name) or {}, Mapping):
-            yield f"{name} is {found[name]!r}: it must be an object of names and values, or null"
-    if not isinstance(found.get("hidden_act", ""), str):
-        yield f"hidden_act is {found['hidden_act']!r}: it must be one of {', '.join(ACTIVATIONS.values())}"
+        if not isinstance(values.get(name) or {}, Mapping):
+            yield f"{name} is {values[name]!r}: it must be an object of names and values, or null"
+    if not isinstance(values.get("hidden_act", ""), str):
+        yield f"hidden_act is {values['hidden_act']!r}: it must be one of {', '.join(ACTIVATIONS.values())}"
 
 
-def _rope(found: Mapping[str, Any], usual_theta: float) -> tuple[dict[str, Any], list[str]]:
+def _rope(values: Mapping[str, Any], usual_theta: float) -> tuple[dict[str, Any], list[str]]:
     """(fields, what is wrong); transformers 5 writes it in another place than those before."""
-    rope = found.get("rope_parameters") or {}
-    scaling = found.get("rope_scaling") or rope
+    rope = values.get("rope_parameters") or {}
+    scaling = values.get("rope_scaling") or rope
     problems = []
-    numbers = {"rope_theta": rope.get("rope_theta", found.get("rope_theta") or usual_theta)}
-    if (part := rope.get("partial_rotary_factor", found.get("partial_rotary_factor", 1))) not in (1, None):
+    numbers = {"rope_theta": rope.get("rope_theta", values.get("rope_theta") or usual_theta)}
+    if (part := rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1))) not in (1, None):
         problems.append(f"partial_rotary_factor is {part}: it must be 1")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):

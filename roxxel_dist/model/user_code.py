@@ -49,7 +49,7 @@ def import_function(field: str, name: str) -> Callable[..., Any]:
     if not {"", here} & set(sys.path):
         sys.path.insert(0, here)  # as `python -m` has it: the same name is found whichever way a run was started
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not (error.name and f"{module_name}.".startswith(f"{error.name}.")):
             raise  # something else that the module itself needs
@@ -58,15 +58,15 @@ def import_function(field: str, name: str) -> Callable[..., Any]:
             f"looked in), put that folder on PYTHONPATH, or install it"
         ) from error
     for attribute in attributes.split("."):
-        if not hasattr(found, attribute):
+        if not hasattr(target, attribute):
             raise ValueError(
-                f"{field} is {name!r}: {getattr(found, '__file__', None) or module_name} has no {attribute!r}. Write "
+                f"{field} is {name!r}: {getattr(target, '__file__', None) or module_name} has no {attribute!r}. Write "
                 f"the name of a function that it defines"
             )
-        found = getattr(found, attribute)
-    if not callable(found):
-        raise ValueError(f"{field} is {name!r}: that is a {type(found).__name__}. Write the name of a function")
-    return found
+        target = getattr(target, attribute)
+    if not callable(target):
+        raise ValueError(f"{field} is {name!r}: that is a {type(target).__name__}. Write the name of a function")
+    return target
 
 
 def _split(field: str, name: str) -> tuple[str, str]:

@@ -39,13 +39,13 @@ def fields_of(folder: Path) -> dict[str, Any]:
     """
     path = folder / HF_CONFIG
     try:
-        found = json.loads(path.read_bytes())
+        values = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): put the right file back") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}: it must be an object of names and values")
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}: it must be an object of names and values")
     try:
-        fields = model_fields(found)
+        fields = model_fields(values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     try:
@@ -79,10 +79,10 @@ class HfFolder(TensorFiles):
         """
         for name in self.digests:
             self.read(name)
-        found = {name: self._part(name, (slice(None),) * len(own.shape)) for name, own in self.tensors.items()}
+        params = {name: self._part(name, (slice(None),) * len(own.shape)) for name, own in self.tensors.items()}
         # Where norms or routers are stored wider than the rest: a model computes in one type, as it does for others.
-        kind = found["embedding.embedding"].dtype
-        return {name: array.astype(kind, copy=False) for name, array in found.items()}
+        kind = params["embedding.embedding"].dtype
+        return {name: array.astype(kind, copy=False) for name, array in params.items()}
 
     def check_params(self, like: Mapping[str, Any]) -> None:
         """Raises ValueError where the parameters `like`, or their shapes, are of another model."""
@@ -120,8 +120,8 @@ class HfFolder(TensorFiles):
             wanted |= their_shapes(tensors)
         for name, shape in wanted.items():
             if there.get(name) != shape:
-                found = "not there" if name not in there else f"{there[name]}"
-                raise ValueError(f"{self._folder}: {name} is {found}, and must be {shape} by its {HF_CONFIG}")
+                shape_there = "not there" if name not in there else f"{there[name]}"
+                raise ValueError(f"{self._folder}: {name} is {shape_there}, and must be {shape} by its {HF_CONFIG}")
         tied = {"lm_head.weight"}  # may be stored although it is the embedding
         extra = [name for name in sorted(there.keys() - wanted.keys() - tied) if not name.endswith(NEEDLESS)]
         if extra:

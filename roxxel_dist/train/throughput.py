@@ -169,8 +169,8 @@ def free_device_bytes() -> float:
     free = [stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats if "bytes_limit" in stat]
     if free:
         return min(free)
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
-    return int(found[1]) * 1024 / len(devices) if found else math.inf
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+    return int(match[1]) * 1024 / len(devices) if match else math.inf
 
 
 def peak_rss_bytes() -> int:
@@ -178,5 +178,5 @@ def peak_rss_bytes() -> int:
 
     From /proc: the figure of getrusage begins with what the parent process held.
     """
-    found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0

@@ -401,7 +401,7 @@ class Trainer:
             if self._profiler is not None:
                 self._profiler.after(done, metrics.scalars["loss"])
 
-            save, copy = self._asked_to_keep(done)
+            save, copy = self._save_and_copy_due(done)
             if save or copy or due("eval", done):
                 self._wait_for_devices()
                 self._verification.wait(done)
@@ -463,7 +463,7 @@ class Trainer:
         means = self._validation.summarize(self._fetch(losses), shape) if losses else {}
         return means | run_eval_fn(self._eval_fn, self.state, self.logger.text)
 
-    def _asked_to_keep(self, done: int) -> tuple[bool, bool]:
+    def _save_and_copy_due(self, done: int) -> tuple[bool, bool]:
         """Whether to save a checkpoint after a step, as it is due or asked for; whether to copy the state in memory."""
         self.stopped = stop_requested(done) and done < self.last_step
         save = self._checkpoints.save_requested(done) or self.stopped

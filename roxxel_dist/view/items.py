@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +86,16 @@ def everything() -> list[Item]:
     if not items:
         raise ValueError(NOTHING)
     return items
+
+
+def finder(names: Sequence[str]) -> Callable[[], list[Item]]:
+    """What finds `items_of` names, or `everything`, whenever it is called: folders anew, what is in a bucket once.
+
+    Raises ValueError where a name means nothing.
+    """
+    distant = [item for name in names if is_url(name) for item in _named(name)]
+    local = [name for name in names if not is_url(name)]
+    return lambda: [*distant, *(items_of(local) if local else [] if names else everything())]
 
 
 def _of_job(job: JobRecord) -> list[Item]:

@@ -16,12 +16,14 @@ from roxxel_dist.launcher.jobs.record import JobRecord, Restart
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, is_held
 from roxxel_dist.train.checkpoint.metadata import DAMAGED, TABLE, MetaFile, read_cursor
 from roxxel_dist.train.timeline import FINISHED, NAME, time_spent
-from roxxel_dist.view.tail import Tail, sample
+from roxxel_dist.view.tail import SAMPLES, Tail, sample
 
 END_BYTES = 256 << 10
 """Of the metrics and of the timeline: what is read whole, from the end."""
 VALIDATION_SAMPLES, VALIDATION_BYTES = 100, 256 << 10
 """Rows with a validation are rare: places of a long file at which one is looked for, and bytes that are read there."""
+BRIEF = 8
+"""How many times less of the metrics is read for a line in a list."""
 MAX_POINTS = 2000
 NO_CURVE = ("step", "digest")
 """Of a row: what is no metric."""
@@ -143,8 +145,8 @@ class RunState:
 class MetricsTail:
     """The curves of a `metrics.jsonl`: thinned where it is long, whole at its end, and continued as rows come."""
 
-    def __init__(self, path: Path) -> None:
-        self._tail = Tail(path, END_BYTES)
+    def __init__(self, path: Path, less: int = 1) -> None:
+        self._tail, self._less = Tail(path, END_BYTES // less), less
         self._clear()
 
     def _clear(self) -> None:
@@ -159,8 +161,9 @@ class MetricsTail:
             if start := self._tail.start:
                 with suppress(OSError):
                     path = self._tail.path
-                    self._add(sample(path, start, "train_loss"))
-                    validations = sample(path, start, "val_loss", VALIDATION_SAMPLES, VALIDATION_BYTES)
+                    self._add(sample(path, start, "train_loss", SAMPLES // self._less))
+                    count, size = VALIDATION_SAMPLES // self._less, VALIDATION_BYTES // self._less
+                    validations = sample(path, start, "val_loss", count, size)
                     self.curves |= {name: _points(validations, name) for name in self.curves if name.startswith("val")}
                     self.curves["val_loss"] = _points(validations, "val_loss")
         self._add(rows)
@@ -179,15 +182,16 @@ class RunReader:
     def __init__(self, path: Path, name: str = "") -> None:
         self.path: Path = path
         self.name: str = name or str(path)
-        self._metrics = MetricsTail(path / METRICS)
+        self._brief, self._full = MetricsTail(path / METRICS, BRIEF), MetricsTail(path / METRICS)
         self._timeline, self._rows = Tail(path / NAME, END_BYTES), list[dict[str, Any]]()
         self._spent: dict[str, float] = {}
         self._rates = RankRates()
 
     def read(self, job: JobRecord | None = None, *, brief: bool = False) -> RunState:
         """The run as it is now; `job` is its newest."""
-        self._metrics.read()
-        row, cursor = self._metrics.row, read_cursor(self.path)
+        metrics = self._brief if brief else self._full
+        metrics.read()
+        row, cursor = metrics.row, read_cursor(self.path)
         state = "training" if self.is_trained() else "finished" if cursor.get("finished") else "stopped"
         if job is not None and job.state in ("starting", "restarting", "stopping"):
             state = job.state
@@ -195,7 +199,7 @@ class RunReader:
         plan, best = _plan(self.path, checkpoints)
         phases = _phases_of(plan["amendments"][-1]["shapes"]) if plan else () if brief else _planned(self.path)
         step = max(int(row.get("step", 0)), 0 if job is None or job.is_over else job.step - 1)
-        losses = [loss for _, loss in self._metrics.curves.get("val_loss", [])]
+        losses = [loss for _, loss in metrics.curves.get("val_loss", [])]
         last = phases[-1].last if phases else cursor.get("last_step")
         now = RunState(
             name=self.name,
@@ -205,7 +209,7 @@ class RunReader:
             last_step=last,
             row=dict(row),
             best_val_loss=min([*losses, *([] if best is None else [best])], default=None),
-            curves=dict(self._metrics.curves),
+            curves=dict(metrics.curves),
             phases=phases,
             realised={},
             ranks=() if job is None else self._rates.read(job),

@@ -166,7 +166,7 @@ def test_a_silent_host_has_a_limit() -> None:
         assert "machine" in pool.ask({"a": {**FACTS, "compare": False}})["a"]
         answers = pool.ask({host: {"ask": "nothing"} for host in hosts}, limit_s=3)
         assert set(answers) == {"a"}
-        assert "did not answer within 3 s" in pool.gone["b"]
+        assert "did not answer within 3 s" in pool.unreachable["b"]
         assert set(pool.ask({host: {"ask": "nothing"} for host in hosts})) == {"a"}  # it is not waited for again
 
 
@@ -300,7 +300,7 @@ def test_more_hosts_than_are_asked_at_once() -> None:
     with pytest.MonkeyPatch.context() as patch, HostPool(Children(hosts)) as pool:
         patch.setattr("roxxel_dist.launcher.transport.pool.AT_ONCE", 3)
         answers = pool.ask({name: {"ask": "address", "towards": []} for name in names})
-        assert list(answers) == [name for name in names if name not in pool.gone]
-        assert set(pool.gone) == {"h3", "h11"}
+        assert list(answers) == [name for name in names if name not in pool.unreachable]
+        assert set(pool.unreachable) == {"h3", "h11"}
         connected = [(link.host, link.ready) for link in pool.all]
-    assert connected == [(name, name not in pool.gone) for name in names]
+    assert connected == [(name, name not in pool.unreachable) for name in names]

@@ -92,7 +92,7 @@ say(*said, second[0].code)
 for made in (second[0], first[0]):
     sys.stdin.readline()
     made.kill()
-    while not made.gone:
+    while not made.is_empty:
         made.hear()
     say(made.code)
 sys.stdin.readline()
@@ -125,7 +125,7 @@ for _ in range(3):
     ended.kill()
 os.kill(ended.keeper, signal.SIGCONT)
 os.waitid(os.P_PID, ended.keeper, os.WEXITED | os.WNOWAIT)
-while not ended.gone:
+while not ended.is_empty:
     ended.hear()
 say(ended.code)
 """
@@ -156,7 +156,7 @@ os.set_blocking(dead.fd, False)
 try:
     dead.hear()
 except BlockingIOError:
-    say(dead.keeper, dead.pid, state(dead.pid), dead.gone)
+    say(dead.keeper, dead.pid, state(dead.pid), dead.is_empty)
 from roxxel_dist.launcher.host.process_tree import Subreaper
 other = subprocess.Popen(["cat", sys.argv[1] + "/dead/y"])
 while state(other.pid) not in ("cat S", "cat D"):

@@ -13,7 +13,7 @@ import pytest
 from process_ray import import_ray
 
 from roxxel_dist.launcher.backends.ray.actor import RayNode
-from roxxel_dist.launcher.backends.ray.process import LOST, NoNodeError, RayProcess, gone
+from roxxel_dist.launcher.backends.ray.process import LOST, NoNodeError, RayProcess, reason_of
 
 Until = Callable[[Callable[[], Any], str], None]
 ECHO = "import sys; print(sys.stdin.read().upper()); print('oh', file=sys.stderr); sys.exit(7)"
@@ -141,7 +141,7 @@ def test_programs_of_a_node_whose_process_is_killed_read_the_end_of_their_stdin(
 
 def test_why_an_actor_does_not_answer() -> None:
     errors = import_ray().exceptions
-    assert gone(errors.ActorDiedError()).startswith("its Ray actor died")
-    assert gone(errors.NodeDiedError("x")) == "Ray says that the node died"
-    assert gone(errors.RayError("one\ntwo")) == "Ray cannot reach its actor: one"
-    assert gone(errors.RayError()) == "Ray cannot reach its actor: RayError"
+    assert reason_of(errors.ActorDiedError()).startswith("its Ray actor died")
+    assert reason_of(errors.NodeDiedError("x")) == "Ray says that the node died"
+    assert reason_of(errors.RayError("one\ntwo")) == "Ray cannot reach its actor: one"
+    assert reason_of(errors.RayError()) == "Ray cannot reach its actor: RayError"

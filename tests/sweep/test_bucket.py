@@ -7,6 +7,7 @@ import random
 import process_ray
 import pytest
 import trial_bodies
+from browser import data_of
 from killed_drivers import ended, kill_and_go_on, until
 from objects.servers import AzureServer, GcsServer, S3Server
 from sweep_runs import ONE, Study
@@ -224,7 +225,8 @@ def test_reports_of_a_study_in_a_bucket(study, monkeypatch, capsys, tmp_path):
     said = capsys.readouterr().out
     assert "3 trial(s): 3 done" in said
     assert f"page: {study.url}/report/report.html" in said
-    assert b"3 trial(s): 3 done" in ObjectStore.open(study.url).read("report/report.html")
+    (shown,) = data_of(ObjectStore.open(study.url).read("report/report.html").decode())["items"].values()
+    assert (shown["head"]["path"], shown["head"]["counts"]["done"]) == (str(study.url), 3)
     assert main(["report", study.url, "--best_config", "best.yaml"]) == 2
     assert "trained on another machine" in capsys.readouterr().err
     assert main(["sweep", "--study", f"{study.url}/journal", "--count", "1"]) == 2

@@ -15,7 +15,9 @@ from roxxel_dist.objects.lease import Lease
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.train.bucket_folder import LEASE
 from roxxel_dist.view.bucket import BucketRunReader, RunCopy
+from roxxel_dist.view.items import finder
 from roxxel_dist.view.run import RunReader
+from roxxel_dist.view.web.feed import Feed
 
 
 @pytest.fixture
@@ -55,8 +57,14 @@ def test_a_run_in_a_bucket_is_what_the_local_one_is(server, tmp_path, capsys):
             assert gone not in [each.name for each in seen.checkpoints]
         files.pull()
         assert not files.is_trained
+        find = finder([url])
+        page, (item,) = Feed(find), find()
+        (shown,) = page.read(tuple(page.read()[0]))[1].values()
+        assert json.loads(shown["head"])["step"] == 7
+        assert json.loads(shown["checkpoints"])["tier"] == "bucket"
         link.down = True
         assert reader.read().step == 7
+        assert find() == [item]  # the page does not ask the bucket again for what there is
     assert main(["top", "--once", url]) == 0
     assert "step 7" in capsys.readouterr().out
     store.write("study.yaml", b"")

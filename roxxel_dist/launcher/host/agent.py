@@ -154,7 +154,7 @@ class Agent:
         self._poll.unregister(fd)
 
     def _wait_s(self) -> float:
-        if not self._paused and any(rank.tree.gone and rank.output >= 0 for rank in self._ranks):
+        if not self._paused and any(rank.tree.is_empty and rank.output >= 0 for rank in self._ranks):
             return 0
         until = self._report_at if self._kill_at is None else min(self._report_at, self._kill_at)
         return max(0.0, until - time.monotonic())
@@ -282,8 +282,8 @@ class Agent:
         records = self._records()
         for rank in self._alive():
             record = records[rank.number]
-            if record != rank.told:
-                rank.told = record
+            if record != rank.reported:
+                rank.reported = record
                 moved.append((rank.number, asdict(record)))
                 if (used := self._usage(rank, record)) is not None:
                     usage.append((rank.number, asdict(used)))
@@ -303,8 +303,8 @@ class Agent:
     def _dump(self) -> None:
         """Have every rank that can write the stacks of its threads to its log."""
         records = self._records()
-        asked = [(rank.number, *ask_for_stack(records[rank.number].pid, rank.tree.pid)) for rank in self._alive()]
-        self._outbox.send({"type": "dumped", "ranks": asked})
+        dumps = [(rank.number, *ask_for_stack(records[rank.number].pid, rank.tree.pid)) for rank in self._alive()]
+        self._outbox.send({"type": "dumped", "ranks": dumps})
 
     def _alive(self) -> list[Rank]:
         return [rank for rank in self._ranks if rank.code is None]
@@ -329,7 +329,7 @@ class Agent:
 
     def _hear_keeper(self, rank: Rank) -> None:
         rank.tree.hear()
-        if rank.tree.gone:
+        if rank.tree.is_empty:
             self._unwatch(rank.tree.fd)
             rank.tree.close()
 
@@ -390,7 +390,7 @@ class Agent:
 
     def _read_rests(self) -> None:
         for rank in self._ranks:
-            if rank.tree.gone and rank.output >= 0 and not self._paused:
+            if rank.tree.is_empty and rank.output >= 0 and not self._paused:
                 self._read_output(rank)
 
     def _read_pipe(self, rank: Rank) -> None:
@@ -424,7 +424,7 @@ class Agent:
     def _tell_done(self) -> None:
         if not self._ranks or self._done:
             return
-        if all(rank.settled for rank in self._ranks) and all(rank.tree.gone for rank in self._dropped):
+        if all(rank.settled for rank in self._ranks) and all(rank.tree.is_empty for rank in self._dropped):
             self._done = True
             self._outbox.send({"type": "done"})
 

@@ -216,7 +216,7 @@ class Tree:
         """Of the program; the keeper opened it while the number was its own."""
         self.code: int | None = None
         """How the program ended, as soon as the keeper has said so (negative: a signal)."""
-        self.gone: bool = False
+        self.is_empty: bool = False
         """Whether nothing is left of it."""
 
     @property
@@ -233,7 +233,7 @@ class Tree:
         if said:
             self.code = int(said)
         else:
-            self.gone = True
+            self.is_empty = True
             if self.code is None:  # the keeper was killed, and the kernel has killed the program with it
                 self.code = -signal.SIGKILL
 
@@ -242,7 +242,7 @@ class Tree:
         self._order(STOP_GROUP if group else STOP)
 
     def kill(self) -> None:
-        """Kill whatever there is of it; `gone` tells when that is done."""
+        """Kill whatever there is of it; `is_empty` says when that is done."""
         self._order(KILL)
 
     def _order(self, order: bytes) -> None:
@@ -293,13 +293,13 @@ class SpawnedTree(Tree):
     def wait(self, limit_s: float) -> bool:
         """Whether nothing is left of it, waited for so long."""
         end = time.monotonic() + limit_s
-        while not self.gone and self._poll.poll(1000 * max(0.0, end - time.monotonic())):
+        while not self.is_empty and self._poll.poll(1000 * max(0.0, end - time.monotonic())):
             self.hear()
-            if self.gone:
+            if self.is_empty:
                 self._process.wait()
                 self.close()
                 os.close(self.pidfd)
-        return self.gone
+        return self.is_empty
 
     def end(self, stop_s: float) -> None:
         """Ask its process group to stop, and kill what is left of it after `stop_s` seconds, or when interrupted."""

@@ -33,7 +33,7 @@ class Rank:
     messages: LineSplitter = field(default_factory=LineSplitter)
     code: int | None = None  # negative: a signal
     killed_by_us: bool = False  # killed by this agent, and not on its way out before
-    told: progress.Record = field(default_factory=progress.Record)  # what the controller knows
+    reported: progress.Record = field(default_factory=progress.Record)  # what the controller knows
     usage: UsageReader = field(default_factory=UsageReader)
     first: progress.Record | None = None  # as it was when its first step was seen
     exited: bool = False  # its process; how it ended is told a moment later
@@ -43,7 +43,7 @@ class Rank:
     @property
     def settled(self) -> bool:
         """Whether it has ended, all its output was read, and nothing is left of it."""
-        return self.code is not None and self.output < 0 and self.tree.gone
+        return self.code is not None and self.output < 0 and self.tree.is_empty
 
 
 def start_rank(number: int, program: Program, folders: Sequence[str], pass_fds: tuple[int, ...] = ()) -> Rank:

@@ -157,7 +157,7 @@ class Spares:
 
 def _works(rank: Rank) -> bool:
     """Whether a rank has come some steps far, or has not told anything for long after it has joined."""
-    record = rank.told
+    record = rank.reported
     if record.activity == "step" and rank.first is None:
         rank.first = record
     if rank.first is not None:

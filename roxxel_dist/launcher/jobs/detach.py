@@ -54,7 +54,7 @@ def detach(job: JobSpec, backend: Backend) -> JobRecord:
         answer = pool.ask({host: spec}, START_S).get(host)
     stderr = [line for connection in pool.all for line in connection.stderr]  # whole: the controller has let go of it
     if answer is None:
-        reason = f"roxxel-dist: the job could not be started on {host}: {pool.gone[host]}"
+        reason = f"roxxel-dist: the job could not be started on {host}: {pool.unreachable[host]}"
         raise StartError(EXIT_FAILED, "\n".join([*(stderr if len(stderr) > 1 else []), reason]))
     if "entry" not in answer:
         if answer["code"] == EXIT_PREFLIGHT and described["kind"] != "local":

@@ -188,7 +188,7 @@ def read(path: Path) -> JobRecord | None:
 
     Where the file says that a job goes on and its controller is gone, the job is `lost`.
     """
-    was_gone = False
+    was_lost = False
     while True:
         try:
             record = from_values(json.loads(path.read_text(encoding="utf-8")))
@@ -196,9 +196,9 @@ def read(path: Path) -> JobRecord | None:
             return None
         if record.is_over or not record.is_here or is_alive(record.controller):
             return record
-        if was_gone:
+        if was_lost:
             return replace(record, state="lost", ranks=())
-        was_gone = True  # read it again: its last words may have come between the two looks
+        was_lost = True  # read it again: its last words may have come between the two looks
 
 
 def from_values(values: Any) -> JobRecord:
@@ -244,7 +244,7 @@ def forget(*, over_s: float = 0.0, unheard_s: float = FORGOTTEN_S) -> list[JobRe
 
     What a controller that was killed has left half written goes after `KEPT_S`.
     """
-    gone = []
+    forgotten = []
     for path in folder().glob("*"):
         with contextlib.suppress(OSError):
             written, record = path.stat().st_mtime, read(path)
@@ -256,8 +256,8 @@ def forget(*, over_s: float = 0.0, unheard_s: float = FORGOTTEN_S) -> list[JobRe
                 limit = unheard_s
             if time.time() - min(written, record.updated if record else written) >= limit:
                 path.unlink()
-                gone += [record] if record else []
-    return gone
+                forgotten += [record] if record else []
+    return forgotten
 
 
 class JobRecorder:

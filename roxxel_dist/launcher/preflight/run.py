@@ -88,7 +88,7 @@ class _ThisMachine:
     """Asked as a pool is, but without an agent: nothing is as fast."""
 
     def __init__(self, held: ExitStack) -> None:
-        self.gone: dict[str, str] = {}
+        self.unreachable: dict[str, str] = {}
         self._held = held
 
     def ask(self, questions: Mapping[str, Message]) -> dict[str, Message]:
@@ -103,9 +103,9 @@ def _check(
 ) -> PreflightReport:
     infos = pool.ask({host: {"ask": "facts", **asdict(requirements)} for host in hosts})
     for host in [host for host in infos if "why" in infos[host]]:
-        pool.gone[host] = infos.pop(host)["why"]
+        pool.unreachable[host] = infos.pop(host)["why"]
     if not infos:
-        return PreflightReport(unreachable=dict(pool.gone))
+        return PreflightReport(unreachable=dict(pool.unreachable))
     first, *others = infos
     findings = run_checks(requirements, infos)
     address = backend.address or LOOPBACK
@@ -124,7 +124,7 @@ def _check(
         address=address,
         port=free,
         findings=findings,
-        unreachable=dict(pool.gone),
+        unreachable=dict(pool.unreachable),
         visible={host: info["visible"] for host, info in infos.items() if info["visible"] is not None},
         cores=max(info["cores"] for info in infos.values()),
     )

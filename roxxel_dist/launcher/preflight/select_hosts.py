@@ -41,9 +41,9 @@ def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str]) -> Assign
     working = working_hosts(job, hosts)
     if len(present) >= len(working):
         chosen = tuple(present[: len(working)])
-        gone = [host for host in working if host not in present]
+        missing = [host for host in working if host not in present]
         instead = ", ".join(host for host in chosen if host not in working)
-        note = f"going on without {', '.join(gone)}, with {instead} instead" if gone else ""
+        note = f"going on without {', '.join(missing)}, with {instead} instead" if missing else ""
         return Assignment(hosts=chosen, job=job, note=note)
     procs = job.nprocs // len(working)
     devices = job.devices_per_proc  # of a process; 1 where only jax knows, so that whole processes are counted

@@ -53,7 +53,7 @@ class HostPool:
         self._by_host: dict[str, HostConnection] = {}
         self.all: Collection[HostConnection] = self._by_host.values()
         """In the order of their start."""
-        self.gone: dict[str, str] = {}
+        self.unreachable: dict[str, str] = {}
         """Hosts that do not answer questions, and why."""
         self._backend = backend
         self._words = words or agent_words(backend)
@@ -96,7 +96,7 @@ class HostPool:
                 if isinstance(event, Exception):
                     self._forget(link)
         self._let_go([link for link in self.all if link.lost])
-        self.gone.clear()
+        self.unreachable.clear()
 
     def _let_go(self, links: Sequence[HostConnection]) -> None:
         for link in links:
@@ -110,14 +110,14 @@ class HostPool:
     def ask(self, questions: Mapping[str, Message], limit_s: float = ANSWER_S) -> dict[str, Message]:
         """Ask hosts, `AT_ONCE` at a time, and wait for all answers; `heard` in each is the time here when it came.
 
-        A host that does not answer within `limit_s` seconds, or whose program ends, has no answer, and is `gone`. An
-        agent that has had ranks has `SILENT_S` at most, for it is connected.
+        A host that does not answer within `limit_s` seconds, or whose program ends, has no answer, and is in
+        `unreachable`. An agent that has had ranks has `SILENT_S` at most, for it is connected.
 
         Raises:
             Interrupted: the descriptor `wake` can be read.
         """
         answers: dict[str, Message] = {}
-        unasked = deque(host for host in questions if host not in self.gone)
+        unasked = deque(host for host in questions if host not in self.unreachable)
         waiting: dict[HostConnection, float] = {}
         while unasked or waiting:
             if unasked and len(waiting) < AT_ONCE:  # one in a turn: answers are not to wait for the start of others
@@ -125,7 +125,7 @@ class HostPool:
                 try:
                     link = self.connect(host)
                 except OSError as error:
-                    self.gone[host] = f"no agent could be started: {error}"
+                    self.unreachable[host] = f"no agent could be started: {error}"
                     continue
                 self._questions += 1
                 link.question = self._questions  # an answer to one that was broken off may still come
@@ -149,7 +149,7 @@ class HostPool:
         return {host: answers[host] for host in questions if host in answers}
 
     def _give_up(self, link: HostConnection, why: str) -> None:
-        self.gone[link.host] = why
+        self.unreachable[link.host] = why
         self._forget(link)
         if link.process.poll() is None:
             link.process.kill()

@@ -135,7 +135,7 @@ def _best_so_far(study: Study, picture: Path) -> Path:
     return picture
 
 
-def _importance(weights: dict[str, float], picture: Path) -> Path:
+def _importance(weights: Mapping[str, float], picture: Path) -> Path:
     ordered = sorted(weights.items(), key=lambda pair: pair[1])
     with figure(picture, inches=(8, 1.2 + 0.32 * len(weights))) as axes:
         axes.barh([name for name, _ in ordered], [100 * share for _, share in ordered], color="#4f86c6")

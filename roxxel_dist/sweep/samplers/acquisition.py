@@ -10,7 +10,7 @@ from roxxel_dist.sweep.samplers.gp import GaussianProcess, condition, fit_hyperp
 
 FIT_TO = 80
 """Trials that the scales are fitted to: the cost grows with their cube."""
-MEMBERS, MEMBERS_TIMES = 4, 400
+MEMBERS, MEMBERS_TIMES = 4, 300
 """Draws of the scales that are averaged over, and their number times that of trials: many values leave little open."""
 FAILURE_NOISE = 0.1
 """The centre of the prior of a failure's noise: some trials fail for no reason."""

@@ -117,7 +117,7 @@ def fit_hyperparameters(points: np.ndarray, values: np.ndarray, noise: float = U
     return minimize(posterior, start, jac=True, method="L-BFGS-B", bounds=_bounds(points.shape[1]), options=options).x
 
 
-def _covariance(theta: np.ndarray, points: np.ndarray, others: np.ndarray) -> np.ndarray:
+def prior_covariance(theta: np.ndarray, points: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Of the values without noise at points and others: float64[n, m]."""
     scales, signal, trend = np.exp(theta[:-3]), np.exp(theta[-3]), np.exp(theta[-1])
     return signal * _kernel(points / scales, others / scales)[0] + trend * (_trend(points) @ _trend(others).T)
@@ -183,7 +183,7 @@ class GaussianProcess:
         Args:
             points: float64[m, d].
         """
-        kernel = _covariance(self.theta, points, self._points)
+        kernel = prior_covariance(self.theta, points, self._points)
         prior = np.exp(self.theta[-3]) + np.exp(self.theta[-1]) * (_trend(points) ** 2).sum(1)
         variance = prior - np.einsum("ij,ij->i", kernel @ self._inverse, kernel)
         return kernel @ self._weights, np.sqrt(np.maximum(variance, 1e-12))
@@ -202,8 +202,8 @@ class GaussianProcess:
 
     def draw(self, points: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Values that it takes for possible at some points together: float64[m] at float64[m, d]."""
-        between = _covariance(self.theta, points, self._points)
-        covariance = _covariance(self.theta, points, points) - between @ self._inverse @ between.T
+        between = prior_covariance(self.theta, points, self._points)
+        covariance = prior_covariance(self.theta, points, points) - between @ self._inverse @ between.T
         covariance.flat[:: len(points) + 1] += DRAW_JITTER
         return between @ self._weights + np.linalg.cholesky(covariance) @ rng.normal(size=len(points))
 
@@ -255,7 +255,7 @@ def condition(points: np.ndarray, values: np.ndarray, theta: np.ndarray) -> Gaus
         values: float64[n], finite, of mean 0 and deviation 1 or so; less is better.
         theta: from `fit_hyperparameters`.
     """
-    kernel = _covariance(theta, points, points)
+    kernel = prior_covariance(theta, points, points)
     covariance = kernel + (np.exp(theta[-2]) + JITTER) * np.eye(len(values))
     inverse = cho_solve(cho_factor(covariance, lower=True), np.eye(len(values)))
     weights = inverse @ values

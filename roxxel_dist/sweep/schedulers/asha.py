@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from roxxel_dist.sweep.journal import History, Trial
-from roxxel_dist.sweep.schedulers.base import Verdict, by_value, shifted
+from roxxel_dist.sweep.schedulers.base import Verdict, as_far_behind, by_value
 from roxxel_dist.sweep.schedulers.hyperband import ETA, bands
 
 
@@ -63,9 +63,8 @@ class Asha:
         return None
 
     def estimate(self, history: History) -> dict[int, float]:
-        """Each trial is as far behind the best one as it was at its last rung."""
-        level = {trial: self._level(history.trials[trial]) for trial in self._values[0]}
-        return shifted(history, {trial: self._values[at - 1][trial] for trial, at in level.items()}, level)
+        """Each is as far behind the best trial as it was at its last report behind the best one there."""
+        return as_far_behind(history)
 
     def rank(self, history: History) -> list[int]:
         """The paused trials: those of the lowest rung first, and the worst of each."""

@@ -5,6 +5,7 @@ A scheduler keeps nothing that the history does not say: made anew, and shown th
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, Protocol
 
 from roxxel_dist.sweep.journal import History
@@ -45,26 +46,30 @@ class Scheduler(Protocol):
         ...
 
 
-def shifted(history: History, best: Mapping[int, float], level: Mapping[int, int]) -> dict[int, float]:
-    """Estimates of trials without an end: each is as far behind the best trial as behind the best one at its level.
-
-    Args:
-        history: of the study.
-        best: the best value of each trial up to its level, less being better.
-        level: how far each has come, in any unit.
-    """
-    sign = history.sign
-    leaders: dict[int, float] = {}
-    for trial, value in best.items():
-        leaders[level[trial]] = min(value, leaders.get(level[trial], value))
-    leader = min((sign * trial.value for trial in history.trials.values() if trial.value is not None), default=None)
-    if leader is None:
-        return {}
-    unended = [*history.paused, *history.running]
-    return {trial: sign * (best[trial] - leaders[level[trial]] + leader) for trial in unended if trial in best}
-
-
 def by_value(history: History) -> list[int]:
     """The paused trials that have reported, those with the worst value first."""
     value = {number: history.sign * trial.value for number, trial in history.paused.items() if trial.value is not None}
     return sorted(value, key=lambda number: (-value[number], -number))
+
+
+def as_far_behind(history: History) -> dict[int, float]:
+    """Estimates of what trials without an end will give, for whoever proposes parameters.
+
+    Each is as far behind the best trial as it was, at its last report, behind the best one of so many reports. Best
+    means the best value so far.
+    """
+    if history.best is None or history.best.value is None:
+        return {}
+    leaders: list[float] = []
+    reached: dict[int, float] = {}
+    for number, trial in history.trials.items():
+        values = list(accumulate((history.sign * value for _, value in trial.reports), min))
+        common = [min(pair) for pair in zip(leaders, values, strict=False)]
+        leaders = [*common, *(leaders[len(common) :] or values[len(common) :])]
+        reached |= {number: values[-1]} if values else {}
+    best = history.best.value
+    return {
+        number: best + history.sign * (reached[number] - leaders[len(trial.reports) - 1])
+        for number, trial in (history.paused | history.running).items()
+        if number in reached
+    }

@@ -15,7 +15,7 @@ it takes, is largest for the trial that gets the next slice.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,21 +26,31 @@ from scipy.special import ndtr
 from threadpoolctl import threadpool_limits
 
 from roxxel_dist.sweep.journal import History
-from roxxel_dist.sweep.samplers.bayes import OUTLIER, SpaceTransform, training_subset
-from roxxel_dist.sweep.samplers.gp import _kernel, fit_hyperparameters
-from roxxel_dist.sweep.schedulers.base import Verdict, by_value
+from roxxel_dist.sweep.samplers.base import Point
+from roxxel_dist.sweep.samplers.acquisition import OUTLIER, training_subset
+from roxxel_dist.sweep.samplers.bayes import SpaceTransform
+from roxxel_dist.sweep.samplers.gp import JITTER, fit_hyperparameters, prior_covariance
+from roxxel_dist.sweep.schedulers.base import Verdict, as_far_behind, by_value
 from roxxel_dist.sweep.space.sweep_file import Sweep
 
 FIRST_SLICE = 3
 """Reports of a new trial before the first one has ended, and nobody knows how long a curve is."""
 HORIZONS = (1, 2, 3, 5, 8, 13)
-FRESH = 64
+FRESH = 8
 """New configurations, at random, of which the most promising stands for what a new trial is worth."""
 FIT_TO = 60
 PRIOR = 2.0
-"""Pairs of reports that the prior of a regression counts for: a curve goes on as flat as it has become."""
-NEAR = 1.0
-"""How far, in reports, a step of a curve learns from the steps beside it."""
+"""Reports that the prior of a regression counts for: a curve goes on as flat as it has become."""
+USUAL_ERROR = 0.3
+"""Of a regression before any curve is known, as a share of the usual change."""
+NEAR = 0.5
+"""How far, in reports, a step of a curve learns from the steps beside it: the width of a bell."""
+SAME_WAY = 0.7
+"""Deviations of following reports add up, times this: 1 where all err in the same direction."""
+BEGUN = 0.7
+"""Share of a change that the next one is before any curve is known."""
+UNLIKELY = 0.02
+"""Where no new trials come any more, a paused one goes on if it is as likely as that to end as the best."""
 STAYS = 1.1
 """A trial that runs keeps its worker unless another one is expected to win so many times as much: to start costs too."""
 
@@ -58,6 +68,7 @@ class FreezeThaw:
 
     def __init__(self, rule: Mapping[str, Any], sweep: Sweep, seed: int) -> None:
         self._transform, self._seed = SpaceTransform(sweep), seed
+        self._known: tuple[Any, _Model] | None = None
 
     def note(self, history: History, trial: int, step: int) -> None:
         """Nothing is kept: the history has all."""
@@ -81,7 +92,9 @@ class FreezeThaw:
         if own * STAYS >= max(new, 0.0 if best is None else others[best]):
             return {}
         what = "a new trial" if best is None or new >= others[best] else f"trial {best}"
-        return {trial: Verdict(kind="pause", reason=f"{what} is expected to win more: {max(new, others.get(best, 0.0)):.3g} a report, this one {own:.3g}")}
+        most = new if best is None else max(new, others[best])
+        why = f"{what} is expected to win more: {most:.3g} a report, this one {own:.3g}"
+        return {trial: Verdict(kind="pause", reason=why)}
 
     def choose(self, history: History, *, can_ask: bool) -> tuple[int, str] | None:
         """The trial that is expected to win the most a step."""
@@ -92,17 +105,13 @@ class FreezeThaw:
         best = max(gains, key=gains.__getitem__)
         if can_ask and model.new > gains[best]:
             return None
-        if not can_ask and model.chance(best) < 0.02:
+        if not can_ask and model.chance(best) < UNLIKELY:
             return None
         return best, f"expected to win {gains[best]:.3g} a report, a new trial {model.new:.3g}"
 
     def estimate(self, history: History) -> dict[int, float]:
-        """The expected end of each."""
-        if not _ended(history):
-            return {}
-        model = self._model(history)
-        unended = [*history.paused, *history.running]
-        return {number: float(history.sign * model.end(number)) for number in unended if number in model.index}
+        """Each is as far behind the best trial as it was at its last report behind the best one there."""
+        return as_far_behind(history)
 
     def rank(self, history: History) -> list[int]:
         """The paused trials, those that are expected to win the least first."""
@@ -112,8 +121,13 @@ class FreezeThaw:
         return sorted(by_value(history), key=lambda number: (model.gain_of(number), -number))
 
     def _model(self, history: History) -> "_Model":
-        with threadpool_limits(1, user_api="blas"):
-            return _Model(self._transform, history, self._seed)
+        """Of the reports and ends so far; several questions in a row are about the same ones."""
+        ends = [history.count(state) for state in ("done", "stopped", "failed")]
+        key = history.steps, sum(len(trial.reports) for trial in history.trials.values()), *ends, len(history.trials)
+        if self._known is None or self._known[0] != key:
+            with threadpool_limits(1, user_api="blas"):
+                self._known = key, _Model(self._transform, history, self._seed)
+        return self._known[1]
 
 
 def _ended(history: History) -> bool:
@@ -142,17 +156,18 @@ class Curves:
             before = those[:, step - 1] - those[:, step - 2] if step > 1 else np.zeros(len(those))
             rows.append(np.stack([np.ones(len(those)), those[:, step - 1], before], 1))
             targets.append(those[:, step] - those[:, step - 1])
-            weights.append(np.full(len(those), math.exp(-0.5 * ((step - at) / (0.5 * NEAR)) ** 2)))
+            weights.append(np.full(len(those), math.exp(-0.5 * ((step - at) / NEAR) ** 2)))
         x, y, w = np.concatenate(rows), np.concatenate(targets), np.concatenate(weights)
         scale = max(float(np.nanstd(self.values[:, 0])), float(np.nanstd(self.values)), 1e-12)
         centre = np.average(x[:, 1], weights=w) if w.sum() > 0 else 0.0
         x[:, 1] -= centre
-        prior = np.array([0.0, 0.0, 0.7 if at > 1 else 0.0])
+        prior = np.array([0.0, 0.0, BEGUN if at > 1 else 0.0])
         strength = np.array([0.01, PRIOR * scale**2, PRIOR * (0.1 * scale) ** 2])
         left = (x * w[:, None]).T @ x + np.diag(strength)
         coefficients = np.linalg.solve(left, (x * w[:, None]).T @ y + strength * prior)
         errors = y - x @ coefficients
-        noise = (w @ errors**2 + PRIOR * (0.02 * scale) ** 2) / (max(w.sum() - 2.0, 0.0) + PRIOR)
+        usual = (w @ y**2) / max(w.sum(), 1e-12)  # of the change itself
+        noise = (w @ errors**2 + PRIOR * USUAL_ERROR**2 * usual) / (max(w.sum() - 2.0, 0.0) + PRIOR)
         coefficients[0] -= coefficients[1] * centre
         return coefficients, float(noise)
 
@@ -162,12 +177,12 @@ class Curves:
         variances = np.full(self.length + 1, np.inf)
         variances[self.length] = 0.0
         # The end as a function of (value, last change), backwards: end = a + b value + c change.
-        b, c, total = 1.0, 0.0, 0.0
+        b, c, deviation = 1.0, 0.0, 0.0
         for at in range(self.length - 1, 0, -1):
             (_, by_value, by_change), noise = self._steps[at - 1]
-            total += (b + c) ** 2 * noise
+            deviation += abs(b + c) * math.sqrt(noise)  # a trial that errs in one report errs so in the next, too
             b, c = b + (b + c) * by_value, (b + c) * by_change
-            variances[at] = total
+            variances[at] = (SAME_WAY * deviation) ** 2
         return variances
 
     def ends(self) -> np.ndarray:
@@ -205,7 +220,10 @@ class _Model:
         self._ends, self._variances = ends, curves.variances
         self._condition(transform, [trial.point for trial in trials], ends, noise, [seed, len(history.trials)])
 
-    def _condition(self, transform: SpaceTransform, points: Any, ends: np.ndarray, noise: np.ndarray, seed: Any) -> None:
+    def _condition(
+        self, transform: SpaceTransform, points: Sequence[Point], ends: np.ndarray, noise: np.ndarray, seed: list[int]
+    ) -> None:
+        """Give the process over the parameters the ends as measurements, each of its own noise."""
         median, least = np.median(ends), ends.min()
         limit = median + OUTLIER * (median - least) if median > least else np.inf
         clipped = np.minimum(ends, limit)
@@ -214,24 +232,21 @@ class _Model:
         features = transform.encode(transform.rows(points))
         subset = training_subset(targets + np.sqrt(noise), FIT_TO)
         theta = fit_hyperparameters(features[subset], targets[subset])
-        scaled, signal, own = features / np.exp(theta[:-2]), np.exp(theta[-2]), np.exp(theta[-1])
-        prior = signal * _kernel(scaled, scaled)[0] + own * np.eye(len(targets))
-        factor = cho_factor(prior + np.diag(noise + 1e-6), lower=True)
+        own = np.exp(theta[-2])  # what the parameters do not explain of an end
+        prior = prior_covariance(theta, features, features) + own * np.eye(len(targets))
+        factor = cho_factor(prior + np.diag(noise + JITTER), lower=True)
         weights = cho_solve(factor, targets)
         half = solve_triangular(factor[0], prior, lower=True)
         self._mean = mean + scale * (prior @ weights)
         self._variance = scale**2 * np.maximum(np.diag(prior) - (half**2).sum(0), 1e-12)
         rng = np.random.default_rng(seed)
-        fresh = transform.encode(transform.from_cube(rng.random((FRESH, transform.dims)))) / np.exp(theta[:-2])
-        across = signal * _kernel(fresh, scaled)[0]
+        fresh = transform.encode(transform.from_cube(rng.random((FRESH, transform.dims))))
+        across = prior_covariance(theta, fresh, features)
         half = solve_triangular(factor[0], across.T, lower=True)
         means = mean + scale * (across @ weights)
-        variances = scale**2 * np.maximum(signal + own - (half**2).sum(0), 1e-12)
+        before = np.diag(prior_covariance(theta, fresh, fresh)) + own
+        variances = scale**2 * np.maximum(before - (half**2).sum(0), 1e-12)
         self.new: float = float(max(self._gain(m, v, 0, self.length) for m, v in zip(means, variances, strict=True)))
-
-    def end(self, number: int) -> float:
-        """The expected end of a trial."""
-        return float(self._mean[self.index[number]])
 
     def gain_of(self, number: int) -> float:
         """What a report of a trial is expected to win."""

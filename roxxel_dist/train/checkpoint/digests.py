@@ -216,7 +216,7 @@ class DigestTable:
 
         names = list(names)
         with ThreadPoolExecutor(THREADS) as threads:
-            return {file: found for file, found in zip(names, threads.map(check, names), strict=True) if found}
+            return {file: problem for file, problem in zip(names, threads.map(check, names), strict=True) if problem}
 
     def blocks_in(self, file: str) -> list[tuple[str, BlockDigest]]:
         """The blocks that lie in a file, and the names of their arrays."""

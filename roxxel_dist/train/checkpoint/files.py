@@ -369,10 +369,10 @@ def restore_converted(
         handler.metadata(epath.Path(checkpoint / STATE)).tree,
     )
     restore_args = ocp.checkpoint_utils.construct_restore_args(item)
-    found = handler.restore(
+    restored = handler.restore(
         epath.Path(checkpoint / STATE), args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
     )
-    old = {named(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(found)}
+    old = {named(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(restored)}
     old = {name: old[name] for name in needed}
     shapes = {name: leaf.shape for name, leaf in wanted.items()}
     places = {name: leaf.sharding for name, leaf in wanted.items()}

@@ -44,13 +44,13 @@ class Inventory:
 class Generation:
     """A whole generation that a job finds when it begins."""
 
-    def __init__(self, found: "Generations", header: Header, slot: int, *, fetched: bool) -> None:
+    def __init__(self, generations: "Generations", header: Header, slot: int, *, fetched: bool) -> None:
         self.step: int = header.step
         self.metadata: CheckpointMetadata = CheckpointMetadata.from_dict(header.metadata)
         self.name: str = header.generation
         self.slot: int = slot
         """Which of a rank's two files it is in."""
-        self._found, self._header, self._fetched = found, header, fetched
+        self._generations, self._header, self._fetched = generations, header, fetched
 
     @property
     def whence(self) -> str:
@@ -62,7 +62,7 @@ class Generation:
 
         Raises ValueError where the state has become another one, and OSError where a host that had blocks is gone.
         """
-        return self._found.restore(self._header, like)
+        return self._generations.restore(self._header, like)
 
 
 def run_identity(run: object, mesh: Any, settings: Sequence[Any]) -> str:

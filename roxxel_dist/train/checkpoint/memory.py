@@ -107,11 +107,11 @@ class MemoryTier:
             except (OSError, ValueError) as error:
                 self._log(f"no copies of a neighbour are kept here: {error}")
         address = self._server.address if self._server else None
-        self._found = Generations(self._folder, self._hosts, self._run, address, self._log)
+        self._generations = Generations(self._folder, self._hosts, self._run, address, self._log)
 
     def newest(self, disk_step: int) -> Generation | None:
         """The newest whole generation, if it is newer than the checkpoint on disk; the same on every rank."""
-        return self._found.newest(disk_step)
+        return self._generations.newest(disk_step)
 
     # While it trains.
 
@@ -332,7 +332,7 @@ class MemoryTier:
         number = (self._host + 1) % (max(self._hosts) + 1)
         ranks = [rank for rank, host in enumerate(self._hosts) if host == number]
         neighbour = ranks[self._locals.index(self._rank) % len(ranks)]
-        address = self._found.address_of(neighbour)
+        address = self._generations.address_of(neighbour)
         try:
             if address is None:
                 raise OSError("it does not listen")

@@ -221,8 +221,8 @@ class CheckpointStore:
         except Exception as error:  # Orbax raises many kinds; all mean that there is no checkpoint
             problem = _Problem.of(rank, error)
         try:
-            told = gather_to_primary(self._name, json.dumps(problem), SAVE_LIMIT_S)
-            problems = [_Problem(*json.loads(text)) for text in told]
+            texts = gather_to_primary(self._name, json.dumps(problem), SAVE_LIMIT_S)
+            problems = [_Problem(*json.loads(text)) for text in texts]
         except TimeoutError as error:
             problems = [_Problem(str(error))]
         if is_primary():
@@ -494,12 +494,12 @@ class CheckpointStore:
     def _agree(self, step: int, problems: list[str]) -> None:
         """Raises DamagedCheckpoint, on all ranks, where one of them has found something wrong."""
         heard = [text for text in gather_to_primary(self._name, in_words(problems), CHECK_LIMIT_S) if text]
-        why, gone = in_words(list(dict.fromkeys(heard))), bool(heard) and not self._exists(step)
-        why, gone = json.loads(broadcast_from_primary(self._name, json.dumps([why, gone]), CHECK_LIMIT_S))
+        why, deleted = in_words(list(dict.fromkeys(heard))), bool(heard) and not self._exists(step)
+        why, deleted = json.loads(broadcast_from_primary(self._name, json.dumps([why, deleted]), CHECK_LIMIT_S))
         if not why:
             return
         self._read_last = None
-        if gone:  # its run goes on, and keeps the newest ones
+        if deleted:  # its run goes on, and keeps the newest ones
             raise ValueError(f"the checkpoint of step {step} in {self.folder} was deleted while it was read")
         raise DamagedCheckpoint(self.folder, step, why, self._instead(step) if self._read_only else "")
 

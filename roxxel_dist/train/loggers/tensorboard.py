@@ -36,17 +36,14 @@ class TensorboardTracker:
     def row(self, row: Mapping[str, Any]) -> None:
         """Write one logged step."""
         self._step = int(row["step"])
-        if self._writer is None:
-            self._begin(self._step)
+        writer = self._open(self._step)
         for name, value in row.items():
             if name != "step" and math.isfinite(value):
-                self._writer.add_scalar(name, value, self._step)
+                writer.add_scalar(name, value, self._step)
 
     def sample(self, text: str) -> None:
         """Write what the model wrote."""
-        if self._writer is None:
-            self._begin(self._step)
-        self._writer.add_text("sample", text.replace("\n", "  \n"), self._step)  # Markdown's line ends
+        self._open(self._step).add_text("sample", text.replace("\n", "  \n"), self._step)  # Markdown's line ends
 
     def rewind(self, step: int) -> None:
         """Training goes back to `step`: the next row begins a file that voids the later ones."""
@@ -58,7 +55,10 @@ class TensorboardTracker:
             self._writer.close()
             self._writer = None
 
-    def _begin(self, first: int) -> None:
+    def _open(self, first: int) -> Any:
+        """The writer; a new one says that it goes on with step `first`."""
+        if self._writer is not None:
+            return self._writer
         try:
             from tensorboardX import SummaryWriter
             from tensorboardX.summary import hparams
@@ -69,6 +69,7 @@ class TensorboardTracker:
         fields = {name: _plain(value) for name, value in self._config.items() if value is not None}
         for summary in hparams(fields, {"train_loss": 0.0, "val_loss": 0.0}):
             self._writer.file_writer.add_summary(summary)
+        return self._writer
 
 
 def _plain(value: Any) -> bool | int | float | str:

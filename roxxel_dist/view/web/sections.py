@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.launcher.jobs.record import Restart
+from roxxel_dist.objects.url import is_url
 from roxxel_dist.report import read_fields
 from roxxel_dist.run_directory import CONFIG
 from roxxel_dist.sweep.journal import Trial
@@ -67,7 +68,8 @@ def _run(run: RunState, brief: bool) -> Iterator[tuple[str, Any]]:
     yield "phases", {"phases": phases, "current": run.phase if run.phases else None, "realised": run.realised}
     yield "ranks", {"job": run.job, "attempts": run.attempts, **_ranks(run.ranks, run.restarts)}
     yield "time", {"kinds": SPENT, "spent": run.spent, "goodput": run.goodput}
-    yield "checkpoints", [dataclasses.asdict(checkpoint) for checkpoint in run.checkpoints]
+    tier = "bucket" if is_url(run.name) else "disk"
+    yield "checkpoints", {"tier": tier, "checkpoints": [dataclasses.asdict(one) for one in run.checkpoints]}
     yield "config", _config(run.path, changed(Path(run.path, CONFIG)))
 
 

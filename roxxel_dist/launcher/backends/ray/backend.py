@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
 from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.backends.ray import actor, cluster
-from roxxel_dist.launcher.backends.ray.process import NoNodeError, RayProcess, gone, result
+from roxxel_dist.launcher.backends.ray.process import NoNodeError, RayProcess, reason_of, result
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.placement import ranks_on
@@ -110,7 +110,7 @@ class RayBackend(base.Backend):
                 self._addresses = self._ray.get([node.ready.remote() for node in self._actors], timeout=limit_s)
             except self._ray.exceptions.RayError as error:
                 raise cluster.ClusterError(
-                    f"Ray gave the nodes, but its workers there did not start within {limit_s:.0f} s ({gone(error)}): "
+                    f"Ray gave the nodes, but its workers did not start within {limit_s:.0f} s ({reason_of(error)}): "
                     "see `ray logs`"
                 ) from error
             self.hosts = tuple(unique(self._addresses))
@@ -168,7 +168,7 @@ class RayBackend(base.Backend):
                     address = result(self._actors[index].ready.remote(), self._closed, ACTOR_S)
                     break
                 except self._ray.exceptions.RayError as problem:
-                    reason = gone(problem)
+                    reason = reason_of(problem)
                     if self._closed.is_set():
                         raise NoNodeError(reason) from None
                     self._ray.kill(self._actors[index])  # it may never answer again, though its node is well

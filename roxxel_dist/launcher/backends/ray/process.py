@@ -109,7 +109,7 @@ class RayProcess:
         except NoNodeError as problem:
             reason = str(problem)
         except Exception as problem:  # of many kinds, where Ray is gone; nobody is to wait for a thread that died of it
-            reason = gone(problem)
+            reason = reason_of(problem)
         if len(self._threads) == 1:
             os.close(orders)
         if reason:
@@ -166,7 +166,7 @@ def result(answer: Any, closed: threading.Event, limit_s: float = math.inf) -> A
                 raise
 
 
-def gone(problem: Exception) -> str:
+def reason_of(problem: Exception) -> str:
     """Why an actor does not answer, in one line: Ray's own text has many."""
     from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, NodeDiedError
 

@@ -77,12 +77,12 @@ function timeCard({ kinds, spent, goodput }) {
     h("ul", { class: "shares" }, parts.map(([kind, seconds, i]) => h("li", {}, h("i", { class: `dot series-${i}`, "aria-hidden": "true" }), kind, h("b", {}, format.share(seconds / total)), h("small", {}, format.duration(seconds))))));
 }
 
-function checkpointsCard(checkpoints) {
+function checkpointsCard({ checkpoints, tier }) {
   if (!checkpoints.length) return null;
   const verified = (one) => (one.set_aside ? badge("damaged, set aside") : one.digests ? "digests" : "no digests");
   const rows = [...checkpoints].reverse().slice(0, 12).map((one) => ({
     mark: one.set_aside ? "bad" : "",
-    cells: [one.name, format.time(one.saved), "disk", verified(one)],
+    cells: [one.name, format.time(one.saved), tier, verified(one)],
   }));
   return card("Checkpoints", plainTable("Checkpoints", ["Step", "Saved", "Tier", "Verified by"], rows));
 }
