@@ -27,7 +27,7 @@ def test_a_run_of_this_kind_is_equal_to_the_bit_and_a_step_of_it_is_written(
         fields |= {"init_from": str(clean)}
     run = trained(**fields)
     capsys.readouterr()
-    assert main(["audit", str(run)]) == 0, capsys.readouterr().out
+    assert main(["audit", str(run)]) == 0, "".join(capsys.readouterr())
     assert "equal to the bit over 14 steps" in capsys.readouterr().out
     assert main(["audit", str(run), "--steps", "8:8", "--dump", str(tmp_path)]) == 0
     assert "gradient norm" in (tmp_path / "step-8.txt").read_text()
