@@ -3,7 +3,7 @@
     python benchmarks/sweep_curves.py FOLDER [--limit N]
 
 Trains what `results/sweep_curves.jsonl` does not have yet and adds a line a trial to it: the parameters, and val_loss
-at each of 20 reports. A trial is a training of this package (its model, step, optimizer, order of data) on the sources of
+at each of 20 reports. A trial is a training of this package (its model, step, optimizer, order of data) on sources of
 Python's standard library, of seconds. Trials that differ in numbers alone share a program, as in a sweep.
 `Table` is what `roxxel_dist.sweep.replay` takes.
 """
@@ -132,7 +132,7 @@ class Program:
         state = jax.tree.map(jax.device_put, self._start, self._shardings)
         curve = []
         for step, batch in enumerate(self._batches, 1):
-            state, metrics = self._step(state, hparams, batch)
+            state, _ = self._step(state, hparams, batch)
             if step % Table.steps_per_report == 0:
                 losses = [self._evaluate(state.params, state.rest, hparams, batch)["loss"] for batch in self._held_out]
                 curve.append(round(float(sum(losses)) / len(losses), 4))

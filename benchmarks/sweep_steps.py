@@ -2,10 +2,10 @@
 
     python benchmarks/sweep_steps.py [--quick] [--seeds N] [--part all|apart|tuned] [--results FILE] [--json FILE]
 
-Each seed has its own goal: the best value of 50 full trials of `bayes`, at its own budget of steps. A search that does
-not reach it within that budget counts as twice the budget. `tuned` are the four fifths of the configurations that the
-constants of freeze_thaw were chosen on, `apart` the fifth that was kept apart, `all` both. Every search is added to
-FILE at once, and what stands there is not run again.
+Each seed has its own goal: the best value of 50 full trials of `bayes`, at its own budget of steps. A search ends when
+it has that value; one that has not within the budget counts as twice the budget. `tuned` are the four fifths of the
+configurations that the constants of freeze_thaw were chosen on, `apart` the fifth that was kept apart, `all` both.
+Every seed is added to FILE at once, and what stands there is not run again.
 """
 
 import os
@@ -14,6 +14,7 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
 import json
+import math
 import multiprocessing
 import statistics
 import sys
@@ -28,8 +29,8 @@ import numpy as np
 from measure import Lines, Result, flags
 from sweep_curves import GRID, KEPT_APART, REPORTS, STEPS, Table
 
-from roxxel_dist.sweep import replay
 from roxxel_dist.sweep.journal import History
+from roxxel_dist.sweep.recorded import RecordedSearch
 from roxxel_dist.sweep.schedulers.freeze_thaw import FreezeThaw
 from roxxel_dist.sweep.space.sweep_file import Sweep, sweep_of
 
@@ -62,48 +63,44 @@ def table() -> Table:
     return Table()
 
 
-def search(task: tuple[str, str, int]) -> dict[str, Any]:
-    """The values that one search has after steps, where they get better."""
+def search(task: tuple[str, int]) -> dict[str, Any]:
+    """Of one seed: steps after which each search has the best value of its full trials; None: not within the budget."""
     warnings.simplefilter("ignore")
-    part, name, seed = task
-    method, rule, workers = SEARCHES[name]
-    began = time.process_time()
-    result = replay(sweep_for(part, method, rule), table(), seed, BUDGET if name == "full" else BUDGET // 2, workers)
-    better = np.flatnonzero(np.diff(result.best, prepend=np.inf))
-    return {
-        "task": task, "steps": result.steps[better].tolist(), "best": result.best[better].tolist(),
-        "cpu_s": round(time.process_time() - began, 2),
-    }  # fmt: skip
+    part, seed = task
+    goal, steps, cpu = -math.inf, {}, {}
+    for name, (method, rule, workers) in SEARCHES.items():
+        began, reached = time.process_time(), None
+        trials = RecordedSearch(sweep_for(part, method, rule), table(), seed)
+        while trials.history.steps < BUDGET and trials.advance(workers):
+            if reached is None or trials.best < reached[1]:
+                reached = trials.history.steps, trials.best
+            if trials.best <= goal:
+                break
+        assert reached is not None
+        goal = reached[1] if name == "full" else goal
+        steps[name] = reached[0] if reached[1] <= goal else None
+        cpu[name] = round(time.process_time() - began, 2)
+    return {"task": task, "goal": goal, "steps": steps, "cpu_s": cpu}
 
 
-def searches(part: str, seeds: Sequence[int], file: Path | None) -> dict[str, dict[int, dict[str, Any]]]:
-    """All searches of a part of the table, by name and seed; those that a file has, and those that are run now."""
+def searches(part: str, seeds: Sequence[int], file: Path | None) -> dict[int, dict[str, Any]]:
+    """All searches of a part of the table, by seed; those that a file has, and those that are run now."""
     known = [json.loads(line) for line in file.read_text().splitlines()] if file is not None and file.exists() else []
-    found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in SEARCHES}
-    for run in known:
-        if run["task"][0] == part and run["task"][2] in seeds:
-            found[run["task"][1]][run["task"][2]] = run
-    missing = [(part, name, seed) for seed in seeds for name in SEARCHES if seed not in found[name]]
+    found = {run["task"][1]: run for run in known if run["task"][0] == part and run["task"][1] in seeds}
+    missing = [(part, seed) for seed in seeds if seed not in found]
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         for run in pool.imap_unordered(search, missing):
-            found[run["task"][1]][run["task"][2]] = run
+            found[run["task"][1]] = run
             if file is not None:
                 with file.open("a") as lines:
                     lines.write(json.dumps(run) + "\n")
     return found
 
 
-def reached(run: dict[str, Any], goal: float) -> float:
-    """Steps after which a search had a value that good, as a share of those of 50 full trials."""
-    steps = [steps for steps, best in zip(run["steps"], run["best"], strict=True) if best <= goal]
-    return steps[0] / BUDGET if steps else 2.0
-
-
 def compare(part: str, seeds: Sequence[int], file: Path | None) -> Iterable[Result]:
     found = searches(part, seeds, file)
     shares = {
-        name: {seed: reached(run, found["full"][seed]["best"][-1]) for seed, run in runs.items()}
-        for name, runs in found.items()
+        name: {seed: (run["steps"][name] or 2 * BUDGET) / BUDGET for seed, run in found.items()} for name in SEARCHES
     }
     medians = {name: statistics.median(share.values()) for name, share in shares.items()}
     what = f"steps to the best value of {TRIALS} full trials, {part}, median of {len(seeds)} seeds"

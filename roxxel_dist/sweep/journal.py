@@ -178,14 +178,8 @@ class History:
             self.steps += trial.step - before
             if trial.state == "paused":  # it had made this report before it heard of its pause
                 self._pause(trial)
-        elif kind in ("stop", "pause"):
-            trial.stop = {name: event[name] for name in ("step", "value", "rule", "reason")}
-            if kind == "pause":
-                trial.seconds = (trial.seconds or 0.0) + (event["seconds"] or 0.0)
-                self._pause(trial)
-        elif kind == "thaw":
-            trial.state, trial.stop = "running", None
-            self.running[number] = self.paused.pop(number)
+        elif kind in ("stop", "pause", "thaw"):
+            self._decide(trial, event)
         elif kind == "result":
             trial.state = "stopped" if event["stopped"] else "done"
             trial.params, trial.value, trial.more = event["params"], event["value"], event["more"]
@@ -199,6 +193,17 @@ class History:
             self.failures_in_row += 1
         if kind in ("ask", "result", "fail"):
             self._note(trial)
+
+    def _decide(self, trial: Trial, event: Mapping[str, Any]) -> None:
+        """Follow a scheduler: a trial is to stop, pauses, or goes on."""
+        if event["event"] == "thaw":
+            trial.state, trial.stop = "running", None
+            self.running[trial.number] = self.paused.pop(trial.number)
+            return
+        trial.stop = {name: event[name] for name in ("step", "value", "rule", "reason")}
+        if event["event"] == "pause":
+            trial.seconds = (trial.seconds or 0.0) + (event["seconds"] or 0.0)
+            self._pause(trial)
 
     def _note(self, trial: Trial) -> None:
         """Count a trial that is new, or has ended."""

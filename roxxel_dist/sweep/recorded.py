@@ -54,7 +54,7 @@ def replay(
         sweep = read_sweep(os.fspath(sweep))
     elif not isinstance(sweep, Sweep):
         sweep = sweep_of(sweep)
-    search = _Search(sweep, table, seed)
+    search = RecordedSearch(sweep, table, seed)
     steps: list[int] = []
     best: list[float] = []
     while search.history.steps + search.each <= budget_steps and search.advance(workers):
@@ -63,13 +63,24 @@ def replay(
     return ReplayResult(steps=np.array(steps, np.int64), best=np.array(best, np.float64))
 
 
-class _Search:
-    """A search in which workers take turns; what happens is written into its history as a driver writes a journal."""
+class RecordedSearch:
+    """A search in which workers take turns; what happens is written into its history as a driver writes a journal.
+
+    Args:
+        sweep: what is searched, and by which rules.
+        table: as `replay` takes it.
+        seed: of everything random.
+
+    Attributes:
+        history: what happened so far.
+        each: steps that a report stands for.
+        best: the best value so far; NaN before the first one.
+    """
 
     def __init__(self, sweep: Sweep, table: Callable[[Params], ArrayLike], seed: int) -> None:
         self._sweep, self._table = sweep, table
-        self.each = int(getattr(table, "steps_per_report", 1))
-        self.history = History()
+        self.each: int = int(getattr(table, "steps_per_report", 1))
+        self.history: History = History()
         study = {"event": "study", "metric": sweep.metric, "goal": sweep.goal, "method": sweep.method, "seed": seed}
         self.history.apply(study)
         self._decisions = Decisions(sweep, seed, self.history, lambda: make(sweep, seed))

@@ -1,11 +1,15 @@
 """Trials that pause at a checkpoint and go on: in the journal, in the controller, and in real trainings."""
 
 import json
+import os
+import random
+import time
 
 import pytest
 import trial_bodies
 from commands import make_corpus
 from decided import check_decisions
+from killed_drivers import ended, until
 from sweep_runs import Study
 from trials import task
 
@@ -112,3 +116,47 @@ def test_a_paused_and_thawed_trial_is_equal_to_the_bit(study):
 
     assert len(rows("0")) == 12
     assert rows("0") == rows("1")
+
+
+FREEZE_THAW = {
+    "method": "bayes",
+    "parameters": {"x": {"min": 0.0, "max": 1.0}},
+    "early_terminate": {"type": "freeze_thaw"},
+}
+
+
+def test_freeze_thaw_lets_the_promising_ones_go_on(study):
+    ending = study.run(trial_bodies.sliced, FREEZE_THAW, count=8, workers=2)
+    assert ending.code == 0, study.said
+    assert check_decisions(study.events, FREEZE_THAW, count=8) > 8
+    history = study.history
+    assert {each.state for each in history.trials.values()} == {"done", "paused"}
+    assert history.best.state == "done"
+    assert history.steps == len(steps_of(study)) == len(set(steps_of(study))) < 8 * 6
+    assert all(event["reason"] and event["rule"] == "freeze_thaw" for event in study.of("pause") + study.of("thaw"))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])
+def test_drivers_that_are_killed_decide_the_same(study, kills):
+    seed = int.from_bytes(os.urandom(4))
+    print(f"seed {seed}")
+    chance, count = random.Random(seed), 4 * kills
+    for _ in range(kills):
+        driver, before = study.start("sliced", FREEZE_THAW, count=count, workers=2), len(study.events)
+        until(lambda: len(study.events) > before or driver.poll() is not None, "the driver")  # noqa: B023
+        time.sleep(chance.uniform(0.0, 1.5))
+        driver.kill()
+        driver.communicate()
+    code, said = ended(study.start("sliced", FREEZE_THAW, count=count, workers=2), limit_s=300)
+    assert code == 0, said
+    assert check_decisions(study.events, FREEZE_THAW, count=count) >= count
+    history, ends = study.history, study.ends()
+    assert len(ends) == len(set(ends)), "a result is there once"
+    assert sorted(history.trials) == list(range(count))
+    assert len({str(each.params) for each in history.trials.values()}) == count
+    for each in history.trials.values():
+        assert each.state in ("done", "paused")
+        assert [step for step, _ in each.reports] == list(range(1, len(each.reports) + 1)), "no report is lost"
+        assert each.value == min(value for _, value in each.reports)
+    assert {number for number, each in history.trials.items() if each.state == "done"} == set(ends)

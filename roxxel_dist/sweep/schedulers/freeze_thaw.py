@@ -16,7 +16,6 @@ it takes, is largest for the trial that gets the next slice.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -26,8 +25,8 @@ from scipy.special import ndtr
 from threadpoolctl import threadpool_limits
 
 from roxxel_dist.sweep.journal import History
-from roxxel_dist.sweep.samplers.base import Point
 from roxxel_dist.sweep.samplers.acquisition import OUTLIER, training_subset
+from roxxel_dist.sweep.samplers.base import Point
 from roxxel_dist.sweep.samplers.bayes import SpaceTransform
 from roxxel_dist.sweep.samplers.gp import JITTER, fit_hyperparameters, prior_covariance
 from roxxel_dist.sweep.schedulers.base import Verdict, as_far_behind, by_value
@@ -52,7 +51,7 @@ BEGUN = 0.7
 UNLIKELY = 0.02
 """Where no new trials come any more, a paused one goes on if it is as likely as that to end as the best."""
 STAYS = 1.1
-"""A trial that runs keeps its worker unless another one is expected to win so many times as much: to start costs too."""
+"""A trial that runs keeps its worker unless another is expected to win so many times as much: to start costs too."""
 
 
 class FreezeThaw:
