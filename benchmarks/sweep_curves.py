@@ -2,7 +2,7 @@
 
     python benchmarks/sweep_curves.py FOLDER [--limit N]
 
-Trains what `results/sweep_curves.jsonl` does not have yet and adds a line a trial to it: the parameters, and val_loss
+Trains what `sweep_curves.jsonl` does not have yet and adds a line a trial to it: the parameters, and val_loss
 at each of 20 reports. A trial is a training of this package (its model, step, optimizer, order of data) on sources of
 Python's standard library, of seconds. Trials that differ in numbers alone share a program, as in a sweep.
 `Table` is what `roxxel_dist.sweep.replay` takes.
@@ -20,7 +20,7 @@ from typing import Any
 
 from measure import flags
 
-RECORDED = Path(__file__).parent / "results" / "sweep_curves.jsonl"
+RECORDED = Path(__file__).with_suffix(".jsonl")
 STEPS, REPORTS = 160, 20
 SEQ_LEN, EVAL_ROWS, EVAL_BATCHES = 65, 16, 4
 GRID: dict[str, list[Any]] = {

@@ -138,6 +138,15 @@ TABLES = (
         left_out="Searches of hundreds of trials, and peers that a line does not name.",
     ),
     Table(
+        name="sweep_steps", part="sweep", title="Schedulers on recorded curves",
+        question="How many training steps does a search with a scheduler need to reach the best value of 50 full "
+        "trials, and what does a choice cost?",
+        how="`roxxel_dist.sweep.replay` on 480 recorded trainings, every point of a grid. A fifth of them was kept "
+        "apart when the constants of freeze_thaw were chosen (`--part apart`). Each seed has its own goal; medians of 20.",
+        quick="2 seeds, not 20",
+        left_out="Larger models, longer curves; the time to start a paused trial again.",
+    ),
+    Table(
         name="sweep_real", part="sweep", title="A real sweep", words=(f"{CACHE}/sweep",),
         question="Does a sweep of twelve short trainings on real text end within 15 minutes of two cores, and does it "
         "find something better than the defaults?",

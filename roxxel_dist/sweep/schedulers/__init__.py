@@ -11,18 +11,16 @@ PAUSING = ("asha", "freeze_thaw")
 def make_scheduler(sweep: Sweep, seed: int) -> Scheduler | None:
     """The scheduler of a sweep; None where every trial runs to its end. Raises ValueError for a rule that cannot be."""
     rule = sweep.early_terminate
-    match None if rule is None else rule["type"]:
-        case None:
-            return None
-        case "asha":
-            from roxxel_dist.sweep.schedulers.asha import Asha
+    if rule is None:
+        return None
+    if rule["type"] == "asha":
+        from roxxel_dist.sweep.schedulers.asha import Asha
 
-            return Asha(rule, sweep.sign)
-        case "freeze_thaw":
-            from roxxel_dist.sweep.schedulers.freeze_thaw import FreezeThaw  # numpy
+        return Asha(rule, sweep.sign)
+    if rule["type"] == "freeze_thaw":
+        from roxxel_dist.sweep.schedulers.freeze_thaw import FreezeThaw  # numpy
 
-            return FreezeThaw(rule, sweep, seed)
-        case _:
-            from roxxel_dist.sweep.schedulers.hyperband import Hyperband
+        return FreezeThaw(rule, sweep, seed)
+    from roxxel_dist.sweep.schedulers.hyperband import Hyperband
 
-            return Hyperband(rule, sweep.sign)
+    return Hyperband(rule, sweep.sign)

@@ -217,7 +217,7 @@ class _Model:
         ends = np.where(ended, np.nanmin(values, 1), ends)
         noise = np.where(ended, 0.0, noise)
         self._ends, self._variances = ends, curves.variances
-        self._condition(transform, [trial.point for trial in trials], ends, noise, [seed, len(history.trials)])
+        self._condition(transform, [tuple(trial.point) for trial in trials], ends, noise, [seed, len(history.trials)])
 
     def _condition(
         self, transform: SpaceTransform, points: Sequence[Point], ends: np.ndarray, noise: np.ndarray, seed: list[int]
