@@ -1,7 +1,8 @@
 """`bayes` and its peers on COCO's bbob-mixint, whose functions nobody here has made: pairs of searches won.
 
     python benchmarks/sweep_mixint.py [--quick] [--dims 5,10,20] [--instances 1-3] [--functions 1-24] [--engines NAME,…]
-        [--budget 50] [--workers 1] [--fail 0.0] [--repeats 1] [--results FILE] [--json FILE]
+        [--budget 50] [--workers 1] [--fail 0.0] [--all] [--repeats 1] [--results FILE]
+        [--json FILE]
 
 A pair is one function in one dimension and instance, searched by two engines with the same seed; the better one is
 that whose best trial has the lower value, and a tie counts as half. With `--workers` that many trials run at once, the
@@ -37,6 +38,7 @@ from measure import Lines, Result, flags
 OURS = sweep_peers.OURS
 ENGINES = (OURS, sweep_peers.MULTIVARIATE, sweep_peers.TORCH, sweep_peers.SMAC, "wandb", "random")
 TARGETS = dict.fromkeys(ENGINES, 0.85) | {sweep_peers.MULTIVARIATE: 0.75, sweep_peers.TORCH: 0.6}
+AT_ONCE, FAILING = 4, 0.33
 HARDER = 0.7
 """The share to win against TPE with several trials at once, or with trials that fail."""
 Task = tuple[str, int, int, int, int]
@@ -152,6 +154,9 @@ def main() -> int:
     parser.add_argument("--budget", type=int, default=50, help="trials of a search")
     parser.add_argument("--workers", type=int, default=1, help="trials at once")
     parser.add_argument("--fail", type=float, default=0.0, help="the share of trials that fail at random")
+    parser.add_argument(
+        "--all", action="store_true", help=f"{AT_ONCE} at once and {FAILING:.0%} failing too".replace("%", "%%")
+    )
     parser.add_argument("--repeats", type=int, default=1, help="searches of each problem, with a seed each")
     parser.add_argument("--results", type=Path, help="JSON lines, one a run; those in it are not run again")
     args = parser.parse_args()
@@ -165,8 +170,10 @@ def main() -> int:
     absent = {name: reason for name in engines if (reason := sweep_peers.missing(name))}
     present = [name for name in engines if name not in absent]
     report = Lines(args.json)
-    for dim in args.dims:
-        report.add(f"dimension {dim}", lambda dim=dim: compare(present, dim, args))
+    settings = [(args.workers, args.fail), *((AT_ONCE, 0.0), (1, FAILING)) * args.all]
+    for (workers, fail), dim in product(settings, args.dims):
+        setting = Namespace(**vars(args) | {"workers": workers, "fail": fail})
+        report.add(f"dimension {dim}", lambda dim=dim, setting=setting: compare(present, dim, setting))
     for name, reason in absent.items():
         report.tell(Result(what=f"the engine {name}", against=reason, measured=None))
     return report.end()

@@ -73,6 +73,7 @@ class Smac:
             scenario, lambda config, seed: 0.0, initial_design=design, overwrite=True, logging_level=False
         )
         self._asked: dict[int, Any] = {}
+        self._worst = 0.0
 
     def ask(self) -> tuple[int, dict[str, Any]]:
         info = self._facade.ask()
@@ -84,7 +85,8 @@ class Smac:
         from smac.runhistory import StatusType, TrialValue
 
         status = StatusType.CRASHED if value is None else StatusType.SUCCESS
-        cost = float("inf") if value is None else value
+        self._worst = max(self._worst, value if value is not None else self._worst)
+        cost = self._worst if value is None else value  # an endless one breaks its forest
         self._facade.tell(self._asked[trial], TrialValue(cost=cost, status=status))
 
 

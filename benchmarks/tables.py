@@ -129,7 +129,7 @@ TABLES = (
         left_out="Other search spaces; searches of thousands of trials.",
     ),
     Table(
-        name="sweep_mixint", part="sweep", title="Engines on bbob-mixint", words=("--instances", "5"),
+        name="sweep_mixint", part="sweep", title="Engines on bbob-mixint", words=("--instances", "5", "--all"),
         question="How many searches does `bayes` win against other engines on functions that nobody here has made, "
         "also with 4 trials at once and with a third of the trials failing at random?",
         how="COCO's bbob-mixint: 24 functions of integers and real numbers, instance 5; nothing was developed on it. A "

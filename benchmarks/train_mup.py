@@ -20,6 +20,8 @@ from roxxel_dist.train.lr_finder import sweep, sweep_stream
 WIDTHS = (32, 64, 128, 256)
 RATES = tuple(2.0**power for power in range(-11, -3))
 STEPS = 150
+INIT_STD = {"standard": 0.02, "mup": 0.1}
+"""Standard: the usual one. mup: the best of 0.02, 0.05, 0.1 and 0.2 at the base width, where one searches it."""
 LAST = 20
 """Steps whose mean loss counts."""
 
@@ -29,6 +31,7 @@ def final_loss(data: Roxxel, dim: int, parametrization: str, optimizer: str, rat
     config = Config(
         dim=dim, num_blocks=2, max_context=64, dropout_rate=0.0, seed=0, optimizer=optimizer,
         parametrization=parametrization, base_dim=WIDTHS[0] if parametrization == "mup" else None,
+        init_std=INIT_STD[parametrization],
         phases=[{"steps": steps, "batch_size": 16, "seq_len": 65}], n_devices=1,
     )  # fmt: skip
     components = build_components(config, data)

@@ -2,7 +2,8 @@
 
     python benchmarks/train_virtual_shards.py [FOLDER] [--quick] [--json FILE]
 
-Runs of the command take turns; the median of a run's logged ms/step counts, without its first third.
+Both kinds of steps take turns in the same processes, which this program starts with `launch local`; the median of the
+ratios of neighbours counts. "dispatch" is the CPU time of the main thread in the call of a step.
 """
 
 import json
@@ -10,74 +11,121 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from measure import Lines, Result, flags
 from training import random_tokens
 
-CASES = [(1, 8, 8, 1.10), (2, 2, 4, 1.10), (1, 4, 8, None), (1, 2, 8, None)]
+CASES = [(1, 8, 8, 1.10), (2, 2, 4, 1.10), (1, 8, 16, None), (1, 8, 32, None), (2, 2, 8, None), (2, 2, 16, None)]
 """Processes, devices of each, virtual shards, and the most that a step may take, of an ordinary one."""
+DISPATCH_MS = 1.0
+ROWS, LENGTH = 32, 129
 CONFIG: dict[str, Any] = {
     "dim": 128, "num_blocks": 4, "kv_heads": 2, "head_size": 32, "max_context": 256, "vocab_size": 512, "lr": 1e-3,
-    "log_every": 1, "eval_every": 1_000_000, "checkpoint_every": 1_000_000, "memory_checkpoint_every": 0,
-    "export_weights": False, "wandb": "off", "val_fraction": 0.0,
+    "phases": [{"steps": 1000, "batch_size": ROWS, "seq_len": LENGTH}], "val_fraction": 0.0, "wandb": "off",
 }  # fmt: skip
 
 
-def ms_per_step(folder: Path, processes: int, devices: int, shards: int, steps: int) -> float:
-    """Of one run."""
-    run = Path(tempfile.mkdtemp(dir=folder)) / "run"
-    phase = {"steps": steps, "batch_size": 16, "seq_len": 129}
-    config = CONFIG | {"phases": [phase], "virtual_shards": shards}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    words = [
-        sys.executable,
-        "-m",
-        "roxxel_dist",
-        "launch",
-        "local",
-        "--nprocs",
-        processes,
-        "--devices-per-proc",
-        devices,
-    ]
-    words += ["--", "train", "--config", "config.yaml", "--data_path", "tokens.rox", "--run_dir", run]
-    done = subprocess.run([str(word) for word in words], cwd=folder, capture_output=True, text=True, check=False)
+def taking_turns(tokens: Path, shards: int, turns: int) -> dict[str, Any]:
+    """In each process of a launch: "wall", "cpu" and "dispatch", seconds of both kinds of steps, ordinary first."""
+    import jax
+
+    from roxxel_dist import Config, Roxxel
+    from roxxel_dist.builders import build_components
+    from roxxel_dist.cluster.determinism import pin_for_shards
+    from roxxel_dist.cluster.distributed import initialize
+    from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
+    from roxxel_dist.data.loader import Stream
+    from roxxel_dist.train.compile import AotCompiler, abstract
+    from roxxel_dist.train.optimizer import InitialState, as_optimizer
+    from roxxel_dist.train.train_state import init_state
+    from roxxel_dist.train.train_step import SPIKE_FACTOR, make_step
+    from roxxel_dist.train.virtual_shards.step import init_state_of_copies, make_sharded_steps
+
+    pin_for_shards(shards)
+    initialize()
+    parts = build_components(Config(**CONFIG), Roxxel(tokens))
+    mesh, optimizer = make_mesh(), as_optimizer(parts.optimizer)
+    sharding, compiler = batch_sharding(mesh), AotCompiler(mesh)
+    stream = iter(Stream(parts.curriculum.plan(0), parts.curriculum.datasets, sharding, 0))
+    kinds: list[Any] = []
+    for init in (init_state, init_state_of_copies):
+        split, state, hparams = init(parts.build, InitialState(optimizer), mesh, fsdp=False)
+        numbers = optimizer.settings(CONFIG["phases"][0]["steps"]) | {SPIKE_FACTOR: 0.0}
+        hparams = {**hparams, **scalars_on(mesh, numbers)}
+        step: Any = make_step(split, parts.loss, optimizer, abstract(state), sharding)
+        if init is init_state_of_copies:
+            step = make_sharded_steps(split, parts.loss, optimizer, sharding, shards=shards)[0]
+        compiler.prepare(init.__name__, step, state, hparams, next(stream))
+        kinds.append([compiler.get_together(init.__name__), state, hparams])
+    times: dict[str, list[list[float]]] = {name: [[], []] for name in ("wall", "cpu", "dispatch")}
+    for turn in range(turns):
+        for kind in (0, 1) if turn % 2 else (1, 0):
+            step, state, hparams = kinds[kind]
+            batch = jax.block_until_ready(next(stream))
+            begun = time.perf_counter(), time.process_time(), time.thread_time()
+            state, metrics = step(state, hparams, batch)
+            dispatched = time.thread_time()
+            jax.block_until_ready((getattr(state, "parts", state), metrics))
+            kinds[kind][1] = state
+            for name, spent in (
+                ("wall", time.perf_counter() - begun[0]),
+                ("cpu", time.process_time() - begun[1]),
+                ("dispatch", dispatched - begun[2]),
+            ):
+                times[name][kind].append(spent)
+    compiler.close()
+    return times if jax.process_index() == 0 else {}
+
+
+def against_ordinary(folder: Path, case: tuple[int, int, int, float | None], turns: int) -> Iterable[Result]:
+    """The rows of a case."""
+    processes, devices, shards, target = case
+    launch = ["launch", "local", "--nprocs", processes, "--devices-per-proc", devices, "--max-restarts", 0, "--"]
+    words = [sys.executable, "-m", "roxxel_dist", *launch, "python", __file__, folder, "--turns", turns]
+    done = subprocess.run(
+        [str(word) for word in (*words, "--shards", shards)], cwd=folder, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(done.stdout[-1000:] + done.stderr[-1000:])
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return statistics.median(row["ms_per_step"] for row in rows[steps // 3 :])
-
-
-def against_ordinary(
-    folder: Path, case: tuple[int, int, int, float | None], steps: int, turns: int
-) -> Iterable[Result]:
-    """One row."""
-    processes, devices, shards, target = case
-    pairs = [[ms_per_step(folder, processes, devices, count, steps) for count in (0, shards)] for _ in range(turns)]
-    ordinary, sharded = (statistics.median(values) for values in zip(*pairs, strict=True))
+    times = json.loads((folder / "times.json").read_text())
+    late = {name: [kind[turns // 4 :] for kind in both] for name, both in times.items()}
+    wall, cpu = ([after / before for before, after in zip(*late[name], strict=True)] for name in ("wall", "cpu"))
+    ms = [1e3 * statistics.median(kind) for kind in late["wall"]]
+    what = f"a step on {processes} x {devices} simulated devices, {shards} virtual shards"
     yield Result(
-        what=f"a step on {processes} x {devices} simulated devices, {shards} virtual shards",
-        against="x an ordinary one",
-        measured=statistics.median(after / before for before, after in pairs), target=target, at_most=True,
-        note=f"{ordinary:.0f} and {sharded:.0f} ms; {turns} turns",
+        what=what, against="x an ordinary one", measured=statistics.median(wall), target=target, at_most=True,
+        note=f"{ms[0]:.0f} and {ms[1]:.0f} ms, {statistics.median(cpu):.2f} x its CPU time; {turns} turns",
+    )  # fmt: skip
+    before, after = (1e3 * statistics.median(kind) for kind in late["dispatch"])
+    yield Result(
+        what=f"dispatch of {what}", against="ms of the main thread", measured=after,
+        target=DISPATCH_MS if (processes, devices, shards) == (1, 8, 8) else None, at_most=True,
+        note=f"{before:.2f} ms of an ordinary one",
     )  # fmt: skip
 
 
 def main() -> int:
     parser = flags(__doc__)
     parser.add_argument("folder", nargs="?", help="a folder on a disk")
+    parser.add_argument("--shards", type=int, help="of a process of a launch: so many virtual shards")
+    parser.add_argument("--turns", type=int, default=60, help="steps of each kind")
     options = parser.parse_args()
+    if options.shards:
+        folder = Path(options.folder)
+        if times := taking_turns(folder / "tokens.rox", options.shards, options.turns):
+            (folder / "times.json").write_text(json.dumps(times))
+        return 0
     report = Lines(options.json)
-    steps, turns = (30, 1) if options.quick else (60, 3)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         random_tokens(folder / "tokens.rox", 1 << 21, 512)
-        for case in CASES:
-            report.add("virtual shards", lambda case=case: against_ordinary(folder, case, steps, turns))
+        for case in CASES[:2] if options.quick else CASES:
+            turns = 20 if options.quick else options.turns
+            report.add("virtual shards", lambda case=case, turns=turns: against_ordinary(folder, case, turns))
     return report.end()
 
 

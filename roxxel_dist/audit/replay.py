@@ -12,6 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from roxxel_dist.audit.record import RunRecord, Segment
 from roxxel_dist.builders import RunComponents, build_components
 from roxxel_dist.cluster import determinism
@@ -125,6 +127,11 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
         raise ValueError(
             f"devices is {devices}, and {run.name} had {theirs}: its bits are those of so many devices; leave it out"
         )
+    shards = interval.segment.config.get("virtual_shards")
+    if devices and exact and shards % devices:
+        raise ValueError(
+            f"devices is {devices}, and {run.name} has virtual_shards {shards}: use a power of two, at most {shards}"
+        )
     on_cpu = RunMetadata.of(run.saved).platform in ("", "cpu")
     if on_cpu:
         simulate_devices(devices or theirs)
@@ -157,8 +164,9 @@ def trainer_of(
     """
     saved = {**interval.segment.config, RECORD: run.saved.get(RECORD, {})}
     config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
-    if interval.segment.is_exact:  # on whatever devices there are
-        config = dataclasses.replace(config, n_devices=0)
+    if interval.segment.is_exact:  # on as many of the devices that are here as divide the shards, a power of two
+        count = min(config.virtual_shards, jax.device_count())
+        config = dataclasses.replace(config, n_devices=1 << (count.bit_length() - 1))
     with contextlib.ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="roxxel-audit-")))
         data = held.enter_context(open_data(run.folder, saved, None, config.part(RemoteConfig)))

@@ -149,8 +149,10 @@ def without_topology(bits: Mapping[str, Any]) -> dict[str, Any]:
     """A fingerprint without what tells how many devices and processes there are: all that decides the bits of a run
     with virtual shards. The kinds of devices stay."""
     flags = str(bits.get("xla_flags", "")).split()
+    on_cpu = str(bits.get("platform", "")).startswith("cpu")  # where the flag of `make_deterministic` changes nothing
+    without = (CPU_DEVICES, f"--{DETERMINISTIC}=") if on_cpu else (CPU_DEVICES,)
     kept = {name: value for name, value in bits.items() if name not in OF_TOPOLOGY}
-    kept["xla_flags"] = " ".join(flag for flag in flags if not flag.startswith(CPU_DEVICES))
+    kept["xla_flags"] = " ".join(flag for flag in flags if not flag.startswith(without))
     return kept | {"devices": sorted(bits.get("devices", {}))}
 
 

@@ -15,8 +15,6 @@ from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache, update
 from roxxel_dist.model.layers import Rotary, rotary_of, rotate
 from roxxel_dist.model.lora import linear
 
-INIT_STD = 0.02
-
 
 class Attention(nnx.Module):
     """Each position reads itself and the ones before it: within its window, and within its document where segments tell
@@ -43,7 +41,7 @@ class Attention(nnx.Module):
 
         def init(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
             # Drawn as it was before the kernel was grouped: a seed gives the same weights.
-            return grouped(nnx.initializers.normal(INIT_STD)(key, shape, dtype), out)
+            return grouped(nnx.initializers.normal(config.init_std)(key, shape, dtype), out)
 
         axes = (FSDP, TENSOR, None, None)
         self.qkv: nnx.LinearGeneral = linear(config, "attention", config.dim, out, axes, init, rngs)
@@ -79,7 +77,7 @@ class Attention(nnx.Module):
 
 def out_projection(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.LinearGeneral:
     """From the heads' outputs side by side, [..., H x K], to [..., D]."""
-    init = nnx.initializers.normal(INIT_STD / (2 * config.num_blocks) ** 0.5)
+    init = nnx.initializers.normal(config.init_std / (2 * config.num_blocks) ** 0.5)
     return linear(config, "attention", width, config.dim, (TENSOR, FSDP), init, rngs)
 
 
@@ -102,7 +100,7 @@ class Gate(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         n_heads, _, size = config.heads()
-        init = nnx.initializers.normal(INIT_STD)
+        init = nnx.initializers.normal(config.init_std)
         axes = (FSDP, TENSOR, None)
         self.score: nnx.LinearGeneral = linear(config, None, config.dim, (n_heads, size), axes, init, rngs)
 

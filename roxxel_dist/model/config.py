@@ -202,6 +202,9 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
     """Use the embedding as the output matrix too."""
     norm_type: NormType = "rmsnorm"
     """Normalization before each part: rmsnorm scales; layernorm also subtracts the mean."""
+    init_std: float = 0.02
+    """Standard deviation of the initial matrices; the last matrix of attention and feed-forward starts smaller, by the
+    depth. With mup: the value at base_dim."""
     parametrization: Parametrization = "standard"
     """Parametrization of the width: standard, or mup (maximal update), whose initial scales and learning rates follow
     the width so that the best lr at base_dim is the best one at any dim."""
@@ -228,6 +231,8 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
         check_choice("norm_type", self.norm_type, get_args(NormType))
         if not 0 < self.norm_eps < 1:
             raise ValueError(f"norm_eps is {self.norm_eps}: it must be above 0 and below 1; 1e-6 is usual")
+        if not 0 < self.init_std < math.inf:
+            raise ValueError(f"init_std is {self.init_std}: it must be above 0, and finite; 0.02 is usual")
         if self.loss_chunk < 0:
             raise ValueError(f"loss_chunk is {self.loss_chunk}: it must be a number of tokens, or 0 for all at once")
         if not 0 <= self.dropout_rate < 1:

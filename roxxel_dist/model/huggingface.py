@@ -166,7 +166,7 @@ def hf_config(config: ModelConfig, eos_id: int | None = None) -> dict[str, Any]:
         "num_hidden_layers": config.num_blocks, "num_attention_heads": heads, "num_key_value_heads": groups,
         "head_dim": size, "hidden_act": ACTIVATIONS[config.activation],
         "max_position_embeddings": config.max_context, "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.weight_tying, "initializer_range": 0.02, "attention_dropout": 0.0,
+        "tie_word_embeddings": config.weight_tying, "initializer_range": config.init_std, "attention_dropout": 0.0,
         "bos_token_id": eos_id, "eos_token_id": eos_id, "use_cache": True,
     }  # fmt: skip
     if family == "llama":

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
-from roxxel_dist.model.attention import INIT_STD, Gate, out_projection
+from roxxel_dist.model.attention import Gate, out_projection
 from roxxel_dist.model.attention_kernels import attend, score_scale
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache, update
@@ -38,7 +38,7 @@ class LatentAttention(nnx.Module):
         self.rope_dim: int = 0 if self.rotary is None else config.rope_dim
 
         def linear(inputs: int, outputs: int, out_axis: str | None) -> nnx.LinearGeneral:
-            init = nnx.initializers.normal(INIT_STD)
+            init = nnx.initializers.normal(config.init_std)
             return plain_or_adapted(config, "attention", inputs, outputs, (FSDP, out_axis), init, rngs)
 
         heads = self.n_heads * self.head_size

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
-from roxxel_dist.model.attention import INIT_STD
 from roxxel_dist.model.config import ACTIVATIONS, ModelConfig
 from roxxel_dist.model.lora import linear
 
@@ -47,7 +46,9 @@ def hidden_sizes(config: ModelConfig) -> tuple[int, int]:
 
 def initializers(config: ModelConfig) -> tuple[nnx.Initializer, nnx.Initializer]:
     """Of the first matrix and of the last, which starts smaller by the depth (see `Attention`)."""
-    return nnx.initializers.normal(INIT_STD), nnx.initializers.normal(INIT_STD / (2 * config.num_blocks) ** 0.5)
+    return nnx.initializers.normal(config.init_std), nnx.initializers.normal(
+        config.init_std / (2 * config.num_blocks) ** 0.5
+    )
 
 
 @cache

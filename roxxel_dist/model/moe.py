@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES
-from roxxel_dist.model.attention import INIT_STD
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION
 from roxxel_dist.model.lora import ADAPTER, ExpertsAdapter
@@ -91,7 +90,7 @@ class MixtureOfExperts(nnx.Module):
         init, init_out = initializers(config)
         self.router: nnx.Linear = nnx.Linear(
             config.dim, config.n_experts, use_bias=False, dtype=jnp.float32, precision="highest",
-            kernel_init=nnx.initializers.normal(INIT_STD), rngs=rngs,
+            kernel_init=nnx.initializers.normal(config.init_std), rngs=rngs,
             kernel_metadata={FULL_PRECISION: True, MESH_AXES: (FSDP, None)},
         )  # fmt: skip
         first, second = (config.n_experts, config.dim, count, hidden), (config.n_experts, hidden, config.dim)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, constrain_rows
-from roxxel_dist.model.attention import INIT_STD, Attention
+from roxxel_dist.model.attention import Attention
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.kv_cache import AttentionMetadata, Cache, LayerCache, empty_cache, prepare
 from roxxel_dist.model.layers import Dropout, DynamicScalar, Embedding, Norm, logits_of, make_norm, sinusoids
@@ -75,7 +75,7 @@ class Transformer(nnx.Module):
             raise ValueError("vocab_size is not set: give the number of tokens that the model shall know")
         self.config: ModelConfig = config
         self.deterministic = False  # NNX's eval() and train() set it, as they do for dropout
-        init = nnx.initializers.normal(INIT_STD)
+        init = nnx.initializers.normal(config.init_std)
 
         def embedding(rows: int, *axes: str | None) -> Embedding:
             return Embedding(rows, config.dim, embedding_init=init, rngs=rngs, embedding_metadata={MESH_AXES: axes})

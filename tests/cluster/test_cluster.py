@@ -205,3 +205,22 @@ def test_what_the_user_keeps_in_jaxs_cache_is_left_to_them(monkeypatch, tmp_path
             assert getattr(jax.config, name) == then
     finally:
         jax.config.update(name, before)
+
+
+def test_what_decides_bits_with_virtual_shards_knows_the_kinds_of_devices_not_their_number():
+    flags = "--xla_force_host_platform_device_count=4 --xla_gpu_deterministic_ops=true --xla_other=1"
+    four = {
+        "devices": {"cpu": 4},
+        "processes": 2,
+        "distributed": True,
+        "platform": "cpu",
+        "xla_flags": flags,
+        "jax": "1",
+    }
+    one = {"devices": {"cpu": 1}, "processes": 1, "distributed": False, "platform": "cpu", "xla_flags": "--xla_other=1"}
+    assert determinism.without_topology(four) == determinism.without_topology(one | {"jax": "1"})
+    other = determinism.without_topology(one | {"jax": "2", "devices": {"other": 1}})
+    lines = determinism.changed(determinism.without_topology(four), other)
+    assert sorted(lines) == ["devices: ['cpu'] -> ['other']", "jax: '1' -> '2'"]
+    on_gpu = determinism.without_topology(four | {"platform": "PJRT C API cuda"})
+    assert on_gpu["xla_flags"] == "--xla_gpu_deterministic_ops=true --xla_other=1"

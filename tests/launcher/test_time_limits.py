@@ -10,6 +10,7 @@ from roxxel_dist.launcher.control.hang import LIMITS_S, STILL_S
 from roxxel_dist.launcher.host import agent, process_tree, spares
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.jobs import detach
+from roxxel_dist.launcher.preflight.lost_hosts import LOOK_S
 from roxxel_dist.launcher.preflight.probe import LIFE_S
 from roxxel_dist.launcher.transport import pool
 from roxxel_dist.launcher.transport.connection import AGENT_END_S, HEARTBEAT_S
@@ -40,6 +41,7 @@ def test_the_table_has_their_values() -> None:
         "attempt.DUMP_S": DUMP_S,
         "attempt.QUIET_S": QUIET_S,
         "hang.STILL_S": STILL_S,
+        "lost_hosts.LOOK_S": LOOK_S,
         "spares.TAKE_S": spares.TAKE_S,
         "exit_codes.USAGE_S": USAGE_S,
         "process_tree.KILL_S": process_tree.KILL_S,

@@ -86,7 +86,7 @@ class BucketStudy(Study):
         with trial_bodies.opened(self.url, self.more["timeout_s"]) as held:
             path, self.path = self.path, held
             try:
-                self._task = lambda trial, params, attempt: {
+                self.task = lambda trial, params, attempt: {
                     "trial": trial, "params": params, "attempt": attempt, "folder": str(path), "log": None,
                 }  # fmt: skip
                 return self.run(body, **options)

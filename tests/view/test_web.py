@@ -108,6 +108,20 @@ def test_another_name_of_the_host(server, host):
     assert ask(server, token=server.token, host="localhost:9")[0] == 200  # the other end of a tunnel
 
 
+def test_an_address_beyond_the_loopback(runs):
+    with PageServer(Feed(lambda: items_of([str(runs)])), "0.0.0.0") as server:
+        assert f"http://{socket.gethostname()}:{server.port}/" in server.link
+        assert f"-L {server.port}:127.0.0.1:{server.port} " in server.tunnel
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            assert ask(server, token=server.token, host=f"{socket.gethostname()}:{server.port}")[0] == 200
+            assert ask(server, token=server.token, host="evil.example")[0] == 421
+        finally:
+            server.shutdown()
+            thread.join(LIMIT_S)
+
+
 TRICKS = [
     "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/static/../page.html", "/events/", "/events/../",
     "/runs/one/metrics.jsonl", "/%00", "/page.js", "http://evil.example/", "/.", "/\\..\\..",

@@ -85,7 +85,9 @@ class PageServer(ThreadingHTTPServer):
     @property
     def tunnel(self) -> str:
         """The command that brings the port to another machine."""
-        return f"ssh -N -L {self.port}:{LOOPBACK}:{self.port} {getpass.getuser()}@{socket.gethostname()}"
+        host = str(self.server_address[0])
+        there = LOOPBACK if host in ANY else f"[{host}]" if ":" in host else host
+        return f"ssh -N -L {self.port}:{there}:{self.port} {getpass.getuser()}@{socket.gethostname()}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give a connection a thread, where one is free."""
