@@ -45,7 +45,7 @@ reference: $(VENV)/dev-installed ## docs/reference/cli.md, config.md and api.md:
 	@$(BIN)/python tests/reference.py
 
 pictures: $(VENV)/dev-installed ## the pictures of `top` in the documentation, of a training that it makes: two minutes; needs chromium
-	@JAX_PLATFORMS=cpu $(BIN)/python tests/pictures.py
+	@JAX_PLATFORMS=cpu $(BIN)/python tests/doc_pictures.py
 
 # `make bench QUICK=1`: short forms, in about twenty minutes. QUICK works with one part too.
 MEASURE = @JAX_PLATFORMS=cpu $(BIN)/python benchmarks/bench.py $(if $(QUICK),--quick)
