@@ -3,6 +3,7 @@
 import hashlib
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ PHASE = [{"steps": 6, "batch_size": 16, "seq_len": 17, "weights": {"self": 0.5, 
 @pytest.fixture(autouse=True)
 def pool(monkeypatch):
     """The size that a run with 8 shards has; that of this process is another one, and the same for all runs here."""
+    jax.devices()  # which are there before a run would choose another size
     monkeypatch.setenv("PJRT_NPROC", "16")
 
 
