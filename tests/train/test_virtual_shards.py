@@ -89,7 +89,7 @@ def test_an_own_model_with_micro_batches_on_1_and_2_devices(data, tmp_path):
 
 def test_the_pool_must_be_that_of_the_run(data, tmp_path, monkeypatch):
     monkeypatch.setenv("PJRT_NPROC", "8")
-    with pytest.raises(UsageError, match="virtual_shards is 8, which needs a thread pool of 16 in XLA"):
+    with pytest.raises(UsageError, match="virtual_shards is 8 and needs a thread pool of 16 in XLA"):
         Experiment(Config(**SMALL)).fit(data / "one.rox", tmp_path / "run")
 
 
