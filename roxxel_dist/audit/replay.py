@@ -127,7 +127,7 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
         raise ValueError(
             f"devices is {devices}, and {run.name} had {theirs}: its bits are those of so many devices; leave it out"
         )
-    shards = interval.segment.config.get("virtual_shards")
+    shards = interval.segment.config.get("virtual_shards", 0)
     if devices and exact and shards % devices:
         raise ValueError(
             f"devices is {devices}, and {run.name} has virtual_shards {shards}: use a power of two, at most {shards}"

@@ -190,7 +190,9 @@ def test_resources_have_the_names_that_ray_has_for_them():
     assert _options({"CPU": 1.0}) == {"num_cpus": 1.0, "resources": {}}
 
 
-@pytest.mark.parametrize("wrong", [{"count": 0}, {"workers": 0}, {"max_failures": 0}, {"max_retries": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"count": 0}, {"workers": 0}, {"max_steps_total": 0}, {"max_failures": 0}, {"max_retries": -1}]
+)
 def test_options_are_checked(wrong):
     [name] = wrong
     with pytest.raises(ValueError, match=f"--{name} .*: must be at least"):

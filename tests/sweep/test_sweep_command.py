@@ -259,6 +259,10 @@ def test_a_first_start_that_was_refused_can_be_mended(desk, sweep, monkeypatch):
         ({"parameters": {"lr": {"min": 0.2, "max": 0.1}}}, "small.yaml, line "),
         ({"method": "grid"}, "a grid needs values that can be counted"),
         ({"program": "mine.py"}, "program: mine.py is not there"),
+        (
+            {"program": "base.yaml", "early_terminate": {"type": "asha", "min_iter": 1}},
+            "early_terminate.type: asha: it pauses trials, and a program of your own does not go on from a checkpoint",
+        ),
         ({"method": "tpe"}, "--method has tpe too"),
         ({"metric": {"name": "vall_loss"}}, "no training logs 'vall_loss': did you mean 'val_loss'?"),
     ],
