@@ -135,7 +135,8 @@ TABLES = (
         how="COCO's bbob-mixint: 24 functions of integers and real numbers, instance 5; nothing was developed on it. A "
         "pair is one function in one dimension, with the same seed for both engines; a tie counts as half.",
         quick="TPE and random alone",
-        left_out="Searches of hundreds of trials, and peers that a line does not name.",
+        left_out="What has no line: more instances, searches of hundreds of trials, SMAC3, and for lack of time most "
+        "peers in 10 and 20 dimensions.",
     ),
     Table(
         name="sweep_steps", part="sweep", title="Schedulers on recorded curves",
