@@ -68,7 +68,7 @@ class PageServer(ThreadingHTTPServer):
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
             raise ValueError(
-                f"port is {port}: {host} cannot listen on it ({getattr(error, 'strerror', None) or error}): leave it out "
+                f"port is {port}: {host} cannot use it ({getattr(error, 'strerror', None) or error}): leave it out "
                 "for a free one"
             ) from error
         self.port: int = self.server_address[1]
