@@ -276,7 +276,7 @@ def test_slips_in_the_file(desk, sweep, change, said):
 
 
 def test_a_study_is_of_one_sweep_and_one_base(desk, sweep, monkeypatch):
-    monkeypatch.setattr(sweep_run, "search", lambda run: 0)  # it is begun, and no trial is run
+    monkeypatch.setattr(sweep_run, "search", lambda run, write: 0)  # it is begun, and no trial is run
     assert sweep("--count", 1, "--wandb", "off")[0] == 0
     for more, said in (
         (["--seed", "7"], "begun with other settings (seed 42 -> 7)"),
