@@ -282,7 +282,7 @@ def test_who_does_not_wait_for_the_start_wants_no_job(desk: Desk) -> None:
     process.stdin.close()
     assert process.wait(LIMIT_S) == 0
     log = desk.folder / "logs" / "launcher.log"
-    wait_for(lambda: log.exists() and "nobody waits for this job" in log.read_text(), LIMIT_S, "the last words")
+    wait_for(lambda: log.exists() and "so the job does not start" in log.read_text(), LIMIT_S, "the last words")
     assert desk.over()["code"] == 1
     assert not (desk.folder / "was-here").exists()
 

@@ -135,7 +135,7 @@ def test_a_base_that_was_moved_or_changed(work, tmp_path, capsys):
         ):
             Experiment(config).fit(run_dir=run, resume=True)
         assert main(["eval", str(run)]) == 2
-        assert "are gone" in capsys.readouterr().err
+        assert "are missing" in capsys.readouterr().err
         config.max_steps, config.init_from = 16, str(tmp_path / "moved")
         Experiment(config).fit(run_dir=run, resume=True)  # it is finished, and learns it all the same
         assert load_yaml(run / "config.yaml")["record"]["initialized_from"]["run"] == str(tmp_path / "moved")

@@ -49,9 +49,16 @@ def test_what_is_in_it(wheel):
     with zipfile.ZipFile(wheel) as opened:
         names = opened.namelist()
     information = f"roxxel_dist-{wheel.name.split('-')[1]}.dist-info"
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "roxxel_dist").rglob("*.py*") if path.suffix != ".pyc"}
-    expected = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
-    data = {"roxxel_dist/py.typed", "roxxel_dist/demo.yaml"}
+    package = ROOT / "roxxel_dist"
+    static = package / "view" / "web" / "static"
+    modules = {str(path.relative_to(ROOT)) for path in package.rglob("*.py*") if path.suffix != ".pyc"}
+    licenses = {"licenses/LICENSE", f"licenses/{(static / 'uPlot.LICENSE').relative_to(ROOT)}"}
+    expected = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", *licenses}
+    data = {
+        "roxxel_dist/py.typed",
+        "roxxel_dist/demo.yaml",
+        *(str(path.relative_to(ROOT)) for path in static.iterdir()),
+    }
     assert set(names) == modules | data | {f"{information}/{name}" for name in expected}
 
 

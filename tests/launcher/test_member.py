@@ -309,7 +309,11 @@ def test_the_entrypoint_of_the_image_is_a_shell_script_that_execs(tmp_path: Path
 
 
 def test_compose_starts_members_of_one_job(cli: Callable[..., Any], tmp_path: Path) -> None:
-    text = (ENTRYPOINT.parent / "compose.yaml").read_text().replace("/configs/", f"{ENTRYPOINT.parents[1]}/configs/")
+    text = (
+        (ENTRYPOINT.parent / "compose.yaml")
+        .read_text()
+        .replace("/configs/demo.yaml", str(ENTRYPOINT.parents[1] / "roxxel_dist" / "demo.yaml"))
+    )
     services = yaml.safe_load(text)["services"]
     assert list(services) == ["host0", "host1"]
     for number, (name, service) in enumerate(services.items()):
