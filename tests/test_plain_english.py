@@ -14,7 +14,6 @@ PAGES += [page for page in sorted(DOCS.rglob("*.md")) if page not in GENERATED]
 LATER = {
     "docs/concepts/audit.md",
     "docs/concepts/exactness.md",
-    "docs/howto/bucket.md",
     "docs/howto/no-shared-disk.md",
     "docs/howto/top.md",
     "docs/howto/tpu.md",
