@@ -11,8 +11,6 @@ HOWTOS = sorted((DOCS / "howto").glob("*.md"))
 GENERATED = [DOCS / "benchmarks.md", DOCS / "decisions.md", *(DOCS / "reference").glob("*.md")]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES += [page for page in sorted(DOCS.rglob("*.md")) if page not in GENERATED]
-LATER = {"docs/concepts/exactness.md"}
-"""Pages that are not written in plain English yet. The list must become shorter: a page that passes must leave it."""
 
 LONGEST = 35
 """Words of a sentence, at most."""
@@ -100,10 +98,7 @@ def complaints(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_is_plain_english(page: Path) -> None:
     found = complaints(page)
-    if str(page.relative_to(ROOT)) in LATER:
-        assert found, f"{page} is plain English now: take it off LATER"
-    else:
-        assert not found, f"{page.relative_to(ROOT)}:\n" + "\n".join(found)
+    assert not found, f"{page.relative_to(ROOT)}:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(

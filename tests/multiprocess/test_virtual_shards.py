@@ -45,7 +45,7 @@ VARIANTS = {
         "datasets": {"more": "data"},
     },
     "experts (`use_moe`), AdamW, `use_bf16`": {"use_moe": True, "n_experts": 4, "top_k_mlp": 2, "use_bf16": True},
-    "a model of one's own with running statistics, AdamW": {
+    "your own model with running statistics, AdamW": {
         "model": "own:build",
         "phases": [{"steps": 6, "batch_size": 16, "seq_len": 33}],
     },
