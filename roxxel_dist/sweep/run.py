@@ -75,6 +75,8 @@ class SweepRun:
     resources: TrialResources
     bucket: StudyBucket | None = None
     """The study's, of which `study` is the copy."""
+    wide: Any = None
+    """The `Config` of the wider model that gets the best parameters, read before the search begins."""
     created: tuple[Path, ...] | None = None
     """The folders that this start has made; None where the study was there."""
 
@@ -189,7 +191,7 @@ def open_sweep(
             raise ValueError(
                 f"--transfer_to {options.transfer_to}: the sweep runs a program of your own, which has no Config"
             )
-        wide_config(options.transfer_to, run.config, run.swept)
+        run = replace(run, wide=wide_config(options.transfer_to, run.config, run.swept))
     # A loss or a model of the user's own may log anything.
     base, metric = flat_fields(run.base), run.sweep.metric
     own = {name for name in ("loss", "model") if base.get(name) is not None} | ({"loss", "model"} & run.swept)
@@ -317,10 +319,6 @@ def _last_words(run: SweepRun, reason: str, write_page: WritePage) -> None:
     print("\n".join([f"page: {page}", *([missing] if missing else [])]))
     if study.done and run.program is None:
         print(f"train the best: roxxel-dist report {study.place} --best_config best.yaml")
-        if run.options.transfer_to is not None:
-            wide, best = (
-                wide_config(run.options.transfer_to, run.config, run.swept),
-                run.trial_config(study.done[0].params),
-            )
-            path = write_transferred(study, wide, run.config, best, run.swept)
+        if run.wide is not None:
+            path = write_transferred(study, run.wide, run.config, run.trial_config(study.done[0].params), run.swept)
             print(f"train the wider model: roxxel-dist train --config {path}")

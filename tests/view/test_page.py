@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,10 @@ from made_rows import made_run
 from made_study import made_study
 from ranks import RANK
 from runs import train
+from served_page import serve
 
 from roxxel_dist.cli import main
 from roxxel_dist.curriculum.phases import Phase
-from roxxel_dist.view.items import items_of
-from roxxel_dist.view.web.feed import Feed
-from roxxel_dist.view.web.server import PageServer
 
 pytestmark = [
     pytest.mark.web,
@@ -49,19 +46,6 @@ def place(tmp_path_factory):
     made_run(folder / "runs" / "other", 60)
     made_study(folder, 40)
     return folder
-
-
-@contextlib.contextmanager
-def serve(*names):
-    with PageServer(Feed(lambda: items_of([str(name) for name in names]))) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.ended.set()
-            server.shutdown()
-            thread.join(LIMIT_S)
 
 
 @pytest.fixture(scope="module")

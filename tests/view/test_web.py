@@ -18,6 +18,7 @@ import pytest
 from browser import data_of
 from commands import command, environment, wait_for
 from made_rows import add, made_run
+from served_page import serve
 
 from roxxel_dist.cli import main
 from roxxel_dist.view.items import items_of
@@ -40,19 +41,6 @@ def runs(tmp_path):
 def server(runs):
     with serve(runs) as server:
         yield server
-
-
-@contextlib.contextmanager
-def serve(*names):
-    with PageServer(Feed(lambda: items_of([str(name) for name in names]))) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.ended.set()
-            server.shutdown()
-            thread.join(LIMIT_S)
 
 
 def ask(server, path="/", *, token=None, host=None, method="GET", raw=None):
