@@ -9,7 +9,7 @@ from roxxel_dist.sweep.study import Study
 
 TRANSFERRED = "transferred.yaml"
 """The config of the wider model, in the study's folder."""
-NO_SHAPE = {"dropout_rate", "alpha_balance", "lora_dropout"}
+NO_SHAPE = {"init_std", "dropout_rate", "alpha_balance", "lora_dropout"}
 """Fields of a model that no parameter's shape follows from."""
 
 

@@ -18,14 +18,15 @@ def wide_file(tmp_path, **fields):
 
 def test_the_best_values_go_into_the_wider_config(tmp_path):
     study, base = read_study(made_study(tmp_path, 4)), Config(**NARROW, lr=1e-3)
-    wide = wide_config(wide_file(tmp_path, num_blocks=8, lr=0.7), base, {"lr", "weight_decay"})
-    best = Config(**NARROW, lr=4e-3, weight_decay=0.2, warmup_steps=7)
-    path = write_transferred(study, wide, base, best, {"lr", "weight_decay"})
+    searched = {"lr", "weight_decay", "init_std"}
+    wide = wide_config(wide_file(tmp_path, num_blocks=8, lr=0.7), base, searched)
+    best = Config(**NARROW, lr=4e-3, weight_decay=0.2, init_std=0.1, warmup_steps=7)
+    path = write_transferred(study, wide, base, best, searched)
     written = Config.from_yaml(path)
     assert path == study.path / "transferred.yaml"
     assert (written.dim, written.num_blocks, written.head_size) == (512, 8, 32)
     assert (written.parametrization, written.base_dim) == ("mup", 64)
-    assert (written.lr, written.weight_decay, written.warmup_steps) == (4e-3, 0.2, 7)
+    assert (written.lr, written.weight_decay, written.init_std, written.warmup_steps) == (4e-3, 0.2, 0.1, 7)
 
 
 @pytest.mark.parametrize(
