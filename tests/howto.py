@@ -92,6 +92,7 @@ class Follower(Reader):
         """A line without paths, hosts and numbers, which differ; numbers behind = stay."""
         line = re.sub(r"\S*/bin/python[\d.]*", "python3", line.replace(str(self.folder), "/home/me/work"))
         line = re.sub(r"\b(\d{8}_\d{6})_\d+\b", r"\1", line)  # of two jobs that began in one second
+        line = re.sub(r" - +(?=\d\d:\d\d:\d\d )", " 0 ", line)  # `ps` is a second behind: no step yet
         line = re.sub(r"\b(?:node|h)\d\b|\b[\d.]{7,}\b", "HOST", line.replace(platform.node(), "node1"))
         return " ".join(re.sub(r"(?<![=\d,.:])\d[\d.,:]*", "N", re.sub(r"-[0-9a-f]{8}\b", "-ID", line)).split())
 
