@@ -97,3 +97,26 @@ def test_no_login_searches_here(desk, monkeypatch, capsys):
     assert "no W&B login: the search is made here" in said.err
     assert "random search over 2 parameters" in said.out
     assert "WANDB_SERVICE" not in os.environ  # trials have a service of their own
+
+
+@pytest.mark.parametrize(
+    ("rule", "words", "said"),
+    [
+        ({"type": "asha", "min_iter": 1}, (), "early_terminate.type: asha: W&B's server leads this sweep"),
+        ({"type": "freeze_thaw"}, (), "early_terminate.type: freeze_thaw: W&B's server leads this sweep"),
+        (None, ("--max_steps_total", "9"), "--max_steps_total: W&B's server leads this sweep"),
+        (None, ("--keep_gb", "1"), "--keep_gb: W&B's server leads this sweep"),
+    ],
+)
+def test_a_server_that_leads_cannot_pause_trials(desk, server, monkeypatch, capsys, rule, words, said):
+    write_sweep(desk, SWEEP if rule is None else SWEEP | {"early_terminate": rule})
+    monkeypatch.chdir(desk)
+    for name, value in told(desk, server).items():
+        monkeypatch.setenv(name, value)
+    asked = [*WORDS, "--sweep_config", "sweep.yaml", "--wandb", "online", "--study", "study", *words]
+    assert main(asked) == 2
+    assert said in capsys.readouterr().err
+    assert not server.sweeps
+    assert not (desk / "study").exists()
+    # The same without the server is no mistake.
+    assert main([*asked, "--wandb", "offline", "--dry_run"]) == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from browser import data_of
 from commands import command, environment, wait_for
 from job_desk import LIMIT_S
 from made_study import made_study
@@ -22,6 +23,7 @@ from runs import rows, train
 import roxxel_dist
 from roxxel_dist.cli import main
 from roxxel_dist.curriculum.phases import Phase
+from roxxel_dist.sweep.journal import Journal
 from roxxel_dist.view.frame import Look, frame
 from roxxel_dist.view.run import RunReader
 from roxxel_dist.view.tail import Tail
@@ -157,6 +159,26 @@ def test_a_study(tmp_path):
     (values,) = json.loads(top("--json", study))
     assert (values["kind"], values["workers"], len(values["trials"])) == ("study", 1, 12)
     assert table.run(0).metrics["val_loss"].shape == (6,)
+
+
+def test_a_paused_trial_and_what_paused_it(tmp_path, capsys):
+    study = made_study(tmp_path, 6, early_terminate={"type": "asha", "min_iter": 2})
+    with Journal(study, print) as journal:
+        pause = {"step": 5, "value": 3.5, "rule": "asha", "reason": "2 of 6 are better", "seconds": 1.0}
+        journal.append({"event": "pause", "trial": 5, **pause})
+    seen = top("--once", study)
+    assert re.search(r"^5 +paused: asha +5 ", seen, re.MULTILINE)
+    assert "1 paused" in seen
+    assert "scheduler asha" in seen
+    (values,) = json.loads(top("--json", study))
+    assert values["trials"][5]["state"] == "paused"
+    assert main(["report", str(study)]) == 0
+    assert re.search(r"^ *5 +\S+ +paused ", capsys.readouterr().out, re.MULTILINE)
+    (item,) = data_of((study / "report" / "report.html").read_text())["items"].values()
+    assert (item["trial/5"]["state"], item["trial/5"]["why"]) == ("paused", "asha at step 5")
+    with Journal(study, print) as journal:
+        journal.append({"event": "thaw", "trial": 5, "step": 5, "value": 3.5, "rule": "asha", "reason": ""})
+    assert re.search(r"^5 +running +5 ", top("--once", study), re.MULTILINE)
 
 
 def test_read_run(run):

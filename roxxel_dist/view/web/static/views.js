@@ -324,7 +324,7 @@ class StudyView {
         { name: "step", title: "Step", numeric: true, value: ({ reports }) => reports[0].at(-1) },
         { name: "time", title: "Time", numeric: true, value: ({ seconds }) => seconds, show: ({ seconds }) => format.duration(seconds) },
         ...this.names.map((name) => ({ name: `p ${name}`, title: name, numeric: this.trials.every(({ params }) => params[name] === undefined || isNumber(params[name])), value: ({ params }) => params[name] })),
-        { name: "why", title: "Why it ended", value: ({ why }) => why ?? "", show: ({ why }) => why ?? "" },
+        { name: "why", title: "Why it ended or paused", value: ({ why }) => why ?? "", show: ({ why }) => why ?? "" },
       ];
       const table = new SortedTable({ caption: "Trials", columns, key: ({ number }) => number, sort: "value", descending: this.head.goal === "maximize", mark: ({ number }) => (number === this.head.best_trial ? "best" : "") });
       if (this.table) this.table.element.replaceWith(table.element);
