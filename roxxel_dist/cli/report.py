@@ -103,7 +103,7 @@ def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
     if not args.json:
         print(table(study), flush=True)  # also where no picture can be written: the study of somebody else
     page, missing = write_study(study, Path(args.out) if args.out else study.path / REPORT, info)
-    page = page if bucket is None or args.out else bucket.send(page)
+    page = page if bucket is None or args.out else bucket.send_page(page)
     if args.json:
         _print_json(as_json(study) | {"page": str(page)})
         return missing

@@ -119,13 +119,16 @@ class StudyBucket:
                 writer.add(unsent, soon=True, wait=True)
             yield journal
 
-    def send(self, page: Path) -> str:
-        """Send a file of the copy, such as the report's page, and those beside it; returns its address. Raises
-        StoreError."""
-        for path in sorted(page.parent.iterdir()):
-            if path.is_file():
-                self._store.upload(path, path.relative_to(self.path).as_posix())
-        return str(self.url.join(*page.relative_to(self.path).parts))
+    def send(self, path: Path) -> str:
+        """Send a file of the copy; returns its address. Raises StoreError."""
+        name = path.relative_to(self.path)
+        self._store.upload(path, name.as_posix())
+        return str(self.url.join(*name.parts))
+
+    def send_page(self, page: Path) -> str:
+        """Send the report's page and the files beside it; returns the page's address. Raises StoreError."""
+        addresses = {path: self.send(path) for path in sorted(page.parent.iterdir()) if path.is_file()}
+        return addresses[page]
 
     def _read(self, name: str) -> bytes | None:
         try:

@@ -313,7 +313,7 @@ def _last_words(run: SweepRun, reason: str, write_page: WritePage) -> None:
     print(f"{table(study)}\n\n{reason}", flush=True)
     try:
         page, missing = write_page(study, study.path / REPORT, lambda line: print(line, flush=True))
-        page = page if run.bucket is None else run.bucket.send(page)
+        page = page if run.bucket is None else run.bucket.send_page(page)
     except OSError as error:  # the sweep has ended all the same, and the journal has all
         page, missing = f"not written ({error.strerror or error}): roxxel-dist report {study.place} makes it", ""
     print("\n".join([f"page: {page}", *([missing] if missing else [])]))
@@ -322,3 +322,5 @@ def _last_words(run: SweepRun, reason: str, write_page: WritePage) -> None:
         if run.wide is not None:
             path = write_transferred(study, run.wide, run.config, run.trial_config(study.done[0].params), run.swept)
             print(f"train the wider model: roxxel-dist train --config {path}")
+            if run.bucket is not None:
+                print(f"that config is kept at {run.bucket.send(path)}")
