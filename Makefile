@@ -50,7 +50,7 @@ pictures: $(VENV)/dev-installed ## the pictures of `top` in the documentation, o
 # `make bench QUICK=1`: short forms, in about twenty minutes. QUICK works with one part too.
 MEASURE = @JAX_PLATFORMS=cpu $(BIN)/python benchmarks/bench.py $(if $(QUICK),--quick)
 
-bench: $(VENV)/dev-installed $(VENV)/bench-installed ## every table, docs/benchmarks.md and its pictures: about two hours; as root
+bench: $(VENV)/dev-installed $(VENV)/bench-installed ## every table, docs/benchmarks.md and its pictures: about two and a half hours; as root
 	-$(MEASURE)
 	@$(BIN)/python benchmarks/page.py
 
@@ -75,7 +75,7 @@ bench-mup: $(VENV)/demo-installed ## the best learning rate at four widths, with
 bench-ngram: $(VENV)/demo-installed ## the demo's model against a 3-gram model of the same tokens: about five minutes
 	$(MEASURE) ngram
 
-bench-sweep: $(VENV)/dev-installed $(VENV)/bench-installed ## sweeps: the driver against Ray Tune, the engines against each other, a real one: about an hour
+bench-sweep: $(VENV)/dev-installed $(VENV)/bench-installed ## sweeps: the driver against Ray Tune, the engines against each other, real ones: about an hour and a half
 	$(MEASURE) sweep
 
 bench-gpu: $(VENV)/demo-installed ## a 124M-parameter model on a GPU; needs a jax for it in .venv

@@ -12,6 +12,7 @@ from textwrap import shorten
 from typing import Any
 
 from measure import Result
+from overview import draw_overview
 from pictures import draw, drawn
 from tables import TABLES, Table
 
@@ -28,6 +29,11 @@ INTRODUCTION = """# Benchmarks
 `make bench` measures every table of this page and writes the page; `make bench QUICK=1` measures short forms. One part
 is measured again with `make bench-data`, `bench-train`, `bench-model`, `bench-ngram`, `bench-launch` or `bench-sweep`,
 and `make bench-page` after it, which makes the page from the results in `benchmarks/results/`.
+
+![Speed of peers and of the bare operations over that of roxxel-dist](benchmarks/overview.png)
+
+The blue line is roxxel-dist. An orange mark is a peer that does the same work: the further to the left, the slower. A
+black mark is the limit: the bare operation, without anything around it.
 
 ## How it is measured
 
@@ -202,6 +208,8 @@ def main() -> None:
     found = read(asked.results)
     (asked.docs / "benchmarks").mkdir(parents=True, exist_ok=True)
     (asked.docs / "benchmarks.md").write_text(page(found), encoding="utf-8")
+    overview = {name: one.results for name, one in found.items()}
+    draw_overview(overview, asked.docs / "benchmarks" / "overview.png")
     for table in TABLES:
         picture = asked.docs / "benchmarks" / f"{table.name}.png"
         if table.name in found and drawn(found[table.name].results):

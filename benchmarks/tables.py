@@ -156,5 +156,14 @@ TABLES = (
         quick="4 trials, not 12",
         left_out="Larger models; W&B servers; a Ray cluster of several machines.",
     ),
+    Table(
+        name="sweep_budget", part="sweep", title="Real sweeps with a budget of steps", words=(f"{CACHE}/budget",),
+        question="After the same number of training steps, do schedulers that pause trials find a lower loss than full "
+        "trials?",
+        how="`roxxel-dist sweep --max_steps_total` on real text, two trials at once, as many steps as 12 full trials "
+        "of 200 steps have. All sweeps have the sampler `bayes`; they take turns seed by seed.",
+        quick="1 seed, not 3",
+        left_out="Larger models, longer trials, more workers.",
+    ),
 )  # fmt: skip
 PARTS = tuple(dict.fromkeys(table.part for table in TABLES))

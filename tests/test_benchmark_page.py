@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
 import bench
+import overview
 import page
 import pictures
 from measure import Lines, Result
@@ -123,7 +124,26 @@ def test_the_page_of_the_repository_is_made_from_the_results_that_stand_beside_i
     found = page.read(page.RESULTS)
     assert (page.DOCS / "benchmarks.md").read_text() == page.page(found), "run `make bench-page`"
     pictures_there = {file.stem for file in (page.DOCS / "benchmarks").iterdir()}
-    assert pictures_there == {name for name, one in found.items() if pictures.drawn(one.results)}
+    assert pictures_there == {"overview"} | {name for name, one in found.items() if pictures.drawn(one.results)}
+
+
+@pytest.mark.parametrize("one", overview.COMPARISONS, ids=lambda one: one.title)
+def test_the_picture_at_the_top_has_every_peer_and_limit_that_it_names(one):
+    results = page.read(page.RESULTS)[one.table].results
+    assert set(one.speeds(results, one.peers)) == set(one.peers.values())
+    assert set(one.speeds(results, one.limit)) == set(one.limit.values())
+
+
+def test_the_speed_of_a_peer_is_over_ours(tmp_path):
+    one = overview.Comparison(title="x", table="t", what="a batch", peers={"x it": "it", "of it": "other"}, limit={})
+    results = [
+        Result(what="a batch", against="x it", measured=4.0, target=2.0),  # we are four times as fast
+        Result(what="a batch", against="of it", measured=0.5, target=1.0, at_most=True),  # in half of its time
+        Result(what="a batch, later", against="x it", measured=9.0),
+    ]
+    assert one.speeds(results, one.peers) == {"it": 0.25, "other": 0.5}
+    assert not overview.draw_overview({}, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)

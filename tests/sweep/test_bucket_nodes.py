@@ -94,8 +94,8 @@ def test_a_trial_of_a_node_that_dies_goes_on_elsewhere_and_no_disk_is_shared(tmp
         assert said.returncode == 0, said.stderr
         assert "3 trial(s): 3 done" in said.stdout
         assert (tmp_path / "b.yaml").is_file()
-    first = nodes.hosts.home("h1") / ".cache" / "roxxel-dist" / "studies"
-    assert len(list(first.glob("*/s3/bucket/studies/x/trials/*/metrics.jsonl"))) == 3
+        first = nodes.hosts.home("h1") / ".cache" / "roxxel-dist" / "studies"
+        assert len(list(first.glob("*/s3/bucket/studies/x/trials/*/metrics.jsonl"))) == 3
     text = (tmp_path / "log").read_text()
     assert "was lost (" in text
     assert "resumed" in text or "again (attempt 2)" in text
