@@ -55,7 +55,7 @@ log_every: 1
 
 @pytest.mark.cluster
 def test_the_restart_that_the_page_shows(nodes: RayNodes, tmp_path: Path) -> None:
-    on_hosts(nodes.hosts, tmp_path / "work", "h1", **nodes.environment).page("ray.md", "See a restart")
+    on_hosts(nodes.hosts, tmp_path / "work", "h1", **nodes.environment).page("ray.md", "Restarts")
 
 
 @pytest.fixture
