@@ -111,7 +111,7 @@ def _wrong_group(checkpoint: Path, table: DigestTable, shapes: Mapping[str, list
     if not names:
         return []
     try:
-        arrays = files.read_named(checkpoint, names)
+        arrays = files.read_named(checkpoint.absolute(), names)  # Orbax reads no others
     except Exception as error:  # Orbax has no error of its own for what it cannot read
         if len(names) == 1:
             return [f"{names[0]} cannot be read ({files.cause(error)})"]
