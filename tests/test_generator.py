@@ -176,7 +176,7 @@ def test_an_export_that_is_damaged(made, tmp_path):
             Generator(out)
     for spoil in (lambda path: path.write_bytes(b""), Path.unlink):
         spoil(out / NEWEST)
-        with pytest.raises(ValueError, match=r"no weights beside its config.yaml: .* or export the run again"):
+        with pytest.raises(ValueError, match=r"no weights beside its config.yaml. .* or export the run again"):
             Generator(out)
     (out / "checkpoints").mkdir()  # that is a run
     with pytest.raises(ValueError, match="train it until its first one is saved"):

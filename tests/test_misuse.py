@@ -23,6 +23,7 @@ def folder(tmp_path_factory):
         "tab.yaml": "dim:\t32\n\tx: 1\n", "field.yaml": "learning_rate: 3\n", "odd.bin": "1234",
         "torn/metrics.jsonl": '{"step": 1}\n{"step": 2, "tr\n{"step": 3}\n', "number/metrics.jsonl": "3\n",
         "typed/config.yaml": "dim: [\n", "runs/first/config.yaml": "dim: 32\n",
+        "studies/one/study.yaml": "", "studies/one/config.yaml": "dim: 32\n", "studies/one/trials/0/config.yaml": "",
         "gone/config.yaml": "dim: 32\n", "gone/checkpoints/3/x": "",
     }  # fmt: skip
     for name, text in texts.items():
@@ -80,6 +81,8 @@ def folder(tmp_path_factory):
         (["generate", "runs/frist"], "did you mean runs/first?"),
         (["report", "runs/frist"], "did you mean runs/first?"),
         (["eval", "runs/frist"], "did you mean runs/first?"),
+        (["generate", "runs/first"], "If it is a run, train it until a checkpoint is saved. If it is an export"),
+        (["generate", "studies/one"], "studies/one is a study: name the run of a trial, such as studies/one/trials/0"),
     ],
     ids=lambda words: " ".join(words).replace(LONG, "LONG")[-60:] if isinstance(words, list) else "",
 )  # fmt: skip
