@@ -176,7 +176,7 @@ def no_run(folder: Path, name: str = "") -> str:
     if is_run(folder) and not (folder / CONFIG).exists():
         return (
             f"{folder} has no {CONFIG}: a program of yours made its model and trained it with a Trainer, and no "
-            f"command can make that model. Use the model in that program, or train it with --model MODULE:FUNCTION. "
+            f"command can make that model. Use the model in that program, or train it with model=MODULE:FUNCTION. "
             f"`report`, `top` and `verify` read this run"
         )
     inside, beside = _runs_in(folder), _runs_in(folder.parent)

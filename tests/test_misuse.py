@@ -20,6 +20,7 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("misuse")
     texts = {
         "tiny.yaml": "dim: 32\n", "corpus.txt": "a text\n" * 50, "list.yaml": "- 1\n", "open.yaml": "dim: [1,\nlr: 2\n",
+        "dims.yaml": "dim: [64, 128]\n", "phases.yaml": "phases: {steps: 1}\n",
         "tab.yaml": "dim:\t32\n\tx: 1\n", "field.yaml": "learning_rate: 3\n", "odd.bin": "1234",
         "torn/metrics.jsonl": '{"step": 1}\n{"step": 2, "tr\n{"step": 3}\n', "number/metrics.jsonl": "3\n",
         "typed/config.yaml": "dim: [\n", "runs/first/config.yaml": "dim: 32\n",
@@ -39,7 +40,7 @@ def folder(tmp_path_factory):
     ("words", "message"),
     [
         (["train", "--config", "open.yaml"], "open.yaml: not valid YAML: line 3, column 1: expected"),
-        (["train", "--config", "tab.yaml"], "tab.yaml: not valid YAML: line 1, column 5: found character"),
+        (["train", "--config", "tab.yaml"], "line 1, column 5: found character '\\t' that cannot start any token: write"),
         (["train", "--config", "latin.yaml"], "latin.yaml: not valid YAML: byte 10 is no UTF-8"),
         (["train", "--config", "field.yaml"], "there is no field 'learning_rate': did you mean 'lr'?"),
         (["train", "--config", "dead"], "dead: cannot be read (No such file or directory)"),
@@ -50,6 +51,15 @@ def folder(tmp_path_factory):
         (["train", "--dim"], "--dim has no value: must be a whole number"),
         (["train", "--dim", "--lr", "1e-3"], "--dim has no value: must be a whole number"),
         (["train", "--lr", "fast"], "--lr fast: must be a number"),
+        (["train", "-lr", "3e-4"], "there is no option -lr: options begin with two dashes: did you mean --lr?"),
+        (["train", "--dim", "32", "lr=3e-4"], "takes only options, and 'lr=3e-4' is not one: write --lr 3e-4"),
+        (["train", "tiny.yaml"], "takes only options, and 'tiny.yaml' is not one: write --config tiny.yaml"),
+        (["sweep", "tiny.yaml"], "takes only options, and 'tiny.yaml' is not one: write --sweep_config tiny.yaml"),
+        (["generate", "runs/first", "import"], "`generate` takes one RUN_DIR, and 'import' is one more"),
+        (["launch", "--nprocs", "2"], "no launcher '--nprocs': write one of local, ssh, slurm, ray, k8s, member first"),
+        (["launch", "train.py"], "there is no launcher 'train.py': write one of local, ssh, "),
+        (["train", "--config", "dims.yaml"], "dims.yaml: dim is [64, 128]: it must be a whole number"),
+        (["train", "--config", "phases.yaml"], "it must be a list or nothing: write [{'steps': 1}]"),
         (["train", "corpus.txt"], "takes only options, and 'corpus.txt' is not one: write --data_path corpus.txt"),
         ([*TRAIN, "--run_dir", ""], "--run_dir is empty: name a folder"),
         ([*TRAIN, "--run_dir", LONG], "cannot be written (File name too long): choose another folder"),
@@ -100,6 +110,8 @@ def test_a_config_of_python_names_the_field():
         Config(learning_rate=3)
     with pytest.raises(TypeError, match="give fields by name"):
         Config({"dim": 3})
+    with pytest.raises(AttributeError, match=r"Config: there is no field 'learning_rate': did you mean 'lr'\?"):
+        Config().learning_rate = 3
 
 
 def test_a_curriculum_wants_data_sets():

@@ -2,9 +2,9 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -145,17 +145,25 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
     switches = {field.name for field in dataclasses.fields(kind) if field.type is bool}
     positional = {name for name, hint in hints.items() if POSITIONAL in get_args(hint)[1:]}
     all_options = f"`roxxel-dist {command} --help` lists all"
-    if words and not words[0].startswith("-") and not positional:
-        data = f": write --data_path {words[0]}" if "data_path" in hints else ""
-        raise UsageError(f"`{command}` takes only options, and {words[0]!r} is not one{data}")
 
     def flag(name: str) -> str:  # as the command's help writes it
         return f"--{name.replace('_', '-') if command.startswith(('launch', 'doctor')) else name}"
 
-    given = set()
+    lists = {name for name, hint in hints.items() if {tuple, list} & set(map(get_origin, (hint, *get_args(hint))))}
+    room = None if positional & lists else len(positional)
+    short = {alias: name for name, hint in hints.items() for mark in get_args(hint)[1:]
+             for alias in getattr(mark, "aliases", None) or ()}  # fmt: skip
+    given, takes_more = set(), False
     for name, value, (word, *_) in split_flags(words, switches):
+        if word in short:  # its value is the next word
+            takes_more = short[word] not in {name for name, hint in hints.items() if bool in (hint, *get_args(hint))}
+            continue
+        if not name and not takes_more:
+            _check_word(word, hints, f"`{command}`", sorted(positional), room, flag)
+            given |= positional
+            room = None if room is None else room - 1
+        takes_more = name in lists or (not name and takes_more and bool(lists))
         if not name:
-            given |= positional if not word.startswith("-") else set()
             continue
         given.add(name)
         if name not in hints and name.removeprefix("no_") not in switches:
@@ -185,6 +193,40 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
         docs = field_docs(kind)
         needs = "; ".join(f"{shown} ({docs[name].partition('. ')[0].rstrip('.')})" for name, shown in missing.items())
         raise UsageError(f"`{command}` needs {needs}. {all_options}")
+
+
+def _check_word(
+    word: str,
+    hints: dict[str, Any],
+    command: str,
+    positional: list[str],
+    room: int | None,
+    flag: Callable[[str], str],
+) -> None:
+    """Raises UsageError for a word that is neither a flag nor its value, where the command has no place for it.
+
+    `room` is the number of such words that the command still takes; None for any.
+    """
+    name, equals, value = word.lstrip("-").partition("=")
+    near = nearest(name.replace("-", "_"), list(hints))
+    if word.startswith("-") and word != "-":
+        hint = f"did you mean {flag(near)}?" if near else f"`roxxel-dist {command[1:-1]} --help` lists all"
+        raise UsageError(f"there is no option {word}: options begin with two dashes: {hint}")
+    if room is None or room > 0:
+        return
+    if positional:
+        names = " and ".join(name.upper() for name in positional)
+        raise UsageError(
+            f"{command} takes one {names}, and {word!r} is one more: leave it out, or write --OPTION {word}"
+        )
+    hint = ""
+    if equals and near:
+        hint = f": write {flag(near)} {value}"
+    elif word.endswith((".yaml", ".yml")) and "config" in hints:
+        hint = f": write --{'sweep_config' if 'sweep_config' in hints else 'config'} {word}"
+    elif "data_path" in hints:
+        hint = f": write --data_path {word}"
+    raise UsageError(f"{command} takes only options, and {word!r} is not one{hint}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
