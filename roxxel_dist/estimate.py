@@ -547,15 +547,17 @@ def _memory(run: RunEstimate) -> list[str]:
     device = run.device_kind
     if run.platform == "cpu":
         device = (
-            "CPU: the state is exact; temporaries are an estimate for an accelerator, whose compiler has kernels of "
-            "its own"
+            "CPU: the state is exact; temporaries are only an estimate for an accelerator, whose compiler has other "
+            "kernels"
         )
     return [
         "state: " + ", ".join(f"{name} {size(count)}" for name, count in run.state.items()),
         *aligned(rows),
         *map(_scores, (phase for phase in run.phases if phase.score_bytes is not None)),
-        "what a device has is not known: give --device_memory_gb" if limit is None else f"a device has {size(limit)}",
-        f"by XLA's account of the compiled step, for {device}",
+        "the memory of a device is not known: give --device_memory_gb"
+        if limit is None
+        else f"a device has {size(limit)}",
+        f"source: XLA's memory analysis of the compiled step, for {device}",
     ]
 
 

@@ -30,6 +30,8 @@ def folder(tmp_path_factory):
     for name, text in texts.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(text)
+    (place / "empty.txt").write_text("")
+    (place / "noise").write_bytes(bytes(range(256)))
     (place / "latin.yaml").write_bytes(b"dim: 32 # \xe9\n")
     os.symlink("nowhere", place / "dead")
     os.symlink("loop", place / "loop")
@@ -40,7 +42,7 @@ def folder(tmp_path_factory):
     ("words", "message"),
     [
         (["train", "--config", "open.yaml"], "open.yaml: not valid YAML: line 3, column 1: expected"),
-        (["train", "--config", "tab.yaml"], "line 1, column 5: found character '\\t' that cannot start any token: write"),
+        (["train", "--config", "tab.yaml"], "line 1, column 5: found character '\\t' that cannot start any token: "),
         (["train", "--config", "latin.yaml"], "latin.yaml: not valid YAML: byte 10 is no UTF-8"),
         (["train", "--config", "field.yaml"], "there is no field 'learning_rate': did you mean 'lr'?"),
         (["train", "--config", "dead"], "dead: cannot be read (No such file or directory)"),
@@ -60,6 +62,7 @@ def folder(tmp_path_factory):
         (["launch", "train.py"], "there is no launcher 'train.py': write one of local, ssh, "),
         (["train", "--config", "dims.yaml"], "dims.yaml: dim is [64, 128]: it must be a whole number"),
         (["train", "--config", "phases.yaml"], "it must be a list or nothing: write [{'steps': 1}]"),
+        ([*TRAIN, "--phases", "[{steps: 1, batch_size: 8, seq_len: 9}]", "--epochs", "2"], "--epochs does nothing"),
         (["train", "corpus.txt"], "takes only options, and 'corpus.txt' is not one: write --data_path corpus.txt"),
         ([*TRAIN, "--run_dir", ""], "--run_dir is empty: name a folder"),
         ([*TRAIN, "--run_dir", LONG], "cannot be written (File name too long): choose another folder"),
@@ -84,6 +87,10 @@ def folder(tmp_path_factory):
         (["sweep", "--sweep_config", LONG], "File name too long"),
         (["data", "build", "corpus.txt", "--out", LONG], "File name too long"),
         (["data", "build", "odd.bin", "--out", "new", "--dtype", "nope"], "dtype=nope"),
+        (["data", "append", "corpus.txt", "--out", "x", "--tokenizer", "t.json"], "leave --tokenizer out"),
+        (["data", "build", "empty.txt", "--out", "new"], "empty.txt: nothing to build from: 1 file is empty: name "),
+        (["data", "build", "noise", "--out", "new"], "nothing to build from: 1 file is not UTF-8 text: name text"),
+        (["report", "runs/first", "--best_config", "b.yaml"], "runs/first is no study: name the folder of a sweep"),
         (["data", "info", LONG], "File name too long"),
         (["save", LONG], "File name too long"),
         (["launch", "local", "--nproc", "2", "--", "true"], "there is no option --nproc: did you mean --nprocs?"),

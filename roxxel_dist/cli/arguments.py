@@ -314,6 +314,9 @@ def parse_config(
     if "init_from" not in flags:
         config.of_run = base.of_run
     config.validate()
+    for name in ("epochs", "batch_size"):
+        if name in flags and config.phases:
+            raise ValueError(f"--{name} does nothing here, because phases are given: change it in each phase")
     return args, config
 
 

@@ -48,7 +48,10 @@ def report(words: list[str]) -> int:
         if studies and len(args.runs) > 1:
             raise ValueError(f"{studies[0]} is a study: report it alone")
         if args.best_config is not None and not studies:
-            raise ValueError(f"--best_config {args.best_config}: {' '.join(args.runs)} is no study")
+            raise ValueError(
+                f"--best_config {args.best_config}: {' '.join(args.runs)} is no study: name the folder of a sweep, "
+                f"such as studies/NAME"
+            )
         missing = _study(args) if studies else _runs(args)
     if missing:
         info(missing)
@@ -110,6 +113,7 @@ def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
     print(f"\npage: {page}")
     if best is not None:
         print(f"config of trial {best.number}: {args.best_config}")
+        print(f"train it: roxxel-dist train --config {args.best_config}")
     return missing
 
 
