@@ -43,4 +43,9 @@ def figure(picture: Path, *, inches: tuple[float, float] = (8, 4.5)) -> Iterator
     axes.grid(alpha=0.25)
     yield axes
     picture.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(drawing).print_png(str(picture))
+    try:
+        FigureCanvasAgg(drawing).print_png(str(picture))
+    except OSError as error:  # a write names no file: what a full disk says
+        picture.unlink(missing_ok=True)
+        error.filename = error.filename or str(picture)
+        raise
