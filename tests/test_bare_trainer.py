@@ -53,6 +53,11 @@ def test_the_commands_read_its_run(corpus, capsys):
     assert main(["batch", "run", "--step", "2"]) == 0
 
 
+def test_parts_in_another_order_are_named():
+    with pytest.raises(TypeError, match=r"curriculum is a GradientTrans\w+, and must be a Curriculum. The order is"):
+        Trainer("model", Curriculum, optax.adam(1e-2), token_losses, "run")
+
+
 def test_only_its_program_trains_it(corpus, capsys):
     made = trainer(corpus, max_steps=2)
     made.run()

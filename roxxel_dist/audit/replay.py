@@ -210,6 +210,7 @@ def replay(run: RunRecord, interval: Interval, advance: Callable[[int], None] = 
             problem, reached = f"step {bad.step} differs: it went well in the run, and here not ({bad})", bad.step - 1
         trainer.store.settle()
         steps = [step for step in trainer.store.steps() if interval.first <= step <= reached and step in run.steps]
+        steps = [step for step in steps if run.has_checkpoint(step)]
         for number, step in enumerate(steps):
             if wrong := first_difference(run, step, trainer.store):
                 reached, problem, steps = step, f"the checkpoint of step {step} differs: {wrong}", steps[: number + 1]
