@@ -83,7 +83,7 @@ def folder(tmp_path_factory):
         (["report", LONG], "File name too long"),
         (["report", "torn"], "metrics.jsonl, line 2: '{\"step\": 2, \"tr' is no JSON object: take"),
         (["report", "number"], "metrics.jsonl, line 1: '3' is no JSON object: take the line out"),
-        (["sweep", "--sweep_config", "open.yaml"], "open.yaml is no YAML: line 3, column 1"),
+        (["sweep", "--sweep_config", "open.yaml"], "open.yaml: not valid YAML: line 3, column 1"),
         (["sweep", "--sweep_config", LONG], "File name too long"),
         (["data", "build", "corpus.txt", "--out", LONG], "File name too long"),
         (["data", "build", "odd.bin", "--out", "new", "--dtype", "nope"], "dtype=nope"),
