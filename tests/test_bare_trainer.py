@@ -108,7 +108,7 @@ def test_a_run_with_a_model_of_ones_own_says_which_commands_read_it(corpus, caps
     assert "finished  step 2 of 2" in capsys.readouterr().out
     assert main(["verify", "own"]) == 0
     for words in (
-        ["eval", "own"], ["generate", "own"], ["audit", "own"], ["compare", "own", "own"],
+        ["eval", "own"], ["plan", "own"], ["generate", "own"], ["audit", "own"], ["compare", "own", "own"],
         ["batch", "own", "--step", "1"], ["export", "own", "--format", "msgpack", "--out", "new"],
     ):  # fmt: skip
         assert main(words) == 2

@@ -266,7 +266,7 @@ class Controller:
         if self._ending is not None:
             return True
         count = len(self.executor.running)
-        self.log(f"asked to end: {counted(count, 'running trial')} save and end; Ctrl-C again kills them")
+        self.log(f"asked to end: {counted(count, 'running trial')} will save and end; Ctrl-C again kills them")
         self._drain(
             Ending(code=EXIT_DRAINED, reason=f"asked to end; {counted(count, 'trial')} to continue at the next start")
         )

@@ -22,6 +22,7 @@ from typing import Any
 import xxhash
 
 from roxxel_dist.data.format import checksum
+from roxxel_dist.display import size
 
 KINDS = {
     ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".ndjson": "jsonl", ".ndjson.gz": "jsonl", ".json.gz": "jsonl",
@@ -95,7 +96,7 @@ class Corpus:
     def __str__(self) -> str:
         files = "1 text file" if len(self.files) == 1 else f"{len(self.files)} text files"
         left_out = f" (left out: {', '.join(self.left_out)})" if self.left_out else ""
-        return f"{files}, {self.size / 1e6:.1f} MB{left_out}"
+        return f"{files}, {size(self.size)}{left_out}"
 
 
 def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence[str], out: Path) -> Corpus:

@@ -64,7 +64,8 @@ def verify_checkpoints(folder: Path, steps: list[int], progress: Progress, *, de
             if table is not None:
                 problems = table.check_files(checkpoint, progress=progress)
                 if deep:
-                    problems += _wrong_arrays(checkpoint, table, saved.shapes)
+                    found = problems + _wrong_arrays(checkpoint, table, saved.shapes)
+                    problems = list(dict.fromkeys(found))  # both say the same of some arrays
             state = "damaged" if problems else "unverified" if table is None else "whole"
         yield _verdict(f"step {step}", state, problems, checkpoint)
 
