@@ -125,7 +125,7 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
     exact = interval.segment.is_exact
     if devices not in (None, theirs) and not exact:
         raise ValueError(
-            f"devices is {devices}, and {run.name} had {theirs}: its bits are those of so many devices; leave it out"
+            f"devices is {devices}, and {run.name} had {theirs}: the result depends on this number; leave it out"
         )
     shards: int = interval.segment.config.get("virtual_shards", 0)
     if devices and exact and shards % devices:

@@ -150,7 +150,8 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
         return f"--{name.replace('_', '-') if command.startswith(('launch', 'doctor')) else name}"
 
     lists = {name for name, hint in hints.items() if {tuple, list} & set(map(get_origin, (hint, *get_args(hint))))}
-    room = None if positional & lists else len(positional)
+    sizes = [get_args(get_args(hints[name])[0]) if name in lists else (str,) for name in positional]
+    places = room = None if any(Ellipsis in each for each in sizes) else sum(map(len, sizes))
     short = {alias: name for name, hint in hints.items() for mark in get_args(hint)[1:]
              for alias in getattr(mark, "aliases", None) or ()}  # fmt: skip
     given, takes_more = set(), False
@@ -160,6 +161,7 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
             continue
         if not name and not takes_more:
             _check_word(word, hints, f"`{command}`", sorted(positional), room, flag)
+            _check_choice(" or ".join(sorted(positional)).upper(), word, [hints[name] for name in positional])
             given |= positional
             room = None if room is None else room - 1
         takes_more = name in lists or (not name and takes_more and bool(lists))
@@ -183,16 +185,32 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
                 number(value or "")
         except ValueError:
             raise UsageError(f"--{name} {value or 'has no value'}: must be {what}") from None
-    missing = {}
-    for field in dataclasses.fields(kind):
-        name, kinds = field.name, get_args(hints.get(field.name))
-        if name not in given and {field.default, field.default_factory} == {dataclasses.MISSING}:
-            choices = "|".join(kinds) if all(isinstance(each, str) for each in kinds) else ""
-            missing[name] = name.upper() if name in positional else f"{flag(name)} {choices or name.upper()}"
+    required = {field.name for field in dataclasses.fields(kind) if _default_of(field) is tyro.MISSING}
+    if places and room and given & positional & required:
+        names = " and ".join(name.upper() for name in sorted(positional))
+        raise UsageError(f"`{command}` needs {names}, {places} words, and has {places - room}. {all_options}")
+    _check_missing(kind, command, required - given, positional, flag)
+
+
+def _check_missing(kind: Any, command: str, absent: set[str], positional: set[str], flag: Callable[[str], str]) -> None:
+    """Raises UsageError that names what has no default and was not given."""
+    hints, docs, missing = flag_types(kind), field_docs(kind), {}
+    for name in (field.name for field in dataclasses.fields(kind) if field.name in absent):
+        kinds = get_args(hints.get(name))
+        choices = "|".join(kinds) if all(isinstance(each, str) for each in kinds) else ""
+        missing[name] = name.upper() if name in positional else f"{flag(name)} {choices or name.upper()}"
     if missing:
-        docs = field_docs(kind)
         needs = "; ".join(f"{shown} ({docs[name].partition('. ')[0].rstrip('.')})" for name, shown in missing.items())
-        raise UsageError(f"`{command}` needs {needs}. {all_options}")
+        raise UsageError(f"`{command}` needs {needs}. `roxxel-dist {command} --help` lists all")
+
+
+def _check_choice(name: str, word: str, hints: list[Any]) -> None:
+    """Raises UsageError where only some words are allowed, and this one is not among them."""
+    choices = [
+        each for hint in hints for part in get_args(hint)[:1] for each in get_args(part) if isinstance(each, str)
+    ]
+    if choices and word not in choices:
+        raise UsageError(f"{name} {word}: must be one of {', '.join(sorted(choices))}")
 
 
 def _check_word(

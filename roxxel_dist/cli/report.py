@@ -36,7 +36,7 @@ class ReportArgs:
 
 
 def report(words: list[str]) -> int:
-    """Compare runs, or the trials of a study: losses, speed, goodput, configs, what matters."""
+    """Compare runs, or the trials of a study: losses, speed, goodput, configs, importance."""
     args = parse(ReportArgs, words, "report")
     with usage_errors():
         from roxxel_dist.objects.url import is_url

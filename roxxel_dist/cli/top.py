@@ -35,7 +35,7 @@ class TopArgs:
 
 
 def top(words: list[str]) -> int:
-    """Show runs, studies and jobs while they live, in the terminal or a browser."""
+    """Show runs, studies and jobs while they run, in the terminal or a browser."""
     args = parse(TopArgs, words, "top")
     with usage_errors():
         from roxxel_dist.view.items import Jobs, items_of, read

@@ -168,7 +168,7 @@ def test_what_cannot_be_copied(folder, url, tmp_path):
         (folder / "one", url, "one is a file: name its folder"),
         (url + "/none", tmp_path / "back", "/none has no files: correct the path"),
         (url, folder, "source exists already: choose another place, or remove it"),
-        (folder, tmp_path / "back", "is in a bucket: one of them is"),
+        (folder, tmp_path / "back", "is in a bucket: one of them must be an address"),
         ("s3://", tmp_path / "back", "names no bucket"),
     ):
         with pytest.raises(ValueError, match=words):
