@@ -109,6 +109,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 2; }
 
 $(VENV)/demo-installed: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing into $(VENV), about 0.9 GB: half a minute with a fast network"
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[plot]'
 	@touch $@
 

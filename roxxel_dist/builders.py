@@ -179,6 +179,10 @@ def model_builder(config: Config, kernel: AttentionKernel = "auto") -> Callable[
         own.model_args = own.model_args or {}
         try:
             model = make(own, nnx.Rngs(config.seed + 2, **rngs))
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # a mistake in the model; else the call itself does not fit
+            raise ValueError(f"model is {config.model!r}: {error}: write it as `def build(config, rngs)`") from error
         except ValueError as error:
             path = getattr(sys.modules.get(make.__module__), "__file__", None)
             if path is None or not is_raised_in(path, error):

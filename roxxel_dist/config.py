@@ -184,6 +184,8 @@ class Config(Fields):
             self.given = frozenset(fields)
 
         def __setattr__(self, name: str, value: Any) -> None:
+            if name not in FIELD_TYPES and name not in ("of_run", "given"):
+                raise AttributeError(f"Config: {unknown(name, list(FIELD_TYPES), 'field')}")
             object.__setattr__(self, name, value)
             if name in FIELD_TYPES:
                 object.__setattr__(self, "given", self.given | {name})
@@ -250,11 +252,13 @@ class Config(Fields):
             for phase in values["phases"]:
                 Phase.of(phase)
 
-    def check_types(self) -> None:
-        """Raises ValueError for the first field whose value is of another type than the field."""
+    def check_types(self, source: str = "") -> None:
+        """Raises ValueError for the first field whose value is of another type than the field; `source` is its file."""
         for name, value in self.to_dict().items():
             if not _fits(value, FIELD_TYPES[name]):
-                raise ValueError(f"{name} is {value!r}: it must be {_type_name(FIELD_TYPES[name])}")
+                place = f"{source}: " if source else ""
+                cure = f": write [{value}]" if isinstance(value, dict) and _fits([], FIELD_TYPES[name]) else ""
+                raise ValueError(f"{place}{name} is {value!r}: it must be {_type_name(FIELD_TYPES[name])}{cure}")
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name, as plain values for YAML."""
@@ -307,7 +311,7 @@ class Config(Fields):
             if key not in FIELD_TYPES and key != RECORD:
                 raise ValueError(f"{source}: {unknown(key, list(FIELD_TYPES), 'field')}")
         config = cls(**{key: _read(key, value) for key, value in values.items() if key != RECORD})
-        config.check_types()
+        config.check_types("" if source == "config" else source)
         return config
 
 
@@ -320,7 +324,8 @@ def yaml_problem(error: Exception) -> str:
         return f"byte {error.start} is no UTF-8: save the file as UTF-8"
     mark, what = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is not None and what:
-        return f"line {mark.line + 1}, column {mark.column + 1}: {what}"
+        cure = ": write spaces in place of the tab" if r"'\t'" in what else ""
+        return f"line {mark.line + 1}, column {mark.column + 1}: {what}{cure}"
     return " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
 
 
@@ -371,7 +376,7 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     """The one of some names that is meant by another, if one is like it."""
     if (meant := ALIASES.get(name)) in known:
         return meant
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.5)), None)
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.55)), None)
 
 
 def unknown(name: str, known: list[str], what: str) -> str:

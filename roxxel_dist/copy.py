@@ -35,7 +35,9 @@ def copy(
         StoreError: a store does not do it, or what came is damaged.
     """
     if not is_url(source) and not is_url(target):
-        raise ValueError(f"neither {source} nor {target} is in a bucket: one of them is s3://, gs:// or az://")
+        raise ValueError(
+            f"neither {source} nor {target} is in a bucket: one of them must be an address: s3://…, gs://… or az://…"
+        )
     origin = (
         BucketSource(ObjectStore.open(source, timeout_s=timeout_s)) if is_url(source) else FolderSource(Path(source))
     )

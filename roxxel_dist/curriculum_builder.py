@@ -40,7 +40,7 @@ def open_data_sets(config: Config, field: SetField, data: Roxxel) -> dict[str, R
         if None not in prints and prints[0] != prints[1]:
             raise ValueError(
                 f"{field} {name!r} was made with tokenizer {prints[1]}, the data to train on with {prints[0]}: "
-                f"build both with the same tokenizer.json"
+                f"build both with the same one: `roxxel-dist data build … --tokenizer PATH/tokenizer.json`"
             )
     return sets
 

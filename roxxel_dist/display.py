@@ -14,9 +14,17 @@ def aligned(rows: Sequence[Sequence[str]], *, right: bool = True) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Hours, with more digits where they are few."""
-    hours = seconds / 3600
-    return f"{hours:.1f} h" if hours >= 10 else f"{hours:.2f} h" if hours >= 1 else f"{hours:.4f} h"
+    """In seconds, minutes or hours, whichever a person would take."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.{1 if seconds >= 36_000 else 2}f} h"
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things: "1 trial", "4 trials"."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def size(count: float) -> str:
@@ -43,4 +51,9 @@ def figure(picture: Path, *, inches: tuple[float, float] = (8, 4.5)) -> Iterator
     axes.grid(alpha=0.25)
     yield axes
     picture.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(drawing).print_png(str(picture))
+    try:
+        FigureCanvasAgg(drawing).print_png(str(picture))
+    except OSError as error:  # a write names no file: what a full disk says
+        picture.unlink(missing_ok=True)
+        error.filename = error.filename or str(picture)
+        raise

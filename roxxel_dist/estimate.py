@@ -32,7 +32,7 @@ from roxxel_dist.model.attention_kernels import LONGEST_WHOLE, score_bytes
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.report import read_runs
-from roxxel_dist.run_directory import CONFIG
+from roxxel_dist.run_directory import CONFIG, no_run
 from roxxel_dist.run_metadata import data_of, kernel_begun_with, saved_config
 from roxxel_dist.train.compile import AotCompiler, batch_key
 from roxxel_dist.train.evaluator import Validation
@@ -255,7 +255,7 @@ def _saved(run: Path) -> dict[str, Any]:
     """The config of a run, with its record."""
     read_runs([run])  # its message for what is no run names the nearest that is
     if not (run / CONFIG).exists():
-        raise ValueError(f"{run} has no {CONFIG}: a run of a bare Trainer has no config to plan with")
+        raise ValueError(no_run(run))
     return saved_config(run)
 
 
@@ -547,15 +547,17 @@ def _memory(run: RunEstimate) -> list[str]:
     device = run.device_kind
     if run.platform == "cpu":
         device = (
-            "CPU: the state is exact; temporaries are an estimate for an accelerator, whose compiler has kernels of "
-            "its own"
+            "CPU: the state is exact; temporaries are only an estimate for an accelerator, whose compiler has other "
+            "kernels"
         )
     return [
         "state: " + ", ".join(f"{name} {size(count)}" for name, count in run.state.items()),
         *aligned(rows),
         *map(_scores, (phase for phase in run.phases if phase.score_bytes is not None)),
-        "what a device has is not known: give --device_memory_gb" if limit is None else f"a device has {size(limit)}",
-        f"by XLA's account of the compiled step, for {device}",
+        "the memory of a device is not known: give --device_memory_gb"
+        if limit is None
+        else f"a device has {size(limit)}",
+        f"source: XLA's memory analysis of the compiled step, for {device}",
     ]
 
 

@@ -33,7 +33,10 @@ def _plan_of(checkpoint: Path | None) -> Plan | None:
 def _local(source: str | Path) -> tuple[Path, Path | None]:
     """(A run or a config file on this host, the run's newest checkpoint); of a run in a bucket, in a local folder."""
     if not is_url(source):
-        return Path(source), _newest(Path(source))
+        folder = Path(source)
+        if folder.is_dir() and not (folder / CONFIG).exists():
+            raise ValueError(no_run(folder))
+        return folder, _newest(folder)
     bucket = BucketFolder(source, read_only=True)
     folder = bucket.pull()
     if not is_run(folder):

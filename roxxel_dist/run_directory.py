@@ -165,10 +165,20 @@ def is_run(folder: Path) -> bool:
 
 
 def no_run(folder: Path, name: str = "") -> str:
-    """What to say of a folder that is no run: the nearest name that is one, or those beside it. `name` is what the
-    user has written, where that is no folder."""
+    """What to say of a folder that is no run that a command can use: the nearest name that is one, or those beside it.
+
+    `name` is what the user has written, where that is no folder.
+    """
     if is_url(name):
         return f"{name} is not a run: there is no {name}/{CONFIG}; check the address"
+    if is_study_folder(folder):
+        return f"{folder} is a study: name the run of a trial, such as {folder / 'trials' / '0'}"
+    if is_run(folder) and not (folder / CONFIG).exists():
+        return (
+            f"{folder} has no {CONFIG}: a program of yours made its model and trained it with a Trainer, and no "
+            f"command can make that model. Use the model in that program, or train it with model=MODULE:FUNCTION. "
+            f"`report`, `top` and `verify` read this run"
+        )
     inside, beside = _runs_in(folder), _runs_in(folder.parent)
     if inside:
         return f"{folder} is a folder of runs: name runs in it, such as {inside[0]}" + (
@@ -181,6 +191,11 @@ def no_run(folder: Path, name: str = "") -> str:
     return what + (
         f": {folder.parent} has {', '.join(run.name for run in beside)}" if beside else ": name the folder of a run"
     )
+
+
+def is_study_folder(folder: Path) -> bool:
+    """Whether a folder is that of a sweep; the runs of its trials are in it."""
+    return (folder / "study.yaml").is_file() and (folder / "trials").is_dir()
 
 
 def _runs_in(folder: Path) -> list[Path]:

@@ -178,7 +178,7 @@ def write_run_metadata(
         log(f"data {source}: {data_set.num_tokens:,} tokens, in {len(data_set.shards)} shard(s)")
     if (others := list(components.curriculum.mix_streamers)) and not config.validation:
         names = " and ".join(others)
-        log(f"validation: on the held-out part of self alone; name shards of {names} in `validation` to see theirs")
+        log(f"validation: uses only the held-out part of self; to validate on {names} too, name shards in `validation`")
     if not trainer.start.notes:  # else the plan is among them
         log(trainer.plan.describe())
     if note := max_steps_note(trainer.plan, trainer.options):

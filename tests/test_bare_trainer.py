@@ -53,6 +53,11 @@ def test_the_commands_read_its_run(corpus, capsys):
     assert main(["batch", "run", "--step", "2"]) == 0
 
 
+def test_parts_in_another_order_are_named():
+    with pytest.raises(TypeError, match=r"curriculum is a GradientTrans\w+, and must be a Curriculum. The order is"):
+        Trainer("model", Curriculum, optax.adam(1e-2), token_losses, "run")
+
+
 def test_only_its_program_trains_it(corpus, capsys):
     made = trainer(corpus, max_steps=2)
     made.run()
@@ -86,3 +91,27 @@ def test_ctrl_c_in_fit_returns_a_result_that_says_so(corpus, tmp_path):
     config.max_steps = result.step + 1
     ended = Experiment(config).fit(run_dir="stopped", resume=True)
     assert (ended.stopped, ended.step) == (False, result.step + 1)
+
+
+def test_a_run_with_a_model_of_ones_own_says_which_commands_read_it(corpus, capsys):
+    model = nnx.Sequential(nnx.Embed(257, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 257, rngs=nnx.Rngs(1)))
+    curriculum = Curriculum(corpus, [Phase(steps=2, batch_size=4, seq_len=17)])
+    made = Trainer(
+        model, optax.adam(1e-2), curriculum, token_losses, "own", mesh=make_mesh(n_devices=1), log_every=1
+    )  # fmt: skip
+    made.run()
+    made.close()
+    capsys.readouterr()
+    assert main(["report", "own"]) == 0
+    assert "steps             2" in capsys.readouterr().out
+    assert main(["top", "own", "--once"]) == 0
+    assert "finished  step 2 of 2" in capsys.readouterr().out
+    assert main(["verify", "own"]) == 0
+    for words in (
+        ["eval", "own"], ["plan", "own"], ["generate", "own"], ["audit", "own"], ["compare", "own", "own"],
+        ["batch", "own", "--step", "1"], ["export", "own", "--format", "msgpack", "--out", "new"],
+    ):  # fmt: skip
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert "own has no config.yaml: a program of yours made its model and trained it with a Trainer" in said
+        assert "train it with --model MODULE:FUNCTION. `report`, `top` and `verify` read this run" in said

@@ -59,6 +59,7 @@ def test_a_run_remembers_its_data_sets_and_compares_them(work, monkeypatch):
     run = Experiment(Config(**SMALL, datasets={"self": "text", "code": "code"})).fit(run_dir="run").absolute()
     log = (run / "logs" / "rank-0.log").read_text()
     assert "data code: 6,020 tokens, in 1 shard(s)" in log
+    assert "validation: uses only the held-out part of self; to validate on code too, name shards in `vali" in log
     saved = load_yaml(run / "config.yaml")
     assert saved["datasets"] == {"self": str(work / "text"), "code": str(work / "code")}
     Experiment(Config(**SMALL | {"max_steps": 1}, datasets={"self": "gone", "code": "code"})).fit("text", "other")

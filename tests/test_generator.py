@@ -89,6 +89,12 @@ def test_nothing_is_compiled_for_other_prompts_lengths_and_options(generator):
     assert (generation._prefill._cache_size(), generation._decode._cache_size()) == sizes
 
 
+def test_ids_that_the_model_does_not_have(generator):
+    options = {"max_context": 16, "sampling": generation.Sampling(), "seeds": [0]}
+    with pytest.raises(ValueError, match=r"the prompt has the id 5000: the ids of the model are 0 to \d+"):
+        generation.generate_rows(generator.model, [[1, 5000]], 3, **options)
+
+
 def test_it_stops_at_the_end_of_a_text(generator):
     whole = generation.generate(generator.model, [0], 30, max_context=64, temperature=1.0, seed=3)
     end = whole[4]
@@ -176,7 +182,7 @@ def test_an_export_that_is_damaged(made, tmp_path):
             Generator(out)
     for spoil in (lambda path: path.write_bytes(b""), Path.unlink):
         spoil(out / NEWEST)
-        with pytest.raises(ValueError, match=r"no weights beside its config.yaml: .* or export the run again"):
+        with pytest.raises(ValueError, match=r"no weights beside its config.yaml. .* or export the run again"):
             Generator(out)
     (out / "checkpoints").mkdir()  # that is a run
     with pytest.raises(ValueError, match="train it until its first one is saved"):

@@ -267,7 +267,7 @@ def test_what_cannot_start_says_so_and_leaves_nothing(desk: Desk) -> None:
         code, out, err = desk.run("launch", "local", "--detach", "--port", port, "--", "bash", "-c", WAIT)
     assert (code, out) == (69, "")
     assert str(port) in err
-    assert err.splitlines()[-1].startswith("roxxel-dist: not started: see above")
+    assert err.splitlines()[-1].startswith("roxxel-dist: not started: correct what is above")
     assert not (desk.folder / "runs").exists()
     assert desk.job()["code"] == 69
     assert desk.run("ps")[1] == ""

@@ -20,14 +20,18 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("misuse")
     texts = {
         "tiny.yaml": "dim: 32\n", "corpus.txt": "a text\n" * 50, "list.yaml": "- 1\n", "open.yaml": "dim: [1,\nlr: 2\n",
+        "dims.yaml": "dim: [64, 128]\n", "phases.yaml": "phases: {steps: 1}\n",
         "tab.yaml": "dim:\t32\n\tx: 1\n", "field.yaml": "learning_rate: 3\n", "odd.bin": "1234",
         "torn/metrics.jsonl": '{"step": 1}\n{"step": 2, "tr\n{"step": 3}\n', "number/metrics.jsonl": "3\n",
         "typed/config.yaml": "dim: [\n", "runs/first/config.yaml": "dim: 32\n",
+        "studies/one/study.yaml": "", "studies/one/config.yaml": "dim: 32\n", "studies/one/trials/0/config.yaml": "",
         "gone/config.yaml": "dim: 32\n", "gone/checkpoints/3/x": "",
     }  # fmt: skip
     for name, text in texts.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(text)
+    (place / "empty.txt").write_text("")
+    (place / "noise").write_bytes(bytes(range(256)))
     (place / "latin.yaml").write_bytes(b"dim: 32 # \xe9\n")
     os.symlink("nowhere", place / "dead")
     os.symlink("loop", place / "loop")
@@ -38,7 +42,7 @@ def folder(tmp_path_factory):
     ("words", "message"),
     [
         (["train", "--config", "open.yaml"], "open.yaml: not valid YAML: line 3, column 1: expected"),
-        (["train", "--config", "tab.yaml"], "tab.yaml: not valid YAML: line 1, column 5: found character"),
+        (["train", "--config", "tab.yaml"], "line 1, column 5: found character '\\t' that cannot start any token: "),
         (["train", "--config", "latin.yaml"], "latin.yaml: not valid YAML: byte 10 is no UTF-8"),
         (["train", "--config", "field.yaml"], "there is no field 'learning_rate': did you mean 'lr'?"),
         (["train", "--config", "dead"], "dead: cannot be read (No such file or directory)"),
@@ -49,6 +53,16 @@ def folder(tmp_path_factory):
         (["train", "--dim"], "--dim has no value: must be a whole number"),
         (["train", "--dim", "--lr", "1e-3"], "--dim has no value: must be a whole number"),
         (["train", "--lr", "fast"], "--lr fast: must be a number"),
+        (["train", "-lr", "3e-4"], "there is no option -lr: options begin with two dashes: did you mean --lr?"),
+        (["train", "--dim", "32", "lr=3e-4"], "takes only options, and 'lr=3e-4' is not one: write --lr 3e-4"),
+        (["train", "tiny.yaml"], "takes only options, and 'tiny.yaml' is not one: write --config tiny.yaml"),
+        (["sweep", "tiny.yaml"], "takes only options, and 'tiny.yaml' is not one: write --sweep_config tiny.yaml"),
+        (["generate", "runs/first", "import"], "`generate` takes one RUN_DIR, and 'import' is one more"),
+        (["launch", "--nprocs", "2"], "no launcher '--nprocs': write one of local, ssh, slurm, ray, k8s, member first"),
+        (["launch", "train.py"], "there is no launcher 'train.py': write one of local, ssh, "),
+        (["train", "--config", "dims.yaml"], "dims.yaml: dim is [64, 128]: it must be a whole number"),
+        (["train", "--config", "phases.yaml"], "it must be a list or nothing: write [{'steps': 1}]"),
+        ([*TRAIN, "--phases", "[{steps: 1, batch_size: 8, seq_len: 9}]", "--epochs", "2"], "--epochs does nothing"),
         (["train", "corpus.txt"], "takes only options, and 'corpus.txt' is not one: write --data_path corpus.txt"),
         ([*TRAIN, "--run_dir", ""], "--run_dir is empty: name a folder"),
         ([*TRAIN, "--run_dir", LONG], "cannot be written (File name too long): choose another folder"),
@@ -69,10 +83,17 @@ def folder(tmp_path_factory):
         (["report", LONG], "File name too long"),
         (["report", "torn"], "metrics.jsonl, line 2: '{\"step\": 2, \"tr' is no JSON object: take"),
         (["report", "number"], "metrics.jsonl, line 1: '3' is no JSON object: take the line out"),
-        (["sweep", "--sweep_config", "open.yaml"], "open.yaml is no YAML: line 3, column 1"),
+        (["sweep", "--sweep_config", "open.yaml"], "open.yaml: not valid YAML: line 3, column 1"),
         (["sweep", "--sweep_config", LONG], "File name too long"),
         (["data", "build", "corpus.txt", "--out", LONG], "File name too long"),
         (["data", "build", "odd.bin", "--out", "new", "--dtype", "nope"], "dtype=nope"),
+        (["data", "append", "corpus.txt", "--out", "x", "--tokenizer", "t.json"], "leave --tokenizer out"),
+        (["data", "build", "empty.txt", "--out", "new"], "empty.txt: nothing to build from: 1 file is empty: name "),
+        (["data", "build", "noise", "--out", "new"], "nothing to build from: 1 file is not UTF-8 text: name text"),
+        (["report", "runs/first", "--best_config", "b.yaml"], "runs/first is no study: name the folder of a sweep"),
+        (["compare", "runs/first"], "`compare` needs RUNS, 2 words, and has 1. `roxxel-dist compare --help`"),
+        (["copy", "runs/first"], "`copy` needs SOURCE and TARGET, 2 words, and has 1."),
+        (["completion", "fish"], "SHELL fish: must be one of bash, zsh"),
         (["data", "info", LONG], "File name too long"),
         (["save", LONG], "File name too long"),
         (["launch", "local", "--nproc", "2", "--", "true"], "there is no option --nproc: did you mean --nprocs?"),
@@ -80,6 +101,8 @@ def folder(tmp_path_factory):
         (["generate", "runs/frist"], "did you mean runs/first?"),
         (["report", "runs/frist"], "did you mean runs/first?"),
         (["eval", "runs/frist"], "did you mean runs/first?"),
+        (["generate", "runs/first"], "If it is a run, train it until a checkpoint is saved. If it is an export"),
+        (["generate", "studies/one"], "studies/one is a study: name the run of a trial, such as studies/one/trials/0"),
     ],
     ids=lambda words: " ".join(words).replace(LONG, "LONG")[-60:] if isinstance(words, list) else "",
 )  # fmt: skip
@@ -97,6 +120,8 @@ def test_a_config_of_python_names_the_field():
         Config(learning_rate=3)
     with pytest.raises(TypeError, match="give fields by name"):
         Config({"dim": 3})
+    with pytest.raises(AttributeError, match=r"Config: there is no field 'learning_rate': did you mean 'lr'\?"):
+        Config().learning_rate = 3
 
 
 def test_a_curriculum_wants_data_sets():

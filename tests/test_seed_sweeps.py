@@ -67,7 +67,7 @@ def test_a_small_form_is_run(desk, file, processes, trials):
     asked = ["--count", trials, "--workers", 2, "--procs_per_host", processes]
     done = run("sweep", "--sweep_config", file, *words, *less, *asked, cwd=desk, HOME=str(desk))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "no W&B login: the search is made here" in done.stderr
+    assert "no W&B login: this machine chooses the trials" in done.stderr
     history = read_study(desk / "studies" / "sweep").history
     assert [trial.state for trial in history.trials.values()] == ["done"] * trials, done.stdout
     assert re.search(r"best val_loss: [\d.]+, trial [01]: ", done.stdout)

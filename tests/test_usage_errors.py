@@ -30,6 +30,10 @@ class Net(nnx.Module):
             raise ValueError("of the model")
         if self.fault == "jax":
             jnp.concatenate([])
+        if self.fault == "shape":
+            return self.table.attend(self.table(tokens)).mean(1)
+        if self.fault == "pair":
+            return self.table.attend(self.table(tokens)), 0.0
         return self.table.attend(self.table(tokens))
 
 def build(config, rngs):
@@ -38,6 +42,9 @@ def build(config, rngs):
     if config.model_args["fault"] == "library":
         optax.warmup_cosine_decay_schedule(0.0, 1.0, 5, 5)
     return Net(config, rngs)
+
+def short(config):
+    return Net(config, nnx.Rngs(0))
 """
 
 
@@ -77,10 +84,12 @@ def test_a_value_error_is_the_users_where_the_package_has_raised_it(act, refused
 @pytest.mark.parametrize(
     ("fault", "refused", "message"),
     [
-        ("arguments", True, r"model is 'faulty_net:build': of the arguments [(].*faulty_net.py, line 20[)]"),
+        ("arguments", True, r"model is 'faulty_net:build': of the arguments [(].*faulty_net.py, line 24[)]"),
         ("library", False, "decay_steps"),
         ("model", False, "of the model"),
         ("jax", False, "at least one array"),
+        ("shape", True, r"the model returns an array of shape [(]8, \d+[)] for tokens of shape [(]8, 16[)]: it must"),
+        ("pair", True, r"the model returns a tuple for tokens of shape [(]8, 16[)]: it must return logits of shape"),
     ],
 )
 def test_an_error_in_a_model_keeps_its_traceback(fault, refused, message, tmp_path, monkeypatch):
@@ -94,6 +103,16 @@ def test_an_error_in_a_model_keeps_its_traceback(fault, refused, message, tmp_pa
         Experiment(config).fit("text.txt", "new")
     assert isinstance(caught.value, UsageError) == refused
     assert not (tmp_path / "new").exists()
+
+
+def test_a_function_that_makes_a_model_takes_config_and_rngs(tmp_path, monkeypatch):
+    (tmp_path / "short_net.py").write_text(MODEL)
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    message = r"short\(\) takes 1 positional argument but 2 were given: write it as `def build\(config, rngs\)`"
+    with pytest.raises(UsageError, match=message):
+        Experiment(Config(**SMALL, model="short_net:short", model_args={"fault": ""})).fit("text.txt", "new")
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,12 @@ def test_a_whole_run(run, capsys):
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
+def test_a_run_is_named_by_a_relative_path(run, monkeypatch, capsys):
+    monkeypatch.chdir(run.parent)
+    assert main(["verify", run.name, "--deep"]) == 0, "Orbax reads absolute paths only"
+    assert capsys.readouterr().out.count(": whole (") == 3
+
+
 def test_what_is_damaged_is_named(run, capsys):
     flip(data_of(run, 2), at=2000)
     shutil.copy(run / "checkpoints" / "1" / "meta.json", run / "checkpoints" / "3" / "meta.json")

@@ -102,8 +102,17 @@ class RunRecord:
             segments += [] if same else [Segment(start=start, config=config, bits=bits)]
         return segments
 
+    def has_checkpoint(self, step: int) -> bool:
+        """Whether a checkpoint that it had is still there; a run that trains deletes its older ones."""
+        return is_url(self.name) or (self.folder / CHECKPOINTS / str(step)).is_dir()
+
     def checkpoint(self, step: int) -> tuple[CheckpointMetadata, DigestTable | None]:
-        """What a checkpoint in the folder says. Raises ValueError where that is damaged."""
+        """What a checkpoint in the folder says. Raises ValueError where that is damaged, or was deleted meanwhile."""
+        if not self.has_checkpoint(step):
+            raise ValueError(
+                f"{self.name} has deleted its checkpoint of step {step} meanwhile, as it still trains: audit it after "
+                f"its end, or audit other steps"
+            )
         saved, table = read_verified(self.folder / CHECKPOINTS / str(step), step)
         return CheckpointMetadata.from_dict(saved.meta), table
 

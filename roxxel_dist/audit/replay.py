@@ -125,7 +125,7 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
     exact = interval.segment.is_exact
     if devices not in (None, theirs) and not exact:
         raise ValueError(
-            f"devices is {devices}, and {run.name} had {theirs}: its bits are those of so many devices; leave it out"
+            f"devices is {devices}, and {run.name} had {theirs}: the result depends on this number; leave it out"
         )
     shards: int = interval.segment.config.get("virtual_shards", 0)
     if devices and exact and shards % devices:
@@ -210,6 +210,7 @@ def replay(run: RunRecord, interval: Interval, advance: Callable[[int], None] = 
             problem, reached = f"step {bad.step} differs: it went well in the run, and here not ({bad})", bad.step - 1
         trainer.store.settle()
         steps = [step for step in trainer.store.steps() if interval.first <= step <= reached and step in run.steps]
+        steps = [step for step in steps if run.has_checkpoint(step)]
         for number, step in enumerate(steps):
             if wrong := first_difference(run, step, trainer.store):
                 reached, problem, steps = step, f"the checkpoint of step {step} differs: {wrong}", steps[: number + 1]

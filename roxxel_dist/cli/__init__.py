@@ -93,6 +93,9 @@ def _dispatch(group: str, names: Iterable[str], find: Callable[[str], Command], 
 
     near = difflib.get_close_matches(word, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+    if group == "launch" and not near:
+        line = "launch local --nprocs 2 -- train --data_path DIR"
+        raise UsageError(f"there is no launcher {word!r}: write one of {', '.join(names)} first, as in `{line}`")
     raise UsageError(f"there is no command {full!r}: {hint}")
 
 

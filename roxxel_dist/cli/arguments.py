@@ -2,9 +2,9 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -145,17 +145,27 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
     switches = {field.name for field in dataclasses.fields(kind) if field.type is bool}
     positional = {name for name, hint in hints.items() if POSITIONAL in get_args(hint)[1:]}
     all_options = f"`roxxel-dist {command} --help` lists all"
-    if words and not words[0].startswith("-") and not positional:
-        data = f": write --data_path {words[0]}" if "data_path" in hints else ""
-        raise UsageError(f"`{command}` takes only options, and {words[0]!r} is not one{data}")
 
     def flag(name: str) -> str:  # as the command's help writes it
         return f"--{name.replace('_', '-') if command.startswith(('launch', 'doctor')) else name}"
 
-    given = set()
+    lists = {name for name, hint in hints.items() if {tuple, list} & set(map(get_origin, (hint, *get_args(hint))))}
+    sizes = [get_args(get_args(hints[name])[0]) if name in lists else (str,) for name in positional]
+    places = room = None if any(Ellipsis in each for each in sizes) else sum(map(len, sizes))
+    short = {alias: name for name, hint in hints.items() for mark in get_args(hint)[1:]
+             for alias in getattr(mark, "aliases", None) or ()}  # fmt: skip
+    given, takes_more = set(), False
     for name, value, (word, *_) in split_flags(words, switches):
+        if word in short:  # its value is the next word
+            takes_more = short[word] not in {name for name, hint in hints.items() if bool in (hint, *get_args(hint))}
+            continue
+        if not name and not takes_more:
+            _check_word(word, hints, f"`{command}`", sorted(positional), room, flag)
+            _check_choice(" or ".join(sorted(positional)).upper(), word, [hints[name] for name in positional])
+            given |= positional
+            room = None if room is None else room - 1
+        takes_more = name in lists or (not name and takes_more and bool(lists))
         if not name:
-            given |= positional if not word.startswith("-") else set()
             continue
         given.add(name)
         if name not in hints and name.removeprefix("no_") not in switches:
@@ -175,16 +185,66 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
                 number(value or "")
         except ValueError:
             raise UsageError(f"--{name} {value or 'has no value'}: must be {what}") from None
-    missing = {}
-    for field in dataclasses.fields(kind):
-        name, kinds = field.name, get_args(hints.get(field.name))
-        if name not in given and {field.default, field.default_factory} == {dataclasses.MISSING}:
-            choices = "|".join(kinds) if all(isinstance(each, str) for each in kinds) else ""
-            missing[name] = name.upper() if name in positional else f"{flag(name)} {choices or name.upper()}"
+    required = {field.name for field in dataclasses.fields(kind) if _default_of(field) is tyro.MISSING}
+    if places and room and given & positional & required:
+        names = " and ".join(name.upper() for name in sorted(positional))
+        raise UsageError(f"`{command}` needs {names}, {places} words, and has {places - room}. {all_options}")
+    _check_missing(kind, command, required - given, positional, flag)
+
+
+def _check_missing(kind: Any, command: str, absent: set[str], positional: set[str], flag: Callable[[str], str]) -> None:
+    """Raises UsageError that names what has no default and was not given."""
+    hints, docs, missing = flag_types(kind), field_docs(kind), {}
+    for name in (field.name for field in dataclasses.fields(kind) if field.name in absent):
+        kinds = get_args(hints.get(name))
+        choices = "|".join(kinds) if all(isinstance(each, str) for each in kinds) else ""
+        missing[name] = name.upper() if name in positional else f"{flag(name)} {choices or name.upper()}"
     if missing:
-        docs = field_docs(kind)
         needs = "; ".join(f"{shown} ({docs[name].partition('. ')[0].rstrip('.')})" for name, shown in missing.items())
-        raise UsageError(f"`{command}` needs {needs}. {all_options}")
+        raise UsageError(f"`{command}` needs {needs}. `roxxel-dist {command} --help` lists all")
+
+
+def _check_choice(name: str, word: str, hints: list[Any]) -> None:
+    """Raises UsageError where only some words are allowed, and this one is not among them."""
+    choices = [
+        each for hint in hints for part in get_args(hint)[:1] for each in get_args(part) if isinstance(each, str)
+    ]
+    if choices and word not in choices:
+        raise UsageError(f"{name} {word}: must be one of {', '.join(sorted(choices))}")
+
+
+def _check_word(
+    word: str,
+    hints: dict[str, Any],
+    command: str,
+    positional: list[str],
+    room: int | None,
+    flag: Callable[[str], str],
+) -> None:
+    """Raises UsageError for a word that is neither a flag nor its value, where the command has no place for it.
+
+    `room` is the number of such words that the command still takes; None for any.
+    """
+    name, equals, value = word.lstrip("-").partition("=")
+    near = nearest(name.replace("-", "_"), list(hints))
+    if word.startswith("-") and word != "-":
+        hint = f"did you mean {flag(near)}?" if near else f"`roxxel-dist {command[1:-1]} --help` lists all"
+        raise UsageError(f"there is no option {word}: options begin with two dashes: {hint}")
+    if room is None or room > 0:
+        return
+    if positional:
+        names = " and ".join(name.upper() for name in positional)
+        raise UsageError(
+            f"{command} takes one {names}, and {word!r} is one more: leave it out, or write --OPTION {word}"
+        )
+    hint = ""
+    if equals and near:
+        hint = f": write {flag(near)} {value}"
+    elif word.endswith((".yaml", ".yml")) and "config" in hints:
+        hint = f": write --{'sweep_config' if 'sweep_config' in hints else 'config'} {word}"
+    elif "data_path" in hints:
+        hint = f": write --data_path {word}"
+    raise UsageError(f"{command} takes only options, and {word!r} is not one{hint}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -272,6 +332,9 @@ def parse_config(
     if "init_from" not in flags:
         config.of_run = base.of_run
     config.validate()
+    for name in ("epochs", "batch_size"):
+        if name in flags and config.phases:
+            raise ValueError(f"--{name} does nothing here, because phases are given: change it in each phase")
     return args, config
 
 

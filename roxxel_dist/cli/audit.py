@@ -35,7 +35,7 @@ class AuditArgs:
 
 
 def audit(words: list[str]) -> int:
-    """Do steps of a run again, and compare them to the bit."""
+    """Repeat steps of a run, and compare them bit by bit."""
     args = parse(AuditArgs, words, "audit")
     with usage_errors():
         steps = _steps(args.steps)
@@ -118,7 +118,7 @@ class CompareArgs:
 
 
 def compare(words: list[str]) -> int:
-    """Tell up to which step two runs are equal, by their digests."""
+    """Find the last step up to which two runs are equal, by their digests."""
     args = parse(CompareArgs, words, "compare")
     with usage_errors():
         from roxxel_dist.audit import compare as runs

@@ -46,7 +46,7 @@ class DoctorArgs:
 
 
 def doctor(words: list[str]) -> int:
-    """Check hosts: are they there, alike, and fit to train on?"""
+    """Check that hosts answer, are equal, and are ready to train."""
     cut = words.index("--") if "--" in words else len(words)
     args, command = parse(DoctorArgs, words[:cut], "doctor", underscores=False), words[cut + 1 :]
     from roxxel_dist.launcher.backends.local import LocalBackend

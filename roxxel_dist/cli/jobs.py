@@ -170,7 +170,7 @@ class StopArgs(_Run):
 
 
 def stop(words: list[str]) -> int:
-    """Have a job save and leave."""
+    """Stop a job: its ranks save a checkpoint and exit."""
     args = parse(StopArgs, words, "stop")
     with usage_errors():
         job = _find(args.run, "stop")

@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportArgs:
-    """Compare runs: a table, a page that holds all, and pictures of their losses and of where their time went. Runs may
-    still be training.
+    """Compare runs: a table, an HTML page with everything, and pictures of their losses and of how their time was
+    spent. Runs may still be training.
 
-    Of a study, the folder of a `sweep`: its trials in a table, a page and pictures. A page is one file and
+    For a study (the folder of a `sweep`), the table, the page and the pictures show its trials. A page is one file and
     needs no server.
     """
 
     runs: tyro.conf.Positional[tuple[str, ...]]
     """Run directories, or one study."""
     out: str | None = None
-    """The folder for the page and the pictures; where not given `report`, of a study the folder of that name in it."""
+    """The folder for the page and the pictures. Default: `report`; for a study, `report` in its folder."""
     best_config: str | None = None
-    """Of a study: write the config of its best trial to this file, for `train --config`."""
+    """For a study: write the config of its best trial to this file, for `train --config`."""
     json: bool = False
     """Print JSON instead of the table."""
 
 
 def report(words: list[str]) -> int:
-    """Compare runs, or the trials of a study: losses, speed, goodput, configs, what matters."""
+    """Compare runs, or the trials of a study: losses, speed, goodput, configs, importance."""
     args = parse(ReportArgs, words, "report")
     with usage_errors():
         from roxxel_dist.objects.url import is_url
@@ -46,9 +46,12 @@ def report(words: list[str]) -> int:
             return 0
         studies = [folder for folder in args.runs if is_study(folder)]
         if studies and len(args.runs) > 1:
-            raise ValueError(f"{studies[0]} is a study: report it alone")
+            raise ValueError(f"{studies[0]} is a study: give its name alone")
         if args.best_config is not None and not studies:
-            raise ValueError(f"--best_config {args.best_config}: {' '.join(args.runs)} is no study")
+            raise ValueError(
+                f"--best_config {args.best_config}: {' '.join(args.runs)} is no study: name the folder of a sweep, "
+                f"such as studies/NAME"
+            )
         missing = _study(args) if studies else _runs(args)
     if missing:
         info(missing)
@@ -110,6 +113,7 @@ def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
     print(f"\npage: {page}")
     if best is not None:
         print(f"config of trial {best.number}: {args.best_config}")
+        print(f"train it: roxxel-dist train --config {args.best_config}")
     return missing
 
 

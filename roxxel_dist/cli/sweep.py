@@ -16,10 +16,10 @@ from roxxel_dist.sweep.options import SweepOptions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepArgs(SweepOptions, ConfigArgs):
-    """Search for the best configuration: many trainings, each a trial of its own in a Ray task.
+    """Search for the best configuration. Each trial is a training of its own, in a Ray task.
 
-    With no account and no server the search is made here, in a Ray of its own on this machine. The same command again
-    goes on with the study. The fields below are what every trial begins from.
+    The search needs no account and no server: by default it runs in a private Ray on this machine. The same command
+    again continues the study. The fields below are the config of every trial, which the parameters of the sweep change.
     """
 
     def __post_init__(self) -> None:
@@ -90,16 +90,16 @@ def _server(options: SweepOptions, config: Any, flags: set[str], project: str | 
 
     if options.sweep_id is not None:
         if options.sweep_config is not None:
-            raise ValueError("--sweep_id is a sweep that a server has already: leave --sweep_config out")
+            raise ValueError("--sweep_id names a sweep that is on a server: leave --sweep_config out")
         return create_or_join(options.sweep_id, project)
     if config.wandb == "online":
         return ""
     if project is None or "wandb" in flags or not is_new:
         return None
     if find_spec("wandb") is not None and logged_in():
-        info("W&B login found: its server leads the sweep (--wandb offline searches on this machine)")
+        info("W&B login found: its server chooses the trials (with --wandb offline, this machine does)")
         return ""
-    info("no W&B login: the search is made here, and runs are written offline (`wandb sync` uploads them)")
+    info("no W&B login: this machine chooses the trials, and runs are written offline (`wandb sync` uploads them)")
     return None
 
 

@@ -12,15 +12,15 @@ from roxxel_dist.config import usage_errors
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopArgs:
-    """Show runs, studies and jobs in the terminal, or in a browser, as they go; it only reads.
+    """Show runs, studies and jobs in the terminal or in a browser, while they run. It reads files only.
 
-    Where standard output is no terminal, or one that cannot move its cursor, it prints one frame. NO_COLOR=1 leaves
-    colours out.
+    If standard output is not a terminal, or one that cannot move its cursor, it prints one frame. NO_COLOR=1 switches
+    colours off.
     """
 
     names: tyro.conf.Positional[tuple[str, ...]] = ()
     """Run directories, folders of a `sweep`, run ids of jobs, or folders that hold runs. Default: the newest that is
-    running, else a list of `runs` and `studies`."""
+    running; if none runs, a list of `runs` and `studies`."""
     once: bool = False
     """Print one frame and end."""
     json: bool = False
@@ -35,7 +35,7 @@ class TopArgs:
 
 
 def top(words: list[str]) -> int:
-    """Show runs, studies and jobs while they live, in the terminal or a browser."""
+    """Show runs, studies and jobs while they run, in the terminal or a browser."""
     args = parse(TopArgs, words, "top")
     with usage_errors():
         from roxxel_dist.view.items import Jobs, items_of, read

@@ -107,7 +107,7 @@ class PlanArgs(ConfigArgs):
     data_path: str | None = None
     """A text file, a folder of text, or shards made by `data build`."""
     devices: int | None = None
-    """Plan for so many devices, simulated on CPU; those that are there where not given."""
+    """Number of devices to plan for, simulated on CPU. Default: the devices of this machine."""
     processes: int | None = None
     """Plan for so many processes that share the devices."""
     tokens_per_s: float | None = None
@@ -126,7 +126,7 @@ class PlanArgs(ConfigArgs):
 
 
 def plan(words: list[str]) -> int:
-    """Tell what a run would be, before it is launched: steps, parameters, memory, time."""
+    """Print what a run would need, before you start it: steps, parameters, memory, time."""
     with usage_errors():
         run = words[0] if words and not words[0].startswith("-") else None
         saved = os.path.join(run, CONFIG) if run else ""

@@ -44,8 +44,10 @@ def write_file(path: Path, data: bytes | str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a write names no file: what a full disk says
+            error.filename = str(path)
         raise
     sync_folder(path.parent)
 

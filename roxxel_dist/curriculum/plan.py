@@ -331,11 +331,11 @@ def _events(plan: Plan) -> list[tuple[int, str]]:
         weighted, names = dict(segment.shape.weights), [a.source.name for a in before.allocations]
         left = [f"{name!r}" for name in names if name not in passes and name in weighted]
         if renewed:
-            event = f"all is used up: a new pass over {', '.join(renewed)} begins, in another order"
+            event = f"all tokens of {', '.join(renewed)} are read: the next pass begins, in a new order"
             events.append((segment.first_step, event))
         if left:
             events.append((segment.first_step, f"{', '.join(left)} is used up and leaves the blend"))
     for repeated in dict.fromkeys(segment.repeated for segment in plan.segments if segment.repeated):
-        event = f"this pass and the {repeated.count - 1} behind it take {repeated.period:,} steps each"
+        event = f"this pass and the {repeated.count - 1} that follow take {repeated.period:,} steps each"
         events.append((repeated.first_step, event))
     return sorted(events, key=lambda event: event[0])

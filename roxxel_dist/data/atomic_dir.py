@@ -58,7 +58,11 @@ def staging(folder: Path, name: str) -> Iterator[Path]:
                 f"{folder}: {holder(_lock_file(staged))} is writing {name} there; wait for it or choose another place"
             )
         with interrupt.cleanup(take_away):
-            yield staged
+            try:
+                yield staged
+            except OSError as error:  # of a write, which names no file: what a full disk says
+                error.filename = error.filename or str(folder)
+                raise
         take_away()  # here too: an interrupt within it is followed by the one below
     finally:
         try:

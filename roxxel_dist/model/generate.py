@@ -214,6 +214,9 @@ def _check(model: Any, prompts: Sequence[Sequence[int]], count: int, max_context
         raise ValueError(
             f"max_new_tokens is {count!r}: it must be at least 1 and below max_context ({max_context}), a whole number"
         )
+    size = model.config.vocab_size if isinstance(model, Transformer) else None
+    if size and (wrong := [token for prompt in prompts for token in prompt if not 0 <= token < size]):
+        raise ValueError(f"the prompt has the id {wrong[0]}: the ids of the model are 0 to {size - 1}")
     if isinstance(model, Transformer) and max_context > model.config.max_context:
         raise ValueError(f"max_context is {max_context}: the model reads at most {model.config.max_context} tokens")
     return [list(prompt)[-(max_context - count) :] for prompt in prompts]

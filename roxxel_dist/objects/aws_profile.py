@@ -68,7 +68,7 @@ def _parsed(path: Path) -> dict[str, dict[str, str]]:
     except OSError:
         return {}
     except (configparser.Error, UnicodeDecodeError) as error:  # the error of the parser has the line in it
-        raise StoreDeniedError(f"{path} is no file of AWS profiles ({type(error).__name__}): repair it") from None
+        raise StoreDeniedError(f"{path} is not a file of AWS profiles ({type(error).__name__}): repair it") from None
     return {section: dict(parser.items(section)) for section in parser.sections()}
 
 

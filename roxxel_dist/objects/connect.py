@@ -51,7 +51,7 @@ def connect(url: ObjectUrl, *, request_s: float, retry_s: float, environ: Mappin
     endpoint = settings.get("base_url" if url.scheme == "gs" else "endpoint") or ""
     if endpoint and not ENDPOINT.fullmatch(endpoint):
         raise ValueError(
-            f"{url}: {endpoint!r} is no endpoint: {ENDPOINT_NAME[url.scheme]} is https://HOST or http://HOST:PORT"
+            f"{url}: {endpoint!r} is not an endpoint: set {ENDPOINT_NAME[url.scheme]} to https://HOST or http://HOST:PORT"
         )
     if endpoint.startswith("http://"):  # somebody has written that down: https is what all clouds have
         options["allow_http"] = True

@@ -67,7 +67,7 @@ def copy_to_bucket(
             return
         if info is not None and not overwrite:
             url = store.url.join(file.name)
-            raise ValueError(f"{url} is there with another content: choose another place, or give overwrite=True")
+            raise ValueError(f"{url} exists with other content: choose another place, or give overwrite=True")
         absent.append(file)
 
     def send(file: SourceFile) -> None:
@@ -111,12 +111,14 @@ def copy_to_folder(source: BucketSource, folder: Path, files: Sequence[SourceFil
         StoreError: the store does not do it, or what came is damaged.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there already: choose another place, or remove it")
+        raise ValueError(f"{folder} exists already: choose another place, or remove it")
     make_folder(folder.absolute().parent)
     staged, lock_file = folder.with_name(f".{folder.name}{SUFFIX}"), folder.with_name(f".{folder.name}.lock")
     lock = take_lock(lock_file)
     if lock is None:
-        raise ValueError(f"{folder}: {holder(lock_file)} copies to it now; wait for it or choose another place")
+        raise ValueError(
+            f"{folder}: {holder(lock_file)} is copying to it now: wait until it ends, or choose another place"
+        )
     try:
         copied = _fill(source, staged, files, advance)
         (staged / RECORD).unlink(missing_ok=True)

@@ -31,20 +31,24 @@ class Rule:
     fix: str
 
 
-BUSY = Rule(None, "the server answers that it cannot now{named}", "see how the server{at} does")
-CONDITION = Rule(StorePreconditionError, "the object is there already, or is another one now", "read it again")
+BUSY = Rule(None, "the server answers that it is busy{named}", "look at the state of the server{at}")
+CONDITION = Rule(StorePreconditionError, "the object exists already, or was replaced", "read it again")
 NO_BUCKET = Rule(
     StoreNotFoundError,
     "there is no bucket '{bucket}'{at}",
     "make it, or correct its name, the region (AWS_REGION) or the endpoint ({endpoint})",
 )
 NO_OBJECT = Rule(StoreNotFoundError, "there is no such object", "correct the path")
-NO_KEYS = Rule(StoreDeniedError, "no credentials are here, and no metadata server gives any", "set {credentials}")
+NO_KEYS = Rule(
+    StoreDeniedError, "this machine has no credentials, and no metadata server gives any", "set {credentials}"
+)
 CLOCK = Rule(
-    StoreDeniedError, "this host's clock is not the server's{named}", "set the clock (timedatectl set-ntp true)"
+    StoreDeniedError,
+    "the clock of this host differs from that of the server{named}",
+    "set the clock (timedatectl set-ntp true)",
 )
 KEY_UNKNOWN = Rule(StoreDeniedError, "the server{at} does not know the access key{named}", "correct {credentials}")
-KEY_WRONG = Rule(StoreDeniedError, "the secret key is not the access key's{named}", "correct {credentials}")
+KEY_WRONG = Rule(StoreDeniedError, "the secret key does not belong to the access key{named}", "correct {credentials}")
 EXPIRED = Rule(StoreDeniedError, "the session token is out of date{named}", "sign in again, or take new credentials")
 OTHER_REGION = Rule(StoreDeniedError, "the bucket is in another region{named}", "set AWS_REGION to {region}")
 NO_RIGHTS = Rule(
@@ -54,9 +58,11 @@ NO_RIGHTS = Rule(
 )
 SHORT = Rule(StoreError, "the object ends before these bytes", "it was replaced or cut: write it again")
 NO_ADDRESS = Rule(
-    StoreError, "the endpoint{at} is no address", "set {endpoint} to http://HOST:PORT or https://HOST:PORT"
+    StoreError, "the endpoint{at} is not an address", "set {endpoint} to http://HOST:PORT or https://HOST:PORT"
 )
-NO_STORE = Rule(StoreError, "the server{at} does not do that{named}", "is {endpoint} an object store's?")
+NO_STORE = Rule(
+    StoreError, "the server{at} does not support that{named}", "check that {endpoint} is the address of an object store"
+)
 LOST = "check the network and {endpoint}; a command with the option store_timeout=SECONDS waits longer"
 
 

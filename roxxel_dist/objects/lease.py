@@ -103,13 +103,13 @@ class Lease:
                 continue  # somebody else was first
             if seen is None:
                 say(
-                    f"waiting for {_name(other)}, which has renewed its lease of {store.url} {age_s:.0f} s ago: until "
-                    f"it ends, or has not renewed it for {STALE_S:g} s"
+                    f"waiting for {_name(other)}, which renewed its lease of {store.url} {age_s:.0f} s ago. The wait "
+                    f"ends when that process ends, or has not renewed the lease for {STALE_S:g} s"
                 )
             elif etag != seen and time.monotonic() - began >= wait_s:
                 raise LeaseHeldError(
-                    f"{store.url}: {_name(other)} writes there, and has renewed its lease ({key}) {age_s:.0f} s ago: "
-                    "end it, or name another place"
+                    f"{store.url}: {_name(other)} writes there, and renewed its lease ({key}) {age_s:.0f} s ago: "
+                    "end that process, or name another place"
                 )
             seen = seen or etag
             time.sleep(POLL_S)
@@ -203,7 +203,7 @@ class Lease:
         else:
             other, etag, _ = _read(self._store, self._key)
             if other is None or other.get("id") != record["id"]:
-                raise StorePreconditionError(f"{self._store.url}: {self._key} is another owner's (ETag {etag})")
+                raise StorePreconditionError(f"{self._store.url}: {self._key} belongs to another process (ETag {etag})")
             self._store.write(self._key, _encode(record))
         self._record = record
 

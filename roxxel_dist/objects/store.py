@@ -78,7 +78,7 @@ class ObjectStore:
             StoreDeniedError: the settings of the credentials cannot be used.
         """
         if not timeout_s > 0:
-            raise ValueError(f"store_timeout is {timeout_s}: it takes seconds, more than 0")
+            raise ValueError(f"store_timeout is {timeout_s}: it must be a number of seconds above 0")
         parsed = ObjectUrl.parse(url)
         reads = connect(parsed, request_s=min(REQUEST_S, timeout_s), retry_s=0)
         uploads = connect(parsed, request_s=min(UPLOAD_REQUEST_S, timeout_s), retry_s=timeout_s)
@@ -134,7 +134,7 @@ class ObjectStore:
         from obstore import get
 
         if not 0 <= start < stop:
-            raise ValueError(f"bytes {start}-{stop} of {self.url.join(key)}: a range has a byte or more")
+            raise ValueError(f"bytes {start}-{stop} of {self.url.join(key)}: a range must have at least one byte")
 
         def call(path: str) -> bytes:
             result = get(self._reads, path, options=_match(etag) | {"range": (start, stop)})
@@ -307,7 +307,7 @@ class ObjectStore:
         meta = head(self._reads, path)  # of Google, a condition is on the generation
         if _plain(meta["e_tag"]) != if_match:
             raise StorePreconditionError(
-                f"write {self.url.scheme}://{self.url.bucket}/{path}: it is another object now"
+                f"write {self.url.scheme}://{self.url.bucket}/{path}: the object was replaced in the meantime"
             )
         return {"e_tag": meta["e_tag"], "version": meta["version"]}
 
@@ -349,7 +349,7 @@ def _parts(size: int) -> list[tuple[int, int]]:
 
 def _of_length(data: bytes, length: int) -> bytes:
     if len(data) != length:
-        raise ShortBodyError(f"{len(data)} of {length} bytes came")
+        raise ShortBodyError(f"only {len(data)} of {length} bytes arrived")
     return data
 
 

@@ -42,7 +42,7 @@ class ObjectUrl:
         scheme = match[1] if match else None
         if match is None or scheme not in SCHEMES:
             raise ValueError(
-                f"{str(text)!r} is no address of objects: it is s3://BUCKET/KEY, or gs:// or az:// instead"
+                f"{str(text)!r} is not an address in a bucket: write s3://BUCKET/KEY, gs://BUCKET/KEY or az://BUCKET/KEY"
             )
         bucket, _, key = match[2].partition("/")
         key = key.rstrip("/")
@@ -76,6 +76,6 @@ def checked_key(key: str) -> str:
         ValueError: an empty part, "." or "..", or a control character.
     """
     if any(part in ("", ".", "..") for part in key.split("/")) or re.search(r"[\x00-\x1f\x7f]", key):
-        rule = "it has parts between slashes, none of them empty, '.' or '..', and no control characters"
-        raise ValueError(f"the key {key!r} is none that can be used: {rule}")
+        rule = "no part between slashes may be empty, '.' or '..', and control characters are not allowed"
+        raise ValueError(f"the key {key!r} cannot be used: {rule}")
     return key

@@ -83,7 +83,7 @@ class StudyBucket:
         self._lease = Lease.take(self._store, LEASE, "sweep", wait_s=WAIT_S, say=say)
         self.fetch()
         if self.is_there != was_there:
-            raise ValueError(f"--study {self.url}: another sweep has begun it meanwhile: start again")
+            raise ValueError(f"--study {self.url}: another sweep has created it in the meantime: start again")
 
     def release(self) -> None:
         """Let others have it."""
@@ -143,7 +143,7 @@ class StudyBucket:
         others = [info.key for info in self._store.list() if info.key not in (BASE, EXTRAS, LEASE)]
         others = [key for key in others if not key.startswith((".", f"{LEASE}."))]
         if others:
-            raise ValueError(f"--study {self.url} holds {others[0]}, and no study: name another place")
+            raise ValueError(f"--study {self.url} holds {others[0]}, and is not a study: name another place")
 
 
 @contextmanager

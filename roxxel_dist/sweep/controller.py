@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
+from roxxel_dist.display import counted
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError, connected
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.sweep.bucket import StudyBucket
@@ -227,7 +228,7 @@ class Controller:
         if losses > limit:
             self._write_failure(attempt.trial, "lost", f"lost {losses} times; at last: {reason}", None)
         else:
-            self.log(f"trial {attempt.trial} was lost ({reason}): it is run again, {losses} of {limit}")
+            self.log(f"trial {attempt.trial} was lost ({reason}): it runs again (retry {losses} of {limit})")
             self._queue.append((attempt.trial, attempt.attempt + 1, losses))
         self.executor.await_exit(attempt)
 
@@ -265,8 +266,10 @@ class Controller:
         if self._ending is not None:
             return True
         count = len(self.executor.running)
-        self.log(f"asked to end: {count} running trials save and end (again: kill them)")
-        self._drain(Ending(code=EXIT_DRAINED, reason=f"asked to end; {count} trials go on at the next start"))
+        self.log(f"asked to end: {counted(count, 'running trial')} will save and end; Ctrl-C again kills them")
+        self._drain(
+            Ending(code=EXIT_DRAINED, reason=f"asked to end; {counted(count, 'trial')} to continue at the next start")
+        )
         return False
 
     def _drain(self, ending: Ending) -> None:
@@ -279,9 +282,7 @@ class Controller:
     def _check(self) -> None:
         """See to what takes too long, and to whether it makes sense to go on."""
         for attempt in self.executor.expire():
-            self.log(
-                f"trial {attempt.trial} does not end, and its process could not be killed: not waited for any more"
-            )
+            self.log(f"trial {attempt.trial} does not end, and its process cannot be killed: the sweep waits no longer")
             self._gone(attempt)
         if line := self.executor.waiting(WAITS_S):
             self.log(line)
@@ -354,8 +355,8 @@ def run_sweep(
         before, now = (journal.history.goal, journal.history.metric), (sweep.goal, sweep.metric)
         if journal.history.metric is not None and before != now:
             raise ValueError(
-                f"--study {place}: was to {' '.join(map(str, before))}, and now it is to {' '.join(now)}: values "
-                "cannot be compared; name another folder"
+                f"--study {place}: its goal was to {' '.join(map(str, before))}, and now it is to {' '.join(now)}: "
+                f"the values cannot be compared; name another folder"
             )
         decisions = Decisions(
             sweep, options.sweep_seed, journal.history, make_engine,

@@ -5,7 +5,7 @@ from typing import Any
 
 from roxxel_dist.config import UsageError
 from roxxel_dist.launcher.output.bar import clock
-from roxxel_dist.sweep.run import SweepRun
+from roxxel_dist.sweep.run import SweepRun, exponent_notes
 from roxxel_dist.sweep.samplers import SpaceExhausted
 from roxxel_dist.sweep.study import flat, short
 
@@ -22,7 +22,7 @@ def preview(run: SweepRun) -> str:
     except SpaceExhausted as error:
         if not samples:
             raise UsageError(str(error)) from error
-    where = f"the Ray cluster at {options.ray_address}" if options.ray_address else "a Ray of its own on this machine"
+    where = f"the Ray cluster at {options.ray_address}" if options.ray_address else "a private Ray on this machine"
     return "\n".join(
         [
             f"study {run.study.place}: {run.description}",
@@ -31,6 +31,7 @@ def preview(run: SweepRun) -> str:
             f"devices: {options.hosts_per_trial} host(s) and {options.procs_per_trial} process(es) a trial"
             f"{'' if gpus is None else f', {gpus} GPU(s) on each host'}, in {where}",
             _hours(run),
+            *exponent_notes(run.sweep),
         ]
     )
 

@@ -28,61 +28,61 @@ class TrialResources:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """How a sweep is run: each field is a flag of `roxxel-dist sweep`.
+    """Settings of a sweep: each field is a flag of `roxxel-dist sweep`.
 
     Raises:
         ValueError: a value breaks its rule.
     """
 
     sweep_config: str | None = None
-    """A W&B sweep: YAML with method, metric, parameters …; a study that is there has its own."""
+    """YAML file of the sweep, in the format of W&B: method, metric, parameters … An existing study has a copy."""
     extras: str | None = None
-    """A second YAML file for what W&B's has no words for: derived, constraints, when, resources."""
+    """A second YAML file, for keys that the format of W&B does not have: derived, constraints, when, resources."""
     data_path: str | None = None
-    """A text file, a folder of text, or shards made by `data build`; a study remembers its own."""
+    """A text file, a folder of text, or shards made by `data build`. An existing study knows its own."""
     count: int | None = None
-    """Trials in all, those of earlier starts included; run_cap of the YAML where not given, else until Ctrl-C."""
+    """Number of trials, those of earlier starts included. Default: run_cap of the YAML file, else until Ctrl-C."""
     study: str | None = None
-    """Folder of the study, or s3://…, gs://…, az://…; studies/NAME, after the file or the id, where not given. A study
-    that is there goes on."""
+    """Folder of the study, or an address (s3://…, gs://…, az://…). An existing study continues. Default: studies/NAME,
+    where NAME is that of the YAML file or the sweep id."""
     workers: int = 1
-    """Trials that run at once."""
+    """Number of trials that run at the same time."""
     method: str | None = None
-    """bayes, tpe, random or grid; the method of the YAML where not given."""
+    """bayes, tpe, random or grid. Default: the method of the YAML file."""
     sweep_seed: int = 0
-    """Seed of the search; the trials' own is `seed`."""
+    """Random seed of the search. The seed of each training is `seed`."""
     ray_address: str | None = None
-    """A Ray cluster: `auto` on one of its nodes or in a Ray job, or HOST:PORT of its head. A Ray of its own here where
-    not given."""
+    """A Ray cluster: `auto` on one of its nodes or in a Ray job, or HOST:PORT of its head. Default: a private Ray on
+    this machine."""
     insecure: bool = False
     """Also use a cluster without a token. Anyone who reaches such a cluster can run programs as you."""
     hosts_per_trial: int = 1
-    """Nodes of each trial."""
+    """Number of nodes for each trial."""
     procs_per_host: int = 1
-    """Processes of each trial on each of its nodes."""
+    """Number of processes of each trial on each of its nodes."""
     cpus_per_trial: float | None = None
-    """CPUs that Ray keeps for a trial on each of its nodes; `resources` of --extras, or one a process, if not given."""
+    """CPUs that Ray reserves for a trial on each of its nodes. Default: `resources` of --extras, or one a process."""
     gpus_per_trial: int | None = None
-    """GPUs of each trial, over all its nodes; all that are there where not given."""
+    """GPUs of each trial, on all its nodes together. Default: all GPUs of its nodes."""
     max_trial_time: str | None = None
-    """Time after which a trial is ended, and its best value so far counts: seconds, or such as 90m, 2h, 1d."""
+    """Time limit of a trial: seconds, or for example 90m, 2h, 1d. Then the trial ends, and its best value counts."""
     max_steps_total: int | None = None
-    """Steps of all trials together, as far as they have reported; then all pause, and the sweep ends."""
+    """Budget of steps of all trials together, by their reports. After that all trials pause, and the sweep ends."""
     max_hours: float | None = None
-    """Hours of the whole search, those of earlier starts included; then all trials pause, and the sweep ends."""
+    """Budget of hours, those of earlier starts included. After that all trials pause, and the sweep ends."""
     keep_gb: float | None = None
-    """GB (10^9 bytes) that checkpoints of paused trials may take; the least promising trials end beyond it."""
+    """GB (10^9 bytes) that checkpoints of paused trials may take. If they take more, the least promising trials end."""
     max_failures: int = 5
-    """Failed trials in a row that end the sweep."""
+    """Number of trials that fail one after the other before the sweep ends."""
     max_retries: int = 3
-    """Retries of a trial whose worker or node was lost."""
+    """Number of retries of a trial whose worker or node was lost."""
     sweep_id: str | None = None
-    """ENTITY/PROJECT/ID of a sweep on a W&B server: its trials are asked for there."""
+    """ENTITY/PROJECT/ID of a sweep on a W&B server. The server chooses the trials."""
     transfer_to: str | None = None
-    """Config of a wider or deeper model: where the search ends, transferred.yaml in the study is that config with the
-    best parameters, parametrization mup, and base_dim the width that was searched at."""
+    """Config of a wider or deeper model. At the end of the search, the study has transferred.yaml: that config with the
+    best parameters, with parametrization mup, and with base_dim set to the width of the search."""
     dry_run: bool = False
-    """Print trials, devices and, where they are known, hours; run nothing."""
+    """Print the trials, the devices and, if known, the hours. Nothing runs."""
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():

@@ -1,5 +1,6 @@
 """A sweep from its command line: the study, the sampler, the controller, and the last words."""
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT
 from roxxel_dist.cluster.file_lock import say
 from roxxel_dist.config import FIELD_TYPES, SECTIONS, UsageError, flat_fields, load_yaml, unknown, usage_errors
+from roxxel_dist.display import counted
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError
 from roxxel_dist.objects.lease import LeaseLostError
 from roxxel_dist.objects.url import is_url
@@ -111,13 +113,14 @@ class SweepRun:
         """Who searches what, in a line."""
         words = " ".join(word for word in self.program or () if not word.startswith("${"))
         program, sweep = f" of {words}" if words else "", self.sweep
-        return f"{self.method} search over {len(self.searched)} parameters{program}, {sweep.goal} {sweep.metric}"
+        searched = counted(len(self.searched), "parameter")
+        return f"{self.method} search over {searched}{program}, {sweep.goal} {sweep.metric}"
 
     @property
     def extent(self) -> str:
         """How many trials there are to be, in a line."""
         begun, size, workers = len(self.history().trials), self.sweep.space.size, self.options.workers
-        line = "trials until Ctrl-C" if self.count is None else f"{self.count} trials"
+        line = "trials until Ctrl-C" if self.count is None else counted(self.count, "trial")
         line += f", {begun} of them begun before" if begun else ""
         line += "" if size is None else f"; the space has {size:,} points"
         return line + (f"; {workers} at once" if workers > 1 else "")
@@ -182,7 +185,7 @@ def open_sweep(
     if path is None and is_ours and run.server is None:
         raise ValueError("no data: name a text file, a folder or shards with --data_path, or `self` in datasets")
     if path is not None and not is_url(path) and not os.path.exists(path):
-        raise ValueError(f"--data_path {path}: no such file or folder")
+        raise ValueError(f"--data_path {path}: no such file or folder: check the path")
     for name in sorted(run.swept) if is_ours else ():
         if name not in FIELD_TYPES and name not in SECTIONS:
             raise ValueError(f"parameters: {unknown(name, list(FIELD_TYPES), 'field')}")
@@ -292,12 +295,27 @@ def _body(run: SweepRun) -> Callable[[Mapping[str, Any]], Iterator[Event]]:
     return run_trial if run.server is None else agent_trial
 
 
+def exponent_notes(sweep: Sweep) -> list[str]:
+    """A line for each `log_uniform` whose min and max look like values: W&B takes exponents there."""
+    lines: list[str] = []
+    for parameter in sweep.space.free:
+        low, high = (parameter.distribution.quantile(u) for u in (0.0, 1.0))
+        if parameter.distribution.name == "log_uniform" and 1 < low <= high < math.e:
+            bounds = f"{math.log(low):.4g} to {math.log(high):.4g}"
+            lines.append(
+                f"{parameter.name}: log_uniform takes exponents, so its values are {low:.4g} to {high:.4g}; for values "
+                f"of {bounds}, use log_uniform_values"
+            )
+    return lines
+
+
 def _notes(run: SweepRun) -> list[str]:
     """What a person should know before it begins."""
     lines = [f"study {run.study.place}: {run.description}, {run.extent}"]
     cap, count = run.sweep.run_cap, run.options.count
     if cap is not None and (count or 0) > cap:
         lines.append(f"--count {count} is more than the run_cap of the sweep's file: it ends at {cap}")
+    lines += exponent_notes(run.sweep)
     names = {"tokenizer_type", "vocab_size"} & set(run.searched)
     if names and run.program is None and run.sweep.metric == "val_loss":
         lines.append(
@@ -318,7 +336,7 @@ def _last_words(run: SweepRun, reason: str, write_page: WritePage) -> None:
         page, missing = f"not written ({error.strerror or error}): roxxel-dist report {study.place} makes it", ""
     print("\n".join([f"page: {page}", *([missing] if missing else [])]))
     if study.done and run.program is None:
-        print(f"train the best: roxxel-dist report {study.place} --best_config best.yaml")
+        print(f"the config of the best: roxxel-dist report {study.place} --best_config best.yaml")
         if run.wide is not None:
             path = write_transferred(study, run.wide, run.config, run.trial_config(study.done[0].params), run.swept)
             print(f"train the wider model: roxxel-dist train --config {path}")

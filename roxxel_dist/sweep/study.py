@@ -70,7 +70,7 @@ def read_study(folder: str | Path, url: ObjectUrl | None = None) -> Study:
     path = Path(folder)
     if not is_study(path):
         raise ValueError(
-            f"{url or path} is no study: it has no {DEFINITION} and {JOURNAL}; name the folder of a `sweep`"
+            f"{url or path} is not a study: it has no {DEFINITION} and {JOURNAL}; name the folder of a `sweep`"
         )
     return Study(path=path, sweep=StudyDir(path).sweep(), history=read_history(path), url=url)
 
@@ -127,7 +127,7 @@ class StudyDir:
         if requested is not None and known is None:
             server = f"the W&B sweep {requested}" if requested else "a W&B server (--wandb online)"
             raise ValueError(
-                f"{self.place} was begun with a search of its own, which {server} cannot lead: name another --study"
+                f"{self.place} chooses its own trials, so {server} cannot choose them: name another --study"
             )
         if requested and requested != known:
             raise ValueError(
@@ -149,9 +149,9 @@ class StudyDir:
         """
         if not self.is_there:
             if sweep_config is None:
-                raise ValueError(f"{self.place} is no study yet: name a file with --sweep_config")
+                raise ValueError(f"{self.place} is not a study yet: name a file with --sweep_config")
             if self._holds_other_files():
-                raise ValueError(f"--study {self.place} is there, and no study: name another folder")
+                raise ValueError(f"--study {self.place} exists and is not a study: name another folder")
             return read_sweep(sweep_config, extras), None if data_path is None else absolute(data_path)
         for flag, file, own in (("--sweep_config", sweep_config, self._definition), ("--extras", extras, self._extras)):
             if file is not None:

@@ -248,8 +248,8 @@ def check_vocabulary(
 ) -> None:
     """Raises ValueError where the data has tokens that the model has no logits for; nothing is computed.
 
-    A model that is not called with tokens alone, or gives something else than an array for each of them, is left to its
-    loss.
+    A model that is not called with tokens alone is left to its loss. With a loss of the user's own, so is one that
+    gives something else than an array for each token.
     """
     name, size = max(((name, data.vocab_size or 0) for name, data in datasets.items()), key=lambda item: item[1])
 
@@ -262,14 +262,24 @@ def check_vocabulary(
             logits = jax.eval_shape(logits_of, like, hparams, tokens)
     except Exception:  # of whatever kind: the loss may know how to call this model
         return
-    if getattr(logits, "shape", ())[:-1] != tokens.shape or logits.shape[-1] >= size:
+    own_loss = loss_fn not in (token_losses, next_token_loss)
+    form = getattr(logits, "shape", None)
+    if form is None or form[:-1] != tokens.shape:
+        if own_loss:
+            return
+        what = f"a {type(logits).__name__}" if form is None else f"an array of shape {form}"
+        raise ValueError(
+            f"the model returns {what} for tokens of shape {tokens.shape}: it must return logits of shape "
+            f"{(*tokens.shape, size)}, or needs a loss of your own"
+        )
+    if form[-1] >= size:
         return
     # What an own loss makes of its model may be no logits yet: then the weights of those are a parameter.
     weights = (axis for leaf in jax.tree.leaves(like.params) for axis in leaf.shape)
-    if loss_fn not in (token_losses, next_token_loss) and any(size <= n <= 1.1 * size + 64 for n in weights):
+    if own_loss and any(size <= n <= 1.1 * size + 64 for n in weights):
         return
     raise ValueError(
-        f"the model gives {logits.shape[-1]} logits a token, and the data {name!r} has {size} tokens: make it with "
+        f"the model gives {form[-1]} logits a token, and the data {name!r} has {size} tokens: make it with "
         f"vocab_size={size}, or train on data that was made with the model's tokenizer"
     )
 

@@ -139,6 +139,11 @@ class Trainer:
         bucket: BucketRun | None = None,
         **options: Unpack[LoopKeywords],
     ) -> None:
+        if not isinstance(curriculum, Curriculum):
+            raise TypeError(
+                f"Trainer: curriculum is a {type(curriculum).__name__}, and must be a Curriculum. The order is "
+                f"Trainer(model, optimizer, curriculum, loss_fn, save_path)"
+            )
         self.options: LoopOptions = loop_options(options)
         pin_for_shards(self.options.virtual_shards)
         enable_compilation_cache()

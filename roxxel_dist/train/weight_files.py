@@ -19,6 +19,8 @@ the last 32 bytes, which are that one.
 
 import contextlib
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -183,7 +185,13 @@ def write_tensors(
 
 def _save(arrays: dict[str, np.ndarray], path: Path, metadata: Mapping[str, str]) -> None:
     digests = {name: digest(array) for name, array in arrays.items()}
-    save_file(arrays, path, {**metadata, DIGESTS: json.dumps(digests)})
+    try:
+        save_file(arrays, path, {**metadata, DIGESTS: json.dumps(digests)})
+    except SafetensorError as error:  # it has no number of the system's, only its text
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def write_weights(path: Path, step: int, params: Mapping[str, np.ndarray]) -> None:

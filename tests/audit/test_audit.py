@@ -45,6 +45,15 @@ def test_a_clean_run_is_equal_to_the_bit_and_nothing_of_it_changes(clean, capsys
     assert contents(clean) == before
 
 
+def test_a_checkpoint_that_the_run_deletes_meanwhile(clean, tmp_path):
+    run = shutil.copytree(clean, tmp_path / "run")
+    record = RunRecord.read(run)
+    shutil.rmtree(run / "checkpoints" / str(record.steps[0]))
+    with pytest.raises(ValueError, match=f"run has deleted its checkpoint of step {record.steps[0]} meanwhile, as it"):
+        record.checkpoint(record.steps[0])
+    assert record.checkpoint(record.steps[1])
+
+
 def test_a_log_that_was_changed_is_named_with_its_step(clean, tmp_path, capsys):
     run = shutil.copytree(clean, tmp_path / "run")
     rewrite(run, lambda row: row.update(train_loss=row["train_loss"] + 1e-6 * (row["step"] == 12)))

@@ -108,7 +108,7 @@ def test_what_is_used_up_leaves_and_comes_back_in_the_next_pass(blend):
     assert abs(counts[0] - counts[2]) <= 2 * (4 if blend == "step" else 1)
     text = plan.describe()
     assert "'code' is used up and leaves the blend" in text
-    assert "a new pass over 'self', 'code', 'books' begins" in text
+    assert "all tokens of 'self', 'code', 'books' are read: the next pass begins" in text
 
 
 REPEATING = {
@@ -149,7 +149,7 @@ def test_a_far_step_of_a_small_corpus_is_found_at_once():
     rows = plan.rows(10**12 - 1)
     assert len(rows.offset) == 4
     assert plan.segment(10**12 - 1).before["self"].pass_index > 10**9
-    assert "behind it take" in plan.describe()
+    assert "that follow take" in plan.describe()
 
 
 def test_it_stays_out_over_a_phase_boundary():

@@ -142,6 +142,6 @@ def test_the_table_for_people():
     assert text[1].split()[:4] == ["1", "1", "to", "5"]
     assert text[2].split()[:4] == ["2", "6", "to", "2,005"]
     assert text[3].split()[:2] == ["all", "2,005"]
-    assert text[4].startswith("step 131: all is used up: a new pass over 'self' begins")
-    assert text[5] == "step 131: this pass and the 13 behind it take 127 steps each"
-    assert text[6].startswith("step 1,909: all is used up: a new pass over 'self' begins")
+    assert text[4].startswith("step 131: all tokens of 'self' are read: the next pass begins")
+    assert text[5] == "step 131: this pass and the 13 that follow take 127 steps each"
+    assert text[6].startswith("step 1,909: all tokens of 'self' are read: the next pass begins")

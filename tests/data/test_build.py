@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from small_disks import mounted_disk
 
 from roxxel_dist.data.build.build import build
 from roxxel_dist.data.build.tokenizer import EOS, train_tokenizer
@@ -166,7 +167,7 @@ def test_what_no_pattern_takes_is_told(texts, tmp_path, capsys):
     build(named, tmp_path / "out", tokenizer="byte", exclude=["excluded", "*.a2"])
     said = capsys.readouterr().err
     told = "left out: 1 empty, 1 not UTF-8, 5 that no pattern takes: .log, .a1, .png, no ending)"
-    assert f"5 text files, 0.0 MB ({told}\n" in said
+    assert f"5 text files, 503 B ({told}\n" in said
     build(named, tmp_path / "out", tokenizer="byte", include=["*.log"], overwrite=True)
     assert "10 that no pattern takes: .txt, .a1, .a2, .md, ...)" in capsys.readouterr().err
 
@@ -210,7 +211,7 @@ def test_a_long_document_is_one_document(tmp_path, monkeypatch):
     [
         ({"paths": "nowhere"}, FileNotFoundError, "nowhere: no such file or folder"),
         ({"include": ["*.xyz"]}, ValueError, "no file there matches"),
-        ({"include": ["empty.txt", "latin.txt"]}, ValueError, "1 files are empty, 1 are not UTF-8"),
+        ({"include": ["empty.txt", "latin.txt"]}, ValueError, "1 file is empty, 1 file is not UTF-8 text"),
         ({"tokenizer": "nothing.json"}, FileNotFoundError, "tokenizer=nothing.json: neither a kind"),
         ({"tokenizer": "bpe", "vocab_size": 100}, ValueError, "vocab_size=100"),
         ({"max_shard_bytes": 0}, ValueError, "max_shard_bytes=0"),
@@ -331,3 +332,11 @@ def test_one_file_and_a_vocabulary_that_the_text_does_not_yield(tmp_path, capsys
     said = capsys.readouterr().err
     assert "1 text file, " in said
     assert f"vocab_size=4000: the text yields {size} ids, and no more" in said
+
+
+def test_a_full_disk_is_named_with_the_folder(tmp_path):
+    (tmp_path / "text.txt").write_text("some words of a text\n" * 20_000)
+    with mounted_disk(tmp_path / "disk", "100k") as disk:
+        with pytest.raises(OSError, match=r"No space left on device: '.*/disk/data'"):
+            build(tmp_path / "text.txt", disk / "data", tokenizer="byte", progress=False)
+        assert list(disk.iterdir()) == []

@@ -195,7 +195,7 @@ def test_a_cluster_is_used_with_a_token(mode: str | None, said: str, tmp_path: P
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     if mode is not None:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
-    with pytest.raises(ValueError, match=f"^--address auto: RAY_AUTH_MODE is {said}; it must be token.*--insecure"):
+    with pytest.raises(ValueError, match=f"^--address auto: RAY_AUTH_MODE is {said}; set it to token.*--insecure"):
         cluster.check_token("auto")
     (tmp_path / "none").write_text("secret")
     if mode is None:

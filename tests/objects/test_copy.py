@@ -92,7 +92,7 @@ def test_what_is_there_is_not_sent_again(folder, url, link):
     assert sent(link) == before
     (folder / "one").write_bytes(b"again")
     with pytest.raises(
-        ValueError, match=r"/one is there with another content: choose another place, or give overwrite=True"
+        ValueError, match=r"/one exists with other content: choose another place, or give overwrite=True"
     ):
         quiet(folder, url)
     assert quiet(folder, url, overwrite=True).sent == 1
@@ -150,7 +150,7 @@ def test_a_data_set_gets_an_index_and_is_whole_or_not_there(url, link, tmp_path)
     puts = [unquote(request.path) for request in link.requests if request.method == "PUT"]
     written = [path for path in puts if path.endswith(".rox")]
     assert names[0] in written[-1]
-    with pytest.raises(ValueError, match="is there with another content"):
+    with pytest.raises(ValueError, match="exists with other content"):
         quiet(tmp_path / "data1", url)
     assert store.read(names[0]) == (tmp_path / "data0" / names[0]).read_bytes()
     Roxxel(tmp_path / "data2" / "shard_*.rox").write(texts[:50], max_shard_bytes=40_000)
@@ -167,8 +167,8 @@ def test_what_cannot_be_copied(folder, url, tmp_path):
         (tmp_path / "none", url, "none is not there: correct the path"),
         (folder / "one", url, "one is a file: name its folder"),
         (url + "/none", tmp_path / "back", "/none has no files: correct the path"),
-        (url, folder, "source is there already: choose another place, or remove it"),
-        (folder, tmp_path / "back", "is in a bucket: one of them is"),
+        (url, folder, "source exists already: choose another place, or remove it"),
+        (folder, tmp_path / "back", "is in a bucket: one of them must be an address"),
         ("s3://", tmp_path / "back", "names no bucket"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -89,7 +89,7 @@ def holder(url):
 def test_a_second_owner_is_refused_until_the_first_gives_it_back(holder, url):
     said = []
     with pytest.raises(
-        LeaseHeldError, match=rf"test \(pid {holder.pid} on host .*\) writes there, .* \d s ago: end it"
+        LeaseHeldError, match=rf"test \(pid {holder.pid} on host .*\) writes there, .* \d s ago: end that process"
     ):
         take(url, said)
     assert f"pid {holder.pid}" in said[-1]
@@ -121,7 +121,7 @@ def test_an_owner_of_another_host_is_waited_for_until_it_is_stale(holder, url):
     said = []
     take(url, said, job="another").release()
     assert "waiting for test (pid" in said[-1]
-    assert "on host elsewhere), which has renewed its lease" in said[-1]
+    assert "on host elsewhere), which renewed its lease" in said[-1]
     assert [info.key for info in store.list()] == ["it.lease"]
 
 

@@ -40,7 +40,7 @@ def message(call, url, kind, timeout_s=0.3):
     ("variables", "kind", "words"),
     [
         ({"AWS_SECRET_ACCESS_KEY": "wrong"}, StoreDeniedError,
-         f"the secret key is not the access key's (SignatureDoesNotMatch): correct {BOTH}"),
+         f"the secret key does not belong to the access key (SignatureDoesNotMatch): correct {BOTH}"),
         ({"AWS_ACCESS_KEY_ID": "wrong"}, StoreDeniedError,
          f"does not know the access key (InvalidAccessKeyId): correct {BOTH}"),
         ({"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}, StoreTimeoutError,
@@ -72,7 +72,8 @@ def test_no_such_bucket(server, call):
          f"the credentials do not allow it (AccessDenied): give them the rights to read, write, list and delete in the "
          f"bucket, or use others ({BOTH})"),
         (403, "<Code>RequestTimeTooSkewed</Code>", StoreDeniedError,
-         "this host's clock is not the server's (RequestTimeTooSkewed): set the clock (timedatectl set-ntp true)"),
+         "the clock of this host differs from that of the server (RequestTimeTooSkewed): set the clock (timedatectl "
+         "set-ntp true)"),
         (400, "<Code>ExpiredToken</Code>", StoreDeniedError,
          "the session token is out of date (ExpiredToken): sign in again, or take new credentials"),
         (400, "<Code>AuthorizationHeaderMalformed</Code><Message>the region 'us-east-1' is wrong; expecting 'eu-west-1'"
@@ -80,7 +81,7 @@ def test_no_such_bucket(server, call):
          "the bucket is in another region (AuthorizationHeaderMalformed): set AWS_REGION to eu-west-1"),
         (301, "<Code>PermanentRedirect</Code>", StoreDeniedError,
          "the bucket is in another region: set AWS_REGION to the bucket's"),
-        (400, "<html>", StoreError, "does not do that (400): is AWS_ENDPOINT_URL an object store's?"),
+        (400, "<html>", StoreError, "does not support that (400): check that AWS_ENDPOINT_URL is the address of"),
     ],
     ids=["rights", "clock", "token", "region", "redirect", "no-store"],
 )  # fmt: skip
@@ -96,7 +97,7 @@ def test_refusals(server, call, status, body, kind, words):
 def test_settings_that_no_request_is_made_with(server, monkeypatch):
     with (
         server.environment(AWS_ENDPOINT_URL="localhost"),
-        pytest.raises(ValueError, match="'localhost' is no endpoint: AWS_E"),
+        pytest.raises(ValueError, match="'localhost' is not an endpoint: set AWS_E"),
     ):
         ObjectStore.open(server.url())
     with (
@@ -107,7 +108,7 @@ def test_settings_that_no_request_is_made_with(server, monkeypatch):
     keys = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_EC2_METADATA_DISABLED": "true", "HOME": "/none"}
     with server.environment(**keys), pytest.raises(StoreDeniedError, match="no credentials: set AWS_ACCESS_KEY_ID"):
         ObjectStore.open(server.url())
-    with pytest.raises(ValueError, match="store_timeout is 0: it takes seconds, more than 0"):
+    with pytest.raises(ValueError, match="store_timeout is 0: it must be a number of seconds above 0"):
         ObjectStore.open(server.url(), timeout_s=0)
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(ImportError, match=r"a path in a bucket needs a package: pip install 'roxxel-dist\[cloud\]'"):
@@ -151,11 +152,11 @@ def test_exit_codes_of_a_command(server, tmp_path, capsys):
     [
         ("s3://", "names no bucket"),
         ("s3:///key", "names no bucket"),
-        ("s3://b/a//c", "the key 'a//c' is none"),
-        ("gs://b/../c", r"the key '\.\./c' is none"),
-        ("s3://b/a\nb", "is none that can be used"),
-        ("http://b/c", r"is no address of objects: it is s3://BUCKET/KEY"),
-        ("folder", "is no address of objects"),
+        ("s3://b/a//c", "the key 'a//c' cannot be used"),
+        ("gs://b/../c", r"the key '\.\./c' cannot be used"),
+        ("s3://b/a\nb", "cannot be used"),
+        ("http://b/c", r"is not an address in a bucket: write s3://BUCKET/KEY"),
+        ("folder", "is not an address in a bucket"),
     ],
 )
 def test_addresses_that_are_none(text, words):

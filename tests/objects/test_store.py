@@ -99,9 +99,9 @@ def test_what_is_not_there(store):
         store.read_range("k", 3, 6)
     with pytest.raises(StoreError, match=r"bytes 8-9: the object ends before these bytes"):
         store.read_range("k", 8, 9)
-    with pytest.raises(ValueError, match="a range has a byte or more"):
+    with pytest.raises(ValueError, match="a range must have at least one byte"):
         store.read_range("k", 3, 3)
-    with pytest.raises(ValueError, match=r"the key '\.\./k' is none that can be used"):
+    with pytest.raises(ValueError, match=r"the key '\.\./k' cannot be used"):
         store.read("../k")
 
 
@@ -152,8 +152,8 @@ def test_a_conditional_write_whose_answer_was_lost_is_no_failure(link, store):
 @pytest.mark.parametrize(
     ("trouble", "value", "words"),
     [
-        ("status", 503, r"the server answers that it cannot now \(SlowDown\)"),
-        ("status", 429, r"the server answers that it cannot now \(TooManyRequests\)"),
+        ("status", 503, r"the server answers that it is busy \(SlowDown\)"),
+        ("status", 429, r"the server answers that it is busy \(TooManyRequests\)"),
         ("cut", 100, "the connection to the endpoint at .* broke"),
         ("trickle", 1.0, "no whole answer came from the endpoint at .* within the limit of a request"),
         ("down", True, "the endpoint at .* refuses connections"),
@@ -198,4 +198,4 @@ def test_trouble_is_logged(hasty, link, caplog, monkeypatch):
     record = caplog.records[0]
     assert record.name == "roxxel_dist.objects"
     assert "look at" in record.message
-    assert "/k: the server answers that it cannot now (503), for 0 s" in record.message
+    assert "/k: the server answers that it is busy (503), for 0 s" in record.message

@@ -230,5 +230,5 @@ def test_reports_of_a_study_in_a_bucket(study, monkeypatch, capsys, tmp_path):
     assert main(["report", study.url, "--best_config", "best.yaml"]) == 2
     assert "trained on another machine" in capsys.readouterr().err
     assert main(["sweep", "--study", f"{study.url}/journal", "--count", "1"]) == 2
-    assert "and no study: name another place" in capsys.readouterr().err
+    assert "and is not a study: name another place" in capsys.readouterr().err
     assert main(["sweep", "--study", "ftp://host/x", "--count", "1"]) == 2

@@ -162,7 +162,7 @@ def test_what_no_node_has_is_an_error_before_anything_runs(study):
 
 def test_another_metric_is_no_continuation(study):
     study.run(trial_bodies.square, count=1)
-    with pytest.raises(ValueError, match="was to minimize val_loss, and now it is to maximize acc"):
+    with pytest.raises(ValueError, match="its goal was to minimize val_loss, and now it is to maximize acc"):
         study.run(
             trial_bodies.square,
             {"metric": {"name": "acc", "goal": "maximize"}, "parameters": {"x": {"min": 0.0, "max": 1.0}}},

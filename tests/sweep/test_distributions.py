@@ -97,14 +97,14 @@ def test_what_can_be_known_of_a_parameter() -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ({}, "say what it may be"),
-        ({"min": 1}, "say what it may be"),
+        ({}, "no values: give `value`"),
+        ({"min": 1}, "no values: give `value`"),
         ({"valeus": [1]}, "'valeus'"),
-        ({"distribution": "gauss"}, "'gauss' is none"),
+        ({"distribution": "gauss"}, "'gauss' does not exist"),
         ({"values": []}, "at least one"),
         ({"values": "abc"}, "must be a list"),
         ({"values": [1, 2], "probabilities": [1]}, "list of 2 numbers"),
-        ({"values": [1, 2], "probabilities": [0.5, 0.6]}, "1 together"),
+        ({"values": [1, 2], "probabilities": [0.5, 0.6]}, "their sum must be 1"),
         ({"values": [1, 2], "min": 1}, "min: categorical has no such key"),
         ({"min": 3, "max": 1}, "min 3 is larger than max 1"),
         ({"min": 3.5, "max": 1}, "min 3.5 is larger than max 1"),

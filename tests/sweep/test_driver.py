@@ -30,8 +30,8 @@ def test_a_driver_that_is_asked_to_end_lets_trials_save_and_goes_on_later(study,
     driver.send_signal(number)
     code, said = ended(driver)
     assert code == 42, said
-    assert "2 running trials save and end" in said
-    assert "asked to end; 2 trials go on at the next start" in said
+    assert "2 running trials will save and end" in said
+    assert "asked to end; 2 trials to continue at the next start" in said
     assert sorted(path.name for path in study.path.glob("saved.*")) == ["saved.0", "saved.1"]
     assert study.ends() == []
     assert [trial.state for trial in study.history.trials.values()] == ["running", "running"]

@@ -46,6 +46,17 @@ def test_where_none_can_be_trained_it_is_an_error(dry):
     assert "there is no configuration that can be run: " in err
 
 
+def test_bounds_that_look_like_values_where_exponents_are_meant(dry):
+    bounds = "{distribution: log_uniform, min: 0.001, max: 0.1}"
+    Path("sweep.yaml").write_text(f"method: random\nparameters: {{lr: {bounds}}}\n")
+    code, out, err = dry(*NEW, "--count", 2)
+    assert code == 0, err
+    assert (
+        "lr: log_uniform takes exponents, so its values are 1.001 to 1.105; for values of 0.001 to 0.1, use "
+        "log_uniform_values" in out
+    )
+
+
 def test_a_limit_of_time_bounds_the_hours(dry):
     code, out, err = dry(*NEW, "--workers", 2, "--max_trial_time", "30m")
     assert code == 0, err

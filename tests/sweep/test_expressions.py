@@ -83,5 +83,5 @@ def test_what_cannot_be_worked_out_is_told(text: str, said: str) -> None:
 
 
 def test_a_formula_has_an_end() -> None:
-    with pytest.raises(ValueError, match="a formula of 20,001 characters: 2,000 are the most"):
+    with pytest.raises(ValueError, match="a formula of 20,001 characters: 2,000 are the maximum"):
         Expression("-" * 20_000 + "1")

@@ -76,7 +76,7 @@ def test_ctrl_c_in_the_terminal_reaches_trials_through_the_driver_alone(study, t
     os.killpg(driver.pid, signal.SIGINT)
     said, _ = driver.communicate(timeout=LIMIT_S)
     assert driver.returncode == 42, said
-    assert "2 running trials save and end" in said
+    assert "2 running trials will save and end" in said
     assert len(list(study.path.glob("saved.*"))) == 2
     assert study.ends() == []
     assert not list(temporary.glob(f"*{PREFIX}*"))

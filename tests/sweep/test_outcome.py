@@ -11,7 +11,7 @@ Traceback (most recent call last):
 RuntimeError: Event loop is closed"""
 
 
-HELD = "s3://b/x: train (pid 7 on host h2) writes there, and has renewed its lease (run.lease) 3 s ago: end it"
+HELD = "s3://b/x: train (pid 7 on host h2) writes there, and renewed its lease (run.lease) 3 s ago: end that process"
 
 
 @pytest.mark.parametrize(

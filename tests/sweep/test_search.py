@@ -111,22 +111,22 @@ def test_what_is_not_accepted_is_never_asked_for() -> None:
     assert {params["dim"] for params, _ in rows} == {256, 512}
     assert len(looked) == len(set(looked))
     with pytest.raises(
-        SpaceExhausted, match="200 configurations were looked at, and none can be run: dim 64 does not divide"
+        SpaceExhausted, match="200 configurations were tried, and none of them can run: dim 64 does not divide"
     ):
         engine({**MIXED, "dim": {"value": 64}}, accept=accept).ask()
 
 
 def test_errors_say_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match="method: 'best' is none: there are bayes, tpe, random, grid"):
+    with pytest.raises(ValueError, match="method: 'best' does not exist: use one of bayes, tpe, random, grid"):
         engine(MIXED, "best")
     found = engine(MIXED)
     trial, params = found.ask()
-    with pytest.raises(ValueError, match="trial 5 was never asked for"):
+    with pytest.raises(ValueError, match="trial 5 does not exist: call ask first"):
         found.tell(5, 1.0)
     found.tell(trial, 1.0)
     with pytest.raises(ValueError, match="trial 0 has a result already"):
         found.tell(trial, 1.0)
-    with pytest.raises(ValueError, match="trial 0 was asked for already"):
+    with pytest.raises(ValueError, match="trial 0 exists already"):
         found.restore(0, params, found.point(0))
     with pytest.raises(ValueError, match="a point of 2 dimensions, and this sweep has 6"):
         found.restore(1, params, [0.1, 0.2])
@@ -147,7 +147,7 @@ def test_accept_is_not_asked_for_ever(method: str) -> None:
         raise ValueError("no such model")
 
     parameters = {"a": {"min": 1, "max": 30}, "b": {"min": 1, "max": 30}}
-    with pytest.raises(SpaceExhausted, match="can be run: no such model"):
+    with pytest.raises(SpaceExhausted, match=r"can (be )?run: no such model"):
         engine(parameters, method, accept=refuse).ask()
     assert len(looked) == len(set(looked)) == (900 if method == "grid" else REFUSALS)
 

@@ -142,15 +142,15 @@ def test_a_formula_that_cannot_be_worked_out_makes_a_point_infeasible() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("method: bayes", "method: bays", "sweep.yaml, line 2: method: 'bays' is none of W&B's: did you mean 'bayes'?"),
-        ("goal: minimize", "goal: min", "sweep.yaml, line 5: metric.goal: 'min' is none"),
+        ("method: bayes", "method: bays", "sweep.yaml, line 2: method: 'bays' is not a method: did you mean 'bayes'?"),
+        ("goal: minimize", "goal: min", "sweep.yaml, line 5: metric.goal: 'min' is not a goal"),
         ("  name: val_loss", "  nam: val_loss", "line 3: metric: must have a `name`"),
         ("parameters:", "parameter:", "line 6: parameter: there is no such key: did you mean 'parameters'?"),
         ("min: 0.0001", "min: 0", "line 15: parameters.lr: min: 0 must be more than 0"),
         ("min: 0.0001", "min: 1e-4", "write it with a point (1.0e-4)"),
         ("    value: 256", "    vale: 256", "line 19: parameters.dim: there is no key 'vale'"),
         ("command:", "run_cap: 0\ncommand:", "run_cap: 0 must be 1 or more"),
-        ("command:", "early_terminate: {type: median}\ncommand:", "a `type`: hyperband, asha, freeze_thaw"),
+        ("command:", "early_terminate: {type: median}\ncommand:", "type 'median' does not exist"),
         ("command:", "early_terminate: {type: hyperband}\ncommand:", "needs `min_iter`"),
         ("command:", "early_terminate: {type: hyperband, min_itr: 3}\ncommand:", "did you mean 'min_iter'?"),
         ("  dim:\n    value: 256", "  dim: 256", "for one value write `dim: {value: 256}`"),
@@ -166,7 +166,7 @@ def test_a_formula_that_cannot_be_worked_out_makes_a_point_infeasible() -> None:
             "command: python",
             "line 21: command: 'python' must be a list",
         ),
-        ("metric:", "metric: [", "is no YAML"),
+        ("metric:", "metric: [", "not valid YAML"),
     ],
 )
 def test_errors_name_file_line_and_key(old: str, new: str, said: str, file: Any) -> None:
@@ -186,7 +186,7 @@ def test_errors_name_file_line_and_key(old: str, new: str, said: str, file: Any)
         ("constraints: [num_blocks < 3]", "line 1: constraints: 'num_blocks < 3': there is no parameter 'num_blocks'"),
         ("constraints: dim < 3", "constraints: 'dim < 3' must be a list of formulas"),
         ("derived: [a]", "derived: ['a'] must be a mapping"),
-        ("derived: {a: b, b: a + dim}", "derived: these need one another: "),
+        ("derived: {a: b, b: a + dim}", "derived: each of these formulas needs the other: "),
         ("resources: {GPU: one}", "resources.GPU: 'one' must be a number, 0 or more"),
     ],
 )

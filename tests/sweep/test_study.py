@@ -186,7 +186,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert told["best"] == best.number
     assert len(told["trials"]) == 4
     assert main(["report", str(path), str(path / "trials" / "0")]) == 2
-    assert "is a study: report it alone" in capsys.readouterr().err
+    assert "is a study: give its name alone" in capsys.readouterr().err
     assert main(["report", str(path / "trials" / "0"), "--best_config", "x"]) == 2
 
 

@@ -192,7 +192,7 @@ def test_what_it_would_take(desk, sweep):
     assert code == 0, err
     assert "bayes search over 2 parameters, minimize val_loss" in out
     assert "trials: 8 trials; 2 at once" in out
-    assert "devices: 1 host(s) and 1 process(es) a trial, in a Ray of its own on this machine" in out
+    assert "devices: 1 host(s) and 1 process(es) a trial, in a private Ray on this machine" in out
     assert len(re.findall(r"^  for instance dim (16|32), lr 0\.\d+$", out, re.MULTILINE)) == 2
     assert "hours: not known before the first trial has ended (--max_trial_time would bound them)" in out
     assert sorted(desk.rglob("*")) == before
@@ -217,7 +217,7 @@ def test_what_can_never_run_is_told_by_a_dry_run(desk, sweep):
         (["--max_trial_time", "soon"], "--max_trial_time soon: write seconds"),
         (["--method", "guess"], "guess"),
         (["--lr", "-1"], "lr"),
-        (["--study", "text"], "--study text is there, and no study"),
+        (["--study", "text"], "--study text exists and is not a study"),
         (["--ray_address", "nowhere"], "write `auto`, or HOST:PORT"),
     ],
 )
@@ -263,7 +263,7 @@ def test_a_first_start_that_was_refused_can_be_mended(desk, sweep, monkeypatch):
             {"program": "base.yaml", "early_terminate": {"type": "asha", "min_iter": 1}},
             "early_terminate.type: asha: it pauses trials, and a program of your own does not go on from a checkpoint",
         ),
-        ({"method": "tpe"}, "--method has tpe too"),
+        ({"method": "tpe"}, "--method also takes tpe"),
         ({"metric": {"name": "vall_loss"}}, "no training logs 'vall_loss': did you mean 'val_loss'?"),
     ],
 )
@@ -282,7 +282,7 @@ def test_a_study_is_of_one_sweep_and_one_base(desk, sweep, monkeypatch):
         (["--seed", "7"], "begun with other settings (seed 42 -> 7)"),
         (["--wandb", "offline"], "begun with other settings (wandb off -> offline)"),
         (["--data_path", "base.yaml"], "was begun with"),
-        (["--wandb", "online"], "was begun with a search of its own, which a W&B server (--wandb online) cannot lead"),
+        (["--wandb", "online"], "chooses its own trials, so a W&B server (--wandb online) cannot choose them"),
     ):
         code, _, err = sweep("--count", 1, *more)
         assert code == 2

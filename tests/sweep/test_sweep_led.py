@@ -94,7 +94,7 @@ def test_no_login_searches_here(desk, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "")
     assert main([*WORDS, "--sweep_config", "sweep.yaml", "--wandb_project", "mine", "--dry_run"]) == 0
     said = capsys.readouterr()
-    assert "no W&B login: the search is made here" in said.err
+    assert "no W&B login: this machine chooses the trials" in said.err
     assert "random search over 2 parameters" in said.out
     assert "WANDB_SERVICE" not in os.environ  # trials have a service of their own
 

@@ -25,7 +25,7 @@ from roxxel_dist.train.checkpoint.manager import Exporter
 from roxxel_dist.train.checkpoint.metadata import ResumeSpec
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.train_state import TrainState
-from roxxel_dist.train.weight_files import BEST, NEWEST, read_weights, step_of, write_weights
+from roxxel_dist.train.weight_files import BEST, NEWEST, read_weights, step_of, write_tensors, write_weights
 
 ALL_KINDS = {
     "blocks.0.w": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -149,6 +149,16 @@ def test_a_full_disk_is_a_line(tmp_path):
         full = "could not be written (No space left on device): the checkpoint of step 3 has the same weights"
         assert said == [f"{NEWEST} {full}"]
         assert (names(disk), step_of(disk / NEWEST)) == ([NEWEST], 2)
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path):
+    with mounted_disk(tmp_path / "disk", "100k") as disk:
+        with pytest.raises(OSError, match=r"No space left on device: '.*/disk/model.safetensors'"):
+            write_tensors(disk, iter([("w", np.zeros(99_000))]), {"w": 792_000}, 1 << 30, 1)
+        (disk / "model.safetensors").unlink(missing_ok=True)
+        with pytest.raises(OSError, match=r"No space left on device: '.*/disk/model_weights.msgpack'"):
+            write_weights(disk / NEWEST, 2, {"w": np.zeros(99_000)})
+        assert names(disk) == []
 
 
 def test_one_that_is_best_and_newest(tmp_path):

@@ -22,6 +22,7 @@ from typing import Any
 import xxhash
 
 from roxxel_dist.data.format import checksum
+from roxxel_dist.display import size
 
 KINDS = {
     ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".ndjson": "jsonl", ".ndjson.gz": "jsonl", ".json.gz": "jsonl",
@@ -95,7 +96,7 @@ class Corpus:
     def __str__(self) -> str:
         files = "1 text file" if len(self.files) == 1 else f"{len(self.files)} text files"
         left_out = f" (left out: {', '.join(self.left_out)})" if self.left_out else ""
-        return f"{files}, {self.size / 1e6:.1f} MB{left_out}"
+        return f"{files}, {size(self.size)}{left_out}"
 
 
 def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence[str], out: Path) -> Corpus:
@@ -105,8 +106,8 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(
-                f"{path}: no such file or folder; name text files, folders of them, or shards, as they are seen from "
-                "here"
+                f"{path}: no such file or folder; name text files, folders of them, or shards; a relative path begins "
+                f"in {Path.cwd()}"
             )
         named = saved_data_set(path) if path.is_dir() else [path]
         walked = [(file, file.name) for file in named] if named else _walk(path, include, exclude, out, passed_by)
@@ -128,7 +129,11 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
     not_utf8 = files.count(None)
     empty = len(files) - not_utf8 - len(texts)
     if not texts:
-        raise ValueError(f"{shown}: nothing to build from: {empty} files are empty, {not_utf8} are not UTF-8 text")
+        counts = (empty, "empty"), (not_utf8, "not UTF-8 text")
+        why = ", ".join(f"{n} {'file is' if n == 1 else 'files are'} {what}" for n, what in counts if n)
+        raise ValueError(
+            f"{shown}: nothing to build from: {why}: name text files, .jsonl, .parquet, or token files (.npy, .bin)"
+        )
     left_out = [f"{count} {what}" for count, what in ((empty, "empty"), (not_utf8, "not UTF-8")) if count]
     endings = Counter(path.suffix or "no ending" for path in passed_by if path.resolve() not in names)
     if endings:

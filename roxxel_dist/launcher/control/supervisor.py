@@ -79,7 +79,7 @@ class _Controller:
         except NotReadyError as problem:
             self.console.print([f"roxxel-dist: {line}" for line in str(problem).splitlines()])
             again = " again" * bool(self._attempts)
-            self.console.info(f"not started{again}: see above; `roxxel-dist doctor` looks at everything")
+            self.console.info(f"not started{again}: correct what is above; `roxxel-dist doctor` checks all hosts")
             self._tell_first_cause()
             is_retry = bool(self._attempts) or self.job.first_attempt > 0
             return JobResult(code=EXIT_PREFLIGHT, host_lost=is_retry and problem.unreachable)

@@ -20,7 +20,7 @@ MACHINES_FAULT = {
     EXIT_HANG: "it hung",
     75: "its launcher started it again as often as it may",
 }
-HELD = re.compile(r"has renewed its lease \(|was taken away: .* has it now")
+HELD = re.compile(r"renewed its lease \(|was taken away: .* has it now")
 """An attempt that was thought lost still trains in the bucket, or another one does now."""
 KILLED = {128 + 9: "SIGKILL", 128 + 15: "SIGTERM"}
 

@@ -75,5 +75,5 @@ def make(
         sweep = sweep_of(sweep)
     method = method or sweep.method
     if method not in SAMPLERS:
-        raise ValueError(f"method: {method!r} is none: there are {', '.join(SAMPLERS)}")
+        raise ValueError(f"method: {method!r} does not exist: use one of {', '.join(SAMPLERS)}")
     return AskTell(sweep, seed, resolve_name(SAMPLERS[method])(sweep), accept, fill=method != "grid")

@@ -114,13 +114,13 @@ class AskTell:
                 if len(refused) == limit:
                     break
             if len(refused) == limit and not self._history.trials:
-                raise SpaceExhausted(f"{limit} configurations were looked at, and none can be run: {self._reason}")
+                raise SpaceExhausted(f"{limit} configurations were tried, and none of them can run: {self._reason}")
         raise SpaceExhausted(self._ending())
 
     def tell(self, trial: int, value: float | None) -> None:
         """The value of a trial; None, or a value that is no finite number: it failed."""
         if trial not in self._history.trials:
-            raise ValueError(f"trial {trial} was never asked for")
+            raise ValueError(f"trial {trial} does not exist: call ask first")
         sampled = self._history.trials[trial]
         if sampled.ended:
             raise ValueError(f"trial {trial} has a result already")
@@ -135,12 +135,11 @@ class AskTell:
     def restore(self, trial: int, params: Params, point: Sequence[float]) -> None:
         """Take note of an earlier `ask`, from the journal of a study."""
         if trial in self._history.trials:
-            raise ValueError(f"trial {trial} was asked for already")
+            raise ValueError(f"trial {trial} exists already")
         if len(point) != len(self._sweep.space.free):
             raise ValueError(
                 f"trial {trial} is a point of {len(point)} dimensions, and this sweep has "
-                f"{len(self._sweep.space.free)}: it was asked for under other parameters; start a study of its own for "
-                "a changed sweep"
+                f"{len(self._sweep.space.free)}: the parameters of the sweep have changed; start a new study"
             )
         self._history.trials[trial] = SampledTrial(point=tuple(point))
         self._keys.add(config_key(params))

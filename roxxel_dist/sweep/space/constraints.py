@@ -83,16 +83,14 @@ class Expression:
     def __init__(self, text: str) -> None:
         self.text: str = text.strip()
         if len(self.text) > LONGEST:
-            raise ValueError(f"a formula of {len(self.text):,} characters: {LONGEST:,} are the most")
+            raise ValueError(f"a formula of {len(self.text):,} characters: {LONGEST:,} are the maximum")
         try:
             tree = ast.parse(self.text, mode="eval")
         except (SyntaxError, MemoryError, RecursionError, ValueError) as error:
             why = error.msg if isinstance(error, SyntaxError) else str(error) or "it is nested too deeply"
             raise ValueError(f"{self.text!r} is no formula ({why}): write one such as dim % kv_heads == 0") from None
         if _depth(tree.body) > DEEPEST:
-            raise ValueError(
-                f"{self.text!r} is nested too deeply: {DEEPEST} operations within one another are the most"
-            )
+            raise ValueError(f"{self.text!r} is nested too deeply: {DEEPEST} levels of operations are the maximum")
         nodes = list(ast.walk(tree.body))
         for node in nodes:
             if not _is_allowed(node):

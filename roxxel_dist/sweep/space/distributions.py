@@ -135,7 +135,7 @@ def distribution(spec: Mapping[str, Any]) -> Distribution:
         raise ValueError(f"there is no key {stray[0]!r}: there are {', '.join(KEYS)}")
     name = spec.get("distribution") or _implied(spec)
     if name not in NAMES:
-        raise ValueError(f"distribution: {name!r} is none: there are {', '.join(NAMES)}")
+        raise ValueError(f"distribution: {name!r} does not exist: use one of {', '.join(NAMES)}")
     given = {key: value for key, value in spec.items() if key != "distribution"}
     if name == "constant":
         _check_keys(name, given, {"value": None})
@@ -152,7 +152,7 @@ def _implied(spec: Mapping[str, Any]) -> str:
         return "categorical_w_probabilities" if "probabilities" in spec else "categorical"
     if "min" in spec and "max" in spec:
         return "int_uniform" if all(type(spec[key]) is int for key in ("min", "max")) else "uniform"
-    raise ValueError("say what it may be: `value`, `values`, `min` and `max`, or a `distribution`")
+    raise ValueError("no values: give `value`, `values`, `min` and `max`, or a `distribution`")
 
 
 def _check_keys(name: str, given: Mapping[str, Any], allowed: Mapping[str, float | None]) -> None:
@@ -173,10 +173,10 @@ def _categorical(name: str, given: Mapping[str, Any]) -> Distribution:
         raise ValueError(f"values: {values!r} must be a list with at least one value")
     weights = given["probabilities"] if is_weighted else [1.0] * len(values)
     if not isinstance(weights, Sequence) or len(weights) != len(values):
-        raise ValueError(f"probabilities: {weights!r} must be a list of {len(values)} numbers, one a value")
+        raise ValueError(f"probabilities: {weights!r} must be a list of {len(values)} numbers, one for each value")
     valid = all(is_number(weight) and weight >= 0 for weight in weights)
     if is_weighted and not (valid and math.isclose(sum(weights), 1, abs_tol=1e-6)):
-        raise ValueError(f"probabilities: {weights!r} must be 0 or more each, and 1 together")
+        raise ValueError(f"probabilities: {weights!r} must be 0 or more each, and their sum must be 1")
     order = [number for number, weight in enumerate(weights) if weight > 0]
     if all(map(is_number, values)):
         order.sort(key=lambda number: values[number])

@@ -162,9 +162,9 @@ def _load(path: str | Path) -> tuple[Mapping[str, Any], YamlLocator]:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
         content = yaml.safe_load(text)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+        raise ValueError(f"{path}: cannot be read ({error.strerror}): check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {yaml_problem(error)}") from error
+        raise ValueError(f"{path}: not valid YAML: {yaml_problem(error)}") from error
     if not isinstance(content, Mapping):
         raise ValueError(f"{path}: must be a mapping of keys to values")
     return content, YamlLocator(str(path), dict(_lines(tree)))
@@ -183,14 +183,14 @@ def _sweep(content: Mapping[str, Any], locator: YamlLocator, rules: Rules) -> Sw
     locator.check_keys(content, KEYS)
     method = content.get("method", "bayes")
     if method not in METHODS:
-        why = f"{method!r} is none of W&B's: {nearest(method, METHODS)}; --method has tpe too"
+        why = f"{method!r} is not a method: {nearest(method, METHODS)} (--method also takes tpe)"
         raise locator.error(["method"], why)
     metric = content.get("metric", {"name": "val_loss"})
     if not isinstance(metric, Mapping) or not isinstance(metric.get("name"), str):
         raise locator.error(["metric"], "must have a `name`, for instance val_loss, and may have a `goal`")
     goal = metric.get("goal", "minimize")
     if goal not in GOALS:
-        raise locator.error(["metric", "goal"], f"{goal!r} is none: {nearest(goal, GOALS)}")
+        raise locator.error(["metric", "goal"], f"{goal!r} is not a goal: {nearest(goal, GOALS)}")
     parameters = content.get("parameters")
     if not isinstance(parameters, Mapping) or not parameters:
         raise locator.error(["parameters"], "there must be at least one, such as `lr: {min: 1.0e-4, max: 1.0e-2}`")
@@ -238,8 +238,13 @@ def _early_terminate(spec: Any, locator: YamlLocator) -> Mapping[str, Any] | Non
         return None
     kind = spec.get("type") if isinstance(spec, Mapping) else None
     if not isinstance(spec, Mapping) or kind not in RULES:
-        why = "" if kind is None else f"{kind!r} is none: {nearest(kind, list(RULES))}; "
-        raise locator.error(["early_terminate"], f"{why}must have a `type`: {', '.join(RULES)}")
+        types = ", ".join(RULES)
+        why = (
+            f"must have a `type`: {types}"
+            if kind is None
+            else f"type {kind!r} does not exist: it must be one of {types}"
+        )
+        raise locator.error(["early_terminate"], why)
     locator.check_keys(spec, RULES[kind], "early_terminate")
     if kind != "freeze_thaw" and "min_iter" not in spec and not {"max_iter", "s"} <= set(spec):
         raise locator.error(["early_terminate"], "needs `min_iter`, or `max_iter` and `s`")
@@ -284,7 +289,9 @@ def _rules(content: Mapping[str, Any], locator: YamlLocator, parameters: Any) ->
     try:
         order = list(TopologicalSorter(needed).static_order())
     except CycleError as error:
-        raise locator.error(["derived"], f"these need one another: {', '.join(map(str, error.args[1]))}") from None
+        raise locator.error(
+            ["derived"], f"each of these formulas needs the other: {', '.join(map(str, error.args[1]))}"
+        ) from None
     return Rules(
         derived={name: formulas[name] for name in order},
         constraints=tuple(formula(["constraints"], text, every) for text in content.get("constraints") or ()),

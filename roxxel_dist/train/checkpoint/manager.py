@@ -91,9 +91,8 @@ class Exporter:
             except Exception as error:
                 if checkpoint.exists():  # else it was deleted meanwhile, and a later one is wanted
                     what = "is damaged" if isinstance(error, ValueError) else "has the same weights"
-                    self._log(
-                        f"{name} could not be written ({files.cause(error)}): the checkpoint of step {step} {what}"
-                    )
+                    why = error.strerror if isinstance(error, OSError) and error.strerror else files.cause(error)
+                    self._log(f"{name} could not be written ({why}): the checkpoint of step {step} {what}")
 
     def _write(self, path: Path, step: int, checkpoint: Path) -> None:
         if step_of(path) == step:

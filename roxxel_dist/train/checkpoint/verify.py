@@ -64,7 +64,8 @@ def verify_checkpoints(folder: Path, steps: list[int], progress: Progress, *, de
             if table is not None:
                 problems = table.check_files(checkpoint, progress=progress)
                 if deep:
-                    problems += _wrong_arrays(checkpoint, table, saved.shapes)
+                    found = problems + _wrong_arrays(checkpoint, table, saved.shapes)
+                    problems = list(dict.fromkeys(found))  # both say the same of some arrays
             state = "damaged" if problems else "unverified" if table is None else "whole"
         yield _verdict(f"step {step}", state, problems, checkpoint)
 
@@ -111,7 +112,7 @@ def _wrong_group(checkpoint: Path, table: DigestTable, shapes: Mapping[str, list
     if not names:
         return []
     try:
-        arrays = files.read_named(checkpoint, names)
+        arrays = files.read_named(checkpoint.absolute(), names)  # Orbax reads no others
     except Exception as error:  # Orbax has no error of its own for what it cannot read
         if len(names) == 1:
             return [f"{names[0]} cannot be read ({files.cause(error)})"]

@@ -170,7 +170,7 @@ def check_statistics(statistics: Leaves) -> None:
     for name, leaf in statistics.items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
-                f"virtual_shards: the model changes {name!r} of {leaf.dtype} as it is called, and each shard would "
-                f"have a value of its own. Change only floating-point state, whose mean is taken, or set "
+                f"virtual_shards: each call of the model changes {name!r} of {leaf.dtype}, so each shard would have "
+                f"another value. Change floating-point state only (the mean over the shards is used), or set "
                 f"virtual_shards to 0"
             )

@@ -29,8 +29,8 @@ def check_virtual_shards(count: int, shapes: Sequence[Shape], grad_accum: int, m
         )
     if count % mesh.size:
         raise ValueError(
-            f"virtual_shards is {count}, which {mesh.size} device(s) do not divide: use n_devices to take 1, 2, 4, … "
-            f"of them, at most {count}"
+            f"virtual_shards is {count}, which {mesh.size} device(s) do not divide: set n_devices to 1, 2, 4, …, at "
+            f"most {count}"
         )
     for i, shape in enumerate(shapes):
         if shape.batch_size % (count * grad_accum):
@@ -87,8 +87,8 @@ class Layout:
         rows = {device: index[0].indices(mesh.size)[:2] for device, index in places.items()}
         if {stop - start for start, stop in rows.values()} != {1}:
             raise ValueError(
-                f"virtual_shards is {self.count}, and a batch lies as {self.sharding.spec} on the mesh "
-                f"{dict(mesh.shape)}: its rows must be cut over all devices, so leave data_sharding out"
+                f"virtual_shards is {self.count}, and data_sharding is {self.sharding.spec} on the mesh "
+                f"{dict(mesh.shape)}: the rows of a batch must be split over all devices, so leave data_sharding out"
             )
         devices: list[Any] = sorted(rows, key=lambda device: rows[device])
         return Mesh(np.array(devices), (SHARDS,), axis_types=(AxisType.Auto,))

@@ -115,7 +115,7 @@ def check_token(address: str) -> None:
     if mode.lower() != "token" and (mode or not has_token):
         state = repr(mode) if mode else "not set, and there is no token"
         raise ValueError(
-            f"--address {address}: RAY_AUTH_MODE is {state}; it must be token. Anyone who reaches a cluster without a "
+            f"--address {address}: RAY_AUTH_MODE is {state}; set it to token. Anyone who reaches a cluster without a "
             "token can run programs as you. Make a token with `ray get-auth-token --generate`, copy ~/.ray/auth_token "
             "to every node (mode 600), and start Ray with RAY_AUTH_MODE=token everywhere; or use --insecure, in a "
             "network where you trust everybody"
