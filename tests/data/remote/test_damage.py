@@ -145,7 +145,7 @@ def test_damage_outside_the_tokens(server, folder, local, cache, part, index):
 
 def test_verify_reads_the_bucket_and_not_the_cache(server, folder, local, cache):
     url, shard = put(server, folder, "verified"), local.shards[1]
-    assert verify_objects(url, Progress(False)) == ([], f"6 shards, {local.num_tokens:,} tokens: whole")
+    assert verify_objects(url, Progress(False)) == ([], f"6 shards, {local.num_tokens:,} tokens: complete")
     opened(url, cache).verify()
     replace_object(url, shard.path.name, flipped(shard.path.read_bytes(), HEADER_BYTES + 3 * 4096))
     (line,), _ = verify_objects(url, Progress(False))
