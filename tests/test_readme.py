@@ -52,7 +52,7 @@ def test_the_five_tasks_are_done_by_copying_them(person: Reader, nodes: RayNodes
     person.follow(job("1. Train my model on my tokens"))
     assert max(rows(runs / "mine")) > 1
     assert person.said[-1].strip()
-    person.follow(job("2. A curriculum with a data mixture"))
+    person.follow(job("2. A curriculum with a blend of data sets"))
     assert max(rows(runs / "blend")) == 40
 
     person.start = hosts.run
