@@ -351,6 +351,6 @@ def check_division(curriculum: Curriculum, devices: int, grad_accum: int) -> Non
         # Fewer rows than devices is a choice (one long row); a remainder is a slip that wastes most of the devices.
         if rows > devices and rows >= grad_accum and rows % grad_accum == 0 and (rows // grad_accum) % devices:
             raise ValueError(
-                f"phase {i + 1}: batch_size is {rows}, which does not divide by {devices} devices x grad_accum "
+                f"phase {i + 1}: batch_size is {rows}, which is not a multiple of {devices} devices x grad_accum "
                 f"({grad_accum}): use a multiple of {devices * grad_accum}"
             )

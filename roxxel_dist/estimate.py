@@ -530,7 +530,7 @@ def _devices(run: RunEstimate) -> list[str]:
         if layout.repeated:
             groups, who = layout.pieces + layout.repeated, "devices" if layout.together == 1 else "groups of devices"
             line += f"; {layout.repeated} of {groups} {who} repeat the work of others: use a batch_size "
-            line += f"that divides by {groups * run.grad_accum}"
+            line += f"that is a multiple of {groups * run.grad_accum}"
         line += f"; a process reads {phase.rows_a_process} of {phase.batch_size} rows" if several else ""
         lines.append(line)
     return lines

@@ -310,8 +310,8 @@ class Experiment:
             raise FileNotFoundError(f"there is no run {run}: {hint}; a new one needs data_path=PATH")
         if is_other_data and not is_tokens(path or ""):
             raise ValueError(
-                f"data_path is {path}, and {run} was begun with {RunMetadata.of(past.saved).data_path}: leave it out, "
-                f"or make shards of the text with the run's {TOKENIZER} and `roxxel-dist data build`, and amend "
+                f"data_path is {path}, and {run} was started with {RunMetadata.of(past.saved).data_path}: leave it "
+                f"out, or make shards of the text with the run's {TOKENIZER} and `roxxel-dist data build`, and amend "
                 f"the run with them (amend=True)"
             )
         return path

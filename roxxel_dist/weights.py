@@ -130,7 +130,7 @@ def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], CheckpointM
         folder, older = checkpoint.parent, files.complete(checkpoint.parent)
         steps = [step for step in sorted(older, reverse=True) if step < int(checkpoint.name)]
         whole = next((step for step in steps if not check_checkpoint(folder / str(step), step)), None)
-        hint = "no older one is whole" if whole is None else f"name step {whole}, the next older whole one"
+        hint = "no older one is complete" if whole is None else f"name step {whole}, the next older complete one"
         raise ValueError(f"the checkpoint {checkpoint} is damaged ({files.cause(error)}): {hint}") from error
 
 

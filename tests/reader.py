@@ -40,7 +40,7 @@ class Block:
 
     @property
     def file(self) -> str:
-        """The name in a first line such as `# run.yaml` or `# run.yaml, other lines`; empty without one."""
+        """The name in a first line such as `# run.yaml` or `# run.yaml: add these lines`; empty without one."""
         found = re.match(r"# ([\w./-]+\.(?:yaml|py|txt|ssh|sbatch))\b", self.text)
         return found.group(1) if found else ""
 

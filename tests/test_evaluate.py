@@ -244,7 +244,7 @@ def test_what_cannot_be_evaluated(work, capsys):
     meta.write_text(meta.read_text()[:100])
     said = refused(capsys, "run")
     assert "the checkpoint of step 7 in" in said
-    assert "is damaged: meta.json does not agree with its digest, written by rank 0; the next older whole" in said
+    assert "is damaged: meta.json does not agree with its digest, written by rank 0; the next older complete" in said
     for path in work.glob("data_*.rox"):
         path.unlink()
     assert "Put the data of run back, or name it with --data_path" in refused(capsys, "run@6")

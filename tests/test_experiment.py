@@ -162,7 +162,7 @@ def test_what_a_finished_run_would_not_do_is_refused(finished, text, tmp_path):
         Experiment(Config(max_steps=3, phases=phases)).fit(run_dir=finished, resume=True)
     # A default is no wish: the run keeps what it had.
     assert Experiment(Config(max_steps=3)).fit(begun_with, finished, resume=True) == finished
-    with pytest.raises(UsageError, match=r"data_path is .*text.txt, and .* was begun with .*text.txt"):
+    with pytest.raises(UsageError, match=r"data_path is .*text.txt, and .* was started with .*text.txt"):
         Experiment(Config(max_steps=5)).fit(text, finished, resume=True)
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
 
@@ -284,7 +284,7 @@ def test_default_folders_are_unique(tmp_path, monkeypatch):
 def test_on_some_of_the_devices(corpus, tmp_path):
     some = config(n_devices=4, batch_size=12, tokenizer_type="byte")
     assert build_components(some, corpus).mesh().size == 4
-    with pytest.raises(UsageError, match="batch_size is 12, which does not divide by 8 devices x grad_accum"):
+    with pytest.raises(UsageError, match="batch_size is 12, which is not a multiple of 8 devices x grad_accum"):
         Experiment(config(n_devices=0, batch_size=12)).fit(corpus.filepath, tmp_path / "other")
     with pytest.raises(UsageError, match=r"n_devices is 9, but 8 device.s. are here"):
         Experiment(config(n_devices=9)).fit(corpus.filepath, tmp_path / "other")

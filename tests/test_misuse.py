@@ -74,7 +74,7 @@ def folder(tmp_path_factory):
         (["batch", "tiny.yaml", "--stp", "1"], "there is no option --stp: did you mean --step?"),
         (["plan", LONG], "File name too long"),
         (["generate", LONG], "File name too long"),
-        (["generate", "gone"], "meta.json is missing, written by rank 0): no older one is whole"),
+        (["generate", "gone"], "meta.json is missing, written by rank 0): no older one is complete"),
         (["eval", LONG], "File name too long"),
         (["eval", "typed"], "config.yaml: not valid YAML: line 2, column 1"),
         (["eval", "gone", "--validation", "{"], "--validation is not valid YAML: line 1, column 2"),

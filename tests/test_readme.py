@@ -1,4 +1,4 @@
-"""README.md: its five jobs, one after the other, as a person would copy them into an empty folder."""
+"""README.md: its five tasks, one after the other, as a person would copy them into an empty folder."""
 
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ def nodes():
 def person(tmp_path: Path) -> Reader:
     """Someone in an empty folder with the page's two folders of text."""
     person = Reader(tmp_path, start=in_processes, HOME=str(tmp_path))
-    for block in blocks(PAGE, "Five jobs")[:2]:
+    for block in blocks(PAGE, "Five tasks")[:2]:
         if not block.note:
             person.follow(block)
     return person
@@ -47,12 +47,12 @@ def job(heading: str):
 
 
 @pytest.mark.timeout(900)  # a dozen commands, each a program of jax
-def test_the_five_jobs_are_done_by_copying_them(person: Reader, nodes: RayNodes) -> None:
+def test_the_five_tasks_are_done_by_copying_them(person: Reader, nodes: RayNodes) -> None:
     hosts, runs = nodes.hosts, person.folder / "runs"
     person.follow(job("1. Train my model on my tokens"))
     assert max(rows(runs / "mine")) > 1
     assert person.said[-1].strip()
-    person.follow(job("2. A curriculum with a data mixture"))
+    person.follow(job("2. A curriculum with a blend of data sets"))
     assert max(rows(runs / "blend")) == 40
 
     person.start = hosts.run

@@ -261,7 +261,7 @@ def told_of_disk(folder, code, out, err):
     assert "Traceback" not in out + err
     lost = "the checkpoint of step 5 could not be saved in"
     assert lost in out
-    assert "Training goes on, and the next save is tried" in out
+    assert "Training continues, and the next save is tried" in out
     assert "the checkpoint of step 22 could not be saved in" in err
     assert "No space left on device); the newest complete one is of step 1" in err
     assert lost in (folder / "run" / "logs" / "rank-0.log").read_text()

@@ -97,7 +97,7 @@ def folder(tmp_path_factory):
         ("n_heads x head_size", 2, [*TRAIN, "--dim", 33]),
         ("kv_heads is", 2, [*TRAIN, "--kv_heads", 2, "--n_heads", 1, "--head_size", 16]),
         ("max_context + 1", 2, [*TRAIN, "--phases", PHASE.format(8, 999)]),
-        ("divide by grad_accum", 2, [*TRAIN, "--phases", PHASE.format(7, 33), "--grad_accum", 2]),
+        ("a multiple of grad_accum", 2, [*TRAIN, "--phases", PHASE.format(7, 33), "--grad_accum", 2]),
         ("does not fit in", 2, [*TRAIN, "--phases", PHASE.format(800000, 33)]),
         ("vocab_size is", 2, [*TRAIN, "--vocab_size", 100]),
         ("holds a run already", 2, [*TRAIN[:-1], "old"]),
@@ -106,7 +106,7 @@ def folder(tmp_path_factory):
         ("there is no run", 2, ["logs", "nothing"]),
         ("--gpus-per-host", 2, ["launch", "local", "--nprocs", 3, "--gpus-per-host", 8, "--", "true"]),
         ("failed first: exit code", 1, ["launch", "local", "--", "python", "-c", "raise KeyError"]),
-        ("given up", 75, ["launch", "local", "--max-restarts", 1, "--", "bash", "-c", "kill -9 $$"]),
+        ("no restart is left", 75, ["launch", "local", "--max-restarts", 1, "--", "bash", "-c", "kill -9 $$"]),
         ("there is no option", 2, ["train", "--learning_rate", "1"]),
     ],
 )

@@ -47,16 +47,16 @@ def flip(path, at=-100):
     path.write_bytes(data)
 
 
-def test_a_whole_run(run, capsys):
+def test_a_complete_run(run, capsys):
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
     assert main(["verify", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(" (")[0] for line in lines] == [f"step {step}: whole" for step in (1, 2, 3)]
+    assert [line.partition(" (")[0] for line in lines] == [f"step {step}: complete" for step in (1, 2, 3)]
     assert main(["verify", f"{run}@2", "--deep"]) == 0
-    assert capsys.readouterr().out.startswith("step 2: whole (")
+    assert capsys.readouterr().out.startswith("step 2: complete (")
     assert main(["verify", str(run / "checkpoints"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["whole"], [part["name"] for part in report["parts"]]) == (True, ["step 1", "step 2", "step 3"])
+    assert (report["complete"], [part["name"] for part in report["parts"]]) == (True, ["step 1", "step 2", "step 3"])
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
@@ -75,9 +75,9 @@ def test_what_is_damaged_is_named(run, capsys):
     assert first.startswith("step 2: damaged (params/a[0:300,0:70] in state/ocdbt.process_0/d/")
     assert "does not agree with its digest, written by rank 0" in first
     assert second == "step 3: damaged (meta.json does not agree with its digest, written by rank 0)"
-    assert third.startswith("1.damaged: set aside (")
+    assert third.startswith("1.damaged: renamed (")
     assert main(["verify", f"{run}@2", "--json"]) == 1
-    assert not json.loads(capsys.readouterr().out)["whole"]
+    assert not json.loads(capsys.readouterr().out)["complete"]
 
 
 def test_what_was_written_wrong_is_found(run, capsys):
@@ -164,7 +164,7 @@ def test_a_file_of_weights(made, tmp_path, capsys):
 
 def test_shards(corpus, tmp_path, capsys):
     assert main(["verify", str(tmp_path / "corpus_*.rox")]) == 0
-    assert capsys.readouterr().out.endswith("tokens: whole\n")
+    assert capsys.readouterr().out.endswith("tokens: complete\n")
     shard = next(tmp_path.glob("corpus_*.rox"))
     flip(shard, at=shard.stat().st_size // 2)
     assert main(["verify", str(tmp_path)]) == 1
@@ -185,7 +185,7 @@ def test_train_ends_with_code_2_where_no_checkpoint_is_whole(corpus, tmp_path, c
         flip(data_of(tmp_path / "run", step))
     capsys.readouterr()
     assert main([*words, "--max_steps", "6", "--checkpoint_every", "2", "--resume"]) == 2
-    assert "no checkpoint in" in capsys.readouterr().err
+    assert "every checkpoint in" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["1", "2", "4"]
     assert main(["verify", str(tmp_path / "run")]) == 1
     assert capsys.readouterr().out.count(": damaged") == 3

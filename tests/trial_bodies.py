@@ -70,7 +70,7 @@ def mixed(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield _start()
     kind = ["nan", "error", "fail", "nothing", "inf"][task["trial"]] if task["trial"] < 5 else "good"
     if kind == "error":
-        raise ValueError("dim 17 does not divide by 4 heads")
+        raise ValueError("dim 17 is not a multiple of 4 heads")
     if kind == "fail":
         yield {"fail": {"kind": "oom", "reason": "RESOURCE_EXHAUSTED", "log": "logs/2.log"}}
     elif kind == "nan":

@@ -196,5 +196,5 @@ def verify_shards(path: str, workers: int | None = None) -> tuple[bool, list[str
         return False, [str(error)]
     with opened as dataset:
         damage = list(find_damage(dataset.shards, Progress(True), workers))
-        whole = f"{len(dataset.shards)} shards, {dataset.num_tokens:,} tokens: whole"
+        whole = f"{len(dataset.shards)} shards, {dataset.num_tokens:,} tokens: complete"
     return not damage, damage or [whole]

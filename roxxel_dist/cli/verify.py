@@ -72,7 +72,7 @@ def _report(verdicts: list[Any], args: VerifyArgs) -> int:
     damaged = any(verdict.state == "damaged" for verdict in verdicts)
     if args.json:
         parts = [dataclasses.asdict(verdict) for verdict in verdicts]
-        print(json.dumps({"path": args.path, "whole": not damaged, "parts": parts}, indent=2))
+        print(json.dumps({"path": args.path, "complete": not damaged, "parts": parts}, indent=2))
     return EXIT_FAILED if damaged else 0
 
 
@@ -103,7 +103,7 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
                 verdicts += _shown(verdict, args)
             shutil.rmtree(folder / str(step))
         for name in kept.damaged() if ref.step is None else ():
-            verdicts += _shown(checks.Verdict(name=name, state="set aside"), args)
+            verdicts += _shown(checks.Verdict(name=name, state="renamed"), args)
     return _report(verdicts, args)
 
 
@@ -122,13 +122,14 @@ def _verify_shards(args: VerifyArgs) -> int:
         raise UsageError("--deep is of checkpoints and exports: of shards every block is read anyway; leave it out")
     with usage_errors():
         try:
-            whole, lines = verify_shards(args.path)
+            complete, lines = verify_shards(args.path)
         except NoShardsError as error:
             raise ValueError(
                 f"PATH is {args.path}, which holds no checkpoints, weights or shards: name a run, an export or shards"
             ) from error
-    print(json.dumps({"path": args.path, "whole": whole, "lines": lines}, indent=2) if args.json else "\n".join(lines))
-    return 0 if whole else EXIT_FAILED
+    report = {"path": args.path, "complete": complete, "lines": lines}
+    print(json.dumps(report, indent=2) if args.json else "\n".join(lines))
+    return 0 if complete else EXIT_FAILED
 
 
 @contextmanager

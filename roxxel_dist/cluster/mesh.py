@@ -135,12 +135,14 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     """Every leaf cut along its first axis over the mesh's "data" and "fsdp" (see `row_axes`).
 
     Raises:
-        ValueError: the first axis does not divide by the devices.
+        ValueError: the first axis is not a multiple of the devices.
     """
     size = row_shards(mesh)
     for rows in (leaf.shape[0] for leaf in jax.tree.leaves(batch)):
         if rows % size:
-            raise ValueError(f"a batch of {rows} rows does not divide by {size} devices: use a multiple of {size}")
+            raise ValueError(
+                f"a batch has {rows} rows, which is not a multiple of the {size} devices: use a multiple of {size}"
+            )
     return jax.device_put(batch, NamedSharding(mesh, P(row_axes(mesh))))
 
 

@@ -179,7 +179,7 @@ class Roxxel:
         """All documents in order, as iterating gives them, but read into memory and not views of the mapped files.
 
         Raises:
-            ValueError: a file is cut short. The message names it.
+            ValueError: a file is truncated. The message names it.
         """
         for part in self._slices:
             yield from part.read_documents()

@@ -170,8 +170,8 @@ def _file(
 def _check_whole_elements(path: Path, size: int, dtype: np.dtype, what: str) -> None:
     if size % dtype.itemsize:
         raise ValueError(
-            f"{path}: {what} has {size} bytes, which is no multiple of the {dtype.itemsize} bytes of {dtype}: it was "
-            "cut short or has another dtype. Write it again, or give the right dtype"
+            f"{path}: {what} has {size} bytes, which is not a multiple of the {dtype.itemsize} bytes of {dtype}: it "
+            "was truncated or has another dtype. Write it again, or give the right dtype"
         )
 
 
@@ -188,7 +188,7 @@ def _open_old(path: Path) -> ForeignFile:
         raise ValueError(f"{path}: the footer is damaged (dtype {name!r}). Write the file again")
     if min(records, raw) < 0 or raw + 8 * records + OLD_FOOTER.size != len(mapped):
         raise ValueError(
-            f"{path}: the file has {len(mapped)} bytes, and its footer speaks of {raw} bytes of tokens and {records} "
+            f"{path}: the file has {len(mapped)} bytes, but its footer says {raw} bytes of tokens and {records} "
             "blocks; bytes are missing or were added. Write the file again"
         )
     _check_whole_elements(path, raw, dtype, "the tokens")
@@ -219,8 +219,8 @@ def _open_npy(path: Path) -> ForeignFile:
         )
     if offset + shape[0] * dtype.itemsize > len(mapped):
         raise ValueError(
-            f"{path}: the file has {len(mapped)} bytes where its header speaks of {shape[0]} elements of "
-            f"{dtype}: it was cut short. Write it again"
+            f"{path}: the file has {len(mapped)} bytes, but its header says {shape[0]} elements of "
+            f"{dtype}: it was truncated. Write it again"
         )
     if not shape[0]:
         raise ValueError(f"{path}: the array is empty. Take the file away")
@@ -235,7 +235,7 @@ def _open_bin(path: Path, dtype: np.dtype) -> ForeignFile:
         expected = LLMC_HEADER_BYTES + count * DEFAULT_DTYPE.itemsize
         if version != LLMC_VERSION or count < 1 or len(mapped) != expected:
             raise ValueError(
-                f"{path}: {len(mapped)} bytes, and its llm.c header speaks of version {version} and {count} tokens; it "
+                f"{path}: {len(mapped)} bytes, but its llm.c header says version {version} and {count} tokens; it "
                 f"has to be version {LLMC_VERSION}, at least 1 token and {expected} bytes. Write it again"
             )
         return _file("llm.c", {path: mapped}, DEFAULT_DTYPE, count, LLMC_HEADER_BYTES)
@@ -263,7 +263,7 @@ def _open_megatron(path: Path) -> ForeignFile:
     if len(table) not in (expected, expected + sequences) or not sequences or not indices:
         raise ValueError(
             f"{index}: {len(table)} bytes where {sequences} sequences and {indices} document indices take {expected}: "
-            "it was cut short or is damaged. Write the pair again"
+            "it was truncated or is damaged. Write the pair again"
         )
     dtype = np.dtype(INDEX_DTYPES[code])
     _check_whole_elements(path, len(mapped), dtype, "the file")
@@ -274,7 +274,7 @@ def _open_megatron(path: Path) -> ForeignFile:
     if int(pointers[0]) or last != len(mapped):
         raise ValueError(
             f"{path}: the file has {len(mapped)} bytes, and the sequences of {index.name} reach from byte "
-            f"{pointers[0]} to {last}: one of the two was cut short or belongs to another. Write the pair again"
+            f"{pointers[0]} to {last}: one of the two was truncated or belongs to another. Write the pair again"
         )
     if int(begins[0]) or int(begins[-1]) != sequences or indices < 2:
         raise ValueError(

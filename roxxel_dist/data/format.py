@@ -139,7 +139,7 @@ def parse_end(path: object, size: int, end: bytes | memoryview) -> Layout:
     if size < HEADER_BYTES + FOOTER.size:
         raise ValueError(
             f"{path}: {size} bytes are too few for a .rox file, which has at least {HEADER_BYTES + FOOTER.size}; "
-            f"it was cut short or is not a .rox file. {REPLACE}"
+            f"it was truncated or is not a .rox file. {REPLACE}"
         )
     footer = bytes(end[-FOOTER.size :])
     tokens, name, block_size, documents, ends, sums, meta, meta_length, ends_sum, sums_sum, signature, magic = (
@@ -149,8 +149,8 @@ def parse_end(path: object, size: int, end: bytes | memoryview) -> Layout:
         raise ValueError(f"{path}: a file of the older format ROXXEL02, which is not read here. {REPLACE}")
     if magic != MAGIC:
         raise ValueError(
-            f"{path}: not a whole .rox file: it does not end in ROXXEL03 (cut short, overwritten, or another kind of "
-            f"file). {REPLACE}"
+            f"{path}: not a complete .rox file: it does not end in ROXXEL03 (truncated, overwritten, or another "
+            f"kind of file). {REPLACE}"
         )
     dtype_name = name.rstrip(b"\0").decode("ascii", "replace")
     if dtype_name not in DTYPES:
@@ -164,7 +164,7 @@ def parse_end(path: object, size: int, end: bytes | memoryview) -> Layout:
     expected_size = expected_meta + meta_length + FOOTER.size
     if (ends, sums, meta, size) != (expected_ends, expected_sums, expected_meta, expected_size):
         raise ValueError(
-            f"{path}: the file has {size} bytes where its footer speaks of {expected_size}; "
+            f"{path}: the file has {size} bytes, but its footer says {expected_size}; "
             f"bytes are missing or were added. {REPLACE}"
         )
     at = meta - size  # counted from the end

@@ -1,6 +1,6 @@
 """Files as memory: all of a data set mapped back to back in one range of addresses, and windows copied from there.
 
-A file that is cut short while it is mapped leaves pages that cannot be read; touching one is the signal SIGBUS, which
+A file that is truncated while it is mapped leaves pages that cannot be read; touching one is the signal SIGBUS, which
 ends the process.
 """
 
@@ -104,17 +104,17 @@ def _map_memory(address: int | None, size: int, protection: int, flags: int, fd:
 def read_tokens(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
     """So many tokens of a file from a byte on: a fresh array [count], filled by read(2) and not from a map.
 
-    Of a mapped file that is cut short the rest of the last page is zeros.
+    Of a mapped file that is truncated the rest of the last page is zeros.
 
     Raises:
-        ValueError: the file was cut short. The message names it.
+        ValueError: the file was truncated. The message names it.
         OSError: the file cannot be opened.
     """
     tokens = np.fromfile(path, dtype, count, offset=offset)
     if len(tokens) < count:
         raise ValueError(
-            f"{path} was cut short while it was read: {os.stat(path).st_size} bytes are left. "
-            "Get it whole again and start again"
+            f"{path} was truncated while it was read: {os.stat(path).st_size} bytes are left. "
+            "Copy it or build it again, and start again"
         )
     return tokens
 

@@ -55,7 +55,7 @@ class ShardSlice:
     def read_documents(self) -> Iterator[np.ndarray]:
         """All documents, one after another, by read(2) and not from the mapped file: [tokens].
 
-        Raises ValueError where the file is cut short, and names it.
+        Raises ValueError where the file is truncated, and names it.
         """
         shard, dtype, ends = self.shard, self.shard.dtype, self.shard.document_ends
         if not isinstance(shard.path, Path):

@@ -18,7 +18,7 @@ def visible_gpus(gpus: int, procs: int, index: int, outer: str | None = None) ->
     """
     if gpus % procs:
         raise ValueError(
-            f"--gpus-per-host {gpus} does not divide by the {procs} processes of a host: use a number that "
+            f"--gpus-per-host {gpus} is not a multiple of the {procs} processes of a host: use a number that "
             f"divides {gpus}"
         )
     names = [name.strip() for name in outer.split(",") if name.strip()] if outer is not None else None

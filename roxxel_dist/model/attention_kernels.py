@@ -119,7 +119,7 @@ def broken_rule(
     if kernel == "xla":
         return None
     name, home = ("cuDNN", "gpu") if kernel == "cudnn" else ("splash attention", "tpu")
-    batch = "use a batch_size that divides by devices x grad_accum, or xla"
+    batch = "use a batch_size that is a multiple of devices x grad_accum, or xla"
     capability = _compute_capability(device)
     widest = 256 if capability >= (9, 0) else 128
     rules = [

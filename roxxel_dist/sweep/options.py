@@ -106,7 +106,7 @@ class SweepOptions:
             )
         if self.gpus_per_trial is not None and self.gpus_per_trial % self.procs_per_trial:
             raise ValueError(
-                f"--gpus_per_trial {self.gpus_per_trial} does not divide by --procs_per_host x --hosts_per_trial, "
+                f"--gpus_per_trial {self.gpus_per_trial} is not a multiple of --procs_per_host x --hosts_per_trial, "
                 f"{self.procs_per_trial}: use a multiple"
             )
         if self.max_time_s is not None and not 0 < self.max_time_s < float("inf"):
@@ -151,7 +151,7 @@ class SweepOptions:
         if self.gpus_per_trial is not None or (amount and self.procs_per_trial > 1):
             if amount % self.procs_per_trial:
                 raise ValueError(
-                    f"resources.GPU: {amount:g} does not divide by the {self.procs_per_trial} processes of a trial "
+                    f"resources.GPU: {amount:g} is not a multiple of the {self.procs_per_trial} processes of a trial "
                     "(--hosts_per_trial x --procs_per_host): use a multiple"
                 )
             gpus = int(amount) // self.hosts_per_trial  # else one process has what Ray gives it, a part of a GPU too

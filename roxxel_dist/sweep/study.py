@@ -131,7 +131,7 @@ class StudyDir:
             )
         if requested and requested != known:
             raise ValueError(
-                f"{self.place} was begun with the W&B sweep {known}, not with {requested}: name another --study"
+                f"{self.place} was started with the W&B sweep {known}, not with {requested}: name another --study"
             )
         return known
 
@@ -167,11 +167,11 @@ class StudyDir:
             ]
             if changes:
                 raise ValueError(
-                    f"{self.place} was begun with other settings ({', '.join(changes)}): name another --study"
+                    f"{self.place} was started with other settings ({', '.join(changes)}): name another --study"
                 )
         known = self.metadata(DATA_PATH)
         if data_path is not None and known is not None and absolute(data_path) != absolute(known):
-            raise ValueError(f"--data_path {data_path}: {self.place} was begun with {known}; name another --study")
+            raise ValueError(f"--data_path {data_path}: {self.place} was started with {known}; name another --study")
         return self.sweep(), known
 
     def _holds_other_files(self) -> bool:
@@ -189,8 +189,8 @@ class StudyDir:
         key = next(key for key in {**before, **now} if before.get(key, ...) != now.get(key, ...))
         values = [str(values.get(key, "nothing")) for values in (before, now)]
         raise ValueError(
-            f"{flag} {file} is not what {self.place} was begun with ({key} is {values[1]}, and {values[0]} in "
-            f"{own.name}): name another --study, or leave {flag} out"
+            f"{flag} {file} differs from the file that {self.place} started with ({key} is {values[1]}, and "
+            f"{values[0]} in {own.name}): name another --study, or leave {flag} out"
         )
 
     def create(self, sweep_config: str, extras: str | None, config: Any, metadata: Mapping[str, str | None]) -> None:

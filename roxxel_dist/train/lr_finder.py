@@ -34,7 +34,7 @@ AT_THE_PEAK: Mapping[str, float] = {"warmup_steps": 0.0, "total_steps": float(LO
 def sweep_stream(curriculum: Curriculum, num_steps: int, seed: int, mesh: Mesh, grad_accum: int = 1) -> Stream:
     """What a sweep reads: the data to train on, in the shape of the first phase, for so many steps.
 
-    Raises ValueError for a batch that does not divide by `grad_accum`, or a phase that does not fit the data.
+    Raises ValueError for a batch that is not a multiple of `grad_accum`, or a phase that does not fit the data.
     """
     phase = replace(curriculum.phases[0], steps=num_steps)
     check_batches([phase.shape], grad_accum)

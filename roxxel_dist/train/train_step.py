@@ -178,7 +178,7 @@ def check_batches(shapes: Sequence[Shape], grad_accum: int) -> None:
     for i, shape in enumerate(shapes):
         if shape.batch_size % micro_batches(grad_accum, shape.batch_size):
             raise ValueError(
-                f"phase {i + 1}: batch_size is {shape.batch_size}, which does not divide by grad_accum "
+                f"phase {i + 1}: batch_size is {shape.batch_size}, which is not a multiple of grad_accum "
                 f"({grad_accum}): use a multiple of {grad_accum}"
             )
 

@@ -274,7 +274,7 @@ class Trainer:
                     self.logger.text(f"the checkpoint of step {self.step} has no running digest: a new one begins")
 
     def _set_aside(self, damage: DamagedCheckpoint) -> None:
-        """Take a damaged checkpoint of the run, not of another one, out of the way of the next older whole one."""
+        """Take a damaged checkpoint of the run, not of another one, out of the way of the next older complete one."""
         if damage.folder != self.store.folder:
             raise damage
         self.logger.text(self.store.set_aside(damage))

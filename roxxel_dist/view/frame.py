@@ -233,7 +233,7 @@ def _checkpoints(run: RunState) -> list[Text]:
         text += ", with digests" if newest.digests else ", without digests"
         lines.append(Text(text + (f"; before it {', '.join(others)}" if others else "")))
     if damaged := [checkpoint.name for checkpoint in run.checkpoints if checkpoint.set_aside]:
-        lines.append(Text(f"damaged  {', '.join(damaged)}: set aside, the run went on from another one", "bold red"))
+        lines.append(Text(f"damaged  {', '.join(damaged)}: renamed, the run continued from another one", "bold red"))
     return lines
 
 

@@ -30,7 +30,7 @@ def test_batches_are_cut_and_states_copied():
     state = replicate(np.ones(3), mesh)
     assert state.sharding.spec == P()
     assert len(state.addressable_shards) == 8
-    with pytest.raises(ValueError, match="a batch of 12 rows does not divide by 8 devices"):
+    with pytest.raises(ValueError, match="a batch has 12 rows, which is not a multiple of the 8 devices"):
         shard_batch(np.ones((12, 2)), mesh)
 
 

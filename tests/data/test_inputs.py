@@ -123,7 +123,7 @@ def test_a_source_that_is_cut_between_two_reads_is_an_error(tmp_path, monkeypatc
         return write_shards(*words, **options)
 
     monkeypatch.setattr("roxxel_dist.data.build.build.write_shards", cut_and_write)
-    with pytest.raises(ValueError, match=rf"{name}( changed while| was cut short while|, line \d+: not JSON)"):
+    with pytest.raises(ValueError, match=rf"{name}( changed while| was truncated while|, line \d+: not JSON)"):
         built(path, tmp_path / "out")
     assert os.listdir(tmp_path) == [name]
 

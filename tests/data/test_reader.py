@@ -108,7 +108,7 @@ def test_an_empty_file_and_a_missing_one(tmp_path):
     assert map_files([]) == []
 
 
-# -- files that are cut short while they are mapped: real SIGBUS, so in a process of its own
+# -- files that are truncated while they are mapped: real SIGBUS, so in a process of its own
 
 
 def run(code, folder):
@@ -154,7 +154,7 @@ def test_a_source_that_is_cut_short_is_no_zeros_in_a_new_data_set(three, tmp_pat
         last = source.shards[2]
         os.truncate(last.path, left)
         with pytest.raises(
-            ValueError, match=rf"{last.path.name} was cut short while it was read: {left} bytes are left"
+            ValueError, match=rf"{last.path.name} was truncated while it was read: {left} bytes are left"
         ):
             Roxxel(tmp_path / "copy" / "a_*.rox").write(source)
         assert not (tmp_path / "copy").exists()

@@ -138,7 +138,7 @@ def test_bytes_missing_from_the_middle_are_noticed_on_opening(tmp_path):
     ordinary(path)
     data = path.read_bytes()
     path.write_bytes(data[:4200] + data[4216:])
-    with pytest.raises(ValueError, match=r"a\.rox: the file has .* bytes where its footer speaks of"):
+    with pytest.raises(ValueError, match=r"a\.rox: the file has .* bytes, but its footer says"):
         Shard.open(path)
 
 
@@ -193,7 +193,7 @@ def test_other_kinds_of_files_are_refused_by_name(tmp_path):
     path = tmp_path / "a.rox"
     np.save(path.with_suffix(".npy"), np.arange(5000, dtype=np.uint16))
     path.with_suffix(".npy").rename(path)
-    with pytest.raises(ValueError, match=r"a\.rox: not a whole \.rox file"):
+    with pytest.raises(ValueError, match=r"a\.rox: not a complete \.rox file"):
         Shard.open(path)
     path.write_bytes(bytes(5000) + struct.pack("<qq8s8s", 1, 10, b"uint16", b"ROXXEL02"))
     with pytest.raises(ValueError, match=r"a\.rox: a file of the older format ROXXEL02"):

@@ -53,7 +53,7 @@ def test_the_command(folder, capsys):
     assert "block 2" in lines[0]
     assert "verify: 100 %" in said.err
     assert main(["data", "verify", str(folder / "shard_00000.rox")]) == 0
-    assert capsys.readouterr().out == "1 shards, 10,010 tokens: whole\n"
+    assert capsys.readouterr().out == "1 shards, 10,010 tokens: complete\n"
     (folder / "shard_00000.rox").write_bytes(b"short")
     assert main(["data", "verify", str(folder)]) == 1
     assert "shard_00000.rox" in capsys.readouterr().out

@@ -263,7 +263,7 @@ def test_flags_win_over_variables() -> None:
         (["--first", "a b"], "--first 'a b' cannot be a host"),
         (["--attempt", "-1"], "--attempt -1: must be 0"),
         (["--detach"], "--detach: a container ends with its first process"),
-        (["--gpus-per-host", "3", "--procs-per-host", "2"], "--gpus-per-host 3 does not divide"),
+        (["--gpus-per-host", "3", "--procs-per-host", "2"], "--gpus-per-host 3 is not a multiple"),
     ],
 )
 def test_slips_are_named(words: list[str], said: str, cli: Callable[..., Any], tmp_path: Path) -> None:

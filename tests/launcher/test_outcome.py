@@ -93,5 +93,5 @@ def test_what_is_told_of_connections_is_nobodys_last_word() -> None:
 
 
 def test_what_sigbus_means_is_said():
-    assert how(-7) == "signal SIGBUS (a mapped file, such as a shard of the data, was cut short, or its disk failed)"
+    assert how(-7) == "signal SIGBUS (a mapped file, such as a shard of the data, was truncated, or its disk failed)"
     assert how(-9) == "signal SIGKILL"

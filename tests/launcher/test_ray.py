@@ -248,7 +248,7 @@ def test_as_a_job_of_ray(tmp_path: Path) -> None:
         (["--procs-per-host", "0"], "--procs-per-host 0: must be at least 1"),
         (["--cpus-per-host", "0"], "--cpus-per-host 0"),
         (["--place-timeout", "0"], "--place-timeout 0: must be seconds"),
-        (["--gpus-per-host", "3", "--procs-per-host", "2"], "--gpus-per-host 3 does not divide"),
+        (["--gpus-per-host", "3", "--procs-per-host", "2"], "--gpus-per-host 3 is not a multiple"),
     ],
 )
 def test_slips_are_told_before_anything_is_asked(options: list[str], said: str, ask: Ask, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_short_silence_is_survived_and_a_long_one_ends_the_ranks(tmp_path: Pat
         nodes.hosts.drop("h2")
         _, err = job.communicate(timeout=60)
         assert job.returncode == 137
-        assert b"host 10.77.0.2 has said nothing for 10 s" in err
+        assert b"host 10.77.0.2 has sent nothing for 10 s" in err
         # The actor itself lives as long as Ray on that node, which waits for its head.
         until(lambda: not any("RayNode" not in line for line in nodes.ours().get("h2", [])), "the ranks to be gone")
 

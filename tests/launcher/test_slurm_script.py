@@ -103,7 +103,7 @@ def test_options_that_cannot_be(words: list[str], said: str, launch: Launch) -> 
         (["--runtime", "pyxis"], "--container"),
         (["--container", "a.sif"], "--runtime"),
         (["--mount", "/data"], "--container"),
-        (["--gpus-per-host", "3", "--procs-per-host", "2"], "does not divide"),
+        (["--gpus-per-host", "3", "--procs-per-host", "2"], "is not a multiple"),
         (["--grace", "-1"], "--grace"),
         (["--run-id", "a/b"], "--run-id"),
         (["--directory", "/a\\b"], "backslash"),

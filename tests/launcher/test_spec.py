@@ -81,7 +81,7 @@ def test_every_gpu_goes_to_one_process(gpus: int, procs: int, outer: str | None,
 
 
 def test_gpus_that_do_not_divide_or_are_not_there() -> None:
-    with pytest.raises(ValueError, match=r"--gpus-per-host 4 does not divide by the 3 processes.*divides 4"):
+    with pytest.raises(ValueError, match=r"--gpus-per-host 4 is not a multiple of the 3 processes.*divides 4"):
         visible_gpus(4, 3, 0)
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=7 allows 1: use --gpus-per-host 1"):
         visible_gpus(2, 1, 0, "7")

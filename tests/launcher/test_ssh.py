@@ -182,7 +182,7 @@ def test_a_host_that_is_not_heard_ends_its_ranks_by_itself(how: str, ssh: Callab
         assert launch.returncode == -9
     else:
         assert launch.returncode == 137
-        assert b"host h2 has said nothing for 10 s" in err
+        assert b"host h2 has sent nothing for 10 s" in err
 
 
 @pytest.mark.cluster
@@ -229,7 +229,7 @@ def test_a_lost_host_comes_back_or_the_job_goes_on_without(ssh: Callable[[int], 
     out, err = launch.communicate(timeout=60)
     assert launch.returncode == 0, err
     assert b"attempt 2 of 2\n" in out
-    assert b"host h3 has said nothing for 10 s" in err
+    assert b"host h3 has sent nothing for 10 s" in err
     assert b"going on without h3: 2 of 3 devices" in err
     until(lambda: not three.left(), "everything to be gone")
 

@@ -428,7 +428,7 @@ def test_an_agent_that_says_nothing_is_taken_for_gone(launch: Launch, alive: Ali
     os.kill(agent.pid, signal.SIGSTOP)
     code, _, err = job.wait()
     assert code == 137
-    assert "host right has said nothing for 4 s" in err
+    assert "host right has sent nothing for 4 s" in err
     until(lambda: not any(map(alive, family)), "all processes to be gone")
 
 

@@ -1,7 +1,7 @@
 """Run by every rank: trains FOLDER/run, and then, again and again, a copy of it whose newest checkpoints are damaged.
 
 Words: FOLDER, how many copies of each kind of damage, and the kinds. Rank 0 writes FOLDER/results.json: one text for
-each copy, empty where it went on from the newest whole checkpoint and became what the undisturbed run is.
+each copy, empty where it went on from the newest complete checkpoint and became what the undisturbed run is.
 """
 
 import json

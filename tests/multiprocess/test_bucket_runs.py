@@ -129,7 +129,7 @@ def test_a_run_killed_in_an_upload_goes_on_from_the_bucket_alone(work, server, l
     result = run("eval", store.url, cwd=work, **server.environ)
     assert "val_loss is the same as in the log, to the last bit" in result.stdout, result.stderr
     for reads, shown in (
-        (["verify", store.url, "--deep"], "step 12: whole"),
+        (["verify", store.url, "--deep"], "step 12: complete"),
         (["top", "--once", store.url], "step 12 of 22"),
         (["batch", store.url, "--step", 12], "step 12 of"),
         (["report", store.url, "--out", tmp_path / "pictures"], "train_loss"),

@@ -1,4 +1,4 @@
-"""Damaged checkpoints on two processes: both take the next older whole one together."""
+"""Damaged checkpoints on two processes: both take the next older complete one together."""
 
 import json
 import os

@@ -112,7 +112,7 @@ def test_one_hash(desk, variant):
     ("more", "words"),
     [
         ({"virtual_shards": 6}, "virtual_shards is 6: it must be a power of two"),
-        ({"virtual_shards": 32}, "phase 1: batch_size is 16, which does not divide by virtual_shards (32)"),
+        ({"virtual_shards": 32}, "phase 1: batch_size is 16, which is not a multiple of virtual_shards (32)"),
         ({"fsdp": True}, "virtual_shards is 8 and fsdp is true"),
         ({"tensor_devices": 2}, "without tensor_devices and fsdp, or set virtual_shards to 0"),
         ({"virtual_shards": 2}, "virtual_shards is 2, which 4 device(s) do not divide"),

@@ -76,7 +76,7 @@ def test_failures_of_every_kind_are_kept(study):
     log = str(study.path / "logs" / "1.log")
     assert failed == {
         0: ("nan", "val_loss was nan at step 2", None),
-        1: ("error", "ValueError: dim 17 does not divide by 4 heads", log),
+        1: ("error", "ValueError: dim 17 is not a multiple of 4 heads", log),
         2: ("oom", "RESOURCE_EXHAUSTED", "logs/2.log"),
         3: ("error", "its body ended without a result", None),
         4: ("nan", "val_loss was inf", None),

@@ -34,8 +34,8 @@ def test_the_task_of_a_trial_of_several_hosts_takes_nothing_and_its_launcher_all
     ("rules", "given", "said"),
     [
         ({"rack7": 1, "CPU": 1}, {"hosts_per_trial": 2}, "resources: rack7: a trial of --hosts_per_trial 2"),
-        ({"GPU": 3}, {"hosts_per_trial": 2}, r"resources\.GPU: 3 does not divide by the 2 processes"),
-        ({"GPU": 0.5}, {"procs_per_host": 2}, r"resources\.GPU: 0\.5 does not divide by the 2 processes"),
+        ({"GPU": 3}, {"hosts_per_trial": 2}, r"resources\.GPU: 3 is not a multiple of the 2 processes"),
+        ({"GPU": 0.5}, {"procs_per_host": 2}, r"resources\.GPU: 0\.5 is not a multiple of the 2 processes"),
     ],
 )
 def test_what_cannot_be_dealt_is_refused(rules, given, said):

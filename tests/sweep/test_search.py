@@ -18,7 +18,7 @@ def test_a_small_space_is_used_up_and_says_so(method: str) -> None:
     found = engine(parameters, method)
     rows = searched(found, 6, lambda params: params["a"] * 1.0)
     assert len({named(params) for params, _ in rows}) == 6
-    with pytest.raises(SpaceExhausted, match=re.escape("the space is used up: all 6 configurations were run")):
+    with pytest.raises(SpaceExhausted, match=re.escape("nothing is left to search: all 6 configurations were run")):
         found.ask()
 
 
@@ -64,12 +64,12 @@ def test_spaces_that_nothing_is_left_of() -> None:
     steps = engine({"a": {"distribution": "q_uniform", "min": 0, "max": 3, "q": 1}}, "random")
     for _ in range(4):
         steps.ask()
-    with pytest.raises(SpaceExhausted, match="the space is used up: all 4 configurations were run"):
+    with pytest.raises(SpaceExhausted, match="nothing is left to search: all 4 configurations were run"):
         steps.ask()
     rare = engine({"a": {"distribution": "q_normal", "mu": 0, "sigma": 0.01, "q": 1}}, "random")
     rare.ask()
     with pytest.raises(
-        SpaceExhausted, match="looks used up: 1 configurations were run, and random tries found no other"
+        SpaceExhausted, match="nothing seems left to search: 1 configurations were run, and random tries found no other"
     ):
         rare.ask()
     only = engine({"a": {"value": 1}})

@@ -32,7 +32,7 @@ def begun(tmp_path):
 def test_a_study_keeps_who_searches(begun):
     study = begun("e/p/a")
     assert [study.wandb_sweep_id(asked) for asked in (None, "", "e/p/a")] == ["e/p/a"] * 3
-    with pytest.raises(ValueError, match=r"begun with the W&B sweep e/p/a, not with e/p/b: name another --study"):
+    with pytest.raises(ValueError, match=r"started with the W&B sweep e/p/a, not with e/p/b: name another --study"):
         study.wandb_sweep_id("e/p/b")
 
 
@@ -40,7 +40,7 @@ def test_a_study_searched_here_is_led_by_nobody(begun):
     study = begun(None)
     assert study.wandb_sweep_id(None) is None
     for asked in ("", "e/p/b"):
-        with pytest.raises(ValueError, match="begun with a search of its own"):
+        with pytest.raises(ValueError, match="started with a search of its own"):
             study.wandb_sweep_id(asked)
 
 

@@ -213,7 +213,7 @@ def test_what_can_never_run_is_told_by_a_dry_run(desk, sweep):
         (["--workers", "0"], "--workers 0: must be at least 1"),
         (["--count", "0"], "--count 0: must be at least 1"),
         (["--hosts_per_trial", "2"], "this machine is one host: name a cluster with --ray_address"),
-        (["--gpus_per_trial", "3", "--procs_per_host", "2"], "does not divide by --procs_per_host"),
+        (["--gpus_per_trial", "3", "--procs_per_host", "2"], "is not a multiple of --procs_per_host"),
         (["--max_trial_time", "soon"], "--max_trial_time soon: write seconds"),
         (["--method", "guess"], "guess"),
         (["--lr", "-1"], "lr"),
@@ -279,9 +279,9 @@ def test_a_study_is_of_one_sweep_and_one_base(desk, sweep, monkeypatch):
     monkeypatch.setattr(sweep_run, "search", lambda run, write: 0)  # it is begun, and no trial is run
     assert sweep("--count", 1, "--wandb", "off")[0] == 0
     for more, said in (
-        (["--seed", "7"], "begun with other settings (seed 42 -> 7)"),
-        (["--wandb", "offline"], "begun with other settings (wandb off -> offline)"),
-        (["--data_path", "base.yaml"], "was begun with"),
+        (["--seed", "7"], "started with other settings (seed 42 -> 7)"),
+        (["--wandb", "offline"], "started with other settings (wandb off -> offline)"),
+        (["--data_path", "base.yaml"], "was started with"),
         (["--wandb", "online"], "chooses its own trials, so a W&B server (--wandb online) cannot choose them"),
     ):
         code, _, err = sweep("--count", 1, *more)
@@ -290,4 +290,4 @@ def test_a_study_is_of_one_sweep_and_one_base(desk, sweep, monkeypatch):
     write_sweep(desk, {**SWEEP, "parameters": {"dim": {"values": [16, 64]}}}, "small.yaml")
     code, _, err = sweep("--count", 1, "--wandb", "off")
     assert code == 2
-    assert "is not what studies/small was begun with (parameters.dim.values is [16, 64], and [16, 32] in study" in err
+    assert "differs from the file that studies/small started with (parameters.dim.values is [16, 64], and [" in err

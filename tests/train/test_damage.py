@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged: none is used, the next older whole one is, and the run is what it would have been."""
+"""Checkpoints that are damaged: the next older complete one is used, and the run is what it would have been."""
 
 import re
 import shutil
@@ -55,12 +55,12 @@ def test_none_whole_is_an_error_and_never_a_new_run(corpus, finished_run, tmp_pa
     for step in saved(run):
         damage(run / "checkpoints", step, "flip", step)
     before = sorted(path.name for path in (run / "checkpoints").iterdir())
-    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole \(step 13: .*; step 12: .*step 1: "):
+    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged \(step 13: .*; step 12: .*step 1: "):
         make(corpus, run, max_to_keep=None)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
     for step in saved(run):
         (run / "checkpoints" / str(step)).rename(run / "checkpoints" / f"{step}.damaged")
-    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole \(.*13.damaged"):
+    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged \(.*13.damaged"):
         make(corpus, run, max_to_keep=None)
     assert losses(run) == losses(finished_run)
 
@@ -145,7 +145,7 @@ def test_another_process_damages_it_while_it_is_read(tmp_path):
 
 def test_a_reader_of_another_run_renames_nothing(corpus, finished_run, tmp_path):
     run, step = copy_damaged(finished_run, tmp_path / "other", "flip", 3, newest=2)
-    hint = rf"step {LAST} in .* is damaged: .*; the next older whole one is of step {step}: name that"
+    hint = rf"step {LAST} in .* is damaged: .*; the next older complete one is of step {step}: name that"
     reader = CheckpointStore(run / "checkpoints", read_only=True)
     with pytest.raises(DamagedCheckpoint, match=hint):
         reader.check(LAST)

@@ -87,5 +87,5 @@ def test_the_ways_to_train_are_the_ways_to_sweep(corpus, options):
 
 
 def test_a_batch_that_does_not_divide(corpus):
-    with pytest.raises(ValueError, match="batch_size is 8, which does not divide by grad_accum"):
+    with pytest.raises(ValueError, match="batch_size is 8, which is not a multiple of grad_accum"):
         sweep_stream(Curriculum(corpus, PHASES), 10, 0, make_mesh(1), 3)

@@ -93,7 +93,7 @@ def test_another_corpus_or_curriculum_is_refused(corpus, tmp_path):
 
 
 def test_a_batch_that_accumulation_does_not_divide(corpus, tmp_path):
-    with pytest.raises(ValueError, match=r"phase 1: batch_size is 8, which does not divide by grad_accum \(3\)"):
+    with pytest.raises(ValueError, match=r"phase 1: batch_size is 8, which is not a multiple of grad_accum \(3\)"):
         make(corpus, tmp_path, grad_accum_steps=3)
 
 
@@ -139,7 +139,7 @@ def test_the_model_and_the_optimizer_that_it_was_given_are_the_trained_ones(corp
 def test_a_batch_smaller_than_the_devices_is_told(corpus, tmp_path):
     train(corpus, tmp_path, [Phase(2, 1, 33)])
     text = (tmp_path / "logs" / "rank-0.log").read_text()
-    assert "1 rows x 33 tokens a step, laid out as P() because its rows do not divide" in text
+    assert "1 rows x 33 tokens a step, laid out as P() because its rows are not a multiple" in text
 
 
 def test_blends_train(corpus, tmp_path):

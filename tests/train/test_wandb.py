@@ -138,14 +138,14 @@ def test_without_the_package_one_line_says_so(tmp_path, monkeypatch, capsys):
         for step in (1, 2):
             log.row({"step": step, "train_loss": 1.0})
     assert capsys.readouterr().err == (
-        "no W&B from here on: the package wandb is missing: pip install 'roxxel-dist[wandb]'. Training goes on, the "
+        "W&B is off now: the package wandb is missing: pip install 'roxxel-dist[wandb]'. Training continues, and the "
         "rows are in metrics.jsonl\n"
     )
 
 
 def test_without_a_login_one_line_says_so(tmp_path):
     out, _ = train(tmp_path, environment(), "online", 0, 60)
-    assert out.count("no W&B from here on: No API key configured.") == 1
+    assert out.count("W&B is off now: No API key configured.") == 1
     assert wrote(tmp_path) == list(range(1, 61))
 
 
@@ -179,7 +179,7 @@ def test_a_server_that_is_not_there_costs_a_line_and_the_next_start_goes_on(tmp_
     server.close()
     impatient = environment(server, WANDB_INIT_TIMEOUT="3")
     out, _ = train(tmp_path, impatient, "online", 0, 40)
-    assert out.count("no W&B from here on: ") == 1
+    assert out.count("W&B is off now: ") == 1
     assert float((tmp_path / "waited").read_text()) > 1, "who waits for it is the end, not training"
     with WandbServer(port) as server:
         train(tmp_path, environment(server), "online", 40, 60)

@@ -131,7 +131,7 @@ def test_a_run_and_what_comes_to_it(browser, place, tmp_path):
         browser.wait(lambda: "phase 2 of 2" in browser.text(), "the second phase")
         assert "damaged" not in browser.text()
         (run / "checkpoints" / "10").rename(run / "checkpoints" / "10.damaged")
-        browser.wait(lambda: "damaged, set aside" in browser.text(), "the damaged checkpoint")
+        browser.wait(lambda: "damaged, renamed" in browser.text(), "the damaged checkpoint")
         (run / "new").write_bytes(b"".join(log[:3]))  # a restart goes back
         (run / "new").rename(run / "metrics.jsonl")
         browser.wait(lambda: "Step 3 of 10" in browser.text(), "the run that went back")

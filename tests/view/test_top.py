@@ -81,7 +81,7 @@ def test_a_phase_and_a_damaged_checkpoint_are_seen_by_the_same_reader(run):
     assert "phase 2 of 2" in text(reader.read(), 80, 24)
     (run / "checkpoints" / "10").rename(run / "checkpoints" / "10.damaged")
     seen = text(reader.read(), 80, 24)
-    assert "damaged  10.damaged: set aside" in seen
+    assert "damaged  10.damaged: renamed" in seen
     assert "saved  step 8 on disk" in seen
 
 

@@ -244,8 +244,8 @@ class Fetcher:
             except (StorePreconditionError, StoreNotFoundError) as error:
                 what = "is gone from" if isinstance(error, StoreNotFoundError) else "was replaced in"
                 raise DamagedData(
-                    f"{shard.path} {what} the bucket since its data set was opened, or its index written: put it back, "
-                    f"or write the index again (`roxxel-dist data index`) and start again"
+                    f"{shard.path} {what} the bucket after its data set was opened or its index was written: put it "
+                    f"back, or write the index again (`roxxel-dist data index`) and start again"
                 ) from error
             if expected is None:
                 sums = first >= shard.cells.first_sum

@@ -53,7 +53,7 @@ def verify_objects(url: str, progress: Progress, config: RemoteConfig | None = N
                 lines.append(str(error))
     lines += _compare_index(store, entries)
     tokens = sum(layout.metadata.tokens for layout in layouts.values())
-    return lines, f"{len(entries)} shards, {tokens:,} tokens: whole"
+    return lines, f"{len(entries)} shards, {tokens:,} tokens: complete"
 
 
 def _verify(store: ObjectStore, entry: ShardEntry, layout: Layout, where: ObjectUrl) -> Iterator[int]:

@@ -63,7 +63,7 @@ def how(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     if code == -signal.SIGBUS:
-        return "signal SIGBUS (a mapped file, such as a shard of the data, was cut short, or its disk failed)"
+        return "signal SIGBUS (a mapped file, such as a shard of the data, was truncated, or its disk failed)"
     try:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:

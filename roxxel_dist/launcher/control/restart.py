@@ -110,17 +110,20 @@ def next_action(attempts: Sequence[AttemptSummary], max_restarts: int) -> Decisi
     failures = [attempt for attempt in attempts if attempt.cause is Cause.INFRASTRUCTURE]
     by_rank = last.rank is not None  # not by a host or an agent that was lost: such things happen at any time
     if last.counts and by_rank and max(attempt.reached for attempt in attempts) < 1:
-        why = "not started again: no rank has come to step 1, and would not the next time"
+        why = "not started again: no rank reached step 1, so a restart would not help"
         return Decision(again=False, code=last.code, why=why)
     if (
         last.counts
         and by_rank
         and (last.rank, last.step) in [(failure.rank, failure.step) for failure in failures[:-1]]
     ):
-        why = f"not started again: rank {last.rank} has failed in step {last.step} before, so it would again"
+        why = (
+            f"not started again: rank {last.rank} failed in step {last.step} in an earlier attempt too, so a restart "
+            "would not help"
+        )
         return Decision(again=False, code=last.code, why=why)
     if len(failures) > max_restarts:
-        why = f"given up: {max_restarts} restart{'s' * (max_restarts > 1)} (--max-restarts) made and used up"
+        why = f"no restart is left: --max-restarts is {max_restarts}"
         return Decision(again=False, code=EXIT_GIVEN_UP, why=why)
     wait = _backoff(_idle(attempts))
     return Decision(again=True, wait=wait, why=f"restart {len(failures)} of {max_restarts} {_when(wait)}")

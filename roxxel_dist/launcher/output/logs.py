@@ -92,7 +92,7 @@ class Logs:
             self._close(rank)
             if not self._broken:
                 self._broken = True
-                self._say(f"cannot write {self.path(rank)} ({error.strerror}): lines are missing there from here on")
+                self._say(f"cannot write {self.path(rank)} ({error.strerror}): lines are missing there from now on")
 
     def close(self) -> None:
         """Close the files."""

@@ -65,7 +65,7 @@ def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str]) -> Assign
     note = f"going on without {missing}: {used * procs * share} of {len(working) * procs * devices} devices"
     idle = {host: procs * (devices - share * (host in present[:used])) for host in present}
     if names := [f"{host} ({count})" for host, count in idle.items() if count]:
-        note += f"; idle, because every phase's batch must divide by the devices: {', '.join(names)}"
+        note += f"; idle, because the batch of every phase must be a multiple of the devices: {', '.join(names)}"
     return Assignment(hosts=tuple(present[:used]), job=smaller, note=note)
 
 

@@ -298,7 +298,8 @@ class HostPool:
             if now - link.heard > limit:
                 link.process.kill()
                 text = (
-                    f"host {link.host} has said nothing for {limit:g} s (its link is cut, or it is overloaded or stuck)"
+                    f"host {link.host} has sent nothing for {limit:g} s (its network link is cut, or it is "
+                    "overloaded or stuck)"
                 )
                 yield link, self._lose(link, text, EXIT_LOST if link.ready else EXIT_PREFLIGHT, with_host=True)
             elif self._kill_by is not None and now > self._kill_by:

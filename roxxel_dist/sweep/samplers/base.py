@@ -181,9 +181,9 @@ class AskTell:
             return f"there is no configuration that can be run: {self._reason}"
         if size is not None and (size <= COUNTABLE or not self._fill):
             kept = f" that can be run, of {size} in all" if self._reason else ""
-            return f"the space is used up: all {count} configurations{kept} were run"
+            return f"nothing is left to search: all {count} configurations{kept} were run"
         why = f": {self._reason}" if self._reason else ""
-        return f"the space looks used up: {count} configurations were run, and random tries found no other{why}"
+        return f"nothing seems left to search: {count} configurations were run, and random tries found no other{why}"
 
 
 def config_key(params: Params) -> str:

@@ -71,7 +71,7 @@ class Checkpointer:
                 log.warning("%s", ended.problem)
 
     def restore(self) -> int:
-        """Load the newest whole checkpoint into the model and the optimizer, and return its step; 0 where none is kept.
+        """Load the newest complete checkpoint into model and optimizer, and return its step; 0 where none is kept.
 
         It may be one of a `Trainer`. One that is damaged is renamed to `<step>.damaged`, with a warning.
 

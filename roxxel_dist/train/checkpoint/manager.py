@@ -163,7 +163,7 @@ class CheckpointManager:
             check()
         while self._store.unreported and (ended := self._store.poll()) is not None:
             if ended.problem:
-                self._log(f"{ended.problem}. Training goes on, and the next save is tried")
+                self._log(f"{ended.problem}. Training continues, and the next save is tried")
                 self._requests.failed(ended.step, ended.problem)
             else:
                 self._requests.saved(ended.step)

@@ -112,7 +112,7 @@ class Schedule:
             return problem
         if problem:
             self._log_once(
-                f"the copy of step {self._last} in shared memory is dropped ({problem}); training goes on, and the "
+                f"the copy of step {self._last} in shared memory is dropped ({problem}); training continues, and the "
                 f"next one is tried",
                 about="dropped",
             )

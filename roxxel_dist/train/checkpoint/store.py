@@ -429,7 +429,7 @@ class CheckpointStore:
             lines.append(f"{wrong}; it is kept as {name}")
         self._read_last = None
         newest = self.latest_step()
-        return "\n".join([*lines, f"going on from step {newest}, the newest whole checkpoint"])
+        return "\n".join([*lines, f"going on from step {newest}, the newest complete checkpoint"])
 
     def check_not_all_damaged(self) -> None:
         """Raises ValueError where there are no checkpoints but damaged ones: a run never begins again beside them."""
@@ -440,8 +440,8 @@ class CheckpointStore:
 
     def _nothing_whole(self, damages: list[str]) -> str:
         return (
-            f"no checkpoint in {self.folder} is whole ({'; '.join(damages)}): put one back from a copy, or begin a new "
-            f"run in another folder"
+            f"every checkpoint in {self.folder} is damaged ({'; '.join(damages)}): put one back from a copy, or begin "
+            f"a new run in another folder"
         )
 
     def _check(self, step: int, like: Any, *, whole: bool) -> MetaFile | None:
@@ -513,9 +513,9 @@ class CheckpointStore:
             return "; there is no older one"
         try:
             self.check(older[-1])
-        except DamagedCheckpoint as another:  # whose own hint is of the next older whole one
+        except DamagedCheckpoint as another:  # whose own hint is of the next older complete one
             return str(another).removeprefix(f"the checkpoint of step {another.step} in {self.folder} is damaged: ")
-        return f"; the next older whole one is of step {older[-1]}: name that"
+        return f"; the next older complete one is of step {older[-1]}: name that"
 
     def _read(self, step: int) -> tuple[MetaFile, DigestTable | None]:
         """What a checkpoint says of itself, once all ranks have read the same."""

@@ -26,12 +26,12 @@ AT_ONCE = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether a checkpoint, or an export, is whole."""
+    """Whether a checkpoint, or an export, is complete."""
 
     name: str
     """Such as "step 300", or a file's name."""
-    state: Literal["whole", "unverified", "damaged", "set aside"]
-    """Unverified: it has no digests. Set aside: it was damaged, and a run has gone on from another one."""
+    state: Literal["complete", "unverified", "damaged", "renamed"]
+    """Unverified: it has no digests. Renamed: it was damaged, and a run has renamed it and gone on from another one."""
     problems: tuple[str, ...] = ()
     """What does not agree, and who wrote it."""
     files: int = 0
@@ -40,12 +40,12 @@ class Verdict:
 
     def __str__(self) -> str:
         size = f"{self.files:,} files, {self.bytes / 1e6:,.1f} MB"
-        why = {"unverified": f"{size}, no digests", "set aside": f"{size}, damaged"}.get(self.state, size)
+        why = {"unverified": f"{size}, no digests", "renamed": f"{size}, damaged"}.get(self.state, size)
         return f"{self.name}: {self.state} ({'; '.join(self.problems) or why})"
 
 
 def steps_of(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, whole or not."""
+    """The steps of the checkpoints in a folder, complete or not."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isdecimal())
 
@@ -66,14 +66,14 @@ def verify_checkpoints(folder: Path, steps: list[int], progress: Progress, *, de
                 if deep:
                     found = problems + _wrong_arrays(checkpoint, table, saved.shapes)
                     problems = list(dict.fromkeys(found))  # both say the same of some arrays
-            state = "damaged" if problems else "unverified" if table is None else "whole"
+            state = "damaged" if problems else "unverified" if table is None else "complete"
         yield _verdict(f"step {step}", state, problems, checkpoint)
 
 
 def set_aside(folder: Path) -> Iterator[Verdict]:
     """The checkpoints in a folder that were set aside."""
     for name in damaged_ones(folder):
-        yield _verdict(name, "set aside", [], folder / name)
+        yield _verdict(name, "renamed", [], folder / name)
 
 
 def size_of(paths: list[Path]) -> int:
@@ -141,7 +141,7 @@ def verify_export(path: Path, progress: Progress, *, deep: bool) -> Iterator[Ver
             problems = DigestTable.read(path / TABLE).check_files(path, progress=progress)
         except (OSError, ValueError, KeyError, TypeError) as error:
             problems = [str(error)]
-        yield _verdict(path.name, "damaged" if problems else "whole", problems, path)
+        yield _verdict(path.name, "damaged" if problems else "complete", problems, path)
     for weights in [] if has_table and not deep else _weights_in(path):
         state, problems = _check_msgpack(weights) if weights.suffix == ".msgpack" else _check_safetensors(weights)
         if not has_table:
@@ -156,7 +156,7 @@ def _check_msgpack(path: Path) -> tuple[str, list[str]]:
         return "damaged", [str(error)]
     if sealed is None:
         return "unverified", []
-    return ("whole", []) if sealed else ("damaged", [f"{path.name} does not agree with its digest"])
+    return ("complete", []) if sealed else ("damaged", [f"{path.name} does not agree with its digest"])
 
 
 def _check_safetensors(path: Path) -> tuple[str, list[str]]:
@@ -176,4 +176,4 @@ def _check_safetensors(path: Path) -> tuple[str, list[str]]:
                     problems.append(f"{name} does not agree with its digest")
     except (OSError, ValueError, SafetensorError) as error:
         return "damaged", [f"{path.name} cannot be read ({error})"]
-    return "damaged" if problems else "whole", problems
+    return "damaged" if problems else "complete", problems

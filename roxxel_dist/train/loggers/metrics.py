@@ -80,7 +80,8 @@ class MetricsLogger:
         """Log that a phase begins with this step, from 0."""
         rows, length = plan.shape(step)
         spec = fit_sharding(sharding, (rows, length)).spec
-        how = "" if spec == sharding.spec else f", laid out as {spec} because its rows do not divide by the devices"
+        why = "because its rows are not a multiple of the devices"
+        how = "" if spec == sharding.spec else f", laid out as {spec} {why}"
         if rows < grad_accum:
             how += f", in {rows} micro-batch(es) instead of {grad_accum} because it has no more rows"
         self._log.text(

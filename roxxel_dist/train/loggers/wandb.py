@@ -105,7 +105,7 @@ class WandbTracker:
         except Exception as error:  # whatever a client, a server or a network can do
             reason = " ".join(str(error).split()) or repr(error)
             raise TrackerError(
-                f"no W&B from here on: {reason}. Training goes on, the rows are in metrics.jsonl"
+                f"W&B is off now: {reason}. Training continues, and the rows are in metrics.jsonl"
             ) from error
         self._last = self._run.step - 1  # of what the server has
         self._summarize(read_rows(self._folder / "metrics.jsonl"))

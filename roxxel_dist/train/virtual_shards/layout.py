@@ -36,7 +36,7 @@ def check_virtual_shards(count: int, shapes: Sequence[Shape], grad_accum: int, m
         if shape.batch_size % (count * grad_accum):
             accumulated = f" x grad_accum ({grad_accum})" if grad_accum > 1 else ""
             raise ValueError(
-                f"phase {i + 1}: batch_size is {shape.batch_size}, which does not divide by virtual_shards ({count})"
+                f"phase {i + 1}: batch_size is {shape.batch_size}, which is not a multiple of virtual_shards ({count})"
                 f"{accumulated}: use a multiple of {count * grad_accum}"
             )
 

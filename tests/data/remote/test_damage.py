@@ -145,7 +145,7 @@ def test_damage_outside_the_tokens(server, folder, local, cache, part, index):
 
 def test_verify_reads_the_bucket_and_not_the_cache(server, folder, local, cache):
     url, shard = put(server, folder, "verified"), local.shards[1]
-    assert verify_objects(url, Progress(False)) == ([], f"6 shards, {local.num_tokens:,} tokens: whole")
+    assert verify_objects(url, Progress(False)) == ([], f"6 shards, {local.num_tokens:,} tokens: complete")
     opened(url, cache).verify()
     replace_object(url, shard.path.name, flipped(shard.path.read_bytes(), HEADER_BYTES + 3 * 4096))
     (line,), _ = verify_objects(url, Progress(False))
@@ -158,7 +158,7 @@ def test_a_data_set_that_is_replaced_while_it_is_open(server, folder, local, cac
     url, shard = put(server, folder, "replaced"), local.shards[0]
     remote = opened(url, cache)
     replace_object(url, shard.path.name, flipped(shard.path.read_bytes(), 9000), is_known=False)
-    with pytest.raises(DamagedData, match=r"shard_00000.rox was replaced in the bucket since .*data index`"):
+    with pytest.raises(DamagedData, match=r"shard_00000.rox was replaced in the bucket after .*data index`"):
         remote.read(np.array([0]), 99)
     ObjectStore.open(url).delete([shard.path.name])
     with pytest.raises(DamagedData, match=r"shard_00000.rox is gone from the bucket"):

@@ -166,8 +166,8 @@ class JobSetSpec:
             raise ValueError(f"--topology {topology!r}: write for instance 4x4 or 2x2x4")
         if chips_of(topology) % hosts:
             raise ValueError(
-                f"--topology {topology} has {chips_of(topology)} chips, which do not divide by --hosts {hosts}: give "
-                "the hosts of that slice"
+                f"--topology {topology} has {chips_of(topology)} chips, which is not a multiple of --hosts {hosts}: "
+                "give the hosts of that slice"
             )
         if self.options.procs_per_host != 1:
             raise ValueError(

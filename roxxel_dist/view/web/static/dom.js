@@ -82,7 +82,7 @@ const format = {
 };
 
 const LIVING = new Set(["training", "searching", "running", "starting", "restarting", "stopping"]);
-const BAD = new Set(["failed", "lost", "stopped rank", "damaged, set aside"]);
+const BAD = new Set(["failed", "lost", "stopped rank", "damaged, renamed"]);
 
 /** The state of something, with a dot: never by colour alone. */
 function badge(state) {

@@ -79,7 +79,7 @@ function timeCard({ kinds, spent, goodput }) {
 
 function checkpointsCard({ checkpoints, tier }) {
   if (!checkpoints.length) return null;
-  const verified = (one) => (one.set_aside ? badge("damaged, set aside") : one.digests ? "digests" : "no digests");
+  const verified = (one) => (one.set_aside ? badge("damaged, renamed") : one.digests ? "digests" : "no digests");
   const rows = [...checkpoints].reverse().slice(0, 12).map((one) => ({
     mark: one.set_aside ? "bad" : "",
     cells: [one.name, format.time(one.saved), tier, verified(one)],
