@@ -176,6 +176,8 @@ class BayesSampler:
         if len(known) < 2:  # too few to learn values from: failures count as bad ones
             known_at, values = np.r_[known_at, failed_at], [0.0] * len(known) + [1.0] * len(failed)
             failed_at = failed_at[:0]
+        if failure is not None and failure.weight < 0.5:  # accidents: nothing is learnt of them
+            failure, failed_at = None, failed_at[:0]
         blame = failure.blame if failure is not None and len(failed_at) else np.zeros(len(failed_at))
         processes = fit_values(known_at, *choose_scale(known_at, values), failed_at, blame, running_at, rng)
         return Acquisition(values=processes, failure=failure)
