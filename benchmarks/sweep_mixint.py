@@ -134,7 +134,8 @@ def compare(engines: Sequence[str], dim: int, args: Namespace) -> Iterator[Resul
             lost = sum(ours[key]["best"] > one["best"] for key, one in others.items())
             share = (won + (len(others) - won - lost) / 2) / len(others)
             target = min(TARGETS[name], HARDER) if args.workers > 1 or args.fail else TARGETS[name]
-            note = f"{won} won, {lost} lost of {len(others)}; {cost:.0f} ms CPU a suggestion of {name}"
+            which = f"instances {spelled(args.instances)}, functions {spelled(args.functions)}"
+            note = f"{won} won, {lost} lost of {len(others)}: {which}; {cost:.0f} ms CPU a suggestion of {name}"
             yield Result(what=f"{setting}: pairs won", against=name, measured=share, target=target, note=note)
             print(f"  {note}", file=sys.stderr, flush=True)
 
@@ -143,6 +144,13 @@ def numbers(text: str) -> list[int]:
     """'1-3,7' as 1, 2, 3, 7."""
     ends = [part.partition("-") for part in text.split(",")]
     return [number for low, _, high in ends for number in range(int(low), int(high or low) + 1)]
+
+
+def spelled(chosen: Sequence[int]) -> str:
+    """The numbers of a list, and 1, 2, 3 as '1 to 3'."""
+    if len(chosen) > 2 and list(chosen) == list(range(chosen[0], chosen[-1] + 1)):
+        return f"{chosen[0]} to {chosen[-1]}"
+    return ", ".join(map(str, chosen))
 
 
 def main() -> int:

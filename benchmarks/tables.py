@@ -132,11 +132,11 @@ TABLES = (
         name="sweep_mixint", part="sweep", title="Engines on bbob-mixint", words=("--instances", "5", "--all"),
         question="How many searches does `bayes` win against other engines on functions that nobody here has made, "
         "also with 4 trials at once and with a third of the trials failing at random?",
-        how="COCO's bbob-mixint: 24 functions of integers and real numbers, instance 5; nothing was developed on it. A "
-        "pair is one function in one dimension, with the same seed for both engines; a tie counts as half.",
+        how="COCO's bbob-mixint: 24 functions of integers and real numbers, in the instances that the line names. "
+        "Nothing was developed on instances 5 to 9. A pair is one function in one dimension and instance, with one "
+        "seed for both engines; a tie counts as half.",
         quick="TPE and random alone",
-        left_out="What has no line: more instances, searches of hundreds of trials, SMAC3, and for lack of time most "
-        "peers in 10 and 20 dimensions.",
+        left_out="What has no line: other instances, SMAC3, and for lack of time some peers in 10 and 20 dimensions.",
     ),
     Table(
         name="sweep_steps", part="sweep", title="Schedulers on recorded curves",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engines import engine, searched
 
-from roxxel_dist.sweep.samplers.acquisition import fit_failures, standardize, training_subset
+from roxxel_dist.sweep.samplers.acquisition import choose_scale, fit_failures, standardize, training_subset
 
 SQUARE = {"x": {"min": 0.0, "max": 1.0}, "y": {"min": 0.0, "max": 1.0}}
 NONE = np.empty((0, 2))
@@ -68,6 +68,22 @@ def test_values_are_standardized_and_the_worst_of_them_cut_off() -> None:
     assert values.max() < 2.5
     assert len(standardize([])) == 0
     assert (standardize([5.0, 5.0]) == 0).all()
+
+
+def test_logarithms_are_chosen_where_they_are_easier_to_predict() -> None:
+    """Of values that span orders of magnitude, and not of a plane; either way the order of values is kept."""
+    points = np.random.default_rng(4).random((40, 2))
+    plane = points @ [1.0, 2.0]
+    kept, _ = choose_scale(points, plane)
+    assert kept == pytest.approx(standardize(plane))
+    steep = np.exp(4 * plane)
+    logs, theta = choose_scale(points, steep)
+    assert logs != pytest.approx(standardize(steep), abs=0.1)
+    assert logs.std() == pytest.approx(1)
+    assert (np.argsort(logs) == np.argsort(steep)).all()
+    assert theta.shape == (2 + 3,)
+    assert (choose_scale(points, np.ones(40))[0] == 0).all()
+    assert np.isfinite(choose_scale(points, 1e300 * steep / steep.max())[0]).all()
 
 
 def test_a_subset_keeps_the_best_and_others_over_time() -> None:

@@ -19,6 +19,10 @@ ACCIDENTS = 3.0
 OUTLIER = 3.0
 """A value further behind the median than so many times the best one is ahead of it counts as that far: a diverged loss
 says no more than that, and would make all others look alike."""
+SOFTENING = 0.1
+"""Added to how far a value is behind the best one before its logarithm is taken: a share of how far the median is."""
+FEWEST = 4
+"""Values that tell whether their logarithms are easier to predict."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,7 @@ def fit_failures(features: np.ndarray, failed: np.ndarray, running: np.ndarray) 
 def fit_values(
     known: np.ndarray,
     values: np.ndarray,
+    theta: np.ndarray,
     failed: np.ndarray,
     blame: np.ndarray,
     running: np.ndarray,
@@ -90,20 +95,20 @@ def fit_values(
 
     Args:
         known: float64[n, width] of the trials that gave a value.
-        values: float64[n] of mean 0 and deviation 1.
+        values: float64[n] of mean 0 and deviation 1, from `choose_scale`.
+        theta: the hyperparameters that explain them best, from there too.
         failed: float64[k, width] of those that failed.
         blame: float64[k], from the `FailureModel`.
         running: float64[m, width] of those that run.
         rng: of the scales and the values that are drawn.
     """
-    subset = training_subset(values, FIT_TO)
-    sample = known[subset], values[subset]
-    thetas = [fit_hyperparameters(*sample)]
+    thetas = [theta]
     if (count := min(MEMBERS, MEMBERS_TIMES // len(values))) > 1:
-        thetas = sample_hyperparameters(*sample, thetas[0], count, rng)
+        subset = training_subset(values, FIT_TO)
+        thetas = sample_hyperparameters(known[subset], values[subset], theta, count, rng)
     processes = []
-    for theta in thetas:
-        process = condition(known, values, theta)
+    for drawn_theta in thetas:
+        process = condition(known, values, drawn_theta)
         best = process.best
         bad = rng.random(len(failed)) < blame
         if bad.any():
@@ -140,17 +145,61 @@ def _log_mean(scores: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
     return np.logaddexp.reduce(np.array(scores), axis=0) - np.log(len(scores))
 
 
-def standardize(values: Sequence[float]) -> np.ndarray:
+def choose_scale(features: np.ndarray, values: Sequence[float] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Values as they are, or the logarithms of how far they are behind the best: what a process predicts better.
+
+    It predicts each value given all others. Values that `standardize` cuts off do not count.
+
+    Args:
+        features: float64[n, width], n >= 1.
+        values: float64[n].
+
+    Returns:
+        Values of mean 0 and deviation 1, float64[n], and the hyperparameters that explain them best.
+    """
+    known, plain = _shrunk(values), standardize(values)
+    subset = training_subset(known, FIT_TO)
+    here = features[subset]
+    theta = fit_hyperparameters(here, plain[subset])
+    least, median = known.min(), np.median(known)
+    if len(known) < FEWEST or median == least:
+        return plain, theta
+    most = median + OUTLIER * (median - least)
+    behind = known - least + SOFTENING * (median - least)
+    logs = (np.log(behind) - np.log(behind).mean()) / np.log(behind).std()
+    log_theta = fit_hyperparameters(here, logs[subset])
+    uncut = known[subset] < most
+    density = _log_density(here, plain[subset], theta)[uncut] - np.log(np.minimum(known, most).std())
+    log_density = _log_density(here, logs[subset], log_theta)[uncut] - np.log(np.log(behind).std())
+    # both densities are of the values themselves: that of a logarithm is divided by what it is the logarithm of
+    better = (log_density - np.log(behind[subset][uncut])).sum() > density.sum()
+    return (logs, log_theta) if better else (plain, theta)
+
+
+def _log_density(features: np.ndarray, values: np.ndarray, theta: np.ndarray) -> np.ndarray:
+    """Of each value given all others, but for a constant: float64[n]."""
+    process = condition(features, values, theta)
+    mean, deviation = process.leave_one_out()
+    return -0.5 * ((values - mean) / deviation) ** 2 - np.log(deviation)
+
+
+def standardize(values: Sequence[float] | np.ndarray) -> np.ndarray:
     """Values of mean 0 and deviation 1, the worst of them cut off: float64[n]."""
     known = np.array(values, dtype=float)
     if not len(known):
         return known
-    known = np.ldexp(known, -np.frexp(np.abs(known).max())[1])  # the square of a huge value would be endless
+    known = _shrunk(known)
     median, least = np.median(known), known.min()
     if median > least:
         known = np.minimum(known, median + OUTLIER * (median - least))
     spread = known.std()
     return (known - known.mean()) / (spread if spread > 0 else 1.0)
+
+
+def _shrunk(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Values over a power of two, so that none is above 1: the square of a huge one would be endless."""
+    known = np.array(values, dtype=float)
+    return np.ldexp(known, -np.frexp(np.abs(known).max())[1])
 
 
 def training_subset(values: np.ndarray, count: int) -> np.ndarray:

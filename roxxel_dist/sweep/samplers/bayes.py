@@ -15,9 +15,9 @@ from threadpoolctl import threadpool_limits
 
 from roxxel_dist.sweep.samplers.acquisition import (
     Acquisition,
+    choose_scale,
     fit_failures,
     fit_values,
-    standardize,
     training_subset,
 )
 from roxxel_dist.sweep.samplers.base import Point, SampledTrial, TrialHistory
@@ -169,15 +169,18 @@ class BayesSampler:
         known = [trial for trial in trials if trial.value is not None]
         kept = training_subset(np.array([trial.value for trial in known]), MOST_TRIALS - len(failed))
         known = [known[index] for index in kept]
-        values = standardize([trial.value for trial in known])
+        values = [trial.value for trial in known]
         known_at, failed_at, running_at = map(self._features, (known, failed, running))
         failed_mask = np.arange(len(known) + len(failed)) >= len(known)
         failure = fit_failures(np.r_[known_at, failed_at], failed_mask, running_at)
         if len(known) < 2:  # too few to learn values from: failures count as bad ones
-            known_at, values = np.r_[known_at, failed_at], np.r_[values, np.ones(len(failed))]
+            known_at, values = np.r_[known_at, failed_at], [0.0] * len(known) + [1.0] * len(failed)
             failed_at = failed_at[:0]
+        if failure is not None and failure.weight < 0.5:  # accidents: nothing is learnt of them
+            failure, failed_at = None, failed_at[:0]
         blame = failure.blame if failure is not None and len(failed_at) else np.zeros(len(failed_at))
-        return Acquisition(values=fit_values(known_at, values, failed_at, blame, running_at, rng), failure=failure)
+        processes = fit_values(known_at, *choose_scale(known_at, values), failed_at, blame, running_at, rng)
+        return Acquisition(values=processes, failure=failure)
 
     def _features(self, trials: Sequence[SampledTrial]) -> np.ndarray:
         return self._transform.encode(self._transform.rows([trial.point for trial in trials]))
