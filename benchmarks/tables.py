@@ -136,7 +136,7 @@ TABLES = (
         "Nothing was developed on instances 5 to 9. A pair is one function in one dimension and instance, with one "
         "seed for both engines; a tie counts as half.",
         quick="TPE and random alone",
-        left_out="What has no line: other instances, SMAC3, and for lack of time some peers in 10 and 20 dimensions.",
+        left_out="What has no line: other instances, SMAC3, and other budgets.",
     ),
     Table(
         name="sweep_steps", part="sweep", title="Schedulers on recorded curves",

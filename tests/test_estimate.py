@@ -99,7 +99,7 @@ def test_a_run_is_planned_with_its_data_and_speed(run):
 
 @pytest.mark.long
 def test_an_amended_run_keeps_its_plan(run, tmp_path):
-    phases = [*SMALL["phases"], {"steps": 2, "batch_size": 8, "seq_len": 33}]
+    phases = [*SMALL["phases"], {"steps": 2, "batch_size": 8, "seq_len": 9}]
     config = Config(**{**SMALL, "phases": phases}, tokenizer_type="byte")
     new = Experiment(config).fit(None, tmp_path / "fork", fork=f"{run}@7")
     found = estimate(Config.from_yaml(new / "config.yaml"), None, EstimateRequest(run=new))
