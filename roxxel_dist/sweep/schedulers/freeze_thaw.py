@@ -1,22 +1,23 @@
-"""Freeze-thaw: the next slice goes to the trial, old or new, that is expected to win the most per step.
+"""Freeze-thaw: the next slice goes to the trial, old or new, whose reports are expected to win the most per report.
 
-After Swersky, Snoek, Adams 2014 (arXiv 1406.3896), with a model of two parts that are each solved in closed form.
+After Swersky, Snoek, Adams 2014 (arXiv 1406.3896). Trials pause at rungs of 1, 3, 9, … reports. The model has two
+parts, each solved in closed form.
 
-*Curves*: how a report follows from the two before it is a regression over all trials, a step of the curve at a time.
-Trials were paused for what they had reported until then, so those that went on tell the truth about the others. Chained
-to the end of the longest trial these regressions give what a trial would end with, and how sure that is.
+*Curves*: how the best value at a rung follows from that at the rung before is a regression over all trials. Chained to
+the last rung, these regressions give the value that a trial would end with, and its variance.
 
-*Parameters*: a Gaussian process over the parameters, given these ends as measurements of known noise, has for every
-trial, new ones too, the end that is expected of it and its deviation.
+*Parameters*: a Gaussian process over the parameters takes these ends as measurements of known noise. It has for every
+trial, new ones too, the expected end and its variance.
 
-A trial is worth what the next reports may show: after `h` of them its expected end moves by a known amount. Where it
-moves below the best value the trial is trained to its end, else it is left. What is won that way, over the steps that
-it takes, is largest for the trial that gets the next slice.
+A slice is worth what its reports may change (the knowledge gradient, Frazier, Powell, Dayanik 2008): by how much the
+trial's expected end may fall below that of the leader, the trial with the lowest one. The leader itself is worth what
+may bring another trial to the front, or what its own end may win over the best value so far.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from contextlib import suppress
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -24,30 +25,27 @@ from scipy.linalg import cho_factor, cho_solve, solve_triangular
 from scipy.special import ndtr
 from threadpoolctl import threadpool_limits
 
-from roxxel_dist.sweep.journal import History
+from roxxel_dist.sweep.journal import History, Trial
 from roxxel_dist.sweep.samplers.acquisition import OUTLIER, training_subset
-from roxxel_dist.sweep.samplers.base import Point
 from roxxel_dist.sweep.samplers.bayes import SpaceTransform
 from roxxel_dist.sweep.samplers.gp import JITTER, fit_hyperparameters, prior_covariance
 from roxxel_dist.sweep.schedulers.base import Verdict, as_far_behind, by_value
-from roxxel_dist.sweep.space.sweep_file import Sweep
+from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Sweep
 
-FIRST_SLICE = 3
-"""Reports of a new trial before the first one has ended, and nobody knows how long a curve is."""
-HORIZONS = (1, 2, 3, 5, 8, 13)
-FRESH = 8
-"""New configurations, at random, of which the most promising stands for what a new trial is worth."""
+ETA = 3
+"""Each rung has so many times the reports of the one before."""
+FIRST = 5
+"""Trials that report once before anything is compared."""
+CANDIDATES, NEIGHBOURS = 200, 20
+"""New configurations anywhere, and near each of the best, of which the most promising stands for a new trial."""
 FIT_TO = 60
 PRIOR = 2.0
-"""Reports that the prior of a regression counts for: a curve goes on as flat as it has become."""
-USUAL_ERROR = 0.3
-"""Of a regression before any curve is known, as a share of the usual change."""
-NEAR = 0.5
-"""How far, in reports, a step of a curve learns from the steps beside it: the width of a bell."""
-SAME_WAY = 0.7
-"""Deviations of following reports add up, times this: 1 where all err in the same direction."""
-BEGUN = 0.7
-"""Share of a change that the next one is before any curve is known."""
+"""Trials that the prior of a regression counts for."""
+USUAL_ERROR, LEAST_CHANGE = 0.3, 0.3
+"""Of a regression before any trial is known at its rung: its error as a share of the change from rung to rung, which is
+taken for at least so many deviations of the first reports."""
+KEPT_CHANGE = 0.7
+"""Share of the last change that the next one is before any trial is known there."""
 UNLIKELY = 0.02
 """Where no new trials come any more, a paused one goes on if it is as likely as that to end as the best."""
 STAYS = 1.1
@@ -66,58 +64,61 @@ class FreezeThaw:
     name = "freeze_thaw"
 
     def __init__(self, rule: Mapping[str, Any], sweep: Sweep, seed: int) -> None:
-        self._transform, self._seed = SpaceTransform(sweep), seed
+        self._sweep, self._transform, self._seed = sweep, SpaceTransform(sweep), seed
         self._known: tuple[Any, _Model] | None = None
 
     def note(self, history: History, trial: int, step: int) -> None:
         """Nothing is kept: the history has all."""
 
     def judge(self, history: History, trial: int) -> dict[int, Verdict]:
-        """A trial pauses where another one, old or new, is expected to win more."""
+        """A trial at a rung pauses where another one, old or new, is expected to win more."""
         reported = history.trials[trial]
-        if reported.state != "running" or reported.stop:
+        count = len(reported.reports)
+        if reported.state != "running" or reported.stop or not _is_rung(count):
             return {}
-        if not _ended(history):
-            pilot = min(number for number, each in history.trials.items() if each.state in ("running", "paused"))
-            if trial == pilot or len(reported.reports) < FIRST_SLICE:
-                return {}
-            return {trial: Verdict(kind="pause", reason="no curve is known to its end yet")}
         model = self._model(history)
-        if len(reported.reports) >= model.length:
+        if model.is_length_known and count >= model.length:
             return {}  # it is about to end
+        if len(model.index) < FIRST:
+            return {trial: Verdict(kind="pause", reason=f"fewer than {FIRST} trials have reported")}
         own, others = model.gain_of(trial), {number: model.gain_of(number) for number in history.paused}
         best = max(others, key=others.__getitem__, default=None)
-        new = model.new
-        if own * STAYS >= max(new, 0.0 if best is None else others[best]):
+        most = model.new if best is None else max(model.new, others[best])
+        if own * STAYS >= most:
             return {}
-        what = "a new trial" if best is None or new >= others[best] else f"trial {best}"
-        most = new if best is None else max(new, others[best])
-        why = f"{what} is expected to win more: {most:.3g} a report, this one {own:.3g}"
-        return {trial: Verdict(kind="pause", reason=why)}
+        what = "a new trial" if best is None or model.new >= others[best] else f"trial {best}"
+        return {
+            trial: Verdict(kind="pause", reason=f"{what} is expected to win more: {most:.3g} a report, this {own:.3g}")
+        }
 
     def choose(self, history: History, *, can_ask: bool) -> tuple[int, str] | None:
-        """The trial that is expected to win the most a step."""
-        if not _ended(history):
-            return None if can_ask else (min(history.paused), "no curve is known to its end yet")
+        """The trial that is expected to win the most a report."""
+        if not by_value(history):
+            return None if can_ask else (min(history.paused), "it has not reported yet")
         model = self._model(history)
+        if can_ask and len(model.index) < FIRST:
+            return None
         gains = {number: model.gain_of(number) for number in history.paused}
         best = max(gains, key=gains.__getitem__)
-        if can_ask and model.new > gains[best]:
-            return None
-        if not can_ask and model.chance(best) < UNLIKELY:
+        if model.new > gains[best] if can_ask else model.chance(best) < UNLIKELY:
             return None
         return best, f"expected to win {gains[best]:.3g} a report, a new trial {model.new:.3g}"
 
     def estimate(self, history: History) -> dict[int, float]:
-        """Each is as far behind the best trial as it was at its last report behind the best one there."""
-        return as_far_behind(history)
+        """The expected ends of trials that run or are paused."""
+        if not any(trial.reports for trial in history.trials.values() if trial.state != "failed"):
+            return as_far_behind(history)
+        model = self._model(history)
+        known = [number for number in history.paused | history.running if number in model.index]
+        return {number: history.sign * model.end_of(number) for number in known}
 
     def rank(self, history: History) -> list[int]:
         """The paused trials, those that are expected to win the least first."""
-        if not _ended(history):
-            return by_value(history)
+        paused = by_value(history)
+        if not paused:
+            return []
         model = self._model(history)
-        return sorted(by_value(history), key=lambda number: (model.gain_of(number), -number))
+        return sorted(paused, key=lambda number: (model.gain_of(number), -number))
 
     def _model(self, history: History) -> "_Model":
         """Of the reports and ends so far; several questions in a row are about the same ones."""
@@ -125,102 +126,116 @@ class FreezeThaw:
         key = history.steps, sum(len(trial.reports) for trial in history.trials.values()), *ends, len(history.trials)
         if self._known is None or self._known[0] != key:
             with threadpool_limits(1, user_api="blas"):
-                self._known = key, _Model(self._transform, history, self._seed)
+                self._known = key, _Model(self._transform, history, self._sweep, self._seed)
         return self._known[1]
 
 
-def _ended(history: History) -> bool:
-    """Whether the length of a curve is known."""
-    return history.count("done") > 0
+def _is_rung(count: int) -> bool:
+    """Whether a trial of so many reports is at one."""
+    while count % ETA == 0:
+        count //= ETA
+    return count == 1
+
+
+def rungs_to(length: int) -> list[int]:
+    """The numbers of reports of all rungs; the last one is the whole curve."""
+    rungs = [1]
+    while rungs[-1] * ETA < length:
+        rungs.append(rungs[-1] * ETA)
+    return [*rungs, length] if length > 1 else rungs
 
 
 class Curves:
-    """Learning curves of one length, less being better, as far as they are known.
+    """The best values at the rungs, less being better, as far as they are known.
 
     Args:
-        values: float64[n, length]; NaN after the last report.
+        values: float64[n, rungs]; NaN after the last rung that a trial has reached, which is the first one at least.
     """
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
-        self.length: int = values.shape[1]
-        self.counts: np.ndarray = np.isfinite(values).sum(1)
-        self._steps = [self._fit(at) for at in range(1, self.length)]
+        self.levels: np.ndarray = np.isfinite(values).sum(1)
+        """Rungs that each trial has reached."""
+        self._steps: list[tuple[float, float, float]] = []
+        """Of each rung but the first: value = start + slope x the value at the rung before, and its variance."""
+        change, scale = 0.0, max(float(np.nanstd(values[:, 0])), 1e-12)
+        for at in range(1, values.shape[1]):
+            those = values[self.levels > at]
+            change = self._fit(those[:, at - 1], those[:, at], KEPT_CHANGE * change, scale, change)
 
-    def _fit(self, at: int) -> tuple[np.ndarray, float]:
-        """What report `at` + 1 is, less report `at`: coefficients of (1, value, last change), and their noise."""
-        rows, targets, weights = [np.empty((0, 3))], [np.empty(0)], [np.empty(0)]
-        for step in range(max(1, at - 2), min(self.length, at + 3)):
-            those = self.values[self.counts > step]
-            before = those[:, step - 1] - those[:, step - 2] if step > 1 else np.zeros(len(those))
-            rows.append(np.stack([np.ones(len(those)), those[:, step - 1], before], 1))
-            targets.append(those[:, step] - those[:, step - 1])
-            weights.append(np.full(len(those), math.exp(-0.5 * ((step - at) / NEAR) ** 2)))
-        x, y, w = np.concatenate(rows), np.concatenate(targets), np.concatenate(weights)
-        scale = max(float(np.nanstd(self.values[:, 0])), float(np.nanstd(self.values)), 1e-12)
-        centre = np.average(x[:, 1], weights=w) if w.sum() > 0 else 0.0
-        x[:, 1] -= centre
-        prior = np.array([0.0, 0.0, BEGUN if at > 1 else 0.0])
-        strength = np.array([0.01, PRIOR * scale**2, PRIOR * (0.1 * scale) ** 2])
-        left = (x * w[:, None]).T @ x + np.diag(strength)
-        coefficients = np.linalg.solve(left, (x * w[:, None]).T @ y + strength * prior)
-        errors = y - x @ coefficients
-        usual = (w @ y**2) / max(w.sum(), 1e-12)  # of the change itself
-        noise = (w @ errors**2 + PRIOR * USUAL_ERROR**2 * usual) / (max(w.sum() - 2.0, 0.0) + PRIOR)
-        coefficients[0] -= coefficients[1] * centre
-        return coefficients, float(noise)
+    def _fit(self, before: np.ndarray, after: np.ndarray, expected: float, scale: float, last: float) -> float:
+        """Note how a rung follows from the one before; returns the mean change."""
+        centre = before.mean() if len(before) else 0.0
+        x, changes = before - centre, after - before
+        left = np.array([[len(x) + 0.01, x.sum()], [x.sum(), (x**2).sum() + 0.1 * PRIOR * scale**2]])
+        start, slope = np.linalg.solve(left, np.array([changes.sum() + 0.01 * expected, (x * changes).sum()]))
+        usual = USUAL_ERROR**2 * max(last**2, (LEAST_CHANGE * scale) ** 2)
+        errors = changes - start - slope * x
+        noise = ((errors**2).sum() + PRIOR * usual) / (max(len(x) - 1, 0) + PRIOR)
+        self._steps.append((float(start - slope * centre), float(1 + slope), float(noise)))
+        return float(changes.mean()) if len(x) else expected
 
-    @cached_property
     def variances(self) -> np.ndarray:
-        """float64[length + 1]: how unsure the end is after so many reports; of none, endless."""
-        variances = np.full(self.length + 1, np.inf)
-        variances[self.length] = 0.0
-        # The end as a function of (value, last change), backwards: end = a + b value + c change.
-        b, c, deviation = 1.0, 0.0, 0.0
-        for at in range(self.length - 1, 0, -1):
-            (_, by_value, by_change), noise = self._steps[at - 1]
-            deviation += abs(b + c) * math.sqrt(noise)  # a trial that errs in one report errs so in the next, too
-            b, c = b + (b + c) * by_value, (b + c) * by_change
-            variances[at] = (SAME_WAY * deviation) ** 2
+        """float64[rungs + 1]: of the end, for a trial that has reached so many rungs; of none, endless."""
+        count, factor = self.values.shape[1], 1.0
+        variances = np.zeros(count + 1)
+        variances[0] = np.inf
+        for at in range(count - 1, 0, -1):
+            _, slope, noise = self._steps[at - 1]
+            variances[at] = variances[at + 1] + factor**2 * noise
+            factor *= slope
         return variances
 
     def ends(self) -> np.ndarray:
-        """float64[n]: the expected last value of each curve that has a report."""
-        last = self.values[np.arange(len(self.values)), self.counts - 1].copy()
-        change = np.where(self.counts > 1, last - self.values[np.arange(len(self.values)), self.counts - 2], 0.0)
-        for at in range(1, self.length):
-            (start, by_value, by_change), _ = self._steps[at - 1]
-            step = start + by_value * last + by_change * change
-            moves = self.counts <= at
-            last, change = np.where(moves, last + step, last), np.where(moves, step, change)
+        """float64[n]: the expected value of each trial at the last rung."""
+        last = self.values[np.arange(len(self.values)), self.levels - 1].copy()
+        for at, (start, slope, _) in enumerate(self._steps, 1):
+            last = np.where(self.levels <= at, start + slope * last, last)
         return last
 
 
 class _Model:
-    """What is expected of every trial, and of new ones; all in values that are less being better."""
+    """What is expected of every trial, and of new ones; all in values that are less being better.
 
-    def __init__(self, transform: SpaceTransform, history: History, seed: int) -> None:
+    Attributes:
+        index: rows of the trials that have reported and not failed.
+        length: reports of a whole curve; of the longest one, times ETA, where none has ended.
+        is_length_known: whether a trial has ended.
+        new: what a report of a new trial is expected to win.
+    """
+
+    def __init__(self, transform: SpaceTransform, history: History, sweep: Sweep, seed: int) -> None:
         known = sorted(number for number, trial in history.trials.items() if trial.reports and trial.state != "failed")
         self.index: dict[int, int] = {number: row for row, number in enumerate(known)}
         trials = [history.trials[number] for number in known]
-        self.length: int = max(len(trial.reports) for trial in trials if trial.state in ("done", "paused", "running"))
-        values = np.full((len(trials), self.length), np.nan)
-        for row, trial in zip(values, trials, strict=True):
-            row[: len(trial.reports)] = [history.sign * value for _, value in trial.reports]
-        first, least = np.median(values[:, 0]), np.nanmin(values)
-        self._best: float = float(least)
-        values = np.minimum(values, first + (first - least))  # a loss that diverged says no more than that
-        curves = Curves(values)
-        ended = np.array([trial.state in ("done", "stopped") for trial in trials])
-        self._left = np.where(ended, 0, self.length - curves.counts)
-        ends, noise = curves.ends(), curves.variances[np.minimum(curves.counts, self.length)]
-        ends = np.where(ended, np.nanmin(values, 1), ends)
-        noise = np.where(ended, 0.0, noise)
-        self._ends, self._variances = ends, curves.variances
-        self._condition(transform, [tuple(trial.point) for trial in trials], ends, noise, [seed, len(history.trials)])
+        bests = [list(accumulate((history.sign * value for _, value in trial.reports), min)) for trial in trials]
+        done = [len(trial.reports) for trial in trials if trial.state == "done"]
+        longest = max(map(len, bests))
+        self.is_length_known: bool = bool(done)
+        self.length: int = max(longest, *done) if done else longest * ETA
+        self._rungs = rungs_to(self.length)
+        self._counts = [len(best) for best in bests]
+        self._best = min(best[-1] for best in bests)
+        values = np.full((len(trials), len(self._rungs)), np.nan)
+        for row, best in zip(values, bests, strict=True):
+            reached = [best[rung - 1] for rung in self._rungs if rung <= len(best)]
+            row[: len(reached)] = reached
+        middle, least = np.median(values[:, 0]), values[:, 0].min()
+        curves = Curves(np.minimum(values, middle + (middle - least)))  # a loss that diverged says no more than that
+        self._levels, self._variances = curves.levels, curves.variances()
+        self._ended = np.array([trial.state in ("done", "stopped") for trial in trials])
+        ends = np.where(self._ended, np.nanmin(curves.values, 1), curves.ends())
+        noise = np.where(self._ended, 0.0, self._variances[curves.levels])
+        self._condition(transform, trials, ends, noise, sweep, np.random.default_rng([seed, len(history.trials)]))
 
     def _condition(
-        self, transform: SpaceTransform, points: Sequence[Point], ends: np.ndarray, noise: np.ndarray, seed: list[int]
+        self,
+        transform: SpaceTransform,
+        trials: Sequence[Trial],
+        ends: np.ndarray,
+        noise: np.ndarray,
+        sweep: Sweep,
+        rng: np.random.Generator,
     ) -> None:
         """Give the process over the parameters the ends as measurements, each of its own noise."""
         median, least = np.median(ends), ends.min()
@@ -228,8 +243,9 @@ class _Model:
         clipped = np.minimum(ends, limit)
         mean, scale = clipped.mean(), max(clipped.std(), 1e-12)
         targets, noise = (clipped - mean) / scale, noise / scale**2
-        features = transform.encode(transform.rows(points))
-        subset = training_subset(targets + np.sqrt(noise), FIT_TO)
+        rows = transform.rows([tuple(trial.point) for trial in trials])
+        features = transform.encode(rows)
+        subset = training_subset(targets, FIT_TO)
         theta = fit_hyperparameters(features[subset], targets[subset])
         own = np.exp(theta[-2])  # what the parameters do not explain of an end
         prior = prior_covariance(theta, features, features) + own * np.eye(len(targets))
@@ -238,40 +254,62 @@ class _Model:
         half = solve_triangular(factor[0], prior, lower=True)
         self._mean = mean + scale * (prior @ weights)
         self._variance = scale**2 * np.maximum(np.diag(prior) - (half**2).sum(0), 1e-12)
-        rng = np.random.default_rng(seed)
-        fresh = transform.encode(transform.from_cube(rng.random((FRESH, transform.dims))))
+        order = np.argsort(self._mean, kind="stable")
+        self._leader, self._first = int(order[0]), float(self._mean[order[0]])
+        self._second = float(self._mean[order[min(1, len(order) - 1)]])
+
+        fresh_rows = [transform.from_cube(rng.random((CANDIDATES, transform.dims)))]
+        for times, reach in ((1, 0.1), (2, 0.2)):
+            fresh_rows.append(transform.mutate(np.repeat(rows[order[:5]], NEIGHBOURS, 0), rng, times, reach))
+        candidates = np.concatenate(fresh_rows)
+        fresh = transform.encode(candidates)
         across = prior_covariance(theta, fresh, features)
         half = solve_triangular(factor[0], across.T, lower=True)
-        means = mean + scale * (across @ weights)
         before = np.diag(prior_covariance(theta, fresh, fresh)) + own
         variances = scale**2 * np.maximum(before - (half**2).sum(0), 1e-12)
-        self.new: float = float(max(self._gain(m, v, 0, self.length) for m, v in zip(means, variances, strict=True)))
+        means = mean + scale * (across @ weights)
+        gains = _expected_improvement(self._first - means, variances / np.sqrt(variances + self._variances[1]))
+        seen = set(map(tuple, rows.tolist()))
+        self.new: float = 0.0
+        for index in np.argsort(-gains, kind="stable"):
+            if tuple(candidates[index].tolist()) not in seen:
+                with suppress(InfeasibleError):
+                    sweep.rules.resolve(sweep.space.point(transform.point(candidates[index])))
+                    self.new = float(gains[index])
+                    break
 
-    def gain_of(self, number: int) -> float:
-        """What a report of a trial is expected to win."""
-        if number not in self.index:
-            return 0.0
-        row = self.index[number]
-        return self._gain(self._mean[row], self._variance[row], self.length - self._left[row], self._left[row])
+    def end_of(self, number: int) -> float:
+        """The expected end of a trial."""
+        return float(self._mean[self.index[number]])
 
     def chance(self, number: int) -> float:
         """The probability that a trial ends below the best value."""
         row = self.index[number]
         return float(ndtr((self._best - self._mean[row]) / math.sqrt(self._variance[row])))
 
-    def _gain(self, mean: float, variance: float, count: int, left: int) -> float:
-        """The most that is won a report by any plan: `h` reports, and then the rest where they are good enough."""
-        if left <= 0:
+    def gain_of(self, number: int) -> float:
+        """What a report of a trial is expected to win: the most by any plan to train it to a later rung."""
+        row = self.index.get(number)
+        if row is None or self._ended[row]:
             return 0.0
+        level, count = int(self._levels[row]), self._counts[row]
+        mean, variance = float(self._mean[row]), float(self._variance[row])
         # Without its own reports; they are told again with less noise.
-        without = 1.0 / max(1.0 / variance - 1.0 / max(self._variances[count], 1e-12), 1e-12)
-        gains = []
-        for h in (*(h for h in HORIZONS if h < left), left):
-            after = self._variances[count + h]
+        without = 1.0 / max(1.0 / variance - 1.0 / max(self._variances[level], 1e-12), 1e-12)
+        leads = row == self._leader
+        ahead = mean - self._second if leads else self._first - mean
+        gains = [0.0]
+        for rung, after in zip(self._rungs[level:], self._variances[level + 1 :], strict=True):
             sure = 0.0 if after <= 0 else 1.0 / (1.0 / without + 1.0 / after)
             deviation = math.sqrt(max(variance - sure, 1e-18))
-            z = (self._best - mean) / deviation
-            goes_on = float(ndtr(z))
-            won = deviation * (z * goes_on + math.exp(-z * z / 2) / math.sqrt(2 * math.pi))
-            gains.append(max(won, 0.0) / (h + goes_on * (left - h)))
+            gains.append(float(_expected_improvement(ahead, deviation)) / (rung - count))
+        if leads:
+            won = float(_expected_improvement(self._best - mean, math.sqrt(variance)))
+            gains.append(won / max(self.length - count, 1))
         return max(gains)
+
+
+def _expected_improvement(ahead: Any, deviation: Any) -> Any:
+    """Of normal values around `ahead`, the expected part above 0: arrays or numbers."""
+    z = ahead / deviation
+    return np.maximum(ahead * ndtr(z) + deviation * np.exp(-z * z / 2) / math.sqrt(2 * math.pi), 0.0)
