@@ -78,7 +78,7 @@ def test_a_run_of_data_in_a_bucket(server, folders, cache, tmp_path):
     described = [run("data", "info", path, cwd=tmp_path).stdout for path in (urls["self"], here["self"])]
     assert re.findall("fingerprint.*", described[0]) == re.findall("fingerprint.*", described[1])
     done = run("data", "verify", urls["self"], cwd=tmp_path)
-    assert (done.returncode, done.stdout.strip()[-5:]) == (0, "whole")
+    assert (done.returncode, done.stdout.strip()[-8:]) == (0, "complete")
     done = run("data", "index", urls["self"], cwd=tmp_path)
     assert done.stdout == f"index: {urls['self']}/shards.index\n"
 

@@ -63,7 +63,7 @@ def test_a_complete_run(run, capsys):
 def test_a_run_is_named_by_a_relative_path(run, monkeypatch, capsys):
     monkeypatch.chdir(run.parent)
     assert main(["verify", run.name, "--deep"]) == 0, "Orbax reads absolute paths only"
-    assert capsys.readouterr().out.count(": whole (") == 3
+    assert capsys.readouterr().out.count(": complete (") == 3
 
 
 def test_what_is_damaged_is_named(run, capsys):

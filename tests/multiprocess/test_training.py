@@ -15,7 +15,7 @@ from roxxel_dist.data.dataset import Roxxel
 pytestmark = pytest.mark.xdist_group("training")  # one worker: the undisturbed run is made once
 LONG = pytest.mark.long
 TOPOLOGIES = [(1, 4), (2, 2), (4, 1)]
-STEPS = 22
+STEPS = 52
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,8 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
     make_corpus(folder)
     config = folder / "tiny.yaml"
-    config.write_text(config.read_text().replace("num_blocks: 2", "num_blocks: 1"))
+    # Enough steps that a request to stop comes before the last one.
+    config.write_text(config.read_text().replace("num_blocks: 2", "num_blocks: 1").replace("steps: 10", "steps: 40"))
     result = run(*launched(2, 2, "whole"), cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     return folder

@@ -40,7 +40,7 @@ def test_a_study_searched_here_is_led_by_nobody(begun):
     study = begun(None)
     assert study.wandb_sweep_id(None) is None
     for asked in ("", "e/p/b"):
-        with pytest.raises(ValueError, match="started with a search of its own"):
+        with pytest.raises(ValueError, match="chooses its own trials"):
             study.wandb_sweep_id(asked)
 
 
@@ -86,7 +86,7 @@ def test_what_a_killed_start_has_left_is_no_hindrance(tmp_path):
         (study / name).touch()
     StudyDir(study).open(str(tmp_path / "sweep.yaml"), None, Config(), None)
     (study / "notes.txt").touch()
-    with pytest.raises(ValueError, match="no study: name another folder"):
+    with pytest.raises(ValueError, match="is not a study: name another folder"):
         StudyDir(study).open(str(tmp_path / "sweep.yaml"), None, Config(), None)
 
 
