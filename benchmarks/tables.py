@@ -143,7 +143,8 @@ TABLES = (
         question="How many training steps does a search with a scheduler need to reach the best value of 50 full "
         "trials, and what does a choice cost?",
         how="`roxxel_dist.sweep.replay` on 480 recorded trainings, every point of a grid. A fifth of them was kept "
-        "apart when the constants of freeze_thaw were chosen (its part `apart`). Each seed has its own goal.",
+        "apart when the constants of freeze_thaw were chosen (its part `apart`). Each seed has its own goal. With 4 "
+        "workers three of them train beside the leading trial, whose 20 reports come one after the other.",
         quick="2 seeds, not 20",
         left_out="Larger models, longer curves; the time to start a paused trial again.",
     ),
