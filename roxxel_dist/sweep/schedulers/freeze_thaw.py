@@ -46,6 +46,8 @@ USUAL_ERROR, LEAST_CHANGE = 0.3, 0.3
 taken for at least so many deviations of the first reports."""
 KEPT_CHANGE = 0.7
 """Share of the last change that the next one is before any trial is known there."""
+HUGE = 1e100
+"""A value beyond it counts as that: the square of a larger one would be endless."""
 UNLIKELY = 0.02
 """Where no new trials come any more, a paused one goes on if it is as likely as that to end as the best."""
 STAYS = 1.1
@@ -74,7 +76,7 @@ class FreezeThaw:
         """A trial at a rung pauses where another one, old or new, is expected to win more."""
         reported = history.trials[trial]
         count = len(reported.reports)
-        if reported.state != "running" or reported.stop or not _is_rung(count):
+        if reported.state != "running" or reported.stop or not _is_rung(count) or not self._transform.dims:
             return {}
         model = self._model(history)
         if model.is_length_known and count >= model.length:
@@ -95,6 +97,8 @@ class FreezeThaw:
         """The trial that is expected to win the most a report."""
         if not by_value(history):
             return None if can_ask else (min(history.paused), "it has not reported yet")
+        if not self._transform.dims:
+            return min(history.paused), "there is one configuration alone"
         model = self._model(history)
         if can_ask and len(model.index) < FIRST:
             return None
@@ -106,7 +110,8 @@ class FreezeThaw:
 
     def estimate(self, history: History) -> dict[int, float]:
         """The expected ends of trials that run or are paused."""
-        if not any(trial.reports for trial in history.trials.values() if trial.state != "failed"):
+        reported = any(trial.reports for trial in history.trials.values() if trial.state != "failed")
+        if not reported or not self._transform.dims:
             return as_far_behind(history)
         model = self._model(history)
         known = [number for number in history.paused | history.running if number in model.index]
@@ -115,8 +120,8 @@ class FreezeThaw:
     def rank(self, history: History) -> list[int]:
         """The paused trials, those that are expected to win the least first."""
         paused = by_value(history)
-        if not paused:
-            return []
+        if not paused or not self._transform.dims:
+            return paused
         model = self._model(history)
         return sorted(paused, key=lambda number: (model.gain_of(number), -number))
 
@@ -208,7 +213,8 @@ class _Model:
         known = sorted(number for number, trial in history.trials.items() if trial.reports and trial.state != "failed")
         self.index: dict[int, int] = {number: row for row, number in enumerate(known)}
         trials = [history.trials[number] for number in known]
-        bests = [list(accumulate((history.sign * value for _, value in trial.reports), min)) for trial in trials]
+        values = [[history.sign * max(min(value, HUGE), -HUGE) for _, value in trial.reports] for trial in trials]
+        bests = [list(accumulate(each, min)) for each in values]
         done = [len(trial.reports) for trial in trials if trial.state == "done"]
         longest = max(map(len, bests))
         self.is_length_known: bool = bool(done)
@@ -216,12 +222,12 @@ class _Model:
         self._rungs = rungs_to(self.length)
         self._counts = [len(best) for best in bests]
         self._best = min(best[-1] for best in bests)
-        values = np.full((len(trials), len(self._rungs)), np.nan)
-        for row, best in zip(values, bests, strict=True):
+        at = np.full((len(trials), len(self._rungs)), np.nan)
+        for row, best in zip(at, bests, strict=True):
             reached = [best[rung - 1] for rung in self._rungs if rung <= len(best)]
             row[: len(reached)] = reached
-        middle, least = np.median(values[:, 0]), values[:, 0].min()
-        curves = Curves(np.minimum(values, middle + (middle - least)))  # a loss that diverged says no more than that
+        middle, least = np.median(at[:, 0]), at[:, 0].min()
+        curves = Curves(np.minimum(at, middle + (middle - least)))  # a loss that diverged says no more than that
         self._levels, self._variances = curves.levels, curves.variances()
         self._ended = np.array([trial.state in ("done", "stopped") for trial in trials])
         ends = np.where(self._ended, np.nanmin(curves.values, 1), curves.ends())
