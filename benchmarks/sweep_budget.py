@@ -7,12 +7,9 @@ library, and trains as many steps as TRIALS full trials have. What counts is the
 """
 
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,10 +17,10 @@ from typing import Any
 
 import yaml
 from measure import Lines, Result, flags
+from sweep_real import build_corpus, roxxel
 
 from roxxel_dist.sweep.study import read_study
 
-ROOT = Path(__file__).parent.parent
 STEPS, EVERY, TRIALS, SEEDS = 200, 20, 12, 3
 BASE = {
     "dim": 64, "num_blocks": 2, "kv_heads": 2, "max_context": 64, "dropout_rate": 0.0, "eval_iters": 8,
@@ -50,20 +47,11 @@ WORSE = 1.02
 """A seed may be worse by this factor."""
 
 
-def roxxel(*words: object) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "roxxel_dist", *map(str, words)], check=True, cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"}, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-
-
 def build(folder: Path) -> None:
     """The corpus and the files of the sweeps."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    left_out = ("test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data")
-    roxxel("data", "build", sysconfig.get_paths()["stdlib"], "--out", folder / "data", "--tokenizer", "bpe",
-           "--vocab_size", 1024, "--include", "*.py", "--exclude", *left_out)  # fmt: skip
+    build_corpus(folder / "data")
     (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
     for name, rule in RULES.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({**SWEEP, **rule}))

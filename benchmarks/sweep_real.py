@@ -37,6 +37,13 @@ def roxxel(*words: object) -> None:
     )
 
 
+def build_corpus(data: Path) -> None:
+    """A data set of the sources of Python's standard library."""
+    left_out = ("test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data")
+    roxxel("data", "build", sysconfig.get_paths()["stdlib"], "--out", data, "--tokenizer", "bpe", "--vocab_size", 1024,
+           "--include", "*.py", "--exclude", *left_out)  # fmt: skip
+
+
 def default_loss(folder: Path) -> float:
     """The best val_loss of the sweep's constants with the defaults of everything else."""
     told = yaml.safe_load(SWEEP.read_text())["parameters"]
@@ -52,10 +59,7 @@ def sweeping(folder: Path, count: int) -> Iterable[Result]:
     """The sweep, then the same training with the defaults."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    source = sysconfig.get_paths()["stdlib"]
-    left_out = ("test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data")
-    roxxel("data", "build", source, "--out", folder / "data", "--tokenizer", "bpe", "--vocab_size", 1024,
-           "--include", "*.py", "--exclude", *left_out)  # fmt: skip
+    build_corpus(folder / "data")
     study, begun = folder / "study", time.monotonic()
     roxxel("sweep", "--sweep_config", SWEEP, "--data_path", folder / "data", "--study", study,
            "--count", count, "--workers", 2)  # fmt: skip

@@ -21,6 +21,8 @@ CONFIG, TOKENIZER, DATA, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", 
 PREFLIGHT_STORE_S = 20.0
 """For which preflight tries to reach an object store."""
 METRICS, LOGS = "metrics.jsonl", "logs"
+DEFINITION, JOURNAL = "study.yaml", "journal.jsonl"
+"""Of a study, not of a run."""
 SUMMARY, LOG, CURVE = "model_summary.json", "training_log.csv", "plots/loss.png"
 
 
@@ -171,7 +173,7 @@ def no_run(folder: Path, name: str = "") -> str:
     """
     if is_url(name):
         return f"{name} is not a run: there is no {name}/{CONFIG}; check the address"
-    if is_study_folder(folder):
+    if is_study(folder):
         return f"{folder} is a study: name the run of a trial, such as {folder / 'trials' / '0'}"
     if is_run(folder) and not (folder / CONFIG).exists():
         return (
@@ -193,9 +195,9 @@ def no_run(folder: Path, name: str = "") -> str:
     )
 
 
-def is_study_folder(folder: Path) -> bool:
-    """Whether a folder is that of a sweep; the runs of its trials are in it."""
-    return (folder / "study.yaml").is_file() and (folder / "trials").is_dir()
+def is_study(folder: str | Path) -> bool:
+    """Whether a folder is that of a study; the runs of its trials are in it."""
+    return (Path(folder) / JOURNAL).is_file() and (Path(folder) / DEFINITION).is_file()
 
 
 def _runs_in(folder: Path) -> list[Path]:

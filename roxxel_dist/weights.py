@@ -20,7 +20,7 @@ from roxxel_dist.data.build.tokenizer import TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.data.discovery import absolute
 from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, stacked_scales, target_of
 from roxxel_dist.objects.url import is_url
-from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER, is_study_folder, no_run
+from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER, is_study, no_run
 from roxxel_dist.train.bucket_run import BucketRun
 from roxxel_dist.train.checkpoint import files, layout
 from roxxel_dist.train.checkpoint.digests import check_checkpoint, in_words, read_verified
@@ -76,7 +76,7 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
         if step is not None:
             raise ValueError(f"{run} is a model of Hugging Face, which has no step {step}: leave the step out")
         return _of_hugging_face(run)
-    if not (run / CONFIG).exists() or is_study_folder(run):
+    if not (run / CONFIG).exists() or is_study(run):
         raise ValueError(no_run(run, absolute(named)))
     config = Config.from_yaml(run / CONFIG)
     checkpoints = (run / CHECKPOINTS).absolute()  # Orbax reads no others

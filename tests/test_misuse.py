@@ -24,7 +24,8 @@ def folder(tmp_path_factory):
         "tab.yaml": "dim:\t32\n\tx: 1\n", "field.yaml": "learning_rate: 3\n", "odd.bin": "1234",
         "torn/metrics.jsonl": '{"step": 1}\n{"step": 2, "tr\n{"step": 3}\n', "number/metrics.jsonl": "3\n",
         "typed/config.yaml": "dim: [\n", "runs/first/config.yaml": "dim: 32\n",
-        "studies/one/study.yaml": "", "studies/one/config.yaml": "dim: 32\n", "studies/one/trials/0/config.yaml": "",
+        "studies/one/study.yaml": "", "studies/one/journal.jsonl": "",
+        "studies/one/config.yaml": "dim: 32\n", "studies/one/trials/0/config.yaml": "",
         "gone/config.yaml": "dim: 32\n", "gone/checkpoints/3/x": "",
     }  # fmt: skip
     for name, text in texts.items():

@@ -233,8 +233,8 @@ def opened(url: str, timeout_s: float) -> Iterator[Any]:
     """A study in a bucket, held as `roxxel-dist sweep` holds it; its leases have fewer seconds."""
     from roxxel_dist.objects import lease
     from roxxel_dist.objects.url import ObjectUrl
+    from roxxel_dist.run_directory import DEFINITION
     from roxxel_dist.sweep.bucket import driver_bucket
-    from roxxel_dist.sweep.study import DEFINITION
 
     lease.RENEW_S, lease.STALE_S, lease.POLL_S, lease.SETTLE_S = 0.5, 5.0, 0.1, 0.1
     with driver_bucket(ObjectUrl.parse(url), print, None, timeout_s) as bucket:

@@ -10,7 +10,7 @@ import tyro
 from roxxel_dist.cli.arguments import parse
 from roxxel_dist.config import usage_errors
 from roxxel_dist.launcher.output.console import info
-from roxxel_dist.run_directory import CONFIG
+from roxxel_dist.run_directory import CONFIG, is_study
 
 if TYPE_CHECKING:
     from roxxel_dist.sweep.bucket import StudyBucket
@@ -40,7 +40,6 @@ def report(words: list[str]) -> int:
     args = parse(ReportArgs, words, "report")
     with usage_errors():
         from roxxel_dist.objects.url import is_url
-        from roxxel_dist.sweep.study import is_study
 
         if len(args.runs) == 1 and is_url(args.runs[0]) and _in_bucket(args):
             return 0

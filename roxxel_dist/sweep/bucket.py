@@ -16,10 +16,11 @@ from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.objects.lease import Lease
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.url import ObjectUrl
+from roxxel_dist.run_directory import DEFINITION, JOURNAL
 from roxxel_dist.sweep.execution.private_disk import studies_folder
-from roxxel_dist.sweep.journal import JOURNAL, WAIT_S, Journal
+from roxxel_dist.sweep.journal import WAIT_S, Journal
 from roxxel_dist.sweep.segments import SegmentWriter, make_one_of_many, read_segments
-from roxxel_dist.sweep.study import BASE, DEFINITION, EXTRAS, StudyDir
+from roxxel_dist.sweep.study import BASE, EXTRAS, StudyDir
 
 LEASE = "study.lease"
 FILES = (BASE, EXTRAS, DEFINITION)

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from roxxel_dist.cluster.durable import make_folder, sync_folder
 from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
+from roxxel_dist.run_directory import JOURNAL
 
 if TYPE_CHECKING:
     from roxxel_dist.sweep.segments import SegmentWriter
 
-JOURNAL, LOCK = "journal.jsonl", ".lock"
+LOCK = ".lock"
 WAIT_S = 30.0
 """How long a start waits for the driver before it, which may be ending its trials."""
 VERSION = 2

@@ -17,6 +17,7 @@ from roxxel_dist.display import counted
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError
 from roxxel_dist.objects.lease import LeaseLostError
 from roxxel_dist.objects.url import is_url
+from roxxel_dist.run_directory import is_study
 from roxxel_dist.sweep.bucket import StudyBucket
 from roxxel_dist.sweep.controller import run_sweep
 from roxxel_dist.sweep.execution.corpus import shards_of
@@ -42,7 +43,6 @@ from roxxel_dist.sweep.study import (
     TRIALS,
     Study,
     StudyDir,
-    is_study,
     read_study,
 )
 from roxxel_dist.sweep.transfer import wide_config, write_transferred
@@ -341,4 +341,7 @@ def _last_words(run: SweepRun, reason: str, write_page: WritePage) -> None:
             path = write_transferred(study, run.wide, run.config, run.trial_config(study.done[0].params), run.swept)
             print(f"train the wider model: roxxel-dist train --config {path}")
             if run.bucket is not None:
-                print(f"that config is kept at {run.bucket.send(path)}")
+                try:
+                    print(f"that config is kept at {run.bucket.send(path)}")
+                except OSError as error:  # as of the page above
+                    print(f"that config is on this machine only ({error.strerror or error})")

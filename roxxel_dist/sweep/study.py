@@ -12,10 +12,11 @@ from roxxel_dist.cluster.file_lock import take_lock
 from roxxel_dist.config import RECORD, load_yaml
 from roxxel_dist.data.discovery import absolute
 from roxxel_dist.objects.url import ObjectUrl
-from roxxel_dist.sweep.journal import JOURNAL, LOCK, History, Trial, read_history
+from roxxel_dist.run_directory import DEFINITION, JOURNAL, is_study
+from roxxel_dist.sweep.journal import LOCK, History, Trial, read_history
 from roxxel_dist.sweep.space.sweep_file import Sweep, read_sweep
 
-DEFINITION, EXTRAS, BASE = "study.yaml", "extras.yaml", "config.yaml"
+EXTRAS, BASE = "extras.yaml", "config.yaml"
 TRIALS, LOGS, CORPUS, REPORT = "trials", "logs", "data", "report"
 DATA_PATH, DIRECTORY, SERVER, IDENTITY = "data_path", "directory", "wandb_sweep", "study_id"
 """What is recorded in BASE: the data, the working directory of the trials, the W&B sweep that leads the study; of one
@@ -55,11 +56,6 @@ class Study:
     def run_dir(self, trial: Trial) -> Path:
         """Where a trial was trained."""
         return self.path / TRIALS / str(trial.number)
-
-
-def is_study(folder: str | Path) -> bool:
-    """Whether a folder is that of a study."""
-    return (Path(folder) / JOURNAL).is_file() and (Path(folder) / DEFINITION).is_file()
 
 
 def read_study(folder: str | Path, url: ObjectUrl | None = None) -> Study:

@@ -10,9 +10,7 @@ from pathlib import Path
 from roxxel_dist.launcher.jobs import record
 from roxxel_dist.launcher.jobs.record import JobRecord
 from roxxel_dist.objects.url import is_url
-from roxxel_dist.run_directory import METRICS, is_run, no_run
-from roxxel_dist.sweep.journal import JOURNAL
-from roxxel_dist.sweep.study import is_study
+from roxxel_dist.run_directory import JOURNAL, METRICS, is_run, is_study, no_run
 from roxxel_dist.view.bucket import BucketRunReader
 from roxxel_dist.view.job import JobReader, JobState
 from roxxel_dist.view.run import RunReader, RunState

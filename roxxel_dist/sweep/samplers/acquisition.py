@@ -165,14 +165,14 @@ def choose_scale(features: np.ndarray, values: Sequence[float] | np.ndarray) -> 
     if len(known) < FEWEST or median == least:
         return plain, theta
     most = median + OUTLIER * (median - least)
-    behind = known - least + SOFTENING * (median - least)
-    logs = (np.log(behind) - np.log(behind).mean()) / np.log(behind).std()
+    behind = np.log(known - least + SOFTENING * (median - least))
+    logs = (behind - behind.mean()) / behind.std()
     log_theta = fit_hyperparameters(here, logs[subset])
     uncut = known[subset] < most
     density = _log_density(here, plain[subset], theta)[uncut] - np.log(np.minimum(known, most).std())
-    log_density = _log_density(here, logs[subset], log_theta)[uncut] - np.log(np.log(behind).std())
+    log_density = _log_density(here, logs[subset], log_theta)[uncut] - np.log(behind.std())
     # both densities are of the values themselves: that of a logarithm is divided by what it is the logarithm of
-    better = (log_density - np.log(behind[subset][uncut])).sum() > density.sum()
+    better = (log_density - behind[subset][uncut]).sum() > density.sum()
     return (logs, log_theta) if better else (plain, theta)
 
 

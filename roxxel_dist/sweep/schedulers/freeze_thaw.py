@@ -95,16 +95,19 @@ class FreezeThaw:
 
     def choose(self, history: History, *, can_ask: bool) -> tuple[int, str] | None:
         """The trial that is expected to win the most a report."""
-        if not by_value(history):
+        paused = by_value(history)
+        if not paused:
             return None if can_ask else (min(history.paused), "it has not reported yet")
         if not self._transform.dims:
             return min(history.paused), "there is one configuration alone"
         model = self._model(history)
         if can_ask and len(model.index) < FIRST:
             return None
-        gains = {number: model.gain_of(number) for number in history.paused}
-        best = max(gains, key=gains.__getitem__)
-        if model.new > gains[best] if can_ask else model.chance(best) < UNLIKELY:
+        # The last ones go on only where they may still become the best.
+        able = [number for number in paused if can_ask or model.chance(number) >= UNLIKELY]
+        gains = {number: model.gain_of(number) for number in able}
+        best = max(gains, key=gains.__getitem__, default=None)
+        if best is None or (can_ask and model.new > gains[best]):
             return None
         return best, f"expected to win {gains[best]:.3g} a report, a new trial {model.new:.3g}"
 
@@ -222,12 +225,12 @@ class _Model:
         self._rungs = rungs_to(self.length)
         self._counts = [len(best) for best in bests]
         self._best = min(best[-1] for best in bests)
-        at = np.full((len(trials), len(self._rungs)), np.nan)
-        for row, best in zip(at, bests, strict=True):
+        by_rung = np.full((len(trials), len(self._rungs)), np.nan)
+        for row, best in zip(by_rung, bests, strict=True):
             reached = [best[rung - 1] for rung in self._rungs if rung <= len(best)]
             row[: len(reached)] = reached
-        middle, least = np.median(at[:, 0]), at[:, 0].min()
-        curves = Curves(np.minimum(at, middle + (middle - least)))  # a loss that diverged says no more than that
+        middle, least = np.median(by_rung[:, 0]), by_rung[:, 0].min()
+        curves = Curves(np.minimum(by_rung, middle + (middle - least)))  # a loss that diverged says no more than that
         self._levels, self._variances = curves.levels, curves.variances()
         self._ended = np.array([trial.state in ("done", "stopped") for trial in trials])
         ends = np.where(self._ended, np.nanmin(curves.values, 1), curves.ends())

@@ -99,11 +99,11 @@ def _study(state: StudyState, brief: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _trial(trial: Trial) -> dict[str, Any]:
-    ruled = trial.state in ("stopped", "paused") and trial.stop
+    stop = trial.stop if trial.state in ("stopped", "paused") else None
     return {
         "number": trial.number, "state": STATES[trial.state], "value": trial.value, "seconds": trial.seconds,
         "attempts": trial.attempts, "node": trial.node, "params": flat(trial.params), "began": trial.began,
-        "why": f"{trial.stop['rule']} at step {trial.stop['step']}" if ruled and trial.stop else trial.reason,
+        "why": f"{stop['rule']} at step {stop['step']}" if stop else trial.reason,
         "reports": _columns(trial.reports, LISTED_POINTS),
     }  # fmt: skip
 
