@@ -55,12 +55,12 @@ def test_a_trial_of_a_host_that_is_gone_goes_on_elsewhere_from_the_bucket(study,
         first.kill()
         said, _ = first.communicate()
     before, _ = reports([json.loads(line) for line in said.splitlines()])
-    assert 0 < len(before) < 2 + STEPS // EVERY
+    assert 0 < len(before) < 1 + STEPS // EVERY
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "two"))
     after, end = reports(list(run_in_bucket(in_bucket(study, tmp_path, 1))))
     assert after[: len(before)] == before  # the rows of the first host came with the run
-    assert [step for step, _ in after] == [1, *range(EVERY, STEPS + 1, EVERY)]
+    assert [step for step, _ in after] == list(range(EVERY, STEPS + 1, EVERY))
     assert end["result"]["value"] == min(value for _, value in after)
     assert "from step" in study.read("logs/0.1.log").decode()
     assert study.read("logs/0.1.yaml") == (tmp_path / "two/roxxel-dist/studies/x-1a2b/logs/0.1.yaml").read_bytes()

@@ -38,10 +38,14 @@ class MetricsTail:
         self._run, self._metric, self._log = run, metric, JsonlReader(run / METRICS)
         self._rows: dict[int, dict[str, Any]] = {}
         self._reported = -1
+        self._first: list[Report] = []
         self.names: set[str] = set()
 
     def read(self, *, last: bool = False) -> list[Report]:
         """(step, value) for each new value of the metric, in order of steps; one that is not finite is NaN.
+
+        A run evaluates after step 1 too, where all trials are alike. That value is a report only if the next one is of
+        step 2, or if there is no other.
 
         Args:
             last: the run has ended, this is the last call.
@@ -53,6 +57,11 @@ class MetricsTail:
             row.pop(DIGEST, None)  # no metric
             step, value = int(row.pop("step") or 0), row.get(self._metric)
             reports += self._add(step, row, math.nan if value is None and self._metric in row else value)
+        if reports and reports[0][0] == 1 and math.isfinite(reports[0][1]):
+            self._first = [reports.pop(0)]
+        if reports or last:
+            counts = not reports or reports[0][0] == 2
+            reports, self._first = (self._first if counts else []) + reports, []
         return reports
 
     def _add(self, step: int, row: Mapping[str, Any], value: float | None) -> list[Report]:
