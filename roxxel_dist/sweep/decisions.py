@@ -46,7 +46,7 @@ class Decisions:
         self._history, self._make_engine = history, make_engine
         self._limit = min((n for n in (count, sweep.run_cap) if n is not None), default=math.inf)
         self._max_steps = math.inf if max_steps is None else max_steps
-        self._scheduler: Scheduler | None = make_scheduler(sweep, seed)
+        self._scheduler: Scheduler | None = make_scheduler(sweep, seed, self._max_steps)
         self._pauses = self._scheduler is not None and self._scheduler.name in PAUSING
         self._engine = self._told(make_engine(), {})
         self.exhausted: str | None = None

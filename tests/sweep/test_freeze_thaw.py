@@ -73,3 +73,16 @@ def test_any_curves_give_a_search(changed: dict[str, Any], table: Any, best: flo
     assert best is None or result.best[-1] == best
     if "run_cap" in changed:
         assert len(result.best) >= REPORTS, "one trial has ended at least"
+
+
+def test_small_budget_still_trains_a_trial_to_its_end() -> None:
+    sweep = sweep_of({**SWEEP, "parameters": {name: {"min": 0.0, "max": 1.0} for name in "wxyz"}})
+    search = RecordedSearch(
+        sweep,
+        lambda params: [sum((value - 0.3) ** 2 for value in params.values()) + 1 / n for n in range(1, REPORTS + 1)],
+        seed=0,
+        max_steps=3 * REPORTS,
+    )
+    while search.history.steps < 3 * REPORTS and search.advance(workers=2):
+        pass
+    assert search.history.count("done")

@@ -11,7 +11,8 @@ trial, new ones too, the expected end and its variance.
 
 A slice is worth what its reports may change (the knowledge gradient, Frazier, Powell, Dayanik 2008): by how much the
 trial's expected end may fall below that of the leader, the trial with the lowest one. The leader itself is worth what
-may bring another trial to the front, or what its own end may win over the best value so far.
+may bring another trial to the front, or what its own end may win over the best value so far. With a budget of steps,
+the leader runs to its end once all workers would spend the rest of the budget until then.
 """
 
 import math
@@ -52,6 +53,9 @@ UNLIKELY = 0.02
 """Where no new trials come any more, a paused one goes on if it is as likely as that to end as the best."""
 STAYS = 1.1
 """A trial that runs keeps its worker unless another is expected to win so many times as much: to start costs too."""
+RESERVE = 2 / 3
+"""The share of the budget of steps that is kept for the leader until a trial has ended."""
+LAST = "the rest of the budget is kept for the trial that leads"
 
 
 class FreezeThaw:
@@ -61,12 +65,13 @@ class FreezeThaw:
         rule: `early_terminate`, which has nothing but its type.
         sweep: what is searched.
         seed: of the search.
+        max_steps: the budget of steps of all trials together.
     """
 
     name = "freeze_thaw"
 
-    def __init__(self, rule: Mapping[str, Any], sweep: Sweep, seed: int) -> None:
-        self._sweep, self._transform, self._seed = sweep, SpaceTransform(sweep), seed
+    def __init__(self, rule: Mapping[str, Any], sweep: Sweep, seed: int, max_steps: float = math.inf) -> None:
+        self._sweep, self._transform, self._seed, self._max_steps = sweep, SpaceTransform(sweep), seed, max_steps
         self._known: tuple[Any, _Model] | None = None
 
     def note(self, history: History, trial: int, step: int) -> None:
@@ -88,6 +93,8 @@ class FreezeThaw:
         most = model.new if best is None else max(model.new, others[best])
         if own * STAYS >= most:
             return {}
+        if model.is_last_chance:
+            return {trial: Verdict(kind="pause", reason=LAST)} if math.isinf(most) else {}
         what = "a new trial" if best is None or model.new >= others[best] else f"trial {best}"
         return {
             trial: Verdict(kind="pause", reason=f"{what} is expected to win more: {most:.3g} a report, this {own:.3g}")
@@ -109,6 +116,8 @@ class FreezeThaw:
         best = max(gains, key=gains.__getitem__, default=None)
         if best is None or (can_ask and model.new > gains[best]):
             return None
+        if math.isinf(gains[best]):
+            return best, LAST
         return best, f"expected to win {gains[best]:.3g} a report, a new trial {model.new:.3g}"
 
     def estimate(self, history: History) -> dict[int, float]:
@@ -134,7 +143,7 @@ class FreezeThaw:
         key = history.steps, sum(len(trial.reports) for trial in history.trials.values()), *ends, len(history.trials)
         if self._known is None or self._known[0] != key:
             with threadpool_limits(1, user_api="blas"):
-                self._known = key, _Model(self._transform, history, self._sweep, self._seed)
+                self._known = key, _Model(self._transform, history, self._sweep, self._seed, self._max_steps)
         return self._known[1]
 
 
@@ -209,10 +218,11 @@ class _Model:
         index: rows of the trials that have reported and not failed.
         length: reports of a whole curve; of the longest one, times ETA, where none has ended.
         is_length_known: whether a trial has ended.
+        is_last_chance: whether the rest of the budget is kept for the leader's end.
         new: what a report of a new trial is expected to win.
     """
 
-    def __init__(self, transform: SpaceTransform, history: History, sweep: Sweep, seed: int) -> None:
+    def __init__(self, transform: SpaceTransform, history: History, sweep: Sweep, seed: int, max_steps: float) -> None:
         known = sorted(number for number, trial in history.trials.items() if trial.reports and trial.state != "failed")
         self.index: dict[int, int] = {number: row for row, number in enumerate(known)}
         trials = [history.trials[number] for number in known]
@@ -236,6 +246,10 @@ class _Model:
         ends = np.where(self._ended, np.nanmin(curves.values, 1), curves.ends())
         noise = np.where(self._ended, 0.0, self._variances[curves.levels])
         self._condition(transform, trials, ends, noise, sweep, np.random.default_rng([seed, len(history.trials)]))
+        steps_per_report = history.steps / sum(self._counts)
+        to_end = (self.length - self._counts[self._leader]) * max(len(history.running), 1) * steps_per_report
+        reserve = to_end if done else RESERVE * max_steps
+        self.is_last_chance = math.isfinite(max_steps) and max_steps - history.steps <= reserve
 
     def _condition(
         self,
@@ -306,6 +320,8 @@ class _Model:
         # Without its own reports; they are told again with less noise.
         without = 1.0 / max(1.0 / variance - 1.0 / max(self._variances[level], 1e-12), 1e-12)
         leads = row == self._leader
+        if leads and self.is_last_chance:
+            return math.inf
         ahead = mean - self._second if leads else self._first - mean
         gains = [0.0]
         for rung, after in zip(self._rungs[level:], self._variances[level + 1 :], strict=True):
