@@ -14,7 +14,7 @@ def aligned(rows: Sequence[Sequence[str]], *, right: bool = True) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """In seconds, minutes or hours, whichever a person would take."""
+    """In seconds, minutes or hours, by size."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     if seconds < 3600:
@@ -53,7 +53,7 @@ def figure(picture: Path, *, inches: tuple[float, float] = (8, 4.5)) -> Iterator
     picture.parent.mkdir(parents=True, exist_ok=True)
     try:
         FigureCanvasAgg(drawing).print_png(str(picture))
-    except OSError as error:  # a write names no file: what a full disk says
+    except OSError as error:  # an error of a write, such as a full disk, names no file
         picture.unlink(missing_ok=True)
         error.filename = error.filename or str(picture)
         raise
