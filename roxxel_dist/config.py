@@ -86,7 +86,7 @@ def usage_errors() -> Iterator[None]:
 
     Raises:
         UsageError: with a message for the user.
-        FileSystemError: the same in a later attempt, where a file system may be away.
+        FileSystemError: the same in a later attempt, when a file system may be unavailable.
     """
     try:
         yield
@@ -191,7 +191,7 @@ class Config(Fields):
                 object.__setattr__(self, "given", self.given | {name})
 
     def __repr__(self) -> str:
-        """What differs from the defaults."""
+        """The fields that differ from their defaults."""
         values = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))  # pyright: ignore
         return f"Config({', '.join(f'{name}={value!r}' for name, value, default in values if value != default)})"
 
@@ -297,14 +297,14 @@ class Config(Fields):
         """A config from a mapping of field names to values; fields may stand in sections (`SECTIONS`).
 
         Args:
-            values: as YAML has them; text such as "5e-4" is a number where the field is one.
+            values: as in YAML; text such as "5e-4" becomes a number if the field is a number.
             source: its name in messages.
 
         Returns:
             A `Config`.
 
         Raises:
-            ValueError: a key that no field has, a field given twice, or a value of another type than its field.
+            ValueError: a key that no field has, a field that is given twice, or a value of another type than its field.
         """
         values = flat_fields(values, source)
         for key in values:

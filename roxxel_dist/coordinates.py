@@ -147,7 +147,7 @@ def table(check: CoordinateCheck) -> str:
 def draw(check: CoordinateCheck, picture: Path) -> None:
     """Write the check as a PNG file: changes by width, one line a place, mup solid and standard dashed.
 
-    Raises ImportError where matplotlib is not installed, OSError where the file cannot be written.
+    Raises ImportError if matplotlib is not installed, OSError if the file cannot be written.
     """
     with figure(picture) as axes:
         for kind, style in (("mup", "-"), ("standard", "--")):

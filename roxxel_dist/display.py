@@ -7,7 +7,7 @@ from typing import Any
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: bool = True) -> list[str]:
-    """The lines of a table; columns behind the first one are numbers, aligned to the right, unless `right` is false."""
+    """The lines of a table; columns after the first are aligned to the right, unless `right` is false."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     behind = str.rjust if right else str.ljust
     return ["  ".join([row[0].ljust(widths[0]), *map(behind, row[1:], widths[1:])]).rstrip() for row in rows]

@@ -46,7 +46,7 @@ class Evaluation:
     losses: Mapping[str, float]
     """By the names of the log: "val_loss", "val_bal", "val_loss/<name>", "train_eval_loss"."""
     data: tuple[Mapping[str, Any], ...]
-    """{"name", "metric", "loss", "perplexity", "batches", "tokens"} of each data set, of all of them where there are
+    """{"name", "metric", "loss", "perplexity", "batches", "tokens"} of each data set, of all of them if there are
     several, and of the training data."""
     logged_val_loss: float | None
     """The logged val_loss of the step; None if the step was not validated."""

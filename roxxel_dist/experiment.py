@@ -119,9 +119,9 @@ class Experiment:
 
         Args:
             data_path: a text file, a folder of text, or shards; a resumed run remembers its own.
-            run_dir: where the run is kept: a folder that all hosts see, or an address in a bucket (s3://…, gs://…,
+            run_dir: the place of the run: a folder that all hosts see, or an address in a bucket (s3://…, gs://…,
                 az://…); by default a new `runs/run_YYYYMMDD_HHMMSS`.
-            resume: continue the run in `run_dir` from its newest checkpoint, or begin where there is none.
+            resume: continue the run in `run_dir` from its newest checkpoint, or start it if there is none.
             amend: change the phases or the shards of the resumed run from this step on.
             fork: RUN@STEP, a kept checkpoint of another run whose whole state the new run starts with; that run is only
                 read. The phases may differ after that step.
@@ -199,8 +199,8 @@ class Experiment:
         """Find a learning rate to train with.
 
         A short training from the beginning, whose rate grows by the same factor at each step (Smith 2017, arXiv
-        1506.01186); it ends early where the loss diverges. The rate is that at which the smoothed loss falls most
-        steeply. It makes or reads no run directory, and does not change the `lr` of this experiment.
+        1506.01186); it ends early if the loss diverges. The result is the rate at which the smoothed loss falls
+        fastest. It makes or reads no run directory, and does not change the `lr` of this experiment.
 
         Args:
             data_path: a text file, a folder of text, or shards.

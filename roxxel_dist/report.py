@@ -43,7 +43,7 @@ class Run:
 
     @property
     def phase_ends(self) -> list[float]:
-        """The tokens read where a phase ended and another began, to a logged step."""
+        """The tokens read at each change of phase, rounded to a logged step."""
         pairs = zip(self.rows, self.rows[1:], strict=False)
         return [a["tokens"] for a, b in pairs if "tokens" in a and a.get("phase") != b.get("phase")]
 
@@ -166,7 +166,7 @@ COLOURS = ("#2a9d5c", "#a8d5ba", "#9aa0a6", "#f2b134", "#4f86c6", "#8e6bbf", "#d
 def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
     """Draw the charts of some runs into a folder, which is created; returns the PNG files.
 
-    Raises ImportError where matplotlib is not installed.
+    Raises ImportError if matplotlib is not installed.
     """
     pictures = []
     if trained := [run for run in runs if run.points("train_loss")]:
@@ -179,9 +179,9 @@ def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 
 def draw_losses(runs: Sequence[Run], picture: Path) -> None:
-    """Loss over tokens: a colour a run, validation with points, a dotted line where a phase begins.
+    """Loss over tokens: a colour for each run, points for validation, a dotted line at the start of a phase.
 
-    Raises ImportError where matplotlib is not installed.
+    Raises ImportError if matplotlib is not installed.
     """
     with figure(picture, inches=(9, 5)) as axes:
         for number, run in enumerate(runs):

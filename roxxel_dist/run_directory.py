@@ -118,8 +118,8 @@ def default_run_dir() -> Path:
 def data_to_read(data_path: str | None, run_dir: str | None, *, resume: bool) -> dict[str, Any] | None:
     """The data that `train` would read with these flags on this host, for preflight; None without a path.
 
-    Returns `path`, and the `fingerprint` of tokens, `text` (True), or `why` it cannot be read; the path alone where an
-    interrupted write has to be finished first. Imports numpy where there are tokens, and no jax.
+    Returns `path`, and the `fingerprint` of tokens, `text` (True), or `why` it cannot be read; only the path if an
+    interrupted write must be finished first. Imports numpy if there are tokens, and never jax.
     """
     path = data_path
     try:

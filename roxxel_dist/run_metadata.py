@@ -73,7 +73,8 @@ class RunMetadata:
     bits: dict[str, Any] = field(default_factory=dict)
     """Settings that change results in the last bits, see `determinism.numerics_fingerprint`."""
     resumes: list[dict[str, Any]] = field(default_factory=list)
-    """For each resume: "step", "commit", "bits", "changed_from" (old values by field), and where it went back from."""
+    """For each resume: "step", "commit", "bits", "changed_from" (old values by field), and the step that it went back
+    from."""
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> Self:
@@ -201,7 +202,7 @@ def _metadata(trainer: Trainer, components: RunComponents, saved: dict[str, Any]
         before,
         data_path=data_path,
         corpus=components.data.fingerprint,
-        initialized_from=origin.get("initialized_from", before.initialized_from),  # where the base is now
+        initialized_from=origin.get("initialized_from", before.initialized_from),  # the current place of the base
         resumes=[*before.resumes, resume],
     )
 
@@ -252,7 +253,7 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
 
 
 def saved_config(run: Path) -> dict[str, Any]:
-    """The config that a run keeps, its record included, `init_from` made absolute; empty where there is no run."""
+    """The saved config of a run with its record, and with an absolute `init_from`; empty if there is no run."""
     saved = load_yaml(run / CONFIG) if (run / CONFIG).exists() else {}
     init_from = saved.get("init_from")
     return {**saved, "init_from": absolute(init_from)} if isinstance(init_from, str) else saved

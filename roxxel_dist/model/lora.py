@@ -42,7 +42,7 @@ class LoRALinear(nnx.LinearGeneral):
         alpha: the adapter's scale is alpha / rank, so that the same learning rate suits every rank.
         dropout: the rate before the adapter, while training.
         use_bias: whether there is a bias; it is frozen like the kernel.
-        rngs: streams `params`, and `dropout` where the rate is above 0.
+        rngs: streams `params`, and `dropout` if the rate is above 0.
         more: other arguments of `nnx.LinearGeneral`.
     """
 

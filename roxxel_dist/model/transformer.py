@@ -63,7 +63,7 @@ class Transformer(nnx.Module):
     Args:
         config: its shape: a `ModelConfig`, or a whole `roxxel_dist.Config`, whose model part is used. `vocab_size` must
             be set.
-        rngs: streams `params`, and `dropout` where the rate is above 0.
+        rngs: streams `params`, and `dropout` if the rate is above 0.
     """
 
     def __init__(self, config: "ModelConfig | HasModelConfig", rngs: nnx.Rngs) -> None:

@@ -128,7 +128,7 @@ class ObjectStore:
         Raises:
             ValueError: the range is empty or negative.
             StoreNotFoundError: there is no such object.
-            StorePreconditionError: it is another one than `etag` says.
+            StorePreconditionError: it has another etag than `etag`.
             StoreError: the object ends before `stop`.
         """
         from obstore import get

@@ -157,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
         return hmac.compare_digest(given.encode(), self.server.token.encode())
 
     def _stream(self, wanted: tuple[str, ...]) -> None:
-        """Send what has changed, as it changes, until the browser leaves."""
+        """Send changes as they happen, until the browser leaves."""
         self.connection.settimeout(WRITE_S)
         self._head(HTTPStatus.OK, "text/event-stream")
         changes, heard = Changes(self.server.feed, wanted), 0.0
