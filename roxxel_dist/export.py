@@ -45,8 +45,7 @@ def export_run(
     Args:
         run: a run directory, or RUN@STEP.
         format: "msgpack": flax's format, as the run's own files of weights; "safetensors": the same names; "hf": a
-            folder that transformers loads. `Transformer.from_pretrained` and `Generator` read the folder in all three
-            formats.
+            folder that transformers loads. `Transformer.from_pretrained` and `Generator` read all three.
         out: the folder to make.
         step: the checkpoint of this step; the newest where not given.
         best: the checkpoint with the lowest val_loss; the newest if none was validated.

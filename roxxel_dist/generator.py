@@ -33,8 +33,7 @@ class Generator:
         step: of the checkpoint.
 
     Raises:
-        ValueError: there is no such model, it has no tokenizer, or it is a user-defined model that cannot continue a
-            text.
+        ValueError: there is no such model, it has no tokenizer, or the user-defined model cannot continue a text.
     """
 
     model: Any

@@ -26,8 +26,7 @@ class Packed(NamedTuple):
 def segments_and_positions(
     files: Sequence[TokenFile], numbers: np.ndarray, offsets: np.ndarray, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(segments, positions), int32 [R, length] each: see `Roxxel.segments`. Reads only the document ends inside the
-    windows.
+    """(segments, positions), int32 [R, length] each: see `Roxxel.segments`. Reads only document ends in the windows.
 
     `numbers` are the files of the windows, `offsets` the windows' first tokens, counted from the file's first.
     """

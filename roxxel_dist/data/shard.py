@@ -207,7 +207,7 @@ class ShardSettings:
 
 
 class ShardWriter:
-    """Writes one shard at `path`, document by document, with about a megabyte of memory and 8 bytes per document and
+    """Writes one shard at `path`, document by document, in about a megabyte of memory plus 8 bytes per document and
     block.
 
     The file is complete only after `finish`: write under a temporary name that no reader opens.

@@ -17,8 +17,7 @@ from roxxel_dist.model.lora import linear
 
 
 class Attention(nnx.Module):
-    """Each position attends to itself and earlier ones, within its window, and within its document if segments are
-    given.
+    """Each position attends to itself and earlier ones, within its window, and with segments within its document.
 
     `n_heads` queries share `kv_heads` keys and values; all three are one matrix product, whose kernel [D, G, R + 2, K]
     keeps each of G key heads together with its value head and the R = H / G queries that use it: if "tensor" divides G,

@@ -149,8 +149,7 @@ def generate_rows(
 
     Args:
         model: an NNX module, int32[B, L] tokens to [B, L, vocabulary] logits; it is not changed.
-        prompts: token ids, at least one each; if a prompt leaves too little room for the answer, only its last ids are
-            read.
+        prompts: token ids, at least one each; if they leave too little room for the answer, only the last are read.
         max_new_tokens: at most this many are added to each.
         max_context: tokens that the model reads at most, prompt and answer together.
         sampling: how tokens are chosen.

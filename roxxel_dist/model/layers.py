@@ -1,5 +1,4 @@
-"""Layers of the Transformer: positions (rotary, absolute, learned), norms, dropout (Srivastava et al., 2014),
-embeddings.
+"""Layers: positions (rotary, absolute, learned), norms, dropout (Srivastava et al., 2014), embeddings.
 
 Position encoding "none" (Kazemnejad et al., "The impact of positional encoding", 2023) needs no code: with a causal
 mask a layer can count the tokens before each one. Scalars such as the dropout rate are inputs of the step, so that a

@@ -17,8 +17,8 @@ def next_token_loss(model: nnx.Module, batch: Any) -> jax.Array:
     For a `Transformer` with experts it adds their balance loss: training minimizes the sum.
 
     Args:
-        model: int32[B, L] tokens to [B, L, vocabulary] logits; also called with segments and positions if the batch has
-            them.
+        model: int32[B, L] tokens to [B, L, vocabulary] logits; for a `Packed` batch also called with segments and
+            positions.
         batch: int32[B, L], or a `data.packing.Packed`: `tokens`, `segments` and `positions` of that shape.
             Then the mean excludes the first token of each document, which has no context.
     """

@@ -22,8 +22,7 @@ class LatentAttention(nnx.Module):
     is cached too. Other position encodings need no extra channels.
 
     The score of a query q and a key W c is (W^T q) c: if queries are multiplied by W^T, attention works on latents c,
-    which are a single key and value head for all query heads. This is the absorbed form, which expands no cached
-    latents.
+    which are a single key and value head for all query heads. This absorbed form expands no cached latents.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:

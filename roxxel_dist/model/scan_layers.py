@@ -102,8 +102,7 @@ def _unstacked(state: Any, count: int) -> list[Any]:
     def each(leaf: jax.Array) -> list[jax.Array]:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return [leaf[i] for i in range(count)]
-        # Not by index: the gradient of each layer would be an array for all layers, mostly zeros, and they would be
-        # summed.
+        # Not by index: the gradient of each layer would be an array for all layers, mostly zeros, to sum.
         return [piece.squeeze(0) for piece in jax.lax.split(leaf, (1,) * count)]
 
     pieces = list(map(each, leaves))

@@ -65,8 +65,7 @@ def build(
         out: the folder to fill with `tokenizer.json`, `shard_00000.rox` and so on, and `build.json`. If it is inside an
             input folder, it is not read. In a bucket (`s3://…`) each shard is sent when it is complete, and the index
             of the data set last; until then the files are in the cache of `remote`.
-        tokenizer: "bpe", "byte" or "char" to train one, or a path for `Tokenizer.load`. With tokens: the one that made
-            them.
+        tokenizer: "bpe", "byte" or "char" to train one, or a path for `Tokenizer.load`. With tokens: their tokenizer.
         vocab_size: number of ids; see `train_tokenizer`. With tokens: ids are below it.
         eos: documents of text end with the tokenizer's end-of-text.
         eos_token: the name of end-of-text in a ready-made tokenizer, if its own files do not give it.

@@ -221,8 +221,7 @@ def read_json_lines(path: Path, key: str) -> Documents:
         lines: Any = gzip.GzipFile(fileobj=raw) if raw.peek(2).startswith(b"\x1f\x8b") else raw
         before = read = 0
         for number, line in enumerate(lines, 1):
-            # tell() fails while iterating over a plain file; the bytes of a gzipped file differ from those of its
-            # lines.
+            # tell() fails while iterating over a plain file; a gzipped file has fewer bytes than its lines.
             read = read + len(line) if lines is raw else raw.tell()
             if line.isspace():
                 continue

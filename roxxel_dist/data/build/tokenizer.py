@@ -4,8 +4,7 @@
 - `byte`: the same without merges; an id is a byte of the text in UTF-8.
 - `char`: an id is a character of the corpus; other characters are refused.
 
-The last id of each is `<|endoftext|>`, which ends a document. The same letters inside a text are text and never become
-that id.
+The last id of each is `<|endoftext|>`, which ends a document. The same letters in a text never become that id.
 """
 
 import hashlib

@@ -1,7 +1,6 @@
 """Fetching missing cells of shards into the cache, in ranges, in parallel, each verified with its digest.
 
-Cells that a reader waits for have separate threads, which are free even if those that fetch ahead wait for an
-unavailable store.
+Separate threads fetch the cells that a reader waits for: they are free if those that fetch ahead wait for the store.
 """
 
 import queue
@@ -29,7 +28,7 @@ GAP_BYTES = 1 << 16
 """Ranges with at most this gap are joined: it costs as much as a request, at 50 ms and 20 MB/s among 16."""
 REQUEST_BYTES = 1 << 20
 ROUNDS = 100
-"""Attempts to read before the cells are evicted again."""
+"""Attempts to fetch and read cells that are evicted before the read."""
 
 
 class _Run:

@@ -25,8 +25,7 @@ MAGIC_CHARACTERS = re.compile(r"[*?\[]")
 def open_shards(path: DataPath, config: RemoteConfig) -> list[RemoteShard]:
     """The shards at an address: all of a prefix, one `.rox`, a pattern or a prefix of names in the last part.
 
-    With an index beside the shards, which is cached, this takes one or two requests; otherwise it reads the end of each
-    shard.
+    With an index beside the shards, which is cached, this takes one or two requests; otherwise one for each shard.
 
     Raises:
         ValueError: the address names several places, a shard or the index is damaged, or the cache cannot be used.
