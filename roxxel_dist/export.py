@@ -47,7 +47,7 @@ def export_run(
         format: "msgpack": flax's format, as the run's own files of weights; "safetensors": the same names; "hf": a
             folder that transformers loads. `Transformer.from_pretrained` and `Generator` read all three.
         out: the folder to make.
-        step: the checkpoint of this step; the newest where not given.
+        step: the checkpoint of this step; default: the newest.
         best: the checkpoint with the lowest val_loss; the newest if none was validated.
         merge_lora: for a run that trained adapters, write the plain model with the adapters merged in.
         dtype: of the weights; default: unchanged.
