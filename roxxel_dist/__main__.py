@@ -18,8 +18,8 @@ from roxxel_dist.cluster import interrupt
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    open_streams()  # first: what is opened after it has other numbers
-    if not RANK:  # a rank is its launcher's to end
+    open_streams()  # first: files that are opened later must not get the numbers of the standard streams
+    if not RANK:  # the launcher ends its ranks
         interrupt.begin()
     from roxxel_dist.cli import main as run
 
@@ -33,7 +33,7 @@ def main() -> None:
             raise
         for number in closed:  # nothing may be left to flush at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-        code = 128 + signal.SIGPIPE  # `| head` has read enough; whatever was done is not told, or was cut
+        code = 128 + signal.SIGPIPE  # `| head` has read enough; the output was cut
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
@@ -43,22 +43,22 @@ def main() -> None:
 
 
 def open_streams() -> None:
-    """Make the standard streams such that nothing said can fail, beside a pipe whose reader has left.
+    """Set up the standard streams so that no output fails, except to a pipe whose reader has left.
 
-    A stream that was closed at the start (`>&-`, some daemons) gets the null device: else the first file that is opened
-    would have its number, here and in the processes that are started. A terminal may be gone later.
+    A stream that was closed at the start (`>&-`, some daemons) gets the null device: otherwise the first file that is
+    opened gets its number, here and in child processes. A terminal may disappear later.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
         elif number:
             stream = getattr(sys, name)
             if stream.encoding.lower() != "utf-8":
-                stream.reconfigure(errors="backslashreplace")  # a locale that knows ASCII alone
+                stream.reconfigure(errors="backslashreplace")  # a locale with ASCII only
             if os.isatty(number):
                 lines = {"line_buffering": True, "write_through": stream.write_through}
                 whole = io.BufferedWriter(Terminal(number, "w", closefd=False))
@@ -67,7 +67,7 @@ def open_streams() -> None:
 
 
 class Terminal(io.FileIO):
-    """A terminal. What is written when it is gone (it was closed, the connection was lost) goes nowhere."""
+    """A terminal. It drops output if it is gone (it was closed, or the connection was lost)."""
 
     def write(self, data: Any, /) -> int:
         """As `FileIO.write`."""

@@ -48,7 +48,7 @@ BUILD_LIMIT_S = 6 * 3600.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunComponents:
-    """What a run is made of; nothing is on a device yet."""
+    """The parts of a run; nothing is on a device yet."""
 
     config: Config
     """With the size of the vocabulary."""
@@ -60,18 +60,18 @@ class RunComponents:
     curriculum: Curriculum
     """The phases over the part of the data that is trained on."""
     validation: Mapping[str, Roxxel]
-    """Data sets to validate on by name: those of the config, or else what is held out, as `HELD_OUT`."""
+    """Validation data sets by name: those of the config, or else the held-out part, as `HELD_OUT`."""
     data: Roxxel
     """The corpus as it is on disk, held-out part included."""
     grad_accum: int
     """Micro-batches a step."""
     kernel: AttentionKernel
-    """What computes attention; of a model of the user's own, what the config says."""
+    """The attention kernel; for a user-defined model, the kernel in the config."""
     options: LoopOptions
-    """Nothing is left to hold out: `curriculum` is without it already."""
+    """With nothing to hold out: `curriculum` already excludes the held-out part."""
 
     def mesh(self, processes: int | None = None) -> Mesh:
-        """The devices of this run, shared by `processes`, in order; by default by those that run.
+        """The devices of this run, shared by `processes` in order; default: the processes that are running.
 
         Raises ValueError for too few devices, axes that do not divide them, a process without a device, or a phase
         whose batch does not divide by them.
@@ -96,9 +96,9 @@ def build_components(
 ) -> RunComponents:
     """The components of a run of `config` on `data`. Puts nothing on a device, and touches no run directory.
 
-    In a trial of a sweep a warm-up longer than half of the run is cut to that: one that is searched beside the number
-    of epochs or the size of a batch fits some of the trials alone. `attention: auto` keeps the kernel that the run was
-    `begun_with`. Raises ValueError for a field that breaks its rule, or does not fit the data or the devices.
+    In a trial of a sweep a warm-up longer than half of the run is cut to half: if it is searched together with epochs
+    or batch_size, it does not fit all trials. `attention: auto` keeps the kernel `begun_with`. Raises ValueError for a
+    field that breaks its rule, or does not fit the data or the devices.
     """
     config = with_shape_of(config)
     vocab_size = _vocab_size(config, data)
@@ -111,7 +111,7 @@ def build_components(
     kernel = attention_kernel(config, curriculum.shapes, begun_with)
     build = model_builder(config, kernel)
     optimizer = NamedOptimizer(config.part(OptimizerConfig), widths=parameter_widths(config, build))
-    optimizer.settings(curriculum.total_steps)  # raises where warm-up and decay do not fit
+    optimizer.settings(curriculum.total_steps)  # raises if warm-up and decay do not fit
     validation = open_data_sets(config, "validation", data)
     check_vocabularies({**curriculum.mix_streamers, **validation}, vocab_size)
     return RunComponents(
@@ -144,9 +144,9 @@ def _vocab_size(config: Config, data: Roxxel) -> int:
 def attention_kernel(
     config: Config, shapes: Sequence[Shape], begun_with: AttentionKernel | None = None
 ) -> AttentionKernel:
-    """The kernel of attention of a run with batches of these shapes, on the devices that are here.
+    """The attention kernel of a run with batches of these shapes, on the devices of this machine.
 
-    auto keeps what the run was `begun_with`. Raises ValueError for a kernel, named or begun with, that cannot run here.
+    auto keeps the kernel `begun_with`. Raises ValueError if the named or kept kernel cannot run here.
     """
     if config.model is not None:
         return config.attention
@@ -166,7 +166,7 @@ def attention_kernel(
 def model_builder(config: Config, kernel: AttentionKernel = "auto") -> Callable[[], nnx.Module]:
     """A function that makes the model of a config whose `vocab_size` is known, with the same weights each time.
 
-    `kernel` is that of attention, whatever the config says: a model is used on other devices than it was trained on.
+    `kernel` is the attention kernel and overrides the config: a model may be used on other devices than in training.
     """
     rngs = {"params": config.seed, "dropout": config.seed + 1}
     if config.model is None:
@@ -181,12 +181,12 @@ def model_builder(config: Config, kernel: AttentionKernel = "auto") -> Callable[
             model = make(own, nnx.Rngs(config.seed + 2, **rngs))
         except TypeError as error:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                raise  # a mistake in the model; else the call itself does not fit
+                raise  # a mistake in the model; otherwise the call does not match its signature
             raise ValueError(f"model is {config.model!r}: {error}: write it as `def build(config, rngs)`") from error
         except ValueError as error:
             path = getattr(sys.modules.get(make.__module__), "__file__", None)
             if path is None or not is_raised_in(path, error):
-                raise  # no check of its arguments: a mistake in the model
+                raise  # it does not come from a check of the arguments: a mistake in the model
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
             raise ValueError(f"model is {config.model!r}: {error} ({path}, line {lines[-1]})") from error
         if not isinstance(model, nnx.Module):
@@ -222,7 +222,7 @@ def _at_base_width(config: Config) -> Config:
 
 
 def parameter_widths(config: Config, build: Callable[[], nnx.Module]) -> dict[str, Width]:
-    """With mup, how much wider each parameter of a model is than at its base width; else nothing."""
+    """With mup, how much wider each parameter of a model is than at its base width; otherwise empty."""
     if config.parametrization == "standard":
         return {}
     return widths(*(nnx.eval_shape(make) for make in (build, model_builder(_at_base_width(config)))))
@@ -236,11 +236,11 @@ def open_corpus(
     begins: bool = True,
     share: Callable[[], None] = lambda: None,
 ) -> Roxxel:
-    """The corpus that `data_path` names; one of text is made into shards in the folder `into`, by rank 0 for all.
+    """The corpus at `data_path`; rank 0 makes shards of text in the folder `into`, for all ranks.
 
-    `share`, called on every rank when they are made, brings them to hosts that do not see that folder. Raises
-    ValueError where nothing is named, or it cannot be read. Before a run `begins` with the weights of `init_from`, text
-    is not read where they are of another model.
+    `share`, called on every rank after that, copies the shards to hosts that do not see the folder. Raises ValueError
+    if no data is named, or it cannot be read. If a run `begins` with the weights of `init_from`, they are checked
+    against the model before text is read.
     """
     if data_path is None:
         raise ValueError(
@@ -254,7 +254,7 @@ def open_corpus(
     tokenizer, vocab_size = config.tokenizer_type, config.vocab_size
     if config.init_from is not None:
         tokenizer, vocab_size = str(tokenizer_of(config.init_from)), None
-    # What needs no corpus, before hours are spent on one.
+    # Checks that need no corpus come before hours of tokenizing.
     for field, name in (("model", config.model), ("loss", config.loss)):
         if name is not None:
             import_function(field, name)
@@ -263,7 +263,7 @@ def open_corpus(
     if config.init_from is not None and begins:
         _check_base(config, config.init_from, tokenizer)
     progress = Progress.from_env(process_index())
-    progress.say("")  # a launcher's limit for the start is not meant for a large text
+    progress.say("")  # the launcher's time limit for the start must not apply to a large text
     on_primary("corpus", lambda: build([data_path], into, tokenizer=tokenizer, vocab_size=vocab_size).close())
     share()
     progress.say("start")
@@ -271,7 +271,7 @@ def open_corpus(
 
 
 def _check_base(config: Config, init_from: str, tokenizer: str) -> None:
-    """Raises ValueError where `init_from` has no weights, or those of another model than the config's."""
+    """Raises ValueError if `init_from` has no weights, or weights of another model than that of the config."""
     checkpoint, config = find_checkpoint(init_from), with_shape_of(config)
     if config.model is None:
         config = dataclasses.replace(config, vocab_size=config.vocab_size or Tokenizer.load(tokenizer).vocab_size)
@@ -283,8 +283,8 @@ def _check_base(config: Config, init_from: str, tokenizer: str) -> None:
 def temporary_folder(data_path: str | Path | None, command: str) -> Iterator[Path]:
     """A folder in which `open_corpus` makes text into shards for a command that keeps nothing.
 
-    It is in the working directory, which all ranks share, as for runs. Rank 0 may take it away when its own last step
-    is done: no rank does a step before it has read its rows, and none finishes one alone.
+    It is in the working directory, which all ranks share, as for runs. Rank 0 may remove it after its own last step: a
+    rank reads its rows before a step, and no rank finishes a step alone.
     """
     if data_path is None or is_tokens(data_path):
         yield Path()
@@ -305,13 +305,13 @@ def temporary_folder(data_path: str | Path | None, command: str) -> Iterator[Pat
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Within it, SIGTERM and SIGHUP end the process as Ctrl-C does, so that what must be taken away is."""
+    """Within it, SIGTERM and SIGHUP end the process as Ctrl-C does, so that cleanup runs."""
 
     def leave(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
 
     if interrupt.active() or threading.current_thread() is not threading.main_thread():
-        yield  # the command takes it away itself; Python lets no other thread ask for signals
+        yield  # the command cleans up itself; Python allows signal handlers only in the main thread
         return
     before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -322,7 +322,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def on_primary(what: str, act: Callable[[], Any]) -> None:
-    """Do something on rank 0 alone; a UsageError there is raised on every rank."""
+    """Do something on rank 0 only; a UsageError there is raised on every rank."""
     message = ""
     if is_primary():
         try:
@@ -335,7 +335,7 @@ def on_primary(what: str, act: Callable[[], Any]) -> None:
 
 
 def check_vocabularies(sets: Mapping[str, Roxxel], vocab_size: int) -> None:
-    """Raises ValueError for a data set with tokens that a model of `vocab_size` does not know."""
+    """Raises ValueError for a data set with token ids of `vocab_size` or above."""
     for name, data_set in sets.items():
         if (data_set.vocab_size or 0) > vocab_size:
             raise ValueError(
@@ -345,10 +345,10 @@ def check_vocabularies(sets: Mapping[str, Roxxel], vocab_size: int) -> None:
 
 
 def check_division(curriculum: Curriculum, devices: int, grad_accum: int) -> None:
-    """Raises ValueError for a phase whose rows would leave a remainder on so many devices."""
+    """Raises ValueError for a phase whose rows do not divide by the number of devices."""
     for i, phase in enumerate(curriculum.phases):
         rows = phase.batch_size or 0
-        # Fewer rows than devices is a choice (one long row); a remainder is a slip that wastes most of the devices.
+        # Fewer rows than devices is a choice (one long row); a remainder is a mistake that wastes most of the devices.
         if rows > devices and rows >= grad_accum and rows % grad_accum == 0 and (rows // grad_accum) % devices:
             raise ValueError(
                 f"phase {i + 1}: batch_size is {rows}, which is not a multiple of {devices} devices x grad_accum "

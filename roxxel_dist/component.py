@@ -22,7 +22,7 @@ def component(cls: type[T]) -> type[T]:
 
 
 class DocWithFields:
-    """A docstring with those of the fields of the class, which are read from its source when somebody asks."""
+    """A docstring with those of the class's fields, which are read from the source on first access."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -34,7 +34,7 @@ from roxxel_dist.train.config import ExperimentConfig, LoopOptions, OptimizerCon
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
 """Keys of a config file whose value may be a mapping of fields."""
 RECORD = "record"
-"""The section of a saved config that says where and with what it ran; it is read past when loaded."""
+"""The section of a saved config with the run's environment and versions; loading skips it."""
 
 EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
@@ -52,13 +52,13 @@ CURES = {
     errno.EDQUOT: "make room, or choose another place",
     errno.EFBIG: "files may not be so large here (ulimit -f): raise the limit, or choose another place",
 }
-"""What a user can do about an error of the operating system, by its number; others are no fault of what was asked."""
+"""Fixes for operating-system errors, by errno; other errors are not usage errors."""
 
 AWAY = {
     errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENXIO, errno.ENODEV,
     errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN,
 }  # fmt: skip
-"""What a file system answers while it is away, for files that were there before."""
+"""Errors of a file system that is unavailable, for files that existed before."""
 PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 
@@ -68,25 +68,25 @@ ALIASES = {
     "context_length": "max_context", "seq_len": "max_context", "data": "data_path", "output_dir": "run_dir",
     "gradient_accumulation_steps": "grad_accum",
 }  # fmt: skip
-"""What other programs call some of the fields."""
+"""Names of some fields in other programs."""
 
 T = TypeVar("T")
 
 
 class UsageError(ValueError):
-    """Something the user asked for cannot be done: a command prints the message alone and exits with 2."""
+    """A mistake in the user's input: a command prints only the message and exits with 2."""
 
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Within it, what this package refuses and files that cannot be used are the user's to mend: no traceback.
+    """Within it, errors of this package and of unusable files become usage errors, without a traceback.
 
-    A ValueError of another library, or of the user's own code, stays what it is. In a later attempt of a job, files
-    that cannot be reached are no mistake of the user's, for the attempts before came past them.
+    A ValueError of another library, or of the user's code, passes unchanged. In a later attempt of a job, files that
+    cannot be reached are not a usage error, because earlier attempts could read them.
 
     Raises:
-        UsageError: a message for the user.
-        FileSystemError: the same in a later attempt, where a file system may be away.
+        UsageError: with a message for the user.
+        FileSystemError: the same in a later attempt, when a file system may be unavailable.
     """
     try:
         yield
@@ -104,7 +104,7 @@ def usage_errors() -> Iterator[None]:
 
 
 def _refusal(error: ValueError | OSError) -> str | None:
-    """What to tell the user of an error that is his to mend; None where it is none, and needs its traceback."""
+    """The message for an error that the user can fix; None for other errors, which need a traceback."""
     if isinstance(error, StoreError):
         return str(error)
     if isinstance(error, OSError) and error.errno is not None:
@@ -118,7 +118,7 @@ def _refusal(error: ValueError | OSError) -> str | None:
 
 
 def is_raised_in(path: str, error: BaseException) -> bool:
-    """Whether the code of a file or folder has raised an error, itself or through the standard library."""
+    """Whether code of a file or folder raised an error, directly or through the standard library."""
     frames = [
         (frame.f_code, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -128,7 +128,7 @@ def is_raised_in(path: str, error: BaseException) -> bool:
         return False
     if not any("JAX" in note for note in getattr(error, "__notes__", ())):
         return True
-    # jax has taken its own frames out: the last one that is left has raised it only where it has a `raise`.
+    # jax removes its own frames: the last frame left raised the error only if this line has a `raise`.
     code, line = frames[-1]
     positions = [step.positions for step in dis.get_instructions(code) if step.opname == "RAISE_VARARGS"]
     return any(position is not None and position.lineno == line for position in positions)
@@ -140,7 +140,7 @@ def _is_standard(file: str) -> bool:
 
 
 def _is_away(error: ValueError | OSError) -> bool:
-    """Whether an error, or the error of the system behind it, is what a file system answers while it is away."""
+    """Whether an error, or its cause, means that a file system is unavailable."""
     cause = error if isinstance(error, OSError) else error.__cause__
     if not isinstance(cause, OSError):
         return False
@@ -166,7 +166,7 @@ class Config(Fields):
     """
 
     of_run: tuple[str, str | None, bool] | None = None
-    """Of a config that was read from a run's config.yaml: the run, its init_from, and whether it has adapters."""
+    """If the config was read from a run's config.yaml: the run, its init_from, and whether it has adapters."""
     given: frozenset[str] = frozenset()
     """The fields that were set, in the constructor, in a file or later; the others have their defaults."""
 
@@ -191,7 +191,7 @@ class Config(Fields):
                 object.__setattr__(self, "given", self.given | {name})
 
     def __repr__(self) -> str:
-        """What differs from the defaults."""
+        """The fields that differ from their defaults."""
         values = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))  # pyright: ignore
         return f"Config({', '.join(f'{name}={value!r}' for name, value, default in values if value != default)})"
 
@@ -206,7 +206,7 @@ class Config(Fields):
         """The same settings with absolute paths, so that a run may be resumed from another folder.
 
         Raises:
-            ValueError: one is in a bucket that must not be.
+            ValueError: a path that must be local is in a bucket.
         """
 
         def absolute(name: str, path: Any) -> Any:
@@ -223,7 +223,7 @@ class Config(Fields):
         return dataclasses.replace(self, init_from=init_from, cache_dir=cache_dir, **sets)
 
     def primary_path(self, data_path: str | Path | None) -> str | Path | None:
-        """The path of the data set "self": `data_path`, or what `datasets` names so; None where neither does."""
+        """The path of the data set "self": `data_path`, or "self" in `datasets`; None if neither is given."""
         return data_path or (self.datasets or {}).get("self")
 
     def part(self, component: type[T]) -> T:
@@ -244,7 +244,7 @@ class Config(Fields):
         values = self.to_dict()
         check_sizes({name: values[name] for name in ("vocab_size", "max_context")})
         for part in COMPONENTS:
-            if part is not ModelConfig or values["model"] is None:  # it says nothing of a model of one's own
+            if part is not ModelConfig or values["model"] is None:  # ModelConfig does not describe a user-defined model
                 self.part(part)
         if values["phases"]:
             from roxxel_dist.curriculum.phases import Phase  # numpy: not for --help
@@ -253,7 +253,7 @@ class Config(Fields):
                 Phase.of(phase)
 
     def check_types(self, source: str = "") -> None:
-        """Raises ValueError for the first field whose value is of another type than the field; `source` is its file."""
+        """Raises ValueError for the first value of another type than its field; `source` names its file in messages."""
         for name, value in self.to_dict().items():
             if not _fits(value, FIELD_TYPES[name]):
                 place = f"{source}: " if source else ""
@@ -265,7 +265,7 @@ class Config(Fields):
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
 
     def save_yaml(self, path: str | Path, record: Mapping[str, Any] | None = None) -> None:
-        """Write all fields in one move; `record` is a section of metadata that is read past when the file is loaded."""
+        """Write all fields atomically; `record` is a section of metadata that loading skips."""
         import yaml
 
         content = {**self.to_dict(), **({RECORD: dict(record)} if record else {})}
@@ -276,18 +276,18 @@ class Config(Fields):
         """A config from a file; fields that it does not name keep their defaults.
 
         Args:
-            path: a YAML file. Of the `config.yaml` of a run the config remembers the run: with adapters, that is the
-                base.
+            path: a YAML file. For the `config.yaml` of a run, the config remembers the run, which is the base if you
+                add adapters.
 
         Returns:
             A `Config`.
 
         Raises:
-            ValueError: no such file, not YAML, or what `from_dict` says.
+            ValueError: no such file, not YAML, or an error of `from_dict`.
         """
         values, path = load_yaml(path), Path(path)
         config = cls.from_dict(values, str(path))
-        # A copy of it elsewhere has a record too, and no weights beside it.
+        # A copy of config.yaml elsewhere has a record too, but no weights beside it.
         if RECORD in values and path.name == "config.yaml" and (path.parent / "checkpoints").is_dir():
             config.of_run = str(path.parent), config.init_from, config.use_lora
         return config
@@ -297,14 +297,14 @@ class Config(Fields):
         """A config from a mapping of field names to values; fields may stand in sections (`SECTIONS`).
 
         Args:
-            values: as YAML has them; text such as "5e-4" is a number where the field is one.
-            source: how messages call it.
+            values: as in YAML; text such as "5e-4" becomes a number if the field is a number.
+            source: its name in messages.
 
         Returns:
             A `Config`.
 
         Raises:
-            ValueError: a key that no field has, a field given twice, or a value of another type than its field.
+            ValueError: a key that no field has, a field that is given twice, or a value of another type than its field.
         """
         values = flat_fields(values, source)
         for key in values:
@@ -319,7 +319,7 @@ Config.__doc__ = DocWithFields(Config.__doc__ or "")  # pyright: ignore[reportAt
 
 
 def yaml_problem(error: Exception) -> str:
-    """What is wrong with a text of YAML: the place and the reason, in one line."""
+    """The error in a YAML text: the place and the reason, in one line."""
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start} is no UTF-8: save the file as UTF-8"
     mark, what = getattr(error, "problem_mark", None), getattr(error, "problem", None)
@@ -339,7 +339,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             plain = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag.endswith(":str")]
-            for i, key in enumerate(plain):  # yaml itself would keep the last one, and say nothing
+            for i, key in enumerate(plain):  # yaml would silently keep the last one
                 if key.value in [before.value for before in plain[:i]]:
                     line = key.start_mark.line + 1
                     raise UsageError(f"{path}: line {line}: {key.value!r} is given twice: keep one of the two")
@@ -359,11 +359,11 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def flat_fields(values: Mapping[str, Any], source: str = "config") -> dict[str, Any]:
-    """The fields of all sections beside those outside of any. Raises ValueError for one that is given twice."""
+    """The fields of all sections and those outside sections. Raises ValueError for a field that is given twice."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if key in SECTIONS and key not in FIELD_TYPES and value is None:
-            continue  # a section in which nothing stands
+            continue  # an empty section
         fields = value if key in SECTIONS and isinstance(value, Mapping) else {key: value}
         for name, field in fields.items():
             if str(name) in flat:
@@ -373,7 +373,7 @@ def flat_fields(values: Mapping[str, Any], source: str = "config") -> dict[str, 
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The one of some names that is meant by another, if one is like it."""
+    """The closest match for a name among known names, if there is one."""
     if (meant := ALIASES.get(name)) in known:
         return meant
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.55)), None)
@@ -408,7 +408,7 @@ def _type_name(kind: Any) -> str:
 
 
 def _read(name: str, value: Any) -> Any:
-    """A YAML value for a field. YAML takes 5e-4 for text: it wants 5.0e-4, which nobody writes."""
+    """A YAML value for a field. YAML reads 5e-4 as text and only 5.0e-4 as a number."""
     if isinstance(value, str) and _fits(0.5, FIELD_TYPES[name]):
         try:
             return float(value)
@@ -418,7 +418,7 @@ def _read(name: str, value: Any) -> Any:
 
 
 def _with_numbers(value: Any) -> Any:
-    """The same with text such as 5e-4 as a number, wherever it stands."""
+    """The same with text such as 5e-4 converted to numbers at any depth."""
     if isinstance(value, dict):
         return {key: _with_numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):

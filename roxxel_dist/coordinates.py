@@ -29,16 +29,16 @@ from roxxel_dist.train.train_state import init_state
 from roxxel_dist.train.train_step import SPIKE_FACTOR, make_step
 
 FACTORS = (1, 2, 4, 8)
-"""Widths, by the base width."""
+"""Widths, as multiples of the base width."""
 STEPS = 5
 GROWTH = 1.15
-"""For each doubling of the width: changes that grow faster show that the learning rate does not carry over."""
+"""Growth for each doubling of the width; above it, the learning rate does not transfer."""
 PARAMETRIZATIONS: tuple[Parametrization, ...] = ("standard", "mup")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinateCheck:
-    """What a few steps change, by width."""
+    """The changes of the activations after a few steps, by width."""
 
     widths: tuple[int, ...]
     steps: int
@@ -54,7 +54,7 @@ class CoordinateCheck:
 def check_coordinates(config: Config, data_path: str | Path | None) -> CoordinateCheck:
     """Train a few steps at `base_dim` (or `dim`) times `FACTORS`, with both parametrizations, on the first device.
 
-    The learning rate is that of the config, without a warm-up; nothing is kept.
+    It uses the learning rate of the config without a warm-up, and writes no files.
 
     Raises:
         UsageError: the config or the data do not allow it.
@@ -84,7 +84,7 @@ def check_coordinates(config: Config, data_path: str | Path | None) -> Coordinat
 
 
 def _changes(config: Config, data: Roxxel) -> dict[str, float]:
-    """The root mean square of what some steps change, by place."""
+    """The root mean square of the change after some steps, by place."""
     components = build_components(dataclasses.replace(config, n_devices=1), data)
     mesh = components.mesh()
     stream = sweep_stream(components.curriculum, STEPS, config.seed, mesh, components.grad_accum)
@@ -113,7 +113,7 @@ def _changes(config: Config, data: Roxxel) -> dict[str, float]:
 
 
 def _places(model: Any, tokens_BxL: jax.Array) -> Iterator[tuple[str, jax.Array]]:
-    """The activations of a model by place, in order; of a model of the user's own the logits alone."""
+    """The activations of a model by place, in order; of a user-defined model only the logits."""
     if isinstance(model, Transformer):
         *stream, final_BxLxD = model.residual_stream(tokens_BxL)
         yield "embedding", stream[0]
@@ -124,7 +124,7 @@ def _places(model: Any, tokens_BxL: jax.Array) -> Iterator[tuple[str, jax.Array]
 
 
 def table(check: CoordinateCheck) -> str:
-    """The check as text, with what follows from it."""
+    """The check as text, with its conclusion."""
     lines = [f"change of the activations in {check.steps} steps (root mean square)"]
     for kind, places in check.changes.items():
         rows = [[kind, *map(str, check.widths), "a doubling"]]
@@ -147,7 +147,7 @@ def table(check: CoordinateCheck) -> str:
 def draw(check: CoordinateCheck, picture: Path) -> None:
     """Write the check as a PNG file: changes by width, one line a place, mup solid and standard dashed.
 
-    Raises ImportError where matplotlib is not installed, OSError where the file cannot be written.
+    Raises ImportError if matplotlib is not installed, OSError if the file cannot be written.
     """
     with figure(picture) as axes:
         for kind, style in (("mup", "-"), ("standard", "--")):

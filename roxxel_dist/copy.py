@@ -11,7 +11,7 @@ from roxxel_dist.objects.tree import BucketSource, FolderSource
 from roxxel_dist.objects.url import is_url
 
 CHECKPOINT_TABLE = "digests.json"
-"""Of a checkpoint, what makes it count in a bucket."""
+"""The file that makes a checkpoint in a bucket valid."""
 
 
 def copy(
@@ -19,20 +19,20 @@ def copy(
 ) -> Copied:
     """Copy a folder or a prefix; at least one of the two is in a bucket.
 
-    Objects that are there already with the same content are not sent again. A copy that was ended is not taken for
-    whole, and goes on when it is started again: a folder appears at the end; of a data set in a bucket the index and
-    the first shard come last, of a checkpoint its table of digests. Hidden files and leases are left out.
+    Objects that already have the same content are not sent again. An interrupted copy is never valid, and continues
+    when you start it again: a local folder appears at the end; in a bucket, the index and the first shard of a data set
+    come last, and the digest table of a checkpoint. Hidden files and leases are left out.
 
     Args:
         source: a folder, or s3://, gs:// or az:// and BUCKET/PREFIX.
-        target: the same. A folder must not be there yet, or be empty.
+        target: the same. A folder must not exist, or must be empty.
         overwrite: replace objects of the same names, and remove shards that the source does not have.
-        timeout_s: seconds for which an operation of a store is tried again.
-        progress: show on stderr what is being done.
+        timeout_s: seconds for which a failed operation of a store is retried.
+        progress: show progress on stderr.
 
     Raises:
-        ValueError: there is nothing to copy, neither is in a bucket, or something else is there.
-        StoreError: a store does not do it, or what came is damaged.
+        ValueError: there is nothing to copy, neither is in a bucket, or the target holds other content.
+        StoreError: a store fails, or the received bytes are damaged.
     """
     if not is_url(source) and not is_url(target):
         raise ValueError(

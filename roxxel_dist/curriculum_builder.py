@@ -1,4 +1,4 @@
-"""The curriculum of a Config, over the part of the data that is trained on, and its named data sets. No jax."""
+"""The curriculum of a Config, over the training part of the data, and its named data sets. No jax."""
 
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ SetField = Literal["datasets", "validation"]
 
 
 def build_curriculum(config: Config, data: Roxxel) -> tuple[Curriculum, Roxxel]:
-    """(phases over the training part of the data, the held-out part); raises ValueError for a phase that cannot be."""
+    """(phases over the training part of the data, the held-out part); raises ValueError for an impossible phase."""
     max_context = config.max_context
     phases: list[Any] = config.phases or [
         Phase(epochs=config.epochs, batch_size=config.batch_size * config.grad_accum, seq_len=max_context + 1)
@@ -29,9 +29,9 @@ def build_curriculum(config: Config, data: Roxxel) -> tuple[Curriculum, Roxxel]:
 
 
 def open_data_sets(config: Config, field: SetField, data: Roxxel) -> dict[str, Roxxel]:
-    """The data sets that `datasets` or `validation` names, without "self", which is `data`.
+    """The data sets in `datasets` or `validation`, without "self", which is `data`.
 
-    Raises ValueError where one is no data set, or was made with another tokenizer than `data`.
+    Raises ValueError if a path has no data set, or one made with another tokenizer than `data`.
     """
     remote = config.part(RemoteConfig)
     sets = {name: Roxxel(path, remote=remote) for name, path in shard_paths(config, field).items()}
@@ -46,7 +46,7 @@ def open_data_sets(config: Config, field: SetField, data: Roxxel) -> dict[str, R
 
 
 def shard_paths(config: Config, field: SetField) -> dict[str, str]:
-    """The paths that `datasets` or `validation` names, without "self"; raises ValueError where one has no shards."""
+    """The paths in `datasets` or `validation`, without "self"; raises ValueError if one has no shards."""
     paths = {
         name: path for name, path in (getattr(config, field) or {}).items() if (field, name) != ("datasets", "self")
     }

@@ -7,14 +7,14 @@ from typing import Any
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: bool = True) -> list[str]:
-    """The lines of a table; columns behind the first one are numbers, aligned to the right, unless `right` is false."""
+    """The lines of a table; columns after the first are aligned to the right, unless `right` is false."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     behind = str.rjust if right else str.ljust
     return ["  ".join([row[0].ljust(widths[0]), *map(behind, row[1:], widths[1:])]).rstrip() for row in rows]
 
 
 def duration(seconds: float) -> str:
-    """In seconds, minutes or hours, whichever a person would take."""
+    """In seconds, minutes or hours, by size."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     if seconds < 3600:
@@ -53,7 +53,7 @@ def figure(picture: Path, *, inches: tuple[float, float] = (8, 4.5)) -> Iterator
     picture.parent.mkdir(parents=True, exist_ok=True)
     try:
         FigureCanvasAgg(drawing).print_png(str(picture))
-    except OSError as error:  # a write names no file: what a full disk says
+    except OSError as error:  # an error of a write, such as a full disk, names no file
         picture.unlink(missing_ok=True)
         error.filename = error.filename or str(picture)
         raise

@@ -1,4 +1,4 @@
-"""The `plan` command: what a run of a Config would be, without training or allocating.
+"""The `plan` command: an estimate of a run of a Config, without training or allocating.
 
 Steps are compiled from shapes alone, so the model may be larger than the memory of this machine.
 """
@@ -51,30 +51,30 @@ from roxxel_dist.train.train_step import (
 )
 
 USUAL_MFU = 0.4
-"""Model FLOPs utilisation where no speed was measured: that of a dense model on a few accelerators."""
+"""Model FLOPs utilisation if no speed was measured: that of a dense model on a few accelerators."""
 SIMULATED = {
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-"""How steps are compiled for simulated devices: in an order that saves memory, as compilers for accelerators choose and
-the one for CPU does not; and with no effort for code that never runs, in half the time."""
+"""Compiler options for simulated devices: an order that saves memory, as accelerator compilers use and the CPU compiler
+does not; and no optimization of code that never runs, which halves the compile time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateRequest:
-    """What a run is estimated for, beside config and data."""
+    """The inputs of an estimate, besides config and data."""
 
     run: Path | None = None
-    """A run directory whose data, plan and speed are taken."""
+    """A run directory whose data, plan and speed are used."""
     devices: int | None = None
-    """CPU devices to simulate; those that are there where None."""
+    """CPU devices to simulate; None: the real devices."""
     processes: int | None = None
-    """Processes that share them; those that do where None."""
+    """Processes that share them; None: the real processes."""
     tokens_per_s: float | None = None
     """Over all devices."""
     device_memory_gb: float | None = None
-    """10^9 bytes that a device has; what it says where None."""
+    """Memory of a device in 10^9 bytes; None: as the device reports."""
 
     def __post_init__(self) -> None:
         for name in ("devices", "processes"):
@@ -89,37 +89,37 @@ class EstimateRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """Bytes of one device, as XLA accounts for the compiled program of a step."""
+    """Bytes of one device, from XLA's memory analysis of the compiled step."""
 
     arguments: int
     """State, settings and batch."""
     temporaries: int
-    """Activations, gradients, parameters that are gathered."""
+    """Activations, gradients, gathered parameters."""
     results: int
-    """What is given back beside the state, which takes the place of the one before."""
+    """Outputs besides the state, which reuses the memory of the previous state."""
     code: int
-    """The program itself, where the backend says."""
+    """The program itself, if the backend reports it."""
     peak: int
     """All of them together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """How the devices share the rows that they compute with at once."""
+    """How the devices share the rows of a batch, or of a micro-batch."""
 
     cut: Literal["rows", "tokens", "nothing"]
     """Along which axis the batch, or the micro-batch, is cut."""
     pieces: int
     """Into how many."""
     repeated: int
-    """Devices, or groups of them, that do what another one does, too."""
+    """Devices, or groups of them, that compute the same piece."""
     together: int = 1
     """Devices in a group: those along "tensor", which share the work on each piece."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseEstimate:
-    """One phase, as far as the run goes."""
+    """One phase, up to the last step of the run."""
 
     phase: int
     """From 1."""
@@ -141,18 +141,18 @@ class PhaseEstimate:
     rows_a_process: int
     """Rows of a batch that a process reads, at most."""
     memory: StepMemory | None
-    """Of each device; None where the compiler gave up because it does not fit."""
+    """Of each device; None if the compiler failed because it does not fit."""
     seconds: float | None
-    """Of its steps alone, without validations, saves and compilations; None where no speed is known."""
+    """Of its steps only, without validations, saves and compilations; None if no speed is known."""
     attention: str
-    """The kernel of attention; of a model of the user's own, what the config says."""
+    """The attention kernel; for a user-defined model, the kernel in the config."""
     score_bytes: int | None
-    """What the scores of a layer take of each device; None for a model of the user's own."""
+    """Bytes of each device for the attention scores of a layer; None for a user-defined model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEstimate:
-    """What a run would be. Bytes are of one device."""
+    """The estimate of a run. Bytes are of one device."""
 
     description: str
     """The table of phases, and the steps at which something changes."""
@@ -164,11 +164,11 @@ class RunEstimate:
     datasets: Mapping[str, Mapping[str, float]]
     """"tokens" to train on and "passes" over them, by name."""
     validation: Mapping[str, int]
-    """Tokens by name; "" is what is held out."""
+    """Tokens by name; "" is the held-out part."""
     vocab_size: int
     parameters: int
     trainable_parameters: int
-    """Of them: all but what is frozen beside adapters."""
+    """The parameters without those that adapters freeze."""
     parts: Mapping[str, int]
     """Parameters by top-level part of the model."""
     state: Mapping[str, int]
@@ -183,28 +183,28 @@ class RunEstimate:
     device_kind: str
     simulated: bool
     memory_limit: int | None
-    """Bytes that a device has, where that is known."""
+    """Memory of a device in bytes, if known."""
     seconds: float | None
     tokens_per_s: float | None
     """Given, or measured."""
     speed: str
     """Where the time comes from."""
     problems: tuple[str, ...]
-    """Why it cannot run."""
+    """Reasons why it cannot run."""
 
 
 def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest) -> RunEstimate:
-    """What a run of `config` on the data would be.
+    """Estimate a run of `config` on the data.
 
-    Text is made into shards in a folder that is gone afterwards; nothing else is written, beside compiled programs.
+    Shards of text are made in a temporary folder. Nothing else is written, except compiled programs.
 
     Args:
-        config: a `Config`; it is left as it is.
+        config: a `Config`; it is not changed.
         data_path: a text file, a folder of text, or shards.
-        request: what it is estimated for.
+        request: the run, the devices and the speed.
 
     Raises:
-        UsageError: the config, the data or the request do not allow it, as `train` would say.
+        UsageError: a mistake in the config, the data or the request, with the message of `train`.
     """
     with contextlib.ExitStack() as held:
         with usage_errors():
@@ -232,7 +232,7 @@ def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest
                 )
             path = config.primary_path(data_path) or data_of(saved, request.run)
             if saved.get("init_from") == config.init_from:
-                config = dataclasses.replace(config, init_from=None)  # what a run has begun with, it needs no more
+                config = dataclasses.replace(config, init_from=None)  # a started run no longer needs its init_from
             notes = [note] if note and not saved else []
             begun_with = kernel_begun_with(saved)
             kernel = begun_with if config.attention == "auto" else config.attention
@@ -253,21 +253,21 @@ def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest
 
 def _saved(run: Path) -> dict[str, Any]:
     """The config of a run, with its record."""
-    read_runs([run])  # its message for what is no run names the nearest that is
+    read_runs([run])  # raises for a path that is not a run, and suggests the closest run
     if not (run / CONFIG).exists():
         raise ValueError(no_run(run))
     return saved_config(run)
 
 
 def _estimate(components: RunComponents, request: EstimateRequest, notes: list[str]) -> RunEstimate:
-    """The estimate of a run's components. What cannot be is found in the order in which a `Trainer` finds it."""
+    """The estimate of a run's components. Checks come in the same order as in `Trainer`."""
     enable_compilation_cache()
     with usage_errors():
         mesh, config, curriculum = components.mesh(request.processes), components.config, components.curriculum
         options, grad_accum, sharding = components.options, components.grad_accum, batch_sharding(mesh)
         check_batches(curriculum.shapes, grad_accum)
         plan = curriculum.plan(config.seed)
-        # Amendments, and what was left out, are in the plan that a run saved.
+        # The saved plan of a run includes amendments and skipped steps.
         kept = None if request.run is None else saved_plan(request.run)
         if kept is not None and (kept.shapes, kept.seed) == (plan.shapes, plan.seed):
             plan = kept
@@ -290,7 +290,7 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
     last = last_step(plan, options)
     steps = spans(plan, last)
     batches = [Stream(plan, curriculum.datasets, sharding, stop - 1).abstract() for _, stop in steps]
-    # Not within: what fails while a step is traced is the model's or the loss function's, and needs its traceback.
+    # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.
     memory = _step_memory(compiler, train_step, state, hparams, batches)
     if last < plan.total_steps:
         notes.append(f"max_steps ends the run after step {last:,} of {plan.total_steps:,}")
@@ -359,7 +359,7 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
 
 
 def _score_bytes(shape: Shape, layout: BatchLayout, components: RunComponents) -> int | None:
-    """What the attention scores of a layer take of each device, for a micro-batch."""
+    """Bytes of each device for the attention scores of a layer, for a micro-batch."""
     kernel = components.kernel
     if components.config.model is not None or kernel == "auto":
         return None
@@ -373,9 +373,9 @@ def _score_bytes(shape: Shape, layout: BatchLayout, components: RunComponents) -
 def abstract_train_state(
     components: RunComponents, mesh: Mesh, total_steps: int
 ) -> tuple[ModuleSplit, TrainState, Leaves]:
-    """What does not change, the state before the first step and the hparams of all steps: shapes and shardings.
+    """The static part, the state before the first step and the hparams of all steps, as shapes and shardings.
 
-    Raises ValueError where what the model or the optimizer asks for cannot be.
+    Raises ValueError if settings of the model or the optimizer are impossible.
     """
     optimizer, options = components.optimizer, components.options
     split, state, hparams = abstract_state(
@@ -388,7 +388,7 @@ def abstract_train_state(
 
 
 def memory_analysis(program: Any) -> StepMemory:
-    """What a compiled program needs of each device, by XLA's account of it."""
+    """Memory of each device for a compiled program, from XLA's memory analysis."""
     account = program.memory_analysis()
     parts = {
         "arguments": account.argument_size_in_bytes,
@@ -402,7 +402,7 @@ def memory_analysis(program: Any) -> StepMemory:
 def _step_memory(
     compiler: AotCompiler, train_step: Any, state: Any, hparams: Any, batches: Sequence[Any]
 ) -> list[StepMemory | None]:
-    """For each batch, what its step needs; None where the compiler gives up because it does not fit."""
+    """For each batch, the memory of its step; None if the compiler fails because it does not fit."""
     memory: list[StepMemory | None] = []
     with contextlib.closing(compiler):
         for batch in batches:
@@ -423,7 +423,7 @@ def spans(plan: Plan, last: int) -> list[tuple[int, int]]:
 
 
 def batch_layout(sharding: NamedSharding, rows: int, length: int, grad_accum: int) -> BatchLayout:
-    """How a batch of `rows` x `length` tokens is shared, which is trained on in `grad_accum` micro-batches."""
+    """How devices share a batch of `rows` x `length` tokens with `grad_accum` micro-batches."""
     shape = (rows // micro_batches(grad_accum, rows), length)
     fitted = fit_sharding(sharding, shape)
     by_row, by_token = (whole // part for whole, part in zip(shape, fitted.shard_shape(shape), strict=True))
@@ -447,7 +447,7 @@ def _speed(request: EstimateRequest, mesh: Mesh, *, bf16: bool) -> tuple[str, fl
 
 
 def _datasets(plan: Plan, last: int) -> dict[str, dict[str, float]]:
-    """Tokens that can be read, and passes over them, of each data set when `last` steps are done."""
+    """Readable tokens of each data set, and passes over them after `last` steps."""
     segment = plan.segment(last - 1)
     reached, sets = segment.after(last - segment.first_step), {}
     for name, source in plan.amendments[-1].sources.items():
@@ -458,7 +458,8 @@ def _datasets(plan: Plan, last: int) -> dict[str, dict[str, float]]:
 
 
 def _problem(phase: PhaseEstimate, limit: int | None, config: Any, devices: int) -> str | None:
-    """Why a phase cannot run on devices of `limit` bytes, and what to change; None where it can, or nobody knows."""
+    """Why a phase cannot run on devices of `limit` bytes, and how to change it; None if it can, or if that is
+    unknown."""
     memory = phase.memory
     if memory is None:
         needs = "its step does not fit, says the compiler"
@@ -481,7 +482,7 @@ def _problem(phase: PhaseEstimate, limit: int | None, config: Any, devices: int)
 
 
 def table(run: RunEstimate, *, every_array: bool = False) -> str:
-    """All of an estimate in sections; each parameter has a line where `every_array`."""
+    """A whole estimate in sections; with `every_array` each parameter has a line."""
     sections = {
         "phases": [run.description, *run.notes],
         "data": _data(run),
@@ -562,7 +563,7 @@ def _memory(run: RunEstimate) -> list[str]:
 
 
 def _scores(phase: PhaseEstimate) -> str:
-    """What the kernel of attention takes, which is among the temporaries."""
+    """The memory of the attention kernel, which is part of the temporaries."""
     is_whole = phase.attention == "xla" and phase.seq_len - 1 <= LONGEST_WHOLE
     how = "all scores of a row at once" if is_whole else "scores in blocks"
     return f"attention of phase {phase.phase}: {phase.attention}, {how}, {size(phase.score_bytes or 0)} a layer"

@@ -1,4 +1,4 @@
-"""The validation of a run, repeated from a checkpoint. The run is only read: it may train, or be somebody else's."""
+"""The validation of a run, repeated from a checkpoint. The run is only read: it may be training, or read-only."""
 
 import contextlib
 import dataclasses
@@ -46,10 +46,10 @@ class Evaluation:
     losses: Mapping[str, float]
     """By the names of the log: "val_loss", "val_bal", "val_loss/<name>", "train_eval_loss"."""
     data: tuple[Mapping[str, Any], ...]
-    """{"name", "metric", "loss", "perplexity", "batches", "tokens"} of each data set, of all of them where there are
+    """{"name", "metric", "loss", "perplexity", "batches", "tokens"} of each data set, of all of them if there are
     several, and of the training data."""
     logged_val_loss: float | None
-    """What the log of the run has for the step; None where the step was not validated."""
+    """The logged val_loss of the step; None if the step was not validated."""
 
     @property
     def difference(self) -> float | None:
@@ -67,12 +67,12 @@ def evaluate(
 ) -> Evaluation:
     """The validation of a run at a kept checkpoint, on all the processes this one belongs to.
 
-    Config and data are those that the run has now. On the devices, processes and versions that the run had, they give
-    the numbers of its log, to the last bit, where they have not changed since the step.
+    It uses the current config and data of the run. If these have not changed since the step, the same devices,
+    processes and versions give the logged numbers bit for bit.
 
     Args:
         run: RUN or RUN@STEP; without a step the newest checkpoint.
-        best: the checkpoint with the lowest val_loss; no step is named then.
+        best: the checkpoint with the lowest val_loss; not together with a step.
         data_path: shards instead of those that the run remembers.
         validation: data sets to validate on, name: path, instead of the run's.
         eval_iters: batches to read of each data set, instead of as many as the run does.
@@ -124,7 +124,7 @@ def evaluate(
             evaluator.prepare(state, hparams, shape)
             weights = {name: leaves for name in ("params", "rest") if (leaves := getattr(state, name))}
             state = state._replace(**store.restore_model(step, weights))
-        # Not within: what fails while it is traced is the model's or the loss function's, and needs its traceback.
+        # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.
         compiler.wait_together()
         means = evaluator.summarize(fetch(evaluator.run(state, hparams, shape)), shape)
         rows = read_rows(folder / METRICS)
@@ -139,7 +139,7 @@ def evaluate(
 
 @contextlib.contextmanager
 def _checkpoint(checkpoint: CheckpointRef, best: bool) -> Iterator[tuple[CheckpointStore, int]]:
-    """The checkpoints of the run, and the step meant; ValueError where there is none, or no longer one."""
+    """The checkpoints of the run, and the requested step; ValueError if it does not exist, or was deleted."""
     with open_checkpoint("RUN", checkpoint) as (store, newest):
         step = store.best_step() if best else newest
         if step is None:
@@ -159,13 +159,13 @@ def _checkpoint(checkpoint: CheckpointRef, best: bool) -> Iterator[tuple[Checkpo
 
 
 def open_data(run: Path, saved: Mapping[str, Any], data_path: str | None, remote: RemoteConfig) -> Roxxel:
-    """The primary data set of the run, or what is named instead of it."""
+    """The primary data set of the run, or its replacement `data_path`."""
     path = data_path or data_of(saved, run)
     data = None
     with contextlib.suppress(NoShardsError):
         if path is not None and is_tokens(path):
             opened = Roxxel(path, remote=remote)
-            _ = opened.shards  # what names nothing says so here
+            _ = opened.shards  # raises if there are no shards
             data = opened
     if data is None:
         raise ValueError(
@@ -183,7 +183,7 @@ def open_data(run: Path, saved: Mapping[str, Any], data_path: str | None, remote
 
 
 def _with_kernel(config: Any, plan: Plan, saved: Mapping[str, Any]) -> Any:
-    """The config with the run's kernel of attention, for its bits; with auto where that cannot run here."""
+    """The config with the run's attention kernel, for the same bits; with auto if the kernel cannot run here."""
     try:
         kernel = attention_kernel(config, plan.shapes, kernel_begun_with(saved))
     except ValueError:
@@ -194,8 +194,8 @@ def _with_kernel(config: Any, plan: Plan, saved: Mapping[str, Any]) -> Any:
 def _components(
     config: Any, data: Roxxel, plan: Plan, validation: Mapping[str, str] | None, run: Path
 ) -> tuple[RunComponents, Mapping[str, Roxxel]]:
-    """(what the run is made of, the data sets to validate on by name)."""
-    # The rows to train on are not read, so nothing but the primary data set need be there any more.
+    """(the components of the run, the validation data sets by name)."""
+    # Training rows are not read, so only the primary data set must exist.
     names = ("steps", "batch_size", "seq_len", "packing")
     phases = [{name: getattr(shape, name) for name in names} for shape in plan.shapes]
     config = dataclasses.replace(config, datasets=None, phases=phases)
@@ -218,7 +218,7 @@ def _components(
 
 
 def _mesh(components: RunComponents) -> Mesh:
-    """The devices: as many as the run had, or all there are where those are fewer, or cannot be shared out so."""
+    """The devices: as many as the run had, or all devices if there are fewer, or the run's number does not divide."""
     config, here = components.config, len(jax.devices())
     groups = config.tensor_devices * max(1, config.fsdp_devices if config.fsdp else 1)
     if config.n_devices > here or (config.n_devices or here) % groups:
@@ -227,8 +227,8 @@ def _mesh(components: RunComponents) -> Mesh:
 
 
 def _by_data_set(losses: Mapping[str, float], reads: Mapping[str, tuple[int, int]]) -> tuple[dict[str, Any], ...]:
-    """`Evaluation.data`, of losses by the log's names and of (batches, tokens) as `Validation.reads` gives them."""
-    *names, train = reads  # "" is what was held out, and the last one is the training data
+    """`Evaluation.data` from losses by logged name, and (batches, tokens) from `Validation.reads`."""
+    *names, train = reads  # "" is the held-out part, and the last one is the training data
     rows: list[tuple[Any, ...]] = [
         (name or "held out", f"val_loss/{name}" if name else "val_loss", *reads[name]) for name in names
     ]
@@ -246,12 +246,12 @@ def _by_data_set(losses: Mapping[str, float], reads: Mapping[str, tuple[int, int
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); infinite where that is no number of 64 bits."""
+    """exp(loss); infinite if it overflows float64."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def table(evaluation: Evaluation) -> str:
-    """An evaluation as text: a line a data set, and what the log says."""
+    """An evaluation as text: a line for each data set, and the logged val_loss."""
     rows = [["data", "loss", "perplexity", "batches", "tokens"]]
     for row in evaluation.data:
         loss, batches, tokens = f"{row['loss']:.6f}", f"{row['batches']:,}", f"{row['tokens']:,}"

@@ -58,12 +58,12 @@ from roxxel_dist.train.trainer import Trainer
 LAST_WORDS_LIMIT_S = 1800.0
 SAMPLE_TOKENS, SAMPLE_LINES = 160, 8
 SAMPLE_AFTER_S = 30.0
-"""What a run of less has learned is no text yet, and to write it would take a large part of its time."""
+"""Shorter runs write no sample: they have not learned text yet, and a sample would take a large part of their time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Past:
-    """What a run goes on from: itself, another run that it is forked from, or nothing."""
+    """Where a run continues from: its own checkpoint, the run that it is forked from, or nothing."""
 
     saved: dict[str, Any]
     """The config that its directory holds; empty for a new run."""
@@ -82,21 +82,21 @@ class Experiment:
     """One run of a `Config`, on however many processes this one belongs to.
 
     Args:
-        config: a `Config`; changes of it from here on do not count.
+        config: a `Config`; later changes to it have no effect.
 
     Attributes:
         config: as it will be used, with absolute paths.
-        stopped: whether the last `fit` was asked to stop before its end; what it had is saved.
+        stopped: whether the last `fit` was asked to stop before its end; its last step is saved.
 
     Raises:
-        UsageError: a value breaks its rule, or the base of adapters is not there.
+        UsageError: a value breaks its rule, or the base of the adapters does not exist.
     """
 
     def __init__(self, config: Config) -> None:
         with usage_errors():
             based, self._base_message = with_base(config)
             self.config: Config = based.with_absolute_paths()
-        # What was set by whoever made the config, or with the base of the adapters: the rest is a resumed run's own.
+        # Fields that the caller or the base of the adapters sets; a resumed run keeps its own values of the others.
         self.config.given = config.given | ({"init_from"} if based.init_from != config.init_from else frozenset())
         self.stopped: bool = False
 
@@ -113,35 +113,35 @@ class Experiment:
     ) -> RunResult:
         """Train and return the run directory; of a run in a bucket the local folder that has what this host wrote.
 
-        Ctrl-C and SIGTERM stop it after the step in hand: that step is saved, and the result says `stopped`.
+        Ctrl-C and SIGTERM stop it after the current step: that step is saved, and the result has `stopped` set.
 
-        A resumed run, and a fork, keeps each field of its config that the one here does not give, but for `max_steps`.
+        A resumed run, and a fork, keeps each field of its config that this config does not give, except `max_steps`.
 
         Args:
             data_path: a text file, a folder of text, or shards; a resumed run remembers its own.
-            run_dir: where the run is kept: a folder that all hosts see, or an address in a bucket (s3://…, gs://…,
+            run_dir: the place of the run: a folder that all hosts see, or an address in a bucket (s3://…, gs://…,
                 az://…); by default a new `runs/run_YYYYMMDD_HHMMSS`.
-            resume: continue the run in `run_dir` from its newest checkpoint, or begin where there is none.
-            amend: the phases or the shards of the resumed run are other ones from here on.
-            fork: RUN@STEP, a kept checkpoint of another run whose whole state the new one begins with; that run is only
-                read. The phases may be other ones behind that step.
+            resume: continue the run in `run_dir` from its newest checkpoint, or start it if there is none.
+            amend: change the phases or the shards of the resumed run from this step on.
+            fork: RUN@STEP, a kept checkpoint of another run whose whole state the new run starts with; that run is only
+                read. The phases may differ after that step.
             from_step: go back to this kept checkpoint of the resumed run; later ones are deleted.
-            skip_steps: with `from_step`, leave out what these steps (the first and the last, from 1) would have read.
+            skip_steps: with `from_step`, skip the rows of these steps (the first and the last, from 1).
             local_dir: of a run in a bucket, the folder on each host below which it is written before it is sent; by
                 default in the user's cache.
 
         Raises:
-            UsageError: the config, the data or the run directory do not allow it. Nothing is left behind then.
+            UsageError: a mistake in the config, the data or the run directory. Then no files are left behind.
             StoreTimeoutError: the bucket of the run was away for longer than its time limit.
-            LeaseLostError: another job has taken the run's place in the bucket.
-            FileSystemError: in a later attempt of a job, files of the attempts before cannot be reached.
+            LeaseLostError: another job has taken over the run in the bucket.
+            FileSystemError: in a later attempt of a job, files of earlier attempts cannot be reached.
         """
         resume = resume or attempt_number() > 0
         with usage_errors():
             bucket = self._bucket(run_dir, local_dir)
-            # A launched run without a name has the launcher's: started again, it is the same.
+            # A launched run without a name has the launcher's run id, so a restart continues the same run.
             past = self._past(bucket.pull() if bucket else Path(run_dir or default_run_dir()), resume, fork)
-            # A fork that goes back goes back in itself; to name both is an error of `ResumeSpec`.
+            # A resumed fork goes back to a checkpoint of its own; `ResumeSpec` refuses `fork` with `from_step`.
             goes_back = from_step is not None and fork is None
             origin = ResumeSpec(fork=None if goes_back else past.fork, from_step=from_step, skip_steps=skip_steps)
             self._name_data_sets(past, data_path)
@@ -154,7 +154,7 @@ class Experiment:
             pin_for_run(self.config.virtual_shards, RunMetadata.of(past.config).pjrt_nproc)
         initialize()
         named = broadcast_from_primary("run directory", str(run_dir or default_run_dir()))
-        run = Path(named) if bucket is None else bucket.folder  # which may be another one on each host
+        run = Path(named) if bucket is None else bucket.folder  # may differ between hosts
         if resume and not amend and from_step is None and self._was_finished(run, past, is_other_data):
             return RunResult.of(run, int(read_cursor(run).get("step", 0)), stopped=False)
 
@@ -164,7 +164,7 @@ class Experiment:
             with _nothing_left_behind(directory), usage_errors(), contextlib.ExitStack() as undo:
                 on_primary("run directory is free", lambda: self._claim(directory, resume, bucket))
                 is_trial = os.environ.get(TRIAL) == "1"
-                if is_trial and past.saved:  # as it was cut when the trial began
+                if is_trial and past.saved:  # as it was shortened when the trial began
                     self.config = dataclasses.replace(self.config, warmup_steps=past.saved["warmup_steps"])
                 fork_name = str(past.new_fork or "")
                 changed = check_resumable(past.config, self.config, amend=amend or bool(fork_name), fork=fork_name)
@@ -176,18 +176,18 @@ class Experiment:
                     cut = f"warmup_steps {self.config.warmup_steps} -> {warmup}: half of the trial's {steps:,} steps"
                     print(f"roxxel-dist: {cut}", flush=True)
                 self.config = components.config
-                tokenizer = components.data.tokenizer  # the sample's beginning is encoded before hours of training
+                tokenizer = components.data.tokenizer  # encode the prompt of the sample before hours of training
                 ids = [] if tokenizer is None else tokenizer.encode(self.config.sample_prompt) or [tokenizer.eos_id]
                 trainer = self._trainer(run, components, amend, origin, bucket)
                 undo.callback(trainer.close)
                 if trainer.finished:
                     self._check_nothing_new(run, trainer.step, changed_from(past.saved, self.config))
                 if self.config.model or self.config.loss:
-                    trainer.try_loss()  # mistakes of a model or a loss, before anything is written down
+                    trainer.try_loss()  # find mistakes in a model or a loss before files are written
                 trainer.go_back()
                 held.enter_context(undo.pop_all())
-            message = "" if past.config else self._base_message  # a run that goes on has its base already
-            # All ranks learn it, if the disk is full already.
+            message = "" if past.config else self._base_message  # a run that continues has its base already
+            # All ranks get the error if the disk is full.
             arguments = (trainer, run, path, components, past.saved, changed, message)
             on_primary("record", lambda: write_run_metadata(*arguments, name=str(bucket or run)))
             self._run(trainer, run, tokenizer, ids, bucket)
@@ -196,11 +196,11 @@ class Experiment:
     def find_lr(
         self, data_path: str | Path | None, *, min_lr: float = 1e-6, max_lr: float = 0.1, num_steps: int = 100
     ) -> tuple[float, list[float], list[float]]:
-        """A learning rate to train with.
+        """Find a learning rate to train with.
 
         A short training from the beginning, whose rate grows by the same factor at each step (Smith 2017, arXiv
-        1506.01186); it ends early where the loss diverges. The rate is that at which the smoothed loss falls most
-        steeply. Nothing is kept: no run directory is made or read, and this experiment's `lr` stays what it is.
+        1506.01186); it ends early if the loss diverges. The result is the rate at which the smoothed loss falls
+        fastest. It makes or reads no run directory, and does not change the `lr` of this experiment.
 
         Args:
             data_path: a text file, a folder of text, or shards.
@@ -212,7 +212,7 @@ class Experiment:
             The rate; the rates that were tried; the loss at each of them.
 
         Raises:
-            UsageError: the config, the data or the rates do not allow it, or the loss did not fall.
+            UsageError: a mistake in the config, the data or the rates, or the loss did not fall.
         """
         with usage_errors(), contextlib.ExitStack() as held:
             self.config.validate()
@@ -235,7 +235,7 @@ class Experiment:
             return suggest(rates, losses, num_steps), rates, losses
 
     def _bucket(self, run_dir: str | Path | None, local_dir: str | Path | None) -> BucketRun | None:
-        """The run in a bucket that `run_dir` names; None where it names a folder."""
+        """The run in a bucket, if `run_dir` is an address; None for a folder."""
         if run_dir is not None and is_url(run_dir):
             cache = self.config.cache_dir
             local_dir = local_dir or (Path(cache, TRAINED) if cache else None)
@@ -246,7 +246,7 @@ class Experiment:
         return None
 
     def _past(self, run: Path, resume: bool, fork: str | None) -> _Past:
-        """The run that this one goes on from, whose fields the config takes over where it does not give them."""
+        """The run to continue from. The config takes the fields that it does not give from there."""
         check_still_there(run)
         saved = saved_config(run) if resume else {}
         parent = forked_from(fork, saved, run)
@@ -258,7 +258,7 @@ class Experiment:
                 f"{parent.run if parent and not saved else run} was trained by {program}, with a Trainer of parts: "
                 f"start that program again; it continues from the newest checkpoint"
             )
-        # Where a run was to end once is no property of it: a config without max_steps trains to the end of its phases.
+        # An old max_steps is not inherited: a config without max_steps trains to the end of its phases.
         values = {name: value for name, value in past.config.items() if name != "max_steps"}
         self.config = self.config.with_defaults(values)
         self.config.validate()
@@ -271,24 +271,24 @@ class Experiment:
         directory.claim(resume)
         if bucket is not None:
             bucket.take()
-            directory.check_new(resume)  # by what the bucket has now
+            directory.check_new(resume)  # checks again, now that the folder has the files of the bucket
 
     @staticmethod
     def _release(directory: RunDirectory, bucket: BucketRun | None) -> None:
-        """Let others have the run; what it did well is in its bucket by now."""
+        """Release the run to others; its finished work is in its bucket by now."""
         if bucket is not None:
             bucket.abandon(CRASH_LIMIT_S)
         directory.release()
 
     def _name_data_sets(self, past: _Past, data_path: str | Path | None) -> None:
-        """The data sets of the run before where none are named; "self" is what `data_path` says."""
+        """Take the data sets of the earlier run if none are given; `data_path` replaces "self"."""
         if self.config.datasets is None:
             self.config.datasets = past.config.get("datasets")
         if data_path and "self" in (self.config.datasets or {}):
             self.config.datasets = {**(self.config.datasets or {}), "self": absolute(data_path)}
 
     def _is_other_data(self, past: _Past, data_path: str | Path | None) -> bool:
-        """Whether a resumed run is given other data than it has read so far."""
+        """Whether a resumed run gets other data than it has read so far."""
         before, path = RunMetadata.of(past.saved), self.config.primary_path(data_path)
         if path is None or before.data_path is None:
             return False
@@ -302,7 +302,7 @@ class Experiment:
     def _data_path(
         self, run: Path, past: _Past, data_path: str | Path | None, resume: bool, is_other_data: bool
     ) -> str | Path | None:
-        """Where the primary data set is: as named, or as the run before remembers it."""
+        """The path of the primary data set: as given, or as the earlier run recorded it."""
         path = self.config.primary_path(data_path) or data_of(past.config, past.new_fork and past.new_fork.run)
         if resume and not past.config and path is None:
             near = difflib.get_close_matches(run.name, [file.parent.name for file in run.parent.glob(f"*/{CONFIG}")])
@@ -317,14 +317,14 @@ class Experiment:
         return path
 
     def _was_finished(self, run: Path, past: _Past, is_other_data: bool) -> bool:
-        """Say so, if the run was, and nothing new is asked of it: its data may be gone by now.
+        """Whether the run was finished and has nothing new to do, and print that. Its data may be gone by now.
 
-        Raises UsageError where the run is finished, and what is asked of it would not be done.
+        Raises UsageError if the run is finished and the requested changes would have no effect.
         """
         cursor, changed = read_cursor(run), changed_from(past.saved, self.config)
         step, end = int(cursor.get("step", 0)), self.config.max_steps
         is_longer = "max_steps" in changed and (end is None or end > step)
-        # A base that was moved is looked for, and written down, though nothing is trained any more.
+        # The new place of a moved base is checked and recorded, even if there is nothing left to train.
         goes_on = is_longer or "patience" in changed or past.saved.get("init_from") != self.config.init_from
         finished = cursor.get("finished") and not goes_on
         if not broadcast_from_primary("the run was finished", "yes" if finished else ""):
@@ -336,7 +336,7 @@ class Experiment:
         return True
 
     def _check_nothing_new(self, run: Path, step: int, before: Mapping[str, Any]) -> None:
-        """Raises UsageError where a finished run shall be another one; `before` has the values of what changed."""
+        """Raises UsageError for changes to a finished run; `before` has the old values of the changed fields."""
         if not before:
             return
         changes = [f"{name} {old} -> {getattr(self.config, name, 'other data')}" for name, old in before.items()]
@@ -347,11 +347,11 @@ class Experiment:
         )
 
     def _open(self, path: str | Path | None, run: Path, resume: bool, past: _Past, bucket: BucketRun | None) -> Roxxel:
-        """The corpus, made from text by rank 0 if need be."""
-        # Rank 0 looks for all: it may be making it already when another rank comes here.
+        """The corpus; rank 0 makes it from text if necessary."""
+        # Only rank 0 looks: it may already be writing the corpus when another rank gets here.
         is_made = resume and is_tokens(run / DATA) and not (path and is_tokens(path))
         if broadcast_from_primary("corpus is made", "yes" if is_made else ""):
-            return Roxxel(run / DATA)  # made from text when the run began, whatever the text is now
+            return Roxxel(run / DATA)  # made from the text at the start of the run, even if the text has changed
 
         def share() -> None:
             if bucket is not None:
@@ -392,7 +392,7 @@ class Experiment:
             bucket.begin()
 
         def at_the_end() -> None:
-            """Show a sample and draw the curve. The run is done and saved: what fails here harms nothing."""
+            """Show a sample and draw the curve. The run is done and saved, so an error here does no harm."""
             is_shown = trainer.step == trainer.start_step and (run / CURVE).exists()
             is_long = time.monotonic() - begun >= SAMPLE_AFTER_S
             wants_sample = self.config.sample == "on" or (self.config.sample == "auto" and is_long)
@@ -413,10 +413,10 @@ class Experiment:
         self.stopped = trainer.stopped
         if bucket is not None:
             bucket.close()  # with the last lines of the log
-        barrier("end of the run", LAST_WORDS_LIMIT_S)  # a rank that left would set the launcher's clock for rank 0
+        barrier("end of the run", LAST_WORDS_LIMIT_S)  # a rank that ends starts the launcher's time limit for rank 0
 
     def _sample(self, trainer: Trainer, tokenizer: Tokenizer | None, prompt: list[int]) -> str:
-        """Some lines that the model writes, on rank 0; every rank has a part of the model."""
+        """A sample of text from the model, on rank 0; every rank takes part, because each has a part of the model."""
         if tokenizer is None:
             return "no tokenizer: no sample"
         model, context = trainer.state.local_model(), self.config.max_context
@@ -430,7 +430,7 @@ class Experiment:
 
 @contextlib.contextmanager
 def _nothing_left_behind(directory: RunDirectory) -> Iterator[None]:
-    """If the run cannot begin, take away what was made for it."""
+    """Remove the files of a run that cannot begin."""
 
     def discard() -> None:
         if is_primary():

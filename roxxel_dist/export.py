@@ -45,21 +45,20 @@ def export_run(
     Args:
         run: a run directory, or RUN@STEP.
         format: "msgpack": flax's format, as the run's own files of weights; "safetensors": the same names; "hf": a
-            folder that transformers loads. Of the first two, `Transformer.from_pretrained` and `Generator` read the
-            folder as they do a run; of the last one too.
+            folder that transformers loads. `Transformer.from_pretrained` and `Generator` read all three.
         out: the folder to make.
-        step: the checkpoint of this step; the newest where not given.
-        best: the one with the lowest val_loss; the newest where none was validated.
-        merge_lora: of a run that trained adapters, write the plain model that does what it does with them.
-        dtype: of the weights; as they are where not given.
-        max_shard_size: how large a file of safetensors may be, such as "500MB".
-        overwrite: replace a folder that is there. A run, or anything with folders in it, is never replaced.
+        step: the checkpoint of this step; default: the newest.
+        best: the checkpoint with the lowest val_loss; the newest if none was validated.
+        merge_lora: for a run that trained adapters, write the plain model with the adapters merged in.
+        dtype: of the weights; default: unchanged.
+        max_shard_size: largest size of a safetensors file, such as "500MB".
+        overwrite: replace an existing folder. A run, or a folder that contains folders, is never replaced.
 
     Returns:
-        What was written, in a line.
+        A line that describes the written files.
 
     Raises:
-        ValueError: there is no such model, the format cannot hold it, or the folder is there already.
+        ValueError: there is no such model, the format cannot hold it, or the folder exists already.
     """
     out, limit = Path(out), _bytes(max_shard_size)
     _check_out(out, overwrite, CheckpointRef.parse(run).run)
@@ -73,7 +72,7 @@ def export_run(
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         with interrupt.cleanup(lambda: shutil.rmtree(folder, ignore_errors=True)):
-            folder.chmod(0o755)  # mkdtemp's is for its owner alone
+            folder.chmod(0o755)  # mkdtemp makes a folder that only its owner can read
             if format == "hf":
                 _write_hf(folder, weights, params, limit)
             else:
@@ -88,7 +87,7 @@ def export_run(
 
 
 def _check_out(out: Path, overwrite: bool, *read: Path) -> None:
-    """Raises ValueError where `out` may not be replaced: it holds what is exported, or what no export has made."""
+    """Raises ValueError if `out` may not be replaced: it contains a folder that is read, or is not from an export."""
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
         raise ValueError(f"--out {out} is there already: name another folder, or replace it with --overwrite")
     for folder in map(Path.resolve, read):
@@ -102,7 +101,7 @@ def _check_out(out: Path, overwrite: bool, *read: Path) -> None:
 
 
 def _write_own(folder: Path, weights: Weights, params: dict[str, np.ndarray], format: str, limit: int) -> None:
-    """Our own names, beside what makes it a folder that is read as a run."""
+    """Write the weights under our own names, and the files that let a folder be read as a run."""
     sizes = {name: array.nbytes for name, array in params.items()}
     if format == "safetensors":
         arrays = ((name, np.ascontiguousarray(array)) for name, array in params.items())
@@ -122,7 +121,7 @@ def _write_own(folder: Path, weights: Weights, params: dict[str, np.ndarray], fo
 
 
 def _write_hf(folder: Path, weights: Weights, params: dict[str, np.ndarray], limit: int) -> None:
-    """What `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` read."""
+    """Write the files that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` read."""
     if weights.config.model is not None:
         raise ValueError(f"model is {weights.config.model!r}: hf holds the built-in Transformer alone; use safetensors")
     config = weights.config.part(ModelConfig)
@@ -144,7 +143,7 @@ def _write_hf(folder: Path, weights: Weights, params: dict[str, np.ndarray], lim
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, max_context: int) -> None:
-    """The token that ends a text stands before one too: so the model has seen it."""
+    """The end-of-text token is also the token before a text, because the model was trained so."""
     if tokenizer.kind == "sentencepiece":
         raise ValueError(
             "the tokenizer is a SentencePiece model, which hf has no file for here: use --format safetensors"
@@ -159,7 +158,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, max_context: int) -> No
 
 
 def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Floating arrays alone."""
+    """Cast floating-point arrays only."""
     return array.astype(jnp.dtype(dtype)) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
@@ -175,7 +174,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _put(folder: Path, out: Path) -> None:
-    """Give a finished folder its name; what has it is taken away."""
+    """Rename a finished folder to its final name, and remove the old folder there."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

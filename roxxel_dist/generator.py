@@ -11,7 +11,7 @@ from roxxel_dist.train.hf_folder import is_hf_folder
 from roxxel_dist.weights import check_continues, load_run
 
 UNFINISHED = "\ufffd"
-"""What a tokenizer makes of bytes that are no character, or not yet."""
+"""A tokenizer's output for bytes that are not a character, or not yet a whole one."""
 
 
 class Generator:
@@ -20,9 +20,9 @@ class Generator:
     The first call compiles; later ones with prompts within the same multiple of 64 tokens, and as many of them, do not.
 
     Args:
-        path: a run directory, or RUN@STEP; what `export` has made of one; or a folder of Hugging Face that holds a
-            LLaMA, Mistral or Mixtral, whose prompts begin with the token that its tokenizer puts before a text.
-        best: of a run, the checkpoint with the lowest val_loss, or the newest where none was validated. False: the
+        path: a run directory, or RUN@STEP; an exported folder; or a Hugging Face folder with a LLaMA, Mistral or
+            Mixtral, whose prompts begin with the token that its tokenizer puts before a text.
+        best: for a run, the checkpoint with the lowest val_loss, or the newest if none was validated. False: the
             newest.
         step: the checkpoint of this step instead.
 
@@ -33,8 +33,7 @@ class Generator:
         step: of the checkpoint.
 
     Raises:
-        ValueError: there is no such model, it has no tokenizer, or it is one of the user's own that cannot continue a
-            text.
+        ValueError: there is no such model, it has no tokenizer, or the user-defined model cannot continue a text.
     """
 
     model: Any
@@ -46,7 +45,7 @@ class Generator:
         self._path = str(path)
         self.model, self.tokenizer, self.config, self.step = load_run(path, step, best=best)
         check_continues(self.model, self.config)
-        # A run saw texts without it, whatever its tokenizer: a token that was never read says nothing good.
+        # A run trains without such a token, whatever its tokenizer, so its model has not learned it.
         self._start = self.tokenizer.text_start if is_hf_folder(Path(path)) else []
 
     def __repr__(self) -> str:
@@ -67,18 +66,18 @@ class Generator:
         seed: int | Sequence[int] = 0,
         stop_at_eos: bool = True,
     ) -> str | list[str]:
-        """What the model adds to a prompt, or to each of some; the prompt is not part of it.
+        """Continue a prompt, or each of several; the result does not include the prompt.
 
         Args:
-            prompt: text; where it is empty, the beginning of a document. Of a list, each is continued as it would be
+            prompt: text; if it is empty, the start of a document. Each prompt of a list is continued as if it were
                 alone.
-            max_new_tokens: tokens to add at most; at most max_context - 1 are. Of a prompt with more tokens than fit
-                before them, the last ones are read.
+            max_new_tokens: tokens to add at most; values above max_context - 1 count as that. If a prompt is too long
+                to leave room for them, only its last tokens are read.
             temperature: 0 takes the likeliest token each time, 1 draws from the model's distribution.
-            top_k: draw from so many of the likeliest tokens; 0 for all.
+            top_k: draw from this many of the likeliest tokens; 0 for all.
             top_p: draw from the fewest of the likeliest tokens that have this probability together; 1 for all.
-            seed: of the draws: one for all prompts, so that the same prompt twice gives the same text, or one for each.
-            stop_at_eos: end a text where the model ends it.
+            seed: of the draws: one for all prompts, so that equal prompts give equal texts, or one for each.
+            stop_at_eos: end a text at the model's end-of-text token.
 
         Returns:
             A text for a text, a list for a list.
@@ -111,7 +110,7 @@ class Generator:
         seed: int = 0,
         stop_at_eos: bool = True,
     ) -> Iterator[str]:
-        """The text that `generate` gives, in pieces as they come; no piece ends within a character.
+        """The text of `generate`, in pieces as they are generated; no piece ends within a character.
 
         Arguments and errors are those of `generate`, for one prompt.
 
@@ -131,7 +130,7 @@ class Generator:
         return [*self._start, *(self.tokenizer.encode(prompt) if prompt else [])] or [self.tokenizer.eos_id]
 
     def _room(self, max_new_tokens: int) -> int:
-        # What is no number is told where it is used.
+        # A value that is not a number is refused later, where it is used.
         most = self.config.max_context - 1
         return min(max_new_tokens, most) if isinstance(max_new_tokens, Integral) else max_new_tokens
 
@@ -140,17 +139,17 @@ class Generator:
 
 
 def _listed(value: Any) -> list[Any]:
-    """A list of its items, or of what has none; a text is one thing."""
+    """The items of an iterable as a list; a text or a single value as a list of one."""
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
 
 
 def pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """The text of some ids, piece by piece: together what `tokenizer.decode` makes of all of them."""
+    """The text of some ids, piece by piece; joined, the pieces equal `tokenizer.decode` of all ids."""
     known: list[int] = []
     shown, begin = 0, 0
     for number in ids:
         known.append(number)
-        # With the piece before it: some tokenizers take the space away that a text begins with.
+        # Decode with the piece before it: some tokenizers remove a leading space.
         old, new = tokenizer.decode(known[begin:shown]), tokenizer.decode(known[begin:])
         if len(new) > len(old) and not new.endswith(UNFINISHED):
             yield new[len(old) :]

@@ -17,7 +17,7 @@ SHOWN = 60
 
 
 def saved_plan(run: Path) -> Plan | None:
-    """The plan that a run's newest checkpoint follows, amendments and steps left out included; None without one."""
+    """The plan in a run's newest checkpoint, with amendments and skipped steps; None without a checkpoint."""
     return _plan_of(_newest(run))
 
 
@@ -31,7 +31,8 @@ def _plan_of(checkpoint: Path | None) -> Plan | None:
 
 
 def _local(source: str | Path) -> tuple[Path, Path | None]:
-    """(A run or a config file on this host, the run's newest checkpoint); of a run in a bucket, in a local folder."""
+    """(A run or a config file on this host, the run's newest checkpoint); a run in a bucket is copied to a local
+    folder."""
     if not is_url(source):
         folder = Path(source)
         if folder.is_dir() and not (folder / CONFIG).exists():
@@ -47,9 +48,8 @@ def _local(source: str | Path) -> tuple[Path, Path | None]:
 def describe_batch(source: str | Path, step: int, data_path: str | Path | None = None, *, text: bool = False) -> str:
     """The rows that a step reads, a line each: data set, token, shard, document, and how the row begins.
 
-    The step counts from 1, as in the log; the source is a run directory, which remembers its shards and may be in a
-    bucket, or a config file.
-    With `text` the whole rows are decoded.
+    Steps count from 1, as in the log. The source is a config file, or a run directory, which records its shards and may
+    be in a bucket. With `text`, whole rows are decoded.
     """
     named, (source, newest) = source, _local(source)
     path = source / CONFIG if source.is_dir() else source

@@ -1,4 +1,4 @@
-"""Low-rank adapters, for models of one's own and to merge what was trained."""
+"""Low-rank adapters, for user-defined models, and to merge trained adapters."""
 
 from roxxel_dist.model.lora import LoRALinear, LoRAParam, merge_adapters
 

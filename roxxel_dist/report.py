@@ -1,4 +1,4 @@
-"""Runs side by side, as a table and as pictures: what the folder of a run says about it, also while it trains."""
+"""Runs side by side, as a table and as pictures, from their folders, also while they train."""
 
 import contextlib
 import json
@@ -19,23 +19,23 @@ from roxxel_dist.train.loggers.csv_jsonl import read_rows
 from roxxel_dist.train.timeline import SPENT, read_timeline, time_spent
 
 UNKNOWN = "-"
-"""Stands for a number that is not known, and for a field that a run's config does not have."""
+"""The sign for an unknown number, and for a field that a run's config does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run, as it is on disk."""
+    """One run, read from disk."""
 
     name: str
-    """What it is called beside others."""
+    """Its name among the compared runs."""
     path: Path
     fields: Mapping[str, Any]
-    """Of its config, and the `data_path` that it reads; empty for a run of a bare `Trainer`."""
+    """The fields of its config, and the `data_path` that it reads; empty for a run of a bare `Trainer`."""
     rows: Sequence[Mapping[str, float]]
-    """What was logged, in order; numbers that were not finite are left out."""
+    """The logged rows, in order; numbers that were not finite are left out."""
     parameters: int | None
     spent: Mapping[str, float]
-    """Seconds by kind, as `time_spent` tells; empty where nothing kept them."""
+    """Seconds by kind, from `time_spent`; empty if the run has no timeline."""
 
     def points(self, metric: str) -> list[tuple[float, float]]:
         """(tokens read, value) of every row that has the metric."""
@@ -43,12 +43,12 @@ class Run:
 
     @property
     def phase_ends(self) -> list[float]:
-        """The tokens read where a phase ended and another began, to a logged step."""
+        """The tokens read at each change of phase, rounded to a logged step."""
         pairs = zip(self.rows, self.rows[1:], strict=False)
         return [a["tokens"] for a, b in pairs if "tokens" in a and a.get("phase") != b.get("phase")]
 
     def numbers(self) -> dict[str, Any]:
-        """What the table shows, by name: None where it is not known, and "spent" as seconds by kind."""
+        """The values of the table, by name: None if unknown, and "spent" as seconds by kind."""
         last = self.rows[-1] if self.rows else {}
         validations = [row for row in self.rows if "val_loss" in row]
         best = min(validations, key=lambda row: row["val_loss"], default={})
@@ -72,7 +72,7 @@ class Run:
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     """The runs in some folders.
 
-    Raises ValueError where one of them is no run; the message names the nearest that is.
+    Raises ValueError if one of them is not a run; the message suggests the closest run.
     """
     given = list(dict.fromkeys(map(Path, paths)))
     folders = [local_run(path) for path in given]
@@ -88,7 +88,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The fields in which the configs of some runs differ: a value a run, `UNKNOWN` where it has no such field."""
+    """The fields in which the configs of some runs differ: a value for each run, `UNKNOWN` if it has no such field."""
     names = dict.fromkeys(name for run in runs for name in run.fields)
     values = {name: [run.fields.get(name, UNKNOWN) for run in runs] for name in names}
     return {name: of_runs for name, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
@@ -105,7 +105,7 @@ def read_fields(folder: Path) -> dict[str, Any]:
 
 def _read(folder: Path, name: str) -> Run:
     parameters = None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it may be being written
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it may be incomplete during a write
         parameters = int(json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["parameters"])
     return Run(
         name=name,
@@ -118,7 +118,7 @@ def _read(folder: Path, name: str) -> Run:
 
 
 LONGEST = 40
-"""Characters of a value; the rest is cut off."""
+"""Most characters of a value; longer ones are cut off."""
 NUMBERS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "steps": ("steps", lambda run: f"{run['steps']:,}"),
     "tokens": ("tokens", lambda run: f"{run['tokens']:,}"),
@@ -129,11 +129,11 @@ NUMBERS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "parameters": ("parameters", lambda run: f"{run['parameters']:,}"),
     "goodput": ("goodput", lambda run: f"{run['goodput']:.1%}"),
 }
-"""Of `Run.numbers`: the title of a line, and how it is written."""
+"""For each key of `Run.numbers`: the title of its line, and its format."""
 
 
 def table(runs: Sequence[Run]) -> str:
-    """What became of the runs, where their time went, and how their configs differ."""
+    """The results of the runs, the time they spent, and the differences of their configs."""
     numbers = [run.numbers() for run in runs]
     lines = [["", *(run.name for run in runs)]]
     for key, (title, form) in NUMBERS.items():
@@ -160,13 +160,13 @@ def _short(value: Any) -> str:
 
 MISSING = "no pictures: pip install 'roxxel-dist[plot]' draws them"
 COLOURS = ("#2a9d5c", "#a8d5ba", "#9aa0a6", "#f2b134", "#4f86c6", "#8e6bbf", "#d98cb3", "#c8423b")
-"""Of what time is spent on, in the order of `SPENT`."""
+"""The colours of the kinds of time, in the order of `SPENT`."""
 
 
 def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Draw what can be drawn of some runs into a folder, which is made; returns the PNG files.
+    """Draw the charts of some runs into a folder, which is created; returns the PNG files.
 
-    Raises ImportError where matplotlib is not installed.
+    Raises ImportError if matplotlib is not installed.
     """
     pictures = []
     if trained := [run for run in runs if run.points("train_loss")]:
@@ -179,9 +179,9 @@ def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 
 def draw_losses(runs: Sequence[Run], picture: Path) -> None:
-    """Loss over tokens: a colour a run, validation with points, a dotted line where a phase begins.
+    """Loss over tokens: a colour for each run, points for validation, a dotted line at the start of a phase.
 
-    Raises ImportError where matplotlib is not installed.
+    Raises ImportError if matplotlib is not installed.
     """
     with figure(picture, inches=(9, 5)) as axes:
         for number, run in enumerate(runs):
@@ -199,7 +199,7 @@ def draw_losses(runs: Sequence[Run], picture: Path) -> None:
 
 
 def _draw_goodput(runs: Sequence[Run], picture: Path) -> None:
-    """What the time of each run went to, a bar a run."""
+    """How each run spent its time, a bar for each run."""
     totals = [sum(run.spent.values()) for run in runs]
     places, left = list(range(len(runs))), [0.0] * len(runs)
     with figure(picture, inches=(9, 1.6 + 0.45 * len(runs))) as axes:

@@ -1,4 +1,4 @@
-"""The run directory: its files, its lock, and what is taken away where a run cannot begin."""
+"""The run directory: its files, its lock, and the cleanup after a run that cannot begin."""
 
 import contextlib
 import difflib
@@ -19,10 +19,10 @@ from roxxel_dist.train.run_lock import LOCK, RunIsHeld, hold
 
 CONFIG, TOKENIZER, DATA, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", "checkpoints"
 PREFLIGHT_STORE_S = 20.0
-"""For which preflight tries to reach an object store."""
+"""Seconds for which preflight tries to reach an object store."""
 METRICS, LOGS = "metrics.jsonl", "logs"
 DEFINITION, JOURNAL = "study.yaml", "journal.jsonl"
-"""Of a study, not of a run."""
+"""Files of a study, not of a run."""
 SUMMARY, LOG, CURVE = "model_summary.json", "training_log.csv", "plots/loss.png"
 
 
@@ -30,19 +30,19 @@ class RunResult(PosixPath):
     """The directory of a run, a path like any other, and how its training ended."""
 
     stopped: bool = False
-    """Whether it was asked to stop before its end (Ctrl-C, SIGTERM); the step is saved, and `resume=True` goes on."""
+    """Whether it was asked to stop before its end (Ctrl-C, SIGTERM); the step is saved, and `resume=True` continues."""
     step: int | None = None
-    """The last step that is done."""
+    """The last finished step."""
 
     @classmethod
     def of(cls, run: Path, step: int, *, stopped: bool) -> Self:
-        """The result of a training."""
+        """The result of a training run."""
         result = cls(run)
         result.stopped, result.step = stopped, step
         return result
 
     def with_segments(self, *segments: Any) -> Path:
-        """A path below or beside it, which is no result."""
+        """A path below or beside it, as a plain path."""
         return Path(*segments)
 
     def __repr__(self) -> str:
@@ -53,21 +53,21 @@ class RunResult(PosixPath):
 
 
 class RunDirectory:
-    """A run's folder, which need not exist; held by one training at a time. People call the run `name`."""
+    """A run's folder, which need not exist; one training holds it at a time. Messages call the run `name`."""
 
     def __init__(self, path: Path, name: str = "") -> None:
         self.path: Path = path
         self._name = name or str(path)
-        logs = () if os.environ.get(STATUS_ENV) == "1" else (LOGS,)  # a launcher's stay: they say why it was refused
+        logs = () if os.environ.get(STATUS_ENV) == "1" else (LOGS,)  # logs of a launcher stay: they have the error
         inside = (DATA, CHECKPOINTS, *logs, LOG, METRICS, LOCK)
         files = (*(path / name for name in inside), path, *path.parents)
-        self._new = [file for file in files if not os.path.exists(file)]  # Path.exists raises for too long a name
+        self._new = [file for file in files if not os.path.exists(file)]  # Path.exists raises if a name is too long
         self._let_go: Callable[[], None] = lambda: None
 
     def claim(self, resume: bool) -> None:
         """Make the folder and hold it until `release`.
 
-        Raises ValueError where it is no folder, cannot be written, holds a run that shall not be resumed, or is held.
+        Raises ValueError if it is not a folder, cannot be written, is held, or has a run and `resume` is off.
         """
         if os.path.exists(self.path) and not self.path.is_dir():
             raise ValueError(f"run_dir is {self.path}, a file: name a folder")
@@ -82,27 +82,27 @@ class RunDirectory:
             temporary.unlink(missing_ok=True)
 
     def check_new(self, resume: bool) -> None:
-        """Raises ValueError where the folder holds a run that shall not be resumed."""
+        """Raises ValueError if the folder has a run and `resume` is off."""
         if os.path.exists(self.path / CONFIG) and not resume:
             raise ValueError(f"{self._name} holds a run already: continue it with resume=True, or name another run_dir")
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the folder to others."""
         self._let_go()
 
     def discard(self) -> None:
-        """Take away what was made since this object was; what was there before stays."""
+        """Remove the files that were made since this object was created; older files stay."""
         for path in self._new:
             if path.name in (DATA, CHECKPOINTS, LOGS) and path.parent == self.path:
                 shutil.rmtree(path, ignore_errors=True)
             else:
-                with contextlib.suppress(OSError):  # a folder that is not empty holds something of somebody else
+                with contextlib.suppress(OSError):  # a folder that is not empty has files of others
                     path.rmdir() if path.is_dir() else path.unlink()
         self._new = []
 
 
 def is_held(run: Path, *, unknown: bool = True) -> bool:
-    """Whether somebody trains in a run directory now; `unknown` where the file system has no locks to tell."""
+    """Whether a process trains in a run directory now; `unknown` if the file system has no locks."""
     return lock_is_held(run / LOCK, unknown=unknown)
 
 
@@ -116,14 +116,14 @@ def default_run_dir() -> Path:
 
 
 def data_to_read(data_path: str | None, run_dir: str | None, *, resume: bool) -> dict[str, Any] | None:
-    """What `train` would read with these flags on this host, for the launcher's preflight; None where nothing is named.
+    """The data that `train` would read with these flags on this host, for preflight; None without a path.
 
-    Returns `path`, and the `fingerprint` of tokens, `text` (True), or `why` it cannot be read; the path alone where an
-    interrupted write has to be finished first. Imports numpy where there are tokens, and no jax.
+    Returns `path`, and the `fingerprint` of tokens, `text` (True), or `why` it cannot be read; only the path if an
+    interrupted write must be finished first. Imports numpy if there are tokens, and never jax.
     """
     path = data_path
     try:
-        if resume and run_dir is not None:  # a resumed run remembers its own
+        if resume and run_dir is not None:  # a resumed run has recorded its own
             run = Path(run_dir)
             if _must_be_finished(run / DATA) or is_tokens(run / DATA):
                 path = str(run / DATA)
@@ -147,14 +147,14 @@ def data_to_read(data_path: str | None, run_dir: str | None, *, resume: bool) ->
 
 
 def _must_be_finished(path: Path) -> bool:
-    """Whether who looks for tokens there would finish an interrupted write: not for preflight to do."""
+    """Whether opening the path would finish an interrupted write, which preflight must not do."""
     return any((path if path.is_dir() else path.parent).glob(f".*{SUFFIX}/{COMMIT}"))
 
 
 def check_still_there(run: Path) -> None:
-    """Raises FileNotFoundError for a run without its config in which this job has done steps before.
+    """Raises FileNotFoundError for a run without a config.yaml, if this job has done steps in it.
 
-    A new run must not begin in a folder where a file system is not mounted.
+    Otherwise a new run would begin in the folder of a file system that is not mounted.
     """
     step = int(os.environ.get(REACHED_ENV) or 0)
     if step and not (run / CONFIG).is_file():
@@ -162,14 +162,14 @@ def check_still_there(run: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether somebody trained in a folder, or begins to."""
+    """Whether a folder has a run, or one that is starting."""
     return (folder / CONFIG).is_file() or (folder / METRICS).is_file()
 
 
 def no_run(folder: Path, name: str = "") -> str:
-    """What to say of a folder that is no run that a command can use: the nearest name that is one, or those beside it.
+    """The message for a folder that is not a usable run: it suggests the closest run, or lists those beside it.
 
-    `name` is what the user has written, where that is no folder.
+    `name` is the user's text, if that is not a folder.
     """
     if is_url(name):
         return f"{name} is not a run: there is no {name}/{CONFIG}; check the address"
@@ -196,7 +196,7 @@ def no_run(folder: Path, name: str = "") -> str:
 
 
 def is_study(folder: str | Path) -> bool:
-    """Whether a folder is that of a study; the runs of its trials are in it."""
+    """Whether a folder is a study; it contains the runs of its trials."""
     return (Path(folder) / JOURNAL).is_file() and (Path(folder) / DEFINITION).is_file()
 
 

@@ -30,10 +30,10 @@ MB = 1e6
 FREE_MODEL_FIELDS = (
     "dropout_rate", "lora_dropout", "gradient_checkpointing", "alpha_balance", "inference", "attention",
 )  # fmt: skip
-"""Fields of the model that a resumed run may change; a rate of dropout not between 0 and above 0, a kernel of attention
-only by name."""
+"""Fields of the model that a resumed run may change. A dropout rate of 0 stays 0, and one above 0 stays above 0; an
+attention kernel stays the same, even if it is now given by name."""
 WITHOUT_PHASES = ("epochs", "batch_size", "grad_accum")
-"""Fields that decide which tokens a step reads where no phases are given."""
+"""Fields that decide which tokens a step reads if no phases are given."""
 AMENDABLE = ("phases", *WITHOUT_PHASES)
 FIXED_FIELDS = (
     "model",
@@ -51,7 +51,7 @@ FIXED_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunMetadata:
-    """Where and with what a run was made: the section `record` of its config.yaml."""
+    """The environment and the origin of a run: the section `record` of its config.yaml."""
 
     versions: dict[str, str] = field(default_factory=dict)
     git_commit: str | None = None
@@ -65,25 +65,26 @@ class RunMetadata:
     corpus: str | None = None
     """The fingerprint of the data."""
     program: str | None = None
-    """The Python program whose `Trainer` of parts trains the run; None of a run of `train`."""
+    """The Python program whose `Trainer` of parts trains the run; None for a run of `train`."""
     forked_from: dict[str, Any] | None = None
-    """"run" and "step" of the checkpoint whose whole state the run begins with."""
+    """"run" and "step" of the checkpoint whose whole state the run starts with."""
     initialized_from: dict[str, Any] | None = None
-    """"run" and "step" of the checkpoint that the weights come from, or that the adapters stand on."""
+    """"run" and "step" of the checkpoint with the initial weights, or with the base of the adapters."""
     bits: dict[str, Any] = field(default_factory=dict)
-    """What decides the last bits of a number, see `determinism.numerics_fingerprint`."""
+    """Settings that change results in the last bits, see `determinism.numerics_fingerprint`."""
     resumes: list[dict[str, Any]] = field(default_factory=list)
-    """For each resume: "step", "commit", "bits", "changed_from" (old values by field), and where it went back from."""
+    """For each resume: "step", "commit", "bits", "changed_from" (old values by field), and the step that it went back
+    from."""
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> Self:
-        """The metadata in the saved config of a run; the defaults where it has none."""
+        """The metadata in the saved config of a run; the defaults if it has none."""
         record = saved.get(RECORD, {})
         return cls(**{f.name: record[f.name] for f in fields(cls) if f.name in record})
 
     @classmethod
     def now(cls, kernel: AttentionKernel, **values: Any) -> Self:
-        """The metadata of this process and its environment; `kernel` is that of attention."""
+        """The metadata of this process and its environment; `kernel` is the attention kernel."""
         return cls(
             versions={name: version(name) for name in PACKAGES},
             git_commit=git_commit(Path.cwd()),
@@ -96,7 +97,7 @@ class RunMetadata:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values by name, without those that there are not."""
+        """Plain values by name, without those that are not set."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if value not in (None, []) or name == "git_commit"}
 
@@ -119,7 +120,7 @@ def _git(folder: Path, *words: str) -> str:
 def summarize(params: dict[str, jax.Array], opt_state: Any, frozen: dict[str, jax.Array]) -> dict[str, Any]:
     """Parameters of a model in all, trained and by part, memory of weights and optimizer in MB (10^6 bytes), dtype.
 
-    Of arrays that are cut over devices or processes, the whole counts, once.
+    An array that is sharded over devices or processes counts once, with its whole size.
     """
     weights = frozen | params
     leaves = list(weights.values())
@@ -148,8 +149,8 @@ def write_run_metadata(
     """Write config, tokenizer and sizes into the directory of a run that is about to begin, and log its first lines.
 
     `saved` is the config that the directory holds, `changed` a line for each field that differs from it, and `message`
-    a line about how the config came about. `name` is what people call the run. Without a `data_path` the data is in the
-    run directory.
+    a line about the origin of the config. `name` is the run's name in messages. Without a `data_path` the data is in
+    the run directory.
     """
     log, data, config = trainer.logger.text, components.data, components.config
     sizes = summarize(trainer.state.params, trainer.state.optimizer, trainer.state.frozen)
@@ -157,10 +158,10 @@ def write_run_metadata(
         metadata = _metadata(trainer, components, saved, absolute(data_path or run / DATA))
         if RECORD in saved:
             was, now = RunMetadata.of(saved).bits, metadata.resumes[-1]["bits"]
-            if config.virtual_shards:  # the same on other devices
+            if config.virtual_shards:  # the results are the same on other devices
                 was, now = map(determinism.without_topology, (was, now))
             changed = [*changed, *determinism.changed(was, now)]
-        # Before the config: cut off between the two, a finished run that goes on must not be taken for finished.
+        # Before the config: after a crash between the two writes, an extended run must not count as finished.
         write_cursor(run, trainer.start_step, trainer.last_step, finished=trainer.finished)
         config.save_yaml(run / CONFIG, metadata.to_dict())
         if data.tokenizer is not None:
@@ -179,7 +180,7 @@ def write_run_metadata(
     if (others := list(components.curriculum.mix_streamers)) and not config.validation:
         names = " and ".join(others)
         log(f"validation: uses only the held-out part of self; to validate on {names} too, name shards in `validation`")
-    if not trainer.start.notes:  # else the plan is among them
+    if not trainer.start.notes:  # otherwise the notes include the plan
         log(trainer.plan.describe())
     if note := max_steps_note(trainer.plan, trainer.options):
         log(note)
@@ -190,7 +191,7 @@ def write_run_metadata(
 
 
 def _metadata(trainer: Trainer, components: RunComponents, saved: dict[str, Any], data_path: str) -> RunMetadata:
-    """The metadata of a new run, or of one before with another entry in `resumes`."""
+    """The metadata of a new run, or of a resumed one with another entry in `resumes`."""
     origin = trainer.start.record
     if RECORD not in saved:
         return RunMetadata.now(components.kernel, data_path=data_path, corpus=components.data.fingerprint, **origin)
@@ -201,14 +202,14 @@ def _metadata(trainer: Trainer, components: RunComponents, saved: dict[str, Any]
         before,
         data_path=data_path,
         corpus=components.data.fingerprint,
-        initialized_from=origin.get("initialized_from", before.initialized_from),  # where the base is now
+        initialized_from=origin.get("initialized_from", before.initialized_from),  # the current place of the base
         resumes=[*before.resumes, resume],
     )
 
 
 def kernel_begun_with(saved: Mapping[str, Any]) -> AttentionKernel | None:
-    """The kernel of attention of a run, from its saved config; None where there is no run."""
-    # Runs from before there was a choice had XLA's.
+    """The attention kernel of a run, from its saved config; None if there is no run."""
+    # Runs from before the setting existed used XLA.
     return RunMetadata.of(saved).bits.get("attention", "xla") if saved else None
 
 
@@ -219,14 +220,14 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
     another curriculum.
     """
     fixed = {*FIXED_FIELDS, *(WITHOUT_PHASES if config.phases is None else ())}
-    # Of a model of the user's own nobody knows which values its shapes follow from: the checkpoint knows the shapes.
+    # For a user-defined model it is unknown which fields determine shapes; loading the checkpoint checks the shapes.
     fixed |= {"vocab_size"} if config.model else {f.name for f in fields(ModelConfig)} - {*FREE_MODEL_FIELDS}
-    if config.virtual_shards:  # the rows that are added up first
+    if config.virtual_shards:  # grad_accum decides which rows are summed first
         fixed |= {"grad_accum"}
     if amend:
         fixed -= {*AMENDABLE}
     if "fingerprint" in (RunMetadata.of(saved).initialized_from or {}):
-        fixed.discard("init_from")  # what adapters stand on may be moved: it is known again by that
+        fixed.discard("init_from")  # the base of adapters may be moved: the fingerprint identifies it
     dropouts = {"dropout_rate"} | ({"lora_dropout"} if config.use_lora else set())
     lines, other = [], fork or "the run that shall be resumed"
     kernel = kernel_begun_with(saved)
@@ -252,30 +253,30 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
 
 
 def saved_config(run: Path) -> dict[str, Any]:
-    """The config that a run keeps, its record included, `init_from` made absolute; empty where there is no run."""
+    """The saved config of a run with its record, and with an absolute `init_from`; empty if there is no run."""
     saved = load_yaml(run / CONFIG) if (run / CONFIG).exists() else {}
     init_from = saved.get("init_from")
     return {**saved, "init_from": absolute(init_from)} if isinstance(init_from, str) else saved
 
 
 def changed_from(saved: Mapping[str, Any], config: Any, *, with_base: bool = False) -> dict[str, Any]:
-    """What the saved config of a run says otherwise than the one that it is resumed with: the old values by name.
+    """The old values, by name, of fields that differ between the saved config of a run and the config that resumes it.
 
-    Without `init_from`, if not `with_base`: a base that was moved is where it is now for older steps too.
+    Without `init_from` unless `with_base`: the new place of a moved base is valid for older steps too.
     """
     return {
         name: saved[name]
         for name, now in config.to_dict().items()
-        # Without a vocab_size it is that of the data, which the saved config knows.
+        # An unset vocab_size is that of the data, which the saved config has.
         if name in saved and saved[name] != now and not (name == "vocab_size" and now is None)
         if with_base or name != "init_from"
     }
 
 
 def forked_from(fork: str | None, saved: dict[str, Any], run: Path) -> CheckpointRef | None:
-    """The checkpoint that the run in `run` is forked from: the one that is named, or that its saved config remembers.
+    """The checkpoint that the run in `run` is forked from: the given one, or the one in its saved config.
 
-    Raises ValueError where no run is named, or the run is there already and comes from elsewhere.
+    Raises ValueError if `fork` names no run, or the run exists and was not forked from it.
     """
     recorded = RunMetadata.of(saved).forked_from
     known = CheckpointRef(Path(recorded["run"]), recorded["step"]) if recorded else None
@@ -293,7 +294,7 @@ def forked_from(fork: str | None, saved: dict[str, Any], run: Path) -> Checkpoin
 
 
 def data_of(saved: Mapping[str, Any], run: Path | None) -> str | None:
-    """Where the data of a run is: the shards in its folder `run`, made of text, or what its config remembers."""
+    """The path of a run's data: the shards made of text in its folder `run`, or the path in its config."""
     if run is not None and is_tokens(local_run(run) / DATA):
         return str(local_run(run) / DATA)
     return RunMetadata.of(saved).data_path

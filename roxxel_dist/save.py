@@ -20,14 +20,14 @@ POLL_S, BUCKET_POLL_S = 0.1, 1.0
 
 
 class NotSaved(Exception):
-    """The job did not save what it was asked for."""
+    """The job did not save the requested checkpoint."""
 
 
 def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
     """Have the job that trains in `run` save its next logged step, wait until that is on disk, and return the step.
 
     Raises:
-        ValueError: `run` is no run directory, and no address of a run, or nobody trains there.
+        ValueError: `run` is not a run directory or the address of a run, or no job trains there.
         OSError: `run` cannot be written.
         NotSaved: the job failed to save, ended, or did not answer in time.
     """
@@ -74,7 +74,7 @@ def _ask_through_bucket(run: str | Path, timeout_s: float) -> int:
 
 
 def _nobody(store: "ObjectStore") -> str:
-    """Why nobody would answer, by the lease of the run; empty where somebody trains there."""
+    """Why no job would answer, from the lease of the run; empty if a job trains there."""
     try:
         released = json.loads(store.read(LEASE))["released"]
     except (StoreNotFoundError, ValueError, KeyError):

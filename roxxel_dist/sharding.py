@@ -1,4 +1,4 @@
-"""What a program of one's own needs to lay arrays on devices."""
+"""Functions for programs that place arrays on devices themselves."""
 
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, num_devices, replicate, shard_batch
 

@@ -26,11 +26,11 @@ __all__ = ["Curriculum", "Phase", "Trainer"]
 
 
 class Trainer(Loop):
-    """A run made of parts: `Trainer(model, optimizer, curriculum, …)`, see `train.trainer.Trainer` for what it takes.
+    """A run made of parts: `Trainer(model, optimizer, curriculum, …)`, see `train.trainer.Trainer` for the arguments.
 
     The run directory of a `Transformer` has a `config.yaml`, so `eval`, `generate`, `export` and `report` read it.
 
-    With a `Config` as its only argument it is the `Experiment` of that: `Trainer(config).fit("corpus.txt")`.
+    With a `Config` as its only argument it returns an `Experiment`: `Trainer(config).fit("corpus.txt")`.
     """
 
     @overload
@@ -38,7 +38,7 @@ class Trainer(Loop):
     @overload
     def __new__(cls, *parts: Any, **options: Any) -> "Trainer": ...
     def __new__(cls, *parts: Any, **options: Any) -> Any:
-        """An `Experiment` for a `Config` alone; else a trainer of these parts."""
+        """An `Experiment` for a single `Config`; otherwise a trainer of these parts."""
         given = [*parts, *options.values()]
         if len(given) == 1 and isinstance(given[0], Config) and set(options) <= {"config"}:
             return Experiment(given[0])
@@ -52,7 +52,7 @@ class Trainer(Loop):
         return super().run(at_the_end)
 
     def _write_config(self, model: Transformer) -> None:
-        """What the commands that read a run look for in its directory."""
+        """Write the config.yaml that commands look for in a run directory."""
         run, source = self._folder, self._curriculum.primary_streamer.filepath
         fields = dataclasses.asdict(model.config) | dataclasses.asdict(self.options)
         phases = [_plain(phase) for phase in self._curriculum.phases]
@@ -83,13 +83,13 @@ def _plain(phase: Phase) -> dict[str, Any]:
 
 
 def _paths(sets: Mapping[str, Roxxel] | None) -> dict[str, str] | None:
-    """The places of data sets by name; None where there are none."""
+    """The paths of data sets by name; None if there are none."""
     named = {name: data.filepath for name, data in (sets or {}).items()}
     return {name: absolute(path) for name, path in named.items() if isinstance(path, str | os.PathLike)} or None
 
 
 def _name_of(loss: Any) -> str | None:
-    """module:function of a loss; None for the usual one."""
+    """module:function of a loss; None for the default loss."""
     if loss is token_losses:
         return None
     return f"{getattr(loss, '__module__', '?')}:{getattr(loss, '__qualname__', type(loss).__name__)}"

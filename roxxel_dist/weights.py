@@ -1,6 +1,6 @@
 """A trained model from its folder, ready to be called.
 
-The weights of a trained model as arrays in memory, whatever kind of folder they are in.
+The weights of a trained model as arrays in memory, from any kind of folder.
 """
 
 import sys
@@ -33,40 +33,40 @@ from roxxel_dist.train.weight_files import BEST, NEWEST, WHOLE, TensorFiles, has
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """What a model is, and what it has learnt."""
+    """A model's config and weights."""
 
     config: Any
-    """The `Config`, its vocabulary known."""
+    """The `Config`, with its vocabulary size."""
     params: dict[str, np.ndarray]
-    """Parameters by name, such as "blocks.attention.qkv.kernel", of the type that they are stored in.
-    Adapters are among them, and what they stand on."""
+    """Parameters by name, such as "blocks.attention.qkv.kernel", in their stored dtype, including adapters and their
+    base."""
     step: int
-    """Optimizer steps done; 0 for a model of Hugging Face, and for files that do not say it."""
+    """Optimizer steps done; 0 for a Hugging Face model, and for files without a step."""
     tokenizer: Path | None
-    """What `Tokenizer.load` reads; None where it was trained on tokens alone."""
+    """The path for `Tokenizer.load`; None if the model was trained on tokens without a tokenizer."""
     scales: dict[str, float] = field(default_factory=dict)
-    """Of every adapter by its name: what it counts."""
+    """The scale of every adapter by name."""
     folders: tuple[Path, ...] = ()
-    """Where they were read: of adapters, those of all that they stand on too."""
+    """The folders that were read, including those of the bases of adapters."""
 
     def merged(self) -> "Weights":
-        """The same model without adapters: what they do is in the weights that they stood on."""
+        """The same model with its adapters merged into the base weights."""
         config = replace(self.config, use_lora=False, init_from=None)
         return replace(self, config=config, params=merge_adapters(self.params, self.scales), scales={})
 
 
 def weights_of(path: str | Path, *, step: int | None = None, best: bool = False) -> Weights:
-    """The weights in a run directory, in what `export` has made of one, or in a folder of Hugging Face.
+    """The weights in a run directory, an exported folder, or a Hugging Face folder.
 
-    Of a run's checkpoints it is the newest; where there are none, the run's files of weights alone. No device is asked.
+    The default is a run's newest checkpoint; a run without checkpoints has files of weights. Devices are not used.
 
     Args:
         path: the folder, or RUN@STEP.
         step: the checkpoint of this step.
-        best: the checkpoint with the lowest val_loss; the newest where none was validated.
+        best: the checkpoint with the lowest val_loss; the newest if none was validated.
 
     Raises:
-        ValueError: the folder holds no model, no weights, or not those of that step.
+        ValueError: the folder has no model, no weights, or no weights of that step.
     """
     named, named_step = CheckpointRef.parse(path)
     bucket = BucketRun(named, read_only=True) if is_url(named) else None
@@ -100,14 +100,14 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
     folders = (run,)
     if metadata.base is not None and (base := base_of(run, metadata)) is not None:
         check_base(base)
-        weights = weights_of(base.run, step=base.step or None).merged()  # a base may have adapters itself
+        weights = weights_of(base.run, step=base.step or None).merged()  # a base may have adapters too
         params, folders = weights.params | params, (run, *weights.folders)
     tokenizer = run / TOKENIZER if (run / TOKENIZER).exists() else None
     return Weights(config=config, params=params, step=done, tokenizer=tokenizer, scales=scales, folders=folders)
 
 
 def _of_this_layout(config: Any, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The parameters of a run; converted where they are of an older layout."""
+    """The parameters of a run, converted from an older layout if necessary."""
     if config.model is not None:
         return params
     _, trained, _, frozen = split_module(nnx.eval_shape(model_builder(config)))
@@ -116,17 +116,17 @@ def _of_this_layout(config: Any, params: dict[str, np.ndarray]) -> dict[str, np.
         return params
     try:
         return layout.convert(params, {name: shape for name, shape in shapes.items() if layout.sources(name, params)})
-    except ValueError:  # of another model: `model_of` says so
+    except ValueError:  # the config does not fit; `model_of` raises the error
         return params
 
 
 def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], CheckpointMetadata]:
-    """(parameters, what it says beside its arrays)."""
+    """(parameters, the metadata of the checkpoint)."""
     try:
         saved, table = read_verified(checkpoint, int(checkpoint.name))
         params = files.read_params(checkpoint, saved, table)
         return params, CheckpointMetadata.from_dict(saved.meta)
-    except Exception as error:  # Orbax has no error of its own for this
+    except Exception as error:  # Orbax has no specific error for this
         folder, older = checkpoint.parent, files.complete(checkpoint.parent)
         steps = [step for step in sorted(older, reverse=True) if step < int(checkpoint.name)]
         whole = next((step for step in steps if not check_checkpoint(folder / str(step), step)), None)
@@ -135,7 +135,7 @@ def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], CheckpointM
 
 
 def _metadata_of_adapters(saved: Mapping[str, Any], params: Mapping[str, Any]) -> CheckpointMetadata:
-    """What a checkpoint would say of the adapters among some parameters, by the config that is beside them."""
+    """The checkpoint metadata for the adapters among some parameters, from the config beside them."""
     names = [name.removesuffix(LORA_A_SUFFIX) for name in params if name.endswith(LORA_A_SUFFIX)]
     if not names:
         return CheckpointMetadata()
@@ -193,7 +193,7 @@ def load_run(run_dir: str | Path, step: int | None = None, *, best: bool = False
 
 
 def load_transformer(path: str | Path, *, best: bool = True) -> Any:
-    """What `Transformer.from_pretrained` gives."""
+    """The model of `Transformer.from_pretrained`."""
     weights = weights_of(path, best=best)
     if weights.config.model is not None:
         raise ValueError(
@@ -207,14 +207,14 @@ def model_of(weights: Weights, path: str | Path) -> Any:
     """The module of some weights, with dropout off; ValueError, which names `path`, if the config does not fit."""
     build = model_builder(weights.config)
     parts, like, _, inputs = split_module(nnx.eval_shape(build))
-    # What adapters of the user's own model stand on is not in a run: the model makes it.
+    # With adapters in a user-defined model, a run does not store the frozen weights: the model creates them.
     frozen = [name for name in parts.frozen.names if weights.config.model is None or name in weights.params]
     like |= {name: inputs[name] for name in frozen}
     if wrong := files.difference(files.shapes(weights.params), files.shapes(like), whole=False):
         raise ValueError(f"the weights in {path} are of another model than its config ({wrong}): put the right back")
 
     def others() -> Any:
-        """Only what is asked for is computed: none of the weights that the model would begin with."""
+        """Computes only what is used: no initial weights."""
         _, _, rest, inputs = split_module(build())
         return rest, {name: one for name, one in inputs.items() if name not in frozen}
 
@@ -225,7 +225,7 @@ def model_of(weights: Weights, path: str | Path) -> Any:
 
 
 def check_continues(model: Any, config: Any) -> None:
-    """Raises ValueError where a model of the user's own cannot continue a text: tokens in, logits out, as built in."""
+    """Raises ValueError if a user-defined model cannot continue a text: it must map tokens to logits."""
     if config.model is None:
         return
     graphdef, state = nnx.split(model)

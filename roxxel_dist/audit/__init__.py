@@ -1,1 +1,1 @@
-"""Whether a run is what it says: its steps done again, and two runs compared by their running digests."""
+"""Audit of runs: replay of steps, and comparison of two runs by their digest chains."""

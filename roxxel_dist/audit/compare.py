@@ -13,20 +13,20 @@ LOSSES = ("train_loss", "val_loss")
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Where two runs part."""
+    """Where two runs differ."""
 
     equal_to: int
-    """The last step up to which both have read the same rows and had the same losses; 0 where that is none."""
+    """The last step up to which both have read the same rows and had the same losses; 0 if there is none."""
     differs_at: int | None
-    """The first step that both have logged, and whose row differs; None where there is none."""
+    """The first step that both have logged with different rows; None if there is none."""
     row: tuple[str, ...]
-    """What differs in it."""
+    """The names that differ in its row."""
     config: tuple[str, ...]
-    """Fields of the configs, and what decides bits, that differ: "lr: 0.001, 0.01"."""
+    """Fields of the configs, and settings that change bits, that differ: "lr: 0.001, 0.01"."""
 
 
 def compare(one: RunRecord, other: RunRecord) -> Comparison:
-    """Both runs, as far as both have come. Raises ValueError where they have no row with a digest of the same step."""
+    """Compare two runs, up to the last step of both. Raises ValueError if no step has a digest in both."""
     both = [step for step in one.rows if step in other.rows]
     known = [step for step in both if DIGEST in one.rows[step] and DIGEST in other.rows[step]]
     if not known:
@@ -36,7 +36,7 @@ def compare(one: RunRecord, other: RunRecord) -> Comparison:
     equal, at, row = 0, None, ()
     for step in known:
         here, there = one.rows[step], other.rows[step]
-        # Not the losses of a validation that only one of them has made.
+        # Not the losses of a validation that only one of them has.
         names = [name for name in (*LOSSES, DIGEST) if name in here and name in there and here[name] != there[name]]
         if names:
             at, row = step, tuple(f"{name}: {here[name]}, {there[name]}" for name in names)

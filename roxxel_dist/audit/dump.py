@@ -1,4 +1,4 @@
-"""One step of a run for a person who debugs: what goes in, and what comes out, on one device."""
+"""The inputs and outputs of one step of a run, on one device, for debugging."""
 
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,17 @@ from roxxel_dist.train.train_state import split_module
 from roxxel_dist.train.train_step import unpack_loss
 
 SHOWN = 12
-"""Token ids of a row that are in the table."""
+"""Token ids per row in the table."""
 
 
 def dump(run: RunRecord, interval: Interval, folder: str | Path) -> str:
     """Write step `interval.last` of a run as `step-N.npz` and a table `step-N.txt` into a folder; returns the table.
 
-    The state before the step is that of the run, to the bit; the step itself is computed on one device, as one batch,
-    without accumulation. The arrays are "tokens" int32[B, L], "dataset" int32[B], "offset" int64[B], "loss" float32[],
-    and "grad_norm/<parameter>" float32[].
+    The state before the step equals that of the run bit for bit; the step itself is computed on one device, as one
+    batch, without gradient accumulation. The arrays are "tokens" int32[B, L], "dataset" int32[B], "offset" int64[B],
+    "loss" float32[], and "grad_norm/<parameter>" float32[].
 
-    Raises ValueError as `trainer_of`, and where the folder cannot be written.
+    Raises ValueError as `trainer_of`, and if the folder cannot be written.
     """
     step = interval.last
     with trainer_of(run, interval, Watch(run, interval, lambda more: None), last=step) as (parts, trainer):

@@ -1,6 +1,6 @@
-"""What a run has written down of itself: its rows with their digests, its checkpoints, and with what it did its steps.
+"""The record of a run: its rows with digests, its checkpoints, and the config and devices of its steps.
 
-It is only read, and imports of jax come later: how many devices there are is decided by what is read here.
+The run is only read. jax is imported later, because this record determines the number of devices.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ FREE_FIELDS = {
     "profile_steps", "wandb", "wandb_project", "tensorboard", "sample_prompt", "sample", "cache_dir",
     "cache_gb", "store_timeout",
 }  # fmt: skip
-"""Fields of a config that change no number of a step."""
+"""Fields of a config that do not change results."""
 EXACT_FREE_FIELDS = {"n_devices"}
-"""Those that change none with virtual shards."""
+"""Fields that do not change results with virtual shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Steps that were done with one config on one set of devices: from a start or resume of the run to the next."""
+    """Steps with one config on one set of devices: from a start or resume of the run to the next."""
 
     start: int
     """Steps done before."""
@@ -45,7 +45,7 @@ class Segment:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """All that decides the numbers of its steps, as far as the run knows."""
+        """All recorded settings that determine the results of its steps."""
         free = FREE_FIELDS | EXACT_FREE_FIELDS if self.is_exact else FREE_FIELDS
         numbers = {name: value for name, value in self.config.items() if name not in free}
         return numbers | {"bits": without_topology(self.bits) if self.is_exact else self.bits}
@@ -58,20 +58,20 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """A run as its directory has it."""
+    """The record of a run in its directory."""
 
     name: str
     folder: Path
     saved: Mapping[str, Any]
-    """Its config, with the section `record`."""
+    """Its saved config, with the section `record`."""
     rows: Mapping[int, Mapping[str, Any]]
-    """Those of `metrics.jsonl` by step; None for what was not finite."""
+    """The rows of `metrics.jsonl` by step; None for values that were not finite."""
     steps: tuple[int, ...]
-    """Of its complete checkpoints."""
+    """The steps of its complete checkpoints."""
 
     @classmethod
     def read(cls, run: str | Path) -> "RunRecord":
-        """Raises ValueError where there is no run, or its log cannot be read."""
+        """Read a run. Raises ValueError if there is no run, or its log cannot be read."""
         folder = local_run(run)
         saved = saved_config(folder)
         if not saved:
@@ -85,11 +85,11 @@ class RunRecord:
 
     @property
     def begins_after(self) -> int:
-        """The steps that were done before the run's own first one: those of the run that it was forked from."""
+        """The number of steps before the run's own first step, in the run that it was forked from."""
         return (RunMetadata.of(self.saved).forked_from or {}).get("step", 0)
 
     def segments(self) -> list[Segment]:
-        """In the order of their steps, each up to the start of the next; of a run that went back, what counts now."""
+        """In the order of steps, each up to the start of the next; without steps that the run went back over."""
         record = RunMetadata.of(self.saved)
         configs = [{name: value for name, value in self.saved.items() if name != RECORD}]
         for resume in reversed(record.resumes):
@@ -103,11 +103,12 @@ class RunRecord:
         return segments
 
     def has_checkpoint(self, step: int) -> bool:
-        """Whether a checkpoint that it had is still there; a run that trains deletes its older ones."""
+        """Whether a checkpoint still exists; a training run deletes its older ones."""
         return is_url(self.name) or (self.folder / CHECKPOINTS / str(step)).is_dir()
 
     def checkpoint(self, step: int) -> tuple[CheckpointMetadata, DigestTable | None]:
-        """What a checkpoint in the folder says. Raises ValueError where that is damaged, or was deleted meanwhile."""
+        """The metadata and digests of a local checkpoint. Raises ValueError if it is damaged, or was deleted
+        meanwhile."""
         if not self.has_checkpoint(step):
             raise ValueError(
                 f"{self.name} has deleted its checkpoint of step {step} meanwhile, as it still trains: audit it after "
@@ -118,7 +119,7 @@ class RunRecord:
 
     @contextlib.contextmanager
     def fetched(self, *steps: int) -> Iterator[None]:
-        """Within it these checkpoints are in the folder, of a run in a bucket too. Raises ValueError for a bad one."""
+        """Within it these checkpoints are local, also for a run in a bucket. Raises ValueError if one is damaged."""
         if is_url(self.name):
             kept = BucketRun(self.name, read_only=True).checkpoints
             kept.saved(read_only=True)

@@ -1,5 +1,4 @@
-"""Steps of a run, done again in a temporary folder and compared with its log and its checkpoints. Nothing of the run
-is written."""
+"""Replay of steps of a run in a temporary folder, compared with its log and its checkpoints. The run is only read."""
 
 import contextlib
 import dataclasses
@@ -34,21 +33,21 @@ from roxxel_dist.train.trainer import Trainer
 
 NEVER = 1 << 40
 LOSSES = ("train_loss", "train_bal", "val_loss", "val_bal", "train_eval_loss", "grad_norm", "update_norm")
-"""What is compared of a row, beside its digest and the val_loss of each data set."""
+"""The compared values of a row, besides its digest and the val_loss of each data set."""
 FORGOTTEN = "health/"
-"""Arrays of a checkpoint that are not compared: bad steps are forgotten when a run is resumed."""
+"""Arrays of a checkpoint that are not compared: a resume resets the health of steps."""
 
 
 class Differs(BaseException):
-    """The first row that differs. No Exception: a tracker that raises one is dropped, and training goes on."""
+    """The first row that differs. Not an Exception: training drops a tracker that raises one, and continues."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Interval:
-    """Steps to do again."""
+    """Steps to replay."""
 
     start: int
-    """Steps done before: that of a checkpoint, or 0."""
+    """Steps before the replay: the step of a checkpoint, or 0."""
     first: int
     """The first step whose row is compared, from 1."""
     last: int
@@ -56,27 +55,27 @@ class Interval:
     notes: tuple[str, ...] = ()
 
     def digests(self, run: RunRecord) -> bool:
-        """Whether the replay's chain of digests is that of the run."""
+        """Whether the replay has the same chain of digests as the run."""
         known = not self.start or run.checkpoint(self.start)[0].digest
         return bool(known) and run.has_digests(self.start + 1, self.last)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """How a replay went."""
+    """The result of a replay."""
 
     steps: int
-    """That were compared, up to the first that differs."""
+    """The number of compared steps, up to the first that differs."""
     rows: int
     checkpoints: int
     problem: str = ""
-    """The first thing that differs; empty where all is equal to the bit."""
+    """The first difference; empty if all is equal bit for bit."""
 
 
 def interval_of(run: RunRecord, steps: tuple[int, int] | None) -> Interval:
-    """What to do again for the steps from the first to the last, counted from 1; for None, all that are logged.
+    """The interval to replay for the steps from the first to the last, counted from 1; for None, all logged steps.
 
-    Raises ValueError where the run has no such rows, or they cannot be done again from a checkpoint or the beginning.
+    Raises ValueError if the run has no such rows, or they cannot be replayed from a checkpoint or the beginning.
     """
     if not run.rows:
         raise ValueError(f"{run.name} has no rows yet: nothing can be compared")
@@ -107,7 +106,7 @@ def interval_of(run: RunRecord, steps: tuple[int, int] | None) -> Interval:
 
 
 def intervals_of(run: RunRecord, steps: tuple[int, int] | None, every: int = 1) -> list[Interval]:
-    """The interval of some steps as `interval_of` gives it; of those between kept checkpoints each `every`-th."""
+    """The interval of some steps, from `interval_of`; or every `every`-th of the intervals between kept checkpoints."""
     whole = interval_of(run, steps)
     if every == 1:
         return [whole]
@@ -116,9 +115,9 @@ def intervals_of(run: RunRecord, steps: tuple[int, int] | None, every: int = 1) 
 
 
 def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
-    """Make this process one that can give the bits of the run: devices, threads, flags.
+    """Set up devices, threads and flags of this process so that it can reproduce the run bit for bit.
 
-    Raises ValueError where it cannot, and says what differs.
+    Raises ValueError, with the differences, if it cannot.
     """
     was = dict(interval.segment.bits)
     theirs = sum(was.get("devices", {}).values()) or RunMetadata.of(run.saved).devices
@@ -148,7 +147,7 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
     for bits in (was, now):
         flags = str(bits.get("xla_flags", "")).split()
         bits["xla_flags"] = " ".join(flag for flag in flags if not flag.startswith(CPU_DEVICES))
-        if on_cpu:  # there as many devices in another number of processes give the same
+        if on_cpu:  # on a CPU the number of processes does not matter if the number of devices is the same
             bits.pop("processes", None)
     if other := determinism.changed(was, now):
         raise ValueError(f"{run.name} cannot be compared here, what decides bits is not the same: {'; '.join(other)}")
@@ -158,13 +157,13 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
 def trainer_of(
     run: RunRecord, interval: Interval, watch: "Watch", *, last: int
 ) -> Iterator[tuple[RunComponents, Trainer]]:
-    """A trainer at the start of the interval, in a folder of its own.
+    """A trainer at the start of the interval, in a separate folder.
 
-    Raises ValueError where data or checkpoint are not there, or do not fit.
+    Raises ValueError if data or checkpoint are missing, or do not fit.
     """
     saved = {**interval.segment.config, RECORD: run.saved.get(RECORD, {})}
     config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
-    if interval.segment.is_exact:  # on as many of the devices that are here as divide the shards, a power of two
+    if interval.segment.is_exact:  # on the largest power of two of the devices here that divides the shards
         count = min(config.virtual_shards, jax.device_count())
         config = dataclasses.replace(config, n_devices=1 << (count.bit_length() - 1))
     with contextlib.ExitStack() as held:
@@ -195,7 +194,7 @@ def trainer_of(
 
 
 def replay(run: RunRecord, interval: Interval, advance: Callable[[int], None] = lambda more: None) -> Finding:
-    """Do the steps of an interval again, and compare; `advance` takes how many more are done.
+    """Replay the steps of an interval, and compare; `advance` is called with the number of new steps.
 
     Raises ValueError as `trainer_of`.
     """
@@ -205,7 +204,7 @@ def replay(run: RunRecord, interval: Interval, advance: Callable[[int], None] = 
         try:
             trainer.run()
         except Differs as difference:
-            problem, reached = str(difference), watch.step - 1  # the checkpoint of a step is behind its row
+            problem, reached = str(difference), watch.step - 1  # the checkpoint of a step comes after its row
         except BadStep as bad:
             problem, reached = f"step {bad.step} differs: it went well in the run, and here not ({bad})", bad.step - 1
         trainer.store.settle()
@@ -220,7 +219,7 @@ def replay(run: RunRecord, interval: Interval, advance: Callable[[int], None] = 
 
 
 class Watch:
-    """Compares the rows of a replay with those of the run, one after the other, instead of a console."""
+    """A tracker, in place of the console, that compares the rows of a replay with those of the run."""
 
     durable = True
 
@@ -229,20 +228,20 @@ class Watch:
         self._with_digest = interval.digests(run)
         self._digest = ""
         self.step: int = interval.start
-        """Of the last row."""
+        """The step of the last row."""
         self.compared: list[int] = []
         """The steps of the rows that were compared."""
 
     def tracker(self, total_steps: int, restored_step: int) -> "Watch":
-        """Itself."""
+        """Returns itself: the watch is the tracker."""
         return self
 
     def digest(self, text: str) -> None:
-        """That of the next row."""
+        """Take the digest of the next row."""
         self._digest = text
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Raises Differs."""
+        """Compare a row. Raises Differs."""
         before, step = self.step, int(row["step"])
         self.step = step
         self._advance(step - before)
@@ -258,14 +257,14 @@ class Watch:
         self.compared.append(step)
 
     def text(self, text: str) -> None:
-        """Nothing: the run has said it."""
+        """Does nothing: the run has already logged it."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 def _in_words(step: int, equal: int, other: list[str], theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
-    """What differs in the row of a step, those up to `equal` being equal."""
+    """A message about the differences in the row of a step, after equal rows up to `equal`."""
     values = ", ".join(f"{name} {theirs[name]} in the log, {mine.get(name)} here" for name in other[:3])
     text = f"step {step} differs ({values})"
     if DIGEST not in other and DIGEST in theirs and mine[DIGEST] == theirs[DIGEST] and "train_loss" in other:
@@ -280,7 +279,7 @@ def _in_words(step: int, equal: int, other: list[str], theirs: Mapping[str, Any]
 
 
 def first_difference(run: RunRecord, step: int, mine: CheckpointStore) -> str:
-    """The first array of a checkpoint whose content differs, parameters first; empty where none does."""
+    """The first array of a checkpoint whose content differs, parameters first; empty if none does."""
     theirs = run.checkpoint(step)[1]
     table = DigestTable.read(mine.folder / str(step) / TABLE)
     if theirs is None:
@@ -294,17 +293,17 @@ def first_difference(run: RunRecord, step: int, mine: CheckpointStore) -> str:
 
 
 def _every(steps: set[int], last: int) -> int:
-    """So often that all of them are due; the first step and the last are in any case."""
+    """The interval that includes all of these steps; the first and the last step are always included."""
     return math.gcd(*(steps - {1, last})) or NEVER
 
 
 def _link_checkpoint(run: RunRecord, interval: Interval, folder: Path) -> None:
-    """Make the checkpoint of the start one of the replay: its files by name, and the plan that held later."""
+    """Link the files of the start's checkpoint into the replay, with the plan of later checkpoints."""
     source, target = run.folder / CHECKPOINTS / str(interval.start), folder / CHECKPOINTS / str(interval.start)
     for path in (source, *(Path(parent, name) for parent, names, _ in os.walk(source) for name in names)):
         (target / path.relative_to(source)).mkdir(parents=True)
     for path in (Path(parent, name) for parent, _, names in os.walk(source) for name in names):
-        copy = path.name in (META, TABLE) and path.parent == source  # which are written anew
+        copy = path.name in (META, TABLE) and path.parent == source  # these are written again
         name = target / path.relative_to(source)
         shutil.copyfile(path, name) if copy else name.symlink_to(path.absolute())
     later = [step for step in run.steps if step >= interval.start and step <= _end(run, interval)]
@@ -317,12 +316,12 @@ def _link_checkpoint(run: RunRecord, interval: Interval, folder: Path) -> None:
 
 
 def _end(run: RunRecord, interval: Interval) -> int:
-    """The last step that was done as those of the interval were."""
+    """The last step with the same settings as the interval."""
     return min((s.start for s in run.segments() if s.start > interval.segment.start), default=NEVER)
 
 
 def _check_plan(run: RunRecord, interval: Interval) -> None:
-    """Raises ValueError where rows were left out since the beginning: only a checkpoint has such a plan."""
+    """Raises ValueError if rows were skipped since the beginning, because only a checkpoint has such a plan."""
     later = [step for step in run.steps if step <= _end(run, interval)]
     plan = Plan.from_state(run.checkpoint(max(later))[0].plan) if later else None
     changed = [amendment.from_step for amendment in plan.amendments[1:]] if plan else []

@@ -1,10 +1,10 @@
 """Files that appear together or not at all.
 
 New files are made in a hidden folder beside their place (`.NAME.writing`), while its writer holds the lock of a hidden
-file (`.NAME.lock`). When all are complete and on the disk, one small file in the folder, `commit.json`, says so: from
-then on they count as written. They are moved to their place, and what they replace is removed. If the writer dies on
-the way, whoever opens or writes next finishes that; if it dies before, the folder is thrown away by the next writer.
-Folder and file are touched by whoever holds the lock alone, who removes both.
+file (`.NAME.lock`). When all are complete and on disk, the writer adds a small file `commit.json` to the folder: from
+then on they count as written. The writer moves them to their place, and removes the files that they replace. If it dies
+after the commit, the next reader or writer finishes the move; if it dies earlier, the next writer deletes the folder.
+Only the holder of the lock changes the folder and the lock file, and it removes both.
 """
 
 import json
@@ -26,17 +26,17 @@ FINISH_LIMIT_S = 30.0
 
 @contextmanager
 def staging(folder: Path, name: str) -> Iterator[Path]:
-    """An empty hidden folder in `folder` (made if it is not there) to write in; gone afterwards, whatever happens.
+    """An empty hidden folder in `folder` (created if missing) to write in; it is always removed afterwards.
 
     Raises:
-        ValueError: `folder` cannot be made or written to, or another process writes `name` in it now.
+        ValueError: `folder` cannot be created or written to, or another process is writing `name` in it.
     """
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     staged = folder / f".{name}{SUFFIX}"
     lock: int | None = None
 
     def take_away() -> None:
-        if lock is not None and is_lock_of(lock, _lock_file(staged)):  # else taken away before
+        if lock is not None and is_lock_of(lock, _lock_file(staged)):  # otherwise another process has removed it
             _leave(staged)
             _lock_file(staged).unlink(missing_ok=True)
         for path in absent:
@@ -60,10 +60,10 @@ def staging(folder: Path, name: str) -> Iterator[Path]:
         with interrupt.cleanup(take_away):
             try:
                 yield staged
-            except OSError as error:  # of a write, which names no file: what a full disk says
+            except OSError as error:  # an error of a write, such as a full disk, names no file
                 error.filename = error.filename or str(folder)
                 raise
-        take_away()  # here too: an interrupt within it is followed by the one below
+        take_away()  # if an interrupt stops this call, the one below follows
     finally:
         try:
             take_away()
@@ -75,8 +75,8 @@ def staging(folder: Path, name: str) -> Iterator[Path]:
 def publish(staged: Path, replaced: Iterable[str]) -> None:
     """Move all files of a staging folder to their place, and remove the files called `replaced` that have no successor.
 
-    The names go in falling order, so that of several shards the first appears last: until then their chain is broken,
-    and a reader that comes in between gets an error and not a part.
+    Files move in descending order of names, so the first of several shards appears last: until then their chain is
+    broken, and a concurrent reader gets an error, not a part of the data.
     """
     remove = sorted(set(replaced) - set(os.listdir(staged)))
     sync_folder(staged)
@@ -85,10 +85,10 @@ def publish(staged: Path, replaced: Iterable[str]) -> None:
 
 
 def finish_interrupted(folder: Path) -> None:
-    """Finish what a writer that died had committed in `folder`; wait for one that is alive and just doing it.
+    """Finish the committed write of a dead writer in `folder`; wait for a live writer that is finishing its own.
 
     Raises:
-        ValueError: there is something to finish and no right to do it, or its writer does not get on.
+        ValueError: a write must be finished and this process may not write there, or its writer makes no progress.
     """
     for staged in folder.glob(f".*{SUFFIX}"):
         lock_file = _lock_file(staged)
@@ -103,7 +103,7 @@ def finish_interrupted(folder: Path) -> None:
                     finally:
                         os.close(lock)
             except OSError as error:
-                # Who may only read waits for a writer that is alive.
+                # A process with read access only waits for a live writer.
                 if not is_held(lock_file, unknown=False) and (staged / COMMIT).exists():
                     raise ValueError(
                         f"{folder}: an interrupted write has to be finished and cannot be ({error.strerror}); "
@@ -121,7 +121,7 @@ def _lock_file(staged: Path) -> Path:
 
 
 def _leave(staged: Path) -> None:
-    """Finish what was committed, and throw away what was not; nothing where there is neither."""
+    """Finish a committed write, or delete an uncommitted one, if there is one."""
     if (staged / COMMIT).exists():
         _move(staged)
     elif staged.exists():
@@ -133,7 +133,7 @@ def _move(staged: Path) -> None:
     remove = json.loads((staged / COMMIT).read_bytes())["remove"]
     for name in sorted(os.listdir(staged), reverse=True):
         if name != COMMIT:
-            with suppress(FileNotFoundError):  # where there are no locks, another process may do the same
+            with suppress(FileNotFoundError):  # without file locks, another process may do the same
                 os.replace(staged / name, folder / name)
     for name in remove:
         (folder / os.path.basename(name)).unlink(missing_ok=True)

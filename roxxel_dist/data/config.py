@@ -1,4 +1,4 @@
-"""Which data is read, and how text becomes tokens."""
+"""The data sets, and the tokenizer of text."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ from roxxel_dist.component import component
 
 @component
 class DataConfig:
-    """Data sets by name. The tokenizer is for data that is text; shards bring their own."""
+    """Data sets by name. The tokenizer is for text data; shards have their own."""
 
     tokenizer_type: Literal["char", "byte", "bpe"] = "bpe"
     """Tokenizer for text, by what a token is: a character, a byte, or a byte-pair piece."""
@@ -15,7 +15,7 @@ class DataConfig:
     """Data sets by name, for the weights of phases: shards. The data set `self` is that of --data_path; you can also
     name it here."""
     validation: dict[str, str] | None = None
-    """Validation data sets, name: path. Then nothing of the training data is held out."""
+    """Validation data sets, name: path. With these, no training data is held out."""
 
     def __post_init__(self) -> None:
         for field in ("datasets", "validation"):

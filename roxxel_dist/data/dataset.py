@@ -36,16 +36,16 @@ class Roxxel:
 
     Args:
         filepath: a `.rox` file, a folder (all `*.rox` in it), a pattern (`wiki_*.rox`), a prefix (`wiki` for
-            `wiki_00000.rox` and so on), or a list of those. It may name nothing yet: `write` fills it. Files of other
-            systems are read in place and named the same ways: see `data.foreign`. Or the address of shards in an object
+            `wiki_00000.rox` and so on), or a list of those. It need not exist before `write`. Files of other systems
+            are read in place and named in the same ways: see `data.foreign`. Or the address of shards in an object
             store (`s3://`, `gs://`, `az://`), which are read through a cache: see `data.remote`.
-        dtype: of the tokens in `.bin` files that do not say it; uint16 where not given.
-        overwrite: what is there need not be readable: a damaged or empty file is no error, and `write` replaces it.
-        remote: the cache of shards in an object store, and how long the store may fail; the defaults where not given.
+        dtype: of the tokens in headerless `.bin` files; default: uint16.
+        overwrite: a damaged or empty existing file is not an error, and `write` replaces it.
+        remote: the cache of shards in an object store, and the time limit of the store.
 
     Raises:
-        ValueError: the files are not the whole shards of one data set. The message names the file.
-        StoreError: the object store does not give what is needed.
+        ValueError: the files are not the complete shards of one data set. The message names the file.
+        StoreError: the object store fails.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Roxxel:
             return
         paths = find_shards(self.filepath)
         self._forget()
-        # One file that was named is a data set, whatever its number; a pattern that leaves one is missing the others.
+        # A single given file is a data set, whatever its number; a pattern with a single match may miss other shards.
         one_file = isinstance(self.filepath, (str, os.PathLike)) and paths == [Path(self.filepath)]
         self._opened = open_slices(paths, alone=one_file, dtype=self._dtype) if paths else None
 
@@ -99,21 +99,21 @@ class Roxxel:
         view._opened = tuple(slices)
         return view
 
-    # -- what it is
+    # -- properties
 
     @cached_property
     def shards(self) -> tuple[TokenFile, ...]:
-        """The open files, in order: `Shard`s, or `ForeignFile`s where another system wrote them."""
+        """The open files, in order: `Shard`s, or `ForeignFile`s of other systems."""
         return tuple(part.shard for part in self._slices)
 
     @cached_property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """(first token, length) of what may be read of each shard, in tokens from the data set's start."""
+        """(first token, length) of the readable part of each shard, in tokens from the data set's start."""
         return tuple((part.first + part.low, part.high - part.low) for part in self._slices)
 
     @cached_property
     def first_tokens(self) -> np.ndarray:
-        """int64 [shards]: the number of each file's first token in the data set, whether it may be read or not."""
+        """int64 [shards]: the number of each file's first token in the data set, readable or not."""
         return np.array([part.first for part in self._slices], np.int64)
 
     @property
@@ -128,7 +128,7 @@ class Roxxel:
 
     @property
     def vocab_size(self) -> int | None:
-        """Token ids are below it; None where the data has no vocabulary."""
+        """Token ids are below it; None if the data has no vocabulary."""
         return self._slices[0].shard.metadata.vocab_size
 
     @property
@@ -138,7 +138,7 @@ class Roxxel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hex digits that follow from the contents and the ranges alone, not from the path or the time."""
+        """32 hex digits that depend only on the contents and the ranges, not on the path or the time."""
         content = [[part.shard.metadata.chain, part.low, part.high] for part in self._slices]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
@@ -146,7 +146,7 @@ class Roxxel:
 
     @property
     def documents(self) -> int:
-        """How many documents the ranges hold, one cut by `split` counted on both sides."""
+        """The number of documents in the ranges; a document that `split` cuts counts on both sides."""
         return sum(part.documents for part in self._slices)
 
     def __len__(self) -> int:
@@ -176,7 +176,7 @@ class Roxxel:
             yield from map(part.document, range(part.documents))
 
     def read_documents(self) -> Iterator[np.ndarray]:
-        """All documents in order, as iterating gives them, but read into memory and not views of the mapped files.
+        """All documents in order, as in iteration, but read into memory instead of views of the mapped files.
 
         Raises:
             ValueError: a file is truncated. The message names it.
@@ -196,28 +196,28 @@ class Roxxel:
 
     @property
     def fetcher(self) -> Fetcher | None:
-        """What fetches the blocks of shards in an object store; None where they are local files."""
+        """The fetcher of blocks of shards in an object store; None for local files."""
         shard = self.shards[0]
         return shard.fetcher if isinstance(shard, RemoteShard) else None
 
     def fetch(self, offsets: np.ndarray, length: int, *, documents: bool = False) -> None:
-        """Have what a `read` of some windows will need in the cache, once; of local files there is nothing to do.
+        """Fetch the blocks for a `read` of some windows into the cache; does nothing for local files.
 
-        With `documents`, what `segments` will need too.
+        With `documents`, also for `segments`.
 
         Raises:
-            ValueError: a window is not within one of `ranges`, what is fetched is damaged, or the cache is full.
-            StoreError: the object store does not give it.
+            ValueError: a window is not within one of `ranges`, a fetched block is damaged, or the cache is full.
+            StoreError: the object store fails.
         """
         if isinstance(self._reader, RemoteReader):
             self._reader.fetch(np.asarray(offsets, np.int64), length, documents=documents)
 
     def read(self, offsets: np.ndarray, length: int, dtype: Any = None) -> np.ndarray:
-        """Copy one window of contiguous tokens a row.
+        """Copy one window of contiguous tokens for each row.
 
         Args:
             offsets: int64 [R], first tokens, counted from the data set's start over all shards.
-            length: tokens a window, at least 1.
+            length: tokens per window, at least 1.
             dtype: of the result; None: the data set's.
 
         Returns:
@@ -231,11 +231,11 @@ class Roxxel:
         )
 
     def segments(self, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which document each token of some windows belongs to, and where in it the token is.
+        """The document of each token of some windows, and the token's position in it.
 
         Args:
             offsets: int64 [R], the windows' first tokens, as for `read`.
-            length: tokens a window, at least 1.
+            length: tokens per window, at least 1.
 
         Returns:
             Two fresh arrays, int32 [R, length]: the number of the document in its window, from 0, and the token's
@@ -251,11 +251,11 @@ class Roxxel:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether `prefetch` is worth a call: batches lately had to wait for the disk."""
+        """Whether `prefetch` is worth a call: recent batches had to wait for the disk."""
         return self._reader.is_cold
 
     def prefetch(self, offsets: np.ndarray, length: int) -> None:
-        """Ask the kernel for what a `read` of the same windows will need. It never changes what is read.
+        """Ask the kernel to load the pages for a `read` of the same windows. It never changes results.
 
         Raises:
             ValueError: a window is not within one of `ranges`.
@@ -263,7 +263,7 @@ class Roxxel:
         self._reader.prefetch(np.asarray(offsets, np.int64), length)
 
     def estimate_steps(self, seq_len: int, batch_size: int) -> int:
-        """Batches of `batch_size` windows of `seq_len` tokens that one pass over the data set yields."""
+        """Number of batches of `batch_size` windows of `seq_len` tokens in one pass over the data set."""
         if seq_len < 1 or batch_size < 1:
             raise ValueError(f"seq_len={seq_len}, batch_size={batch_size}: both are at least 1")
         return steps_in_a_pass(self.ranges, seq_len, batch_size)
@@ -295,20 +295,20 @@ class Roxxel:
         return path if path.exists() else None
 
     def split(self, val_fraction: float) -> tuple["Roxxel", "Roxxel"]:
-        """Two views on the same files: to train on, and held out.
+        """Two views of the same files: training part and held-out part.
 
         The last `val_fraction` of every shard's tokens is held out. The cut is the nearest document end at or before
         that point, unless that would leave less than half of its share to train on (one giant document, say): then the
-        document is cut, and counts on both sides. With 0 nothing is held out, and the first of the two is this object.
+        document is cut, and counts on both sides. With 0 nothing is held out, and the first view is this object.
 
         Args:
             val_fraction: at least 0 and less than 1.
 
         Returns:
-            What to train on, and what is held out.
+            The training part, and the held-out part.
 
         Raises:
-            ValueError: the share is no such number.
+            ValueError: `val_fraction` is out of range.
         """
         if not 0 <= val_fraction < 1:
             raise ValueError(f"val_fraction={val_fraction}: the share that is held out, at least 0 and less than 1")
@@ -331,22 +331,22 @@ class Roxxel:
         Args:
             seq_len: tokens of a row, the target included.
             batch_size: rows of the global batch.
-            seed: of the order.
+            seed: of the shuffled order.
             start_step: the first step to read, from 0.
-            steps: of the whole stream, whatever the passes.
-            passes: how often this data set is read where `steps` is not given, as a phase counts its `epochs`; None:
-                the stream goes on, pass after pass.
+            steps: of the whole stream; overrides `passes`.
+            passes: how often this data set is read if `steps` is not given, as `epochs` of a phase; None: the stream
+                repeats without end.
             options: `mesh` and `data_sharding` for global `jax.Array`s instead of numpy arrays; `mix_datasets` (by
                 name) and `weights` (with "self" for this one) for a blend.
 
         Returns:
-            An iterator of int32[batch_size, seq_len], whose whole state is the integer `step`. Its `len()` is the steps
-            that are left.
+            An iterator of int32[batch_size, seq_len], whose whole state is the integer `step`. Its `len()` is the
+            number of remaining steps.
 
         Raises:
             ValueError: a number breaks its rule, a weight names no data set, or the data cannot fill a batch.
         """
-        from roxxel_dist.data.loader import stream_of  # above this layer: only a caller who streams needs it
+        from roxxel_dist.data.loader import stream_of  # above this layer: only needed for streaming
 
         return stream_of(self, seq_len, batch_size, seed, start_step, steps, passes, **options)
 
@@ -363,24 +363,24 @@ class Roxxel:
         vocab_size: int | None = None,
         tokenizer_fingerprint: str | None = None,
     ) -> None:
-        """Write documents to the place that `filepath` names, and open them. All of them appear at once, or none.
+        """Write documents to `filepath`, and open them. All of them appear at once, or none.
 
         Args:
             items: the documents, in any iterable: str, bytes, or 1-D arrays of integers or floats.
-            separator: ONE element put behind every document: a number, one byte (`b"\\x00"` is token 0), as many bytes
+            separator: ONE element added after every document: a number, one byte (`b"\\x00"` is token 0), as many bytes
                 as an element has, or None for no separator.
-            block_size: bytes of tokens a checksum covers.
-            max_shard_bytes: begin a new shard where its tokens would take more bytes; a document is never cut. None:
-                one shard. In a pattern `*` is the shard's number in five digits.
-            dtype: None: that of the data set appended to, else the smallest unsigned one for `vocab_size`, else that of
-                the first item (uint8 for str and bytes). Items are converted where nothing is lost.
-            append: add shards behind those that are there and touch none. Otherwise they are replaced.
+            block_size: bytes of tokens per checksum.
+            max_shard_bytes: begin a new shard before its tokens exceed this many bytes; a document is never split.
+                None: one shard. In a pattern `*` is the shard's number in five digits.
+            dtype: None: when appending, that of the data set; else the smallest unsigned dtype for `vocab_size`, else
+                that of the first item (uint8 for str and bytes). Items are converted if no value changes.
+            append: add shards after the existing ones, which do not change. Otherwise they are replaced.
             vocab_size: ids are below it.
             tokenizer_fingerprint: of the tokenizer that made the ids.
 
         Raises:
             ValueError: an item does not fit, there are no items, the place cannot be written to, or the appended data
-                would differ in dtype, vocabulary or tokenizer. What was there before is still there.
+                would differ in dtype, vocabulary or tokenizer. Existing data is unchanged.
         """
         if self._is_view:
             raise ValueError(f"{self.filepath}: a part made by split() cannot be written to; write to the data set")
@@ -403,14 +403,14 @@ class Roxxel:
             vocab_size=vocab_size,
             tokenizer_fingerprint=tokenizer_fingerprint,
         )
-        if isinstance(items, Roxxel):  # what is cut off while it is copied must be an error, not zeros
+        if isinstance(items, Roxxel):  # a file that is truncated while it is copied must be an error, not zeros
             items = items.read_documents()
         write_data_set(Target.of(self.filepath), items, options, append=append)
         self._closed = False
         self._open()
 
     def verify(self) -> None:
-        """Read every shard whole and compare it with its checksums; files of other systems have none to compare with.
+        """Read every shard whole and compare it with its checksums; files of other systems have none.
 
         Raises:
             ValueError: the message names the damaged file, block and document.
@@ -419,7 +419,7 @@ class Roxxel:
             shard.verify()
 
     def close(self) -> None:
-        """Let go of the files. They stay mapped while an array taken from them, or another view, lives."""
+        """Release the files. They stay mapped while an array or another view of them exists."""
         self._forget()
         self._closed = True
 
@@ -437,12 +437,12 @@ class Roxxel:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLocation:
-    """Where one token is."""
+    """The location of one token."""
 
     path: Path | ObjectUrl
     """The shard."""
     document: int
-    """Number of its document in that shard, from 0."""
+    """The number of its document in that shard, from 0."""
     position: int
     """Tokens of the document before it."""
 

@@ -1,4 +1,4 @@
-"""From what a user names (a file, a folder, a pattern, a prefix, a list of those) to the shards on disk."""
+"""Find the shards on disk for a path from the user: a file, a folder, a pattern, a prefix, or a list of those."""
 
 import glob
 import os
@@ -13,19 +13,19 @@ from roxxel_dist.objects.url import ObjectUrl, is_url
 DataPath = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 ENDING = ".rox"
 ENDINGS = (ENDING, ".npy", ".bin", ".idx")
-"""Of all files of tokens; the last three are read in place (`data.foreign`)."""
-BUCKET = r"(s3a?|gs|gcs|az|abfss?|wasbs?|hdfs|https?):/"  # a Path has one slash there
+"""The endings of all token files; the last three are read in place (`data.foreign`)."""
+BUCKET = r"(s3a?|gs|gcs|az|abfss?|wasbs?|hdfs|https?):/"  # a Path keeps only one slash
 TEXT_ENDINGS = (".txt", ".text", ".md", ".py", ".jsonl", ".parquet")
 
 
 class NoShardsError(FileNotFoundError, ValueError):
-    """A path of data leads to no shards."""
+    """A data path has no shards."""
 
 
 def check_local(name: str, path: object) -> None:
-    """Raises ValueError for a path in a bucket (`s3://…`, `gs://…`), which the system would take for a local folder.
+    """Raises ValueError for a path in a bucket (`s3://…`, `gs://…`), which the system would read as a local folder.
 
-    `name` is that of the field or flag. What is neither text nor `os.PathLike` passes.
+    `name` is the field or flag. Values that are neither text nor `os.PathLike` pass.
     """
     if isinstance(path, (str, os.PathLike)) and re.match(BUCKET, str(path)):
         raise ValueError(
@@ -40,21 +40,20 @@ def names_objects(path: DataPath) -> bool:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """An absolute path; an address of an object store stays what it is."""
+    """An absolute path; the address of an object store is unchanged."""
     return str(ObjectUrl.parse(path)) if is_url(path) else os.path.abspath(path)
 
 
 def find_shards(path: DataPath) -> list[Path]:
-    """The files of tokens that a path names, each once; none is opened.
+    """The token files at a path, each once; none is opened.
 
     An existing path is that file or, for a folder, all `*.rox` in it. With `*`, `?` or `[` it is a pattern. Anything
-    else is a prefix: `wiki` is `wiki_00000.rox` and so on, or else all of `wiki*.rox`. Where there is no `.rox` file,
-    all of that holds for `.npy` and `.bin`. A `.bin` stands for its `.idx` too, and NAME for NAME.bin or NAME.npy.
-    Those of one folder, pattern or prefix come in the order of their names.
+    else is a prefix: `wiki` is `wiki_00000.rox` and so on, or else all of `wiki*.rox`. If there is no `.rox` file, the
+    same rules apply to `.npy` and `.bin`. A `.bin` includes its `.idx`, and NAME means NAME.bin or NAME.npy. The files
+    of one folder, pattern or prefix are sorted by name.
 
     Raises:
-        ValueError: a folder holds parts to train on and parts to validate with, or an interrupted write has to be
-            finished in it and cannot be.
+        ValueError: a folder has both training and validation splits, or an interrupted write in it cannot be finished.
     """
     if not isinstance(path, (str, os.PathLike)):
         return list(dict.fromkeys(shard for each in path for shard in find_shards(each)))
@@ -68,7 +67,7 @@ def find_shards(path: DataPath) -> list[Path]:
     if path.exists():
         return _with_pairs([path])
     if glob.has_magic(path.name if folder.is_dir() else text):
-        # The brackets of an existing folder are its name.
+        # Brackets in the name of an existing folder are not a pattern.
         files = _glob(os.path.join(glob.escape(str(folder)) if folder.is_dir() else str(folder), path.name))
         return _preferred(files) or files
     prefix = glob.escape(str(path))
@@ -86,7 +85,7 @@ def _glob(pattern: str) -> list[Path]:
 
 
 def _preferred(paths: Iterable[Path]) -> list[Path]:
-    """The shards among some files, or else the other files of tokens."""
+    """The shards among some files, or else the other token files."""
     tokens = sorted(path for path in paths if path.suffix in ENDINGS)
     return [path for path in tokens if path.suffix == ENDING] or _with_pairs(tokens)
 
@@ -108,11 +107,11 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def is_tokens(path: DataPath) -> bool:
-    """Whether a path names tokens that `Roxxel` opens, rather than text to make some from.
+    """Whether a path is tokens that `Roxxel` opens, rather than text.
 
     True for files that end in `.rox`, `.npy`, `.bin` or `.idx`, and for patterns and prefixes of such (a pattern that
-    matches nothing counts, so that opening it says so); for folders of `.rox` files; and for folders of the others
-    where no text stands beside them. A list is tokens if all of it is. In an object store there are only tokens.
+    matches nothing counts too, so that opening it raises the error); for folders of `.rox` files; and for folders of
+    the others without text files. A list is tokens if all its items are. An object store has only tokens.
     """
     if names_objects(path):
         return True
@@ -122,7 +121,7 @@ def is_tokens(path: DataPath) -> bool:
     try:
         shards = find_shards(path)
     except ValueError:
-        return True  # opening it says what is wrong
+        return True  # opening it raises the error
     if path.is_dir():
         return bool(shards) and (shards[0].suffix == ENDING or not has_text(path))
     if shards:
@@ -137,7 +136,7 @@ def has_text(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Target:
-    """Where `write` puts shards: `folder / (prefix + five digits + suffix)`, or one file where `numbered` is false."""
+    """Where `write` puts shards: `folder / (prefix + five digits + suffix)`, or one file if `numbered` is false."""
 
     folder: Path
     prefix: str
@@ -146,7 +145,7 @@ class Target:
 
     @classmethod
     def of(cls, path: DataPath) -> "Target":
-        """The target that a path names; ValueError where it names no single place to write to."""
+        """The target at a path; ValueError if it is not a single place to write to."""
         if not isinstance(path, (str, os.PathLike)):
             raise ValueError(f"{list(path)}: a list names no place to write to; give one path or pattern")
         text, path = os.fspath(path), Path(path)
@@ -164,7 +163,7 @@ class Target:
         return cls(path.parent, f"{path.name}_", ENDING)
 
     def name(self, index: int) -> str:
-        """The file name of shard `index`; ValueError where the target is one file and this is not its first shard."""
+        """The file name of shard `index`; ValueError if the target is one file and `index` is not 0."""
         if self.numbered:
             return f"{self.prefix}{index:05d}{self.suffix}"
         if index:

@@ -1,20 +1,19 @@
 """Token files of other systems, read in place as the shards of a data set.
 
 - **ROXXEL02** (`.rox`): blocks of tokens; one int64 end offset a block; a 32-byte footer: the number of blocks, the
-  bytes of tokens, the dtype's name (8 bytes, NUL-padded) and "ROXXEL02". Where the documents end was not kept, the end
-  of each file is padded to a block, and nothing tells a separator of one byte that was put between wider tokens.
+  bytes of tokens, the dtype's name (8 bytes, NUL-padded) and "ROXXEL02". Document ends were not saved, the end of each
+  file is padded to a block, and a one-byte separator between wider tokens cannot be recognized.
 - **npy**: a one-dimensional array.
-- **bin**: tokens and nothing else, as nanoGPT writes them. The dtype has to be known: uint16 unless another is given.
+- **bin**: only tokens, as nanoGPT writes them. The dtype must be known: uint16 unless another is given.
 - **llm.c** (`.bin`): 1024 bytes of header, which begins with the numbers 20240520, 1 and how many tokens there are
   (int32), and the tokens (uint16).
 - **Megatron**: `NAME.bin`, the tokens, and `NAME.idx`: the 9 bytes "MMIDIDX", NUL, NUL; the version (uint64, 1); the
   dtype's number (uint8); how many sequences and how many document indices (uint64 each); the sequences' lengths in
-  tokens (int32) and first bytes (int64); and, from 0 to the number of sequences, the sequence that each document begins
-  with and the end (int64). This follows the public description of `IndexedDataset` in Megatron-Core. Its floats
-  (numbers 6 and 7, which have changed places over time) are no tokens and are refused.
+  tokens (int32) and first bytes (int64); and the number of the first sequence of each document, from 0, followed by the
+  number of sequences (int64). This follows the public description of `IndexedDataset` in Megatron-Core. Its floats
+  (numbers 6 and 7, which have changed places over time) are not tokens and are refused.
 
-All numbers are little-endian. None of them keeps checksums. A file that does not keep where its documents end is one
-document.
+All numbers are little-endian. None of the formats has checksums. A file without document ends is one document.
 """
 
 import os
@@ -47,22 +46,22 @@ SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True, eq=False)
 class ForeignFile:
-    """One open token file of another system, with what a data set asks of a shard.
+    """One open token file of another system, with the interface of a shard.
 
     Opening is O(1) in the size of the file. It stays mapped as long as this object or an array taken from it lives.
     """
 
     path: Path
-    """The file of the tokens; of a Megatron pair the `.bin`."""
+    """The file with the tokens; for a Megatron pair, the `.bin`."""
     kind: str
-    """What it is, in words."""
+    """The name of its format."""
     tokens: np.ndarray
     """Read-only [tokens] in the file's dtype."""
     offset: int
-    """The file's byte at which the tokens begin."""
+    """The byte offset of the tokens in the file."""
     metadata: Metadata
     """As for a shard. `chain` is the fingerprint of the contents: xxh3-128 of the kind, the dtype, the sizes, the first
-    and the last 4 KiB and 16 blocks of 4 KiB between them at even distances. A change elsewhere goes unnoticed."""
+    and the last 4 KiB and 16 evenly spaced blocks of 4 KiB between them. Other changes are not detected."""
     _read_ends: Callable[[], np.ndarray] = field(repr=False)
     _sizes: dict[Path, int] = field(repr=False)
 
@@ -73,7 +72,7 @@ class ForeignFile:
 
     @cached_property
     def document_ends(self) -> np.ndarray:
-        """Where each document ends, exclusive: int64 [documents], in tokens. Computed when first asked for.
+        """The end of each document, exclusive: int64 [documents], in tokens. Computed on first access.
 
         Raises:
             ValueError: the index of a Megatron pair does not describe its tokens.
@@ -87,10 +86,10 @@ class ForeignFile:
         return self.tokens[first:stop]
 
     def verify(self) -> None:
-        """Check what can be checked without checksums: the sizes, and the whole of a Megatron index.
+        """Check the sizes and a whole Megatron index, because there are no checksums.
 
         Raises:
-            ValueError: a file has changed its size since it was opened, or the index is damaged.
+            ValueError: the size of a file has changed since it was opened, or the index is damaged.
         """
         for path, size in self._sizes.items():
             now = path.stat().st_size
@@ -100,14 +99,14 @@ class ForeignFile:
 
 
 def open_foreign(path: str | os.PathLike[str], dtype: Any = None) -> ForeignFile:
-    """Map a token file of another system; see the module for which.
+    """Map a token file of another system; see the module docstring for the formats.
 
     Args:
-        path: a ROXXEL02 file (told by its last bytes), or one that ends in `.npy`, `.bin` or `.idx`.
-        dtype: of the tokens in a headerless `.bin`; elsewhere it has to agree with what the file says.
+        path: a ROXXEL02 file (recognized by its last bytes), or one that ends in `.npy`, `.bin` or `.idx`.
+        dtype: of the tokens in a headerless `.bin`; in other files it must match the file's dtype.
 
     Raises:
-        ValueError: it is not a whole file of its kind. The message names it.
+        ValueError: it is not a complete file of its kind. The message names it.
         FileNotFoundError: there is no such file.
     """
     path = Path(path)
@@ -149,7 +148,7 @@ def _file(
     documents: int = 1,
     read_ends: Callable[[], np.ndarray] | None = None,
 ) -> ForeignFile:
-    """What is read of the mapped files of a kind, the one of the tokens first."""
+    """The open file for the mapped files of a kind; the file with the tokens comes first."""
     path, mapped = next(iter(maps.items()))
     digest = xxhash.xxh3_128(f"{kind} {dtype.str}".encode())
     for data in maps.values():
@@ -182,7 +181,7 @@ def _open_old(path: Path) -> ForeignFile:
     records, raw, name, _ = OLD_FOOTER.unpack(mapped[-OLD_FOOTER.size :])
     try:
         dtype = np.dtype(name.rstrip(b"\0").decode("ascii")).newbyteorder("<")
-    except (TypeError, ValueError, SyntaxError):  # what numpy raises for names that are none
+    except (TypeError, ValueError, SyntaxError):  # numpy raises these for unknown dtype names
         dtype = None
     if dtype is None or dtype.str not in DTYPES:
         raise ValueError(f"{path}: the footer is damaged (dtype {name!r}). Write the file again")
@@ -207,7 +206,7 @@ def _open_npy(path: Path) -> ForeignFile:
             version = np.lib.format.read_magic(file)
             readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
             shape, _, dtype = readers[version](file)
-        except Exception as error:  # numpy raises many kinds for damaged headers, warnings that are errors among them
+        except Exception as error:  # numpy raises many kinds for damaged headers, including warnings as errors
             what = " ".join(str(error).split())[:200]
             raise ValueError(f"{path}: not a .npy file of one array ({what}). Write it with numpy.save") from error
         offset = file.tell()
@@ -228,7 +227,7 @@ def _open_npy(path: Path) -> ForeignFile:
 
 
 def _open_bin(path: Path, dtype: np.dtype) -> ForeignFile:
-    """A file of llm.c, which is told by its first bytes, or tokens and nothing else."""
+    """A file of llm.c, which begins with its magic number, or a file of tokens only."""
     mapped = _map(path)
     if mapped[: len(LLMC_MAGIC)] == LLMC_MAGIC:
         version, count = struct.unpack_from("<2i", mapped, 4) if len(mapped) >= 12 else (0, 0)
@@ -259,7 +258,7 @@ def _open_megatron(path: Path) -> ForeignFile:
     if code not in INDEX_DTYPES:
         raise ValueError(f"{index}: dtype number {code}; tokens are integers (1 to 5, or 8). Write the pair again")
     expected = INDEX_HEAD.size + 12 * sequences + 8 * indices
-    # A kind of data set with pictures has one more byte a sequence; it means nothing for text.
+    # Data sets with pictures have one more byte per sequence, which has no meaning for text.
     if len(table) not in (expected, expected + sequences) or not sequences or not indices:
         raise ValueError(
             f"{index}: {len(table)} bytes where {sequences} sequences and {indices} document indices take {expected}: "

@@ -1,4 +1,4 @@
-"""The bytes of one ROXXEL03 file (`.rox`): what stands where, and the checks that need no look at the tokens.
+"""The layout of one ROXXEL03 file (`.rox`), and the checks that do not read the tokens.
 
 All numbers are little-endian. T tokens of I bytes, D documents, B = ceil(T * I / block_size) blocks:
 
@@ -12,8 +12,8 @@ All numbers are little-endian. T tokens of I bytes, D documents, B = ceil(T * I 
                            M (int64); the xxh3-64 of the document ends, of the checksum table, and of the metadata
                            followed by the footer's first 80 bytes (uint64); the 8 bytes "ROXXEL03"
 
-`np.load(path, mmap_mode="r")` reads the tokens and ignores the rest. Documents follow each other without gaps: the
-first begins at token 0 and the last ends at token T.
+`np.load(path, mmap_mode="r")` reads the tokens and ignores the rest. Documents have no gaps between them: the first
+begins at token 0 and the last ends at token T.
 """
 
 import dataclasses
@@ -35,15 +35,15 @@ DTYPES = frozenset({"|u1", "<u2", "<u4", "<u8", "|i1", "<i2", "<i4", "<i8", "<f2
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """What a shard says about itself: the fields of its JSON object, which has exactly these keys, sorted."""
+    """The metadata of a shard: the fields of its JSON object, which has exactly these keys, sorted."""
 
     tokens: int
     documents: int
     vocab_size: int | None
-    """Ids are below it; None where the data has no vocabulary."""
+    """Ids are below it; None if the data has no vocabulary."""
     tokenizer_fingerprint: str | None
     separator: int | float | None
-    """The last element of every document, or None where documents have none."""
+    """The last element of every document, or None without separators."""
     index: int
     """The shard's number in its data set, from 0."""
     first_token: int
@@ -55,7 +55,7 @@ class Metadata:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where the parts of one file are, in bytes, and the checksums its footer keeps."""
+    """The byte offsets of the parts of one file, and the checksums in its footer."""
 
     metadata: Metadata
     dtype: np.dtype
@@ -73,7 +73,7 @@ def checksum(data: bytes | bytearray | memoryview) -> int:
 
 
 def block_count(token_bytes: int, block_size: int) -> int:
-    """How many checksums cover so many bytes of tokens."""
+    """The number of checksums for some bytes of tokens."""
     return -(-token_bytes // block_size)
 
 
@@ -85,7 +85,7 @@ def npy_header(dtype: np.dtype, tokens: int) -> bytes:
 
 
 def end_of_tokens(dtype: np.dtype, tokens: int) -> int:
-    """Where the document ends begin: behind the tokens, on a multiple of 8 bytes."""
+    """The offset of the document ends: after the tokens, on a multiple of 8 bytes."""
     return -(-(HEADER_BYTES + tokens * dtype.itemsize) // 8) * 8
 
 
@@ -121,7 +121,7 @@ def parse(path: object, data: bytes | memoryview) -> Layout:
     """Read and check the header, the metadata and the footer of a whole file in memory (a mapped one: O(1)).
 
     Raises:
-        ValueError: the bytes are not one whole ROXXEL03 file. The message names `path`.
+        ValueError: the bytes are not one complete ROXXEL03 file. The message names `path`.
     """
     view = memoryview(data)
     layout = parse_end(path, len(view), view)
@@ -134,7 +134,7 @@ def parse_end(path: object, size: int, end: bytes | memoryview) -> Layout:
     """Read and check the metadata and the footer of a file of `size` bytes, from its last ones, `end`.
 
     Raises:
-        ValueError: they are not those of a ROXXEL03 file of that size. The message names `path`.
+        ValueError: they are not the end of a ROXXEL03 file of that size. The message names `path`.
     """
     if size < HEADER_BYTES + FOOTER.size:
         raise ValueError(

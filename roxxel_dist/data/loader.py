@@ -1,6 +1,6 @@
-"""A process's view of the plan: the rows that its own devices need, read and placed on the mesh.
+"""A process's view of the plan: the rows for its own devices, read and placed on the mesh.
 
-jax is imported only where batches are placed: a process that reads numpy arrays starts without it.
+jax is imported only to place batches: a process that reads numpy arrays starts without it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,18 +27,18 @@ ALL_ROWS = slice(None)
 
 
 class Stream:
-    """Batches of a plan from `start_step` on; its whole state is the integer `step`.
+    """Batches of a plan from `start_step`; its whole state is the integer `step`.
 
     Args:
-        plan: what each step reads.
-        dataset: where the tokens are: the one data set of the plan, or all by the plan's names; those that an
-            amendment took away before `start_step` may be missing.
-        sharding: how a (rows, tokens) batch lies on the mesh, or None for numpy arrays. A batch that it does not divide
-            is cut along the tokens instead, or copied whole (`cluster.mesh.fit_sharding`).
+        plan: the rows of each step.
+        dataset: the single data set of the plan, or all by the plan's names; those that an amendment removed before
+            `start_step` may be missing.
+        sharding: of a (rows, tokens) batch on the mesh, or None for numpy arrays. A batch whose rows do not divide is
+            sharded along the tokens instead, or replicated (`cluster.mesh.fit_sharding`).
         start_step: the first step to read, from 0.
 
-    Iterating gives int32[batch_size, seq_len] arrays: a global `jax.Array` of which this process read only what its
-    devices hold. In a phase with `packing="documents"` it gives a `Packed` of three such arrays.
+    Iterating gives int32[batch_size, seq_len] arrays: a global `jax.Array` of which this process reads only the parts
+    of its devices. In a phase with `packing="documents"` it yields a `Packed` of three such arrays.
 
     Raises:
         ValueError: a data set of the plan is missing.
@@ -96,12 +96,12 @@ class Stream:
 
     @property
     def rows(self) -> Rows:
-        """Those of the whole batch, of all processes, that iterating gave last."""
+        """The rows of the last batch from iteration, those of all processes included."""
         assert self._rows is not None
         return self._rows
 
     def _look_ahead(self) -> None:
-        """Let the data sets prepare for what the next steps read."""
+        """Prefetch the windows of the next steps in the data sets."""
         known, self._ahead = self._ahead, {}
         for step in range(self.step, min(self.step + STEPS_AHEAD, self.plan.total_steps)):
             rows = self._ahead[step] = known.get(step) or self.plan.rows(step)
@@ -111,14 +111,14 @@ class Stream:
                         self.datasets[number].prefetch(rows.offset[low:high][chosen], rows.seq_len)
 
     def _fetch_from(self, step: int) -> None:
-        """Have what the steps from this one on read fetched ahead, in a thread."""
+        """Start or advance the thread that fetches windows of later steps ahead."""
         if self._fetch_ahead is None:
             fetchers = [dataset.fetcher for dataset in self.datasets.values() if dataset.fetcher]
             self._fetch_ahead = FetchAhead(self.twin().windows, step, self.plan.total_steps, fetchers)
         self._fetch_ahead.reached(step)
 
     def windows(self, first: int, stop: int) -> Iterator[Windows]:
-        """What this process reads in the steps [first, stop), by data set and length."""
+        """The windows that this process reads in the steps [first, stop), by data set and length."""
         steps = [self.plan.rows(step) for step in range(first, stop)]
         for (batch, length, packed), group in groupby(steps, attrgetter("offset.size", "seq_len", "packed")):
             alike = list(group)
@@ -128,16 +128,16 @@ class Stream:
                     yield Windows(self.plan.datasets[number], self.datasets[number], offset[chosen], length, packed)
 
     def twin(self) -> "Stream":
-        """The same stream for another thread: a plan keeps the rows that it computed last, and is for one reader."""
+        """The same stream for another thread: a plan caches the last computed rows, and serves one reader."""
         plan = Plan.from_state(self.plan.state(0))
         named = {self.plan.datasets[number]: dataset for number, dataset in self.datasets.items()}
         return Stream(plan, named, self.sharding, self.step)
 
     def verify(self, first: int, stop: int, blocks: VerifiedBlocks) -> None:
-        """Compare what this process reads in the steps [first, stop) with its checksums, where that was not done.
+        """Verify the blocks that this process reads in the steps [first, stop), except those verified before.
 
         Raises:
-            DamagedData: tokens do not agree. The message names data set, file, block and documents.
+            DamagedData: tokens do not match their checksums. The message names data set, file, block and documents.
         """
         for windows in self.windows(first, stop):
             try:
@@ -150,7 +150,7 @@ class Stream:
         return self.place(self.plan.rows(step))
 
     def abstract(self) -> Any:
-        """Shape, type and sharding of the next batch, for compiling ahead: `jax.ShapeDtypeStruct`s."""
+        """Shape, dtype and sharding of the next batch, for compiling ahead: `jax.ShapeDtypeStruct`s."""
         import jax
 
         phase = self.plan.segment(self.step).shape
@@ -159,7 +159,7 @@ class Stream:
         return Packed(array, array, array) if phase.packing == "documents" else array
 
     def place(self, rows: Rows) -> Any:
-        """The batch of these rows, as iterating gives it."""
+        """The batch of these rows, as in iteration."""
         shape = (len(rows.offset), rows.seq_len)
         sharding, ranges = local_row_ranges(self.sharding, shape)
         local = [self._read(rows, low, high) for low, high in ranges]
@@ -170,7 +170,8 @@ class Stream:
         return Packed(*arrays) if rows.packed else arrays[0]
 
     def _read(self, rows: Rows, low: int, high: int) -> list[np.ndarray]:
-        """The tokens of the rows `low` to `high`, and of a packed batch segments and positions: int32 [R, seq_len]."""
+        """The tokens of the rows `low` to `high`, for a packed batch with segments and positions: int32 [R,
+        seq_len]."""
         offset, seq_len, merged = rows.offset[low:high], rows.seq_len, []
         for number, chosen in self._by_dataset(rows.dataset[low:high]):
             arrays = [self._read_ids(number, offset[chosen], seq_len)]
@@ -184,7 +185,7 @@ class Stream:
         return merged
 
     def _read_ids(self, number: int, offset: np.ndarray, seq_len: int) -> np.ndarray:
-        """The windows of a data set. Raises ValueError for an id that int32 does not hold."""
+        """The windows of a data set. Raises ValueError for an id beyond int32."""
         data = self.datasets[number]
         if number in self._fits_int32:
             return data.read(offset, seq_len, np.int32)
@@ -200,7 +201,7 @@ class Stream:
         return ids
 
     def _by_dataset(self, dataset: np.ndarray) -> list[tuple[int, np.ndarray | slice]]:
-        """(number, which rows) of each data set that some rows are from."""
+        """(number, indices of its rows) of each data set in some rows."""
         if len(self.plan.datasets) == 1:
             return [(0, ALL_ROWS)]
         if (dataset == dataset[0]).all():
@@ -222,12 +223,12 @@ def stream_of(
     mix_datasets: Mapping[str, Roxxel] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> Stream:
-    """What `Roxxel.stream` gives: a curriculum of one phase as a stream."""
+    """The stream of `Roxxel.stream`: a curriculum of one phase."""
     if steps is not None and passes != 1:
         raise ValueError(f"steps={steps} and passes={passes}: give one of them, steps are counted whatever the passes")
     if passes is not None and passes < 1:
         raise ValueError(f"passes={passes}: passes over the data set, at least 1, or None for a stream without an end")
-    steps = ENDLESS if steps is None and passes is None else steps  # which win over epochs
+    steps = ENDLESS if steps is None and passes is None else steps  # steps override epochs
     phase = Phase(steps, batch_size, seq_len, epochs=passes, weights=weights)
     plan = Curriculum(dataset, [phase], mix_datasets).plan(seed)
     if mesh is not None and data_sharding is None:
@@ -241,7 +242,7 @@ def stream_of(
 def local_row_ranges(
     sharding: "NamedSharding | None", shape: tuple[int, int]
 ) -> tuple["NamedSharding | None", tuple[tuple[int, int], ...]]:
-    """The sharding that a batch of this shape gets, and the ranges of rows, (first, end), that are needed here."""
+    """The sharding of a batch of this shape, and the ranges of rows, (first, end), that this process needs."""
     if sharding is None:
         return None, ((0, shape[0]),)
     from roxxel_dist.cluster.mesh import fit_sharding
@@ -260,7 +261,7 @@ def local_row_ranges(
 def to_global_array(
     shape: tuple[int, int], sharding: "NamedSharding", ranges: Sequence[tuple[int, int]], pieces: Sequence[np.ndarray]
 ) -> "jax.Array":
-    """A global array of `shape` from the ranges of rows that this process's devices hold, and their rows."""
+    """A global array of `shape` from the ranges of rows of this process's devices, and those rows."""
     import jax
 
     if len(ranges) == 1 and not ranges[0][0]:

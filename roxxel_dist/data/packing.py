@@ -1,9 +1,8 @@
-"""Rows of several documents: which token is of which, so that attention can stop where a document ends.
+"""Rows of several documents: the document of each token, so that attention can stay within a document.
 
-Of each row the documents are numbered from 0 in the order in which they appear (`segments`), and the tokens of each are
-counted from 0 (`positions`). A row that begins inside a document counts from its own start there: what came before was
-not read. A separator belongs to the document that it ends. A file that does not keep where its documents end is one
-document.
+In each row the documents are numbered from 0 in order (`segments`), and the tokens of each are counted from 0
+(`positions`). If a row begins inside a document, positions count from the start of the row. A separator belongs to the
+document that it ends. A file without document ends is one document.
 """
 
 from collections.abc import Sequence
@@ -15,21 +14,21 @@ from roxxel_dist.data.slices import TokenFile
 
 
 class Packed(NamedTuple):
-    """A batch whose rows tell their documents apart: three int32 [B, L], numpy's or jax's, placed alike."""
+    """A batch of rows with several documents: three int32 [B, L] arrays of numpy or jax, with the same placement."""
 
     tokens: Any
     segments: Any
-    """The document that a token is of, from 0 in each row."""
+    """The number of a token's document, from 0 in each row."""
     positions: Any
-    """The token's place in its document, from 0 where the document, or else the row, begins."""
+    """The token's position in its document, from 0 at the start of the document, or of the row if that is later."""
 
 
 def segments_and_positions(
     files: Sequence[TokenFile], numbers: np.ndarray, offsets: np.ndarray, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(segments, positions), int32 [R, length] each: see `Roxxel.segments`. Looks up the ends inside the windows alone.
+    """(segments, positions), int32 [R, length] each: see `Roxxel.segments`. Reads only document ends in the windows.
 
-    `numbers` are the files that the windows are in, `offsets` their first tokens, counted from their file's.
+    `numbers` are the files of the windows, `offsets` the windows' first tokens, counted from the file's first.
     """
     rows = np.arange(len(offsets)) * length
     begins = [rows]
@@ -41,7 +40,7 @@ def segments_and_positions(
 
 
 def _count(begins: np.ndarray, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(segments, positions), from the sorted places where a row or a document begins, the rows laid end to end."""
+    """(segments, positions), from the sorted starts of rows and documents in the concatenated rows."""
     tokens = np.diff(begins, append=rows * length)
     row, position = np.divmod(begins, length)
     segment = np.arange(len(begins)) - np.searchsorted(begins, row * length)
@@ -51,9 +50,9 @@ def _count(begins: np.ndarray, rows: int, length: int) -> tuple[np.ndarray, np.n
 
 
 def _begins(file: TokenFile, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(window, place in it) of every document that begins inside a window of a file, not with it.
+    """(window, place in it) of every document that begins inside a window of a file, not at its start.
 
-    A document without a token begins where the next does: the same position comes twice.
+    An empty document begins at the same place as the next: the place appears twice.
 
     Raises:
         ValueError: its document ends are damaged.
@@ -62,7 +61,7 @@ def _begins(file: TokenFile, offsets: np.ndarray, length: int) -> tuple[np.ndarr
     first, last = (ends.searchsorted(offsets + at, side="right") for at in (0, length - 1))
     count = np.maximum(last - first, 0)
     window = np.repeat(np.arange(len(offsets)), count)
-    # In each window the numbers of its ends follow each other from the first.
+    # The document ends in each window have consecutive numbers from the first.
     number = np.arange(len(window)) + np.repeat(first - np.cumsum(count) + count, count)
     position = ends[number] - offsets[window]
     if (last < first).any() or (last >= len(ends)).any() or ((position < 1) | (position >= length)).any():

@@ -1,7 +1,7 @@
-"""Files as memory: all of a data set mapped back to back in one range of addresses, and windows copied from there.
+"""Memory-mapped files: all files of a data set mapped back to back in one address range, and windows copied from there.
 
-A file that is truncated while it is mapped leaves pages that cannot be read; touching one is the signal SIGBUS, which
-ends the process.
+If a mapped file is truncated, some of its pages cannot be read; access raises the signal SIGBUS, which ends the
+process.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from roxxel_dist.data.format import REPLACE
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 COLD_FOR = 256
-"""Batches for which pages are asked ahead after one had to wait. Asking takes twice as long as a copy from memory."""
+"""Batches with prefetch after one had to wait for the disk. A prefetch takes twice as long as a copy from memory."""
 
 _libc: ctypes.CDLL = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -28,28 +28,28 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class _Memory:
-    """A range of addresses as numpy takes it, read-only: `count` elements, one at every `stride` bytes."""
+    """A read-only range of addresses for numpy: `count` elements, one at every `stride` bytes."""
 
     def __init__(self, address: int, count: int, dtype: str, stride: int, owner: object = None) -> None:
-        self.owner = owner  # what keeps the memory there
+        self.owner = owner  # keeps the memory alive
         self.__array_interface__ = {
             "version": 3, "data": (address, True), "shape": (count,), "strides": (stride,), "typestr": dtype,
         }  # fmt: skip
 
 
 def view_memory(address: int, count: int, dtype: str, owner: object) -> np.ndarray:
-    """`count` elements from an address on, read-only; `owner` is what keeps the memory there."""
+    """`count` elements from an address, read-only; `owner` keeps the memory alive."""
     return np.asarray(_Memory(address, count, dtype, np.dtype(dtype).itemsize, owner))
 
 
 def map_files(paths: Sequence[Path]) -> list[np.ndarray]:
     """The bytes of some files: a read-only uint8 array [file size] each, all in one range of addresses.
 
-    Each begins at a page. They stay mapped as long as one of the arrays or a view of one lives, and are not held open:
-    a data set of thousands of shards takes no file descriptors.
+    Each begins on a page boundary. They stay mapped as long as one of the arrays or a view of one lives, without open
+    file descriptors, so a data set may have thousands of shards.
 
     Raises:
-        ValueError: a file is empty or changes its size now; the message names it.
+        ValueError: a file is empty or its size changes during the call; the message names it.
         OSError: a file cannot be opened or mapped.
     """
     if not paths:
@@ -65,19 +65,20 @@ def map_files(paths: Sequence[Path]) -> list[np.ndarray]:
 
 
 def reserve_memory(sizes: Sequence[int]) -> list[np.ndarray]:
-    """Read-only uint8 arrays of these sizes in one range of addresses, each from a page on, for `map_file`: zeros."""
+    """Read-only uint8 arrays of zeros with these sizes in one address range, each on a page boundary, for
+    `map_file`."""
     pages = [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
     reserved = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     address = _map_memory(None, sum(pages), mmap.PROT_READ, reserved, -1)
     memory = _Memory(address, sum(pages), "|u1", 1)
-    # Not at exit: threads may still read then, and the system unmaps everything anyway.
+    # Not at exit: threads may still read, and the system unmaps everything anyway.
     weakref.finalize(memory, _libc.munmap, address, sum(pages)).atexit = False
     whole, starts = np.asarray(memory), np.cumsum([0, *pages]).tolist()
     return [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 def map_file(path: Path, array: np.ndarray) -> None:
-    """Map a file where an array of `reserve_memory` is, as long as the array; raises as `map_files`."""
+    """Map a file over an array of `reserve_memory` of the same length; raises as `map_files`."""
     size = len(array)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -93,7 +94,7 @@ def map_file(path: Path, array: np.ndarray) -> None:
 
 
 def _map_memory(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:
-    """mmap(2) from offset 0; the address."""
+    """mmap(2) from offset 0; returns the address."""
     mapped = _libc.mmap(address, size, protection, flags, fd, 0)
     if mapped == _FAILED:
         number = ctypes.get_errno()
@@ -102,9 +103,9 @@ def _map_memory(address: int | None, size: int, protection: int, flags: int, fd:
 
 
 def read_tokens(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
-    """So many tokens of a file from a byte on: a fresh array [count], filled by read(2) and not from a map.
+    """Read `count` tokens of a file from a byte offset: a fresh array [count], by read(2) and not from a map.
 
-    Of a mapped file that is truncated the rest of the last page is zeros.
+    In a map of a truncated file the rest of the last page would be zeros.
 
     Raises:
         ValueError: the file was truncated. The message names it.
@@ -120,10 +121,10 @@ def read_tokens(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndar
 
 
 class WindowReader:
-    """Copies windows of tokens out of arrays, wherever they are in memory, with one gather.
+    """Copies windows of tokens out of arrays, anywhere in memory, with one gather.
 
-    It knows no files: what fills the arrays (1-D, contiguous, of one dtype, at least one) may be a map of a file, or of
-    blocks that were fetched. `firsts` are the numbers of their first tokens in the data set.
+    It does not use files: the arrays (1-D, contiguous, of one dtype, at least one) may be maps of files or of fetched
+    blocks. `firsts` are the numbers of their first tokens in the data set.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray], firsts: Sequence[int], name: object = "the data set") -> None:
@@ -140,7 +141,7 @@ class WindowReader:
         self._waits, self._cold_for = _major_faults(), 0
 
     def _view(self, length: int) -> np.ndarray:
-        """All windows of so many tokens, one at every byte of memory: numpy copies each with one memcpy."""
+        """All windows of `length` tokens, one at every byte of memory: numpy copies each with one memcpy."""
         if length not in self._views:
             size = length * self.dtype.itemsize
             windows = _Memory(self._low, max(0, self._high - self._low - size + 1), f"|V{size}", 1, self._arrays)
@@ -150,7 +151,7 @@ class WindowReader:
     def read(self, offsets: np.ndarray, length: int, dtype: np.dtype) -> np.ndarray:
         """The windows of `length` tokens from `offsets` on, int64 [R]: a fresh array [R, length] of `dtype`."""
         numbers = self.locate(offsets, length)
-        if len(numbers) == 1:  # converted where it is: a copy of a long row would not stay in the cache
+        if len(numbers) == 1:  # convert without a copy first: a long row would not stay in the CPU cache
             number = numbers.item()
             start = offsets.item() - self._firsts.item(number)
             rows = self._arrays[number][start : start + length].astype(dtype)[None]
@@ -165,10 +166,10 @@ class WindowReader:
         return rows
 
     def locate(self, offsets: np.ndarray, length: int) -> np.ndarray:
-        """The array, int64 [R], that each window is within. Raises ValueError where one is within none."""
+        """The array that contains each window, int64 [R]. Raises ValueError if none contains it."""
         numbers = self._firsts.searchsorted(offsets, "right") - 1
         if length not in self._last:
-            # One more for -1, which is what is found for offsets before the first array: no window begins there.
+            # One more entry for index -1, the result for offsets before the first array: no window begins there.
             self._last[length] = np.append(self._stops - min(length, 1 << 62), np.iinfo(np.int64).min)
         outside = offsets > self._last[length][numbers]
         if length >= 1 and not np.count_nonzero(outside):
@@ -181,11 +182,11 @@ class WindowReader:
 
     @property
     def is_cold(self) -> bool:
-        """Whether reading had to wait for the disk not long ago."""
+        """Whether a recent read had to wait for the disk."""
         return self._cold_for > 0
 
     def prefetch(self, offsets: np.ndarray, length: int) -> None:
-        """Let the kernel read the pages of some windows, given as to `read`, from the disk ahead of their use."""
+        """Ask the kernel to load the pages of some windows, given as in `read`, before their use."""
         index = offsets * self.dtype.itemsize + self._shift[self.locate(offsets, length)]
         for address in (index + self._low).tolist():
             low = address & -mmap.PAGESIZE
@@ -194,5 +195,5 @@ class WindowReader:
 
 
 def _major_faults() -> int:
-    """How often this thread had to wait for a page from the disk."""
+    """The number of major page faults of this thread, each a wait for the disk."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt

@@ -1,4 +1,4 @@
-"""One `.rox` file: read in place through one memory map, written in one pass. `data.format` describes its bytes."""
+"""One `.rox` file: read in place through a memory map, written in one pass. `data.format` describes its layout."""
 
 import os
 from array import array
@@ -27,31 +27,31 @@ from roxxel_dist.objects.url import ObjectUrl
 DEFAULT_BLOCK_SIZE = 4096
 WRITE_BYTES = 1 << 20
 PIECE_TOKENS = 1 << 17
-"""Of a document that are copied at once, however long it is."""
+"""Tokens of a document that are copied at a time."""
 PIECE_BYTES = 1 << 24
 HASHED_BYTES = 1 << 20
-"""Of blocks that are copied and hashed without a pause."""
+"""Bytes of blocks that are copied and hashed without a pause."""
 
 
 class DamagedData(ValueError):
-    """Tokens that are read are not those that were written, or are ids that the model does not have."""
+    """The tokens read differ from those written, or are ids that the model does not have."""
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One open `.rox` file. Opening is O(1): the size, the footer and the metadata are checked, nothing else is read.
+    """One open `.rox` file. Opening is O(1): it checks the size, the footer and the metadata, and reads nothing else.
 
     The file stays mapped as long as this object or an array taken from it lives.
     """
 
     offset: ClassVar[int] = HEADER_BYTES
-    """The file's byte at which the tokens begin."""
+    """The byte offset of the tokens in the file."""
     path: Path | ObjectUrl
     layout: Layout
     tokens: np.ndarray
     """The tokens, separators included: read-only [tokens] in the file's dtype."""
     document_ends: np.ndarray
-    """Where each document ends, exclusive, separator included: read-only int64 [documents], in tokens."""
+    """The end of each document, exclusive, separator included: read-only int64 [documents], in tokens."""
     checksums: np.ndarray
     """The xxh3-64 of each block of token bytes: read-only uint64 [blocks]."""
     _bytes: np.ndarray = field(repr=False)
@@ -62,7 +62,7 @@ class Shard:
         """Map a file.
 
         Raises:
-            ValueError: it is not one whole ROXXEL03 file; the message names it.
+            ValueError: it is not one complete ROXXEL03 file; the message names it.
             FileNotFoundError: there is no such file.
         """
         path = Path(path)
@@ -70,7 +70,7 @@ class Shard:
 
     @classmethod
     def of(cls, path: Path, mapped: np.ndarray) -> "Shard":
-        """A file that is mapped already: read-only uint8 [file size]. Raises ValueError as `open` does."""
+        """The shard in an already mapped file: read-only uint8 [file size]. Raises ValueError as `open` does."""
         layout = parse(path, mapped.data)
         blocks = block_count(layout.metadata.tokens * layout.dtype.itemsize, layout.block_size)
         return cls(
@@ -84,7 +84,7 @@ class Shard:
 
     @property
     def metadata(self) -> Metadata:
-        """What the file says about itself."""
+        """The metadata of the file."""
         return self.layout.metadata
 
     @property
@@ -93,7 +93,7 @@ class Shard:
         return self.layout.dtype
 
     def follows(self, previous: "Shard | None") -> bool:
-        """Whether this shard was written right behind `previous` (None: as the first of a data set)."""
+        """Whether this shard was written directly after `previous` (None: as the first of a data set)."""
         layout, before = self.layout, previous.metadata.chain if previous else ""
         chain = chain_of(before, layout.metadata, layout.dtype, layout.ends_checksum, layout.sums_checksum)
         return chain == layout.metadata.chain
@@ -112,7 +112,8 @@ class Shard:
         self.refuse(self.damaged_blocks(np.arange(len(self.checksums))))
 
     def verify_tables(self) -> None:
-        """Check all but the tokens: size, header, tables, metadata and footer. Raises ValueError as `verify` does."""
+        """Check everything except the tokens: size, header, tables, metadata and footer. Raises ValueError as `verify`
+        does."""
         size = os.stat(str(self.path)).st_size
         if size != len(self._bytes):
             raise ValueError(f"{self.path}: {size} bytes now, {len(self._bytes)} when it was opened. Write it again")
@@ -127,12 +128,12 @@ class Shard:
             raise self._damaged("the chain fingerprint is wrong")
 
     def verify_checksums(self) -> None:
-        """Check the table of checksums itself. Raises ValueError where it is damaged."""
+        """Check the table of checksums itself. Raises ValueError if it is damaged."""
         if checksum(self.checksums.data) != self.layout.sums_checksum:
             raise self._damaged("the table of checksums is damaged")
 
     def verify_document_ends(self) -> None:
-        """Check the table of document ends. Raises ValueError where it is damaged."""
+        """Check the table of document ends. Raises ValueError if it is damaged."""
         if checksum(self.document_ends.data) != self.layout.ends_checksum:
             raise self._damaged("the document ends are damaged")
 
@@ -145,15 +146,15 @@ class Shard:
         return [blocks[first : first + step] for first in range(0, len(blocks), step)]
 
     def damaged_blocks(self, blocks: np.ndarray) -> list[int]:
-        """Those of some blocks, int64 [N], ascending, that do not agree with their checksums."""
+        """The blocks among `blocks`, int64 [N], ascending, that do not match their checksums."""
         size, data = self.layout.block_size, self.tokens.view(np.uint8)
         whole, step = len(data) // size, max(1, HASHED_BYTES // size)
         table = data[: whole * size].reshape(-1, size)
         damaged: list[int] = []
         for first in range(0, len(blocks), step):
             part = blocks[first : first + step]
-            # Copied first: numpy lets other threads run where a page has to come from the disk, xxhash does not. And
-            # digests as bytes: Python's numbers would take as long as the checksums.
+            # Copy first: while a page is read from disk, numpy lets other threads run, but xxhash does not. Digests
+            # stay bytes: conversion to Python numbers would take as long as the checksums.
             rows: Any = np.take(table, part[part < whole], axis=0)
             digests = b"".join(map(xxhash.xxh3_64_digest, rows))
             if part[-1] >= whole:
@@ -168,12 +169,12 @@ class Shard:
             raise ValueError(f"{self.damage(damaged)}; {blocks}. Write the file again from its source")
 
     def damage(self, damaged: list[int]) -> str:
-        """The first of some damaged blocks, its tokens and its documents, in words."""
+        """A message about the first damaged block: its tokens and its documents."""
         return describe_damage(self.path, self.layout, self.document_ends, damaged)
 
 
 def describe_damage(path: object, layout: Layout, ends: np.ndarray, damaged: list[int]) -> str:
-    """The first of some damaged blocks of a shard, its tokens and its documents, in words."""
+    """A message about the first damaged block of a shard: its tokens and its documents."""
     size, width = layout.block_size, layout.dtype.itemsize
     first = damaged[0] * size // width
     last = (min((damaged[0] + 1) * size, layout.metadata.tokens * width) - 1) // width
@@ -183,20 +184,20 @@ def describe_damage(path: object, layout: Layout, ends: np.ndarray, damaged: lis
 
 
 def check_ends(path: object, ends: np.ndarray, tokens: int) -> None:
-    """Raises ValueError, naming `path`, where document ends do not follow each other up to the last token."""
+    """Raises ValueError, naming `path`, unless document ends ascend up to the last token."""
     if np.any(np.diff(ends, prepend=0) < 0) or ends[-1:].sum() != tokens:
         raise ValueError(f"{path}: the document ends do not cover the tokens. Write the file again from its source")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings:
-    """What the shards of one data set have in common."""
+    """The common settings of the shards of one data set."""
 
     dtype: np.dtype
     separator: int | float | None = None
-    """The element put behind every document, or None."""
+    """The element added after every document, or None."""
     block_size: int = DEFAULT_BLOCK_SIZE
-    """Bytes a checksum covers."""
+    """Bytes per checksum."""
     vocab_size: int | None = None
     tokenizer_fingerprint: str | None = None
 
@@ -206,9 +207,10 @@ class ShardSettings:
 
 
 class ShardWriter:
-    """Writes one shard at `path`, document by document, holding about a megabyte and 8 bytes a document and block.
+    """Writes one shard at `path`, document by document, in about a megabyte of memory plus 8 bytes per document and
+    block.
 
-    The file is whole only after `finish`: write under a name that nobody opens.
+    The file is complete only after `finish`: write under a temporary name that no reader opens.
     """
 
     def __init__(self, path: Path, settings: ShardSettings, *, after: Metadata | None = None) -> None:
@@ -227,7 +229,7 @@ class ShardWriter:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of tokens added until now, separators included."""
+        """Bytes of tokens added so far, separators included."""
         return self.tokens * self.settings.dtype.itemsize
 
     def add(self, document: np.ndarray) -> None:
@@ -251,7 +253,7 @@ class ShardWriter:
         del self._pending[:size]
 
     def finish(self) -> Metadata:
-        """Write what is left, the tables and the footer, and bring the file to the disk."""
+        """Write the buffered tokens, the tables and the footer, and sync the file to disk."""
         self._write_blocks(len(self._pending))
         dtype, after = self.settings.dtype, self._after
         ends, sums = np.array(self._ends, "<i8"), np.array(self._sums, "<u8")
@@ -292,6 +294,6 @@ class ShardWriter:
     def abort(self) -> None:
         """Close and remove the unfinished file."""
         try:
-            self._file.close()  # writes what is buffered: on a full disk it raises
+            self._file.close()  # flushes its buffer, which raises on a full disk
         finally:
             self.path.unlink(missing_ok=True)

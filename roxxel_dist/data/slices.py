@@ -14,7 +14,7 @@ from roxxel_dist.data.shard import Shard
 from roxxel_dist.data.token_types import storage_dtype
 
 READ_TOKENS = 1 << 19
-"""Tokens that are read at once where documents are copied."""
+"""Tokens that are read at a time while documents are copied."""
 FOREIGN = (".npy", ".bin", ".idx")
 TokenFile = Shard | ForeignFile
 """A file of tokens, mapped read-only. Both kinds have `path`, `tokens`, `offset`, `dtype`, `document_ends`, `metadata`
@@ -30,17 +30,17 @@ class ShardSlice:
     low: int
     high: int
     first_document: int
-    """The first of the shard's documents that has something in the slice, or all of it."""
+    """The first of the shard's documents that is at least partly in the slice."""
     last_document: int
     """One past the last."""
 
     @property
     def documents(self) -> int:
-        """How many documents have something in the slice."""
+        """The number of documents that are at least partly in the slice."""
         return self.last_document - self.first_document
 
     def document(self, number: int) -> np.ndarray:
-        """What the slice holds of its document `number` without the separator: read-only [tokens]."""
+        """The part of its document `number` in the slice, without the separator: read-only [tokens]."""
         index = self.first_document + number
         ends = self.shard.document_ends
         first = max(int(ends[index - 1]) if index else 0, self.low)
@@ -49,13 +49,13 @@ class ShardSlice:
 
     @property
     def _separators(self) -> int:
-        """Tokens at a document's end that are not of it."""
+        """The number of separator tokens at a document's end."""
         return int(self.shard.metadata.separator is not None)
 
     def read_documents(self) -> Iterator[np.ndarray]:
-        """All documents, one after another, by read(2) and not from the mapped file: [tokens].
+        """All documents in order, by read(2) and not from the mapped file: [tokens].
 
-        Raises ValueError where the file is truncated, and names it.
+        Raises ValueError, naming the file, if it is truncated.
         """
         shard, dtype, ends = self.shard, self.shard.dtype, self.shard.document_ends
         if not isinstance(shard.path, Path):
@@ -70,7 +70,7 @@ class ShardSlice:
         lasts = np.maximum(np.minimum(ends[documents] - self._separators, self.high), firsts)
         done = 0
         while done < len(firsts):
-            # Some documents at once: a call for each would take longer than what it reads.
+            # Several documents at once: a call for each would take longer than the read itself.
             start = int(firsts[done])
             stop = max(done + 1, int(lasts.searchsorted(start + READ_TOKENS, side="right")))
             tokens = read_tokens(shard.path, dtype, shard.offset + start * dtype.itemsize, int(lasts[stop - 1]) - start)
@@ -82,12 +82,12 @@ class ShardSlice:
 
 
 def split_slice(shard_slice: ShardSlice, val_fraction: float) -> tuple[ShardSlice, ShardSlice]:
-    """The slices before and behind the cut that holds out the last `val_fraction`; see `Roxxel.split`."""
+    """The slices before and after the cut that holds out the last `val_fraction`; see `Roxxel.split`."""
     low, high, all_ends = shard_slice.low, shard_slice.high, shard_slice.shard.document_ends
     target = high - int((high - low) * val_fraction)
     cut, before, behind = high, shard_slice.last_document, shard_slice.last_document
     if target < high:
-        count = int(all_ends.searchsorted(target, side="right"))  # not of a part: an index knows it of the whole
+        count = int(all_ends.searchsorted(target, side="right"))  # in the whole shard, because an index has those cuts
         before = behind = min(max(count, shard_slice.first_document), behind)
         cut = int(all_ends[before - 1]) if before > shard_slice.first_document else low
         if 2 * (cut - low) < target - low:
@@ -96,10 +96,10 @@ def split_slice(shard_slice: ShardSlice, val_fraction: float) -> tuple[ShardSlic
 
 
 def open_slices(paths: Sequence[Path], *, alone: bool = False, dtype: Any = None) -> tuple[ShardSlice, ...]:
-    """Open the files of one data set, whole, in their order; of files of other systems it is the one given.
+    """Open the files of one data set as whole slices, in their order; files of other systems in the given order.
 
-    One that was named `alone` is a data set whatever its number. Raises ValueError for a file that is damaged, missing,
-    doubled or of another data set, and names it.
+    A file named `alone` is a data set whatever its number. Raises ValueError, naming the file, if one is damaged,
+    missing, duplicate or of another data set.
     """
     return slices_of(open_files(paths, dtype), alone=alone)
 
@@ -116,10 +116,10 @@ def slices_of(files: Sequence[TokenFile], *, alone: bool = False) -> tuple[Shard
 
 
 def open_files(paths: Sequence[Path], dtype: Any = None) -> list[TokenFile]:
-    """Map files of tokens, of whatever kind each is: told by their last bytes, or else by their endings.
+    """Map token files of any kind, recognized by their last bytes, or else by their endings.
 
-    `dtype` is of the tokens in a headerless `.bin`; elsewhere it has to agree with what the file says. Raises
-    ValueError for what is not a whole file of a known kind, and names it.
+    `dtype` is of the tokens in a headerless `.bin`; in other files it must match the file's dtype. Raises ValueError,
+    naming the file, if one is not a complete file of a known kind.
     """
     own = [path for path in paths if not _is_foreign(path)]
     mapped = dict(zip(own, map_files(own), strict=True)) if own else {}

@@ -1,4 +1,4 @@
-"""From what `Roxxel.write` is given to arrays of one dtype, losing nothing."""
+"""Lossless conversion of the items of `Roxxel.write` to arrays of one dtype."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from roxxel_dist.data.format import DTYPES
 
 
 def as_array(item: Any, number: int) -> np.ndarray:
-    """One document as an array [tokens]: text becomes its UTF-8 bytes (uint8), arrays stay what they are."""
+    """One document as an array [tokens]: text becomes its UTF-8 bytes (uint8), arrays are unchanged."""
     if isinstance(item, str):
         item = item.encode()
     if isinstance(item, (bytes, bytearray, memoryview)):
@@ -30,7 +30,7 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
 
 
 def storage_dtype(dtype: Any) -> np.dtype:
-    """A dtype that a user named, as it stands on disk: little-endian."""
+    """A user's dtype in its on-disk form: little-endian."""
     held = "shards hold integers or floats of 8 to 64 bits, such as uint16"
     try:
         stored = np.dtype(dtype).newbyteorder("<")
@@ -42,7 +42,7 @@ def storage_dtype(dtype: Any) -> np.dtype:
 
 
 def cast_lossless(array: np.ndarray, dtype: np.dtype, vocab_size: int | None, number: int) -> np.ndarray:
-    """The same values in `dtype`; ValueError where one would change, or is no id below `vocab_size`."""
+    """The same values in `dtype`; ValueError if one would change, or is not an id below `vocab_size`."""
     if vocab_size is not None and len(array) and not (array.min() >= 0 and array.max() < vocab_size):
         raise ValueError(
             f"document {number} has ids from {array.min()} to {array.max()}: with vocab_size={vocab_size} they are "
@@ -73,7 +73,7 @@ def _keeps(array: np.ndarray, dtype: np.dtype) -> bool:
 
 
 def separator_value(separator: str | bytes | int | float | None, dtype: np.dtype) -> int | float | None:
-    """The ONE element of `dtype` that a separator is, or None for no separator.
+    """A separator as ONE element of `dtype`, or None for no separator.
 
     One byte is that number: `b"\\x00"` is token 0 whatever the dtype. As many bytes as an element has are the element.
     """

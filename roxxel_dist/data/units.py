@@ -1,8 +1,8 @@
 """Units: the pieces in which a data set is shuffled.
 
-A data set is a list of *ranges*, runs of tokens that follow each other on disk (a shard, or the part of it that is
-trained on). A unit is `size` neighbouring tokens of one range; what is left at a range's end is read by no unit of that
-size. Units are found in closed form: the index is one cumulative count a range, whatever the corpus holds.
+A data set is a list of *ranges*, runs of contiguous tokens on disk (a shard, or its training part). A unit is `size`
+contiguous tokens of one range; the remainder at a range's end is not in any unit of that size. Units are found in
+closed form: the index is one cumulative count per range, whatever the size of the corpus.
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ TOLERATED_LOSS = 0.03
 
 
 def unit_size(ranges: Ranges, longest: int) -> int:
-    """Tokens a unit for windows of at most `longest` tokens.
+    """Tokens per unit for windows of at most `longest` tokens.
 
     Large units (8 windows, 2^18 tokens) keep reads local. On a small corpus, or one of many small shards, that would
-    leave much of it unread, so the unit shrinks until at least 97 % of the tokens that can be read at all are in one.
+    leave much of it unread, so the unit shrinks until at least 97 % of the tokens that fit in any window are in a unit.
 
     Args:
         ranges: (start, length) of each range, in tokens.
         longest: the longest `seq_len` that will be read, in tokens.
 
     Returns:
-        A multiple of `longest`: at least `longest` itself, even where no range holds that many.
+        A multiple of `longest`: at least `longest` itself, even if no range has that many tokens.
     """
     lengths = np.array([length for _, length in ranges], np.int64)
-    best = int((lengths // longest).sum()) * longest  # what units of one window would cover
+    best = int((lengths // longest).sum()) * longest  # the coverage of units of one window
     windows = max(WINDOWS_A_UNIT, min(LARGE_UNIT, int(lengths.sum()) // FEW_UNITS) // longest)
     while windows > 1 and int((lengths // (windows * longest)).sum()) * windows * longest < (1 - TOLERATED_LOSS) * best:
         windows //= 2
@@ -40,7 +40,7 @@ def unit_size(ranges: Ranges, longest: int) -> int:
 
 
 def steps_in_a_pass(ranges: Ranges, seq_len: int, batch_size: int, longest: int | None = None) -> int:
-    """Batches of `batch_size` windows of `seq_len` tokens in one pass, where no window is beyond `longest` tokens."""
+    """Batches of `batch_size` windows of `seq_len` tokens in one pass, if no window is longer than `longest` tokens."""
     unit = unit_size(ranges, longest or seq_len)
     return Units(ranges, unit).count * (unit // seq_len) // batch_size
 
@@ -57,12 +57,12 @@ class Units:
 
     @property
     def count(self) -> int:
-        """How many units there are."""
+        """The number of units."""
         return int(self._before[-1])
 
     @property
     def tokens(self) -> int:
-        """Tokens of all ranges, also those at their ends that are in no unit."""
+        """Tokens of all ranges, including the remainders outside units."""
         return sum(length for _, length in self.ranges)
 
     def start(self, unit: np.ndarray) -> np.ndarray:

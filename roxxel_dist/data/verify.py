@@ -1,4 +1,4 @@
-"""Verification of data against its checksums, at once or block by block where it is first read; the table of `info`."""
+"""Verification of data against its checksums, all at once or block by block on first read; the table of `info`."""
 
 import multiprocessing
 import os
@@ -20,17 +20,17 @@ from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, DamagedData, Shard
 from roxxel_dist.data.slices import TokenFile
 
 WORTH_A_PROCESS = 1 << 32
-"""Bytes of tokens: half a second's work for a core, which is what a process takes to start."""
+"""Bytes of tokens that justify another process: half a second of work, about the start-up time of a process."""
 BLOCKS_AT_ONCE = 256
-"""Hashed without a pause: a fifth of a millisecond, in which a thread of Python keeps the others waiting."""
+"""Blocks that are hashed without a pause: 0.2 ms, during which other Python threads wait."""
 PAUSE_S = 50e-6
 SHOWN_CHARACTERS = 200
 
 
 def find_damage(shards: Sequence[TokenFile], progress: Progress, workers: int | None = None) -> Iterator[str]:
-    """What is wrong with the shards: one message for each damaged one, which names the block and the document.
+    """The damage in shards: one message for each damaged shard, which names the block and the document.
 
-    `workers` are processes; None: as many as there are cores, or this one alone where there is little to read.
+    `workers` are processes; None: one per core, or only this process for little data.
     """
     size = sum(shard.tokens.nbytes for shard in shards)
     workers = workers or max(1, min(len(os.sched_getaffinity(0)), size // WORTH_A_PROCESS))
@@ -45,7 +45,7 @@ def find_damage(shards: Sequence[TokenFile], progress: Progress, workers: int | 
         except ValueError as error:
             yield str(error)
     pieces = [(shard, blocks) for shard in damaged for blocks in shard.pieces()]
-    # A fresh interpreter: a fork of a process with threads may hang. One process reads what is mapped already.
+    # Spawn: a fork of a process with threads may hang. With one worker, this process reads its existing maps.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) if workers > 1 else nullcontext()
     with progress.bar("verify", max(1, len(pieces))) as advance, pool as processes:
         if processes is None:
@@ -73,7 +73,7 @@ def _open(path: Path) -> Shard:
 
 @dataclass(eq=False)
 class _File:
-    """What is known of one file."""
+    """The state of one file."""
 
     file: TokenFile
     block_size: int
@@ -85,12 +85,12 @@ class _File:
 
 
 class VerifiedBlocks:
-    """Which blocks of the open files agree with their checksums: each is looked at once, when it is first asked for.
+    """The verified blocks of the open files: each block is checked once, on first use.
 
-    Files of other systems have no checksums; of those the ids are compared alone. May be used by several threads.
+    Files of other systems have no checksums; only their ids are checked. Thread-safe.
 
     Args:
-        vocab_size: ids are below it; None: below what the data says of itself.
+        vocab_size: ids are below it; None: the vocab_size of the data.
     """
 
     def __init__(self, vocab_size: int | None = None) -> None:
@@ -98,10 +98,10 @@ class VerifiedBlocks:
         self._files: dict[object, _File] = {}
 
     def verify(self, data: Roxxel, offsets: np.ndarray, length: int, *, documents: bool = False) -> None:
-        """Compare what some windows read, as for `Roxxel.read`, and with `documents` the document ends too.
+        """Verify the blocks of some windows, given as in `Roxxel.read`, and with `documents` the document ends too.
 
         Raises:
-            DamagedData: something does not agree. The message names the file, the block and its documents.
+            DamagedData: a checksum or an id is wrong. The message names the file, the block and its documents.
         """
         data.fetch(offsets, length, documents=documents)
         firsts, shards = data.first_tokens, data.shards
@@ -173,11 +173,11 @@ def _bytes_of(shard: TokenFile) -> int:
 
 
 def info(ds: Roxxel) -> str:
-    """What a data set holds, one fact a line, and how its first document begins."""
+    """A summary of a data set, one fact per line, and the beginning of its first document."""
     tokenizer, tokens = ds.tokenizer, ds.num_tokens
     size = sum(_bytes_of(shard) for shard in ds.shards)
     made_by = f"none beside the shards; their ids are from {ds.tokenizer_fingerprint or 'none'}"
-    ids = ds[0][: 4 * SHOWN_CHARACTERS] if len(ds) else None  # a character is at most 4 bytes, and so at most 4 ids
+    ids = ds[0][: 4 * SHOWN_CHARACTERS] if len(ds) else None  # a character has at most 4 bytes, so at most 4 ids
     if tokenizer is not None:
         made_by = f"{tokenizer.kind}, {tokenizer.fingerprint}"
     if ids is None:

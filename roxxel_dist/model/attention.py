@@ -17,14 +17,13 @@ from roxxel_dist.model.lora import linear
 
 
 class Attention(nnx.Module):
-    """Each position reads itself and the ones before it: within its window, and within its document where segments tell
-    documents apart.
+    """Each position attends to itself and earlier ones, within its window, and with segments within its document.
 
     `n_heads` queries share `kv_heads` keys and values; all three are one matrix product, whose kernel [D, G, R + 2, K]
-    has beside each of G key heads its value head and the R = H / G queries that read it: where "tensor" divides G, a
-    device has all that its queries need. Where it does not, as with a single key head, the kernel and its product are
-    whole on every device, and only `out` is cut. Output weights start smaller by the depth, so that the residual
-    stream's variance does not grow with it (GPT-2).
+    keeps each of G key heads together with its value head and the R = H / G queries that use it: if "tensor" divides G,
+    a device has everything that its queries need. Otherwise, as with a single key head, the kernel and its product are
+    replicated on every device, and only `out` is sharded. Output weights start smaller by the depth, so that the
+    residual stream's variance does not grow with it (GPT-2).
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
@@ -40,7 +39,7 @@ class Attention(nnx.Module):
         out = (groups, n_heads // groups + 2, size)
 
         def init(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
-            # Drawn as it was before the kernel was grouped: a seed gives the same weights.
+            # Drawn in the ungrouped layout of older versions, so that a seed gives the same weights.
             return grouped(nnx.initializers.normal(config.init_std)(key, shape, dtype), out)
 
         axes = (FSDP, TENSOR, None, None)
@@ -51,7 +50,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x_BxLxD: jax.Array, metadata: AttentionMetadata, cache: LayerCache | None = None
     ) -> tuple[jax.Array, LayerCache | None]:
-        """[B, L, dim] to [B, L, dim], and what a cache holds afterwards: keys and values [B, slots, kv_heads, K]."""
+        """[B, L, dim] to [B, L, dim], and the new cache: keys and values [B, slots, kv_heads, K]."""
         qkv_BxLxGxSxK = self.qkv(x_BxLxD)
         q = qkv_BxLxGxSxK[..., :-2, :].reshape(*x_BxLxD.shape[:2], self.n_heads, self.head_size)
         k, v = qkv_BxLxGxSxK[..., -2, :], qkv_BxLxGxSxK[..., -1, :]
@@ -66,23 +65,23 @@ class Attention(nnx.Module):
 
     @property
     def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of what a cache keeps of a token."""
+        """The shapes of a token's entries in a cache."""
         return ((self.kv_heads, self.head_size),) * 2
 
     @property
     def attention_macs_per_pair(self) -> int:
-        """Multiplications for a query and a key: of their score, and to mix in the value."""
+        """Multiplications for a pair of query and key: for the score, and for the weighted sum of values."""
         return 2 * self.n_heads * self.head_size
 
 
 def out_projection(config: ModelConfig, width: int, rngs: nnx.Rngs) -> nnx.LinearGeneral:
-    """From the heads' outputs side by side, [..., H x K], to [..., D]."""
+    """The projection of the concatenated head outputs, [..., H x K], to [..., D]."""
     init = nnx.initializers.normal(config.init_std / (2 * config.num_blocks) ** 0.5)
     return linear(config, "attention", width, config.dim, (TENSOR, FSDP), init, rngs)
 
 
 def grouped(flat: Any, shape: Sequence[int]) -> Any:
-    """[..., G, R + 2, K] of [..., G R K + 2 G K]: all queries side by side, then all keys, then all values."""
+    """[..., G R K + 2 G K], all queries, then all keys, then all values, to [..., G, R + 2, K]."""
     groups, per_group, size = shape
     whole, queries = groups * size, groups * (per_group - 2) * size
     pieces = flat[..., :queries], flat[..., queries : queries + whole], flat[..., queries + whole :]
@@ -93,8 +92,8 @@ def grouped(flat: Any, shape: Sequence[int]) -> Any:
 class Gate(nnx.Module):
     """Scales each channel of attention's output by a sigmoid of the layer's input.
 
-    A softmax must spend its weight somewhere and heads with nothing to say spend it on the first tokens; a gate closes
-    them instead. Behind the softmax and one number a channel is the best form of Qiu et al., "Gated attention for large
+    Softmax weights sum to 1, so heads with nothing to add attend to the first tokens (sinks); a gate closes them
+    instead. One gate per channel after the softmax is the best variant of Qiu et al., "Gated attention for large
     language models", 2025.
     """
 
@@ -105,5 +104,5 @@ class Gate(nnx.Module):
         self.score: nnx.LinearGeneral = linear(config, None, config.dim, (n_heads, size), axes, init, rngs)
 
     def __call__(self, mixed_BxLxHxK: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
-        """The heads' outputs, and the layer's input: an array of the shape of the first."""
+        """From the head outputs and the layer's input to the gated head outputs."""
         return mixed_BxLxHxK * jax.nn.sigmoid(self.score(x_BxLxD))

@@ -1,7 +1,7 @@
-"""Kernels of attention: which one computes a row, and XLA's in blocks of queries and keys.
+"""Attention kernels: the choice of a kernel, and XLA attention in blocks of queries and keys.
 
-The whole matrix of scores of a row of L tokens has L x L numbers a head. Up to `LONGEST_WHOLE` tokens XLA has it in
-memory; of a longer row it has one block at a time, as FlashAttention does (Dao et al., 2022), and computes it again in
+The score matrix of a row of L tokens has L x L numbers for each head. Up to `LONGEST_WHOLE` tokens XLA keeps it in
+memory. For longer rows it computes one block at a time, as FlashAttention does (Dao et al., 2022), and again in
 the backward pass. cuDNN (NVIDIA GPUs) and splash attention (TPU) do so in kernels of their own.
 """
 
@@ -23,11 +23,11 @@ Kernel = Literal["xla", "cudnn", "splash"]
 LONGEST_WHOLE = 1024
 """Tokens: up to here XLA computes all scores of a row at once, which is faster for short rows."""
 BLOCK = 512
-"""Tokens of a block of queries, and of keys; fewer where a window is shorter."""
+"""Tokens of a block of queries, and of keys; fewer if a window is shorter."""
 LANES = 128
-"""Of splash attention: its blocks are a multiple of these tokens."""
+"""Block sizes of splash attention are multiples of this number of tokens."""
 HIDDEN = -1e30
-"""The score of a pair that must not be seen: finite, for a block may hide all keys from a query."""
+"""The score of a masked pair: finite, because a block may mask all keys of a query."""
 
 
 def attend(
@@ -39,22 +39,22 @@ def attend(
     scale: float | None = None,
     kernel: AttentionKernel = "auto",
 ) -> jax.Array:
-    """softmax(q k scale) v for each head over what each token may see: [B, L, H, V].
+    """softmax(q k scale) v for each head over the keys that each token attends to: [B, L, H, V].
 
     Args:
         q_BxLxHxK: queries; groups of H / G share a key.
         k_BxSxGxK: keys.
         v_BxSxGxV: values; V <= K.
-        metadata: what is known of the tokens. A mask is computed by XLA at once, whatever the kernel: a cache has one.
-        window: how many tokens one sees, itself included; None for all before it.
+        metadata: of the tokens. With a mask, as a cache has, XLA computes all scores at once, whatever the kernel.
+        window: how many tokens a token attends to, itself included; None for all before it.
         scale: of the scores; 1 / sqrt(K) if not given.
         kernel: see `kernel_for`.
 
     Raises:
-        ValueError: the kernel cannot do it here.
+        ValueError: the kernel cannot run here.
     """
     if metadata.mask_Bx1xLxS is not None or metadata.slot_BxL is not None:
-        causal = metadata.slot_BxL is None  # with a cache, the mask says it all
+        causal = metadata.slot_BxL is None  # with a cache, the mask includes causality
         return _jax_attention(
             q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window if causal else None, scale, causal, metadata.mask_Bx1xLxS
         )
@@ -85,20 +85,20 @@ def kernel_for(
     """The kernel that computes attention on this process's devices: the named one, or for auto the device's own.
 
     Args:
-        kernel: auto: cuDNN on a GPU and splash attention on a TPU where they can do it, and else XLA.
+        kernel: auto: cuDNN on a GPU and splash attention on a TPU if they support it, otherwise XLA.
         key_size: width of a key.
         bf16: whether queries, keys and values are bfloat16.
         packed: whether a row may have several documents.
-        whole_rows: whether each device has whole rows, and not parts of one.
-        begun: whether it is what a run began with and keeps, for the message.
+        whole_rows: whether each device has whole rows, not parts of rows.
+        begun: whether it is the kernel that a resumed run keeps, for the message.
 
     Raises:
-        ValueError: the named kernel cannot do it, with the rule and what to do instead.
+        ValueError: the named kernel does not support it; the message has the rule and the fix.
     """
     device = jax.devices()[0]
     if kernel == "auto":
         native: Kernel = "splash" if device.platform == "tpu" else "cudnn" if device.platform == "gpu" else "xla"
-        # A deterministic backward pass of cuDNN takes the memory of all scores, see docs/decisions.md.
+        # A deterministic backward pass of cuDNN keeps all scores in memory, see docs/decisions.md.
         large = native == "cudnn" and is_deterministic()
         return "xla" if large or broken_rule(native, device, key_size, bf16, packed, whole_rows) else native
     if broken := broken_rule(kernel, device, key_size, bf16, packed, whole_rows):
@@ -115,7 +115,7 @@ def kernel_for(
 def broken_rule(
     kernel: Kernel, device: Any, key_size: int, bf16: bool, packed: bool, whole_rows: bool
 ) -> tuple[str, str] | None:
-    """(why a kernel cannot do it, what to do instead); None where it can."""
+    """(why a kernel does not support it, the fix); None if it does."""
     if kernel == "xla":
         return None
     name, home = ("cuDNN", "gpu") if kernel == "cudnn" else ("splash attention", "tpu")
@@ -152,7 +152,7 @@ def broken_rule(
 
 
 def _compute_capability(device: Any) -> tuple[int, int]:
-    """Of an NVIDIA GPU, such as (9, 0); (0, 0) for a GPU of another maker."""
+    """The compute capability of an NVIDIA GPU, such as (9, 0); (0, 0) for other GPUs."""
     try:
         major, minor = str(getattr(device, "compute_capability", "")).split(".")
         return int(major), int(minor)
@@ -161,7 +161,7 @@ def _compute_capability(device: Any) -> tuple[int, int]:
 
 
 def key_size(config: ModelConfig) -> int:
-    """Width of the keys that attention of a training step compares with."""
+    """Width of the keys in attention of a training step."""
     head_size = config.heads()[2]
     if not config.mla:
         return head_size
@@ -170,9 +170,9 @@ def key_size(config: ModelConfig) -> int:
 
 
 def score_scale(config: ModelConfig) -> float | None:
-    """What scores are multiplied by: 1 / sqrt(K), as None, or with mup sqrt(K at the base width) / K.
+    """The scale of scores: None for 1 / sqrt(K), or with mup sqrt(K at the base width) / K.
 
-    Queries and keys come to agree while they are trained, so that their product grows with K, not with its root.
+    Training correlates queries and keys, so their product grows with K, not with its root.
     """
     if config.parametrization == "standard":
         return None
@@ -181,11 +181,11 @@ def score_scale(config: ModelConfig) -> float | None:
 
 
 def score_bytes(kernel: Kernel, rows: int, heads: int, length: int, window: int | None) -> int:
-    """Bytes of a device that one layer's scores take while they are computed, and what the backward pass needs of them.
+    """Bytes of a device for one layer's scores during their computation, and for the backward pass.
 
-    XLA keeps the whole matrix of a short row, in float32, for the backward pass; else there are a block at a time, and
-    the logarithm of each query's sum. cuDNN and splash attention have blocks in registers. A deterministic backward
-    pass of cuDNN has a bfloat16 for each pair.
+    XLA keeps the whole matrix of a short row, in float32, for the backward pass; otherwise one block at a time, and the
+    logarithm of each query's sum. cuDNN and splash attention keep blocks in registers. A deterministic backward pass of
+    cuDNN has a bfloat16 for each pair.
     """
     sums = rows * heads * length * 4
     if kernel == "xla":
@@ -196,7 +196,7 @@ def score_bytes(kernel: Kernel, rows: int, heads: int, length: int, window: int 
 
 
 def block_of(window: int | None) -> int:
-    """Tokens of a block: `BLOCK`, or what a shorter window asks for."""
+    """Tokens of a block: `BLOCK`, or fewer for a shorter window."""
     return BLOCK if window is None else min(BLOCK, max(LANES, 1 << (window - 1).bit_length()))
 
 
@@ -210,8 +210,8 @@ def _jax_attention(
     mask: jax.Array | None = None,
     implementation: Literal["xla", "cudnn"] = "xla",
 ) -> jax.Array:
-    """By jax's own function, all scores at once or by cuDNN."""
-    missing = k.shape[-1] - v.shape[-1]  # it wants values as wide as keys
+    """Attention by jax's own function: all scores at once, or cuDNN."""
+    missing = k.shape[-1] - v.shape[-1]  # it needs values as wide as keys
     wide = jnp.pad(v, [(0, 0), (0, 0), (0, 0), (0, missing)]) if missing else v
     mixed = jax.nn.dot_product_attention(
         q, k, wide, mask=mask, scale=scale, is_causal=causal,
@@ -230,15 +230,15 @@ def blocked_attention(
 ) -> jax.Array:
     """Causal attention by XLA, [B, L, H, V], a block of queries and a block of keys at a time.
 
-    Of each block of queries only the blocks of keys are computed that it may see: none behind it, and none before its
-    window. No array has more than a block's scores, in the backward pass too.
+    For each block of queries it computes only the blocks of keys that are not masked: none after it, and none before
+    its window. No array has more than a block's scores, in the backward pass too.
 
     Args:
         q_BxLxHxK: queries; groups of H / G share a key.
         k_BxLxGxK: keys.
         v_BxLxGxV: values.
-        segments_BxL: int32: a token sees those of its own segment. None: a row is one.
-        window: how many tokens one sees, itself included; None for all before it.
+        segments_BxL: int32: a token attends to its own segment. None: a row is one segment.
+        window: how many tokens a token attends to, itself included; None for all before it.
         scale: of the scores.
     """
     batch, length, heads, _ = q_BxLxHxK.shape
@@ -246,7 +246,7 @@ def blocked_attention(
     count = -(-length // size)
 
     def blocks(x: jax.Array) -> jax.Array:
-        """[B, L, G, ...] to [blocks, B, G, ..., size, last]; what fills up the last block is hidden as later tokens."""
+        """[B, L, G, ...] to [blocks, B, G, ..., size, last]; padding of the last block is masked as later tokens."""
         x = jnp.pad(x, [(0, 0), (0, count * size - length), *[(0, 0)] * (x.ndim - 2)])
         return jnp.moveaxis(jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0), 2, -2)
 
@@ -278,11 +278,11 @@ def _blocked(
 def _blocked_forward(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, first: jax.Array, window: int | None, scale: float
 ) -> tuple[jax.Array, Any]:
-    """The output [N, B, G, R, C, V], and what the backward pass needs: with it the logarithms of the softmax's sums."""
+    """The output [N, B, G, R, C, V], and the residuals of the backward pass, with the logs of the softmax sums."""
 
     def queries(_: None, i: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
         def keys(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-            """The softmax as far as the keys are known; a query's own block comes last, so there is always one."""
+            """One step of the online softmax; a query's own block comes last, so at least one key is not masked."""
             top, total, mixed = carry
             scores = _scores(q, k, segments, window, scale, i, j)
             higher = jnp.maximum(top, scores.max(-1))
@@ -329,7 +329,7 @@ _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
 def _scores(q: jax.Array, k: jax.Array, segments: Any, window: int | None, scale: float, i: Any, j: Any) -> jax.Array:
-    """float32 [B, G, R, C, C]: of queries of block i and keys of block j, `HIDDEN` where that must not be seen."""
+    """float32 [B, G, R, C, C]: of queries of block i and keys of block j, `HIDDEN` if masked."""
     size = q.shape[-2]
     scores = jnp.einsum("bgrqk,bgsk->bgrqs", q[i], k[j], preferred_element_type=jnp.float32) * scale
     back = (i - j) * size + jnp.arange(size)[:, None] - jnp.arange(size)
@@ -349,7 +349,7 @@ def splash_attention(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """What `blocked_attention` does, by splash attention: jax's kernel for TPUs, each device on its own rows and heads.
+    """`blocked_attention` by splash attention: jax's kernel for TPUs, each device on its own rows and heads.
 
     `interpret` runs the kernel's program on any device, slowly.
     """
@@ -365,7 +365,7 @@ def splash_attention(
     )
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
-        """Of this device's rows and heads. What fills rows up are later tokens, which no query that counts sees."""
+        """Attention for this device's rows and heads. Padding comes after the real tokens, so causality masks it."""
         kernel = splash.make_splash_mha(
             splash.MultiHeadMask([mask] * q.shape[2]), block_sizes=sizes, head_shards=1, q_seq_shards=1,
             interpret=interpret,
@@ -382,7 +382,7 @@ def splash_attention(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or math.prod(mesh.shape.values()) == 1:
         return local(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, segments_BxL)
-    # XLA does not know how to share the kernel's work out.
+    # XLA cannot partition the kernel.
     rows, shared = row_axes(mesh), mesh.shape.get(TENSOR, 1)
     heads = TENSOR if shared > 1 and k_BxLxGxK.shape[2] % shared == 0 else None
     spec = P(rows, None, heads, None)

@@ -9,14 +9,14 @@ from roxxel_dist.component import component
 
 
 def check_sizes(sizes: Mapping[str, int | None]) -> None:
-    """Raises ValueError for the first field that is given and below 1."""
+    """Raises ValueError for the first given field that is below 1."""
     for name, value in sizes.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}: it must be at least 1")
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    """Raises ValueError for a value that is none of the choices."""
+    """Raises ValueError for a value that is not one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(choices)}")
 
@@ -26,14 +26,14 @@ PosEncoding = Literal["rotary", "absolute", "learned", "none"]
 
 @component
 class PositionConfig:
-    """Where the model gets positions from."""
+    """The position encoding of the model."""
 
     pos_encoding: PosEncoding = "rotary"
     """Position encoding: rotary (RoPE) turns queries and keys, absolute adds sinusoids to the embedding, learned adds a
     trained vector for each place, none leaves the order to the causal mask."""
     rope_scale_factor: float = 1.0
-    """Scaling factor of rotary positions: they are divided by it, which stretches what was learned in a short context
-    over a longer one."""
+    """Scaling factor of rotary positions: they are divided by it, which extends a short trained context to a longer
+    one."""
     rope_theta: float = 10_000.0
     """Base of rotary positions: the longest wavelength is about this times 2 pi tokens; larger for a longer context."""
     rope_trained_context: int | None = None
@@ -89,7 +89,7 @@ class AttentionConfig:
 
     @property
     def window(self) -> int | None:
-        """How many tokens one sees, itself included; None for all before it."""
+        """How many tokens a token attends to, itself included; None for all before it."""
         return self.context_window if self.sliding_window else None
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "tanh", "sigmoid")
 
 @component
 class FeedForwardConfig:
-    """What follows attention in a block."""
+    """The feed-forward layer after attention in a block."""
 
     expansion: int = 4
     """Expansion factor: the feed-forward layer has the parameters of a plain one of width expansion x dim."""
@@ -148,10 +148,10 @@ LoraTargets = Literal["attention", "mlp", "all"]
 
 @component
 class LoraConfig:
-    """Which matrices get an adapter, and of what size."""
+    """The matrices with adapters, and their size."""
 
     use_lora: bool = False
-    """Low-rank adapters (LoRA) that are trained beside the weights of init_from, which stay as they are."""
+    """Low-rank adapters (LoRA) that are trained beside the weights of init_from, which are frozen."""
     lora_rank: int = 8
     """Rank of an adapter."""
     lora_alpha: float = 16.0
@@ -253,7 +253,7 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
             self._check_rotary(head_size)
 
     def heads(self) -> tuple[int, int, int]:
-        """(n_heads, kv_heads, head_size), the ones not given derived.
+        """(n_heads, kv_heads, head_size), with defaults derived.
 
         Raises:
             ValueError: they do not fit together.
@@ -316,7 +316,7 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
             )
 
     def _usual_heads(self) -> int:
-        """The number of heads, a multiple of kv_heads, whose even size comes closest to 64."""
+        """The number of heads, a multiple of kv_heads, with an even head size closest to 64."""
         group = self.kv_heads or 1
         fitting = [n for n in range(group, self.dim + 1, group) if self.dim % n == 0 and (self.dim // n) % 2 == 0]
         if not fitting:

@@ -1,9 +1,9 @@
 """Text from a model, as token ids.
 
-The built-in Transformer reads the prompts once (prefill) and then one token at a time (decode), with a cache of what it
-has read. Any other model reads the whole text again for each token.
+The built-in Transformer reads the prompts once (prefill) and then one token at a time (decode), with a cache of earlier
+tokens. Any other model reads the whole text again for each token.
 
-From logits to the next token: greedy, or drawn at a temperature from the likeliest ones.
+The next token is the likeliest one (greedy), or drawn from the likeliest ones at a temperature.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ class Sampling:
 
 
 class SamplingInputs(NamedTuple):
-    """The same as inputs of a program: other values compile nothing new."""
+    """The same as inputs of a compiled program, so that other values do not recompile it."""
 
     temperature: Any
     """float32[]"""
@@ -72,7 +72,7 @@ def sampling_inputs(sampling: Sampling, seeds: Sequence[int], end: int | None) -
     for seed in seeds:
         if not isinstance(seed, Integral) or not 0 <= seed <= MOST_INT:
             raise ValueError(f"seed is {seed!r}: it must be at least 0 and below 2^31, a whole number")
-    # What is more than the types hold says the same as the most that they do.
+    # Values above the range of the types have the same effect as the largest value.
     temperature, top_k = min(sampling.temperature, MOST_FLOAT), min(sampling.top_k, MOST_INT)
     return SamplingInputs(
         np.float32(temperature),
@@ -84,10 +84,10 @@ def sampling_inputs(sampling: Sampling, seeds: Sequence[int], end: int | None) -
 
 
 def sample(logits_BxV: jax.Array, place_B: jax.Array, inputs: SamplingInputs) -> jax.Array:
-    """int32[B]: the token for a place in the text of each row. A row's draws depend on its seed and places alone."""
+    """int32[B]: the token for a place in the text of each row. A row's draws depend only on its seed and its places."""
     logits_BxV = logits_BxV.astype(jnp.float32)
     scaled_BxV = logits_BxV / jnp.maximum(inputs.temperature, 1e-6)
-    # Sorting a large vocabulary costs as much as a small model: only where it is asked for.
+    # Sorting a large vocabulary costs as much as a small model: only if a limit is set.
     limited = (inputs.temperature > 0) & ((inputs.top_k > 0) | (inputs.top_p < 1))
     scaled_BxV = jax.lax.cond(limited, top_k_top_p_filter, lambda scaled_BxV, _: scaled_BxV, scaled_BxV, inputs)
     keys_B = jax.vmap(lambda seed, place: jax.random.fold_in(jax.random.key(seed), place))(inputs.seed_B, place_B)
@@ -101,7 +101,7 @@ def top_k_top_p_filter(scaled_BxV: jax.Array, inputs: SamplingInputs) -> jax.Arr
     sorted_BxV = jnp.take_along_axis(scaled_BxV, order_BxV, axis=1)
     rank_V = jnp.arange(scaled_BxV.shape[1])
     within_BxV = jnp.broadcast_to((rank_V < inputs.top_k) | (inputs.top_k == 0), scaled_BxV.shape)
-    # Of those that are left, as of a distribution of their own.
+    # Probabilities after top_k, normalized over the remaining tokens.
     probability_BxV = jax.nn.softmax(jnp.where(within_BxV, sorted_BxV, -jnp.inf), axis=1)
     before_BxV = jnp.cumsum(probability_BxV, axis=1) - probability_BxV
     within_BxV &= (before_BxV < inputs.top_p) | (rank_V == 0)
@@ -124,7 +124,7 @@ def generate(
     seed: int = 0,
     eos_id: int | None = None,
 ) -> list[int]:
-    """Continue one prompt: `generate_rows` of it alone."""
+    """Continue one prompt with `generate_rows`."""
     sampling = Sampling(temperature=temperature)
     return generate_rows(
         model, [prompt], max_new_tokens, max_context=max_context, sampling=sampling, seeds=[seed], eos_id=eos_id
@@ -141,23 +141,23 @@ def generate_rows(
     seeds: Sequence[int],
     eos_id: int | None = None,
 ) -> list[list[int]]:
-    """Continue each of some prompts; each row is what it is alone.
+    """Continue several prompts; each result is the same as for that prompt alone.
 
-    Compiled once, for so many rows (the next power of 2): a Transformer's decoding for all lengths, its prefill for all
-    prompts within the same multiple of 64 tokens, and for another model one program for all lengths of prompt and
-    answer within such a multiple.
+    For each number of rows, rounded up to a power of 2, a Transformer compiles one program to decode any length, and
+    one to prefill for each multiple of 64 tokens. Another model compiles one for each multiple of 64 tokens of prompt
+    and answer together.
 
     Args:
-        model: an NNX module, int32[B, L] tokens to [B, L, vocabulary] logits; it is left as it is.
-        prompts: token ids, at least one each; only as many of the last ones are read as leave room in the context.
+        model: an NNX module, int32[B, L] tokens to [B, L, vocabulary] logits; it is not changed.
+        prompts: token ids, at least one each; if they leave too little room for the answer, only the last are read.
         max_new_tokens: at most this many are added to each.
         max_context: tokens that the model reads at most, prompt and answer together.
         sampling: how tokens are chosen.
-        seeds: of the draws, one a prompt.
+        seeds: of the draws, one for each prompt.
         eos_id: a row stops before this token.
 
     Returns:
-        The new ids alone.
+        Only the new ids.
 
     Raises:
         ValueError: an argument breaks its rule.
@@ -186,9 +186,9 @@ def stream(
     seed: int = 0,
     eos_id: int | None = None,
 ) -> Iterator[int]:
-    """The ids that `generate_rows` adds to one prompt, each as soon as it is there. Arguments and errors as there.
+    """The ids that `generate_rows` adds to one prompt, each as soon as it is computed. Same arguments and errors.
 
-    A model that is no Transformer gives them when the last is there.
+    A model that is not a Transformer yields them when all are computed.
     """
     (kept,) = _check(model, [prompt], max_new_tokens, max_context)
     if not isinstance(model, Transformer):
@@ -207,7 +207,7 @@ def stream(
 
 
 def _check(model: Any, prompts: Sequence[Sequence[int]], count: int, max_context: int) -> list[list[int]]:
-    """As much of each prompt as is read."""
+    """The part of each prompt that is read."""
     if any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("the prompt is empty: give at least one token, such as the end-of-text token")
     if not isinstance(count, Integral) or count < 1 or count >= max_context:
@@ -223,21 +223,21 @@ def _check(model: Any, prompts: Sequence[Sequence[int]], count: int, max_context
 
 
 def _evaluating(model: Any) -> tuple[Any, Any]:
-    """(graph definition, state) of a model with dropout off, of the same arrays."""
+    """(graph definition, state) of a model with dropout off, with the same arrays."""
     twin = nnx.merge(*nnx.split(model))
     twin.eval()
     return nnx.split(twin)
 
 
 class Running(NamedTuple):
-    """Where a Transformer is in its texts, after B prompts and some tokens behind each of them."""
+    """The state of generation: B prompts, and some new tokens after each of them."""
 
     drawn: jax.Array
-    """int32[]: new tokens of each row, the one not read yet included."""
+    """int32[]: new tokens of each row, including the last, which the model has not read yet."""
     token_B: jax.Array
     """The last of them."""
     done_B: jax.Array
-    """Whether a row has come to its end."""
+    """Whether a row has ended."""
     new_BxC: jax.Array
     """int32: all of them; C is max_context."""
     cache: Cache
@@ -247,11 +247,12 @@ def _begin(
     graphdef: Any, state: Any, prompts: list[list[int]], limit: int, sampling: Sampling, seeds: Sequence[int],
     end: int | None,
 ) -> tuple[Running, SamplingInputs]:  # fmt: skip
-    """Read the prompts, and draw the first token of each. Rows are added up to a power of 2, and are done at once."""
+    """Read the prompts, and draw the first token of each. Rows are padded to a power of 2; padding rows start as
+    done."""
     count = 1 << (len(prompts) - 1).bit_length()
     longest = max(map(len, prompts))
     rows = np.zeros((count, min(limit, -(-longest // WINDOW_STEP) * WINDOW_STEP)), np.int32)
-    lengths = np.zeros(count, np.int32)  # of a row that is only added, one token is read: something must be
+    lengths = np.zeros(count, np.int32)  # a padding row reads one token, because it must read something
     for i, prompt in enumerate(prompts):
         rows[i, : len(prompt)], lengths[i] = prompt, len(prompt)
     options = sampling_inputs(sampling, [*seeds, *[0] * (count - len(prompts))], end)
@@ -260,7 +261,7 @@ def _begin(
 
 @partial(jax.jit, static_argnums=0)
 def _prefill(graphdef: Any, state: Any, prompt_BxL: Any, length_B: Any, inputs: SamplingInputs) -> Running:
-    """What stands behind the first `length_B` tokens of each row."""
+    """The state after the first `length_B` tokens of each row."""
     model = nnx.merge(graphdef, state, copy=True)
     read_B = jnp.maximum(length_B, 1)
     batch = prompt_BxL.shape[0]
@@ -275,11 +276,11 @@ def _prefill(graphdef: Any, state: Any, prompt_BxL: Any, length_B: Any, inputs: 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _decode(graphdef: Any, state: Any, running: Running, until: Any, inputs: SamplingInputs) -> Running:
-    """With `until` new tokens a row, or fewer where all rows have come to their end."""
+    """The state with `until` new tokens in each row, or fewer if all rows have ended."""
 
     def add(running: Running) -> Running:
         drawn, token_B, done_B, new_BxC, cache = running
-        # Inside the loop, and of copies: NNX objects do not cross jax's trace levels, and a layer may count its draws.
+        # Merge copies inside the loop: NNX objects cannot cross jax's trace levels, and a layer may count its draws.
         logits_Bx1xV, cache = nnx.merge(graphdef, state, copy=True)(token_B[:, None], cache=cache)
         token_B = sample(logits_Bx1xV[:, 0], cache.length_B, inputs)
         return Running(drawn + 1, token_B, done_B | (token_B == inputs.end), new_BxC.at[:, drawn].set(token_B), cache)

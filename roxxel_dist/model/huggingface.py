@@ -1,8 +1,8 @@
-"""The same model in the words of Hugging Face: LLaMA, Mistral and Mixtral, there and back.
+"""Conversion between our format and that of Hugging Face for LLaMA, Mistral and Mixtral, in both directions.
 
-Pure functions: a config in both forms (`hf_config`, `model_fields`), and for each of our arrays the tensors of theirs
-that it is made of (`tensors_of`). There a matrix is [outputs, inputs], and each projection, expert and layer is one of
-its own; here it is [inputs, *outputs], and what is multiplied together lies together.
+Pure functions: a config in both forms (`hf_config`, `model_fields`), and for each of our arrays the Hugging Face
+tensors that it consists of (`tensors_of`). There a matrix is [outputs, inputs], and each projection, expert and layer
+has its own tensor; here it is [inputs, *outputs], and matrices that are multiplied together are one array.
 """
 
 import itertools
@@ -24,38 +24,38 @@ ACTIVATIONS = {
 """Our names of activations to theirs."""
 OTHER_NAMES = {"swish": "silu"}
 LLAMA_3 = {"low_freq_factor": FEW_WAVES, "high_freq_factor": MANY_WAVES}
-"""What all models of that rope_type have, and `position.rotate` computes."""
+"""The constants of all models of that rope_type, as in `layers.rotate`."""
 LARGEST_EXPANSION = 64
 
 
 class Tensors(NamedTuple):
-    """What one of our arrays is made of: for each layer, and each expert, some of their tensors one after another."""
+    """The Hugging Face tensors of one of our arrays: for each layer and each expert, some tensors, concatenated."""
 
     names: tuple[str, ...]
     """With {i} for the layer and {e} for the expert."""
     pieces: tuple[tuple[int, ...], ...]
-    """The shape, here, of what each of them holds; there it is [outputs, inputs], or a vector."""
+    """The shape of each tensor's part in our array; the tensor itself is [outputs, inputs], or a vector."""
     axis: int = 0
-    """Of the pieces, along which they come one after another."""
+    """The axis of the pieces along which they are concatenated."""
     stack: tuple[int, ...] = ()
-    """How many layers, and experts, our array has as its first axes."""
+    """The first axes of our array: the number of layers, and of experts."""
     transposed: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of our array."""
+        """The shape of our array."""
         inner = list(self.pieces[0])
         inner[self.axis] = sum(piece[self.axis] for piece in self.pieces)
         return (*self.stack, *inner)
 
     def named(self, *index: int) -> list[str]:
-        """Their names for one layer and expert."""
+        """The tensor names for one layer and expert."""
         layer, expert = (*index, 0, 0)[:2]
         return [name.format(i=layer, e=expert) for name in self.names]
 
 
 def tensors_of(config: ModelConfig) -> dict[str, Tensors]:
-    """Every array of a Transformer by name, and what it is made of. For configs that `hf_config` does not refuse."""
+    """The tensors of every array of a Transformer, by the array's name. For configs that `hf_config` accepts."""
     heads, groups, size = config.heads()
     dim, hidden, vocab, experts = config.dim, hidden_sizes(config)[1], config.vocab_size or 0, config.n_experts
     layers, block = (config.num_blocks,), "model.layers.{i}."
@@ -95,7 +95,7 @@ def tensors_of(config: ModelConfig) -> dict[str, Tensors]:
 
 
 def their_shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
-    """Of each tensor that one of our arrays is made of."""
+    """The shape of each tensor of one of our arrays."""
     shapes = {}
     for index in np.ndindex(tensors.stack):
         for name, (first, *rest) in zip(tensors.named(*index), tensors.pieces, strict=True):
@@ -104,7 +104,7 @@ def their_shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
 
 
 def take_out(array: np.ndarray, tensors: Tensors) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, tensor) of all that one of our arrays is made of."""
+    """(name, tensor) of all tensors of one of our arrays."""
     cuts = np.cumsum([piece[tensors.axis] for piece in tensors.pieces])[:-1]
     for index in np.ndindex(tensors.stack):
         for name, piece in zip(tensors.named(*index), np.split(array[index], cuts, tensors.axis), strict=True):
@@ -117,10 +117,10 @@ def put_together(
     """A part of one of our arrays.
 
     Args:
-        tensors: what it is made of.
-        index: which part; a slice without step for each axis.
-        read: (name, slices) to that part of a tensor. Asked for is what is needed of its inputs, and of the first axis
-            of its outputs.
+        tensors: the tensors of the array.
+        index: the part; a slice without step for each axis.
+        read: (name, slices) to that part of a tensor. It is called with slices of the inputs, and of the first axis of
+            the outputs.
     """
     whole = [range(*one.indices(size)) for one, size in zip(index, tensors.shape, strict=True)]
     layers, inner = whole[: len(tensors.stack)], index[len(tensors.stack) :]
@@ -130,10 +130,10 @@ def put_together(
 
 
 def _inner(tensors: Tensors, place: tuple[int, ...], index: tuple[slice, ...], read: Any) -> np.ndarray:
-    """Of one layer and expert."""
+    """The part for one layer and expert."""
     if not tensors.transposed:
         return read(tensors.named(*place)[0], index)
-    cut = 2 if tensors.axis == 1 else 1  # the axis of outputs by which rows are read: not that of gate and up
+    cut = 2 if tensors.axis == 1 else 1  # the axis of outputs by which rows are read: not the axis of gate and up
     pieces = []
     for name, piece in zip(tensors.named(*place), tensors.pieces, strict=True):
         begin, end, _ = index[cut].indices(piece[cut])
@@ -145,14 +145,14 @@ def _inner(tensors: Tensors, place: tuple[int, ...], index: tuple[slice, ...], r
 
 
 def hf_config(config: ModelConfig, eos_id: int | None = None) -> dict[str, Any]:
-    """The contents of `config.json`: LLaMA, with a sliding window Mistral, with experts Mixtral.
+    """The contents of `config.json`: LLaMA, or Mistral with a sliding window, or Mixtral with experts.
 
     Args:
-        config: of the model, its vocabulary known.
+        config: of the model, with vocab_size set.
         eos_id: the token that ends a text and stands before one.
 
     Raises:
-        ValueError: none of the three can say it; every field that is in the way is named.
+        ValueError: none of the three supports it; the message names every unsupported field.
     """
     family = "mixtral" if config.use_moe else "mistral" if config.sliding_window else "llama"
     if problems := list(_unsaid(config, family)):
@@ -178,16 +178,16 @@ def hf_config(config: ModelConfig, eos_id: int | None = None) -> dict[str, Any]:
 
 
 def _scaling(config: ModelConfig) -> dict[str, Any] | None:
-    """Their words for `rope_scale_factor` and `rope_trained_context`."""
+    """The Hugging Face form of `rope_scale_factor` and `rope_trained_context`."""
     scale, trained = config.rope_scale_factor, config.rope_trained_context
     if trained is not None:
         return {"rope_type": "llama3", "factor": scale, **LLAMA_3, "original_max_position_embeddings": trained}
-    # "type" is what transformers before 4.45 reads.
+    # transformers before 4.45 reads "type".
     return None if scale == 1 else {"rope_type": "linear", "type": "linear", "factor": scale}
 
 
 def _unsaid(config: ModelConfig, family: str) -> Iterator[str]:
-    """Field, value and reason of each thing that the family has no words for."""
+    """Field, value and reason of each setting that the family does not support."""
     if config.use_lora:
         merge = "`roxxel-dist export RUN --format hf --out DIR --merge_lora`"
         yield f"use_lora is True: they have no adapters, which {merge} takes into the weights"
@@ -213,10 +213,10 @@ def _unsaid(config: ModelConfig, family: str) -> Iterator[str]:
 
 
 def model_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a `ModelConfig` that the contents of a `config.json` say.
+    """The fields of a `ModelConfig` from the contents of a `config.json`.
 
     Raises:
-        ValueError: it is of another family, or says what the Transformer has no words for; all of that is named.
+        ValueError: another family, or settings that the Transformer does not support; the message names all of them.
     """
     family = values.get("model_type")
     if family not in ARCHITECTURES:
@@ -260,14 +260,14 @@ def model_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_number(value: Any, *, whole: bool = False) -> bool:
-    """Above 0."""
+    """Whether a value is a number above 0."""
     return (
         isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
     )
 
 
 def _no_numbers(values: Mapping[str, Any]) -> Iterator[str]:
-    """What may be left out, and is there as something else."""
+    """Optional values of a wrong type."""
     whole = {"num_key_value_heads", "head_dim", "sliding_window", "num_local_experts", "num_experts_per_tok"}
     for name in (*sorted(whole), "rms_norm_eps", "rope_theta"):
         value = values.get(name)
@@ -284,7 +284,7 @@ def _no_objects(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rope(values: Mapping[str, Any], usual_theta: float) -> tuple[dict[str, Any], list[str]]:
-    """(fields, what is wrong); transformers 5 writes it in another place than those before."""
+    """(fields, errors) of rotary positions; transformers 5 writes them in another place than earlier versions."""
     rope = values.get("rope_parameters") or {}
     scaling = values.get("rope_scaling") or rope
     problems = []
@@ -315,7 +315,7 @@ def _rope(values: Mapping[str, Any], usual_theta: float) -> tuple[dict[str, Any]
 
 
 def _width(dim: int, hidden: int) -> dict[str, int]:
-    """`expansion` where it says the width, else `hidden_dim`."""
+    """`expansion` if it gives the same width, otherwise `hidden_dim`."""
     for expansion in range(1, LARGEST_EXPANSION):
         config = ModelConfig(dim=dim, n_heads=1, head_size=dim, pos_encoding="none", expansion=expansion)
         if hidden_sizes(config)[1] == hidden:

@@ -1,15 +1,8 @@
-"""How tokens know their places: rotary, absolute and learned positions.
+"""Layers: positions (rotary, absolute, learned), norms, dropout (Srivastava et al., 2014), embeddings.
 
-"none" (Kazemnejad et al., "The impact of positional encoding", 2023) needs no code: a causal mask alone lets a layer
-count the tokens before one.
-
-Numbers of a model that a run may change without another compilation.
-
-What brings the residual stream to one scale before each part reads it.
-
-Dropout (Srivastava et al., 2014) at a rate that is not compiled in.
-
-A table of vectors: one for each token, or one for each place.
+Position encoding "none" (Kazemnejad et al., "The impact of positional encoding", 2023) needs no code: with a causal
+mask a layer can count the tokens before each one. Scalars such as the dropout rate are inputs of the step, so that a
+run may change them without compiling again.
 """
 
 import math
@@ -24,16 +17,17 @@ from flax import nnx
 from roxxel_dist.model.config import ModelConfig, PositionConfig
 
 FULL_PRECISION = "full_precision"
-"""Marks, in the metadata of an `nnx.Param`, one that `bf16_compute` does not cast to bfloat16."""
+"""A flag in the metadata of an `nnx.Param`: `bf16_compute` does not cast it to bfloat16."""
 COLUMN_AXES = "column_axes"
-"""In the metadata of an `nnx.Param`: how many of its last axes are together the columns of a matrix; 1 if not there."""
+"""A number in the metadata of an `nnx.Param`: how many of its last axes are together the columns of a matrix. Default:
+1."""
 
 
 class DynamicScalar(nnx.Variable[jax.Array]):
-    """A float32[] scalar that goes into the training step as an input.
+    """A float32[] scalar that is an input of the training step.
 
-    It is not trained and not kept in checkpoints: a resumed run takes it from its config. Used by several layers, one
-    object is one input.
+    It is not trained and not saved in checkpoints: a resumed run takes it from its config. Layers that share the object
+    share the input.
     """
 
     def __init__(self, value: float | jax.Array, **metadata: Any) -> None:
@@ -56,10 +50,10 @@ def make_norm(config: ModelConfig, size: int, rngs: nnx.Rngs) -> Norm:
 
 
 class Dropout(nnx.Module):
-    """Zeroes elements at random and scales the others up to keep the mean; does nothing in evaluation mode.
+    """Zeroes random elements and scales the others up to keep the mean; does nothing in evaluation mode.
 
     Args:
-        rate: the share of elements that is zeroed, at least 0 and below 1; one DynamicScalar may serve many layers.
+        rate: the share of elements that is zeroed, at least 0 and below 1; layers may share one DynamicScalar.
         rngs: the stream `dropout`.
     """
 
@@ -79,15 +73,15 @@ class Dropout(nnx.Module):
 
 
 class Embedding(nnx.Embed):
-    """`nnx.Embed`, in the type that its table has now.
+    """`nnx.Embed` that returns the current dtype of its table.
 
-    The parent keeps the type that the table was made in. Of a table that was cast to bfloat16 it gives float32, and all
-    that follows is computed in float32.
+    The parent returns the initial dtype: for a table that was cast to bfloat16 it returns float32, and all later layers
+    would compute in float32.
     """
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """int[...] to [..., features] in the type of the table."""
-        # Looked up in float32 and cast then: the gradient of a row is a sum over all tokens that took it.
+        # Look up in float32, then cast: the gradient of a row is a sum over all its tokens.
         return super().__call__(inputs, out_sharding).astype(self.embedding[...].dtype)
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
@@ -97,17 +91,17 @@ class Embedding(nnx.Embed):
 
 
 def logits_of(output: nnx.LinearGeneral | Embedding, x: jax.Array) -> jax.Array:
-    """[..., features] to float32[..., vocabulary] logits, by the embedding or by a matrix of their own."""
+    """[..., features] to float32[..., vocabulary] logits, by the embedding or an output matrix."""
     if isinstance(output, Embedding):
         return output.attend(x)
     return unrounded_product(*output.promote_dtype((x, output.kernel[...])))
 
 
 def unrounded_product(x: jax.Array, kernel: jax.Array, out_sharding: Any = None) -> jax.Array:
-    """x @ kernel as the float32 in which it is summed: rounded to bfloat16, logits lose what the softmax looks at.
+    """x @ kernel in float32, without rounding the sums to bfloat16, which would change the softmax of logits.
 
-    Its gradient is computed in the type of x, as that of any other layer: in float32 it would cost several times as
-    much on accelerators.
+    Its gradient is computed in the dtype of x, as in any other layer: float32 would cost several times as much on
+    accelerators.
     """
     if jnp.promote_types(x.dtype, jnp.float32) == x.dtype:
         return jnp.dot(x, kernel, out_sharding=out_sharding)
@@ -135,25 +129,25 @@ _wide_product.defvjp(_forward, _backward)
 
 THETA = 10_000.0
 FEW_WAVES, MANY_WAVES = 1.0, 4.0
-"""Of LLaMA 3.1: a frequency that made fewer turns than the one in the trained context is divided by the scale, one that
-made more than the other is left alone."""
+"""Constants of LLaMA 3.1: a frequency with fewer turns than the first in the trained context is divided by the scale,
+one with more than the second is unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """How fast queries and keys are turned."""
+    """The speed of rotation of queries and keys."""
 
     theta: float = THETA
     """The first pair turns by 1 radian a position, the last by about 1 / theta."""
     scale: float = 1.0
     """Positions are divided by it (Chen et al., "Extending context window", 2023)."""
     trained: int | None = None
-    """The context that was learned before: frequencies are divided by the scale, and only those that made few turns in
-    it (LLaMA 3.1; Peng et al., "YaRN", 2023, section 3.2)."""
+    """The context of earlier training: only frequencies with few turns in it are divided by the scale (LLaMA 3.1; Peng
+    et al., "YaRN", 2023, section 3.2)."""
 
 
 def rotary_of(config: PositionConfig) -> Rotary | None:
-    """None where a model has no rotary positions."""
+    """The rotary settings of a config; None if it has no rotary positions."""
     if config.pos_encoding != "rotary":
         return None
     return Rotary(theta=config.rope_theta, scale=config.rope_scale_factor, trained=config.rope_trained_context)
@@ -165,12 +159,12 @@ def rotate(x_BxLxHxK: jax.Array, position_L: jax.Array, rotary: Rotary) -> jax.A
 
     Args:
         x_BxLxHxK: queries or keys; K even.
-        position_L: int32 [L] positions, or [B, L] where rows have their own.
+        position_L: int32 [L] positions, or [B, L] for each row.
         rotary: how fast.
 
     Returns:
-        An array of the same shape and dtype, computed in float32. The product of a query and a key so turned depends on
-        their distance alone.
+        An array of the same shape and dtype, computed in float32. The product of a rotated query and key depends only
+        on their distance.
     """
     half = x_BxLxHxK.shape[-1] // 2
     frequency_F = rotary.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -197,7 +191,7 @@ def sinusoids(position_L: jax.Array, dim: int) -> jax.Array:
 
     Args:
         position_L: int32 [L], or [B, L].
-        dim: D, how many numbers each.
+        dim: D, the size of a vector.
 
     Returns:
         float32 [L, D] or [B, L, D]: sines at even places, cosines at odd ones.

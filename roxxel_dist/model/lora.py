@@ -1,8 +1,8 @@
-"""Low-rank adapters (Hu et al., "LoRA", 2021): a matrix W that stays as it is, plus a product A B that is trained.
+"""Low-rank adapters (Hu et al., "LoRA", 2021): a frozen matrix W, plus a product A B that is trained.
 
 A is [in, r] and B is [r, out] with a small r, so that A B has a fraction of W's numbers. B begins as zeros: the first
-step sees W alone. What is trained is told by its kind: where a model has any `LoRAParam`, it is these, and all other
-parameters are frozen (see `train.parts`).
+step uses W alone. If a model has any `LoRAParam`, only these are trained, and all other parameters are frozen (see
+`train.parts`).
 """
 
 import math
@@ -19,31 +19,31 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.layers import COLUMN_AXES, Dropout
 
 LoRAParam = nnx.LoRAParam
-"""The kind of an adapter's arrays."""
+"""The variable type of an adapter's arrays."""
 LORA_A_SUFFIX, LORA_B_SUFFIX = ".lora_a", ".lora_b"
-"""How their names end."""
+"""The suffixes of their names."""
 ADAPTER = "_adapter"
-"""How an adapter is called that belongs to an array, and not to a layer: by the array's name and this."""
-# Of variance 1 / (3 x in), as in the authors' program; the batch axes are those of experts.
+"""The suffix of an adapter for an array, not a layer: its name is the array's name and this."""
+# Variance 1 / (3 x in), as in the authors' program; the batch axes are the experts.
 INIT_A = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 INIT_A_OF_EXPERTS = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform", batch_axis=0)
 
 
 class LoRALinear(nnx.LinearGeneral):
-    """A linear layer with an adapter: x W + scale (dropout(x) A) B, and a bias where it is asked for.
+    """A linear layer with an adapter: x W + scale (dropout(x) A) B, and an optional bias.
 
-    Without the adapter it is an `nnx.Linear` whose `kernel`, and `bias`, have the same names, or an `nnx.LinearGeneral`
-    where several dimensions go out.
+    Without the adapter it is an `nnx.Linear` with the same names `kernel` and `bias`, or an `nnx.LinearGeneral` with
+    several output dimensions.
 
     Args:
-        in_features: the width of what comes in.
-        out_features: of what goes out; several for as many dimensions.
+        in_features: the input width.
+        out_features: the output width; a tuple for several output dimensions.
         rank: of the adapter.
-        alpha: the adapter's scale is alpha / rank, so that a larger rank wants no other learning rate.
+        alpha: the adapter's scale is alpha / rank, so that the same learning rate suits every rank.
         dropout: the rate before the adapter, while training.
-        use_bias: whether there is a bias; it is frozen as the kernel is.
-        rngs: streams `params`, and `dropout` where the rate is above 0.
-        more: what else `nnx.LinearGeneral` takes.
+        use_bias: whether there is a bias; it is frozen like the kernel.
+        rngs: streams `params`, and `dropout` if the rate is above 0.
+        more: other arguments of `nnx.LinearGeneral`.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class LoRALinear(nnx.LinearGeneral):
         return y + self.scale * jnp.tensordot(x @ a, b, 1).astype(y.dtype)
 
     def merge_weights(self) -> jax.Array:
-        """W + scale A B: the kernel of a plain layer that does the same, in the type of W."""
+        """W + scale A B: the kernel of an equivalent plain layer, in the dtype of W."""
         return merged(self.kernel[...], self.lora_a[...], self.lora_b[...], self.scale)
 
 
 class ExpertsAdapter(nnx.Module):
-    """An adapter for each of some experts' matrices, which are one array [E, in, out, ...].
+    """Adapters of the matrices of all experts, which are one array [E, in, out, ...].
 
     Args:
         kernel: the array.
@@ -104,7 +104,7 @@ class ExpertsAdapter(nnx.Module):
 
 
 def _metadata_beside(kernel: nnx.Param[jax.Array]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of A and of B of an adapter: they lie on the mesh as the matrix beside them does, along in and along out."""
+    """Metadata of A and B of an adapter: A is sharded like the matrix along in, B along out."""
     columns, axes = kernel.get_metadata().get(COLUMN_AXES, 1), kernel.get_metadata().get(MESH_AXES)
     if axes is None:
         return {}, {COLUMN_AXES: columns}
@@ -116,15 +116,15 @@ def linear(
     config: ModelConfig, part: Literal["attention", "mlp"] | None, inputs: int, outputs: int | tuple[int, ...],
     axes: Axes, init: nnx.Initializer, rngs: nnx.Rngs,
 ) -> nnx.LinearGeneral:  # fmt: skip
-    """A layer without a bias, with an adapter if the config wants one for this part of a block.
+    """A layer without a bias, with an adapter if the config has one for this part of a block.
 
     Args:
-        config: says which adapters there are.
-        part: of a block; None for what is never adapted.
-        inputs: width of what comes in.
-        outputs: of what goes out.
-        axes: of the mesh, that the kernel is cut over.
-        init: of the kernel, as a matrix.
+        config: with the settings of adapters.
+        part: the part of a block; None for a layer that never has an adapter.
+        inputs: the input width.
+        outputs: the output width, or several.
+        axes: the mesh axes that shard the kernel.
+        init: the initializer of the kernel, as a matrix.
         rngs: stream `params`.
     """
     metadata = {MESH_AXES: axes, COLUMN_AXES: len(axes) - 1}
@@ -136,34 +136,34 @@ def linear(
 
 
 def kernel_of(layer: nnx.LinearGeneral) -> jax.Array:
-    """The matrix that a layer multiplies with, its adapter merged; no dropout is in it."""
+    """The matrix of a layer with its adapter merged, without dropout."""
     return layer.merge_weights() if isinstance(layer, LoRALinear) else layer.kernel[...]
 
 
 def merged(kernel: Any, a: Any, b: Any, scale: float) -> Any:
-    """kernel [..., in, *out] + scale a [..., in, r] b [..., r, *out], computed in float32, in the kernel's type."""
+    """kernel [..., in, *out] + scale a [..., in, r] b [..., r, *out], computed in float32, in the kernel's dtype."""
     flat = b.reshape(*b.shape[: a.ndim - 1], math.prod(b.shape[a.ndim - 1 :]))
     product = jnp.matmul(jnp.float32(a), jnp.float32(flat), precision="highest").reshape(kernel.shape)
     return (jnp.float32(kernel) + scale * product).astype(kernel.dtype)
 
 
 def target_of(adapter: str) -> str:
-    """The name of the array that an adapter is for: of "blocks.attention.qkv" it is its "kernel"."""
+    """The name of the array that an adapter is for: for "blocks.attention.qkv" it is its "kernel"."""
     return adapter.removesuffix(ADAPTER) if adapter.endswith(ADAPTER) else f"{adapter}.kernel"
 
 
 def adapter_shapes(adapter: str, kernel: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of A and B of the adapter of that name, beside a kernel."""
+    """The shapes of A and B of the named adapter, for a kernel."""
     batch = adapter.startswith("blocks.") + adapter.endswith(ADAPTER)  # layers, experts
     return (*kernel[: batch + 1], rank), (*kernel[:batch], rank, *kernel[batch + 1 :])
 
 
 def stacked_scales(scales: Mapping[str, float], params: Mapping[str, Any]) -> dict[str, float]:
-    """What each adapter counts, by the names of now; where blocks were apart, those of a block had names of their own.
+    """The scale of each adapter, by its current name; older layouts had separate names for each block.
 
     Args:
-        scales: of each adapter, by its name.
-        params: by their names, adapters or the arrays that they are for among them.
+        scales: of each adapter, by name.
+        params: by name, including the adapters or their arrays.
     """
     names = {}
     for name, scale in scales.items():
@@ -173,7 +173,7 @@ def stacked_scales(scales: Mapping[str, float], params: Mapping[str, Any]) -> di
 
 
 def scales_of(model: nnx.Module) -> dict[str, float]:
-    """Of every adapter of a model by its name, such as "blocks.attention.qkv": alpha / rank."""
+    """The scale of every adapter of a model, alpha / rank, by its name, such as "blocks.attention.qkv"."""
     return {
         ".".join(map(str, path)): float(module.scale)
         for path, module in nnx.iter_graph(model)
@@ -182,14 +182,14 @@ def scales_of(model: nnx.Module) -> dict[str, float]:
 
 
 def merge_adapters(params: Mapping[str, Any], scales: Mapping[str, float]) -> dict[str, Any]:
-    """The parameters of a plain model that does what a model with adapters does.
+    """The parameters of a plain model that is equivalent to a model with adapters.
 
     Args:
-        params: arrays by name, adapters among them.
+        params: arrays by name, including adapters.
         scales: of each adapter, by its name.
 
     Returns:
-        Arrays by name, without adapters, in the types of the arrays that they stand on.
+        Arrays by name, without adapters, in the dtypes of the base arrays.
     """
     plain = {name: array for name, array in params.items() if not name.endswith((LORA_A_SUFFIX, LORA_B_SUFFIX))}
     for name, scale in scales.items():

@@ -12,15 +12,15 @@ from roxxel_dist.model.transformer import Transformer
 
 
 def next_token_loss(model: nnx.Module, batch: Any) -> jax.Array:
-    """Mean cross-entropy, in nats, of predicting each token of a row but the first from those before it.
+    """Mean cross-entropy, in nats, of predicting each token of a row, except the first, from those before it.
 
-    Of a `Transformer` with experts their balance loss is added: it is what training makes small.
+    For a `Transformer` with experts it adds their balance loss: training minimizes the sum.
 
     Args:
-        model: int32[B, L] tokens to [B, L, vocabulary] logits; where the batch has them, called with segments and
-            positions too.
+        model: int32[B, L] tokens to [B, L, vocabulary] logits; for a `Packed` batch also called with segments and
+            positions.
         batch: int32[B, L], or a `data.packing.Packed`: `tokens`, `segments` and `positions` of that shape.
-            Then the mean leaves out a document's first token: nothing before it is of that document.
+            Then the mean excludes the first token of each document, which has no context.
     """
     losses = token_losses(model, batch)
     return losses["loss"] + losses["balance_loss"] if "balance_loss" in losses else losses["loss"]
@@ -29,8 +29,9 @@ def next_token_loss(model: nnx.Module, batch: Any) -> jax.Array:
 def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
     """{"loss": the mean cross-entropy as in `next_token_loss`, "row_loss": float32[B], the mean of each row}.
 
-    Of packed documents also "loss_weight": float32[], the tokens that the mean is of, by which gradient accumulation
-    weighs it. Of a `Transformer` with experts also "balance_loss": float32[], which training adds to the loss.
+    With packed documents also "loss_weight": float32[], the number of tokens in the mean, which is its weight in
+    gradient accumulation. With a `Transformer` with experts also "balance_loss": float32[], which training adds to the
+    loss.
     """
     balance: dict[str, jax.Array] = {}
 
@@ -56,24 +57,23 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
 
 
 def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """float32[B, L], whatever the type of the logits: in bfloat16 the sum over a vocabulary loses its small terms."""
+    """float32[B, L] for logits of any dtype: in bfloat16 the sum over a vocabulary loses its small terms."""
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
 
 
 def _by_chunks(model: Transformer, x_BxLxD: jax.Array, targets_BxL: jax.Array) -> jax.Array:
-    """The same float32[B, L]. The logits of `loss_chunk` tokens are there at a time, in the backward pass too, which
-    makes them again.
+    """The same float32[B, L], with the logits of `loss_chunk` tokens at a time; the backward pass computes them again.
 
-    A chunk is a part of every row: rows stay on their devices.
+    A chunk is a part of every row, so rows stay on their devices.
     """
     batch, length = targets_BxL.shape
     count = -(-length // max(1, model.config.loss_chunk // batch))
-    size = -(-length // count)  # parts of one size, so that little is filled up
+    size = -(-length // count)  # parts of equal size need little padding
     short = count * size - length
     x_BxLxD = jnp.pad(x_BxLxD, [(0, 0), (0, short), (0, 0)])
     targets_BxL = jnp.pad(targets_BxL, [(0, 0), (0, short)])
     graphdef, state = nnx.split(model.output)
-    # The gradient is added up over the chunks, in the type of what goes into the loop: bfloat16 loses what is small.
+    # The gradient is summed over the chunks in the dtype of the loop's inputs; bfloat16 would lose small terms.
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), state)
 
     def losses_of(piece: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -15,14 +15,14 @@ from roxxel_dist.model.lora import linear as plain_or_adapted
 
 
 class LatentAttention(nnx.Module):
-    """Keys and values of all heads come from one narrow vector a token, its latent; a cache keeps nothing else.
+    """Keys and values of all heads come from one narrow vector per token, its latent, which a cache stores.
 
-    A key turned by its position could not be kept as a latent: another matrix of the same latent gives it at every
-    later token. So rotary positions have channels of their own, `rope_dim` beside the `head_size` of each head, whose
-    key comes from the token itself, is the same for all heads, and is kept as it is. Other positions need none.
+    A rotated key cannot be computed from the cached latent by a fixed matrix. So rotary positions have extra channels,
+    `rope_dim` beside the `head_size` of each head; their key comes from the token's input, is shared by all heads, and
+    is cached too. Other position encodings need no extra channels.
 
-    The score of a query q and a key W c is (W^T q) c: with queries taken through W, attention works on latents c, which
-    are one key and value head for all query heads. That is the absorbed form, which expands no latent of the past.
+    The score of a query q and a key W c is (W^T q) c: if queries are multiplied by W^T, attention works on latents c,
+    which are a single key and value head for all query heads. This absorbed form expands no cached latents.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
@@ -55,7 +55,7 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x_BxLxD: jax.Array, metadata: AttentionMetadata, cache: LayerCache | None = None
     ) -> tuple[jax.Array, LayerCache | None]:
-        """[B, L, dim] to [B, L, dim], and what a cache holds afterwards: latents and rotary keys."""
+        """[B, L, dim] to [B, L, dim], and the new cache: latents and rotary keys."""
         q_BxLxHxQ = self.up_q(self.norm_q(self.down_q(x_BxLxD)))
         q_BxLxHxQ = q_BxLxHxQ.reshape(*x_BxLxD.shape[:2], self.n_heads, -1)
         latent_BxSxC, turned_BxSxR = jnp.split(self.down_kv(x_BxLxD), [self.latent_size], axis=-1)
@@ -78,7 +78,7 @@ class LatentAttention(nnx.Module):
     def _among_heads(
         self, q: jax.Array, latent: jax.Array, turned: jax.Array, metadata: AttentionMetadata
     ) -> jax.Array:
-        """Keys and values of each head, expanded from the latents: what training computes."""
+        """Attention with keys and values of each head expanded from the latents, as in training."""
         k_BxSxHxK, v_BxSxHxK = (
             up(latent).reshape(*latent.shape[:2], self.n_heads, -1) for up in (self.up_k, self.up_v)
         )
@@ -89,7 +89,7 @@ class LatentAttention(nnx.Module):
     def _among_latents(
         self, q: jax.Array, latent: jax.Array, turned: jax.Array, metadata: AttentionMetadata
     ) -> jax.Array:
-        """The same by the absorbed form."""
+        """The same in the absorbed form."""
         up_k_CxHxK, up_v_CxHxK = (
             kernel_of(up).reshape(self.latent_size, self.n_heads, self.head_size) for up in (self.up_k, self.up_v)
         )
@@ -103,11 +103,11 @@ class LatentAttention(nnx.Module):
 
     @property
     def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of what a cache keeps of a token."""
+        """The shapes of a token's entries in a cache."""
         return (self.latent_size,), (self.rope_dim,)
 
     @property
     def attention_macs_per_pair(self) -> int:
-        """Multiplications for a query and a key: of their score, and to mix in the value."""
+        """Multiplications for a pair of query and key: for the score, and for the weighted sum of values."""
         size = self.latent_size if self.absorbed else self.head_size
         return self.n_heads * (2 * size + self.rope_dim)

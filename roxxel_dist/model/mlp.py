@@ -15,14 +15,15 @@ Activation = Callable[[jax.Array], jax.Array]
 
 
 class FeedForward(nnx.Module):
-    """act(x G) * (x U), projected back; plain: act(x U), projected back. A token sees no other one here.
+    """act(x G) * (x U), projected back; plain: act(x U), projected back. Tokens are independent.
 
-    Three matrices of 2/3 the width have the parameters of a plain layer's two; the width is rounded up to a multiple
-    of 8. `hidden_dim` is the width itself. The first matrix is [D, 2, F], gate and up; of a plain layer [D, 1, F].
+    Three matrices of 2/3 the width have as many parameters as the two of a plain layer; the width is rounded up to a
+    multiple of 8. `hidden_dim` is the width itself. The first matrix is [D, 2, F], gate and up; of a plain layer [D, 1,
+    F].
     """
 
     inactive_params = 0
-    """Parameters that a token does not meet."""
+    """Parameters that a token does not use."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         count, hidden = hidden_sizes(config)
@@ -33,19 +34,19 @@ class FeedForward(nnx.Module):
         self.down: nnx.LinearGeneral = linear(config, "mlp", hidden, config.dim, (TENSOR, FSDP), init_out, rngs)
 
     def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[B, L, dim] to [B, L, dim], and a float32[] 0: one layer has no balance to keep (see `MixtureOfExperts`)."""
+        """[B, L, dim] to [B, L, dim], and a float32[] 0, the balance loss without experts (see `MixtureOfExperts`)."""
         return self.down(self.activate(self.gate_up(x_BxLxD))), jnp.zeros((), jnp.float32)
 
 
 def hidden_sizes(config: ModelConfig) -> tuple[int, int]:
-    """(how many first matrices: 2 where one is the gate, else 1; the width inside)."""
+    """(the number of first matrices: 2 with a gate, otherwise 1; the hidden width)."""
     plain = config.expansion * config.dim
     hidden = config.hidden_dim or (-(-2 * plain // (3 * 8)) * 8 if config.use_swiglu else plain)
     return 2 if config.use_swiglu else 1, hidden
 
 
 def initializers(config: ModelConfig) -> tuple[nnx.Initializer, nnx.Initializer]:
-    """Of the first matrix and of the last, which starts smaller by the depth (see `Attention`)."""
+    """The initializers of the first matrix, and of the last, which starts smaller by the depth (see `Attention`)."""
     return nnx.initializers.normal(config.init_std), nnx.initializers.normal(
         config.init_std / (2 * config.num_blocks) ** 0.5
     )
@@ -53,9 +54,9 @@ def initializers(config: ModelConfig) -> tuple[nnx.Initializer, nnx.Initializer]
 
 @cache
 def activation(name: str, *, gated: bool) -> Activation:
-    """What stands between the two matrices: [..., 2, F] to [..., F], act(gate) * up; plain: [..., 1, F] to [..., F].
+    """The function between the two matrices: [..., 2, F] to [..., F], act(gate) * up; plain: [..., 1, F] to [..., F].
 
-    One object for one function: what it is, programs are compiled for.
+    Equal arguments return the same object, because jit compiles for each object.
     """
     act = _ACTIVATIONS[name]
     if gated:

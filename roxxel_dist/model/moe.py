@@ -23,12 +23,12 @@ def experts(
 ) -> jax.Array:  # fmt: skip
     """The sum over a row's experts e of gate x (activate(row @ first[e]) @ second[e]).
 
-    On a CPU, where `jax.lax.ragged_dot` computes every expert for every row too, it is `dense`.
+    On a CPU it is `dense`, because `jax.lax.ragged_dot` also computes every expert for every row there.
 
     Args:
         x_NxD: the rows.
         chosen_NxK: int32: the experts of each row, all different.
-        gates_NxK: float32: what each of them counts.
+        gates_NxK: float32: the weight of each of them.
         first_ExDxPxF: the first matrices of each expert: P is 2 for gate and up, else 1.
         second_ExFxD: the second.
         activate: [..., P, F] to [..., F].
@@ -59,7 +59,7 @@ def dense(
     x_NxD: jax.Array, chosen_NxK: jax.Array, gates_NxK: jax.Array, first_ExDxPxF: jax.Array, second_ExFxD: jax.Array,
     activate: Activation,
 ) -> jax.Array:  # fmt: skip
-    """`experts` by every expert for every row, of which those count 0 that were not chosen."""
+    """`experts` by computing every expert for every row, with weight 0 for those not chosen."""
     gates_NxE = (jax.nn.one_hot(chosen_NxK, first_ExDxPxF.shape[0]) * gates_NxK[..., None]).sum(1)
     inner_NxExF = activate(jnp.einsum("nd,edpf->nepf", x_NxD, first_ExDxPxF))
     y_NxExD = jnp.einsum("nef,efd->ned", inner_NxExF, second_ExFxD)
@@ -67,19 +67,18 @@ def dense(
 
 
 class MixtureOfExperts(nnx.Module):
-    """A router chooses `top_k_mlp` of `n_experts` for each token, and weighs what they give.
+    """A router chooses `top_k_mlp` of `n_experts` for each token, and sums their outputs with weights.
 
     The convention is Mixtral's (Jiang et al., 2024): a softmax over all experts, of which the k largest are taken and
-    divided by their sum. Of a single one (k = 1) the gate is the probability itself, as in Switch (Fedus et al., 2021):
-    divided by its sum it would be 1, and the router would learn nothing from the text. The router computes in float32
-    whatever the rest does, with its matrix as it is stored; its choice is of the tokens at hand, and no expert is ever
-    full: none are dropped.
+    divided by their sum. With k = 1 the gate is the probability itself, as in Switch (Fedus et al., 2021): divided by
+    its sum it would always be 1, and the router would learn nothing from the text. The router always computes in
+    float32, with its matrix in the stored dtype. Experts have no capacity limit, so no tokens are dropped.
 
-    What it costs: tokens are sorted by expert, and each costs its k experts (on a CPU, all: see `experts`). On a mesh
-    that is set (`jax.set_mesh`, as `Trainer` does) and whose size divides the tokens, each device sorts and computes
-    its own tokens, with all experts gathered to it, as data parallelism and FSDP have it; devices along "tensor" have
-    the same tokens, and a share of each expert's hidden units. Otherwise the result is the same, but XLA gathers the
-    tokens and every device computes all of them.
+    Cost: tokens are sorted by expert, and each token costs its k experts (on a CPU, all: see `experts`). If a mesh is
+    set (`jax.set_mesh`, as `Trainer` does) and its size divides the tokens, each device sorts and computes its own
+    tokens and gathers all experts, as in data parallelism and FSDP; devices along "tensor" have the same tokens, and a
+    share of each expert's hidden units. Otherwise the result is the same, but XLA gathers the tokens and every device
+    computes all of them.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
@@ -104,8 +103,8 @@ class MixtureOfExperts(nnx.Module):
 
     @property
     def inactive_params(self) -> int:
-        """Parameters that a token does not meet."""
-        spent = self.gate_up.get_value().size + self.down.get_value().size  # shapes alone, where a run is planned
+        """Parameters that a token does not use."""
+        spent = self.gate_up.get_value().size + self.down.get_value().size  # only shapes when a run is planned
         return spent // self.n_experts * (self.n_experts - self.top_k)
 
     def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -118,18 +117,18 @@ class MixtureOfExperts(nnx.Module):
         return y_NxD.reshape(x_BxLxD.shape), balance_of(probability_NxE, chosen_NxK)
 
     def _matrices(self, name: str) -> jax.Array:
-        """The experts' matrices of one kind, with their adapters where they have any."""
+        """The experts' matrices of one kind, with their adapters merged, if any."""
         kernel, adapter = getattr(self, name)[...], getattr(self, name + ADAPTER, None)
         return kernel if adapter is None else adapter.merged(kernel)
 
 
 def choose(probability_NxE: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    """(int32[N, k] the most probable experts of each token, float32[N, k] what each counts).
+    """(int32[N, k] the most probable experts of each token, float32[N, k] their weights).
 
-    Of equals the one with the lower number is taken.
+    Of equal probabilities the expert with the lower number is chosen.
     """
     chosen_NxK = jax.lax.top_k(jax.lax.stop_gradient(probability_NxE), top_k)[1]
-    # Not the values that top_k gives: their gradient is a scatter, one number at a time on a CPU.
+    # Not the values of top_k: their gradient is a scatter, one number at a time on a CPU.
     one_hot_NxKxE = jax.nn.one_hot(chosen_NxK, probability_NxE.shape[1])
     gates_NxK = (one_hot_NxKxE * probability_NxE[:, None]).sum(2)
     return chosen_NxK, gates_NxK if top_k == 1 else gates_NxK / gates_NxK.sum(1, keepdims=True)
@@ -138,7 +137,7 @@ def choose(probability_NxE: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array
 def balance_of(probability_NxE: jax.Array, chosen_NxK: jax.Array) -> jax.Array:
     """float32[]: E x the sum over experts of (share of the tokens' choices) x (mean probability).
 
-    1 where all experts are equally busy, E where one has all. The shares have no gradient; the probabilities have, and
+    1 if all experts get equally many tokens, E if one gets all. The shares have no gradient; the probabilities do, and
     those of busy experts weigh more (Switch; GShard, Lepikhin et al., 2020).
     """
     count = probability_NxE.shape[1]
@@ -150,9 +149,9 @@ def by_device(
     x_NxD: jax.Array, chosen_NxK: jax.Array, gates_NxK: jax.Array, first_ExDxPxF: jax.Array, second_ExFxD: jax.Array,
     activate: Activation,
 ) -> jax.Array:  # fmt: skip
-    """`experts`, each device for its own share of the rows where the mesh that is set divides them.
+    """`experts`, each device for its own share of the rows, if the current mesh divides them.
 
-    Devices along "tensor" have the same rows, and of every expert their share of the hidden units.
+    Devices along "tensor" have the same rows, and a share of the hidden units of every expert.
     """
     mesh = jax.sharding.get_abstract_mesh()
     automatic = not mesh.empty and all(kind == AxisType.Auto for kind in mesh.axis_types)
@@ -166,7 +165,7 @@ def by_device(
         y_NxD = experts(x, chosen, gates, first, second, activate)
         return y_NxD if shares is None else jax.lax.psum(y_NxD, shares)
 
-    # XLA cannot cut a sort, nor a loop over what it gives: left to itself it repeats all of it on every device.
+    # XLA cannot partition a sort, or a loop over its result: without this it repeats all of it on every device.
     specs = (P(rows), P(rows), P(rows), P(None, None, None, shares), P(None, shares))
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(rows), check_vma=False)(
         x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD

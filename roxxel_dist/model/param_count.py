@@ -1,4 +1,4 @@
-"""What a model's parameters are spent on."""
+"""The parameters of a model by part."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -14,7 +14,7 @@ class Sized(Protocol):
 
 
 def count_by_module(params: Mapping[str, Sized]) -> dict[str, int]:
-    """Parameters of each part of a model: of each attribute of its module, all layers of a list together.
+    """Parameters of each part of a model: of each attribute of its module, with all layers of a list together.
 
     Args:
         params: arrays by name, such as "blocks.0.attention.qkv.kernel".

@@ -1,9 +1,8 @@
 """Maximal update parametrization, mup (Yang et al., "Tensor Programs V", 2022, arXiv 2203.03466, tables 3 and 8).
 
-Every array is compared with that of the same model at its base width. From how much wider it is follow its initial
-scale and, in the optimizer, its learning rate: what a step changes in the activations is then of the same size at every
-width, and the best learning rate at the base width is the best at the others. At the base width it is the standard
-parametrization.
+Every array is compared with that of the same model at its base width. Their ratio of widths gives its initial scale
+and, in the optimizer, its learning rate. A step then changes the activations by the same amount at every width, and the
+best learning rate at the base width is the best at the others. At the base width it is the standard parametrization.
 """
 
 from collections.abc import Callable
@@ -21,23 +20,24 @@ from roxxel_dist.model.scan_layers import STACKED
 
 @dataclass(frozen=True)
 class Width:
-    """How many times wider a parameter is than at the base width; fixed sizes, as of a vocabulary, are 1."""
+    """How many times wider a parameter is than at the base width; 1 for fixed sizes, such as a vocabulary."""
 
     rows: float = 1.0
-    """By its fan-in."""
+    """Ratio of fan-in."""
     columns: float = 1.0
-    """By its fan-out."""
+    """Ratio of fan-out."""
     longer: float = 1.0
-    """By the larger of the two."""
+    """Ratio of the larger of the two."""
 
     @property
     def initial_scale(self) -> float:
-        """Its initial standard deviation by that at base width: hidden matrices 1 / sqrt(rows), outputs 1 / rows."""
+        """Its initial standard deviation relative to base width: 1 / sqrt(rows) for hidden matrices, 1 / rows for
+        outputs."""
         return self.rows ** (-0.5 if self.columns != 1 else -1.0)
 
     @property
     def adam_rate(self) -> float:
-        """Its learning rate by that at the base width, for updates of a fixed size a number (Adam, Lion, Adafactor)."""
+        """Its learning rate relative to base width, for updates of a fixed size per number (Adam, Lion, Adafactor)."""
         return 1 / self.rows
 
     @property
@@ -56,9 +56,9 @@ class Width:
 
 
 def widths(model: nnx.Module, base: nnx.Module) -> dict[str, Width]:
-    """How much wider each parameter of a model is than that of `base`, by its name; both may be abstract.
+    """How much wider each parameter of a model is than in `base`, by name; both models may be abstract.
 
-    Raises ValueError where the two models have other parameters, or a parameter has more dimensions in one.
+    Raises ValueError if the models have different parameters, or a parameter has different numbers of dimensions.
     """
     wide, narrow = ({name: _sides(each) for name, each in _variables(either).items()} for either in (model, base))
     result = {}
@@ -76,7 +76,7 @@ def widths(model: nnx.Module, base: nnx.Module) -> dict[str, Width]:
 
 
 def rescale(model: nnx.Module, base: nnx.Module) -> None:
-    """Give the parameters of a new model, whose initial scales do not depend on the width, those of mup.
+    """Set the initial scales of mup in a new model whose own scales do not depend on the width.
 
     Args:
         model: changed in place.
@@ -87,10 +87,10 @@ def rescale(model: nnx.Module, base: nnx.Module) -> None:
 
 
 def rescale_to(model: nnx.Module, base: nnx.Module) -> None:
-    """The same for a model whose initial scales depend on the width in a way of its own.
+    """The same for a model whose initial scales depend on the width.
 
-    A parameter then has the standard deviation of `base`, which is not abstract, times mup's factor for the width. One
-    whose numbers are all the same, here or there, stays as it is.
+    A parameter gets the standard deviation of `base`, which is not abstract, times mup's factor for the width. A
+    parameter with all numbers equal, in either model, is not changed.
     """
     factors, narrow = widths(model, base), _variables(base)
 
@@ -102,7 +102,7 @@ def rescale_to(model: nnx.Module, base: nnx.Module) -> None:
 
 
 def _multiply(model: nnx.Module, factor: Callable[[str, jax.Array], Any]) -> None:
-    """Multiply each parameter of a model, in place and in its own type."""
+    """Multiply each parameter of a model, in place and in its dtype."""
     for name, variable in _variables(model).items():
         array = variable.get_value()
         variable.set_value((array * factor(name, array)).astype(array.dtype))
@@ -116,7 +116,7 @@ def _variables(model: nnx.Module) -> dict[str, Any]:
 
 
 def _sides(variable: Any) -> tuple[int, int, int]:
-    """(dimensions, rows, columns) of a parameter of a layer; a vector, as a bias or a norm's scale, has one row."""
+    """(dimensions, rows, columns) of a parameter of a layer; a vector, such as a bias or a norm's scale, is one row."""
     metadata, shape = variable.get_metadata(), variable.get_value().shape
     columns = metadata.get(COLUMN_AXES, 1)
     layer = shape[1:] if metadata.get(STACKED) else shape

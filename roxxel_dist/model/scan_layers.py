@@ -1,4 +1,4 @@
-"""Blocks as one module: every array of theirs stacked, the block its first axis, and a loop over them."""
+"""All blocks as one module: each array is stacked, with the block as its first axis, and a loop runs over them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,17 +11,17 @@ from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache
 from roxxel_dist.model.layers import DynamicScalar
 
 STACKED = "stacked"
-"""Marks, in the metadata of an `nnx.Param`, one whose first axis is the layer."""
+"""A flag in the metadata of an `nnx.Param` whose first axis is the layer."""
 
 
 def stack_of(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
-    """One module with the arrays of `count` stacked: those that as many calls of `make` would have, one after another.
+    """One module with the stacked arrays of `count` modules, the same as from `count` calls of `make` in a row.
 
-    It is traced twice, however many there are. `DynamicScalar`s are not stacked.
+    `make` is traced twice for any `count`. `DynamicScalar`s are not stacked.
     """
     graphdef, keys, before = nnx.split(rngs, nnx.RngKey, ...)
-    before = jax.tree.map(jnp.asarray, before)  # a copy: what comes of split changes with the streams
-    module = make(rngs)  # the first tells the tree, and how many keys one takes
+    before = jax.tree.map(jnp.asarray, before)  # a copy: the result of split changes with the streams
+    module = make(rngs)  # the first module gives the tree, and the number of keys that each uses
     after = nnx.split(rngs, nnx.RngKey, ...)[2]
 
     def moved(i: Any) -> Any:
@@ -47,25 +47,25 @@ def run_stack(
     scan: bool,
     remat: bool,
 ) -> tuple[jax.Array, jax.Array, tuple[LayerCache, ...] | None]:
-    """All blocks one after another: [B, L, dim], the sum of their balances, and what a cache holds of each.
+    """Run all blocks in order: [B, L, dim], the sum of their balance losses, and the cache of each.
 
     Args:
-        blocks: from `stack_of`; its random streams go on as the call goes.
-        x_BxLxD: what the first one reads.
-        metadata: what all of them read.
-        caches: what a cache holds for each.
-        scan: compile one block for all. With a cache the loop is unrolled: so each entry changes in its place.
+        blocks: from `stack_of`; the call advances its random streams.
+        x_BxLxD: the input of the first block.
+        metadata: for all of them.
+        caches: the cache of each block.
+        scan: compile one block for all. With a cache the loop is unrolled, so that each entry is updated in place.
         remat: compute each block again in the backward pass.
     """
     graphdef, shared, params, streams = nnx.split(blocks, DynamicScalar, nnx.Param, ...)
 
     def layer(x_BxLxD: jax.Array, params: Any, streams: Any, cache: LayerCache | None) -> Any:
-        # A copy: NNX objects do not cross jax's trace levels.
+        # A copy: NNX objects cannot cross jax's trace levels.
         block: Any = nnx.merge(graphdef, shared, params, streams, copy=True)
         x_BxLxD, balance, cache = block(x_BxLxD, metadata, cache)
         return x_BxLxD, balance, nnx.split(block, DynamicScalar, nnx.Param, ...)[3], cache
 
-    # In a loop there is nothing that XLA could merge the second computation with.
+    # In a loop XLA cannot merge the second computation with the first.
     run = jax.checkpoint(layer, prevent_cse=not scan) if remat else layer
     if scan and caches is None:
 
@@ -90,7 +90,7 @@ def run_stack(
 
 
 def layer_of(blocks: Any, index: int) -> Any:
-    """A stack of one layer alone: that of `blocks` with this index."""
+    """A stack of one layer: that of `blocks` with this index."""
     graphdef, shared, layers = nnx.split(blocks, DynamicScalar, ...)
     return nnx.merge(graphdef, shared, jax.tree.map(lambda leaf: leaf[index : index + 1], layers), copy=True)
 
@@ -102,7 +102,7 @@ def _unstacked(state: Any, count: int) -> list[Any]:
     def each(leaf: jax.Array) -> list[jax.Array]:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return [leaf[i] for i in range(count)]
-        # Not by index: the gradient of each layer would be an array of all of them, zeros but for one, to be added up.
+        # Not by index: the gradient of each layer would be an array for all layers, mostly zeros, to sum.
         return [piece.squeeze(0) for piece in jax.lax.split(leaf, (1,) * count)]
 
     pieces = list(map(each, leaves))

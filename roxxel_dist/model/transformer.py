@@ -39,7 +39,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_BxLxD: jax.Array, metadata: AttentionMetadata, cache: LayerCache | None = None
     ) -> tuple[jax.Array, jax.Array, LayerCache | None]:
-        """[B, L, dim] to [B, L, dim], float32[] how unevenly experts are used (0 without), and what a cache holds."""
+        """[B, L, dim] to [B, L, dim], float32[] the balance of the experts (0 without), and the new cache."""
         mixed_BxLxD, cache = self.attention(self.attention_norm(x_BxLxD), metadata, cache)
         x_BxLxD = x_BxLxD + self._drop(mixed_BxLxD)
         y_BxLxD, balance = self.feedforward(self.feedforward_norm(x_BxLxD))
@@ -61,14 +61,14 @@ class Transformer(nnx.Module):
     """Tokens in, logits of the next token out.
 
     Args:
-        config: its shape: a `ModelConfig`, or a whole `roxxel_dist.Config`, of which that part is taken. `vocab_size`
-            must be set.
-        rngs: streams `params`, and `dropout` where the rate is above 0.
+        config: its shape: a `ModelConfig`, or a whole `roxxel_dist.Config`, whose model part is used. `vocab_size` must
+            be set.
+        rngs: streams `params`, and `dropout` if the rate is above 0.
     """
 
     def __init__(self, config: "ModelConfig | HasModelConfig", rngs: nnx.Rngs) -> None:
         if type(config) is not ModelConfig:
-            whole: Any = config  # a whole Config is a ModelConfig too: the model keeps the part that is frozen
+            whole: Any = config  # a whole Config is a ModelConfig too: the model keeps only the frozen part
             part: ModelConfig = whole.part(ModelConfig)
             config = part
         if config.vocab_size is None:
@@ -83,7 +83,7 @@ class Transformer(nnx.Module):
         self.embedding: Embedding = embedding(config.vocab_size, TENSOR, FSDP)
         if config.pos_encoding == "learned":
             self.position: Embedding = embedding(config.max_context, None, FSDP)
-        # No layer at rate 0: it would carry random state through every step for nothing.
+        # No layer at rate 0: it would carry unused random state through every step.
         rate = DynamicScalar(config.dropout_rate) if config.dropout_rate else None
         self.blocks: Any = stack_of(lambda rngs: Block(config, rate, rngs), config.num_blocks, rngs)
         self.norm: Norm = make_norm(config, config.dim, rngs)
@@ -97,7 +97,7 @@ class Transformer(nnx.Module):
         if config.parametrization == "mup":
             base = config.at_base_width()
             rescale(self, nnx.eval_shape(lambda: Transformer(base, nnx.Rngs(0))))
-            # A matrix of its own has smaller numbers instead; those of an embedding are also its output.
+            # An output matrix starts smaller instead; a tied embedding cannot, because it is also the input.
             self.output_scale = base.dim / config.dim if config.weight_tying else 1.0
 
     @overload
@@ -129,9 +129,9 @@ class Transformer(nnx.Module):
             tokens_BxL: rows of tokens.
             segments_BxL: int32 [B, L]: attention stays among the tokens of a row that have the same number. None: a row
                 is one text.
-            positions_BxL: int32 [B, L]: what positions are computed from. None: the place in the row.
-            cache: what was read before these tokens, from `empty_cache` or an earlier call. The logits are those of the
-                whole row, and the cache with these tokens comes with them.
+            positions_BxL: int32 [B, L]: the positions. None: the place in the row.
+            cache: of the tokens before these, from `empty_cache` or an earlier call. The logits are those of the whole
+                row, and the new cache includes these tokens.
 
         Returns:
             [B, L, vocab_size] logits; with a cache, these and the cache.
@@ -150,13 +150,13 @@ class Transformer(nnx.Module):
         positions_BxL: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, jax.Array, Cache | None]:
-        """What `logits` makes logits of. Arguments and errors as of a call.
+        """The final states, which `logits` turns into logits. Arguments and errors as of a call.
 
-        The balance loss, float32[], is to be added to that of the logits. It is alpha_balance x the sum of what the
-        blocks tell: alpha_balance x num_blocks where all experts are equally busy, and 0 without experts.
+        Training adds the balance loss, float32[], to the loss. It is alpha_balance x the sum over the blocks:
+        alpha_balance x num_blocks if all experts get equally many tokens, and 0 without experts.
 
         Returns:
-            [B, L, dim]; the balance loss; the cache, None where none was given.
+            [B, L, dim]; the balance loss; the cache, or None if none was given.
         """
         length = tokens_BxL.shape[1]
         if length > self.config.max_context:
@@ -177,7 +177,7 @@ class Transformer(nnx.Module):
         return self._final(x_BxLxD), balance, None if cache is None else cache._replace(layers=layers)
 
     def residual_stream(self, tokens_BxL: jax.Array) -> Iterator[jax.Array]:
-        """[B, L, dim] after the embedding, after each block, and what `logits` makes logits of. Tokens as in a call."""
+        """[B, L, dim] after the embedding, after each block, and the input of `logits`. Tokens as in a call."""
         metadata = AttentionMetadata(jnp.arange(tokens_BxL.shape[1]))
         yield (x_BxLxD := self._embed(tokens_BxL, metadata.position_L))
         for index in range(self.config.num_blocks):
@@ -188,7 +188,7 @@ class Transformer(nnx.Module):
 
     @property
     def output(self) -> Embedding | nnx.LinearGeneral:
-        """What makes logits: the embedding where it is tied, else a matrix of its own."""
+        """The output layer: the embedding if it is tied, otherwise a separate matrix."""
         return self.embedding if self.config.weight_tying else self.head
 
     def logits(self, x_BxLxD: jax.Array) -> jax.Array:
@@ -203,13 +203,13 @@ class Transformer(nnx.Module):
         return logits_of(self.output, x_BxLxD)
 
     def empty_cache(self, batch: int = 1) -> Cache:
-        """A cache in which nothing was read yet.
+        """An empty cache.
 
         Args:
-            batch: rows of tokens that it is for.
+            batch: the number of rows.
 
         Returns:
-            An entry a block, [batch, slots, ...]: `max_context` slots, or `context_window` with a window.
+            An entry for each block, [batch, slots, ...]: `max_context` slots, or `context_window` with a window.
         """
         slots = min(self.config.window or self.config.max_context, self.config.max_context)
         shapes = [self.blocks.attention.cache_shapes] * self.config.num_blocks
@@ -220,23 +220,23 @@ class Transformer(nnx.Module):
         """The trained model of a run, with dropout off; `model.train()` turns it on.
 
         Args:
-            path: a run directory, or RUN@STEP; what `export` has made of one; or a folder of Hugging Face that holds a
-                LLaMA, Mistral or Mixtral.
-            best: of a run, the checkpoint with the lowest val_loss, or the newest where none was validated. False: the
-                newest; where the best weights are all that is left of a run, they are taken, and a line says so.
+            path: a run directory, or RUN@STEP; an exported folder; or a Hugging Face folder with a LLaMA, Mistral or
+                Mixtral.
+            best: for a run, the checkpoint with the lowest val_loss, or the newest if none was validated. False: the
+                newest; if a run has only its best weights left, these are used, with a message.
 
         Returns:
-            The model on the first device, its parameters of the type that they are stored in.
+            The model on the first device, with parameters in their stored dtype.
 
         Raises:
-            ValueError: there is no such model, or it is one of the user's own.
+            ValueError: there is no such model, or it is user-defined.
         """
         from roxxel_dist.weights import load_transformer
 
         return load_transformer(path, best=best)
 
     def _final(self, x_BxLxD: jax.Array) -> jax.Array:
-        """Normed, and scaled for the width."""
+        """The normalized states, scaled for the width."""
         x_BxLxD = self.norm(x_BxLxD)
         return x_BxLxD if self.output_scale == 1 else x_BxLxD * self.output_scale
 
@@ -245,7 +245,7 @@ class Transformer(nnx.Module):
         if self.config.pos_encoding == "learned":
             return x_BxLxD + self.position(position_L)
         if self.config.pos_encoding == "absolute":
-            # The factor is that of Vaswani et al.: sinusoids are of size 1, and embeddings would drown in them.
+            # The factor of Vaswani et al.: sinusoids have size 1 and would dominate the embeddings.
             dim = self.config.dim
             factor = (self.config.base_dim or dim) ** 0.5
             return x_BxLxD * factor + sinusoids(position_L, dim).astype(x_BxLxD.dtype)
@@ -254,16 +254,16 @@ class Transformer(nnx.Module):
     def flops_per_token(self, length: int) -> float:
         """Floating-point operations that a training step does for a token.
 
-        6 a parameter that multiplies it (4 of one that is frozen: it has no gradient), and 6 for each product of a
-        query and a key or value of attention (Chowdhery et al., "PaLM", 2022, appendix B): with a window those that it
-        reaches, without one all of the row. Of experts those parameters count that a token goes through.
+        6 for each parameter in a matrix product (4 if it is frozen: it has no gradient), and 6 for each product of a
+        query and a key or value in attention (Chowdhery et al., "PaLM", 2022, appendix B): over the window, or without
+        one over the whole row. Of the experts, only parameters that a token uses count.
 
         Args:
             length: tokens of its row.
         """
         parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
         parameters -= self.blocks.feedforward.inactive_params  # of all layers
-        # Not `[...]`: of an abstract model that is a shape, which cannot be indexed.
+        # Not `[...]`: in an abstract model the value is a shape, which cannot be indexed.
         looked_up = 0 if self.config.weight_tying else self.embedding.embedding.get_value().size
         if self.config.pos_encoding == "learned":
             looked_up += self.position.embedding.get_value().size
@@ -279,7 +279,7 @@ class Transformer(nnx.Module):
 
 @dataclass(frozen=True)
 class TransformerBuilder:
-    """Makes a `Transformer`, with the same weights each time. It says of itself all that the model follows from."""
+    """Makes a `Transformer`, with the same weights each time. Its fields determine the model."""
 
     config: ModelConfig
     params: int

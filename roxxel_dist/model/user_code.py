@@ -1,4 +1,4 @@
-"""A model and a loss of the user's own, by the names of the functions that make them."""
+"""A user-defined model and loss, imported by the names of their functions."""
 
 import importlib
 import os
@@ -11,7 +11,7 @@ from roxxel_dist.component import component
 
 @component
 class UserCodeConfig:
-    """What is trained instead of the built-in Transformer and its cross-entropy."""
+    """Replacements of the built-in Transformer and its cross-entropy."""
 
     model: str | None = None
     """Model of your own, "module:function": build(config, rngs) returns an nnx.Module from int32[B, L] tokens to [B, L,
@@ -34,25 +34,25 @@ class UserCodeConfig:
 
 
 def import_function(field: str, name: str) -> Callable[..., Any]:
-    """The function that `name`, "module:function", stands for; modules of the working directory are found too.
+    """Import the function `name`, "module:function"; modules in the working directory are found too.
 
     Args:
-        field: the field of the config that has it, for messages.
-        name: what it has.
+        field: the config field, for messages.
+        name: its value.
 
     Raises:
-        ValueError: there is no such module, or nothing to call of that name in it. What a module that is there
-            raises while it is imported passes.
+        ValueError: there is no such module, or no callable of that name in it. Errors while importing an existing
+            module pass through.
     """
     module_name, attributes = _split(field, name)
     here = os.getcwd()
     if not {"", here} & set(sys.path):
-        sys.path.insert(0, here)  # as `python -m` has it: the same name is found whichever way a run was started
+        sys.path.insert(0, here)  # as with `python -m`, so that a name is found however the run was started
     try:
         target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not (error.name and f"{module_name}.".startswith(f"{error.name}.")):
-            raise  # something else that the module itself needs
+            raise  # the module itself needs another module that is missing
         raise ValueError(
             f"{field} is {name!r}: there is no module {error.name!r}. Start in the folder that has it ({here} is "
             f"looked in), put that folder on PYTHONPATH, or install it"

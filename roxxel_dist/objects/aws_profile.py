@@ -1,4 +1,4 @@
-"""What the files of the AWS command line say: ~/.aws/credentials and ~/.aws/config, which obstore does not read."""
+"""Profiles of the AWS command line, from ~/.aws/credentials and ~/.aws/config, which obstore does not read."""
 
 import configparser
 import json
@@ -20,9 +20,9 @@ class AwsProfile:
     """Settings of a profile.
 
     Attributes:
-        keys: aws_access_key_id, aws_secret_access_key and perhaps aws_session_token; empty where it has none.
-        provider: makes credentials, again whenever they expire; None where `keys` or nothing is there.
-        region, endpoint: None where the profile names none.
+        keys: aws_access_key_id, aws_secret_access_key and optionally aws_session_token; empty if it has none.
+        provider: makes credentials, again whenever they expire; None if the profile has `keys` or nothing.
+        region, endpoint: None if the profile has none.
     """
 
     keys: Mapping[str, str]
@@ -32,11 +32,11 @@ class AwsProfile:
 
 
 def read_aws_profile(environ: Mapping[str, str]) -> AwsProfile:
-    """The profile AWS_PROFILE (by default "default").
+    """The profile named by AWS_PROFILE (default: "default").
 
     Raises:
-        StoreDeniedError: AWS_PROFILE names a profile that no file has, a file cannot be parsed, or the profile needs
-            boto3 (SSO, roles), which is not installed.
+        StoreDeniedError: the profile does not exist, a file cannot be parsed, or the profile needs boto3 (SSO, roles),
+            which is not installed.
     """
     name = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE") or "default"
     home = Path(environ.get("HOME") or Path.home())
@@ -62,18 +62,18 @@ KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 
 
 def _parsed(path: Path) -> dict[str, dict[str, str]]:
-    parser = configparser.RawConfigParser(default_section="\0")  # "default" is a profile as all others
+    parser = configparser.RawConfigParser(default_section="\0")  # "default" is a normal profile
     try:
         parser.read_string(path.read_text(encoding="utf-8"))
     except OSError:
         return {}
-    except (configparser.Error, UnicodeDecodeError) as error:  # the error of the parser has the line in it
+    except (configparser.Error, UnicodeDecodeError) as error:  # the parser's error quotes the line
         raise StoreDeniedError(f"{path} is not a file of AWS profiles ({type(error).__name__}): repair it") from None
     return {section: dict(parser.items(section)) for section in parser.sections()}
 
 
 def _from_process(command: str, profile: str) -> dict[str, Any]:
-    """What `credential_process` prints."""
+    """The credentials that `credential_process` prints."""
     try:
         done = subprocess.run(shlex.split(command), capture_output=True, timeout=PROCESS_S, check=True)
         values = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Opens a bucket with obstore: credentials, region and endpoint as the clouds' own tools take them."""
+"""Opens a bucket with obstore, with credentials, region and endpoint as in the clouds' own tools."""
 
 import os
 import re
@@ -21,15 +21,15 @@ def connect(url: ObjectUrl, *, request_s: float, retry_s: float, environ: Mappin
     """An obstore store of the whole bucket; no request is made.
 
     Args:
-        url: of which scheme and bucket count.
+        url: only its scheme and bucket are used.
         request_s: the limit of one request, its body included.
-        retry_s: seconds for which obstore itself tries a request again; 0 for never.
-        environ: the environment that credentials, region and endpoint come from.
+        retry_s: seconds for which obstore itself retries a request; 0 for never.
+        environ: environment variables with credentials, region and endpoint.
 
     Raises:
-        ValueError: the environment names an endpoint that is no address.
+        ValueError: the endpoint in the environment is not an address.
         MissingLibraryError: obstore is not installed.
-        StoreDeniedError: the settings of the credentials cannot be used.
+        StoreDeniedError: the credential settings are not usable.
     """
     try:
         import obstore.store
@@ -53,7 +53,7 @@ def connect(url: ObjectUrl, *, request_s: float, retry_s: float, environ: Mappin
         raise ValueError(
             f"{url}: {endpoint!r} is not an endpoint: set {ENDPOINT_NAME[url.scheme]} to https://HOST or http://HOST:PORT"
         )
-    if endpoint.startswith("http://"):  # somebody has written that down: https is what all clouds have
+    if endpoint.startswith("http://"):  # explicit http is intended, because all clouds use https
         options["allow_http"] = True
     return make(url.bucket, **settings, client_options=options, retry_config=retries)  # pyright: ignore[reportArgumentType]
 
@@ -62,7 +62,7 @@ BACKOFF: Any = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta
 
 
 def endpoint_of(url: ObjectUrl, environ: Mapping[str, str] = os.environ) -> str:
-    """The endpoint that the environment names, for people; "" where it names none."""
+    """The endpoint from the environment, for messages; "" if there is none."""
     settings = {"s3": _s3_endpoint, "gs": _gs_endpoint, "az": lambda environ: environ.get("AZURE_STORAGE_ENDPOINT")}
     return settings[url.scheme](environ) or ""
 
@@ -106,7 +106,7 @@ def _gs(environ: Mapping[str, str]) -> dict[str, Any]:
     endpoint = _gs_endpoint(environ)
     if not endpoint:
         return {}
-    # An emulator asks nobody who he is; obstore would ask Google.
+    # An emulator needs no credentials, but without a token obstore would request one from Google.
     names = (
         "GOOGLE_APPLICATION_CREDENTIALS",
         "GOOGLE_SERVICE_ACCOUNT",

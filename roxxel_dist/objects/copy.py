@@ -1,4 +1,4 @@
-"""Copies of folders to buckets, from buckets, and between them: resumable, compared, and whole or not there."""
+"""Copies of folders to buckets, from buckets, and between them: resumable, verified, and complete or absent."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from roxxel_dist.objects.store import ObjectInfo, ObjectStore
 from roxxel_dist.objects.tree import BucketSource, Source, SourceFile, digest, is_same, source_file
 
 THREADS = 4
-"""Files at a time; a large one goes in parts, several at a time too."""
+"""Files at a time; a large file is sent in parallel parts."""
 SUFFIX = ".copying"
 
 Advance = Callable[[int], None]
@@ -24,7 +24,7 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Copied:
-    """What a copy has done: how many files there are, how many of them were copied now, and their bytes."""
+    """The result of a copy: the number of files, how many were copied now, and their bytes."""
 
     files: int
     sent: int
@@ -42,19 +42,19 @@ def copy_to_bucket(
 ) -> Copied:
     """Copy files to the prefix of a store.
 
-    What is there already with the same content is not sent again, by the record of earlier tries or by its bytes.
+    Objects that already have the same content, by the record of earlier tries or by their bytes, are not sent again.
 
     Args:
-        source: where they are.
+        source: of the files.
         store: the destination.
         files: of the source.
-        stage: of a name, its place in the order: all files of one stage are there before the next one begins.
-        advance: called with bytes that are done.
-        overwrite: replace objects that have another content.
+        stage: the stage of a name: all files of one stage are sent before the next stage begins.
+        advance: called with the number of copied bytes.
+        overwrite: replace objects that have other content.
 
     Raises:
-        ValueError: an object with another content is there, and `overwrite` is off.
-        StoreError: the store does not do it, or has another object than was sent.
+        ValueError: an object with other content exists, and `overwrite` is off.
+        StoreError: the store fails, or has another object than the one sent.
     """
     there = {info.key: info for info in store.list()}
     record = _record_in(store)
@@ -75,40 +75,40 @@ def copy_to_bucket(
             record.add(file.name, _copied(file, xxh3, store.upload(path, file.name)))
         advance(file.size)
 
-    _in_threads(look, files)  # before anything is changed
+    _in_threads(look, files)  # before any change
     absent.sort(key=lambda file: (stage(file.name), file.name))
     try:
         for _, group in groupby(absent, key=lambda file: stage(file.name)):
             _in_threads(send, list(group))
     finally:
-        with suppress(StoreError):  # the error that ends the copy is the one to tell
+        with suppress(StoreError):  # report the error that ends the copy
             record.flush()
     _compare(store, files, record)
     return Copied(files=len(files), sent=len(absent), sent_bytes=sum(file.size for file in absent))
 
 
 class Sender:
-    """Sends files that come to be one by one, before `copy_to_bucket` copies their folder; safe in threads."""
+    """Sends files as they are written, before `copy_to_bucket` copies their folder. Thread-safe."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store, self._record = store, _record_in(store)
 
     def send(self, name: str, path: Path) -> None:
-        """Send a file, which may be moved afterwards."""
+        """Send a file; it may be moved afterwards."""
         file, xxh3 = source_file(name, path), digest(path)
         self._record.add(name, _copied(file, xxh3, self._store.upload(path, name)))
 
     def flush(self) -> None:
-        """Write down what was sent."""
+        """Save the record of sent files."""
         self._record.flush()
 
 
 def copy_to_folder(source: BucketSource, folder: Path, files: Sequence[SourceFile], advance: Advance) -> Copied:
-    """Copy objects to a folder that is not there yet, or is empty. It appears when all of them are there.
+    """Copy objects to a new or empty folder. It appears when all of them are copied.
 
     Raises:
-        ValueError: the folder has something in it, or another process copies to it.
-        StoreError: the store does not do it, or what came is damaged.
+        ValueError: the folder is not empty, or another process copies to it.
+        StoreError: the store fails, or the received bytes are damaged.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already: choose another place, or remove it")
@@ -136,7 +136,7 @@ def copy_to_folder(source: BucketSource, folder: Path, files: Sequence[SourceFil
 
 
 def _fill(source: BucketSource, staged: Path, files: Sequence[SourceFile], advance: Advance) -> Copied:
-    """Bring the objects to a hidden folder, where an earlier try may have left some."""
+    """Download the objects to a hidden folder, which may have some from an earlier try."""
     staged.mkdir(exist_ok=True)
     path = staged / RECORD
     record = CopyRecord(path.read_bytes() if path.exists() else None, lambda data: write_file(path, data))
@@ -163,7 +163,7 @@ def _fill(source: BucketSource, staged: Path, files: Sequence[SourceFile], advan
 
 
 def _is_there(source: Source, store: ObjectStore, file: SourceFile, there: ObjectInfo, record: CopyRecord) -> bool:
-    """Whether an object has the bytes of a file: by the record, or by its own bytes."""
+    """Whether an object has the bytes of a file, by the record or by reading it."""
     earlier = record.files.get(file.name)
     known = earlier if earlier is not None and (there.size, there.etag) == (earlier.size, earlier.etag) else None
     if is_same(known, file):
@@ -189,13 +189,13 @@ def _copied(file: SourceFile, xxh3: str, etag: str) -> CopiedFile:
 
 
 def _digest_of(store: ObjectStore, info: ObjectInfo) -> str:
-    """The xxh3-128 of an object that no record tells of."""
+    """The xxh3-128 of an object without a record."""
     with BucketSource(store).local(SourceFile(name=info.key, size=info.size, version=info.etag)) as (_, xxh3):
         return xxh3
 
 
 def _compare(store: ObjectStore, files: Sequence[SourceFile], record: CopyRecord) -> None:
-    """Raises StoreError where the store does not have what was sent."""
+    """Raises StoreError if the store has other objects than those sent."""
     there = {info.key: info for info in store.list()}
     for file in files:
         info, wanted = there.get(file.name), record.files[file.name]
@@ -209,7 +209,7 @@ def _compare(store: ObjectStore, files: Sequence[SourceFile], record: CopyRecord
 
 
 def _in_threads(one: Callable[[SourceFile], None], files: Sequence[SourceFile]) -> None:
-    """Do each file; the first error keeps those that were not begun from it."""
+    """Run `one` for each file in threads; after the first error no other file is started."""
     pool = ThreadPoolExecutor(THREADS)
     try:
         for _ in pool.map(one, files):

@@ -1,4 +1,4 @@
-"""What a copy has done so far: a small JSON object, or file, at its destination, from which the next try goes on."""
+"""The record of a copy: a small JSON object, or file, at its destination, from which the next try continues."""
 
 import json
 import threading
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 RECORD = ".roxxel-copy.json"
-"""Its name at the destination. It stays in a bucket: its digests are what a copy back is compared with."""
+"""Its name at the destination. It stays in a bucket: a copy back is verified with its digests."""
 FLUSH_S = 1.0
 
 
@@ -18,8 +18,8 @@ class CopiedFile:
     Attributes:
         size: bytes.
         xxh3: its xxh3-128, in hexadecimal.
-        source: which version of the source it was.
-        etag: of the object at the destination; "" of a local file.
+        source: the version of the source file.
+        etag: of the object at the destination; "" for a local file.
     """
 
     size: int
@@ -29,11 +29,11 @@ class CopiedFile:
 
 
 class CopyRecord:
-    """The files that a copy has done; safe in threads.
+    """The files that a copy has finished. Thread-safe.
 
     Args:
-        data: the record of an earlier try, or None. One that cannot be read counts as none.
-        save: writes a record down.
+        data: the record of an earlier try, or None. An unreadable record counts as None.
+        save: saves a record.
     """
 
     def __init__(self, data: bytes | None, save: Callable[[bytes], object]) -> None:
@@ -47,7 +47,7 @@ class CopyRecord:
             self.files = {}
 
     def add(self, name: str, file: CopiedFile) -> None:
-        """Note a file that is whole at the destination; every few seconds it is written down."""
+        """Add a file that is complete at the destination; the record is saved every few seconds."""
         with self._lock:
             self.files[name] = file
             if time.monotonic() - self._saved_at < FLUSH_S:
@@ -57,7 +57,7 @@ class CopyRecord:
             self._save(data)
 
     def flush(self) -> None:
-        """Write it down now."""
+        """Save it now."""
         with self._lock:
             self._save(self._text())
 

@@ -1,10 +1,10 @@
-"""What can go wrong with an object: one class for each thing that a caller may want to do about it."""
+"""Errors of object stores: one class for each way to handle them."""
 
 from roxxel_dist.cluster.exit_codes import FileSystemError
 
 
 class StoreError(OSError):
-    """An operation on an object failed: what was tried, why it failed and what to do, in one line."""
+    """An operation on an object failed; the message has the operation, the cause and the fix in one line."""
 
 
 class StoreNotFoundError(StoreError, FileNotFoundError):
@@ -16,12 +16,12 @@ class StoreDeniedError(StoreError, PermissionError):
 
 
 class StorePreconditionError(StoreError, FileExistsError):
-    """The condition of a write or a read did not hold: the object is there already, or is another one now."""
+    """The condition of a write or a read failed: the object exists already, or was replaced."""
 
 
 class StoreTimeoutError(StoreError, TimeoutError, FileSystemError):
-    """The store did not do it within the time limit; a command that cannot go on without it ends with exit code 74."""
+    """The store failed until the time limit; a command that cannot continue without it ends with exit code 74."""
 
 
 class MissingLibraryError(ImportError, ValueError):
-    """obstore is not installed, which the extra `cloud` has."""
+    """obstore, which the extra `cloud` has, is not installed."""

@@ -1,6 +1,6 @@
-"""What an error of obstore means: whether to try again, and what to say to a person.
+"""The meaning of obstore errors: whether to retry, and the message for the user.
 
-Nothing of the error's own text is shown but the code that the server gave: it may quote what was signed.
+Of the error's own text only the server's error code is shown, because the rest may quote signed data.
 """
 
 import re
@@ -24,7 +24,7 @@ CREDENTIALS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """What errors of one kind mean. The texts have fields: {bucket}, {at}, {named}, {credentials}, {endpoint}."""
+    """The meaning of one kind of errors. The texts have fields: {bucket}, {at}, {named}, {credentials}, {endpoint}."""
 
     kind: type[StoreError] | None
     cause: str
@@ -111,13 +111,13 @@ BY_TEXT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What an error means.
+    """The meaning of an error.
 
     Attributes:
-        kind: the class to raise; None where it may go by itself, so that it is tried again.
-        cause, fix: for people.
-        is_vague: whether the server may say more when it is asked for something that has a body.
-        is_of_bucket: whether it holds for all objects of the bucket.
+        kind: the class to raise; None for a temporary error, which is retried.
+        cause, fix: for the message.
+        is_vague: whether a request with a response body may give more details.
+        is_of_bucket: whether it applies to all objects of the bucket.
     """
 
     kind: type[StoreError] | None
@@ -128,7 +128,7 @@ class Failure:
 
 
 def failure_of(error: Exception, url: ObjectUrl) -> Failure:
-    """What an error of obstore means, of an operation on an object of this bucket."""
+    """The meaning of an obstore error in an operation on an object of this bucket."""
     text = str(error)
     code = match[1] if (match := CODE.search(text)) else ""
     status = int(match[1]) if (match := STATUS.search(text)) else 0

@@ -1,7 +1,7 @@
-"""A lease: the object that says who writes to a run or a study in a bucket, and is renewed while its owner lives.
+"""A lease: an object that names the process that writes to a run or a study in a bucket; its owner renews it.
 
-What protects the data where two owners believe that they hold it, as after a link that was cut, are conditional writes
-of the data itself. A lease refuses the second owner early, and with the name of the first.
+If two owners believe that they hold it, as after a network cut, conditional writes of the data itself protect the data.
+The lease refuses a second owner early, with the name of the first.
 """
 
 import json
@@ -23,35 +23,35 @@ if TYPE_CHECKING:
 RENEW_S = 15.0
 """How often an owner renews its lease."""
 STALE_S = 60.0
-"""A lease that was not renewed for so long is anybody's."""
+"""A lease that was not renewed for so long is free."""
 POLL_S = 1.0
-"""How often somebody who waits for a lease looks at it."""
+"""How often a waiting process reads the lease."""
 SETTLE_S = 2.0
-"""In a store without conditional writes: how long after its write an owner reads its lease back."""
+"""In a store without conditional writes: delay before an owner reads back the lease that it wrote."""
 RELEASE_S = 5.0
-"""How long the end of an owner waits for a renewal under way; a store that is gone is not waited for."""
+"""How long an owner waits at its end for a renewal in progress; it does not wait longer for an unavailable store."""
 
 logger: logging.Logger = logging.getLogger("roxxel_dist.objects")
 
 
 class LeaseHeldError(ValueError):
-    """Another process holds the lease, and renews it."""
+    """Another process holds the lease and renews it."""
 
 
 class LeaseLostError(RuntimeError):
-    """Another process has taken the lease, or may have: it could not be renewed for too long."""
+    """Another process has taken the lease, or may have, because it could not be renewed for too long."""
 
 
 class Lease:
-    """A lease that this process holds while the context is open. `take` makes it.
+    """A lease that this process holds while the context is open. Create it with `take`.
 
-    Its age counts by the store's clock, so hosts whose clocks differ agree.
+    Its age is measured by the store's clock, so hosts with different clocks agree.
     """
 
     def __init__(
         self, store: "ObjectStore", key: str, record: dict[str, Any], etag: str, began: float, *, conditions: bool
     ) -> None:
-        """`take` has begun at that time to write the record, which has the ETag now."""
+        """For `take`, which began to write the record at that time; `etag` is its ETag."""
         self._store, self._key, self._conditions = store, key, conditions
         self._record, self._etag = record, etag
         self._renewed, self._trouble = began, ""
@@ -70,21 +70,21 @@ class Lease:
         wait_s: float = 0.0,
         say: Callable[[str], None] = say,
     ) -> "Lease":
-        """The lease under a key of a store, once it is free.
+        """Take the lease under a key of a store, once it is free.
 
-        It is free where nobody has it, its owner gave it back, is a dead process of this host, is of the same job, or
-        has not renewed it for 60 s. Whoever has it and does not renew it is waited for so long.
+        It is free if it does not exist, or its owner released it, is a dead process of this host, belongs to the same
+        job, or has not renewed it for 60 s. `take` waits that long for an owner that does not renew it.
 
         Args:
             store: a prefix that this process may write to.
             key: of the lease.
-            owner: what takes it, for people: a command's name.
-            job: what all attempts of a job share, where only one of them lives at a time.
-            wait_s: how long an owner that does renew it is waited for.
-            say: shows a line to a person.
+            owner: the name of the owner in messages: a command.
+            job: an id that all attempts of a job share, if only one attempt lives at a time.
+            wait_s: how long to wait for an owner that renews it.
+            say: prints a line for the user.
 
         Raises:
-            LeaseHeldError: the owner renews it; names owner and age.
+            LeaseHeldError: the owner renews it; the message has the owner and the age.
             StoreError: the store cannot be read or written.
         """
         conditions = store.supports_conditions()
@@ -100,7 +100,7 @@ class Lease:
             if other is None or _is_free(other, job) or age_s >= STALE_S:
                 if lease := cls._claim(store, key, {"owner": owner, "job": job}, etag, conditions=conditions):
                     return lease
-                continue  # somebody else was first
+                continue  # another process was first
             if seen is None:
                 say(
                     f"waiting for {_name(other)}, which renewed its lease of {store.url} {age_s:.0f} s ago. The wait "
@@ -118,7 +118,7 @@ class Lease:
     def _claim(
         cls, store: "ObjectStore", key: str, named: dict[str, Any], etag: str | None, *, conditions: bool
     ) -> "Lease | None":
-        """The lease, in place of what has the ETag (None: nothing); None where somebody else was first."""
+        """The lease, written over the object with the ETag (None: no object); None if another process was first."""
         own = {"id": token_hex(8), "time": time.time(), "renewals": 0, "released": False}
         record, began = {**named, **process_record(), **own}, time.monotonic()
         try:
@@ -145,17 +145,17 @@ class Lease:
 
     @property
     def lost(self) -> str | None:
-        """Who else has taken the lease, as a message; None: nobody, as far as this process could see."""
+        """A message with the process that has taken the lease; None as long as this process has not seen one."""
         return self._lost
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last renewal began that the store has taken."""
+        """Seconds since the start of the last successful renewal."""
         return time.monotonic() - self._renewed
 
     def check(self) -> None:
-        """Before something is written that no condition protects. Raises LeaseLostError where the lease was taken by
-        another process, or may have been: it was not renewed for 60 s."""
+        """Call it before a write without a condition. Raises LeaseLostError if another process has taken the lease, or
+        may have, because it was not renewed for 60 s."""
         if self._lost is not None:
             raise LeaseLostError(self._lost)
         if self.age_s >= STALE_S:
@@ -165,18 +165,18 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Give it back. It is not deleted: that would need a condition too, and its last owner stays readable."""
+        """Release it. It is not deleted: that would need a condition too, and so its last owner stays readable."""
         if self._end():
-            with suppress(StoreError):  # it becomes stale by itself
+            with suppress(StoreError):  # it expires by itself
                 self._write(released=True)
 
     def discard(self) -> None:
-        """Give it back and leave nothing: for an owner that has written nothing else. Raises StoreError."""
+        """Release and delete it: for an owner that has written nothing else. Raises StoreError."""
         if self._end():
             self._store.delete([self._key])
 
     def _end(self) -> bool:
-        """End the renewing; whether the lease is still this process's, as far as it could see."""
+        """Stop the renewals; returns whether this process still holds the lease, as far as it knows."""
         self._over.set()
         self._thread.join(RELEASE_S)
         return self._lost is None and not self._thread.is_alive()
@@ -190,13 +190,13 @@ class Lease:
                 self._lost = self._taken()
                 logger.error("%s", self._lost)
                 return
-            except StoreError as error:  # tried again: where nobody else can take it, it is still ours
+            except StoreError as error:  # try again: the lease is still ours unless another process can take it
                 self._trouble = str(error)
             else:
                 self._renewed, self._trouble = began, ""
 
     def _write(self, *, released: bool) -> None:
-        """Renew the lease, or give it back. Raises StorePreconditionError or StoreNotFoundError where it is gone."""
+        """Renew or release the lease. Raises StorePreconditionError or StoreNotFoundError if it was lost."""
         record = {**self._record, "renewals": self._record["renewals"] + 1, "time": time.time(), "released": released}
         if self._conditions:
             self._etag = self._store.write(self._key, _encode(record), if_match=self._etag)
@@ -216,7 +216,7 @@ class Lease:
 
 
 def is_renewed(store: "ObjectStore", key: str) -> bool:
-    """Whether a lease has an owner that renews it, as far as the clocks of this host and of the store agree. Raises
+    """Whether a lease has an owner that renews it, assuming equal clocks of this host and the store. Raises
     StoreError."""
     record, _, modified = _read(store, key)
     return record is not None and not _is_free(record, None) and time.time() - modified < STALE_S
@@ -227,7 +227,8 @@ def _encode(record: dict[str, Any]) -> bytes:
 
 
 def _read(store: "ObjectStore", key: str) -> tuple[dict[str, Any] | None, str | None, float]:
-    """(what a lease says, its ETag, when the store took it, in seconds of its clock); (None, None, 0) for no object."""
+    """(the record of a lease, its ETag, the time of the write by the store's clock); (None, None, 0) without an
+    object."""
     while True:
         try:
             info = store.head(key)
@@ -235,8 +236,8 @@ def _read(store: "ObjectStore", key: str) -> tuple[dict[str, Any] | None, str | 
         except StoreNotFoundError:
             return None, None, 0.0
         except StorePreconditionError:
-            continue  # renewed between the two
-        record: dict[str, Any] = {"released": True}  # an object that is no lease is nobody's
+            continue  # renewed between the two requests
+        record: dict[str, Any] = {"released": True}  # an object that is not a lease counts as free
         with suppress(ValueError):
             read = json.loads(data)
             record = read if isinstance(read, dict) and {"pid", "host", "owner"} <= read.keys() else record
@@ -244,7 +245,7 @@ def _read(store: "ObjectStore", key: str) -> tuple[dict[str, Any] | None, str | 
 
 
 def _is_free(record: dict[str, Any], job: str | None) -> bool:
-    """Whether a lease can be taken at once, however new it is."""
+    """Whether a lease can be taken at once, whatever its age."""
     return bool(record.get("released")) or (job is not None and record.get("job") == job) or is_alive(record) is False
 
 
@@ -255,7 +256,7 @@ def _name(record: dict[str, Any]) -> str:
 
 
 def _server_time(store: "ObjectStore", key: str) -> Callable[[], float]:
-    """A clock that shows the store's seconds since 1970: what an object that is written now gets as its time."""
+    """A clock with the store's seconds since 1970: the time that an object written now would get."""
     probe = f"{key}.{token_hex(8)}"
     store.write(probe, b"what time is it")
     begin, modified = time.monotonic(), store.head(probe).modified

@@ -1,4 +1,4 @@
-"""Tries an operation on an object again until it is done, fails for good, or a time limit is over."""
+"""Retries an operation on an object until it succeeds, fails permanently, or reaches a time limit."""
 
 import logging
 import random
@@ -14,20 +14,20 @@ from roxxel_dist.objects.url import ObjectUrl
 FIRST_WAIT_S = 0.1
 MOST_WAIT_S = 5.0
 SILENT_S = 30.0
-"""Seconds of trouble before a line is logged, and seconds between two lines are twice as many."""
+"""Seconds of failures before a line is logged; log lines are at least twice that time apart."""
 SILENT_AT_FIRST_S = 3.0
-"""The same for a store that has not answered yet: its address may be wrong."""
+"""The same for a store that has not answered yet, because its address may be wrong."""
 
 log: logging.Logger = logging.getLogger("roxxel_dist.objects")
 T = TypeVar("T")
 
 
 class Retries:
-    """The retries of one store, safe in threads.
+    """The retries of one store. Thread-safe.
 
     Attributes:
-        timeout_s: seconds after the first try of an operation in which it is tried again.
-        has_answered: whether the store has done an operation yet.
+        timeout_s: seconds after the first try of an operation in which it is retried.
+        has_answered: whether an operation of the store has succeeded yet.
     """
 
     def __init__(self, timeout_s: float, meaning: Callable[[Exception, ObjectUrl], Failure]) -> None:
@@ -38,16 +38,16 @@ class Retries:
         self._logged = -float("inf")
 
     def run(self, operation: str, url: ObjectUrl, call: Callable[[int], T], span: tuple[int, int] | None = None) -> T:
-        """What `call` returns; it gets the number of tries before it, and raises obstore's errors or ShortBodyError.
+        """The result of `call`, which gets the number of earlier tries, and raises obstore's errors or ShortBodyError.
 
         Args:
-            operation: a verb, for people.
+            operation: a verb, for messages.
             url: the address of the object.
-            call: the operation. It must be one that can be done twice.
-            span: the bytes of the object that are wanted, from and to (exclusive); None for all.
+            call: the operation, which must be safe to repeat.
+            span: the requested bytes of the object, from and to (exclusive); None for all.
 
         Raises:
-            StoreError: of the class that fits the failure; StoreTimeoutError when the time limit is over.
+            StoreError: of the class for the failure; StoreTimeoutError at the time limit.
         """
         begin, tries = time.monotonic(), 0
         while True:
@@ -86,4 +86,4 @@ class Retries:
 
 
 class ShortBodyError(Exception):
-    """A body that has not the length that was wanted."""
+    """A body is shorter or longer than requested."""

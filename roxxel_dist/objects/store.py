@@ -17,14 +17,14 @@ from roxxel_dist.objects.url import ObjectUrl, checked_key
 
 TIMEOUT_S = 120.0
 REQUEST_S = 30.0
-"""The limit of one request, its body included: 8 parts at once take as long at 1.1 MB a second."""
+"""The time limit of one request, its body included: 8 parts in parallel take that long at 1.1 MB/s."""
 UPLOAD_REQUEST_S = 120.0
 PART = 4 << 20
 UPLOAD_PART = 8 << 20
 MULTIPART = 16 << 20
-"""Larger objects are written in parts."""
+"""Larger objects are sent in parts."""
 PARTS = 9000
-"""S3 has at most 10,000 parts an object."""
+"""S3 allows at most 10,000 parts per object."""
 THREADS = 16
 UPLOAD_THREADS = 4
 PROBE = ".roxxel-probe-"
@@ -35,12 +35,12 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectInfo:
-    """What a store knows of an object.
+    """The metadata of an object.
 
     Attributes:
         key: its key below the prefix of the store.
         size: bytes.
-        etag: another one when the object is written again, without quotes.
+        etag: without quotes; it changes when the object is written again.
         modified: seconds since 1970, by the server's clock.
     """
 
@@ -51,13 +51,13 @@ class ObjectInfo:
 
 
 class ObjectStore:
-    """A prefix in a bucket. Safe in threads; a process that was forked opens its own.
+    """A prefix in a bucket. Thread-safe, but a forked process must open its own store.
 
-    Each operation is tried again until `timeout_s` after its first try, and raises then; see `objects.errors`.
+    Each operation is retried until `timeout_s` after its first try, and then raises; see `objects.errors`.
 
     Attributes:
         url: the address of the prefix.
-        timeout_s: seconds for which an operation is tried again.
+        timeout_s: seconds for which an operation is retried.
     """
 
     def __init__(self, url: ObjectUrl, reads: Any, uploads: Any, timeout_s: float) -> None:
@@ -73,9 +73,9 @@ class ObjectStore:
         """The store at an address. No request is made.
 
         Raises:
-            ValueError: `url` is no address of objects, or `timeout_s` is not positive.
+            ValueError: `url` is not the address of objects, or `timeout_s` is not positive.
             MissingLibraryError: obstore is not installed.
-            StoreDeniedError: the settings of the credentials cannot be used.
+            StoreDeniedError: the credential settings are not usable.
         """
         if not timeout_s > 0:
             raise ValueError(f"store_timeout is {timeout_s}: it must be a number of seconds above 0")
@@ -88,7 +88,7 @@ class ObjectStore:
         return f"ObjectStore({str(self.url)!r})"
 
     def head(self, key: str) -> ObjectInfo:
-        """What the store knows of an object.
+        """The metadata of an object.
 
         Raises:
             StoreNotFoundError: there is none.
@@ -103,7 +103,7 @@ class ObjectStore:
 
         Args:
             key: its key below the prefix.
-            etag: the object that it must be.
+            etag: the required version.
 
         Raises:
             StoreNotFoundError: there is none.
@@ -113,7 +113,7 @@ class ObjectStore:
 
         def call(path: str) -> bytes | ObjectInfo:
             result = get(self._reads, path, options=_match(etag))
-            if result.meta["size"] > MULTIPART:  # in parts, so that no request takes long
+            if result.meta["size"] > MULTIPART:  # in parts, so that each request is short
                 return self._info(result.meta)
             return _of_length(bytes(result.bytes()), result.meta["size"])
 
@@ -123,12 +123,12 @@ class ObjectStore:
         return b"".join(self.read_ranges(key, _parts(data.size), etag=data.etag))
 
     def read_range(self, key: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
-        """Bytes `start` to `stop` (exclusive) of an object, exactly as many.
+        """Bytes `start` to `stop` (exclusive) of an object, exactly that many.
 
         Raises:
             ValueError: the range is empty or negative.
             StoreNotFoundError: there is no such object.
-            StorePreconditionError: it is another one than `etag` says.
+            StorePreconditionError: it has another etag than `etag`.
             StoreError: the object ends before `stop`.
         """
         from obstore import get
@@ -152,7 +152,7 @@ class ObjectStore:
         return list(self._parallel(lambda span: self.read_range(key, *span, etag=etag), ranges, threads))
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
-        """All objects below a prefix, a whole number of parts of a key: "a" has a/b, and not ab. Sorted by key."""
+        """All objects below a prefix of whole key parts: "a" includes a/b, but not ab. Sorted by key."""
         from obstore import list as pages
 
         infos: dict[str, ObjectInfo] = {}
@@ -173,13 +173,13 @@ class ObjectStore:
 
         Args:
             key: its key below the prefix.
-            data: what it holds.
-            if_absent: only where there is none.
-            if_match: only where it is the one with this etag.
-                Some stores take conditions and do not look at them: see `supports_conditions`.
+            data: its contents.
+            if_absent: only if there is no such object.
+            if_match: only if the object has this etag.
+                Some stores accept conditions but ignore them: see `supports_conditions`.
 
         Raises:
-            StorePreconditionError: the condition did not hold.
+            StorePreconditionError: the condition failed.
         """
         if len(data) > MULTIPART and not if_absent and if_match is None:
             return self._upload(key, data, len(data))
@@ -190,7 +190,7 @@ class ObjectStore:
                 mode = self._mode(path, if_absent=if_absent, if_match=if_match)
                 return _plain(put(self._reads, path, data, mode=mode, use_multipart=False)["e_tag"])
             except Exception as error:
-                # An earlier try may have been done, and its answer lost.
+                # An earlier try may have succeeded, with its response lost.
                 is_again = tries and self._meaning(error, url).kind is StorePreconditionError
                 if is_again and (etag := self._etag_of(key, data)) is not None:
                     return etag
@@ -209,7 +209,7 @@ class ObjectStore:
 
         Raises:
             StoreNotFoundError: there is none.
-            StorePreconditionError: it is another one than `etag` says, or was replaced meanwhile.
+            StorePreconditionError: it has another etag than `etag`, or was replaced meanwhile.
         """
         info = self.head(key)
         etag = etag or info.etag
@@ -236,7 +236,7 @@ class ObjectStore:
         sync_folder(path.parent)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; those that are not there are no error."""
+        """Delete objects; missing objects are not an error."""
         from obstore import delete
 
         def one(key: str) -> None:
@@ -247,7 +247,8 @@ class ObjectStore:
             pass
 
     def supports_conditions(self) -> bool:
-        """Whether the store obeys `if_absent` and `if_match`; tried once, with a small object that is removed again."""
+        """Whether the store obeys `if_absent` and `if_match`; tested once, with a small object that is deleted
+        again."""
         if self._conditions is None:
             key = PROBE + os.urandom(8).hex()
             try:
@@ -256,7 +257,7 @@ class ObjectStore:
             except StoreError as error:
                 if type(error) is not StoreError:
                     raise
-                self._conditions = False  # it knows no conditions, and says so
+                self._conditions = False  # the store refuses conditions
             finally:
                 with suppress(StoreError):
                     self.delete([key])
@@ -278,7 +279,7 @@ class ObjectStore:
         return self._retries.run(operation, url, lambda _: call(url.key), span)
 
     def _meaning(self, error: Exception, url: ObjectUrl) -> Failure:
-        """What an error means. A HEAD has no body that would say more, so the bucket is listed then."""
+        """The meaning of an error. A HEAD response has no body with details, so it also lists the bucket."""
         failure = failure_of(error, url)
         if failure.is_vague and not (failure.kind is StoreNotFoundError and self._retries.has_answered):
             from obstore import list as pages
@@ -304,7 +305,7 @@ class ObjectStore:
             return {"e_tag": _quoted(if_match)}
         from obstore import head
 
-        meta = head(self._reads, path)  # of Google, a condition is on the generation
+        meta = head(self._reads, path)  # for Google, conditions use the generation
         if _plain(meta["e_tag"]) != if_match:
             raise StorePreconditionError(
                 f"write {self.url.scheme}://{self.url.bucket}/{path}: the object was replaced in the meantime"
@@ -312,7 +313,7 @@ class ObjectStore:
         return {"e_tag": meta["e_tag"], "version": meta["version"]}
 
     def _etag_of(self, key: str, data: bytes) -> str | None:
-        """The etag of an object that holds `data`; None where it is another one."""
+        """The etag of an object if it has the content `data`; otherwise None."""
         info = self.head(key)
         with suppress(StorePreconditionError):
             if info.size == len(data) and self.read(key, etag=info.etag) == data:
@@ -320,7 +321,7 @@ class ObjectStore:
         return None
 
     def _upload(self, key: str, source: Path | bytes, size: int) -> str:
-        """Write an object in parts; each part has retries of obstore's."""
+        """Write an object in parts; obstore retries each part."""
         from obstore import put
 
         part = max(UPLOAD_PART, -(-size // PARTS))

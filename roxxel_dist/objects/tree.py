@@ -24,9 +24,9 @@ class SourceFile:
     """A file to copy.
 
     Attributes:
-        name: below the source, with slashes.
+        name: relative to the source, with slashes.
         size: bytes.
-        version: another one when the file is written again.
+        version: changes when the file is written again.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Source(Protocol):
     """Where files are copied from."""
 
     def files(self) -> list[SourceFile]:
-        """All files, sorted by name, but for hidden ones and for leases."""
+        """All files, sorted by name, except hidden ones and leases."""
         ...
 
     @contextmanager
     def local(self, file: SourceFile) -> Iterator[tuple[Path, str]]:
-        """The path of the file's bytes on this host, for a time, and their xxh3-128."""
+        """The path of the file's bytes on this host, within the context, and their xxh3-128."""
         ...
 
 
@@ -74,7 +74,7 @@ class FolderSource:
 
     @contextmanager
     def local(self, file: SourceFile) -> Iterator[tuple[Path, str]]:
-        """See `Source`. Raises ValueError where the file was written to meanwhile."""
+        """See `Source`. Raises ValueError if the file was written meanwhile."""
         path = self.folder / file.name
         yield path, digest(path)
         if source_file(file.name, path) != file:
@@ -87,7 +87,7 @@ class FolderSource:
 
 
 class BucketSource:
-    """The objects below a prefix. What an earlier copy knows of them is compared."""
+    """The objects below a prefix, verified with the record of an earlier copy if there is one."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
@@ -109,11 +109,11 @@ class BucketSource:
             yield path, self.fetch(file, path)
 
     def fetch(self, file: SourceFile, path: Path) -> str:
-        """Bring an object to a path, and return its xxh3-128.
+        """Download an object to a path, and return its xxh3-128.
 
         Raises:
             StorePreconditionError: it was replaced meanwhile.
-            StoreError: it came damaged twice, by the digest that an earlier copy has written down.
+            StoreError: it was damaged twice, by the digest in the record of an earlier copy.
         """
         known = self._record.files.get(file.name)
         xxh3 = ""
@@ -130,7 +130,7 @@ class BucketSource:
 
 
 def source_file(name: str, path: Path) -> SourceFile:
-    """A local file as a source has it; moved, it stays the same."""
+    """The `SourceFile` of a local file; its version does not change if it is moved."""
     status = path.stat()
     return SourceFile(name=name, size=status.st_size, version=f"{status.st_mtime_ns}-{status.st_ino}")
 
@@ -145,7 +145,7 @@ def digest(path: Path) -> str:
 
 
 def is_same(copied: CopiedFile | None, file: SourceFile) -> bool:
-    """Whether a record is of this version of a file."""
+    """Whether a record matches this version of a file."""
     return copied is not None and (copied.size, copied.source) == (file.size, file.version)
 
 

@@ -5,13 +5,13 @@ import re
 from dataclasses import dataclass
 
 SCHEMES = ("s3", "gs", "az")
-# A Path makes one slash of two.
+# A Path replaces two slashes by one.
 URL = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)|({'|'.join(SCHEMES)})://")
 ANY_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/{1,2}(.*)", re.DOTALL)
 
 
 def is_url(path: object) -> bool:
-    """Whether a text or a path is the address of an object. A Path that has eaten a slash ("s3:/bucket") counts."""
+    """Whether a text or a path is the address of an object. A Path with a single slash ("s3:/bucket") counts."""
     return isinstance(path, str | os.PathLike) and URL.match(str(path)) is not None
 
 
@@ -31,7 +31,7 @@ class ObjectUrl:
 
     @classmethod
     def parse(cls, text: "str | os.PathLike[str] | ObjectUrl") -> "ObjectUrl":
-        """The address that a text is.
+        """Parse an address.
 
         Raises:
             ValueError: no known scheme, no bucket, or a key with an empty part, "." or "..".
@@ -51,18 +51,18 @@ class ObjectUrl:
         return cls(scheme, bucket, checked_key(key) if key else "")
 
     def join(self, *parts: str) -> "ObjectUrl":
-        """The address of what lies below this one."""
+        """The address of an object below this one."""
         key = "/".join(part for part in (self.key, *parts) if part)
         return ObjectUrl(self.scheme, self.bucket, checked_key(key) if key else "")
 
     @property
     def name(self) -> str:
-        """The last part of the key; of a bucket, its name."""
+        """The last part of the key; for a bucket, its name."""
         return self.key.rpartition("/")[2] or self.bucket
 
     @property
     def parent(self) -> "ObjectUrl":
-        """The prefix that this lies in; of a bucket, the bucket."""
+        """The parent prefix; for a bucket, the bucket itself."""
         return ObjectUrl(self.scheme, self.bucket, self.key.rpartition("/")[0])
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class ObjectUrl:
 
 
 def checked_key(key: str) -> str:
-    """The key, where it is one that every store and a local folder can hold.
+    """The key, if every store and a local folder support it.
 
     Raises:
         ValueError: an empty part, "." or "..", or a control character.

@@ -1,1 +1,1 @@
-"""What is on disk of a run, a study and a job, read while they live and shown in a terminal. Nothing is written."""
+"""Runs, studies and jobs, read from disk while they are active and shown in a terminal. Nothing is written."""

@@ -1,4 +1,4 @@
-"""A run in a bucket, of which what a frame shows is brought to a folder of this host, again and again."""
+"""A run in a bucket: the files that a frame shows are copied to a local folder, repeatedly."""
 
 import os
 import shutil
@@ -20,19 +20,19 @@ from roxxel_dist.train.timeline import NAME
 from roxxel_dist.view.run import RunReader, RunState
 
 PULL_S = 3.0
-"""Between two looks at the bucket: a run sends what has changed as often."""
+"""Seconds between two reads of the bucket: a run sends its changes at the same interval."""
 TIMEOUT_S = 20.0
 SHOWN = "top"
-"""Below the cache: the folders of runs that are looked at."""
+"""The subfolder of the cache for copies of runs."""
 FILES = (CONFIG, METRICS, NAME, CURSOR)
 
 
 class BucketRunReader(RunReader):
-    """Reads a run in a bucket. While the store is away, it is as it was.
+    """Reads a run in a bucket. While the store is unavailable, the state does not change.
 
     Raises:
-        ValueError: it is no address of a run.
-        StoreError: the store cannot be read when it is looked at first.
+        ValueError: it is not the address of a run.
+        StoreError: the first read of the store fails.
     """
 
     def __init__(self, url: str) -> None:
@@ -47,7 +47,7 @@ class BucketRunReader(RunReader):
         self._over: threading.Event | None = None
 
     def read(self, job: JobRecord | None = None, *, brief: bool = False) -> RunState:
-        """See `RunReader`; from the second time on a thread looks at the bucket."""
+        """See `RunReader`; after the first call a thread reads the bucket."""
         if self._over is None:
             self._over = threading.Event()
             weakref.finalize(self, self._over.set).atexit = False
@@ -55,15 +55,15 @@ class BucketRunReader(RunReader):
         return super().read(job, brief=brief)
 
     def is_trained(self) -> bool:
-        """Whether somebody renews its lease."""
+        """Whether a process renews its lease."""
         return self._copy.is_trained
 
 
 class RunCopy:
-    """The copy of the small files of a run, and of which checkpoints it has.
+    """The copy of the small files of a run, and of the list of its checkpoints.
 
     Attributes:
-        is_trained: whether somebody renewed its lease, at the last `pull`.
+        is_trained: whether a process renewed its lease, at the last `pull`.
         is_study: whether it is a study.
     """
 
@@ -74,7 +74,7 @@ class RunCopy:
         self.is_study: bool = False
 
     def pull(self) -> None:
-        """Make the copy what the bucket has. Raises StoreError."""
+        """Update the copy from the bucket. Raises StoreError."""
         objects = {info.key: info for info in self._store.list()}
         self.is_trained = LEASE in objects and is_renewed(self._store, LEASE)
         self.is_study = DEFINITION in objects
@@ -102,7 +102,7 @@ class RunCopy:
         if info is None:
             path.unlink(missing_ok=True)
         elif self._etags.get(name) != info.etag or not path.exists():
-            with suppress(StoreNotFoundError):  # deleted since it was listed
+            with suppress(StoreNotFoundError):  # deleted after the listing
                 write_file(path, self._store.read(name))
                 os.utime(path, (info.modified, info.modified))
                 self._etags[name] = info.etag
@@ -110,5 +110,5 @@ class RunCopy:
 
 def _follow(copy: RunCopy, over: threading.Event) -> None:
     while not over.wait(PULL_S):
-        with suppress(StoreError, OSError):  # it is looked at again
+        with suppress(StoreError, OSError):  # it is read again later
             copy.pull()

@@ -1,4 +1,4 @@
-"""A curve in characters: dots of Braille, two by four in a cell, or ASCII where the terminal has no Unicode."""
+"""A curve in characters: Braille dots, two by four in a cell, or ASCII if the terminal has no Unicode."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ def chart(
 ) -> list[list[tuple[str, int]]]:
     """Lines of a chart of `width` columns and `height` rows: parts of text, each with the number of its curve, or -1.
 
-    The last row has the first and the last step. Empty where there is nothing to draw, or no room.
+    The last row has the first and the last step. Empty if there are no points, or no room.
     """
     points = [point for curve in curves for point in curve if math.isfinite(point[1])]
     columns, rows = width - LABEL - 2, height - 1

@@ -1,4 +1,4 @@
-"""One frame of `roxxel-dist top`: lines of text, as many and as long as the terminal has room for."""
+"""One frame of `roxxel-dist top`: lines of text that fit the terminal."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,27 +22,27 @@ from roxxel_dist.view.study import StudyState
 CURVES = ("cyan", "yellow", "green", "magenta")
 ALIVE = ("training", "searching", "running", "starting", "restarting", "stopping")
 STILL_S = 5.0
-"""A rank that has done nothing new for longer says for how long."""
+"""Seconds without progress after which a rank shows the time since its last progress."""
 MOST_RANKS, MOST_CURVE, LEAST_CURVE = 16, 16, 5
 LONG_NAME = 24
 ZOOM = 4
-"""A zoomed curve shows the last of so many parts."""
+"""A zoomed curve shows the last 1 / this of its range."""
 LONG = 60
-"""Columns that the bar of the phases has at most."""
+"""Most columns of the bar of phases."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """How a frame is drawn."""
+    """The display options of a frame."""
 
     width: int
     height: int
     ascii_only: bool = False
     """For a terminal without Unicode."""
     zoom: bool = False
-    """The last quarter of a curve alone."""
+    """Show only the last quarter of a curve."""
     chosen: int = 0
-    """Of several: the one whose curve is in front, and which Enter opens."""
+    """The selected item of a list: its curve is in front, and Enter opens it."""
 
 
 def frame(states: Sequence[State], look: Look, keys: str = "") -> list[Text]:
@@ -57,14 +57,14 @@ def frame(states: Sequence[State], look: Look, keys: str = "") -> list[Text]:
 
 
 def one(state: State, look: Look, room: int) -> list[Text]:
-    """Everything about one item."""
+    """All details of one item."""
     if isinstance(state, RunState):
         return _run(state, look, room)
     return _study(state, room) if isinstance(state, StudyState) else _job(state, room)
 
 
 def many(states: Sequence[State], look: Look, room: int) -> list[Text]:
-    """A line an item, and below it the curves of up to four: of the chosen one and those behind it."""
+    """A line for each item, and below it the curves of up to four: the selected one and those after it."""
     rows = [["", "name", "state", "step", "of", "loss", "val_loss", "best", "tok/s"], *map(_row, states)]
     table = aligned(rows, right=False)
     drawn = [(number, state) for number, state in enumerate(states) if isinstance(state, RunState) and state.losses]
@@ -129,7 +129,7 @@ def _run(run: RunState, look: Look, room: int) -> list[Text]:
 
 
 def _end(text: str, most: int) -> str:
-    """The end of a name, which tells more than its beginning."""
+    """The end of a name, which says more than its beginning."""
     return text if len(text) <= most else "..." + text[3 - most :]
 
 

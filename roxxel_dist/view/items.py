@@ -1,4 +1,4 @@
-"""What `roxxel-dist top` is to show: runs, studies and jobs by their names, and the newest that lives."""
+"""The items of `roxxel-dist top`: runs, studies and jobs by name, or the newest active one."""
 
 import os
 import time
@@ -19,28 +19,28 @@ from roxxel_dist.view.study import StudyReader, StudyState
 RUNS, STUDIES = Path("runs"), Path("studies")
 NOTHING = f"there is no run in {RUNS} and no study in {STUDIES}: name a run, a study, a job or a folder"
 JOBS_S = 5.0
-"""Seconds between looks for new jobs."""
+"""Seconds between searches for new jobs."""
 
 State = RunState | StudyState | JobState
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One thing that is shown."""
+    """One displayed run, study or job."""
 
     name: str
     reader: RunReader | StudyReader | JobReader
 
 
 class Jobs:
-    """The jobs of this user that are known here, by the run directories that they train in."""
+    """The known jobs of this user on this host, by run directory."""
 
     def __init__(self) -> None:
         self._looked = float("-inf")
         self._by_run: dict[str, JobRecord] = {}
 
     def of(self, run: Path) -> JobRecord | None:
-        """The newest job of a run, as it is now."""
+        """The current state of the newest job of a run."""
         if time.monotonic() - self._looked >= JOBS_S:
             self._looked = time.monotonic()
             self._by_run = {os.path.realpath(job.run_dir): job for job in known_jobs()}
@@ -49,23 +49,23 @@ class Jobs:
 
 
 def known_jobs() -> list[JobRecord]:
-    """All jobs, the oldest first; none where this user has no home."""
+    """All jobs, the oldest first; none if this user has no home directory."""
     with suppress(FileNotFoundError):
         return record.entries()
     return []
 
 
 def read(item: Item, jobs: Jobs, *, brief: bool = False) -> State:
-    """An item as it is now."""
+    """The current state of an item."""
     if isinstance(item.reader, RunReader):
         return item.reader.read(jobs.of(item.reader.path), brief=brief)
     return item.reader.read()
 
 
 def items_of(names: Sequence[str]) -> list[Item]:
-    """What is meant by names of runs, studies, folders of them, and jobs; by none the newest that lives, else all.
+    """The items for names of runs, studies, folders of them, and jobs. Without names: the newest active one, else all.
 
-    Raises ValueError where a name means nothing.
+    Raises ValueError for an unknown name.
     """
     if not names:
         return _newest()
@@ -74,9 +74,9 @@ def items_of(names: Sequence[str]) -> list[Item]:
 
 
 def everything() -> list[Item]:
-    """The runs in `runs` and the studies in `studies`, behind them what living jobs train elsewhere.
+    """The runs in `runs` and the studies in `studies`, then the runs of active jobs elsewhere.
 
-    Raises ValueError where there is nothing.
+    Raises ValueError if there are none.
     """
     items = [item for folder in (RUNS, STUDIES) for item in _in_folder(folder)]
     living = [item for job in known_jobs() if not job.is_over and job.is_here for item in _of_job(job)]
@@ -87,9 +87,9 @@ def everything() -> list[Item]:
 
 
 def finder(names: Sequence[str]) -> Callable[[], list[Item]]:
-    """What finds `items_of` names, or `everything`, whenever it is called: folders anew, what is in a bucket once.
+    """A function that returns `items_of` names, or `everything`: each call reads folders again, but buckets only once.
 
-    Raises ValueError where a name means nothing.
+    Raises ValueError for an unknown name.
     """
     distant = [item for name in names if is_url(name) for item in _named(name)]
     local = [name for name in names if not is_url(name)]
@@ -97,7 +97,7 @@ def finder(names: Sequence[str]) -> Callable[[], list[Item]]:
 
 
 def _of_job(job: JobRecord) -> list[Item]:
-    """What a job trains, by the name that it has from here, or itself."""
+    """The runs of a job, by relative name, or else the job itself."""
     run, here = Path(os.path.realpath(job.run_dir)), os.path.realpath(".")
     return _in_folder(run.relative_to(here) if run.is_relative_to(here) else Path(job.run_dir)) or [
         Item(name=job.run_id, reader=JobReader(job))
@@ -121,7 +121,7 @@ def _named(name: str) -> list[Item]:
 
 
 def _in_folder(folder: Path) -> list[Item]:
-    """The study or the run that a folder is, else those in it; the one that was written last first."""
+    """The study or the run in a folder, else those in its subfolders, the last written first."""
     if is_study(folder):
         return [Item(name=str(folder), reader=StudyReader(folder))]
     if is_run(folder):
@@ -133,7 +133,7 @@ def _in_folder(folder: Path) -> list[Item]:
 
 
 def _newest() -> list[Item]:
-    """What lives and was begun or written last; else all that there is here."""
+    """The runs of the newest active job, else the last written active run or study, else all here."""
     living = [job for job in known_jobs() if not job.is_over and job.is_here]
     if living:
         return _of_job(living[-1])

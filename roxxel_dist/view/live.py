@@ -1,4 +1,4 @@
-"""Frames on a terminal, again and again, and the keys of the person who looks."""
+"""Frames on a terminal, updated repeatedly, and keyboard input."""
 
 import contextlib
 import os
@@ -19,14 +19,14 @@ from roxxel_dist.view.items import Item, Jobs, State, read
 REFRESH_S, LIST_S = 1.0, 2.0
 """Seconds between readings of one item, and of a list."""
 POLL_S = 0.25
-"""Within which another size of the terminal is seen."""
+"""Seconds between checks for a key and a resized terminal."""
 SHARE = 0.01
-"""Of a core: what reading costs at most, where it takes long."""
+"""The largest share of a core for reading, if reading is slow."""
 NEXT, BEFORE = (b"n", b"j", b"\x1b[B"), (b"p", b"k", b"\x1b[A")
 
 
 def look_of(console: Console) -> Look:
-    """How frames are drawn on a terminal."""
+    """The display options for a terminal."""
     return Look(width=console.width, height=console.height, ascii_only=not console.encoding.startswith("utf"))
 
 
@@ -39,7 +39,7 @@ def show(console: Console, states: list[State]) -> None:
 
 
 def run(console: Console, items: list[Item]) -> None:
-    """Show the items until the person ends it, or Ctrl-C comes. Standard input and output are a terminal."""
+    """Show the items until the user quits or presses Ctrl-C. Standard input and output are a terminal."""
     jobs, opened, chosen, zoom = Jobs(), len(items) == 1, 0, False
     states: list[State] = []
     due, drawn = 0.0, (0, 0)
@@ -78,7 +78,7 @@ def _footer(count: int, opened: bool, zoom: bool) -> str:
 
 @contextlib.contextmanager
 def _keys_at_once() -> Iterator[None]:
-    """Keys come as they are pressed, and are not shown."""
+    """Within it, keys are read as they are pressed, without echo."""
     before = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin)
@@ -88,7 +88,7 @@ def _keys_at_once() -> Iterator[None]:
 
 
 def _key() -> bytes:
-    """The key that is pressed within a moment; nothing where none is. Raises EOFError where the terminal is gone."""
+    """The key that is pressed within `POLL_S`; empty if none is. Raises EOFError if the terminal is gone."""
     if not select.select([sys.stdin], [], [], POLL_S)[0]:
         return b""
     key = os.read(sys.stdin.fileno(), 16)

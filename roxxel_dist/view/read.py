@@ -20,7 +20,7 @@ from roxxel_dist.view.run import CheckpointState, PhaseSpan, RunReader
 class Columns(Mapping[str, np.ndarray]):
     """A table as a mapping: arrays of one length by name, in the order of the rows.
 
-    Columns of numbers are float64 with NaN where a row has no value, others are of objects with None there.
+    Columns of numbers are float64, with NaN for missing values; others are object arrays, with None.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -37,8 +37,8 @@ class Columns(Mapping[str, np.ndarray]):
         return len(self._columns)
 
     def to_pandas(self) -> Any:
-        """The same as a `pandas.DataFrame`. Raises ImportError where pandas is not installed."""
-        from importlib import import_module  # an optional package, which nothing here requires
+        """The same as a `pandas.DataFrame`. Raises ImportError if pandas is not installed."""
+        from importlib import import_module  # an optional package
 
         return import_module("pandas").DataFrame(self._columns)
 
@@ -53,11 +53,11 @@ def _column(values: Sequence[Any]) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """A run, as it was on disk when it was read."""
+    """A run, read from disk."""
 
     path: Path
     metrics: Columns
-    """A row a logged step: "step", "train_loss" and so on; NaN where a step has none, or one that is not finite."""
+    """A row for each logged step: "step", "train_loss" and so on; NaN if a value is missing or not finite."""
     config: Mapping[str, Any]
     """Its fields; empty for a run of a bare `Trainer`."""
     phases: tuple[PhaseSpan, ...]
@@ -66,25 +66,25 @@ class RunData:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyData:
-    """A study, as it was on disk when it was read."""
+    """A study, read from disk."""
 
     path: Path
     metric: str
     goal: str
     trials: Columns
-    """A row a trial: "trial", "state", "value", "seconds", "attempts", "reason", and its parameters by name."""
+    """A row for each trial: "trial", "state", "value", "seconds", "attempts", "reason", and its parameters by name."""
     best: int | None
-    """The number of the best trial; None before one has given a value."""
+    """The number of the best trial; None before any trial has a value."""
 
     def run(self, trial: int) -> RunData:
-        """The run of a trial. Raises ValueError where it is not on this disk, or was a program of another kind."""
+        """The run of a trial. Raises ValueError if it is not on this disk, or was another kind of program."""
         return read_run(self.path / studies.TRIALS / str(trial))
 
 
 def read_run(path: str | Path) -> RunData:
-    """Read a run directory, also while it trains; one in a bucket without its checkpoints.
+    """Read a run directory, also while it trains; from a bucket, without its checkpoints.
 
-    Raises ValueError where it is no run; the message names the nearest that is.
+    Raises ValueError if it is not a run; the message suggests the closest run.
     """
     folder = local_run(path)
     if not is_run(folder):
@@ -101,7 +101,7 @@ def read_run(path: str | Path) -> RunData:
 
 
 def read_study(path: str | Path) -> StudyData:
-    """Read the folder of a sweep, also while it is searched. Raises ValueError where it is none."""
+    """Read the folder of a sweep, also while it runs. Raises ValueError if it is not a sweep."""
     study = studies.read_study(path)
     names = ("state", "value", "seconds", "attempts", "reason")
     rows = [

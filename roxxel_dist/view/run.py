@@ -1,4 +1,4 @@
-"""A run as it is on disk, read again and again at a cost that does not grow with its length."""
+"""A run on disk, read repeatedly at a cost that does not grow with its length."""
 
 import json
 import os
@@ -19,16 +19,16 @@ from roxxel_dist.train.timeline import FINISHED, NAME, time_spent
 from roxxel_dist.view.tail import SAMPLES, Tail, sample
 
 END_BYTES = 256 << 10
-"""Of the metrics and of the timeline: what is read whole, from the end."""
+"""Bytes at the end of the metrics and of the timeline that are read completely."""
 VALIDATION_SAMPLES, VALIDATION_BYTES = 100, 256 << 10
-"""Rows with a validation are rare: places of a long file at which one is looked for, and bytes that are read there."""
+"""Rows with a validation are rare: places of a long file that are searched for one, and bytes read at each."""
 BRIEF = 8
-"""How many times less of the metrics is read for a line in a list."""
+"""A line in a list reads this many times fewer bytes of the metrics."""
 MAX_POINTS = 2000
 NO_CURVE = ("step", "digest")
-"""Of a row: what is no metric."""
+"""Keys of a row that are not metrics."""
 STATES = {"": "runs", "step": "in a step"}
-"""How the activity of a rank is called, where that is not its own name."""
+"""Displayed names of a rank's activities, if they differ."""
 
 Points = list[tuple[int, float]]
 
@@ -47,19 +47,19 @@ class PhaseSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """A rank that runs now."""
+    """A running rank."""
 
     rank: int
     host: str
     state: str
-    """"stopped" where the kernel does not run it, else what it does."""
+    """"stopped" if the process is stopped, otherwise its activity."""
     step: int
     behind: int
-    """Steps that it has entered less than the first rank."""
+    """Number of steps behind the first rank."""
     still_s: float | None
-    """Seconds for which it has done nothing new; None where nobody knows."""
+    """Seconds since its last progress; None if unknown."""
     ms_per_step: float | None
-    """Between two readings, so None in the first."""
+    """Measured between two readings, so None in the first."""
     slow: float | None
 
 
@@ -68,23 +68,23 @@ class CheckpointState:
     """A checkpoint on disk."""
 
     name: str
-    """Its step; with `.damaged` behind it, where it was set aside."""
+    """Its step; with the suffix `.damaged` if it was set aside."""
     step: int
     saved: float
     """Seconds since 1970."""
     digests: bool
-    """Whether it has a table of digests, which a restore compares."""
+    """Whether it has a table of digests, which a restore verifies."""
     set_aside: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """What is known of a run at one moment. Numbers that are not there are None."""
+    """The state of a run at one moment. Missing numbers are None."""
 
     name: str
     path: str
     state: str
-    """"training", "finished", "stopped", or what its job says of itself."""
+    """"training", "finished", "stopped", or the state of its job."""
     step: int = 0
     last_step: int | None = None
     row: Mapping[str, float]
@@ -94,19 +94,19 @@ class RunState:
     """(step, value) of each metric, thinned."""
     phases: tuple[PhaseSpan, ...] = ()
     realised: Mapping[str, float]
-    """Share of the rows of each data set that the current phase has read; empty where the plan is not on disk yet."""
+    """Share of each data set in the rows that the current phase has read; empty if the plan is not on disk yet."""
     ranks: tuple[RankState, ...] = ()
     job: str = ""
-    """Its newest job here."""
+    """Its newest job on this host."""
     attempts: int = 0
     """Processes that have trained in it."""
     restarts: tuple[Restart, ...] = ()
-    """Those of its newest job."""
+    """The restarts of its newest job."""
     spent: Mapping[str, float]
-    """Seconds by kind, as `time_spent` has them, of the last `spent_s` seconds that the timeline tells of."""
+    """Seconds by kind, from `time_spent`, of the last `spent_s` seconds of the timeline."""
     checkpoints: tuple[CheckpointState, ...] = ()
     updated: float = 0.0
-    """When a row was written last."""
+    """The time of the last row."""
 
     @property
     def losses(self) -> Points:
@@ -125,7 +125,7 @@ class RunState:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the end, at the rate of the newest row; of a run that trains."""
+        """Seconds to the end of a training run, at the rate of the newest row."""
         rate = self.row.get("tokens_per_s")
         if self.state != "training" or not rate or not self.phases:
             return None
@@ -137,13 +137,13 @@ class RunState:
 
     @property
     def goodput(self) -> float | None:
-        """The share of the time that was training, no step of it done before."""
+        """The share of time in training, without repeated steps."""
         total = sum(self.spent.values())
         return self.spent["training"] / total if total else None
 
 
 class MetricsTail:
-    """The curves of a `metrics.jsonl`: thinned where it is long, whole at its end, and continued as rows come."""
+    """The curves of a `metrics.jsonl`: thinned if it is long, complete at its end, and extended by new rows."""
 
     def __init__(self, path: Path, less: int = 1) -> None:
         self._tail, self._less = Tail(path, END_BYTES // less), less
@@ -154,7 +154,7 @@ class MetricsTail:
         self.curves: dict[str, Points] = {}
 
     def read(self) -> None:
-        """Take in the rows that have come."""
+        """Add the new rows."""
         rows = self._tail.objects()
         if self._tail.restarted:
             self._clear()
@@ -177,7 +177,7 @@ class MetricsTail:
 
 
 class RunReader:
-    """Reads one run; `read` as often as it is to be seen. `brief` leaves out what a line in a list does not show."""
+    """Reads one run; call `read` for each update. `brief` omits values that a line in a list does not show."""
 
     def __init__(self, path: Path, name: str = "") -> None:
         self.path: Path = path
@@ -188,7 +188,7 @@ class RunReader:
         self._rates = RankRates()
 
     def read(self, job: JobRecord | None = None, *, brief: bool = False) -> RunState:
-        """The run as it is now; `job` is its newest."""
+        """The current state of the run; `job` is its newest job."""
         metrics = self._brief if brief else self._full
         metrics.read()
         row, cursor = metrics.row, read_cursor(self.path)
@@ -236,18 +236,18 @@ class RunReader:
         return replace(now, spent=self._spent, attempts=attempts, realised=realised)
 
     def is_trained(self) -> bool:
-        """Whether somebody trains in it now."""
+        """Whether a process trains in it now."""
         return is_held(self.path, unknown=False)
 
 
 class RankRates:
-    """The ranks of a job, and how long a step takes each: seen from one reading to another."""
+    """The ranks of a job, and the time of a step in each, measured between readings."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[int, int], tuple[int, float]] = {}
 
     def read(self, job: JobRecord) -> tuple[RankState, ...]:
-        """The ranks that run now."""
+        """The running ranks."""
         now, ranks, most = time.time(), [], max((rank.step for rank in job.ranks), default=0)
         for rank in job.ranks:
             state = STATES.get(rank.activity, rank.activity)
@@ -283,7 +283,7 @@ def _thinned(points: Points) -> Points:
 
 
 def changed(path: Path) -> float:
-    """When a file was written last; 0 where it is not there."""
+    """The time of the last write of a file; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -310,7 +310,7 @@ def _checkpoints(folder: Path) -> tuple[CheckpointState, ...]:
 
 
 def _plan(run: Path, checkpoints: Sequence[CheckpointState]) -> tuple[Mapping[str, Any], float | None]:
-    """(`Plan.state`, the best val_loss) of the newest checkpoint that has one; empty where there is none."""
+    """(`Plan.state`, the best val_loss) of the newest checkpoint that has one; empty if there is none."""
     for checkpoint in reversed(checkpoints):
         if not checkpoint.set_aside:
             with suppress(OSError, ValueError, KeyError, TypeError):
@@ -344,7 +344,7 @@ def _phases_of(shapes: Sequence[Mapping[str, Any]]) -> tuple[PhaseSpan, ...]:
 
 
 def _planned(run: Path) -> tuple[PhaseSpan, ...]:
-    """The phases of the config, where all of them say their steps: of a run without a checkpoint."""
+    """The phases of the config, if all of them give their steps: for a run without a checkpoint."""
     return _phases_in(run / CONFIG, changed(run / CONFIG))
 
 
@@ -357,7 +357,7 @@ def _phases_in(config: Path, _changed: float) -> tuple[PhaseSpan, ...]:
 
 
 def _realised(plan: str, first: int, stop: int) -> Mapping[str, float]:
-    """Shares of the rows that steps [first, stop) have read."""
+    """Share of each data set in the rows of steps [first, stop)."""
     rows = _plan_of(plan).rows_read(first, stop)
     total = sum(rows.values())
     return {name: count / total for name, count in rows.items()} if total else {}
@@ -365,6 +365,6 @@ def _realised(plan: str, first: int, stop: int) -> Mapping[str, float]:
 
 @lru_cache(maxsize=16)
 def _plan_of(state: str) -> Any:
-    from roxxel_dist.curriculum.plan import Plan  # with numpy, which a frame without it does not wait for
+    from roxxel_dist.curriculum.plan import Plan  # imports numpy, which other frames do not need
 
     return Plan.from_state(json.loads(state))

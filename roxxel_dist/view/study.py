@@ -1,4 +1,4 @@
-"""A study as it is on disk, its journal read as it grows."""
+"""A study on disk, with its journal read as it grows."""
 
 import time
 from dataclasses import dataclass, replace
@@ -13,23 +13,23 @@ from roxxel_dist.view.tail import Tail
 
 @dataclass(frozen=True, kw_only=True)
 class StudyState:
-    """What is known of a study at one moment."""
+    """The state of a study at one moment."""
 
     study: Study
     state: str
     """"searching", or "stopped"."""
     workers: int
-    """Trials that run."""
+    """The number of running trials."""
     began: float | None
-    """When its first trial was started, in seconds since 1970."""
+    """The start of its first trial, in seconds since 1970."""
     left_s: float | None
-    """Seconds until `run_cap` trials have ended, as long as the trials so far took; None where nobody knows."""
+    """Seconds until `run_cap` trials have ended, at the mean duration so far; None if unknown."""
     steps_left: int | None
-    """Steps that the running trials have before them, if they go as far as the longest so far."""
+    """Remaining steps of the running trials, if they train as long as the longest so far."""
 
 
 class StudyReader:
-    """Reads one study; `read` as often as it is to be seen. Raises ValueError where its definition cannot be read."""
+    """Reads one study; call `read` for each update. Raises ValueError if its definition cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path: Path = path
@@ -37,7 +37,7 @@ class StudyReader:
         self._study = Study(path=path, sweep=StudyDir(path).sweep(), history=History())
 
     def read(self) -> StudyState:
-        """The study as it is now."""
+        """The current state of the study."""
         events = self._journal.objects()
         if self._journal.restarted:
             self._study = replace(self._study, history=History())
@@ -48,7 +48,7 @@ class StudyReader:
 
 
 def state_of(study: Study) -> StudyState:
-    """What is known of a study as it has been read."""
+    """The state of a study from its journal."""
     trials, running = list(study.history.trials.values()), list(study.history.running.values())
     held = is_held(study.path / LOCK, unknown=False)
     longest = max((_steps(trial) for trial in trials if trial.state == "done"), default=None)

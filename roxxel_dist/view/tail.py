@@ -1,4 +1,4 @@
-"""A file of lines that grows, read from its end on; and rows at even places of a long one. No line is read twice."""
+"""A growing file of lines, read from its end, and rows at even places of a long file. No line is read twice."""
 
 import json
 import os
@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Any
 
 SAMPLES, SAMPLE_BYTES = 300, 8 << 10
-"""Places of a long file at which a row is looked for, and the bytes that are read there."""
+"""Places of a long file that are searched for a row, and the bytes read at each."""
 
 
 class Tail:
-    """The whole lines that have come since the last call of `lines`.
+    """The complete lines that were added since the last call of `lines`.
 
     Args:
         path: the file, which need not exist.
-        limit: bytes of the end that the first call reads, and each call at most; all where not given.
+        limit: bytes at the end that a call reads at most; default: all.
 
     Attributes:
-        restarted: whether the last call began anew: the first one, a file that was replaced or cut, a limit passed.
-        start: the byte with which the last beginning was made.
+        restarted: whether the last call started again: the first call, a replaced or truncated file, or more than
+            `limit` new bytes.
+        start: the byte offset of the last start.
     """
 
     def __init__(self, path: Path, limit: int | None = None) -> None:
@@ -30,7 +31,7 @@ class Tail:
         self._torn, self._offset, self._inode = b"", 0, -1
 
     def lines(self) -> list[bytes]:
-        """The new lines, without their ends; none where there is no file."""
+        """The new lines, without line ends; none if there is no file."""
         self.restarted = False
         try:
             file = self.path.open("rb", buffering=0)
@@ -50,12 +51,12 @@ class Tail:
         return lines[1:] if self.restarted and self.start else lines
 
     def objects(self) -> list[dict[str, Any]]:
-        """The JSON objects of the new lines; what is none is passed over."""
+        """The JSON objects of the new lines; other lines are skipped."""
         return [row for line in self.lines() if (row := json_object(line)) is not None]
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:
-    """The object in a line; None where it holds no whole one."""
+    """The JSON object in a line; None if there is no complete one."""
     with suppress(ValueError):
         row = json.loads(line)
         return row if isinstance(row, dict) else None
@@ -63,7 +64,7 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def sample(path: Path, end: int, key: str = "", count: int = SAMPLES, size: int = SAMPLE_BYTES) -> list[dict[str, Any]]:
-    """Rows of a file of JSON lines, in order: at each of `count` even places before `end` the next one, with `key`."""
+    """Rows of a file of JSON lines, in order: the next row with `key` at each of `count` even places before `end`."""
     mark, rows, last = f'"{key}": '.encode() if key else b"", list[dict[str, Any]](), -1
     with path.open("rb", buffering=0) as file:
         for number in range(count):

@@ -1,4 +1,4 @@
-"""What a frame shows, as plain values for JSON."""
+"""The contents of a frame, as plain values for JSON."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from roxxel_dist.view.run import RunState
 
 
 def values(state: State) -> dict[str, Any]:
-    """The numbers behind a frame; what is not finite is None."""
+    """The numbers of a frame; values that are not finite become None."""
     if isinstance(state, RunState):
         more = {"left_s": state.left_s, "goodput": state.goodput, "phase": state.phase + 1 if state.phases else None}
         return {"kind": "run", **plain(dataclasses.asdict(state) | more)}
@@ -22,7 +22,7 @@ def values(state: State) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: None for what is not finite, text for what JSON does not know."""
+    """A value for JSON: None for numbers that are not finite, text for types that JSON does not have."""
     if isinstance(value, dict):
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""More text, or more tokens, for a data set that is there: new shards behind its last one, all of them or none."""
+"""Append text or tokens to an existing data set: new shards after its last one, all of them or none."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from roxxel_dist.objects.url import is_url
 
 SHARD_NAME = "shard_{:05d}.rox".format
 APPENDED = "appended"
-"""In build.json: the inputs of each append, in order."""
+"""The key in build.json of the inputs of each append, in order."""
 
 
 def append(
@@ -39,26 +39,26 @@ def append(
     workers: int | None = None,
     progress: bool = True,
 ) -> Roxxel:
-    """Add shards to a data set that `build` has made, and return the whole of it.
+    """Add shards to a data set of `build`, and return the whole data set.
 
-    The new shards have the tokenizer, the dtype and the document ending of the data set, and are compared with their
-    checksums before they appear. The shards that are there do not change. Inputs that were appended before, in the same
-    form, are not appended again.
+    The new shards have the tokenizer, the dtype and the document ending of the data set, and are verified with their
+    checksums before they appear. Existing shards do not change. Inputs that were appended before, in the same form, are
+    not appended again.
 
     Args:
         paths: texts or tokens, as `build` takes them.
-        out: the folder of the data set; of one that was built with `val_fraction` its folder `train` or `val`.
+        out: the folder of the data set; if it was built with `val_fraction`, its folder `train` or `val`.
         text_key: the key or column of the text in JSON lines, Parquet and saved data sets.
         include: patterns of the names of files to take from folders.
-        exclude: patterns of what to leave out.
-        dtype: of the tokens in headerless `.bin` files; uint16 where not given.
-        max_shard_bytes: bytes of tokens a shard; those of the build where not given.
-        workers: processes; None: one a core.
-        progress: say on stderr what is being done.
+        exclude: patterns of names to leave out.
+        dtype: of the tokens in headerless `.bin` files; default: uint16.
+        max_shard_bytes: bytes of tokens per shard; default: as in the build.
+        workers: processes; None: one per core.
+        progress: show progress on stderr.
 
     Raises:
         ValueError: there is no data set, it was not made by `build`, the inputs do not fit it, or the folder cannot be
-            written to. Then nothing was changed.
+            written to. In that case nothing has changed.
     """
     log, out = Progress(progress), _folder(out)
     sources = check_settings(paths, out, workers, 0)
@@ -79,7 +79,7 @@ def append(
     if added in record.get(APPENDED, []):
         log.line(f"{out} has these very inputs already: nothing to do")
         return Roxxel(out)
-    with staging(out, "build") as staged:  # the same lock as that of a build
+    with staging(out, "build") as staged:  # the same lock as for a build
         separator = last.metadata.separator
         options = inputs.options(tokenizer if corpus is not None else None, separator).continuing(last)
         items = _items(inputs, tokenizer, out / TOKENIZER_FILE, workers, log)
@@ -89,7 +89,7 @@ def append(
         if damage := list(find_damage(shards, Progress(False), workers)):
             raise ValueError(f"{damage[0]}: the disk did not store the shard correctly; nothing was changed")
         record[APPENDED] = [*record.get(APPENDED, []), added]
-        record.pop("fingerprint", None)  # the folder is no longer what `build` alone makes of its inputs
+        record.pop("fingerprint", None)  # the folder is no longer the result of `build` alone
         write_file(staged / BUILD_FILE, json.dumps(record, indent=1, sort_keys=True).encode())
         publish(staged, ())
     whole = Roxxel(out)

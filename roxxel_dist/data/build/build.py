@@ -51,40 +51,40 @@ def build(
     progress: bool = True,
     remote: RemoteConfig | None = None,
 ) -> Roxxel:
-    """Build a data set from text, or from the tokens of another system, and return it, or its split to train on.
+    """Build a data set from text, or from the tokens of another system, and return it, or its training split.
 
-    The result follows from the inputs and these settings alone; where `out` holds it already, it is returned at once. A
-    build that was killed goes on, when started again, behind its last finished shard and with the tokenizer that it had
-    trained; an interrupted or failed one leaves nothing.
+    The result depends only on the inputs and these settings; if `out` has it already, it is returned at once. If a
+    build was killed and you start it again, it continues after its last finished shard, with the tokenizer that it has
+    trained; an interrupted or failed build leaves no files.
 
     Args:
-        paths: text files, which are always taken, and folders, which are walked in sorted order. Hidden files and
-            folders, `__pycache__` and installed packages are left out, as are empty files and what is not UTF-8. A
-            text file is one document. JSON lines (`.jsonl`, `.jsonl.gz`), Parquet files and folders saved by Hugging
-            Face `datasets` have many. Or else: anything that `Roxxel` opens, whose documents are taken as they are.
-        out: the folder to fill with `tokenizer.json`, `shard_00000.rox` and so on, and `build.json`. It may be inside a
-            folder to read, and is left out there. In a bucket (`s3://…`) each shard is sent when it is whole, and the
-            index of the data set last; the cache of `remote` has the files until then.
-        tokenizer: "bpe", "byte" or "char" to train one, or what `Tokenizer.load` reads. With tokens: what made them.
-        vocab_size: ids in all; see `train_tokenizer`. With tokens: ids are below it.
+        paths: text files, which are always included, and folders, which are walked in sorted order. Hidden files and
+            folders, `__pycache__` and installed packages are left out, and so are empty files and files that are not
+            UTF-8. A text file is one document. JSON lines (`.jsonl`, `.jsonl.gz`), Parquet files and folders saved by
+            Hugging Face `datasets` have many. Or any path that `Roxxel` opens, whose documents are copied unchanged.
+        out: the folder to fill with `tokenizer.json`, `shard_00000.rox` and so on, and `build.json`. If it is inside an
+            input folder, it is not read. In a bucket (`s3://…`) each shard is sent when it is complete, and the index
+            of the data set last; until then the files are in the cache of `remote`.
+        tokenizer: "bpe", "byte" or "char" to train one, or a path for `Tokenizer.load`. With tokens: their tokenizer.
+        vocab_size: number of ids; see `train_tokenizer`. With tokens: ids are below it.
         eos: documents of text end with the tokenizer's end-of-text.
-        eos_token: what a ready-made tokenizer calls that, where its own files do not say it.
+        eos_token: the name of end-of-text in a ready-made tokenizer, if its own files do not give it.
         text_key: the key or column of the text in JSON lines, Parquet and saved data sets.
-        val_fraction: the share of documents to hold out, by their numbers alone; `out/train` and `out/val` are filled.
-        dtype: of the tokens in headerless `.bin` files; uint16 where not given.
+        val_fraction: the share of documents to hold out, chosen by their numbers; fills `out/train` and `out/val`.
+        dtype: of the tokens in headerless `.bin` files; default: uint16.
         include: patterns of the names of files to take from folders.
-        exclude: patterns of what to leave out, of the path from the folder named ("test/*") or of any name ("test").
-        max_shard_bytes: bytes of tokens a shard.
-        workers: processes, or threads to train a tokenizer; None: one a core. One encodes less than 8 MiB of text.
+        exclude: patterns to leave out, of the path below the given folder ("test/*") or of any name ("test").
+        max_shard_bytes: bytes of tokens per shard.
+        workers: processes, or threads to train a tokenizer; None: one per core. Less than 8 MiB of text uses one.
         overwrite: replace another data set in `out`.
-        progress: say on stderr what is being done.
-        remote: of an `out` in a bucket: where the files are made, and the time limit of the store.
+        progress: show progress on stderr.
+        remote: for an `out` in a bucket: the cache in which the files are made, and the time limit of the store.
 
     Raises:
         StoreError: the bucket of `out` cannot be used.
         FileNotFoundError: one of `paths`, or the tokenizer's file, does not exist.
-        ValueError: nothing to build from, a setting is wrong, an input is damaged, or `out` is an input, holds
-            something else or cannot be written to. Then nothing was changed.
+        ValueError: no inputs, a wrong setting, a damaged input, or `out` is an input, has other content or cannot be
+            written to. In that case nothing has changed.
     """
     for path in (paths,) if isinstance(paths, (str, os.PathLike)) else paths:
         check_local("a path of the data", path)
@@ -122,7 +122,7 @@ def _build(
     for folder in (out, *(out / split for split in SPLITS)):
         if folder.is_dir():
             finish_interrupted(folder)
-    # A build that was killed between its splits has one of them there: it is kept, and the other is made.
+    # A build that was killed between its splits keeps the finished one, and makes the other.
     missing = [split for split in inputs.splits if not _is_built(out / split, inputs)]
     if not missing:
         log.line(f"{out} holds this very data set already: nothing to do")
@@ -141,7 +141,7 @@ def _build(
         try:
             with interrupt.cleanup(lambda: shutil.rmtree(parts, ignore_errors=True)):
                 _make(parts, missing, inputs, workers, log, finished)
-                # The split to validate with first: one to train on that is there is complete.
+                # The validation split first: if the training split exists, the data set is complete.
                 for split in sorted({*missing, *(split for split in replaced if replaced[split])}, reverse=True):
                     with staging(out / split, "build") if split else nullcontext(staged) as target:
                         if split in missing:
@@ -159,9 +159,9 @@ def _make(
     log: Progress,
     finished: Callable[[str, Path], None],
 ) -> None:
-    """Fill a folder with the tokenizer and the shards, beginning where a build that was killed had come to.
+    """Fill a folder with the tokenizer and the shards, continuing from the last shard of a killed build.
 
-    `finished` is given the split and the path of each shard when it is whole.
+    `finished` is called with the split and the path of each complete shard.
     """
     record, path = inputs.record(), parts / TOKENIZER_FILE
     if not (parts / BUILD_FILE).is_file() or (parts / BUILD_FILE).read_bytes() != record:
@@ -199,7 +199,7 @@ def _make(
 
 
 def _tokenizer(inputs: BuildInputs, path: Path, workers: int, log: Progress) -> Tokenizer | None:
-    """The tokenizer, given or trained or of a build that was ended, at `path` too; None where tokens are copied."""
+    """The tokenizer, given, trained, or from a killed build, also saved at `path`; None if tokens are copied."""
     tokenizer = inputs.tokenizer
     if tokenizer is None and inputs.corpus is not None:
         if path.is_file():
@@ -216,7 +216,7 @@ def _tokenizer(inputs: BuildInputs, path: Path, workers: int, log: Progress) -> 
 
 
 def _finished(folder: Path) -> Metadata | None:
-    """The last of the shards that a build which was killed had finished; what is behind it is removed."""
+    """The last finished shard of a killed build; files after it are removed."""
     last: Shard | None = None
     with suppress(ValueError, FileNotFoundError):
         for index in itertools.count():
@@ -231,7 +231,7 @@ def _finished(folder: Path) -> Metadata | None:
 
 
 def _move(parts: Path, split: str, target: Path, inputs: BuildInputs) -> None:
-    """Bring the finished files of a split to the folder that is published."""
+    """Move the finished files of a split to the folder that is published."""
     for path in (parts / TOKENIZER_FILE, parts / CONFIG_FILE):
         if path.exists():
             write_file(target / path.name, path.read_bytes())
@@ -246,7 +246,7 @@ def _files_of(folder: Path) -> list[str]:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: name a folder for the shards")
     shards = [path.name for path in folder.glob("*.rox")]
-    # A folder `train` of somebody else's, with a tokenizer and no data, is nothing of ours.
+    # A folder `train` with a tokenizer and no data is not from a build.
     if folder.name in SPLITS and not shards:
         return []
     beside = (TOKENIZER_FILE, CONFIG_FILE, BUILD_FILE)
@@ -254,7 +254,7 @@ def _files_of(folder: Path) -> list[str]:
 
 
 def _is_built(folder: Path, inputs: BuildInputs) -> bool:
-    """Whether the data set in a folder came from this very build, by its `build.json`, and was not changed since."""
+    """Whether the data set in a folder comes from the same build, by its `build.json`, and is unchanged."""
     try:
         record = json.loads((folder / BUILD_FILE).read_bytes())
         with Roxxel(folder) as dataset:

@@ -1,7 +1,7 @@
 """Documents of a corpus: text files, and JSON lines, Parquet and Arrow files, which hold many documents each.
 
-The files are found in a fixed order, hashed, and read one document after another; those of many documents are never in
-memory whole. Empty and missing (null) texts are left out.
+The files are found in a fixed order, hashed, and read one document after another; files with many documents are never
+loaded whole. Empty and missing (null) texts are left out.
 """
 
 import gzip
@@ -40,9 +40,9 @@ ROWS_A_BATCH = 256
 PIECE_CHARACTERS = 1 << 18
 _CUT = re.compile(r"[!-~]\n(?=[!-~])")
 NAME_THE_KEY = "Name the key of the text: `roxxel-dist data build PATH --out DIR --text_key KEY`"
-"""What to do where a text is not found; `train` itself has no such option."""
+"""The fix if a text is not found; `train` itself has no such option."""
 Documents = Iterator[tuple[str, int]]
-"""(text, bytes of the file read since the document before)."""
+"""(text, bytes of the file read since the previous document)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TextFile:
 
     path: Path
     name: str
-    """Its path from the folder that was named, with `/`; the file's own name where the file was named."""
+    """Its path below the given folder, with `/`; the file's name if the file was given."""
     size: int
     digest: int
     kind: str
@@ -59,12 +59,13 @@ class TextFile:
     changed_ns: int
 
     def documents(self, text_key: str) -> Documents:
-        """Its documents, in order; ValueError where it has changed since it was found, or is not what its name says."""
+        """Its documents, in order; ValueError if it has changed since it was found, or has another format than its
+        name."""
         if self.kind == "text":
             data = self.path.read_bytes()
             same = checksum(data) == self.digest
             if same:
-                yield data.decode("utf-8-sig"), self.size  # a byte order mark is no text
+                yield data.decode("utf-8-sig"), self.size  # a byte order mark is not text
         else:
             readers = {"jsonl": read_json_lines, "parquet": read_parquet, "arrow": read_arrow}
             yield from readers[self.kind](self.path, text_key)
@@ -80,7 +81,7 @@ class Corpus:
 
     files: tuple[TextFile, ...]
     left_out: tuple[str, ...]
-    """What was left out, in words: how many files, and why."""
+    """The skipped files as text: how many, and why."""
 
     @property
     def size(self) -> int:
@@ -89,7 +90,7 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """32 hex digits that follow from the names and contents of the files and from their order."""
+        """32 hex digits that depend on the names and contents of the files and on their order."""
         content = [[file.name, file.size, file.digest] for file in self.files]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
@@ -100,7 +101,7 @@ class Corpus:
 
 
 def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence[str], out: Path) -> Corpus:
-    """Find and read once the files that a build is made of; see `build`. The folder `out` is not looked into."""
+    """Find the input files of a build and read them once; see `build`. The folder `out` is skipped."""
     names: dict[Path, str] = {}
     passed_by: set[Path] = set()
     for path in paths:
@@ -149,7 +150,7 @@ def kind_of(name: str) -> str:
 
 
 def _text_file(path: Path, name: str) -> TextFile | None:
-    """A file with its digest; None where it should be text and is not UTF-8."""
+    """A file with its digest; None for a text file that is not UTF-8."""
     kind, status = kind_of(name), path.stat()
     if kind == "text":
         data = path.read_bytes()
@@ -193,7 +194,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def saved_data_set(folder: Path) -> list[Path] | None:
-    """The Arrow files of a folder that `save_to_disk` of Hugging Face `datasets` made, in order; None for others."""
+    """The Arrow files of a folder from `save_to_disk` of Hugging Face `datasets`, in order; None for other folders."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
         raise ValueError(f"{folder} holds several data sets ({', '.join(splits)}): name one, as {folder / 'train'}")
@@ -215,12 +216,12 @@ def saved_data_set(folder: Path) -> list[Path] | None:
 
 
 def read_json_lines(path: Path, key: str) -> Documents:
-    """The texts of a file with one JSON object a line, which may be gzipped. Blank lines are passed over."""
+    """The texts of a file with one JSON object per line, which may be gzipped. Blank lines are skipped."""
     with _damage_named(path), path.open("rb") as raw:
         lines: Any = gzip.GzipFile(fileobj=raw) if raw.peek(2).startswith(b"\x1f\x8b") else raw
         before = read = 0
         for number, line in enumerate(lines, 1):
-            # A plain file's position cannot be told while it is iterated; a zipped one's bytes are not the line's.
+            # tell() fails while iterating over a plain file; a gzipped file has fewer bytes than its lines.
             read = read + len(line) if lines is raw else raw.tell()
             if line.isspace():
                 continue
@@ -249,7 +250,8 @@ def read_parquet(path: Path, key: str) -> Documents:
 
 
 def read_arrow(path: Path, key: str) -> Documents:
-    """The texts in one column of an Arrow stream file, as `datasets` saves them (`pyarrow.dataset` reads none)."""
+    """The texts in one column of an Arrow stream file, as `datasets` saves them (`pyarrow.dataset` cannot read
+    them)."""
     with (
         _damage_named(path),
         _pyarrow("pyarrow", path).OSFile(str(path)) as source,
@@ -260,7 +262,7 @@ def read_arrow(path: Path, key: str) -> Documents:
 
 
 def _rows(batches: Any, key: str, path: Path, position: Callable[[int], int]) -> Documents:
-    """The texts of record batches; `position` tells the bytes read up to a row."""
+    """The texts of record batches; `position` gives the bytes read up to a row."""
     row = before = 0
     for batch in batches:
         for start in range(0, batch.num_rows, ROWS_A_BATCH):
@@ -305,7 +307,7 @@ def _pyarrow(module: str, path: Path) -> Any:
 def _damage_named(path: Path) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # what gzip and pyarrow raise for damage is of many kinds
+    except Exception as error:  # gzip and pyarrow raise many kinds of errors for damage
         if isinstance(error, ValueError) and str(path) in str(error):
             raise
         what = " ".join(str(error).split())[:300]
@@ -315,8 +317,9 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """A long text in pieces of about 2^18 characters, so that one long document uses all cores and little memory."""
-    # Behind a newline between two visible ASCII characters byte-level BPE always ends a word: the ids are the text's.
+    """A long text in pieces of about 2^18 characters, so that a single long document uses all cores and little
+    memory."""
+    # Byte-level BPE always ends a word after a newline between two visible ASCII characters, so the ids do not change.
     start = 0
     while len(text) - start > PIECE_CHARACTERS and (cut := _CUT.search(text, start + PIECE_CHARACTERS)):
         yield text[start : cut.end()]

@@ -2,8 +2,8 @@
 
 A worker process (this module as a program) encodes with one thread. That costs less CPU time than `encode_batch` on the
 threads of the `tokenizers` library (`benchmarks/data_build.py`), and ids become arrays in parallel too. Its messages
-are pickles through its stdin and stdout; a few batches a worker are in memory at a time. It is no pool of
-`concurrent.futures`, whose processes run the caller's main program again and outlive a caller that is killed
+are pickles through its stdin and stdout; a few batches per worker are in memory at a time. It is not a pool of
+`concurrent.futures`, because those processes run the caller's main program again and outlive a killed caller
 (decisions.md: workers of a build).
 """
 
@@ -30,10 +30,10 @@ from roxxel_dist.data.token_types import smallest_dtype
 
 BATCH_CHARACTERS = 1 << 20
 PARALLEL_BYTES = 8 << 20
-"""Texts smaller than this are encoded in this process: starting others would take longer."""
+"""Texts smaller than this are encoded in this process, because starting workers would take longer."""
 END_LIMIT_S = 10.0
 Batch = list[tuple[str, bool, int]]
-"""(a document or a piece of one, whether the document ends with it, the bytes that it took to read)."""
+"""(a document or a piece of one, whether the document ends with it, the bytes read for it)."""
 
 
 def encode_documents(
@@ -45,8 +45,8 @@ def encode_documents(
 ) -> Iterator[np.ndarray]:
     """The ids of each document [tokens], in the smallest dtype that holds them.
 
-    The documents are (text, bytes that it took to read); `advance` is called with the bytes of every one that is done.
-    The tokenizer is saved at `path`, for the workers; with less than 2 of them one thread of this process encodes.
+    The documents are (text, bytes read for it); `advance` is called with the bytes of every finished document. The
+    tokenizer is saved at `path`, for the workers; with fewer than 2 workers one thread of this process encodes.
     """
     dtype = smallest_dtype(tokenizer.vocab_size)
     parts: list[np.ndarray] = []
@@ -63,16 +63,16 @@ def encode_documents(
 
 
 def train_on(kind: Kind, texts: Iterator[str], vocab_size: int | None, threads: int, *, progress: bool) -> Tokenizer:
-    """`train_tokenizer` on a number of threads, in a worker; in this process if it is 0 and no bar is to be seen.
+    """`train_tokenizer` with some threads, in a worker; in this process if `threads` is 0 and no bar is shown.
 
-    The bars of the `tokenizers` library write newlines to stdout, which is the caller's.
+    The bars of the `tokenizers` library write newlines to stdout, which belongs to the caller.
     """
     progress = progress and sys.stderr.isatty()
     if kind != "bpe" or not (threads or progress):
         with _one_thread():
             return train_tokenizer(kind, texts, vocab_size)
     with _worker(max(1, threads), "train", str(vocab_size or ""), *["bar"] * progress) as worker:
-        with suppress(BrokenPipeError):  # it has ended, which its answer tells
+        with suppress(BrokenPipeError):  # it has ended; reading its answer raises the error
             for batch in _batches(((text, 0) for text in texts), whole=True):
                 _send(worker.stdin, [text for text, _, _ in batch])
         return Tokenizer(tokenizers.Tokenizer.from_buffer(_answer(worker, [])))
@@ -101,7 +101,7 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[bytes]:
 
 def _encode_here(batches: Iterator[Batch], tokenizer: Tokenizer) -> Generator[tuple[Batch, list[bytes]], None, None]:
     for batch in batches:
-        with _one_thread():  # around each batch: the caller may do anything between two
+        with _one_thread():  # around each batch: between batches the caller may do anything
             encoded = _encode(tokenizer, [text for text, _, _ in batch])
         yield batch, encoded
 
@@ -144,7 +144,7 @@ def _worker(threads: int, *words: str) -> Iterator["subprocess.Popen[bytes]"]:
             with interrupt.cleanup(process.kill):
                 yield process
         except BaseException:
-            process.kill()  # it may train for minutes before it looks at its stdin again
+            process.kill()  # it may train for minutes before it reads its stdin again
             raise
         finally:
             try:
@@ -162,10 +162,10 @@ def _send(stream: IO[bytes] | None, message: object) -> None:
 
 
 def _answer(worker: "subprocess.Popen[bytes]", texts: list[str]) -> Any:
-    """What a worker makes of some texts. Raises ValueError as it does, and RuntimeError where it has ended."""
+    """The result of a worker for some texts. Raises the worker's ValueError, and RuntimeError if it has ended."""
     assert worker.stdout
     try:
-        with suppress(BrokenPipeError):  # it has ended, which its answer tells
+        with suppress(BrokenPipeError):  # it has ended; reading its answer raises the error
             _send(worker.stdin, texts)
         result, error = pickle.load(worker.stdout)
     except (EOFError, pickle.UnpicklingError) as ended:
@@ -179,7 +179,7 @@ def _answer(worker: "subprocess.Popen[bytes]", texts: list[str]) -> Any:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The `tokenizers` library looks at this variable at every call, and only once at the number of its threads."""
+    """The `tokenizers` library reads this variable at every call, but the number of its threads only once."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -191,9 +191,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def main(words: list[str]) -> None:
-    """A worker: `encode TOKENIZER_FILE` lists of texts, or `train VOCAB_SIZE [bar]` on all up to an empty one.
+    """A worker: `encode TOKENIZER_FILE` lists of texts, or `train VOCAB_SIZE [bar]` on all lists up to an empty one.
 
-    The answers are (result, None), and (None, message of a ValueError), with which it ends.
+    The answers are (result, None), or (None, message of a ValueError), after which it ends.
     """
     # Ctrl-C reaches every process of the terminal; the caller ends this one by closing its stdin.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""What a build is made from: the inputs found, the settings checked, and the documents in their order."""
+"""The inputs of a build: the files, the checked settings, and the documents in order."""
 
 import json
 import os
@@ -23,12 +23,12 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True, kw_only=True)
 class BuildInputs:
-    """What a build is made from, and the settings that decide its result."""
+    """The inputs of a build, and the settings that decide its result."""
 
     corpus: Corpus | None
     tokens: Roxxel | None
     tokenizer: Tokenizer | None
-    """None: one has to be trained, or there is none for tokens."""
+    """None: to be trained, or not given for tokens."""
     kind: str
     vocab_size: int | None
     eos: bool
@@ -43,7 +43,7 @@ class BuildInputs:
 
     @property
     def source(self) -> Roxxel:
-        """The tokens, where it is not a corpus."""
+        """The tokens, if the input is not a corpus."""
         assert self.tokens is not None
         return self.tokens
 
@@ -53,19 +53,19 @@ class BuildInputs:
         return self.corpus.size if self.corpus else sum(shard.tokens.nbytes for shard in self.source.shards)
 
     def record(self, **more: str) -> bytes:
-        """What decides the result, as JSON; kept beside it to know it again."""
+        """Everything that decides the result, as JSON; saved beside the result to recognize it later."""
         inputs = {"fingerprint": self.source.fingerprint} if self.corpus is None else {
             "bytes": self.corpus.size, "digest": self.corpus.digest, "files": len(self.corpus.files)
         }  # fmt: skip
         ready = self.tokenizer.fingerprint if self.tokenizer else self.kind
-        # A tokenizer that is still to be trained has its end-of-text in its kind.
+        # For a tokenizer that is not trained yet, its kind determines the end-of-text.
         ending = self.tokenizer.eos_id if self.tokenizer and self.eos and self.corpus else self.eos
         names = ("max_shard_bytes", "text_key", "val_fraction", "vocab_size")
         settings = {name: getattr(self, name) for name in names} | {"tokenizer": ready, "eos": ending}
         return json.dumps({"inputs": inputs, "settings": settings} | more, indent=1, sort_keys=True).encode()
 
     def options(self, tokenizer: Tokenizer | None, separator: int | float | None) -> WriteOptions:
-        """How the shards are written: with the vocabulary of the tokenizer, or else of the tokens that are copied."""
+        """The options to write shards: with the vocabulary of the tokenizer, or else of the copied tokens."""
         known = tokenizer or self.source
         return WriteOptions(
             separator=separator,
@@ -75,14 +75,14 @@ class BuildInputs:
         )
 
     def in_split(self, split: str, number: int) -> bool:
-        """Whether document `number` belongs to a split: decided by its number alone."""
+        """Whether document `number` belongs to a split; only its number decides."""
         if not self.val_fraction:
             return True
         drawn = xxhash.xxh3_64_intdigest(number.to_bytes(8, "little")) / 2**64
         return (drawn < self.val_fraction) == (split == "val")
 
     def texts(self, split: str, skipped: int = 0) -> Iterator[tuple[str, int]]:
-        """The texts of a split without the first `skipped`, with the bytes read since the one before."""
+        """The texts of a split without the first `skipped`, with the bytes read since the previous one."""
         assert self.corpus is not None
         read, number = 0, -1
         for file in self.corpus.files:
@@ -95,7 +95,7 @@ class BuildInputs:
                         read = 0
 
     def arrays(self, split: str, skipped: int, advance: Callable[[int], None]) -> Iterator[np.ndarray]:
-        """The same for tokens; `advance` is called with the bytes of every document that is done."""
+        """The same for tokens; `advance` is called with the bytes of every finished document."""
         for number, document in enumerate(self.source.read_documents()):
             if self.in_split(split, number):
                 skipped -= 1
@@ -107,7 +107,7 @@ class BuildInputs:
 def check_settings(
     paths: PathLike | Sequence[PathLike], out: Path, workers: int | None, val_fraction: float
 ) -> list[Path]:
-    """The paths to read as a list. Raises ValueError where a setting cannot be used, or a folder is read and filled."""
+    """The input paths as a list. Raises ValueError for an invalid setting, or if a folder is both input and output."""
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers}: processes, at least 1, or None for all cores")
     if not 0 <= val_fraction < 1:
@@ -126,7 +126,7 @@ def check_settings(
 def find_inputs(
     sources: list[Path], include: Sequence[str], exclude: Sequence[str], out: Path, dtype: Any, progress: Progress
 ) -> tuple[Roxxel | None, Corpus | None]:
-    """The tokens or the texts that the paths name, for a build into the folder `out`; one of the two is None."""
+    """The tokens or the texts at the paths, for a build into the folder `out`; one of the two is None."""
     kinds = [is_tokens(path) and not (path.is_dir() and has_text(path)) for path in sources]
     if all(kinds) and sources:
         tokens = Roxxel([str(path) for path in sources] if len(sources) > 1 else sources[0], dtype=dtype)
@@ -141,7 +141,7 @@ def find_inputs(
 
 
 def load_tokenizer(tokenizer: PathLike, vocab_size: int | None, eos_token: str | None) -> Tokenizer | None:
-    """The tokenizer that a path names, or None where it is a kind to train."""
+    """The tokenizer at a path, or None for a kind to train."""
     if str(tokenizer) in get_args(Kind):
         if eos_token is not None:
             raise ValueError(f"eos_token={eos_token}: a trained tokenizer has its own; leave eos_token out")

@@ -1,4 +1,4 @@
-"""Progress of a long piece of work on stderr: a bar on a terminal, a few plain lines elsewhere."""
+"""Progress of a long operation on stderr: a bar on a terminal, a few plain lines elsewhere."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ class Progress:
 
     @contextmanager
     def bar(self, text: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Show how much of `total` is done; the function given takes how much more has been done."""
+        """Show how much of `total` is done; call the yielded function with each increment."""
         if self.enabled and sys.stderr.isatty():
             from rich import console, progress
 

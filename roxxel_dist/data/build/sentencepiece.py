@@ -15,9 +15,9 @@ KEY = "sentencepiece"
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model, with the ids that its library gives. It is saved whole, inside one JSON file.
+    """A SentencePiece model, with the ids of its library. It is saved whole, inside one JSON file.
 
-    `eos_token` is the piece that ends a document, None for the model's own; `path` is for messages.
+    `eos_token` is the piece that ends a document, None for the model's default; `path` is for messages.
     """
 
     def __init__(self, model: bytes, eos_token: str | None, path: Path) -> None:
@@ -64,7 +64,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def eos_id(self) -> int:
-        """The id that ends a document. ValueError where the model has no such piece."""
+        """The id that ends a document. ValueError if the model has no such piece."""
         if self._eos_token is None and self._processor.eos_id() >= 0:
             return self._processor.eos_id()
         number = self._processor.PieceToId(self._eos_token or "")
@@ -80,17 +80,17 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits that follow from the model alone."""
+        """32 hex digits that depend only on the model."""
         return hashlib.blake2b(self._model, digest_size=16).hexdigest()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model and the name of end-of-text in one instant, as JSON that `Tokenizer.load` reads."""
+        """Write the model and the name of end-of-text atomically, as JSON that `Tokenizer.load` reads."""
         packed = {KEY: base64.b64encode(self._model).decode(), "eos_token": self._eos_token}
         write_file(Path(path), json.dumps(packed).encode())
 
 
 def load(data: bytes, eos_token: str | None, path: Path) -> SentencePieceTokenizer | None:
-    """The tokenizer of a `.model` file, or of what `save` wrote; None where the bytes are something else."""
+    """The tokenizer in a `.model` file, or in a file of `save`; None for other bytes."""
     if path.suffix == ".model":
         return SentencePieceTokenizer(data, eos_token, path)
     if not data.startswith(b'{"' + KEY.encode()):

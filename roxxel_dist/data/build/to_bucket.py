@@ -1,4 +1,4 @@
-"""A build whose data set goes to a bucket: made in a folder of the cache, sent shard by shard, and indexed last."""
+"""A build into a bucket: the files are made in a folder of the cache, sent shard by shard, and indexed last."""
 
 import json
 import os
@@ -32,14 +32,14 @@ FIRST = "00000" + ENDING
 
 @dataclass(frozen=True, kw_only=True)
 class BucketOut:
-    """Where a build goes.
+    """The destination of a build in a bucket.
 
     Attributes:
         store: the prefix of the data set.
-        folder: of this host, where it is made; gone when it is in the bucket.
-        shards: the names of those that are in the bucket.
-        is_whole: whether a data set in the bucket has an index.
-        config: how the bucket is read.
+        folder: the folder on this host where it is made; removed once the data set is in the bucket.
+        shards: names of the shards in the bucket.
+        is_whole: whether the data set in the bucket has an index.
+        config: settings to read the bucket.
     """
 
     store: ObjectStore
@@ -50,7 +50,7 @@ class BucketOut:
 
     @classmethod
     def open(cls, url: str | os.PathLike[str], config: RemoteConfig) -> "BucketOut":
-        """The place of a build. Raises StoreError where the bucket cannot be used."""
+        """The destination at an address. Raises StoreError if the bucket cannot be used."""
         store = ObjectStore.open(url, timeout_s=config.store_timeout)
         cache = Path(config.cache_dir).expanduser().absolute() if config.cache_dir else cache_folder()
         folder = cache / BUILDS / xxhash.xxh3_64_hexdigest(str(store.url).encode())
@@ -60,7 +60,7 @@ class BucketOut:
         return cls(store=store, folder=folder, shards=shards, is_whole=is_whole, config=config)
 
     def holds(self, split: str, record: Callable[..., bytes]) -> bool:
-        """Whether a split is in the bucket, by its `build.json`; `record` makes that of its fingerprint."""
+        """Whether a split is in the bucket, by its `build.json`; `record` makes that file from the fingerprint."""
         try:
             data = self.store.read(f"{split}/{BUILD_FILE}".lstrip("/"))
             with self.opened(split) as dataset:
@@ -73,7 +73,7 @@ class BucketOut:
         return Roxxel(str(self.store.url.join(split)), remote=self.config)
 
     def check_free(self) -> None:
-        """Raises ValueError where a data set is there, and no build into it was begun on this host."""
+        """Raises ValueError if the bucket has a data set, and no build into it was started on this host."""
         if self.is_whole or (self.shards and not self.folder.exists()):
             which = ", ".join(self.shards[:3])
             raise ValueError(
@@ -83,9 +83,9 @@ class BucketOut:
 
     @contextmanager
     def sending(self, log: Progress) -> Iterator[Callable[[str, Path], None]]:
-        """What is built within it is in the bucket at the end; the function given takes shards that are whole.
+        """Send a build made within it to the bucket; call the yielded function with each complete shard.
 
-        A build that fails leaves no objects that it has sent.
+        If the build fails, the objects that it has sent are deleted.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         sent: list[str] = []
@@ -98,7 +98,7 @@ class BucketOut:
             try:
                 if not is_away.is_set():
                     sender.send(name, path)
-            except OSError:  # it is sent at the end, and what keeps it from that is an error then
+            except OSError:  # it is sent again at the end, where a failure is an error
                 is_away.set()
 
         def finished(split: str, path: Path) -> None:

@@ -1,11 +1,10 @@
 """Text to token ids and back. Every kind is one `tokenizer.json` of the Hugging Face `tokenizers` library.
 
 - `bpe`: byte-level byte-pair encoding, trained on the corpus. Any text comes back from its ids unchanged.
-- `byte`: the same without merges; an id is a byte of the text's UTF-8.
+- `byte`: the same without merges; an id is a byte of the text in UTF-8.
 - `char`: an id is a character of the corpus; other characters are refused.
 
-The last id of each is `<|endoftext|>`, which ends a document. Those letters inside a text are text: they never become
-that id.
+The last id of each is `<|endoftext|>`, which ends a document. The same letters in a text never become that id.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ from roxxel_dist.cluster.durable import write_file
 Kind = Literal["char", "byte", "bpe"]
 EOS = "<|endoftext|>"
 EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>")
-"""What end-of-text is called in ready-made tokenizers."""
+"""The names of end-of-text in ready-made tokenizers."""
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 TOKENIZER_NAMES = (TOKENIZER_FILE, "tokenizer.model")
 NAME_THE_END = "Name one that it has: `roxxel-dist data build PATH --out DIR --tokenizer FILE --eos_token TOKEN`"
@@ -39,7 +38,7 @@ class Tokenizer:
         self._eos_token = eos_token
         inner.no_truncation()
         inner.no_padding()
-        # The library does not keep this one in the file.
+        # The library does not save this setting in the file.
         inner.encode_special_tokens = True
         self._described: dict[str, Any] = json.loads(inner.to_str())
         self.kind: str = _kind(self._described)
@@ -47,7 +46,7 @@ class Tokenizer:
 
     @property
     def cuttable(self) -> bool:
-        """Whether the ids of a text are those of its pieces (`corpus.pieces`), one behind the other."""
+        """Whether the ids of a text equal the concatenated ids of its pieces (`documents.pieces`)."""
         splitter = self._described["pre_tokenizer"] or {}
         plain = splitter.get("type") == "ByteLevel" and not splitter["add_prefix_space"] and splitter["use_regex"]
         ours = plain and self._described["model"]["type"] == "BPE" and not self._described["added_tokens"][1:]
@@ -92,7 +91,7 @@ class Tokenizer:
 
     @property
     def text_start(self) -> list[int]:
-        """The ids that a ready-made tokenizer's post-processor puts before a text, such as that of `<s>`; none of ours.
+        """The ids that the post-processor of a ready-made tokenizer puts before a text, such as `<s>`; ours have none.
 
         `encode` leaves them out: they are for the prompt of a model that was trained with them.
         """
@@ -104,7 +103,7 @@ class Tokenizer:
 
     @property
     def eos_token(self) -> str:
-        """Name of the token that ends a document. ValueError where it has none of the name given or the usual."""
+        """Name of the token that ends a document. ValueError if it has no token of the given or the usual names."""
         names = EOS_NAMES if self._eos_token is None else (self._eos_token,)
         for name in names:
             if self._inner.token_to_id(name) is not None:
@@ -122,7 +121,7 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits that follow from the tokenizer's file alone."""
+        """32 hex digits that depend only on the tokenizer's file."""
         return hashlib.blake2b(self._inner.to_str().encode(), digest_size=16).hexdigest()
 
     def to_json(self) -> bytes:
@@ -130,7 +129,7 @@ class Tokenizer:
         return self._inner.to_str(pretty=True).encode()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `tokenizer.json`; where end-of-text has none of the usual names, `tokenizer_config.json` beside it."""
+        """Write `tokenizer.json`; if end-of-text has an unusual name, also `tokenizer_config.json`."""
         path = Path(path)
         if self._eos_token not in (None, *EOS_NAMES[:1]):
             write_file(path.with_name(CONFIG_FILE), json.dumps({"eos_token": self._eos_token}).encode())
@@ -141,10 +140,10 @@ class Tokenizer:
         """Read a tokenizer without a network.
 
         Args:
-            path: a `tokenizer.json` of the `tokenizers` library or what `save` wrote; a SentencePiece `.model`; or a
-                Hugging Face folder with one of them (`tokenizer.json`, else `tokenizer.model`).
-            eos_token: the name of end-of-text. None: as `tokenizer_config.json` or `special_tokens_map.json` beside it
-                says, or else the first of the usual names that it has.
+            path: a `tokenizer.json` of the `tokenizers` library or from `save`; a SentencePiece `.model`; or a Hugging
+                Face folder with one of them (`tokenizer.json`, else `tokenizer.model`).
+            eos_token: the name of end-of-text. None: the name in `tokenizer_config.json` or `special_tokens_map.json`
+                beside it, or else the first of the usual names that it has.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -167,7 +166,7 @@ class Tokenizer:
 
 
 def _named_eos(path: Path) -> str | None:
-    """What the files beside a tokenizer call end-of-text."""
+    """The name of end-of-text in the files beside a tokenizer."""
     for name in (CONFIG_FILE, "special_tokens_map.json"):
         beside = path.with_name(name)
         if not beside.is_file():
@@ -185,14 +184,14 @@ def _named_eos(path: Path) -> str | None:
 def train_tokenizer(
     kind: Kind, texts: Iterable[str], vocab_size: int | None = None, *, progress: bool = False
 ) -> Tokenizer:
-    """Make a tokenizer for a corpus. The same texts give the same tokenizer, whatever the threads.
+    """Make a tokenizer for a corpus. The same texts give the same tokenizer for any number of threads.
 
     Args:
         kind: "char", "byte" or "bpe".
         texts: the corpus; not read for "byte".
-        vocab_size: ids in all, end-of-text included. For "bpe" the most there will be (None: 8192; a small corpus
-            has fewer), for the others only checked: ValueError where it is too small.
-        progress: show bars on stderr where that is a terminal; only "bpe" takes a time worth them.
+        vocab_size: number of ids, end-of-text included. For "bpe" the maximum (None: 8192; a small corpus has fewer);
+            for the others it is only checked: ValueError if it is too small.
+        progress: show bars on stderr if it is a terminal; only "bpe" takes long enough.
     """
     if kind not in get_args(Kind):
         raise ValueError(f"tokenizer={kind!r}: one of {', '.join(get_args(Kind))}")
@@ -208,7 +207,7 @@ def train_tokenizer(
         inner.decoder = decoders.ByteLevel()
     if kind == "bpe":
         trainer = trainers.BpeTrainer(
-            vocab_size=(vocab_size or DEFAULT_BPE) - 1,  # end-of-text is added behind
+            vocab_size=(vocab_size or DEFAULT_BPE) - 1,  # end-of-text is added after training
             min_frequency=2,
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=progress,
@@ -234,7 +233,7 @@ def _char(texts: Iterable[str], vocab_size: int | None) -> tokenizers.Tokenizer:
 
 
 def _byte_letters() -> list[str]:
-    """The letters that byte-level BPE writes for the bytes 0 to 255 (as GPT-2): printable ones stand for themselves."""
+    """The letters of byte-level BPE for the bytes 0 to 255 (as in GPT-2): printable characters stay the same."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""From a stream of documents to shards, holding one document and no shard in memory."""
+"""From a stream of documents to shards, with one document and no shard in memory."""
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -17,7 +17,7 @@ from roxxel_dist.data.token_types import as_array, cast_lossless, separator_valu
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
-    """How `Roxxel.write` writes; its arguments say what each means."""
+    """Options of `Roxxel.write`; see its arguments."""
 
     separator: str | bytes | int | float | None = b"\x00"
     block_size: int = DEFAULT_BLOCK_SIZE
@@ -33,7 +33,7 @@ class WriteOptions:
             smallest_dtype(self.vocab_size)
 
     def continuing(self, last: TokenFile) -> "WriteOptions":
-        """The same for data appended behind `last`: what is not given is as it is there."""
+        """The same for data appended after `last`, which gives the missing options."""
         metadata = last.metadata
         existing = {
             "dtype": last.dtype,
@@ -59,11 +59,11 @@ def write_shards(
     after: Metadata | None = None,
     finished: Callable[[Path], None] = lambda path: None,
 ) -> int:
-    """Write documents to `folder / name(index)`, a new shard where `max_shard_bytes` of tokens would be passed.
+    """Write documents to `folder / name(index)`, with a new shard before `max_shard_bytes` of tokens are exceeded.
 
-    A document is never cut: one larger than that has a shard of its own. No reader may look into the folder. `after` is
-    the last shard of the data set that is appended to; `finished` is given each shard when it is whole. Returns the
-    number of shards, 0 if there were no items; where an item is refused (ValueError) none is left.
+    A document is never split: a larger one has a separate shard. No reader may look into the folder. To append, `after`
+    is the last existing shard; `finished` is called with each complete shard. Returns the number of shards, 0 if there
+    were no items; if an item is refused (ValueError), no shards are left.
     """
     documents = ((number, as_array(item, number)) for number, item in enumerate(items))
     first = next(documents, None)
@@ -102,7 +102,7 @@ def write_shards(
             finished(written[-1])
     except BaseException:
         if writer is not None:
-            with suppress(OSError):  # what ended the writing is the error to tell
+            with suppress(OSError):  # report the error that ended the writing
                 writer.abort()
         for path in written:
             path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Fetching what the next steps read: a plan knows it for any step.
+"""Fetching the windows of later steps ahead; a plan can compute them for any step.
 
-Few windows lie near each other, many fill whole units, whose ranges are joined: so the first step is fetched alone, and
-all others in long spans of steps.
+The windows of one step are rarely adjacent, but those of many steps fill whole units, which are fetched in joined
+ranges. So the first step is fetched alone, and the others in long spans of steps.
 """
 
 import threading
@@ -16,26 +16,26 @@ from roxxel_dist.data.remote.fetch import Fetcher
 from roxxel_dist.objects.errors import StoreError
 
 SPAN_BYTES = 32 << 20
-"""Of windows that are looked for at once."""
+"""Bytes of windows that are fetched in one span."""
 SPANS = 4
-"""How far ahead, at most."""
+"""Spans to fetch ahead, at most."""
 CACHE_SHARE = 8
-"""And at most this part of the cache."""
+"""Fetch ahead at most 1 / this part of the cache."""
 AGAIN_S = 1.0
 
 
 class Windows(NamedTuple):
-    """Windows of one length in a data set, which some steps read."""
+    """Windows of one length in a data set, read by some steps."""
 
     name: str
-    """Of the data set in the plan."""
+    """The name of the data set in the plan."""
     data: Any
     """The `Roxxel`."""
     offset: np.ndarray
     """int64 [N]: first tokens."""
     length: int
     packed: bool
-    """Whether their documents are told apart."""
+    """Whether segments are read too."""
 
     @property
     def nbytes(self) -> int:
@@ -44,13 +44,13 @@ class Windows(NamedTuple):
 
 
 class FetchAhead:
-    """A thread that has fetched what the steps from `first` on read, as far ahead as the cache allows.
+    """A thread that fetches the windows of the steps from `first`, as far ahead as the cache allows.
 
-    It ends with this object. What fails is not reported: the step that reads it tries again, and raises.
+    It ends with this object. Errors are not reported: the step that reads the window tries again, and raises.
 
     Args:
-        windows: what the steps [first, stop) read.
-        first: the step that is about to be read.
+        windows: returns the windows of the steps [first, stop).
+        first: the next step to be read.
         stop: one past the last step.
         fetchers: of the data sets.
     """
@@ -71,7 +71,7 @@ class FetchAhead:
 
 
 class _Position:
-    """Which step the reader is at; shared by it and the thread."""
+    """The reader's current step, shared with the thread."""
 
     def __init__(self, step: int) -> None:
         self.step, self.closed = step, False
@@ -88,7 +88,7 @@ class _Position:
             self._change.notify_all()
 
     def wait_for(self, step: int) -> bool:
-        """Wait until the reader is at a step; False where there is none any more."""
+        """Wait until the reader reaches a step; False if the reader has gone."""
         with self._change:
             self._change.wait_for(lambda: self.closed or self.step >= step)
         return not self.closed
@@ -107,20 +107,20 @@ def _run(position: _Position, windows: Callable[[int, int], Iterable[Windows]], 
         if not position.wait_for(step + count - ahead):
             return
         if _fetch(list(windows(step, min(step + count, stop)))):
-            # The store is away: the reader has what is in the cache, and this goes on when it is back.
+            # The store is unavailable: the reader uses the cache, and this thread continues when the store is back.
             time.sleep(AGAIN_S)
             continue
         step += count
 
 
 def _fetch(spans: Sequence[Windows]) -> bool:
-    """Fetch some windows; whether the store has failed."""
+    """Fetch some windows; returns whether the store has failed."""
     failed = False
     for each in spans:
         try:
             each.data.fetch(each.offset, each.length, documents=each.packed)
         except StoreError:
             failed = True
-        except ValueError:  # damage, a full disk: for the step that meets it
+        except ValueError:  # damage, a full disk: the step that reads the window raises it
             pass
     return failed

@@ -1,17 +1,18 @@
 """The cache of blocks of objects on a disk of the host, shared by its processes.
 
-A folder `blocks-BOOT` in the user's folder holds one sparse file for each object, as long as the object, whose blocks
-are written where they are in the object; behind them one byte a cell (a block, or a part of a table) says whether it
-is there. Files are mapped read-only and written with pwrite(2), data before its bytes, so that a process may be killed
-anywhere.
+A folder `blocks-BOOT` in the user's folder has one sparse file for each object, as long as the object, with blocks at
+the same offsets as in the object; after them, one byte per cell (a block, or a part of a table) says whether it is
+present. Files are mapped read-only and written with pwrite(2), data before its presence bytes, so a process may be
+killed at any time.
 
-- *Claims*: who fetches cells has a lock of their range of the file (OFD locks, which belong to an open file and end
-  with its process). Who needs the same cells waits for the lock, and finds them there: they are fetched once a host.
-- *Eviction*: every write is a record in the file `order`; whoever writes takes the oldest records away while the cache
-  is too large. It clears the cells' bytes, counts up `evictions`, and only then makes a hole. A reader that sees the
-  bytes, copies, and finds the same count has copied what was there.
-- Pages reach the disk in no order: after the host has stopped, nothing of a cache can be trusted, so each boot begins
-  one of its own, and the caches of boots before are deleted.
+- *Claims*: a process that fetches cells locks their range of the file (OFD locks, which belong to an open file and end
+  with its process). A process that needs the same cells waits for the lock and then finds them in the cache: each host
+  fetches them once.
+- *Eviction*: every write is a record in the file `order`; a writer evicts the oldest records while the cache is too
+  large. It clears the cells' presence bytes, increments `evictions`, and only then makes a hole. If a reader finds the
+  same count after its copy as before, its copy is valid.
+- Pages reach the disk in any order: after the host has stopped, a cache cannot be trusted, so each boot has a new
+  cache, and the caches of earlier boots are deleted.
 """
 
 import ctypes
@@ -34,12 +35,13 @@ from roxxel_dist.data.reader import map_file, map_files
 
 PAGE = 4096
 HEADER = struct.Struct("<4q")
-"""Of the file `cache`: the end and the begin of `order`, the bytes of its records, and how often something was evicted.
+"""The file `cache`: the end and the beginning of `order`, the bytes of its records, and the number of evictions.
 """
 RECORD = struct.Struct("<16s5q")
-"""Of the file `order`: the file, the first cell, cells, where their bytes are, the first byte, bytes."""
+"""A record of the file `order`: the file, the first cell, cells, offset of their presence bytes, the first byte,
+bytes."""
 ORDER_BYTES = 1 << 20
-"""Of the file `order` that are given back at once."""
+"""Bytes of the file `order` that are freed at a time."""
 PUNCH_HOLE, KEEP_SIZE = 2, 1
 FLOCK = struct.Struct("hhqqi4x")
 """struct flock of Linux with offsets of 64 bits."""
@@ -48,7 +50,7 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class CacheError(ValueError):
-    """The cache cannot be used: the message names cache_dir or cache_gb."""
+    """The cache is not usable: the message names cache_dir or cache_gb."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -58,12 +60,12 @@ class CacheFile:
     name: bytes
     path: Path
     size: int
-    """Of the object."""
+    """Bytes of the object."""
     cells: int
 
     @property
     def cells_at(self) -> int:
-        """Where the bytes of the cells begin."""
+        """The offset of the presence bytes of the cells."""
         return -(-self.size // PAGE) * PAGE
 
     @property
@@ -73,15 +75,15 @@ class CacheFile:
 
 
 class Claim:
-    """The right to fetch some cells of a file, which nobody else has meanwhile."""
+    """An exclusive lock on some cells of a file, to fetch them."""
 
     def __init__(self, cache: "BlockCache", file: CacheFile, descriptor: int) -> None:
         self._cache, self._file, self._descriptor = cache, file, descriptor
 
     def put(self, cell: int, cells: int, offset: int, data: bytes | memoryview) -> None:
-        """Write `cells` cells from `cell` on, which are `data` and begin at the object's byte `offset`.
+        """Write `cells` cells from `cell`, with the contents `data`, which begin at the object's byte `offset`.
 
-        Raises CacheError where the disk is full.
+        Raises CacheError if the disk is full.
         """
         self._cache.make_room(RECORD.pack(self._file.name, cell, cells, self._file.cells_at, offset, len(data)))
         with self._cache.disk_errors():
@@ -89,7 +91,7 @@ class Claim:
             _write(self._descriptor, b"\1" * cells, self._file.cells_at + cell)
 
     def forget(self, cell: int, cells: int) -> None:
-        """Take cells away that turned out to be damaged."""
+        """Remove damaged cells."""
         _write(self._descriptor, bytes(cells), self._file.cells_at + cell)
 
 
@@ -97,7 +99,7 @@ class BlockCache:
     """Blocks in `folder`, of at most `capacity` bytes.
 
     Raises:
-        CacheError: the folder cannot be made or written, or its file system cannot do what is needed.
+        CacheError: the folder cannot be created or written, or its file system lacks a required feature.
     """
 
     def __init__(self, folder: Path, capacity: int) -> None:
@@ -107,11 +109,11 @@ class BlockCache:
         with self.disk_errors():
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-            except FileNotFoundError as error:  # of a file system in which nobody makes folders, such as /proc
+            except FileNotFoundError as error:  # raised by file systems without new folders, such as /proc
                 raise self._unusable(error) from error
             users = os.open(self.folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             weakref.finalize(self, os.close, users)
-            fcntl.flock(users, fcntl.LOCK_SH)  # as long as this object lives, which is no longer than the process
+            fcntl.flock(users, fcntl.LOCK_SH)  # held as long as this object lives, at most until the process ends
             self._delete_older()
             with self._lock():
                 header = self.folder / "cache"
@@ -122,33 +124,33 @@ class BlockCache:
 
     @property
     def evictions(self) -> int:
-        """How often something was evicted."""
+        """The number of evictions."""
         return int(self._header[3])
 
     @property
     def used(self) -> int:
-        """Bytes of the blocks that are there."""
+        """Bytes of the blocks in the cache."""
         return int(self._header[2])
 
     def file(self, key: str, size: int, cells: int) -> CacheFile:
-        """The file of an object, which `map` makes. `key` is all that tells the object from others."""
+        """The file of an object, which `map` creates. `key` identifies the object."""
         path = self.path(key, ".data")
         return CacheFile(name=path.stem.encode(), path=path, size=size, cells=cells)
 
     def map(self, file: CacheFile, array: np.ndarray) -> None:
-        """Make a file if it is not there, and map it where an array of `reserve_memory` is, uint8 [file.whole]."""
+        """Create a file if it is missing, and map it over an array of `reserve_memory`, uint8 [file.whole]."""
         with self.disk_errors(), _opened(file.path) as descriptor:
             if os.fstat(descriptor).st_size != file.whole:
                 os.ftruncate(descriptor, file.whole)
             map_file(file.path, array)
 
     def path(self, key: str, ending: str) -> Path:
-        """Where the file of something is; `key` is all that tells it from others."""
+        """The path of the file for a key."""
         return self.folder / f"{xxhash.xxh3_64_hexdigest(key.encode())}{ending}"
 
     @contextmanager
     def claim(self, file: CacheFile, cell: int, cells: int) -> Iterator[Claim]:
-        """Wait until nobody else fetches any of some cells, and keep them for this block."""
+        """Wait until no other process fetches any of the cells, and hold their lock within this context."""
         with self.disk_errors():
             descriptor = os.open(file.path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -159,7 +161,7 @@ class BlockCache:
             os.close(descriptor)
 
     def make_room(self, record: bytes) -> None:
-        """Note what is about to be written, and evict the oldest blocks while all would be too many bytes."""
+        """Record a coming write, and evict the oldest blocks while the cache would be too large."""
         with (
             self.disk_errors(), self._lock(), _opened(self.folder / "cache") as header,
             _opened(self.folder / "order") as order,
@@ -168,7 +170,7 @@ class BlockCache:
             _write(order, record, stop)
             stop, used = stop + RECORD.size, used + RECORD.unpack(record)[5]
             _write(header, HEADER.pack(stop, first, used, evictions), 0)
-            # Not its own, and what others are just fetching once more goes behind.
+            # Do not evict the new record; cells that others are fetching again move to the end.
             begin, limit = first, stop - RECORD.size
             while used > self.capacity and first < limit:
                 oldest = os.pread(order, RECORD.size, first)
@@ -183,7 +185,7 @@ class BlockCache:
                 _punch(order, 0, first // ORDER_BYTES * ORDER_BYTES)
 
     def _evict(self, record: bytes, header: int, evictions: int) -> bool:
-        """Take the cells of a record away; False where somebody fetches some of them."""
+        """Evict the cells of a record; False if another process is fetching some of them."""
         name, cell, cells, cells_at, offset, size = RECORD.unpack(record)
         try:
             descriptor = os.open(self.folder / f"{name.decode()}.data", os.O_RDWR | os.O_CLOEXEC)
@@ -208,7 +210,7 @@ class BlockCache:
             yield
 
     def _delete_older(self) -> None:
-        """Delete the caches of boots before, which nobody uses."""
+        """Delete the unused caches of earlier boots."""
         for folder in self.user_folder.glob("blocks-*"):
             if folder == self.folder:
                 continue
@@ -217,7 +219,7 @@ class BlockCache:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _check_file_system(self) -> None:
-        """Raises CacheError where files cannot have holes or locks of ranges."""
+        """Raises CacheError if files cannot have holes or range locks."""
         path = self.folder / "check"
         try:
             with _opened(path) as descriptor:
@@ -237,7 +239,7 @@ class BlockCache:
 
     @contextmanager
     def disk_errors(self) -> Iterator[None]:
-        """What the disk refuses within it is a CacheError."""
+        """Within it, errors of the disk become a CacheError."""
         try:
             yield
         except OSError as error:
@@ -283,7 +285,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """pwrite(2), all of it."""
+    """Write all of `data` with pwrite(2)."""
     view = memoryview(data)
     while view:
         written = os.pwrite(descriptor, view, offset)
@@ -291,7 +293,7 @@ def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def _punch(descriptor: int, offset: int, size: int) -> None:
-    """Give the disk space of a range of a file back; it reads as zeros then."""
+    """Free the disk space of a range of a file, which then reads as zeros."""
     if size and _libc.fallocate(descriptor, PUNCH_HOLE | KEEP_SIZE, offset, size):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -1,4 +1,4 @@
-"""How data in an object store is read."""
+"""Settings to read data in an object store."""
 
 from roxxel_dist.component import component
 
@@ -8,12 +8,12 @@ class RemoteConfig:
     """The cache of data that is in an object store, and how long the store may fail."""
 
     cache_dir: str | None = None
-    """Folder on a disk of the host for blocks of data in an object store, shared by its processes;
-    $XDG_CACHE_HOME/roxxel-dist, or ~/.cache/roxxel-dist, where not given."""
+    """Folder on a local disk for blocks of data in an object store, shared by all processes of the host. Default:
+    $XDG_CACHE_HOME/roxxel-dist, or ~/.cache/roxxel-dist."""
     cache_gb: float = 32.0
-    """GB (10^9 bytes) that the blocks in cache_dir may take; the oldest ones go first."""
+    """Maximum size of the blocks in cache_dir, in GB (10^9 bytes); the oldest are evicted first."""
     store_timeout: float = 120.0
-    """Seconds for which an operation of an object store is tried again; then the run ends with exit code 74."""
+    """Seconds for which a failed operation of an object store is retried; then the run ends with exit code 74."""
 
     def __post_init__(self) -> None:
         if self.cache_dir == "":

@@ -1,6 +1,6 @@
-"""Fetching cells of shards into the cache: what is missing, in ranges, in parallel, each compared with its digest.
+"""Fetching missing cells of shards into the cache, in ranges, in parallel, each verified with its digest.
 
-What a reader waits for has threads of its own: they are free when those that fetch ahead hang on a store that is away.
+Separate threads fetch the cells that a reader waits for: they are free if those that fetch ahead wait for the store.
 """
 
 import queue
@@ -25,14 +25,14 @@ from roxxel_dist.objects.store import ObjectStore
 T = TypeVar("T")
 THREADS = 16
 GAP_BYTES = 1 << 16
-"""Read along where two ranges lie so near: what a request costs at 50 ms and 20 MB/s among 16."""
+"""Ranges with at most this gap are joined: it costs as much as a request, at 50 ms and 20 MB/s among 16."""
 REQUEST_BYTES = 1 << 20
 ROUNDS = 100
-"""In which what was fetched was evicted before it was read."""
+"""Attempts to fetch and read cells that are evicted before the read."""
 
 
 class _Run:
-    """Cells of a shard that are being fetched, or wait for it."""
+    """Cells of a shard that are being fetched, or are queued."""
 
     def __init__(self, number: int, first: int, stop: int) -> None:
         self.number, self.first, self.stop = number, first, stop
@@ -41,7 +41,7 @@ class _Run:
 
 
 class _Pool:
-    """Daemon threads, which a process that ends need not wait for."""
+    """Daemon threads, for which the end of the process does not wait."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -58,7 +58,7 @@ class _Pool:
 def _work(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # or it would be kept, and what it belongs to, until the next one
+        del job  # otherwise the thread would keep it and its objects alive until the next job
 
 
 def _end(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
@@ -67,10 +67,10 @@ def _end(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
 
 
 class Fetcher:
-    """Fetches the cells of the shards of one data set. May be used by several threads.
+    """Fetches the cells of the shards of one data set. Thread-safe.
 
     Attributes:
-        waits: how often a reader has waited for cells that were not in the cache.
+        waits: how often a reader has waited for missing cells.
     """
 
     def __init__(self, store: ObjectStore, cache: BlockCache) -> None:
@@ -83,7 +83,7 @@ class Fetcher:
         self._urgent, self._ahead = _Pool("roxxel-fetch"), _Pool("roxxel-fetch-ahead")
 
     def serve(self, shards: Sequence[RemoteShard]) -> None:
-        """From now on fetch for these shards, whose files are mapped in one range of addresses, in this order."""
+        """Fetch for these shards from now on; their files are mapped in one range of addresses, in this order."""
         self.shards = shards
         addresses = [shard.present.__array_interface__["data"][0] for shard in shards]
         low, high = min(addresses), max(addresses[-1] + shards[-1].cells.count, max(addresses) + 1)
@@ -95,14 +95,14 @@ class Fetcher:
         self._block_size = np.array([shard.layout.block_size for shard in shards], np.int64)
 
     def fetch(self, numbers: np.ndarray, first: np.ndarray, stop: np.ndarray, *, urgent: bool) -> int:
-        """Have cells in the cache: those from `first` to `stop`, int64 [N] each, of the shards with these numbers.
+        """Fetch the missing cells from `first` to `stop`, int64 [N] each, of the shards with these numbers.
 
-        Returns the count of evictions at which all of them were there. Where it is not `urgent`, nothing is fetched
-        again that was evicted meanwhile.
+        Returns the eviction count at which all of them were present. If not `urgent`, cells that are evicted meanwhile
+        are not fetched again.
 
         Raises:
-            DamagedData: what was fetched is damaged, the second time too, or the object is another one now.
-            StoreError: the store does not give it, after all tries.
+            DamagedData: the cells are damaged in a second try too, or the object has been replaced.
+            StoreError: the store fails after all retries.
             CacheError: the cache is full, or too small.
         """
         self._map(numbers)
@@ -124,14 +124,14 @@ class Fetcher:
                     run.done.result()
                 except DamagedData as error:
                     damage = damage or error
-            if damage is not None and not self._present[places].all():  # else it was between what is needed
+            if damage is not None and not self._present[places].all():  # else the damage is in a gap
                 raise damage
             if not urgent:
                 return evictions
         raise self._too_small()
 
     def _map(self, numbers: np.ndarray) -> None:
-        """Map the files of shards that are read for the first time: making all at the start takes seconds."""
+        """Map the files of shards on their first read, because creating all of them at the start takes seconds."""
         if self._is_mapped[numbers].all():
             return
         with self._lock:
@@ -140,7 +140,7 @@ class Fetcher:
                 self._is_mapped[number] = True
 
     def read(self, numbers: np.ndarray, first: np.ndarray, stop: np.ndarray, copy: Callable[[], T]) -> T:
-        """What `copy` takes out of these cells, which are all there while it does; raises as `fetch`."""
+        """The result of `copy`, during which all these cells are present; raises as `fetch`."""
         for _ in range(ROUNDS):
             evictions = self.fetch(numbers, first, stop, urgent=True)
             result = copy()
@@ -149,7 +149,7 @@ class Fetcher:
         raise self._too_small()
 
     def forget(self, shard: RemoteShard, cells: Sequence[int]) -> None:
-        """Take cells out of the cache that are not what was fetched."""
+        """Remove cells that have changed in the cache."""
         for cell in cells:
             with self.cache.claim(shard.file, cell, 1) as claim:
                 claim.forget(cell, 1)
@@ -169,7 +169,7 @@ class Fetcher:
         )
 
     def _runs(self, missing: np.ndarray) -> list[tuple[int, int, int]]:
-        """(shard, first cell, end) of ranges to fetch, from sorted places of what is missing."""
+        """(shard, first cell, end) of the ranges to fetch, from the sorted places of missing cells."""
         numbers = self._base.searchsorted(missing, side="right") - 1
         cells = missing - self._base[numbers]
         kinds = (cells >= self._blocks[numbers]).astype(np.int64) + (cells >= self._first_sum[numbers])
@@ -184,13 +184,13 @@ class Fetcher:
             step = max(1, REQUEST_BYTES // size)
             if kind:
                 step = max(1, own.count)
-                if self.shards[number].entry.sums is None:  # it proves itself as a whole alone
+                if self.shards[number].entry.sums is None:  # it can only be verified as a whole
                     first, stop = (own.blocks, own.first_sum) if kind == 1 else (own.first_sum, own.count)
             runs += [(number, begin, min(begin + step, stop)) for begin in range(first, stop, step)]
         return runs
 
     def _begin(self, number: int, first: int, stop: int, *, urgent: bool) -> _Run:
-        """Have a range fetched: a new run, or one that has it already."""
+        """Queue a range: a new run, or a pending run that includes it."""
         with self._lock:
             for run in self._pending.get(number, ()):
                 if run.first <= first and stop <= run.stop and (run.begun or not urgent):
@@ -205,7 +205,7 @@ class Fetcher:
         problem: BaseException | None = None
         try:
             self._fetch(self.shards[run.number], run.first, run.stop)
-        except BaseException as error:  # whatever it is, who waits must hear of it
+        except BaseException as error:  # the waiting reader must get any error
             problem = error
         with self._lock:
             self._pending[run.number].remove(run)
@@ -215,7 +215,7 @@ class Fetcher:
             run.done.set_exception(problem)
 
     def _fetch(self, shard: RemoteShard, first: int, stop: int) -> None:
-        """Fetch what is missing of a range, once nobody else fetches any of it."""
+        """Fetch the missing cells of a range, once no other process fetches any of it."""
         with self.cache.claim(shard.file, first, stop - first) as claim:
             missing = np.flatnonzero(~shard.present[first:stop])
             if not len(missing):
@@ -224,7 +224,7 @@ class Fetcher:
                 first, stop = first + int(missing[0]), first + int(missing[-1]) + 1
             low, data, damaged = shard.cells.span(first, stop)[0], *self._read(shard, first, stop)
             view, begin = memoryview(data), first
-            for end in [*damaged, stop]:  # what is whole between what is damaged
+            for end in [*damaged, stop]:  # the intact cells between the damaged ones
                 if begin < end:
                     start, finish = shard.cells.span(begin, end)
                     claim.put(begin, end - begin, start, view[start - low : finish - low])
@@ -233,7 +233,7 @@ class Fetcher:
                 raise self._damage(shard, damaged)
 
     def _read(self, shard: RemoteShard, first: int, stop: int) -> tuple[bytes, list[int]]:
-        """(The bytes of some cells, those that do not agree with their digests); what differs is read once more."""
+        """(The bytes of some cells, the cells that do not match their digests); these are read a second time first."""
         low, high = shard.cells.span(first, stop)
         is_table = first >= shard.cells.blocks
         expected = self._table_digests(shard, first, stop) if is_table else self._checksums(shard, first, stop)
@@ -270,14 +270,14 @@ class Fetcher:
         return DamagedData(f"{shard.damage(damaged)}: it {cure}")
 
     def _table_digests(self, shard: RemoteShard, first: int, stop: int) -> np.ndarray | None:
-        """uint64 of some cells of a table; None where it has one digest as a whole."""
+        """uint64 digests of some cells of a table; None if the table has a single digest."""
         begin, known = shard.cells.blocks, shard.entry.ends
         if first >= shard.cells.first_sum:
             begin, known = shard.cells.first_sum, shard.entry.sums
         return None if known is None else known[first - begin : stop - begin]
 
     def _checksums(self, shard: RemoteShard, first: int, stop: int) -> np.ndarray:
-        """uint64 of some blocks, from the table in the cache, which is fetched here where it is not there."""
+        """uint64 checksums of some blocks, from the table in the cache, which is fetched if missing."""
         low = shard.cells.first_sum + first // TABLE_NUMBERS
         high = shard.cells.first_sum + (stop - 1) // TABLE_NUMBERS + 1
         for _ in range(ROUNDS):

@@ -1,9 +1,9 @@
-"""The index object of a data set in an object store: what opening needs of every shard, in one object.
+"""The index object of a data set in an object store: the data to open every shard, in one object.
 
 `shards.index` lies beside the shards: 8 bytes "ROXXELI1", the xxh3-64 of the rest (little-endian), and a map in
-MessagePack, packed by zlib. For each shard it has the name, the size, the ETag, the metadata and the footer, and for
-each 64 KiB of its table of checksums and of its document ends a digest, so that a part of a table proves itself. Of
-the document ends it has the first number of each 64 KiB, and what `split` looks up for usual shares.
+MessagePack, compressed by zlib. For each shard it has the name, the size, the ETag, the metadata and the footer, and a
+digest for each 64 KiB of its checksum table and of its document ends, so that a part of a table can be verified alone.
+For the document ends it also has the first number of each 64 KiB, and the cuts of `split` for usual shares.
 """
 
 import struct
@@ -26,19 +26,19 @@ INDEX = "shards.index"
 MAGIC = b"ROXXELI1"
 HEAD = struct.Struct("<8sQ")
 TABLE_BYTES = 1 << 16
-"""Of a table that one digest covers."""
+"""Bytes of a table per digest."""
 TABLE_NUMBERS = TABLE_BYTES // 8
 END_BYTES = 1 << 13
-"""Read of a shard's end at first: the footer, and more metadata than there is."""
+"""Bytes of the first read at a shard's end: enough for the footer and the metadata."""
 SHARES = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001)
-"""Of `val_fraction`, whose cut of every shard is in the index."""
+"""Values of `val_fraction` whose cut of every shard is in the index."""
 REQUESTS = 32
-"""Shards that are looked at at once."""
+"""Shards that are read in parallel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """What is known of a shard that nothing was read of."""
+    """The data of a shard that is known without reading it."""
 
     name: str
     size: int
@@ -46,28 +46,28 @@ class ShardEntry:
     end: bytes
     """The metadata and the footer: the last bytes of the file."""
     sums: np.ndarray | None = None
-    """uint64: the xxh3-64 of each 64 KiB of the table of checksums; None where there is no index."""
+    """uint64: the xxh3-64 of each 64 KiB of the table of checksums; None without an index."""
     ends: np.ndarray | None = None
-    """uint64: the same of the document ends."""
+    """uint64: the same for the document ends."""
     firsts: np.ndarray | None = None
     """int64: the first number in each 64 KiB of the document ends."""
     cuts: tuple[tuple[int, int, int], ...] = ()
     """(token, document ends at or before it, the last of them or 0) for the cuts of usual shares."""
 
     def layout(self, where: object) -> Layout:
-        """Where its parts are. Raises ValueError, naming `where`, if the end is damaged."""
+        """The offsets of its parts. Raises ValueError, naming `where`, if the end is damaged."""
         return parse_end(where, self.size, self.end)
 
 
 def write_index(store: ObjectStore) -> str:
     """Write the index of all shards (`*.rox`) directly below a store's prefix, and return its ETag.
 
-    Tables are read and compared with the footers, tokens are not read. Where the store has conditional puts, an index
-    that somebody else has written meanwhile is not replaced.
+    Tables are read and compared with the footers; tokens are not read. If the store has conditional puts, an index that
+    another process has written meanwhile is not replaced.
 
     Raises:
-        ValueError: there is no shard, or one is damaged or not whole. The message names the object.
-        StoreError: the store does not do it; StorePreconditionError where somebody else has written an index meanwhile.
+        ValueError: there is no shard, or one is damaged or incomplete. The message names the object.
+        StoreError: the store fails; StorePreconditionError if another process has written an index meanwhile.
     """
     objects = store.list()
     before = next((info.etag for info in objects if info.key == INDEX), None)
@@ -100,14 +100,14 @@ def _read_end(store: ObjectStore, info: ObjectInfo) -> ShardEntry:
     end = store.read_range(info.key, max(0, info.size - END_BYTES), info.size, etag=info.etag)
     try:
         layout = parse_end(where, info.size, end)
-    except ValueError:  # damage is read once more
+    except ValueError:  # read damaged data a second time
         end = store.read_range(info.key, max(0, info.size - END_BYTES), info.size, etag=info.etag)
         layout = parse_end(where, info.size, end)
     return ShardEntry(name=info.key, size=info.size, etag=info.etag, end=end[layout.meta_offset - info.size :])
 
 
 def _read_entry(store: ObjectStore, info: ObjectInfo) -> ShardEntry:
-    """The entry of a shard with its digests."""
+    """The entry of a shard, with digests."""
     where, entry = store.url.join(info.key), _read_end(store, info)
     layout = entry.layout(where)
     header = store.read_range(info.key, 0, HEADER_BYTES, etag=info.etag)
@@ -131,7 +131,7 @@ def _read_entry(store: ObjectStore, info: ObjectInfo) -> ShardEntry:
 
 
 def cut_of(ends: np.ndarray, tokens: int, share: float) -> tuple[int, int, int]:
-    """(token, document ends at or before it, the last of them or 0), where `share` of a shard is held out."""
+    """(token, document ends at or before it, the last of them or 0) of the cut that holds out `share` of a shard."""
     target = tokens - int(tokens * share)
     number = int(ends.searchsorted(target, side="right"))
     return target, number, int(ends[number - 1]) if number else 0
@@ -144,7 +144,7 @@ def digests(data: bytes, size: int = TABLE_BYTES) -> np.ndarray:
 
 
 def pack(entries: Sequence[ShardEntry]) -> bytes:
-    """The bytes of the index object of these shards, all of which have their digests."""
+    """The bytes of the index object of these shards, which all have digests."""
     shards = [
         {
             **vars(entry),
@@ -161,7 +161,7 @@ def _column(entry: ShardEntry, name: str) -> np.ndarray:
 
 
 def unpack(where: object, data: bytes) -> list[ShardEntry]:
-    """The shards in the bytes of an index object. Raises ValueError, naming `where`, for one that is damaged."""
+    """The shards in the bytes of an index object. Raises ValueError, naming `where`, if it is damaged."""
     cure = "write it again: `roxxel-dist data index` with the address of its data set"
     if len(data) < HEAD.size or not data.startswith(MAGIC):
         raise ValueError(f"{where} is no index of shards: {cure}")

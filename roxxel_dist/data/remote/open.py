@@ -1,4 +1,4 @@
-"""From the address of a data set in an object store to its shards, none of which is read."""
+"""Open the shards at the address of a data set in an object store, without reading tokens."""
 
 import fnmatch
 import os
@@ -23,15 +23,14 @@ MAGIC_CHARACTERS = re.compile(r"[*?\[]")
 
 
 def open_shards(path: DataPath, config: RemoteConfig) -> list[RemoteShard]:
-    """The shards that an address names: all of a prefix, one `.rox`, a pattern or a prefix of names in the last part.
+    """The shards at an address: all of a prefix, one `.rox`, a pattern or a prefix of names in the last part.
 
-    With an index beside the shards, which is kept in the cache, it takes one or two requests; else the end of each is
-    read.
+    With an index beside the shards, which is cached, this takes one or two requests; otherwise one for each shard.
 
     Raises:
         ValueError: the address names several places, a shard or the index is damaged, or the cache cannot be used.
         NoShardsError: there are no shards.
-        StoreError: the store does not give what is needed.
+        StoreError: the store fails.
     """
     if not isinstance(path, (str, os.PathLike)) or not is_url(path):
         raise ValueError(f"{path}: data in an object store is one address, not a list: name a prefix or a pattern")
@@ -48,7 +47,7 @@ def open_shards(path: DataPath, config: RemoteConfig) -> list[RemoteShard]:
 
 def _opened(store: ObjectStore, entries: Sequence[ShardEntry], fetcher: Fetcher) -> list[RemoteShard]:
     layouts = [entry.layout(store.url.join(entry.name)) for entry in entries]
-    # As a data set has them, which need not be the order of their names.
+    # By index in the data set, which may differ from the order of names.
     order = sorted(range(len(entries)), key=lambda number: layouts[number].metadata.index)
     entries = [entries[number] for number in order]
     urls = [store.url.join(entry.name) for entry in entries]
@@ -69,9 +68,9 @@ def _opened(store: ObjectStore, entries: Sequence[ShardEntry], fetcher: Fetcher)
 def find_shards(
     url: ObjectUrl, timeout_s: float, cache: BlockCache | None = None
 ) -> tuple[ObjectStore, list[ShardEntry]]:
-    """(the store of the folder that they are in, what is known of the shards) that an address names.
+    """(the store of their folder, the entries of the shards) for an address.
 
-    Without a `cache` the index is not looked at.
+    Without a `cache` the index is not read.
     """
     is_one = url.key.endswith(".rox") or MAGIC_CHARACTERS.search(url.name) is not None
     if not is_one:
@@ -90,7 +89,7 @@ def find_shards(
 
 
 def _entries(store: ObjectStore, cache: BlockCache | None, pattern: str | None = None) -> list[ShardEntry]:
-    """The shards directly below a prefix, by its index or else a list, of which only what `pattern` may mean."""
+    """The shards directly below a prefix, from its index or else a listing; only those that may match `pattern`."""
     if cache is not None:
         with suppress(StoreNotFoundError):
             return _read_index(store, cache)
@@ -100,9 +99,9 @@ def _entries(store: ObjectStore, cache: BlockCache | None, pattern: str | None =
 
 
 def _read_index(store: ObjectStore, cache: BlockCache) -> list[ShardEntry]:
-    """The index of a data set. It is kept in the cache, under its ETag, for the other processes of the host.
+    """The index of a data set. It is cached under its ETag, for the other processes of the host.
 
-    Raises StoreNotFoundError where there is none.
+    Raises StoreNotFoundError if there is none.
     """
     where, info = store.url.join(INDEX), store.head(INDEX)
     kept = cache.path(f"{where} {info.etag} {info.size}", ".index")
@@ -111,7 +110,7 @@ def _read_index(store: ObjectStore, cache: BlockCache) -> list[ShardEntry]:
     data = store.read(INDEX, etag=info.etag)
     try:
         entries = unpack(where, data)
-    except ValueError:  # damage is read once more
+    except ValueError:  # read damaged data a second time
         data = store.read(INDEX, etag=info.etag)
         entries = unpack(where, data)
     with cache.disk_errors():
@@ -120,7 +119,7 @@ def _read_index(store: ObjectStore, cache: BlockCache) -> list[ShardEntry]:
 
 
 def read_beside(shard: RemoteShard, name: str) -> Path | None:
-    """A small object beside a shard, such as the tokenizer, as a file in the cache; None where there is none."""
+    """A small object beside a shard, such as the tokenizer, as a file in the cache; None if there is none."""
     store, cache = shard.fetcher.store, shard.cache
     try:
         info = store.head(name)

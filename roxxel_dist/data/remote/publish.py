@@ -1,4 +1,4 @@
-"""A data set comes to a bucket: its shards so that a part is never taken for the whole, and its index last."""
+"""Copying a data set to a bucket: an incomplete copy is never valid, and the index comes last."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -20,19 +20,19 @@ def copy_data(
 ) -> Copied:
     """Copy files, data sets among them, to a bucket, and write the index of each data set.
 
-    Of each data set the first shard is sent behind the others, without which they are none, and then the index.
+    The first shard of each data set is sent after the others, which are not valid without it, and then the index.
 
     Args:
-        source: where the files are.
+        source: of the files.
         store: the destination.
-        files: of the source; no index among them.
-        advance: called with bytes that are done.
-        overwrite: replace objects of the same names with another content, and remove shards that are not among `files`.
-        is_late: whether a file is to come behind the others as a first shard does.
+        files: of the source, without an index.
+        advance: called with the number of copied bytes.
+        overwrite: replace objects of the same names with other content, and remove shards that are not among `files`.
+        is_late: whether a file must be sent after the others, like a first shard.
 
     Raises:
-        ValueError: an object with another content, or another data set, is there, and `overwrite` is off.
-        StoreError: a store does not do it.
+        ValueError: an object with other content, or another data set, exists, and `overwrite` is off.
+        StoreError: a store fails.
     """
     names = [file.name for file in files]
     firsts, folders = first_shards(names), {folder_of(name) for name in names if name.endswith(ENDING)}
@@ -60,12 +60,12 @@ def first_shards(names: Iterable[str]) -> set[str]:
 
 
 def folder_of(name: str) -> str:
-    """The folder that a file is in, "" at the top."""
+    """The folder of a file, "" at the top."""
     return name.rpartition("/")[0]
 
 
 def _make_room(store: ObjectStore, names: set[str], folders: set[str], overwrite: bool) -> None:
-    """Refuse what is of another data set, or remove it; an index goes before the shards that it tells of."""
+    """Refuse or remove shards of another data set; an index is removed before its shards."""
     there = {info.key for info in store.list()}
     strange = sorted(key for key in there - names if key.endswith(ENDING) and folder_of(key) in folders)
     if strange and not overwrite:

@@ -1,4 +1,4 @@
-"""Windows of tokens out of the maps of the cache."""
+"""Windows of tokens from the mapped cache."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ from roxxel_dist.data.remote.fetch import Fetcher
 
 
 class RemoteReader(WindowReader):
-    """Copies windows as `WindowReader`, with what they need in the cache.
+    """Copies windows as `WindowReader`, after fetching their blocks into the cache.
 
-    `arrays` are parts of the maps of the fetcher's shards, one of each, and `first_tokens` the numbers of the shards'
+    `arrays` are parts of the maps of the fetcher's shards, one for each, and `first_tokens` the numbers of the shards'
     first tokens in the data set, int64 [shards].
     """
 
@@ -29,14 +29,14 @@ class RemoteReader(WindowReader):
         numbers, first, stop = self._cells(offsets, length)
         most = self._fetcher.cache.capacity // 4
         size = int((self._fetcher.cell_bytes(numbers) * (stop - first)).sum())
-        if size > most and len(offsets) > 1:  # so that a small cache need not hold them all at once
+        if size > most and len(offsets) > 1:  # so that a small cache does not need to hold all of them at once
             parts = np.array_split(offsets, min(len(offsets), -(-size // max(1, most))))
             return np.concatenate([self.read(part, length, dtype) for part in parts])
         read = super().read
         return self._fetcher.read(numbers, first, stop, lambda: read(offsets, length, dtype))
 
     def fetch(self, offsets: np.ndarray, length: int, *, documents: bool = False) -> None:
-        """Have what some windows read in the cache, once, with `documents` what tells their documents apart too."""
+        """Fetch the blocks of some windows into the cache, with `documents` also their document ends."""
         if not len(offsets):
             return
         cells = [self._cells(offsets, length)]
@@ -48,7 +48,7 @@ class RemoteReader(WindowReader):
         self._fetcher.fetch(numbers, first, stop, urgent=False)
 
     def _cells(self, offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(shard, first block, end) of windows: int64 [R] each."""
+        """(shard, first block, end) of each window: int64 [R] each."""
         numbers = self.locate(offsets, length)
         size, starts = self._fetcher.cell_bytes(numbers), offsets - self._first_tokens[numbers]
         width = self.dtype.itemsize

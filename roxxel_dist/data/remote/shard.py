@@ -1,4 +1,4 @@
-"""A shard whose bytes are in an object store: blocks are in the cache, or come there before they are read."""
+"""A shard in an object store: blocks are fetched into the cache before they are read."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,20 +14,20 @@ from roxxel_dist.objects.url import ObjectUrl
 
 T = TypeVar("T")
 KEPT_PARTS = 64
-"""Parts of the document ends of a shard that a process keeps in memory."""
+"""Parts of a shard's document ends that a process keeps in memory."""
 
 
 class Blocks(Protocol):
-    """What brings cells into the cache: `fetch.Fetcher`."""
+    """The interface of `fetch.Fetcher`, which fetches cells into the cache."""
 
     cache: BlockCache
 
     def read(self, numbers: np.ndarray, first: np.ndarray, stop: np.ndarray, copy: Callable[[], T]) -> T:
-        """What `copy` takes out of some cells."""
+        """The result of `copy` while the cells are present."""
         ...
 
     def forget(self, shard: "RemoteShard", cells: Sequence[int]) -> None:
-        """Take cells out of the cache."""
+        """Remove cells from the cache."""
         ...
 
 
@@ -50,7 +50,7 @@ class Cells:
 
     @property
     def count(self) -> int:
-        """How many cells there are."""
+        """The number of cells."""
         return self.blocks + self.end_parts + self.sum_parts
 
     def span(self, first: int, stop: int) -> tuple[int, int]:
@@ -74,7 +74,7 @@ class Cells:
 
 
 class RemoteEnds:
-    """The document ends of a shard as far as somebody looks at them: what a numpy array of them would answer."""
+    """The document ends of a shard, fetched on demand, with the needed part of a numpy array's interface."""
 
     def __init__(self, shard: "RemoteShard") -> None:
         self._shard = shard
@@ -84,7 +84,7 @@ class RemoteEnds:
         return self._shard.metadata.documents
 
     def searchsorted(self, tokens: Any, side: Literal["right"] = "right") -> Any:
-        """How many documents end at or before each of some tokens."""
+        """The number of documents that end at or before each token."""
         if np.ndim(tokens) == 0:
             counts = [count for target, count, _ in self._shard.entry.cuts if target == tokens]
             return np.int64(counts[0]) if counts else self.searchsorted(np.array([tokens]), side)[0]
@@ -92,7 +92,7 @@ class RemoteEnds:
             raise ValueError(f"side is {side!r}: only the documents that end at or before a token are counted")
         values = np.asarray(tokens, np.int64)
         firsts = self._shard.entry.firsts
-        if firsts is None:  # without an index the whole table is there
+        if firsts is None:  # without an index the whole table is fetched
             firsts = np.concatenate(
                 [part[:1] for part in self._read(range(self._shard.cells.end_parts))] or [values[:0]]
             )
@@ -122,7 +122,7 @@ class RemoteEnds:
         return result
 
     def parts_of(self, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """The parts of 64 KiB that are looked at for documents in windows of tokens, int64 [R] each: int64 [N]."""
+        """The parts of 64 KiB to read for the document ends in windows of tokens, int64 [R] each: int64 [N]."""
         firsts, last = self._shard.entry.firsts, self._shard.cells.end_parts
         if firsts is None or not last:
             return np.arange(last)
@@ -145,19 +145,19 @@ class RemoteEnds:
 
 @dataclass(frozen=True, eq=False)
 class RemoteShard(Shard):
-    """One `.rox` object. `tokens` and `checksums` are maps of the cache, where only what was fetched is not zero: read
-    them with `read`, `damaged_blocks` or through the data set."""
+    """One `.rox` object. `tokens` and `checksums` are maps of the cache, which are zero unless fetched: read them with
+    `read`, `damaged_blocks` or through the data set."""
 
     entry: ShardEntry
     cells: Cells
     number: int
-    """Of the shard among those of its data set, as they were found."""
+    """The number of the shard in its data set, in the order of opening."""
     cache: BlockCache
     file: CacheFile
     memory: np.ndarray
-    """uint8 [file.whole]: zeros, and from the first fetch on the map of `file`."""
+    """uint8 [file.whole]: zeros, and after the first fetch the map of `file`."""
     present: np.ndarray
-    """bool [cells]: what is in the cache, at this moment."""
+    """bool [cells]: the cells that are now in the cache."""
     fetcher: Any = field(repr=False)
     """`Blocks`"""
 
@@ -166,7 +166,7 @@ class RemoteShard(Shard):
         cls, url: ObjectUrl, entry: ShardEntry, cells: Cells, number: int, file: CacheFile, mapped: np.ndarray,
         fetcher: Blocks,
     ) -> "RemoteShard":  # fmt: skip
-        """The shard whose file of the cache will be mapped where `mapped` is: read-only uint8."""
+        """The shard whose cache file will be mapped over `mapped`: read-only uint8."""
         layout, data = cells.layout, mapped.data
         shard = cls(
             path=url,
@@ -188,18 +188,18 @@ class RemoteShard(Shard):
         return shard
 
     def read(self, first: int, stop: int) -> np.ndarray:
-        """The tokens `first` to `stop`: a fresh array, fetched where the cache has them not."""
+        """The tokens `first` to `stop`: a fresh array; missing blocks are fetched."""
         size, width = self.layout.block_size, self.dtype.itemsize
         if first >= stop:
             return self.tokens[:0]
         return self._copy(first * width // size, -(-stop * width // size), self.tokens[first:stop].copy)
 
     def _copy(self, first: int, stop: int, copy: Callable[[], T]) -> T:
-        """What `copy` takes out of the cells `first` to `stop`."""
+        """The result of `copy` while the cells `first` to `stop` are present."""
         return self.fetcher.read(np.array([self.number]), np.array([first]), np.array([stop]), copy)
 
     def end_cells(self, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """The cells that are looked at for documents in windows of tokens, int64 [R] each: int64 [N]."""
+        """The cells to read for the document ends in windows of tokens, int64 [R] each: int64 [N]."""
         ends: Any = self.document_ends
         return self.cells.blocks + ends.parts_of(first, stop)
 
@@ -215,7 +215,7 @@ class RemoteShard(Shard):
         return self.fetcher.read(np.full(len(cells), self.number), cells, cells + 1, copy)
 
     def damaged_blocks(self, blocks: np.ndarray) -> list[int]:
-        """None of some blocks, int64 [N], ascending: what is fetched is compared with its checksums.
+        """An empty list for some blocks, int64 [N], ascending: fetched blocks are verified with their checksums.
 
         Raises:
             DamagedData: a block is damaged, in the object or in the cache.
@@ -237,16 +237,16 @@ class RemoteShard(Shard):
         """The first of some damaged blocks, its tokens and its documents, in words."""
         try:
             return super().damage(damaged)
-        except (OSError, ValueError):  # its document cannot be known
+        except (OSError, ValueError):  # its document is unknown
             return f"{self.path}: block {damaged[0]} is damaged"
 
     def verify(self) -> None:
-        """Fetch what is not in the cache, and compare all with its checksums. Raises ValueError as `Shard.verify`."""
+        """Fetch missing cells, and verify all checksums. Raises ValueError as `Shard.verify`."""
         for blocks in self.pieces():
             self.refuse(self.damaged_blocks(blocks))
 
     def verify_tables(self) -> None:
-        """Nothing: each part of a table was compared with its digest when it was fetched."""
+        """Does nothing: each part of a table is verified with its digest when it is fetched."""
 
     def verify_checksums(self) -> None:
         """Nothing, as `verify_tables`."""

@@ -1,4 +1,4 @@
-"""Verification of shards in an object store: every byte is read from there, none from the cache."""
+"""Verification of shards in an object store: all bytes are read from the store, none from the cache."""
 
 from collections.abc import Iterator, Sequence
 
@@ -21,18 +21,18 @@ REQUEST_BYTES = 1 << 20
 
 
 def verify_objects(url: str, progress: Progress, config: RemoteConfig | None = None) -> tuple[list[str], str]:
-    """(what is damaged, a line each; a line about all) of the shards that an address names.
+    """(a line for each damaged shard, a summary line) for the shards at an address.
 
     Raises:
         NoShardsError: there are none.
-        StoreError: the store does not give what is needed.
+        StoreError: the store fails.
     """
     timeout_s = (config or RemoteConfig()).store_timeout
     try:
         store, entries = find_shards(ObjectUrl.parse(url), timeout_s)
     except NoShardsError:
         raise
-    except ValueError as error:  # a footer
+    except ValueError as error:  # a damaged footer
         return [str(error)], ""
     if not entries:
         raise NoShardsError(f"{url}: no .rox object there. Check the address")
@@ -57,7 +57,7 @@ def verify_objects(url: str, progress: Progress, config: RemoteConfig | None = N
 
 
 def _verify(store: ObjectStore, entry: ShardEntry, layout: Layout, where: ObjectUrl) -> Iterator[int]:
-    """Verify one shard; bytes that were read. Raises ValueError for what is damaged."""
+    """Verify one shard; yields the number of bytes read. Raises ValueError for damage."""
     cells, cure = Cells.of(layout), "Copy the object again from its source"
     if store.read_range(entry.name, 0, HEADER_BYTES, etag=entry.etag) != npy_header(
         layout.dtype, layout.metadata.tokens
@@ -93,7 +93,7 @@ def _read(store: ObjectStore, entry: ShardEntry, start: int, stop: int) -> list[
 
 
 def _compare_index(store: ObjectStore, entries: Sequence[ShardEntry]) -> list[str]:
-    """What is wrong with the index beside some shards, if there is one."""
+    """The errors in the index beside some shards, if there is one."""
     where = store.url.join(INDEX)
     try:
         known = {entry.name: entry for entry in unpack(where, store.read(INDEX))}

@@ -1,4 +1,4 @@
-"""What the page is sent: sections of items, read once for all who look, and only those that have changed."""
+"""The data of the page: sections of items, read once for all viewers; only changed sections are sent."""
 
 import threading
 import time
@@ -9,9 +9,9 @@ from roxxel_dist.view.items import Item, Jobs, read
 from roxxel_dist.view.web.sections import Sections, item_id, message, sections
 
 REFRESH_S, LIST_S, NEW_S = 1.0, 2.0, 5.0
-"""Seconds between readings of items that are open, of a list, and looks for new items."""
+"""Seconds between readings of open items, of a list, and searches for new items."""
 SHARE = 0.02
-"""Of a core: what reading costs at most, where it takes long."""
+"""The largest share of a core for reading, if reading is slow."""
 LONGEST_S = 60.0
 
 
@@ -24,11 +24,10 @@ class _Reading:
 
 
 class Feed:
-    """The items of a page. Threads may ask at once: one reads, and the others get what it has read.
+    """The items of a page. Thread-safe: one thread reads, and the others get its result.
 
     Args:
-        find: finds the items, again every `NEW_S` seconds: a run that begins is seen. Raises ValueError where there is
-            none.
+        find: finds the items; called every `NEW_S` seconds to detect new runs. Raises ValueError if there are none.
     """
 
     def __init__(self, find: Callable[[], Sequence[Item]]) -> None:
@@ -41,7 +40,7 @@ class Feed:
         self._look()
 
     def read(self, wanted: tuple[str, ...] = ()) -> tuple[list[str], dict[str, Sections]]:
-        """(the ids of all items in order, the sections of those that are wanted): in full, or of all in brief."""
+        """(the ids of all items in order, the full sections of the wanted items, or brief sections of all)."""
         with self._lock:
             self._look()
             reading = self._readings.setdefault(wanted, _Reading())
@@ -59,12 +58,12 @@ class Feed:
             if item := self._items.get(name):
                 try:
                     items[name] = sections(read(item, self._jobs, brief=brief), brief=brief)
-                except (OSError, ValueError):  # it is being taken away, or written for the first time
+                except (OSError, ValueError):  # it is being deleted or created
                     self._looked = float("-inf")
         return items
 
     def _look(self) -> None:
-        """See which items there are. A reader that is there stays: it knows what it has read."""
+        """Update the list of items. Existing readers stay, because they keep what they have read."""
         if time.monotonic() < self._looked + NEW_S:
             return
         try:
@@ -79,7 +78,7 @@ class Feed:
 
 
 class Changes:
-    """What one who looks has not been sent yet."""
+    """The changes that one viewer has not received yet."""
 
     def __init__(self, feed: Feed, wanted: tuple[str, ...] = ()) -> None:
         self._feed, self._wanted = feed, wanted
@@ -87,7 +86,7 @@ class Changes:
         self._sent: dict[str, Sections] = {}
 
     def next(self) -> str:
-        """The message with what has changed; empty where nothing has."""
+        """The message with the changed sections; empty if there are no changes."""
         ids, items = self._feed.read(self._wanted)
         new = dict[str, Sections]()
         for name, now in items.items():

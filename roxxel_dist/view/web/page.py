@@ -1,4 +1,4 @@
-"""The page as one file: its text, styles and scripts, and for a report the numbers too."""
+"""The page as one file: its text, styles and scripts, and for a report also the numbers."""
 
 import base64
 import hashlib
@@ -15,7 +15,7 @@ SCRIPTS = ("uPlot.iife.min.js", "dom.js", "chart.js", "table.js", "parallel.js",
 """In this order: each uses those before it."""
 LIVE = '{"live":true}'
 MARK = re.compile(r"\{\{(\w+)\}\}")
-"""Of the template: what stands for a part."""
+"""The pattern of placeholders in the template."""
 
 
 @cache
@@ -29,7 +29,7 @@ def _parts() -> tuple[str, str]:
 
 
 def policy(connect: str) -> str:
-    """The content security policy: these styles and scripts and no others, and `connect` alone can be fetched from."""
+    """The content security policy: only these styles and scripts, and requests only to `connect`."""
     style, script = (
         f"'sha256-{base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()}'" for part in _parts()
     )

@@ -1,4 +1,4 @@
-"""The page as one file that needs no other: of runs, and of a study, with pictures beside it for papers."""
+"""The page as one self-contained file, of runs or of a study, with pictures beside it for papers."""
 
 import json
 import time
@@ -17,26 +17,26 @@ from roxxel_dist.view.web.sections import Sections, item_id, message, sections
 
 PAGE = "report.html"
 LARGE = 200
-"""Trials from which pictures take seconds, so that something is said meanwhile."""
+"""From this number of trials, pictures take seconds, so a message is printed first."""
 
 
 def write_runs(runs: Sequence[Run], folder: Path) -> Path:
-    """Write the page of some runs into a folder, which is made."""
+    """Write the page of some runs into a folder, which is created."""
     names = ", ".join(run.name for run in runs)
     return _write(folder, names, [(RunReader(run.path, run.name).read(), {}) for run in runs])
 
 
 def write_study(study: Study, folder: Path, say: Callable[[str], None]) -> tuple[Path, str]:
-    """Write the page of a study, and its pictures, into a folder: (the page, what to say where none could be drawn).
+    """Write the page of a study, and its pictures, into a folder: (the page, a message if no pictures could be drawn).
 
-    `say` hears a line where it takes long.
+    `say` is called with a line if it takes long.
     """
     from roxxel_dist.sweep.report.plots import draw
 
     if len(study.done) >= LARGE:
         say(f"making the page of {len(study.done):,} trials …")
     shares, missing = dict[str, float](), ""
-    with suppress(ImportError):  # scipy, which who reads somebody's study may not have
+    with suppress(ImportError):  # scipy may be missing where a study is only read
         shares = importances(study)
     try:
         draw(study, folder, shares)

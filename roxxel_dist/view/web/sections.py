@@ -1,4 +1,4 @@
-"""What the page shows of one item, in sections: JSON texts by name, so that only what has changed is sent again."""
+"""The data of one item on the page, in sections: JSON texts by name, so that only changed sections are sent again."""
 
 import dataclasses
 import hashlib
@@ -26,19 +26,19 @@ from roxxel_dist.view.values import plain
 LISTED = ("train_loss", "val_loss", "tokens")
 """The curves of a run in a list."""
 LISTED_POINTS, OPEN_POINTS = 400, 1500
-"""Points of a curve, in a list and of a run that is open."""
+"""Points of a curve in a list, and of an open run."""
 IN_HEAD = ("train_loss", "val_loss", "tokens_per_s", "ms_per_step", "mfu", "vram_gb", "ram_gb", "lr", "tokens")
 
 Sections = dict[str, str]
 
 
 def item_id(kind: str, name: str) -> str:
-    """A name for the address of the page: the same for the same item, whichever server shows it."""
+    """The id of an item in the address of the page: the same on every server."""
     return hashlib.blake2s(f"{kind} {name}".encode(), digest_size=6).hexdigest()
 
 
 def sections(state: State, *, brief: bool = False) -> Sections:
-    """The sections of an item; `brief` as for the list."""
+    """The sections of an item; `brief` for the list."""
     if isinstance(state, RunState):
         return {name: _text(value) for name, value in _run(state, brief)}
     if isinstance(state, StudyState):
@@ -128,14 +128,14 @@ def _ranks(ranks: Sequence[RankState], restarts: Sequence[Restart]) -> dict[str,
 
 
 def _columns(points: Points | Sequence[tuple[int, float]], most: int) -> list[list[Any]]:
-    """[steps, values] of at most about `most` points; numbers as long as a screen can show."""
+    """[steps, values] of at most about `most` points; numbers with as many digits as a screen can show."""
     every = max(1, math.ceil(len(points) / most))
     kept = [*points[: len(points) - 1 : every], *points[-1:]]
     return [[step for step, _ in kept], [float(f"{value:.6g}") for _, value in kept]]
 
 
 def message(ids: Sequence[str], items: Mapping[str, Sections]) -> str:
-    """The JSON text of all item ids in their order, and of the sections of some."""
+    """The JSON text of all item ids in order, and of the sections of some items."""
     parts = (
         f"{json.dumps(item)}:{{{','.join(f'{json.dumps(name)}:{text}' for name, text in given.items())}}}"
         for item, given in items.items()

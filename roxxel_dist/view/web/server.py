@@ -1,7 +1,7 @@
-"""The server of the page: it shows, and has nothing that changes anything. Who has the link may look, nobody else.
+"""The server of the page. It is read-only, and only a user with the link has access.
 
-A request that names another host (a page of another site, whose name now leads here), that has no token or a wrong one,
-or that wants any path but the two there are, gets a line of text and learns nothing.
+A request with another host name (DNS rebinding by a page of another site), without the right token, or for any other
+than the two paths, gets a line of text without information.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from roxxel_dist.view.web.page import page, policy
 LOOPBACK = "127.0.0.1"
 ANY = ("0.0.0.0", "::", "")
 MOST = 100
-"""Connections at once: more are refused at once, so that threads and files never run out."""
+"""The most simultaneous connections: others are refused, so that threads and files never run out."""
 REQUEST_S, WRITE_S = 5.0, 30.0
-"""Seconds in which a request must have come whole, and in which a browser must have taken what is sent to it."""
+"""Seconds for a client to send its whole request, and for a browser to receive a message."""
 LOOK_S, ALIVE_S = 0.25, 10.0
-"""Seconds between looks for changes, and after which a line is sent all the same, to notice who has left."""
+"""Seconds between checks for changes, and after which a line is always sent, to detect clients that have left."""
 OPEN_AT_ONCE = 8
-"""Items that one stream may open."""
+"""Most items in one stream."""
 NO_TOKEN = "open the whole link that `roxxel-dist top --web` printed: its token is missing or old"
 HEADERS = {
     "Cache-Control": "no-store",
@@ -45,12 +45,12 @@ class PageServer(ThreadingHTTPServer):
     """Serves the page of a feed until it is shut down.
 
     Args:
-        feed: what it shows.
+        feed: the items to show.
         host: the address that it listens on.
         port: 0 for a free one.
 
     Raises:
-        ValueError: the address or the port cannot be had.
+        ValueError: the address or the port is not available.
     """
 
     daemon_threads = True
@@ -77,20 +77,20 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def link(self) -> str:
-        """What a person opens."""
+        """The address to open in a browser."""
         host = self.server_address[0] if self.server_address[0] not in ANY else socket.gethostname()
         shown = f"[{host}]" if ":" in str(host) else host
         return f"http://{shown}:{self.port}/?token={quote(self.token)}"
 
     @property
     def tunnel(self) -> str:
-        """The command that brings the port to another machine."""
+        """The command that forwards the port to another machine."""
         host = str(self.server_address[0])
         there = LOOPBACK if host in ANY else f"[{host}]" if ":" in host else host
         return f"ssh -N -L {self.port}:{there}:{self.port} {getpass.getuser()}@{socket.gethostname()}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Give a connection a thread, where one is free."""
+        """Handle a connection in a thread, if one is free."""
         if self._slots.acquire(blocking=False):
             self._asking[request] = time.monotonic() + REQUEST_S
             super().process_request(request, client_address)
@@ -101,7 +101,7 @@ class PageServer(ThreadingHTTPServer):
         self.shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Cut off who has not asked in time: a thread is not held by what comes byte by byte."""
+        """Close connections without a whole request in time, so that slow clients do not block threads."""
         for request, due in list(self._asking.items()):
             if time.monotonic() >= due:
                 self.has_asked(request)
@@ -109,11 +109,11 @@ class PageServer(ThreadingHTTPServer):
                     request.shutdown(socket.SHUT_RDWR)
 
     def has_asked(self, request: Any) -> None:
-        """The request of a connection has come whole."""
+        """Stop the time limit of a connection: its request is complete."""
         self._asking.pop(request, None)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer a connection, and give its thread back."""
+        """Answer a connection, and release its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -121,7 +121,7 @@ class PageServer(ThreadingHTTPServer):
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that has gone is no error; anything else is one of ours."""
+        """Ignore browsers that have left; report other errors."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -157,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
         return hmac.compare_digest(given.encode(), self.server.token.encode())
 
     def _stream(self, wanted: tuple[str, ...]) -> None:
-        """Send what has changed, as it changes, until the browser leaves."""
+        """Send changes as they happen, until the browser leaves."""
         self.connection.settimeout(WRITE_S)
         self._head(HTTPStatus.OK, "text/event-stream")
         changes, heard = Changes(self.server.feed, wanted), 0.0
@@ -188,10 +188,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """An error of the protocol, or a method that is not there."""
+        """Answer a protocol error or an unknown method."""
         self.close_connection = True
         with contextlib.suppress(OSError):
             self._refuse(HTTPStatus(code), HTTPStatus(code).phrase)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a log of requests would hold the token."""
+        """Does nothing: a log of requests would contain the token."""
