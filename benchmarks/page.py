@@ -143,6 +143,8 @@ def section(table: Table, found: Measured | None) -> str:
             lines.append(f"**failed: {plain(found.failed)}**\n")
         if drawn(found.results):
             lines.append(f"![{table.title}: measured over target](benchmarks/{table.name}.png)\n")
+        if table.misses and any(result.reached is False for result in found.results):
+            lines.append(f"Why targets are missed: {table.misses}\n")
     return "\n".join([*lines, f"Not measured: {table.left_out}\n"])
 
 

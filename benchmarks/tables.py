@@ -21,6 +21,8 @@ class Table:
     """What the short form has less of; empty where there is none, and the table is left as it is."""
     left_out: str
     """What is not measured."""
+    misses: str = ""
+    """Why targets are missed, as a profile shows it; on the page while a line of the table is missed."""
 
 
 CACHE = ".cache/benchmarks"
