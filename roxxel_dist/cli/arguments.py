@@ -384,7 +384,7 @@ def as_flags(message: str) -> str:
 
 
 def steps_to_skip(text: str | None) -> tuple[int, int] | None:
-    """The first and the last step of A:B, or None. Raises ValueError for what is written otherwise."""
+    """The first and the last step of A:B, or None. Raises ValueError for any other text."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+):(\d+)", text)

@@ -226,7 +226,7 @@ class Plan:
         dataset = np.repeat(numbers[chosen], width)
         shape, size = segment.shape, (stop - first, segment.shape.batch_size)
         dataset, offset = dataset.reshape(size), offset.reshape(size)
-        for array in (dataset, offset):  # `rows` hands out views of them, to whoever asks
+        for array in (dataset, offset):  # `rows` hands out views of them
             array.flags.writeable = False
         return dataset, offset, shape.seq_len, shape.packing == "documents"
 

@@ -53,9 +53,9 @@ def _none() -> np.ndarray:
 class RemainingUnits:
     """The units that a pass has yet to visit, in an order.
 
-    A pass begins with all units. An amendment in its midst makes another object, of what the one before has not given
-    out yet, without the units that were taken away, and with the ones that were added. It remembers the one before, not
-    the units, so it stays small; only units that are taken away, or come back, cost memory, 8 bytes for each.
+    A pass begins with all units. An amendment during the pass makes another object from the units that are left: it
+    omits removed units and includes added ones. It refers to the previous object instead of listing the units, so it
+    stays small; only units that are removed, or come back, cost memory, 8 bytes each.
     """
 
     size: int

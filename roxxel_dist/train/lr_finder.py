@@ -101,7 +101,7 @@ Of the widths tried, with sweeps of 50 to 200 steps over 4 to 6 decades, these t
 difference between neighbours, or a mean over a fixed number of steps, picks out noise in long and short sweeps.
 """
 RISE = 0.5
-"""Share of what the loss had fallen by that it must climb again to count as diverged."""
+"""The loss has diverged once it has risen again by this share of its earlier fall."""
 LEAST_RISE = 0.1
 """The same as a share of the first loss, for a loss that never fell."""
 NOISES = 4.0

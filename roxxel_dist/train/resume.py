@@ -48,11 +48,11 @@ class ResumePoint:
     """Steps done."""
     plan: Plan
     metadata: CheckpointMetadata
-    """Of the checkpoint that the run goes on from; the next ones have this, their plan and their schedule."""
+    """Of the checkpoint that the run resumes from; the next ones have this, their plan and their schedule."""
     notes: tuple[str, ...] = ()
-    """What people should know; where there is anything, the plan is among it."""
+    """Lines for the user; if there are any, the plan is among them."""
     source: CheckpointRef | None = None
-    """The checkpoint of another run to restore; its own where None."""
+    """The checkpoint of another run to restore; None: the run's own."""
     load: Callable[[Leaves], Leaves] | None = None
     """Gives a new run the parameters of another one; a run of adapters, new or not, those of its base."""
     goes_back: bool = False
@@ -80,10 +80,10 @@ def begin(
     origin: ResumeSpec,
     copy: Generation | None = None,
 ) -> ResumePoint:
-    """Where a process begins to train. Nothing on the disk changes.
+    """Where a process begins to train. Changes nothing on the disk.
 
-    A run that has checkpoints goes on from its own, wherever it came from, or from a `copy` in memory that is newer.
-    Raises ValueError where there is no such checkpoint, it is of another run, or all that the run had are damaged.
+    A run that has checkpoints resumes from its own, even if it is a fork, or from a `copy` in memory that is newer.
+    Raises ValueError if there is no such checkpoint, if it is of another run, or if all those of the run are damaged.
     """
     if copy is None:
         store.check_not_all_damaged()
@@ -252,7 +252,7 @@ class _Run:
 
 
 def _check_ranges(name: str, sources: Mapping[str, Any], now: Sequence[tuple[int, int]]) -> None:
-    """Shards may be added at the end or taken away from it: else nobody could say what was read already."""
+    """Shards may be added or removed only at the end: otherwise it is unknown which data the run has read."""
     before = sources[name].units.ranges if name in sources else []
     for shard, (old, new) in enumerate(zip(before, now, strict=False)):
         if tuple(old) != tuple(new):
@@ -268,7 +268,7 @@ def last_step(plan: Plan, options: LoopOptions) -> int:
 
 
 def max_steps_note(plan: Plan, options: LoopOptions) -> str:
-    """What is said where `max_steps` asks for more steps than there are: it ends a run early, and makes none longer."""
+    """The note that `max_steps` asks for more steps than the run has: it can shorten a run, not lengthen it."""
     wanted, steps = options.max_steps or 0, plan.total_steps
     if wanted <= steps:
         return ""
@@ -283,7 +283,7 @@ def checkpoint_metadata(
 
 
 def _schedule_of(optimizer: Optimizer, total_steps: int) -> dict[str, Any]:
-    """{"kind", "settings"} of the learning rate of a run, for its checkpoints; empty where nobody knows it."""
+    """{"kind", "settings"} of the learning rate, for the run's checkpoints; empty if the optimizer has no config."""
     if not isinstance(optimizer, NamedOptimizer):
         return {}
     return {"kind": optimizer.config.lr_schedule, "settings": optimizer.settings(total_steps)}
@@ -328,9 +328,9 @@ def rewind(
 
 
 def restore(store: CheckpointStore, step: int, like: TrainState) -> TrainState:
-    """The state of a checkpoint, where `like` lies. Bad steps before it are forgotten: they were told.
+    """The state of a checkpoint, on the devices of `like`. Bad steps before it are dropped: they were reported.
 
-    How many there were in a row is not: a run that was killed must end where one that went on would have.
+    The number of bad steps in a row is kept: a run that was killed must end where an uninterrupted one would have.
     """
     return _with_bad_steps_forgotten(store.restore(step, like), like)
 

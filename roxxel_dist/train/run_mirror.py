@@ -53,7 +53,7 @@ class RunMirror:
         self._sent[name] = state, 0.0
 
     def start(self) -> None:
-        """Begin; requests of a time before this one are nobody's."""
+        """Begin; delete the requests and answers that an earlier process left."""
         if self._serves:
             self._store.delete(
                 [info.key for prefix in (SAVE_REQUESTS, SAVE_ANSWERS) for info in self._store.list(prefix)]

@@ -24,7 +24,7 @@ TAIL_BYTES = 4096
 KINDS = {"start": "starting", "compile": "compiling", "restore": "restoring", "eval": "evaluating", "save": "saving"}
 """What an activity of the timeline is called; steps are "training" or "repeated"."""
 SPENT = ("training", "repeated", "starting", "compiling", "restoring", "evaluating", "saving", "down")
-"""What time is spent on, in the order in which it is told."""
+"""The kinds of time in a report, in the order in which they are shown."""
 
 
 class Timeline:
@@ -89,7 +89,7 @@ class Timeline:
         self._path = self._file = None
 
     def _end(self) -> None:
-        """Write the row of what was done until now; of steps, where one is done."""
+        """Write the row of the activity until now; of steps, if at least one is done."""
         steps = [self._first, self._done] if self._activity == "step" else None
         now = time.monotonic()
         if self._activity and not (steps and self._done < self._first):

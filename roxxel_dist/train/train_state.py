@@ -260,7 +260,7 @@ def _assemble(
     """The state made of all leaves of a module, and its hparams; with `shapes` nothing more is computed."""
     names = split.params.names, split.rest.names, split.frozen.names + split.hparams.names
     params, rest, hparams = ({name: leaves[name] for name in some} for some in names)
-    if isinstance(init_optimizer, InitialState):  # one of our optimizers: it is told how it sees the parameters
+    if isinstance(init_optimizer, InitialState):  # one of our optimizers: it needs the parameters as matrices
         init_optimizer = init_optimizer.for_model(split.params.matrices)
     program, everywhere = _optimizer_program(init_optimizer, params, mesh), NamedSharding(mesh, P())
     opt_state = program.eval_shape(params) if shapes else _kept(program, params)(params)

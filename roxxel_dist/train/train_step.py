@@ -143,9 +143,9 @@ def apply_gradient(
     *,
     skip_bad: bool,
 ) -> tuple[TrainState, Metrics]:
-    """(the state after a step, its metrics), of the gradient, of the loss and of what is neither parameter nor hparam.
+    """(the state after a step, its metrics), from the gradient, the loss, and the rest: no parameter and no hparam.
 
-    `optimizer` is as `for_model` gives it.
+    `optimizer` is the result of its `for_model`.
     """
     transformation = optimizer.build(hparams, state.step)
     updates, opt_state = transformation.update(grads, state.opt_state, state.params)

@@ -209,9 +209,9 @@ class BlockFile:
         np.ndarray(array.shape, array.dtype, buffer=self._map, offset=self.offsets[place])[...] = array
 
     def finish(self, header: Header, numbers: Sequence[int]) -> int:
-        """Make it valid, with the digests of what is in it; returns the bytes of the file that count.
+        """Make the file valid, with the digests of its blocks; returns how many of its bytes are in use.
 
-        Raises OSError where there is no room for the header.
+        Raises OSError if there is no room for the header.
         """
         view = memoryview(self._map)
         places = zip(numbers, self.offsets, self._sizes, strict=True)
@@ -221,7 +221,7 @@ class BlockFile:
         if self._header_at + len(data) > len(self._map):
             os.posix_fallocate(self._file, self._header_at, len(data))
         os.pwrite(self._file, data, self._header_at)
-        # Last, and in one store of a few bytes after all others: whoever reads it sees them.
+        # Last, as one store of a few bytes: a process that reads the preamble also sees all earlier writes.
         self._map[: PREAMBLE.size] = PREAMBLE.pack(MAGIC, self._header_at, len(data), digest(data).encode())
         return self._header_at + len(data)
 

@@ -40,7 +40,7 @@ def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
 def digest(data: Any) -> str:
     """The xxh3-128 of a buffer, or of an array's elements in C order, as 32 hexadecimal digits.
 
-    Raises BufferError for what is neither.
+    Raises BufferError for any other object.
     """
     if isinstance(data, np.ndarray):  # bfloat16 offers no buffer of its own
         data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)

@@ -126,7 +126,7 @@ def complete(folder: Path) -> dict[int, float | None]:
     steps = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
     saved: dict[int, float | None] = dict.fromkeys(sorted(steps))
     for step in saved:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: who restores it is told
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: `restore` reports it
             saved[step] = number(MetaFile.read(folder / str(step)).val_loss)
     return saved
 
@@ -241,7 +241,7 @@ def hash_blocks(blocks: list[Block], rank: int) -> dict[str, tuple[BlockDigest, 
 def write_part(temporary: Path, step: int, blocks: Mapping[str, tuple[BlockDigest, ...]], rank: int) -> None:
     """Leave the digests of what this rank has written where rank 0 finds them. Its files are final by now."""
     own = temporary / STATE / f"ocdbt.process_{rank}"
-    # Where the blocks of an array are not alike, they are found nowhere, or one with a size that is not its own.
+    # If the blocks of an array differ in size, `places` finds none of them, or one with a wrong size.
     alike = {name.replace("/", "."): [b - a for a, b in some[0].bounds] for name, some in blocks.items() if some}
     where, folder = places(own, alike), str(own.relative_to(temporary))
     inside: dict[str, list[BlockDigest]] = {}

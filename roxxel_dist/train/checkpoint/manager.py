@@ -18,11 +18,11 @@ from roxxel_dist.train.train_state import TrainState
 from roxxel_dist.train.weight_files import BEST, LIMIT, NEWEST, step_of, write_weights
 
 WEIGHTS_LIMIT_S = 600.0
-"""Seconds that the weights of a finished run may take to be written."""
+"""Seconds that a finished run may take to write its weights."""
 STOP_LIMIT_S = 10.0
-"""Of one that was asked to stop: whoever asked does not wait for long, and the run comes back to them."""
+"""The same for a run that was asked to stop: it must end soon, and writes the weights after it resumes."""
 LAST_WORDS_LIMIT_S = 3600.0
-"""Seconds that the other ranks wait for rank 0, which may have to draw and to write, at the end."""
+"""Seconds that the other ranks wait at the end for rank 0, which may still draw plots and write files."""
 
 
 class Exporter:
@@ -68,7 +68,7 @@ class Exporter:
                 self._thread.start()
 
     def wait(self, limit_s: float) -> None:
-        """Until all that is wanted is written, or for so long; then nothing more is begun."""
+        """Wait until all requested weights are written, at most `limit_s`; after the limit no other write begins."""
         thread = self._thread
         if thread is None:
             return

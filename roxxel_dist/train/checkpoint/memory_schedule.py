@@ -125,7 +125,7 @@ class Schedule:
         return ""
 
     def _log_once(self, line: str, about: str = "") -> None:
-        """Log a line, once for what it is about."""
+        """Log a line, unless one on the same subject (`about`, by default the line itself) was logged before."""
         if (about or line) not in self._logged:
             self._logged.add(about or line)
             self._log(line)

@@ -98,7 +98,7 @@ class ResumeSpec:
 
 
 RESUME_LATEST = ResumeSpec()
-"""A new run, or one that goes on from its newest checkpoint."""
+"""A new run, or one that resumes from its newest checkpoint."""
 
 
 @dataclass(kw_only=True)
@@ -172,9 +172,9 @@ class CheckpointMetadata:
     curriculum: str = ""
     """The fingerprint of the curriculum, amendments aside."""
     plan: Mapping[str, Any] = field(default_factory=dict)
-    """`Plan.state` after the checkpoint's step; empty where no `Trainer` has saved it."""
+    """`Plan.state` after the checkpoint's step; empty if no `Trainer` saved the checkpoint."""
     schedule: Mapping[str, Any] = field(default_factory=dict)
-    """{"kind", "settings"} of the learning rate; empty where nobody knows it."""
+    """{"kind", "settings"} of the learning rate; empty if the optimizer does not state them."""
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     rewinds: int = 0
     """How often the run went back to a checkpoint because of a bad step."""

@@ -93,7 +93,7 @@ class RemoteCheckpoints:
             list(threads.map(self.fetch_meta, whole))
         saved: dict[int, float | None] = dict.fromkeys(whole)
         for step in whole:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: who restores it is told
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: `restore` reports it
                 saved[step] = files.number(MetaFile.read(self._folder / str(step)).val_loss)
         return saved
 

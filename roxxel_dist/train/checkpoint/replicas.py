@@ -1,8 +1,8 @@
-"""Blocks of one host kept by another: what a rank takes from its neighbour, and gives to one that has lost its own.
+"""Blocks of one host kept by another: a rank keeps its neighbour's blocks, and sends them back if they are lost there.
 
-Both ends prove that they know the job's key before anything else is said (HMAC-SHA256 over the nonces of both), and
-every frame carries a MAC by a key of that connection, its direction and its number. Nothing is encrypted: gradients
-and parameters cross the same interface in the clear, by the collectives (decisions.md: copies of a neighbour).
+Both ends first prove that they know the job's key (HMAC-SHA256 over the nonces of both). Every frame carries a MAC by a
+key of that connection, its direction and its number. Nothing is encrypted: gradients and parameters cross the same
+interface in the clear, by the collectives (decisions.md: copies of a neighbour).
 """
 
 import contextlib
@@ -151,7 +151,7 @@ def send_file(address: tuple[str, int], key: bytes, name: str, data: memoryview)
     """Give a neighbour the bytes of a file of blocks, under a name there. Raises OSError where it has not taken it."""
     with _connected(address, key) as channel:
         channel.send({"put": name, "size": len(data)})
-        if problem := channel.receive_json():  # before gigabytes are sent in vain
+        if problem := channel.receive_json():  # refused, before gigabytes are sent
             raise OSError(problem)
         channel.send_all(data[PAGE:])
         channel.send_all(data[: PREAMBLE.size])
@@ -227,7 +227,7 @@ class CopyServer:
                 else:
                     self._give(channel, request["get"], request["numbers"])
         except WrongKey as error:
-            if host not in self._refused:  # once: whoever knocks must not fill the log
+            if host not in self._refused:  # once: repeated connections must not fill the log
                 self._refused.add(host)
                 self._log(f"a connection from {host} for copies in memory was refused: {error}")
         except (OSError, ValueError, KeyError, TypeError):  # it comes again, or the copy stays incomplete

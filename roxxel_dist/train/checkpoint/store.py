@@ -158,7 +158,7 @@ class CheckpointStore:
 
     @property
     def pending_step(self) -> int | None:
-        """The step that is being saved; None where nobody knows of one."""
+        """The step that is being saved, or None."""
         return self._pending[0].step if self._pending else None
 
     def latest_of_all(self) -> int | None:
@@ -180,9 +180,9 @@ class CheckpointStore:
         return self._saved.get(step)
 
     def save(self, step: int, state: Any, meta: dict[str, Any], val_loss: float | None = None) -> None:
-        """Begin to save; returns once the state may change, and be donated. Waits for the save before.
+        """Begin to save; returns once the state may change, and be donated. First waits for the previous save to end.
 
-        A step that is saved already is left as it is. What goes wrong on a disk is told by `poll` and `wait`.
+        A step that is already saved is left as it is. `poll` and `wait` report errors of the disk.
 
         Args:
             step: optimizer steps done.
@@ -254,7 +254,7 @@ class CheckpointStore:
         return _Problem()
 
     def poll(self) -> SaveResult | None:
-        """How a save ended that has ended meanwhile; each is told once. Costs nothing."""
+        """The result of a save that has ended since the last call, each once; else None. Costs nothing."""
         if self._pending and self._pending[1].done():
             self.settle()
         if not self._ended:
@@ -476,7 +476,7 @@ class CheckpointStore:
             else:
                 state = files.restore_state(self._handler, checkpoint, like, whole=whole)
                 problems = [] if table is None else files.check_arrays(state, table, saved.shapes)
-        except Exception as error:  # Orbax has no error of its own for what it cannot read
+        except Exception as error:  # Orbax raises various types for a file it cannot read
             problems = [files.cause(error)]
         self._agree(step, problems)
         return state

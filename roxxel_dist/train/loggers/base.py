@@ -87,7 +87,7 @@ class LogQueue:
         self._call("row", dict(row))
 
     def text(self, text: str) -> None:
-        """Log lines for people; on standard error where nobody shows them."""
+        """Log lines for people; on standard error if no tracker shows them."""
         if self._early is not None:
             self._early.append(text)
             return
@@ -119,7 +119,7 @@ class LogQueue:
                 worker.put("close")
             for worker in closing:
                 worker.join(max(end - time.monotonic(), 0.1))
-                if worker.is_alive() and not last:  # one that shows lines: nobody is left to tell
+                if worker.is_alive() and not last:  # the last one that shows lines cannot report itself
                     name = type(worker.tracker).__name__
                     self.text(f"{name} is still busy after {limit_s:.0f} s: going on without it")
         self._workers = []

@@ -15,9 +15,9 @@ METRICS: tuple[Callable[[Path, int], Tracker | None], ...] = (
     lambda run, restored_step: CsvTracker(run / "training_log.csv", restored_step),
     lambda run, restored_step: JsonlTracker(run / "metrics.jsonl", restored_step),
 )
-"""What makes the trackers of every run's metrics, on rank 0, of the run directory and of the step that this process
-goes on from (a tracker drops later rows); None where there is nothing to track to. W&B's, which has settings of its
-own, comes with them from the `Experiment`."""
+"""Functions that make the trackers of a run's metrics on rank 0, from the run directory and the step that this process
+resumes from (a tracker drops later rows); None if there is nothing to write to. The tracker of W&B has settings, so
+the `Experiment` makes it."""
 
 
 def trackers_for(

@@ -1,4 +1,4 @@
-"""A logger for training loops of one's own: a table of metrics, a log of lines, a bar. `Trainer` has its own."""
+"""A logger for your own training loop: a table of metrics, a log of lines, a progress bar. `Trainer` has its own."""
 
 import logging
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ class Logger:
         self.update_pbar(step)
 
     def init_pbar(self, total_steps: int, initial_step: int = 0) -> None:
-        """Begin the bar, and cut what an earlier process logged after the step that this one goes on from.
+        """Begin the bar, and drop the rows that an earlier process logged after the step that this one resumes from.
 
         Args:
             total_steps: of the whole run.

@@ -22,7 +22,7 @@ def in_notebook() -> bool:
 
 
 class NotebookTracker:
-    """Shows the run in the output of the cell that trains; `total_steps` are 0 where nobody knows them yet."""
+    """Shows the run in the output of the cell that trains; `total_steps` is 0 while unknown."""
 
     def __init__(self, total_steps: int = 0) -> None:
         from IPython.display import HTML, display
