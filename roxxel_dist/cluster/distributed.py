@@ -130,7 +130,7 @@ def is_primary() -> bool:
 
 
 def unanswered(error: Exception, what: str) -> TimeoutError | LostRankError:
-    """The exception for a wait at jax's coordinator that came to nothing: `what` says for whom and how long it was."""
+    """The exception for a wait at jax's coordinator that failed: `what` says which process it waited for, how long."""
     first = str(error).splitlines()[0]
     if first.startswith("DEADLINE_EXCEEDED"):
         return TimeoutError(f"rank {process_index()} {what}: {first}")

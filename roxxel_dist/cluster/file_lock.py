@@ -20,7 +20,7 @@ from typing import Any
 POLL_S = 0.1
 
 _unlocked: set[Path] = set()
-"""Folders of which was said that they have no locks."""
+"""Folders without locks for which the warning was already shown."""
 _held_by_name: set[int] = set()
 """Locks that only their file says are held."""
 
@@ -33,9 +33,9 @@ def say(line: str) -> None:
 def take_lock(path: Path, say: Callable[[str], None] = say) -> int | None:
     """The descriptor that holds the lock of a file; None where another has it. File and folder are made if missing.
 
-    Where the file system has no locks, that is said once, and who is named in the file holds the lock while it lives on
-    this host. Whoever holds the lock may remove the file; else `release_lock` gives it back. Raises OSError where the
-    file cannot be made or written.
+    If the file system has no locks, it warns once, and the process named in the file holds the lock while it lives on
+    this host. The holder may remove the file, or give the lock back with `release_lock`. Raises OSError if the file
+    cannot be made or written.
     """
     while True:
         try:
@@ -79,10 +79,10 @@ def wait_for_lock(
     progress: Callable[[], object] = lambda: None,
     say: Callable[[str], None] = say,
 ) -> int:
-    """The descriptor that holds the lock of a file, as `take_lock` has it, once nobody else does.
+    """Wait until no other process holds the lock of a file; returns the descriptor that holds it, like `take_lock`.
 
-    `waiting` makes of who holds it the line to say after `silent_s`, `failed` the message of the ValueError after
-    `limit_s` in which `progress`, something that changes whenever the holder gets on, stayed what it was.
+    From the name of the holder, `waiting` makes the line to show after `silent_s`, and `failed` the message of the
+    ValueError after `limit_s` without progress of the holder: `progress` returned the same value all the time.
     """
     begin = changed = time.monotonic()
     state, said = progress(), False

@@ -102,7 +102,7 @@ def _clean(number: int) -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    for other in SIGNALS:  # the next one does not wait for what is taken away
+    for other in SIGNALS:  # a second signal ends the process at once
         if signal.getsignal(other) is _on_signal:
             signal.signal(other, signal.SIG_DFL)
     leave(number)

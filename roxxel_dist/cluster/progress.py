@@ -68,7 +68,7 @@ def read(fd: int, ranks: int) -> list[Record]:
 
 
 class Progress:
-    """Writes the record of one rank. Without a file (nobody launched this process) every call is free.
+    """Writes the record of one rank. Without a file (no launcher started this process) every call is free.
 
     Attributes:
         listener: called with the new record whenever the activity changes.

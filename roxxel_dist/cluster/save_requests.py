@@ -1,9 +1,9 @@
 """A checkpoint on request: a command puts a file into the run directory, and the job answers with another one.
 
-Each request has an id of its own, so several people may ask at once, and nobody's file is written by another. Rank 0
-looks for requests at logged steps, and all ranks save the same one. Among several processes rank 0 announces one step
-ahead whether to save: nobody waits for it at the logged step, and where it is stuck it has entered fewer steps than
-those that wait, so the launcher names it (decisions.md: one step ahead).
+Each request has its own id, so several people may ask at once, and no request overwrites another. Rank 0 looks for
+requests at logged steps, and all ranks save the same one. Among several processes rank 0 announces one step ahead
+whether to save: no rank waits for it at the logged step, and if rank 0 is stuck, it has entered fewer steps than the
+ranks that wait, so the launcher names it (decisions.md: one step ahead).
 
 The command that asks does not import jax.
 """
@@ -106,8 +106,8 @@ class SaveRequests:
         """Whether to save `step` because somebody asked. Every rank calls this once a step, at the same place.
 
         Raises:
-            TimeoutError: rank 0 did not come to the step before within an hour.
-            LostRankError: a rank is lost, by jax's own heartbeat.
+            TimeoutError: rank 0 did not reach the step before `step` within an hour.
+            LostRankError: jax's heartbeat reports a lost rank.
         """
         save = False
         if self._logged(step):

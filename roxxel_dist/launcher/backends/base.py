@@ -38,11 +38,11 @@ class Backend(ABC):
     kind: ClassVar[str]
     """Its name in `backends.BACKENDS`."""
     is_local: ClassVar[bool] = False
-    """Whether its only host is this machine, of which nobody has to be asked."""
+    """Whether its only host is this machine, which the launcher checks without an agent."""
     is_coordinator: bool = True
     """Whether rank 0 is on one of these hosts."""
     hosts: Sequence[str]
-    """One agent each; ranks are dealt to them in blocks."""
+    """Each runs one agent; ranks are assigned to hosts in blocks."""
     python: str = sys.executable
     """The interpreter on the hosts."""
     address: str | None = None

@@ -47,10 +47,10 @@ class HostLost:
 
 @dataclass(kw_only=True)
 class AttemptResult:
-    """All that decides the code of a job, and what is said of it."""
+    """Everything that determines the exit code of a job, and the report about it."""
 
     exits: Sequence[RankExit] = field(default_factory=list)
-    """In the order of the ends."""
+    """In the order in which the ranks ended."""
     requested: int | None = None
     """The signal by which somebody asked the launcher to stop."""
     late: bool = False

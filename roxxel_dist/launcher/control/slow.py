@@ -31,7 +31,7 @@ MORE_WORK = 1.25
 PROBES = 8
 """Probes of which the quickest counts: another program on the same core disturbs some, a slow core slows down all."""
 CHANGED = 1.5
-"""Times the factor that was said last at which it is said again."""
+"""The factor is reported again once it has changed this many times since the last report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class _Rank:
     probes: deque[float] = field(default_factory=lambda: deque(maxlen=PROBES))
     blocks: deque[Slowness] = field(default_factory=lambda: deque(maxlen=BLOCKS))
     said: Slowness | None = None
-    """As it was told last; None where it is not slow."""
+    """As last reported; None if the rank is not slow."""
 
 
 class SlowRankDetector:

@@ -11,7 +11,7 @@ from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.spec import claim
 
 REPORT_S = 5.0
-"""How often a person is told that a job goes on."""
+"""How often a message says that a job still runs."""
 
 
 def stop(job: JobRecord, *, kill: bool, timeout_s: float) -> JobRecord:

@@ -100,5 +100,5 @@ class Logs:
             self._close(rank)
 
     def _close(self, rank: int) -> None:
-        with suppress(OSError, KeyError):  # what it still held found no room, and was told to be missing
+        with suppress(OSError, KeyError):  # its buffered lines found no room, which was already reported
             self._files.pop(rank).close()

@@ -1,6 +1,6 @@
-"""What a job needs of its hosts, and what is wrong with them by what they say of themselves: pure functions.
+"""What a job needs from its hosts, and the problems that their answers show: pure functions.
 
-docs/howto/launching.md has a table of the checks. Those that take more questions (the port, the run directory that
+docs/howto/launching.md has a table of the checks. Those that need further questions (the port, the run directory that
 hosts share) are in `run.py`.
 """
 
@@ -116,7 +116,7 @@ def _same(
 
 
 def _devices(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    # A list that somebody gave is believed: it may name parts of GPUs, which nobody counts.
+    # A list that the user gave is not checked: it may name parts of GPUs, which a host does not count.
     need = requirements.gpus_per_host if requirements.visible is None else None
     errors = []
     for host, info in hosts.items():

@@ -40,11 +40,11 @@ class HostConnection:
     done: bool = False
     """Whether nothing more is expected from it in this attempt: its work has ended, or it is lost."""
     lost: bool = False
-    """Whether nothing is expected from it ever."""
+    """Whether no message is expected from it any more."""
     started: bool = False
-    """Whether it was told to start ranks: from then on it ends where it hears nothing."""
+    """Whether it got the order to start ranks: from then on it ends if it receives nothing."""
     question: int = 0
-    """The number of the last question to it."""
+    """The number of the last question sent to it."""
     decoder: Decoder = field(default_factory=Decoder)
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=STDERR_LINES))
     """The last lines of its stderr: those of ssh, or of a program that could not start."""

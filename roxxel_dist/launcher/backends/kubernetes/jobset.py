@@ -1,8 +1,9 @@
-"""A job as a JobSet of Kubernetes: pure functions from what was asked for to plain dictionaries. Nothing is applied.
+"""A job as a JobSet of Kubernetes: pure functions from the request to plain dictionaries. Nothing is applied.
 
-Each host is a pod of one Indexed Job, and runs `launch member`. What the exit codes mean is told to both: the Job's
-podFailurePolicy tells apart what ended a pod, the JobSet's failurePolicy says what follows. What the API server refuses
-by itself (`kubectl apply --dry-run=server`) is not looked for; what it would take, and a run be lost by, is.
+Each host is a pod of one Indexed Job, and runs `launch member`. Both objects state the meaning of the exit codes: the
+Job's podFailurePolicy classifies why a pod ended, the JobSet's failurePolicy chooses the reaction. The checks here
+cover mistakes that the API server accepts and that would lose a run, not those that it refuses itself
+(`kubectl apply --dry-run=server`).
 """
 
 import math

@@ -66,7 +66,7 @@ def nodes(nodelist: str) -> list[str]:
 
 
 def binds_cpus() -> bool:
-    """Whether this SLURM binds tasks to CPUs; one that does not would complain when it is told not to."""
+    """Whether this SLURM binds tasks to CPUs; one that does not would complain about `--cpu-bind=none`."""
     config = _scontrol("show", "config").stdout
     return re.search(r"^TaskPlugin\s*=\s*(task/none|\(null\))$", config, re.MULTILINE) is None
 
