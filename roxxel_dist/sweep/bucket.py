@@ -63,7 +63,7 @@ class StudyBucket:
 
     def _copy_journal(self, data: bytes) -> None:
         copy = self.path / JOURNAL
-        # What the last driver here could not send any more follows what it has sent: nobody has gone on meanwhile.
+        # If the local file only extends the bucket's, no other driver has continued: keep the lines that were not sent.
         if not (data and copy.is_file() and copy.read_bytes().startswith(data)):
             write_file(copy, data)
             if not data:

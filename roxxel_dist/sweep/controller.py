@@ -36,7 +36,7 @@ from roxxel_dist.sweep.study import TRIALS
 POLL_S = 0.5
 """How soon a signal is heard."""
 WAITS_S = 30.0
-"""How long a trial waits for room before a person is told."""
+"""How long a trial waits for room before the user sees a message."""
 
 HOURS_SPENT = "the hours of the search are over (--max_hours)"
 LOST = (
@@ -72,10 +72,10 @@ class Controller:
     """(trial, attempt, losses) to be run before any new one."""
     _hours_spent: bool = field(init=False, default=False)
     _ending: Ending | None = field(init=False, default=None)
-    """Why running trials were told to end."""
+    """Why running trials were asked to end."""
 
     def run(self) -> Ending:
-        """Until every trial has ended, or all were told to."""
+        """Run until every trial has ended, or was asked to end; returns the reason."""
         self._restore()
         while True:
             if self._take_signal():
@@ -273,7 +273,7 @@ class Controller:
         return False
 
     def _drain(self, ending: Ending) -> None:
-        """End: running trials are told to; the next start runs them again."""
+        """Ask the running trials to end; the next start of the sweep runs them again."""
         self._ending = self._ending or ending
         for attempt in self.executor.running:
             if attempt.cancel_reason is None:

@@ -116,7 +116,7 @@ class Decisions:
         return {"event": kind, "trial": number, "step": trial.step, "value": value, "rule": rule, "reason": reason}
 
     def next(self) -> Event | None:
-        """Who gets a worker that is free: the event of a new trial, or of one that goes on; None: nobody."""
+        """Which trial gets a free worker: the event of a new trial, or of one that continues; None: no trial."""
         if self.is_spent:
             return None
         can_ask = self.exhausted is None and len(self._history.trials) < self._limit
@@ -144,7 +144,7 @@ class Decisions:
     def _ask(self) -> Event:
         engine = self._engine
         if self._pauses and self._scheduler is not None:
-            # What was believed of trials that have not ended changes with every report, and an engine is told once.
+            # Estimates of unfinished trials change with every report, and an engine cannot forget: make a new one.
             engine = self._told(self._make_engine(), dict(self._scheduler.estimate(self._history)))
         number, params = engine.ask()
         return {"event": "ask", "trial": number, "params": params, "point": list(engine.point(number))}

@@ -54,9 +54,9 @@ class Trial:
     params: dict[str, Any]
     point: list[float] = field(default_factory=list)
     state: State = "running"
-    """Running: it has no end in the journal and is not paused, also where nobody runs it at the moment."""
+    """Running: it has no end in the journal and is not paused, even if no process runs it at the moment."""
     value: float | None = None
-    """Of one that has ended; of one that was paused, its best report until then."""
+    """The result of a trial that has ended; of a paused one, its best report so far."""
     reports: list[tuple[int, float]] = field(default_factory=list)
     """(step, value), by step; of a step that was run again, the last value."""
     attempts: int = 0

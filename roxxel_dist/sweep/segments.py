@@ -211,7 +211,7 @@ class SegmentWriter:
         raise self._taken(segment)
 
     def _wait_for_lease(self) -> None:
-        """Until the lease is renewed, which is late where the store was away: nobody else has it if that succeeds."""
+        """Wait until the lease is renewed (late if the store was away): success means that no other process took it."""
         end = time.monotonic() + self._store.timeout_s
         while self._lease.lost is None and self._lease.age_s >= lease.STALE_S:
             if time.monotonic() >= end:

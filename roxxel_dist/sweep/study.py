@@ -49,7 +49,7 @@ class Study:
 
     @property
     def done(self) -> list[Trial]:
-        """The trials that gave a value, paused ones by what they gave until then; the best first."""
+        """The trials with a value (for paused ones, the best so far); the best first."""
         valued = [trial for trial in self.history.trials.values() if trial.value is not None]
         return sorted(valued, key=lambda trial: (self.sweep.sign * float(trial.value or 0.0), trial.number))
 
@@ -112,10 +112,10 @@ class StudyDir:
         return (self.settings().get(RECORD) or {}).get(key)
 
     def wandb_sweep_id(self, requested: str | None) -> str | None:
-        """The sweep of a W&B server that leads the study, or shall lead one that begins; None: the search is made here.
+        """The sweep of a W&B server that leads the study, or shall lead a new one; None: the search is made here.
 
-        `requested` is ENTITY/PROJECT/ID, "" for a new one, None for what the study has. Raises ValueError where it was
-        begun with another: one journal cannot hold the trials of two searches.
+        `requested` is ENTITY/PROJECT/ID, "" for a new one, None for that of the study. Raises ValueError if the study
+        has another: one journal cannot hold the trials of two searches.
         """
         if self.base_file is None:
             return requested
@@ -198,8 +198,8 @@ class StudyDir:
         write_file(self._definition, Path(sweep_config).read_bytes())
 
     def rollback(self, created: Sequence[Path]) -> None:
-        """Undo `create` where the first start was refused, for what was wrong may stand in these files: they and the
-        folders `created` go, the innermost first."""
+        """Undo `create` after a refused first start, since the error may be in these files: remove them and the folders
+        `created`, the innermost first."""
         for name in (DEFINITION, EXTRAS, BASE, JOURNAL):
             (self.path / name).unlink(missing_ok=True)
         with suppress(OSError):  # a folder that holds something of somebody else stays

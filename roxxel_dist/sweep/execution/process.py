@@ -16,11 +16,11 @@ ROXXEL = (sys.executable, "-u", "-m", "roxxel_dist")
 GRACE_S = 12
 """What a launcher gives its ranks to save: less than what a trial gets to end."""
 STOP_LIMIT_S = 15.0
-"""So long a program that was asked to stop may take to save."""
+"""Seconds to save, for a program that was asked to stop."""
 LOCK_LIMIT_S = 30.0
-"""So long a trial waits for whoever trains in its run directory."""
+"""Seconds that a trial waits for another process that trains in its run directory."""
 LINGER_S = 5.0
-"""What the program has started and left gets so long to end by itself, once the program has ended."""
+"""Seconds after the end of the program, for processes that it started and left, before they are killed."""
 IDENTITY = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
 POLL_S = 0.1
 

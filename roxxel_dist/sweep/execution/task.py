@@ -1,4 +1,4 @@
-"""What a worker of Ray is told of a trial."""
+"""The description of a trial that a worker of Ray gets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -23,7 +23,7 @@ SAMPLERS = {
 
 
 class Engine(Protocol):
-    """Asks for trials and is told what they gave. Several may run at once."""
+    """Proposes trials and gets their results. Several trials may run at once."""
 
     def ask(self) -> tuple[int, Params]:
         """The number of the next trial (from 0) and its parameters. Raises SpaceExhausted."""

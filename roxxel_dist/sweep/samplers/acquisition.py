@@ -1,4 +1,4 @@
-"""What a trial is expected to be worth: improvement times success, by what is believed of values and of failures."""
+"""The expected worth of a trial: improvement times success, by the models of values and of failures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -171,7 +171,7 @@ def choose_scale(features: np.ndarray, values: Sequence[float] | np.ndarray) -> 
     uncut = known[subset] < most
     density = _log_density(here, plain[subset], theta)[uncut] - np.log(np.minimum(known, most).std())
     log_density = _log_density(here, logs[subset], log_theta)[uncut] - np.log(behind.std())
-    # both densities are of the values themselves: that of a logarithm is divided by what it is the logarithm of
+    # both densities are of the values themselves: that of a logarithm is divided by its argument
     better = (log_density - behind[subset][uncut]).sum() > density.sum()
     return (logs, log_theta) if better else (plain, theta)
 

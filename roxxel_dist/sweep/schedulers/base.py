@@ -38,7 +38,7 @@ class Scheduler(Protocol):
         ...
 
     def estimate(self, history: History) -> Mapping[int, float]:
-        """What trials without an end are taken to give, for whoever proposes parameters."""
+        """Estimates of the results of unfinished trials, for the sampler."""
         ...
 
     def rank(self, history: History) -> list[int]:
@@ -53,10 +53,10 @@ def by_value(history: History) -> list[int]:
 
 
 def as_far_behind(history: History) -> dict[int, float]:
-    """Estimates of what trials without an end will give, for whoever proposes parameters.
+    """Estimates of the results of unfinished trials, for the sampler.
 
-    Each is as far behind the best trial as it was, at its last report, behind the best one of so many reports. Best
-    means the best value so far.
+    A trial is taken to end as far behind the best trial as it is, at its last report, behind the best trial after as
+    many reports. Best means the best value so far.
     """
     if history.best is None or history.best.value is None:
         return {}

@@ -114,7 +114,7 @@ def has_ended(folder: Path) -> bool:
 class WandbTail(MetricsTail):
     """Follows the W&B runs in a folder, those of all ranks and of all attempts: the client has them in `wandb/` there.
 
-    In the name of the metric there are points between the names of what is nested.
+    Dots separate the levels in the name of a nested metric.
     """
 
     def __init__(self, run: Path, metric: str) -> None:

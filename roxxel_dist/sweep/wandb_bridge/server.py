@@ -43,7 +43,7 @@ class ServerSampler:
         return self._next - 1, {}
 
     def tell(self, trial: int, value: float | None) -> None:
-        """The server was told by the trial itself."""
+        """Nothing to do: the trial itself has reported to the server."""
 
     def point(self, trial: int) -> list[float]:
         """The server does not say."""
@@ -131,7 +131,7 @@ def agent_trial(trial: Mapping[str, Any]) -> Iterator[Event]:
     if reason := wait_until_free(folder):
         yield {"lost": {"reason": reason}}
         return
-    _put_aside(folder)  # the server gives a trial that was lost to nobody again
+    _put_aside(folder)  # the server never hands out a lost trial again
     folder.mkdir(parents=True)
     words = [sys.executable, "-m", "wandb", "agent", "--count", "1", "--forward-signals", str(task.wandb_sweep)]
     objective = Objective(task, tail := WandbTail(folder, task.metric))
