@@ -23,7 +23,7 @@ RIDDLES = re.compile(
     |(?:of|than|for|by|with|as)\ what\ (?:is|was|has|had|comes|dies|follows|it|they|the))\b""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""Words that make a reader stop: whom, "that which", "it is told", and clauses in the place of a noun."""
+"""Words that make a reader stop: rare pronouns, the narrating passive, and clauses in the place of a noun."""
 NOUN_CLAUSE = re.compile(r"(?:What(?:ever)?|Who(?:ever)?)\b[^?]*[.:]?$")
 """A sentence that begins with "What dies ..." in the place of a noun."""
 
