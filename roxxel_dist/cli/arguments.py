@@ -107,7 +107,7 @@ def parse(
 
 
 def flags_in(words: Sequence[str]) -> list[tuple[str, str]]:
-    """(name, value) of every flag, as far as that can be told without knowing which take one; "" where none follows."""
+    """(name, value) of every flag, guessed without knowing which flags take one; "" if none follows."""
     return [(name, value or "") for name, value, _ in split_flags(words) if name]
 
 
@@ -372,7 +372,7 @@ def _merged(values: Any, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_flags(message: str) -> str:
-    """A message of the package for somebody at a terminal: `resume=True` in it is --resume, `data_path=PATH` is
+    """A message of the package for a user of the command line: `resume=True` in it is --resume, `data_path=PATH` is
     --data_path PATH."""
     names = {field.name for field in dataclasses.fields(TrainArgs)} | {*FIELD_TYPES, "overwrite"}
 

@@ -194,7 +194,7 @@ def _compile(lowered: Any, options: Mapping[str, Any] | None) -> tuple[Any, bool
     _listen()
     program = lowered.compile(compiler_options=None if options is None else dict(options))
     is_heard = ASKED_EVENT in _heard.events
-    if not is_heard:  # no cache, or somebody has cleared all listeners
+    if not is_heard:  # no cache, or all listeners were cleared
         _listen.cache_clear()
     return program, is_heard and HIT_EVENT not in _heard.events
 

@@ -1,8 +1,8 @@
 """Locks of files (flock), on one host and on several that share a disk. Standard library alone.
 
 Always on a regular file that is open for writing: NFS keeps the lock of a folder, or an exclusive one of a file that is
-open to read, to one host. The file says who holds the lock (host, pid, boot id, start time): for people, and where the
-file system has no locks for the next one who wants it.
+open to read, to one host. The file names the holder of the lock (host, pid, boot id, start time) for people and, if the
+file system has no locks, for the next process that wants it.
 """
 
 import errno
@@ -47,7 +47,7 @@ def take_lock(path: Path, say: Callable[[str], None] = say) -> int | None:
             if not _lock(lock, path, say):
                 os.close(lock)
                 return None
-            if is_lock_of(lock, path):  # else who held it has removed the file: this lock is on nothing
+            if is_lock_of(lock, path):  # else its holder has removed the file: this lock is on nothing
                 owner = json.dumps(process_record()).encode()
                 with suppress(OSError):  # a full disk
                     if os.pread(lock, len(owner) + 1, 0) != owner:
@@ -100,7 +100,7 @@ def wait_for_lock(
 
 
 def is_held(path: Path, *, unknown: bool) -> bool:
-    """Whether another process, or this one, holds the lock of a file; `unknown` where that cannot be told."""
+    """Whether another process, or this one, holds the lock of a file; `unknown` if that cannot be found out."""
     try:
         lock = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -120,7 +120,7 @@ def is_held(path: Path, *, unknown: bool) -> bool:
 
 
 def holder(path: Path) -> str:
-    """Who holds the lock of a file, for people."""
+    """The holder of the lock of a file, for people."""
     owner = _owner(path)
     return f"another process (pid {owner['pid']} on host {owner['host']})" if owner else "another process"
 
@@ -144,7 +144,7 @@ def _start_time(pid: int) -> int | None:
 
 
 def _owner(path: Path) -> dict[str, Any] | None:
-    """Who is named in a lock's file."""
+    """The process named in a lock's file."""
     with suppress(OSError, ValueError):
         owner = json.loads(path.read_bytes())
         if isinstance(owner, dict) and {"pid", "host"} <= owner.keys():
@@ -153,7 +153,7 @@ def _owner(path: Path) -> dict[str, Any] | None:
 
 
 def is_alive(record: Mapping[str, Any] | None) -> bool | None:
-    """Whether the process of a record lives, False for none; None where that cannot be told, as from another host."""
+    """Whether the process of a record lives, False for none; None if unknown, as from another host."""
     if record is None:
         return False
     here = process_record()
@@ -181,7 +181,7 @@ def _lock(lock: int, path: Path, say: Callable[[str], None]) -> bool:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            time.sleep(0.05)  # perhaps it was somebody who only looked, with `is_held`
+            time.sleep(0.05)  # perhaps it was a process in `is_held`
         except OSError as error:
             if error.errno == errno.ESTALE:
                 return True

@@ -50,7 +50,7 @@ def end() -> None:
 
 
 def active() -> bool:
-    """Whether this process leaves by `leave`: it is a command, and not somebody's own program."""
+    """Whether this process ends by `leave`: it is a command, not a program of the user's."""
     return _active.is_set()
 
 

@@ -43,7 +43,7 @@ def withdraw(folder: Path, request: str) -> None:
 
 
 def take_requests(folder: Path) -> list[str]:
-    """The ids of all who ask now; the next call gives only new ones.
+    """The ids of all open requests; the next call gives only new ones.
 
     Raises:
         OSError: the folder cannot be read or written.
@@ -84,7 +84,7 @@ def sweep(folder: Path) -> None:
 
 
 class SaveRequests:
-    """Which steps somebody wants saved: the same ones on every rank. Rank 0 alone touches files.
+    """Which steps to save by request: the same ones on every rank. Only rank 0 touches files.
 
     Args:
         folder: the run directory.
@@ -103,7 +103,7 @@ class SaveRequests:
         self._old_keys: deque[str] = deque()
 
     def should_save(self, step: int) -> bool:
-        """Whether to save `step` because somebody asked. Every rank calls this once a step, at the same place.
+        """Whether to save `step` by request. Every rank calls this once a step, at the same place.
 
         Raises:
             TimeoutError: rank 0 did not reach the step before `step` within an hour.
@@ -125,12 +125,12 @@ class SaveRequests:
         self._answer({"step": step}, [request for request, begun in self._step_of.items() if begun <= step])
 
     def failed(self, step: int, why: str) -> None:
-        """Say that `step` could not be saved, so that who asked for it does not wait."""
+        """Say that `step` could not be saved, so that the command that asked does not wait."""
         answer = {"error": f"step {step} could not be saved: {why}"}
         self._answer(answer, [request for request, begun in self._step_of.items() if begun == step])
 
     def finish(self, step: int) -> None:
-        """The run ends, and `step`, its last one, is saved: the answer to all who asked until now."""
+        """The run ends, and `step`, its last one, is saved: the answer to all open requests."""
         self._look()
         self._assign(step)
         self.saved(step)

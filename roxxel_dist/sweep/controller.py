@@ -182,7 +182,7 @@ class Controller:
             self._decided(self.decisions.reported(trial.number, step))
 
     def _decided(self, events: list[Event]) -> None:
-        """Write down who stops or pauses, and tell them."""
+        """Write down which trials stop or pause, and tell them."""
         attempts = {attempt.trial: attempt for attempt in self.executor.running}
         for event in events:
             number, attempt = event["trial"], attempts.get(event["trial"])

@@ -1,7 +1,7 @@
-"""The decisions of a search, as events of its journal: who is asked for, stopped, paused, and goes on.
+"""The decisions of a search, as events of its journal: trials that begin, stop, pause and continue.
 
-Each is a function of the sweep, its seed and the history: a search that is taken up again decides as if it had never
-ended. The controller writes them down before it acts on them; `replay` follows them on recorded curves.
+Each is a function of the sweep, its seed and the history: a search that resumes decides as if it had never ended. The
+controller writes them down before it acts on them; `replay` follows them on recorded curves.
 """
 
 import math
@@ -24,7 +24,7 @@ class Decisions:
     Args:
         sweep: what is searched.
         seed: of everything random.
-        history: what happened so far; it is kept up to date by others, who apply each event before the next decision.
+        history: the events so far; the caller keeps it up to date, and applies each event before the next decision.
         make_engine: a new engine of the sweep.
         count: trials in all; None: no end.
         max_steps: steps of all trials together; None: no end.
@@ -81,7 +81,7 @@ class Decisions:
         return [] if last is None or last[0] != "report" else self._judge(last[1])
 
     def reported(self, number: int, step: int) -> list[Event]:
-        """Who stops or pauses, now that a trial has reported for a step."""
+        """The trials that stop or pause, now that a trial has reported for a step."""
         if self._scheduler is not None:
             self._scheduler.note(self._history, number, step)
         return self._judge(number)

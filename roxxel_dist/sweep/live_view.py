@@ -17,7 +17,7 @@ LONGEST = 100
 
 
 class LiveView:
-    """Shows a history that somebody else keeps up to date, while the context is open.
+    """Shows a history that the driver keeps up to date, while the context is open.
 
     Args:
         count: trials in all; None where there is no end.

@@ -89,7 +89,7 @@ class SweepRun:
 
     @property
     def method(self) -> str:
-        """Who chooses parameters."""
+        """The method that chooses parameters."""
         return f"W&B sweep {self.server}" if self.server else self.options.method or self.sweep.method
 
     @property
@@ -110,7 +110,7 @@ class SweepRun:
 
     @property
     def description(self) -> str:
-        """Who searches what, in a line."""
+        """The method and the search space, in a line."""
         words = " ".join(word for word in self.program or () if not word.startswith("${"))
         program, sweep = f" of {words}" if words else "", self.sweep
         searched = counted(len(self.searched), "parameter")

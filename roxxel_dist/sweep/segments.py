@@ -109,7 +109,7 @@ def _check_lines(url: ObjectUrl, data: bytes) -> None:
 
 
 def make_one_of_many(store: "ObjectStore", journal: StoredJournal) -> None:
-    """Write all segments as one, where there are many, and delete what is in another one. For who holds the lease."""
+    """Write all segments as one, if there are many, and delete those covered by another. For the lease's holder."""
     covered = list(journal.covered)
     if len(journal.segments) >= MANY:
         store.write(Segment(1, journal.last).key, journal.data, if_absent=True)

@@ -202,10 +202,10 @@ class StudyDir:
         `created`, the innermost first."""
         for name in (DEFINITION, EXTRAS, BASE, JOURNAL):
             (self.path / name).unlink(missing_ok=True)
-        with suppress(OSError):  # a folder that holds something of somebody else stays
+        with suppress(OSError):  # a folder with other files stays
             lock = take_lock(self.path / LOCK)
             if lock is None:
-                return  # somebody waited for it, and begins
+                return  # another process waited for it, and begins
             try:
                 (self.path / LOCK).unlink()
             finally:

@@ -92,7 +92,7 @@ class BucketFolder:
         """Bring what a reader, or a rank that begins, needs beside checkpoints into the folder, and return that.
 
         What the bucket does not have goes away here, but for logs. A file that has grown here since it was sent stays:
-        it is the newer one. In a folder in which somebody trains now nothing is touched.
+        it is the newer one. While another process trains in the folder, nothing changes.
 
         Raises ValueError where a data set is there, and no run.
         """

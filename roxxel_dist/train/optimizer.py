@@ -188,7 +188,7 @@ while tracing, the transformation for one step, the structure of whose state dep
 def as_optimizer(optimizer: Any) -> Optimizer:
     """One of ours as it is; an optax transformation, `optax.MultiSteps`, or that of an `nnx.Optimizer`, as a fixed one.
 
-    Of an `nnx.Optimizer` the transformation alone is used: its state is made anew from the parameters. Parameters reach
+    Of an `nnx.Optimizer` only the transformation is used: its state is made again from the parameters. Parameters reach
     the transformation as a dictionary from names such as "blocks.0.attention.qkv.kernel" to arrays. Raises ValueError
     where it is none of these, or an `nnx.Optimizer` of other variables than `nnx.Param`.
     """

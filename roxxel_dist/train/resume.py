@@ -1,4 +1,4 @@
-"""How a run begins: anew, at its newest checkpoint, at an older one of its own, or at one of another run.
+"""How a run begins: from the start, at its newest checkpoint, at an older one of its own, or at one of another run.
 
 A resumed run follows the plan that it had or, amended, another one from here on.
 """

@@ -75,7 +75,7 @@ class Timeline:
             self._end()
 
     def finished(self) -> None:
-        """The run has no step left: the time until somebody takes it up again is not lost."""
+        """The run has no step left: the time until a later start extends it does not count as down."""
         self._activity = FINISHED
         self._since = time.monotonic()
         self._end()

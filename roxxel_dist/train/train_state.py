@@ -433,7 +433,7 @@ ROOM = 0.9
 
 
 class TrainView:
-    """The model, the optimizer's state and the step, as `eval_fn` and who calls `Trainer.run` see them.
+    """The model, the optimizer's state and the step, as `eval_fn` and callers of `Trainer.run` see them.
 
     It shows the arrays of the step that it was taken after: the next step takes their memory, so use it at once and
     copy what shall be kept.

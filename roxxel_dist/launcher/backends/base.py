@@ -104,7 +104,7 @@ class Command(ABC):
 
     @classmethod
     def split_words(cls, words: list[str]) -> tuple[dict[str, str | None], list[str]]:
-        """Part the words for somebody else from those for this command. Raises ValueError for a slip."""
+        """Split the arguments: those for another program, those for this command. Raises ValueError for a slip."""
         return {}, words
 
     @abstractmethod

@@ -44,7 +44,7 @@ class Hang:
     """How long it had been there."""
     limit: float
     tied: int = 1
-    """How many ranks were in the same step, and none behind: with more than one, who is to blame is a guess."""
+    """How many ranks were in the same step, and none behind: with more than one, the culprit is a guess."""
     absent: bool = False
     """Others wait for it in `jax.distributed.initialize`, where it has not come yet."""
 

@@ -1,4 +1,4 @@
-"""What the end of the ranks means: who failed first, and one exit code for the job. Pure functions."""
+"""What the end of the ranks means: which failed first, and one exit code for the job. Pure functions."""
 
 import signal
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class AttemptResult:
     exits: Sequence[RankExit] = field(default_factory=list)
     """In the order in which the ranks ended."""
     requested: int | None = None
-    """The signal by which somebody asked the launcher to stop."""
+    """The signal that asked the launcher to stop."""
     late: bool = False
     """Ranks were killed because they stayed after another had ended with 0."""
     lost: HostLost | None = None

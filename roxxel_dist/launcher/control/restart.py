@@ -144,7 +144,7 @@ def _when(wait: float) -> str:
 
 
 def _after_preemption(attempts: Sequence[AttemptSummary]) -> Decision:
-    """Preemptions are free; but who leaves again and again before it has done anything is not preempted."""
+    """Preemptions are free; but a job that ends repeatedly before it has done anything counts as failed."""
     idle = 0
     for number in reversed(range(len(attempts))):
         attempt = attempts[number]

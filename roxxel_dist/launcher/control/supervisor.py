@@ -29,7 +29,7 @@ class JobResult:
 
     code: int
     requested: int | None = None
-    """The signal by which somebody asked for its end."""
+    """The signal that asked for its end."""
     host_lost: bool = False
     """It could go on, with another host for one that is out of reach."""
     idle: bool = False
@@ -53,7 +53,7 @@ def supervise(job: JobSpec, backend: Backend, recorder: JobRecorder) -> JobResul
             SignalPipe(console.info, stays=backend.heartbeat_timeout_s is not None) as signals,
         ):
             result = _Controller(job, backend, recorder, console, signals).run()
-        recorder.end(result.code)  # only now: who follows the job stops to read when it is over
+        recorder.end(result.code)  # only now: `attach` and `logs` stop reading then
     return result
 
 

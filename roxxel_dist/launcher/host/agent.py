@@ -342,7 +342,7 @@ class Agent:
                 self._drop(rank)  # a spare that ended before it was the rank: no failure
                 continue
             exited.append(rank)
-            if rank.code is None:  # else it has told itself
+            if rank.code is None:  # else it has reported itself
                 self._tell_end(rank, code)
         self._react(exited)
 
@@ -476,7 +476,7 @@ def main() -> None:
     folders = [str(folder), *([] if memory is None else [memory])]
     heartbeat = go_on_under_guard(folders, heartbeat_timeout_s + SLACK_S, channel)
     try:
-        if memory is not None and key is not None:  # only now that somebody else would remove it
+        if memory is not None and key is not None:  # only now that the guard would remove it
             memory = _make_memory(memory, key)
         agent = Agent(inbox, channel, heartbeat, folder, memory, heartbeat_timeout_s)
         if key is not None and memory is None:

@@ -67,7 +67,7 @@ def start_near(argv: Sequence[str], env: Mapping[str, str] | None = None) -> "su
 def is_ending(pid: int) -> bool:
     """Whether a process is on its way out, or gone.
 
-    It closes its files before anybody can see that it ended: who read from it may be gone earlier.
+    It closes its files before its end can be seen: a reader of its output may be gone earlier.
     """
     try:
         return bool(int(stat(pid)[FLAGS]) & PF_EXITING)
@@ -160,7 +160,7 @@ class Subreaper:
         Not to processes that left it: libraries detach helpers so that these outlive a Ctrl-C, and end them themselves.
         """
         if self.code is None:
-            for pid, fields in list(processes()):  # before the first one is asked: who is started by a handler is not
+            for pid, fields in list(processes()):  # listed first: processes that a handler starts are not asked
                 if int(fields[field]) == self.child:
                     send(pid, fields[STARTED], signal.SIGTERM)
 
@@ -410,7 +410,7 @@ def go_on_under_guard(folders: Sequence[str], limit_s: float = math.inf, channel
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
-    if child:  # a program of its own: who kills agents by their command line must not kill it too
+    if child:  # a separate program: killing agents by their command line must not kill it too
         try:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
@@ -421,7 +421,7 @@ def go_on_under_guard(folders: Sequence[str], limit_s: float = math.inf, channel
         finally:
             os._exit(127)
     os.close(reads)
-    os.setsid()  # who kills the process group of the one must not kill the other
+    os.setsid()  # killing the process group of the one must not kill the other
     die_with_parent(signal.SIGCONT)  # harmless; wakes this process if it is stopped, to see that the guard is gone
     return writes
 

@@ -129,7 +129,7 @@ class Spares:
         return rank
 
     def is_ready(self, rank: Rank, size: int) -> None:
-        """A spare has told that it has imported all, and how many bytes it takes."""
+        """A spare has reported that its imports are done, and how many bytes it takes."""
         spare = next((spare for spare in self._spares if spare.rank is rank), None)
         if spare is not None:
             spare.ready = True
@@ -156,7 +156,7 @@ class Spares:
 
 
 def _works(rank: Rank) -> bool:
-    """Whether a rank has come some steps far, or has not told anything for long after it has joined."""
+    """Whether a rank has done some steps, or has long been silent since it joined."""
     record = rank.reported
     if record.activity == "step" and rank.first is None:
         rank.first = record

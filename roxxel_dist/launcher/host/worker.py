@@ -263,7 +263,7 @@ def _leave(code: int) -> NoReturn:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # closed, or somebody's own object
+        with suppress(Exception):  # closed, or replaced by an object of the program
             stream.flush()
 
 

@@ -73,7 +73,7 @@ def detach(job: JobSpec, backend: Backend) -> JobRecord:
 
 
 class ClientGoneError(Exception):
-    """Who asked for the job is gone."""
+    """The command that asked for the job is gone."""
 
 
 class _Client:

@@ -37,7 +37,7 @@ class Console:
         self._all = all_ranks
         self._first = first
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._queued = self._left_out = 0  # characters and lines of ranks, counted by who calls
+        self._queued = self._left_out = 0  # characters and lines of ranks, counted by the callers
         self._written = self._reported = 0  # the same, by the thread: no lock is needed
         self._bar: Bar | None = None
         self._status: dict[str, Any] = {}
@@ -102,7 +102,7 @@ class Console:
         if self._bar is None:
             from roxxel_dist.launcher.output.bar import Bar
 
-            # A file of its own: who waits in it must not hold a lock that the interpreter needs at its end.
+            # A separate file object: a blocked writer must not hold a lock that the interpreter needs at exit.
             self._bar = Bar(open(os.dup(sys.stdout.fileno()), "w", encoding=sys.stdout.encoding, errors="replace"))  # noqa: SIM115
         self._status_is_queued = False  # before it is read: a newer one is queued again
         self._bar.update(self._status)

@@ -34,7 +34,7 @@ class Requirements:
     resume: bool = False
     gpus_per_host: int | None = None
     visible: str | None = None
-    """CUDA_VISIBLE_DEVICES, where somebody set it for all ranks."""
+    """CUDA_VISIBLE_DEVICES, if it is set for all ranks."""
     platforms: str | None = None
     """JAX_PLATFORMS, where the job sets it."""
     code: str | None = None

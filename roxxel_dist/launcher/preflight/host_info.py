@@ -105,7 +105,7 @@ def folder(path: str) -> HostInfo:
 
 
 def touch(path: str) -> Path:
-    """Make an empty file of a new name where a folder is or would be. Who calls takes it away. Raises OSError."""
+    """Make an empty file of a new name where a folder is or would be. The caller removes it. Raises OSError."""
     mark = existing(path) / f".roxxel-probe-{os.urandom(8).hex()}"
     mark.touch(mode=0o600, exist_ok=False)
     return mark

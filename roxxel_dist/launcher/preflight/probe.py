@@ -12,8 +12,8 @@ from roxxel_dist.launcher.preflight.host_info import existing, gather, is_loopba
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, encode
 
 LIFE_S = 600
-"""From one question to the next: 300 hosts are asked 32 at a time, and each may take a minute. Who is behind a cut link
-ends too."""
+"""From one question to the next: 300 hosts are asked 32 at a time, and each may take a minute. It also ends a probe
+behind a cut link."""
 CONNECT_S = 5.0
 
 

@@ -89,7 +89,7 @@ class HostConnection:
         except subprocess.TimeoutExpired:
             self.process.kill()
             code = None
-        os.set_blocking(self.error_fd, False)  # somebody else may hold the other end for long
+        os.set_blocking(self.error_fd, False)  # another process may hold the other end for long
         with suppress(BlockingIOError):
             while data := os.read(self.error_fd, CHUNK):
                 self.errors(data)

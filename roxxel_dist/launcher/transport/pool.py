@@ -35,7 +35,7 @@ EXIT_LOST = 137
 
 
 class Interrupted(Exception):
-    """Somebody wants the launcher's attention, and the questions were broken off."""
+    """The questions were broken off because of a signal, or another event for the launcher."""
 
 
 class HostPool:

@@ -48,7 +48,7 @@ def launch_command(
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables and `more`, without those by which a launched rank or a W&B run knows who it is.
+    """This process's variables and `more`, without those that identify a launched rank or a W&B run.
 
     Also without those that are for Ray's workers alone; a trial has the worker's devices and its key.
     """

@@ -145,7 +145,7 @@ class Attempt:
     """When it was submitted or, from `heard` on, when it began."""
     heard: bool = False
     cancel_reason: CancelReason | None = None
-    """What was decided about it: stopped early, paused, to be run again by the next start, or told its end already."""
+    """The decision about it: stopped early, paused, to be run again by the next start, or already reported as ended."""
     end: float = math.inf
     """When its process must be gone."""
     cancelled: bool = False
@@ -237,7 +237,7 @@ class RayExecutor:
         self._ray.cancel(attempt.stream)
 
     def await_exit(self, attempt: Attempt) -> None:
-        """An attempt has told its last: it ends by itself."""
+        """An attempt has sent its last event: it ends by itself."""
         attempt.cancel_reason, attempt.end = "ended", time.monotonic() + END_S
 
     def expire(self) -> list[Attempt]:

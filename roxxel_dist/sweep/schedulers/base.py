@@ -1,6 +1,6 @@
-"""What a scheduler is: it says after a report who stops or pauses, and who goes on where a worker is free.
+"""The interface of a scheduler: which trials stop or pause after a report, and which continue when a worker is free.
 
-A scheduler keeps nothing that the history does not say: made anew, and shown the same trials, it decides the same.
+A scheduler keeps nothing that is not in the history: a new one, shown the same trials, decides the same.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Verdict:
 
 
 class Scheduler(Protocol):
-    """Decides who gets the next steps."""
+    """Decides which trials get the next steps."""
 
     name: str
     """As in `early_terminate.type`."""

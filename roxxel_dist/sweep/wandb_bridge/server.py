@@ -187,7 +187,7 @@ State = Literal["no run", "stopped", "finished", "failed", "silent"]
 class AgentEnd:
     """How W&B's agent, and the program of the run that it was given, have ended.
 
-    The agent's exit code says nothing of its program. What does, by who writes it:
+    The agent's exit code says nothing about its program. These do, by their writers:
 
     - the agent, before it starts the program: `wandb/sweep-*/config-RUN.yaml`, the run and its parameters;
     - the agent, on its output: "Stop: RUN" when the server stops a run, "Cleaning up finished run" when one has ended;

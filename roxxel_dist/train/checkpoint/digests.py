@@ -1,7 +1,7 @@
 """Digests of arrays and files: what a checkpoint, or an export, proves itself by. No jax.
 
 `digests.json`, the table of a checkpoint, has the digest of every file in it and of every block of an array as it was
-on the device; who wrote each; its step; and, at its end, its own digest.
+on the device; the rank that wrote each; its step; and, at its end, its own digest.
 """
 
 import json
@@ -53,7 +53,7 @@ class BlockDigest(NamedTuple):
     bounds: Bounds
     digest: str
     rank: int
-    """Who wrote it."""
+    """The rank that wrote it."""
     file: str = ""
     """The path of the file that its bytes are in, as they were in memory; empty where they are in none, or not so."""
     offset: int = 0
@@ -127,7 +127,7 @@ class DigestTable:
     blocks: Mapping[str, tuple[BlockDigest, ...]] = field(default_factory=dict)
     """By the name of the array."""
     meta: tuple[str, ...] = ()
-    """Digests that `meta.json` may have: two while a run goes back to the checkpoint, and writes it anew."""
+    """Digests that `meta.json` may have: two while a run goes back to the checkpoint and rewrites the file."""
 
     def write(self, path: Path) -> None:
         """In one instant. Raises OSError."""

@@ -27,7 +27,7 @@ class MetaFile(NamedTuple):
     shapes: Mapping[str, list[Any]]
     """Every array's shape, and its type behind that, by name."""
     meta: Mapping[str, Any]
-    """What who saved it says; `CheckpointMetadata` for a run."""
+    """What the program that saved it adds; `CheckpointMetadata` for a run."""
     val_loss: float | None
     layout: int
     has_digests: bool = False

@@ -27,7 +27,7 @@ FRAME_BYTES = 1 << 22
 TIMEOUT_S = 10.0
 """Seconds without a byte from the other end, after which it is taken for gone."""
 CONNECTIONS = 16
-"""At a time; who comes on top is not let in."""
+"""At a time; further ones are refused."""
 KEY = "key"
 COPY = ".copy"
 """How the name of a file of another host's blocks ends."""
@@ -73,7 +73,7 @@ class Channel:
             return hmac.digest(key, role + nonces, "sha256")
 
         mine, theirs = (b"server", b"client") if server else (b"client", b"server")
-        if server:  # who asks proves it first: a stranger gets nothing that was made with the key
+        if server:  # the client proves it first: a stranger gets nothing that was made with the key
             self._check(proof(theirs))
             connection.sendall(proof(mine))
         else:
@@ -183,7 +183,7 @@ class CopyServer:
         folder: where the files are.
         address: of the cluster's interface; the port is any.
         key: of the job.
-        log: for a line about who is refused.
+        log: for a line about a refused host.
 
     Raises:
         OSError: nothing can listen there.
@@ -203,7 +203,7 @@ class CopyServer:
     def close(self) -> None:
         """Listen no more. What is under way ends by itself."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
         self._socket.close()
 
     def _listen(self) -> None:

@@ -144,7 +144,7 @@ class CheckpointStore:
         self._pending: tuple[_Save, Future[_Problem]] | None = None
         self._ended: deque[SaveResult] = deque()
         self.unreported: int = 0
-        """Saves whose end `poll` has not told yet."""
+        """Saves whose end `poll` has not reported yet."""
         self._problem = ""
         self._count = 0
 

@@ -33,7 +33,7 @@ class Verdict:
     state: Literal["complete", "unverified", "damaged", "renamed"]
     """Unverified: it has no digests. Renamed: it was damaged, and a run has renamed it and gone on from another one."""
     problems: tuple[str, ...] = ()
-    """What does not agree, and who wrote it."""
+    """The files and arrays that differ, and the ranks that wrote them."""
     files: int = 0
     bytes: int = 0
     """Of all files together."""

@@ -80,7 +80,7 @@ class Logger:
             self._queue.status(self._status)
 
     def tracker(self, total_steps: int, restored_step: int) -> Tracker:
-        """What a `Trainer` hands its rows and lines to, for this logger to write; who made the logger closes it.
+        """Takes the rows and lines of a `Trainer` for this logger; the `Trainer` does not close the logger.
 
         Args:
             total_steps: of the run.
@@ -103,7 +103,7 @@ class Logger:
 
 
 class _OfTrainer:
-    """What a `Trainer` hands its rows and lines to; the logger is its maker's to close."""
+    """Takes the rows and lines of a `Trainer` for a logger, which its maker closes."""
 
     def __init__(self, logger: Logger, queue: LogQueue) -> None:
         self.text, self._log_metrics = logger.log_message, logger.log_metrics_summary

@@ -1,4 +1,4 @@
-"""What a person sees in a notebook: a bar and the curve of the loss, drawn anew in one place, and lines below it."""
+"""The output in a notebook: a bar and the curve of the loss, redrawn in one place, and lines below it."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ class NotebookTracker:
             points[:] = [point for point in points if point[0] <= step]
 
     def status(self, record: Mapping[str, Any]) -> None:
-        """Draw anew."""
+        """Redraw."""
         self._record = record
         self._place.update(self._html(self._drawn()))
 

@@ -193,7 +193,7 @@ def find_first(node: Node, limit_s: float, say: Callable[[str], None], pause: Ca
         node: which host this is.
         limit_s: seconds to wait.
         say: tells people.
-        pause: waits so many seconds; True where somebody asked to stop.
+        pause: waits so many seconds; True if the launcher was asked to stop.
 
     Returns:
         The address or name; None if `pause` returned True.

@@ -118,7 +118,7 @@ class RayProcess:
         os.close(err)
         self._code = code
         self._ended.set()
-        os.close(out)  # last: who sees the end of its stdout looks at once for the reason
+        os.close(out)  # last: the reader looks for the reason at the end of stdout
 
     def _ask(self, method: str, *arguments: object) -> Any:
         """The answer of the actor. Raises RayError, also when the launcher has closed."""
@@ -149,10 +149,10 @@ class RayProcess:
 
 
 def result(answer: Any, closed: threading.Event, limit_s: float = math.inf) -> Any:
-    """What an actor answers.
+    """The answer of an actor.
 
-    Raises RayError: what became of the actor, or a GetTimeoutError after `limit_s` seconds or when `closed` is set:
-    who waits in Ray while it is shut down takes the process with it.
+    Raises RayError if the actor is lost, or a GetTimeoutError after `limit_s` seconds or when `closed` is set: a thread
+    that waits in Ray during its shutdown crashes the process.
     """
     import ray
     from ray.exceptions import GetTimeoutError
