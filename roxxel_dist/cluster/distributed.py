@@ -148,7 +148,7 @@ def wait_for_key(key: str, limit_s: float, what: str) -> str:
 
     Raises:
         TimeoutError: none did; `what` says which rank, what for, and how long it was.
-        LostRankError: a rank is lost, by jax's own heartbeat.
+        LostRankError: jax's heartbeat reports a lost rank.
     """
     try:
         return key_value_store().blocking_key_value_get(key, max(1, int(limit_s * 1000)))
@@ -189,10 +189,10 @@ def broadcast_from_primary(name: str, value: str, limit_s: float = WAIT_LIMIT_S)
 
 
 def gather_to_primary(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> list[str]:
-    """On rank 0 every rank's `value`, in their order, when all have said it; on the others nothing.
+    """On rank 0 every rank's `value`, in their order, once all have sent it; on the others nothing.
 
     Raises:
-        TimeoutError: on rank 0, a rank did not say it within `limit_s` seconds.
+        TimeoutError: on rank 0, a rank did not send it within `limit_s` seconds.
         LostRankError: a rank is lost, by jax's own heartbeat.
     """
     if process_count() == 1:

@@ -187,8 +187,8 @@ def compile_kept(
 def _compile(lowered: Any, options: Mapping[str, Any] | None) -> tuple[Any, bool]:
     """The program, and whether XLA compiled it now.
 
-    What jax has read from its own cache lacks, written once more, the functions that it calls: XLA loads it, and fails
-    when it runs (jaxlib 0.10.2 on a CPU). Such a program is read from there again next time.
+    A program that jax has read from its own cache cannot be written here: the copy lacks the functions that it calls,
+    so XLA loads it and fails when it runs (jaxlib 0.10.2 on a CPU). It is read from jax's cache again next time.
     """
     _heard.events = []
     _listen()
@@ -281,7 +281,7 @@ def _process_start_ns() -> float | None:
 
 
 def _sealed(name: str, data: bytes) -> bytes:
-    """What a file of that name holds: the digest is of its name too, so that no file stands for another one."""
+    """The contents of a file of that name: the digest covers the name too, so that no file can replace another."""
     return FORMAT + hashlib.sha256(name.encode() + b"\n" + data).digest() + data
 
 

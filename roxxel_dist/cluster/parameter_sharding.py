@@ -20,7 +20,7 @@ Axes = tuple[str | None, ...]
 that are stacked in front."""
 MESH_AXES = "mesh_axes"
 """Metadata of an `nnx.Param`: its `Axes`. They are preferences: an axis that the mesh lacks, or that does not divide
-the dimension, is left out. What `out_sharding` asks for (`nnx.with_partitioning`) must be possible."""
+the dimension, is left out. An `out_sharding` (`nnx.with_partitioning`) must be possible."""
 FSDP_MIN_SIZE = 1 << 16
 """Arrays of fewer elements stay whole, as norms and biases do; matrices from 256 x 256 on are cut. To gather a small
 array costs a collective's delay in every step and saves next to nothing."""

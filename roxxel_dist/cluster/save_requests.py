@@ -78,7 +78,7 @@ def take_answer(folder: Path, request: str) -> dict[str, Any] | None:
 
 
 def sweep(folder: Path) -> None:
-    """Take away what was asked of runs that are dead, and what they answered too late."""
+    """Remove requests to runs that are dead, and answers that came too late."""
     for path in (*folder.glob(f"{REQUEST}*"), *folder.glob(f"{ANSWER}*")):
         path.unlink(missing_ok=True)
 

@@ -1,7 +1,6 @@
-"""The local folder of a run that is kept in a bucket: which one it is, and what is brought into it. No jax.
+"""The local folder of a run that is kept in a bucket: its path, and the files that are fetched into it. No jax.
 
-The objects have the names of the files of a local run directory. What trains has one folder on a host, what only reads
-another one.
+The objects have the names of the files of a local run directory. On a host, training and reading use different folders.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class BucketFolder:
     def pull(self) -> Path:
         """Bring what a reader, or a rank that begins, needs beside checkpoints into the folder, and return that.
 
-        What the bucket does not have goes away here, but for logs. A file that has grown here since it was sent stays:
+        Local files that the bucket lacks are removed, except logs. A file that has grown here since it was sent stays:
         it is the newer one. While another process trains in the folder, nothing changes.
 
         Raises ValueError where a data set is there, and no run.

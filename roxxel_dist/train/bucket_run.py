@@ -1,4 +1,4 @@
-"""A run that is kept in a bucket: the lease by which one job trains in it, its checkpoints, and what sends the rest."""
+"""A run that is kept in a bucket: the lease of the job that trains in it, its checkpoints, the mirror of the rest."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class BucketRun(BucketFolder):
         self.pull()
 
     def begin(self) -> None:
-        """Send what is in the folder, and what changes there from now on; on every rank."""
+        """Send the files of the folder, and from now on its changes; on every rank."""
         own = f"{LOGS}/rank-{process_index()}.log"
 
         def is_mine(name: str) -> bool:
@@ -123,6 +123,6 @@ class BucketRun(BucketFolder):
             self._lease = None
 
     def abandon(self, limit_s: float) -> None:
-        """`close` after a failure: what cannot be sent within so many seconds is left."""
+        """`close` after a failure: files that cannot be sent within so many seconds stay local."""
         with contextlib.suppress(StoreError):
             self.close(limit_s)

@@ -42,7 +42,7 @@ class Composite(Protocol):
     """Several programs that are called as one."""
 
     def compiled(self, compile_one: Compile, for_each: CompileForEach, *args: Any) -> Any:
-        """What is called, of programs for such `jax.ShapeDtypeStruct`s."""
+        """The callable made from the programs for such `jax.ShapeDtypeStruct`s."""
         ...
 
 

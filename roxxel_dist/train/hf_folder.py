@@ -24,7 +24,7 @@ THEIRS = {
 }  # fmt: skip
 """Our names of fields to theirs, where they differ."""
 NEEDLESS = ("rotary_emb.inv_freq",)
-"""What old files hold that follows from the config."""
+"""Tensors of old files that are not needed: they follow from the config."""
 
 
 def is_hf_folder(folder: Path) -> bool:

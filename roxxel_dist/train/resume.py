@@ -233,7 +233,7 @@ class _Run:
                 f"seed is {seed}, and the run in {folder} has {before.seed}: an amendment cannot change it"
             )
         ranges = {name: data.ranges for name, data in self.curriculum.datasets.items()}
-        # What a rewind has amended behind this step was not read yet: it is found out again.
+        # Amendments of a rewind after this step are dropped: that data was not read yet, and is checked again.
         known = [amendment for amendment in saved.plan["amendments"] if amendment["from_step"] <= step]
         before = Plan.from_state({**saved.plan, "amendments": known})
         for name, mine in ranges.items():
@@ -278,7 +278,7 @@ def max_steps_note(plan: Plan, options: LoopOptions) -> str:
 def checkpoint_metadata(
     step: int, plan: Plan, metadata: CheckpointMetadata, optimizer: Optimizer
 ) -> CheckpointMetadata:
-    """What a checkpoint after `step` steps of a run says, whose checkpoints have `metadata` in common."""
+    """The metadata of a checkpoint after `step` steps; `metadata` is common to all checkpoints of the run."""
     return replace(metadata, plan=plan.state(step), schedule=_schedule_of(optimizer, plan.total_steps))
 
 
@@ -311,7 +311,7 @@ def _without(plan: Plan, first: int, last: int) -> Plan:
 def rewind(
     store: CheckpointStore, bad: BadStep, plan: Plan, metadata: CheckpointMetadata, options: LoopOptions
 ) -> tuple[int, Plan, CheckpointMetadata]:
-    """(step of the last checkpoint, the plan without the rows of a bad step, what checkpoints say from there on).
+    """(step of the last checkpoint, the plan without the rows of a bad step, the metadata of later checkpoints).
 
     Raises `bad` where the run shall not go back, or cannot.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 INTERVAL_S = 3.0
 """Between two looks at the files."""
 ROWS = ("metrics.jsonl", "training_log.csv")
-"""What a checkpoint may not be ahead of."""
+"""Files that must be in the bucket before a checkpoint of the same steps."""
 BYTES_PER_S = 1 << 20
 """Of one file that grows: a large one is sent less often."""
 

@@ -53,7 +53,7 @@ class Timeline:
         print(text, flush=True)
 
     def open(self) -> None:
-        """The run begins: write from now on, and what was before."""
+        """The run begins: write the earlier rows, and from now on every new one."""
         early, self._early = self._early, None
         for row in early or ():
             self._write(row)

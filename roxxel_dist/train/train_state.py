@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ModuleSplit:
-    """What of a module does not change while training: its graph definitions, and the names of its leaves by kind."""
+    """The constant part of a module while training: its graph definitions, and the names of its leaves by kind."""
 
     training: Any
     """Graph definition with dropout on."""
@@ -484,7 +484,7 @@ class TrainView:
     def copy_to(self, model: nnx.Module, optimizer: nnx.Optimizer[Any] | None) -> None:
         """Give the module of which this state was made, and its optimizer if any, these arrays; they are not copied.
 
-        What lay on one device of this process is given from there, where each device has the whole of it.
+        An array that the module had on one device is given from that device, if each device has the whole of it.
         """
         split, kinds = self._split, (self.params, self.frozen, self._state.rest)
         for part, leaves in zip((split.params, split.frozen, split.rest), kinds, strict=True):

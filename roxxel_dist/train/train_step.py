@@ -26,10 +26,10 @@ LossFn = Callable[[Any, Any], Any]
 Hparams = dict[str, jax.Array]
 SPIKE_FACTOR = "spike_factor"
 BALANCE = "balance_loss"
-"""What a loss function calls a loss that the gradient is of too, and that is logged apart: that of a model with
-experts, which keeps them equally busy."""
+"""A loss function's name for a further loss, added for the gradient and logged apart: it keeps the experts of a model
+equally busy."""
 WEIGHT = "loss_weight"
-"""What a loss function calls the number of tokens that its loss is the mean of, where that differs between batches."""
+"""A loss function's name for the number of tokens of its mean loss, if that differs between batches."""
 
 
 class Metrics(NamedTuple):
@@ -41,11 +41,11 @@ class Metrics(NamedTuple):
     """float32[B]: the loss of each row, where the loss function returned "row_loss"."""
     health: LossMonitorState
     digest: jax.Array | None = None
-    """uint32[4], see `digest_chain.py`: what the loop adds to what the step gives."""
+    """uint32[4], see `digest_chain.py`: added by the loop, not by the step."""
 
 
 class Loss(NamedTuple):
-    """What a loss function returned, taken apart."""
+    """The result of a loss function, taken apart."""
 
     loss: jax.Array
     """Without the balance loss."""

@@ -90,7 +90,7 @@ class HangDetector:
         return max((seen.record.entered for seen in self._seen.values()), default=0)
 
     def limit(self, record: Record) -> float:
-        """Seconds that a rank may stay as it is; infinite where it never said what it does."""
+        """Seconds that a rank may stay as it is; infinite if it never reported an activity."""
         if record.activity != "step":
             return LIMITS_S.get(record.activity, float("inf"))
         if self.step_timeout is not None:

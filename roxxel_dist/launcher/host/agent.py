@@ -59,7 +59,7 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _message(line: str) -> Message:
-    """What a rank tells; nothing where a program has written something else, or numbers that no bar can show."""
+    """The message of a rank; empty if a program has written other text, or numbers that the bar cannot show."""
     with suppress(ValueError, AttributeError):
         message = json.loads(line)
         if all(isinstance(message.get(name), int | float | None) for name in ("loss", "tokens_per_s", "eta_s")):
@@ -291,7 +291,7 @@ class Agent:
 
     @staticmethod
     def _usage(rank: Rank, record: progress.Record) -> Usage | None:
-        """What the process that trains has had of the CPUs; None where there is nothing new to tell."""
+        """The CPU usage of the process that trains; None if there is no new reading."""
         with suppress(OSError):
             if record.entered and os.getsid(record.pid) == rank.tree.pid:
                 return rank.usage.read(record.pid)
@@ -360,7 +360,7 @@ class Agent:
         )
 
     def _react(self, exited: list[Rank]) -> None:
-        """End the others where one of these has failed, and what these have left."""
+        """If one of these ranks failed, end the others; end the processes that these ranks left."""
         if self._draining:  # what a shell left behind may still be saving: it has the grace, or the end of its output
             for rank in exited:
                 if rank.output < 0:

@@ -250,7 +250,7 @@ class Tree:
             self._control.send(order)
 
     def close(self) -> None:
-        """Close what is open for it; what there is of it is killed."""
+        """Close the connection to the keeper, which kills the rest of the tree."""
         self._control.close()
 
 

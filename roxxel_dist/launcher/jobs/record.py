@@ -58,7 +58,7 @@ class RankProcess:
     slow: float | None = None
     """How many times slower than the other ranks, where it is slow."""
     activity: str = ""
-    """What it does, as it says itself: "step", "compile", "save" and so on; "" where it says nothing."""
+    """Its reported activity: "step", "compile", "save" and so on; "" if it reports none."""
     moved: float = 0.0
     """When the launcher saw `step` or `activity` change last, in seconds since 1970."""
 
@@ -240,9 +240,9 @@ def write(record: JobRecord, *, new_only: bool = False) -> None:
 
 
 def forget(*, over_s: float = 0.0, unheard_s: float = FORGOTTEN_S) -> list[JobRecord]:
-    """Take away the records of jobs that are over for so long, and of those elsewhere not heard of; which they were.
+    """Remove the records of jobs that ended so long ago, and of silent ones on other machines; returns these records.
 
-    What a controller that was killed has left half written goes after `KEPT_S`.
+    Half-written files of killed controllers are removed after `KEPT_S`.
     """
     forgotten = []
     for path in folder().glob("*"):

@@ -44,7 +44,7 @@ class LineSplitter:
 
 
 def _visible(rest: bytes) -> bytes:
-    """What `\\r` has left of an unfinished line (a last `\\r` may belong to `\\r\\n`)."""
+    """The part of an unfinished line behind its last `\\r` (one at the end may belong to `\\r\\n`)."""
     body = rest.rstrip(b"\r")
     return body.rpartition(b"\r")[2] + (b"\r" if len(body) < len(rest) else b"")
 

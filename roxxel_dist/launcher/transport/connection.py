@@ -34,9 +34,9 @@ class HostConnection:
     process: RemoteProcess
     ranks: list[int] = field(default_factory=list)
     heard: float = field(default_factory=time.monotonic)
-    """When the program said something last, by the launcher's clock."""
+    """When the last message of the program came, by the launcher's clock."""
     ready: bool = False
-    """Whether it has said anything."""
+    """Whether any message has come."""
     done: bool = False
     """Whether nothing more is expected from it in this attempt: its work has ended, or it is lost."""
     lost: bool = False
@@ -97,7 +97,7 @@ class HostConnection:
         return code
 
     def hang_up(self) -> None:
-        """Let the program know that there will be no more orders: it ends, an agent with what ranks it has."""
+        """Close the stream of orders: the program ends, an agent together with its ranks."""
         with self._lock, suppress(BrokenPipeError):
             self._streams[0].close()
 

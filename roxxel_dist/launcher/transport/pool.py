@@ -197,9 +197,9 @@ class HostPool:
                 link.send(message)
 
     def events(self, wait_s: float) -> Iterator[tuple[HostConnection, Message | HostLost | str]]:
-        """What happens within `wait_s` seconds, until something does.
+        """The events that arrive together, after waiting for at most `wait_s` seconds.
 
-        A message of an agent, its loss, or a line for people. Nothing where `wake` is readable.
+        A message of an agent, its loss, or a line for the user. A readable `wake` ends the wait without an event.
         """
         for link, event in self._ready(wait_s):
             if link is None or event is None:

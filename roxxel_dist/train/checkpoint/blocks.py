@@ -28,7 +28,7 @@ HEADER_BYTES = 1 << 18
 
 
 class Block(NamedTuple):
-    """What is equal on all devices that hold it: one part of one array."""
+    """One part of one array, equal on all devices that hold it."""
 
     leaf: int
     bounds: Bounds
@@ -110,7 +110,7 @@ class Header:
     rank: int
     """Whose blocks these are."""
     needs: Sequence[int]
-    """The blocks on the devices of that rank; what is not here is in the files of its neighbours on the host."""
+    """The blocks on the devices of that rank; those not in this file are in those of other ranks of the host."""
     metadata: Mapping[str, Any]
     """`CheckpointMetadata.to_dict`."""
     blocks: Mapping[int, tuple[int, int, str]] = field(default_factory=dict)

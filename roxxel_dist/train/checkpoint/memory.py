@@ -157,7 +157,7 @@ class MemoryTier:
     def clock(self) -> float:
         """Seconds by which the loop's part of a generation is measured.
 
-        Where the devices are CPUs, those of this thread: what it waits for a core, others have.
+        If the devices are CPUs, the CPU time of this thread: while it waits for a core, other threads use it.
         """
         return time.thread_time() if self._on_cpu else time.perf_counter()
 

@@ -64,14 +64,14 @@ class CheckpointRef(NamedTuple):
 
     @classmethod
     def parse(cls, text: str | Path) -> "CheckpointRef":
-        """What RUN@STEP or RUN names; an @ that no number follows belongs to the folder's name."""
+        """The checkpoint that RUN@STEP or RUN names; an @ without a number after it belongs to the folder's name."""
         run, mark, step = str(text).rpartition("@")
         return cls(Path(run), int(step)) if mark and run and step.isdecimal() else cls(Path(text), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeSpec:
-    """What a run that has no checkpoint yet begins with, or how far one that has some goes back."""
+    """The start of a run without checkpoints, or how far a run with checkpoints goes back."""
 
     fork: CheckpointRef | None = None
     """Begin with the whole state of this checkpoint: parameters, moments, random streams, position in the data."""
@@ -181,9 +181,9 @@ class CheckpointMetadata:
     went_back: str = ""
     """The launched job that went back by hand: started again with the same words, it does not go back once more."""
     adapter_scales: Mapping[str, float] | None = None
-    """Of each adapter by its name: what it counts; None where the checkpoint holds all weights."""
+    """The scale of each adapter, by its name; None if the checkpoint holds all weights."""
     base: BaseModelRef | None = None
-    """What the adapters stand on, if that is in no checkpoint of the run."""
+    """The base model of the adapters, if it is in no checkpoint of the run."""
     digest: str = ""
     """Of the rows and losses of all steps up to the checkpoint's, see `digest_chain.py`; empty in those of earlier
     versions."""

@@ -507,7 +507,7 @@ class CheckpointStore:
         return (self.folder / str(step)).exists() if self._remote is None else self._remote.exists(step)
 
     def _instead(self, step: int) -> str:
-        """What a reader of another run's checkpoints may name instead of a damaged one."""
+        """The hint for a reader of another run's checkpoints: an older one to name instead of a damaged one."""
         older = [other for other in self.steps() if other < step]
         if not older:
             return "; there is no older one"
@@ -518,7 +518,7 @@ class CheckpointStore:
         return f"; the next older complete one is of step {older[-1]}: name that"
 
     def _read(self, step: int) -> tuple[MetaFile, DigestTable | None]:
-        """What a checkpoint says of itself, once all ranks have read the same."""
+        """The metadata and digests of a checkpoint, once all ranks have read the same."""
         if step not in self._saved:
             known = ", ".join(map(str, self.steps())) or "none"
             raise ValueError(f"{self.folder} has no checkpoint of step {step}; those there are: {known}")

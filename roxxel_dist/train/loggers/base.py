@@ -18,7 +18,7 @@ CLOSE_LIMIT_S = 30.0
 CRASH_LIMIT_S = 5.0
 """Shorter: the other ranks learn of a crash only when this process has gone."""
 QUEUE_LIMIT = 10_000
-"""Rows and texts that wait for a tracker; what comes on top is dropped and counted."""
+"""Rows and texts that may wait for a tracker; further ones are dropped and counted."""
 STATUS_EVERY_S = 0.2
 
 
@@ -47,10 +47,10 @@ class Tracker(Protocol):
 
 
 class TrackerSource(Protocol):
-    """What speaks to people instead of the console; a `Logger` is one."""
+    """Shows the run to the user instead of the console; a `Logger` is one."""
 
     def tracker(self, total_steps: int, restored_step: int) -> Tracker:
-        """Where the rows and lines of a run go that has so many steps, and goes on behind `restored_step`."""
+        """The tracker for the rows and lines of a run of so many steps that resumes after `restored_step`."""
         ...
 
 

@@ -50,7 +50,7 @@ class NoFirstHostError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """Which host of which job this is. Raises ValueError for what cannot be."""
+    """Which host of which job this is. Raises ValueError for impossible values."""
 
     hosts: int
     index: int
@@ -97,8 +97,8 @@ class NodeOptions:
 class Options(base.Options, NodeOptions):
     """Start one host's ranks of a job, on that host: `launch member [options] -- CMD…`.
 
-    What starts a job this way (JobSet, compose) starts this command on every host, ends all of them when one ends, and
-    starts them again together.
+    The system that starts the job (JobSet, compose) starts this command on every host, ends all of them when one ends,
+    and starts them again together.
     """
 
     example: ClassVar[str] = "--hosts 2 --index 0 --first NAME"
