@@ -146,8 +146,8 @@ def numerics_fingerprint() -> dict[str, Any]:
 
 
 def without_topology(bits: Mapping[str, Any]) -> dict[str, Any]:
-    """A fingerprint without what tells how many devices and processes there are: all that decides the bits of a run
-    with virtual shards. The kinds of devices stay."""
+    """A fingerprint without the numbers of devices and processes: everything that determines the bits of a run with
+    virtual shards. The kinds of devices stay."""
     flags = str(bits.get("xla_flags", "")).split()
     on_cpu = str(bits.get("platform", "")).startswith("cpu")  # where the flag of `make_deterministic` changes nothing
     without = (CPU_DEVICES, f"--{DETERMINISTIC}=") if on_cpu else (CPU_DEVICES,)

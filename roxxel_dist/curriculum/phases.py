@@ -84,7 +84,7 @@ class Phase:
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        """What differs from the defaults."""
+        """The fields that differ from their defaults."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return "Phase(" + ", ".join(f"{name}={value!r}" for name, value in given.items()) + ")"
 

@@ -1,10 +1,10 @@
 """The controller of a sweep: asks the sampler, runs trials as Ray tasks, and keeps the journal.
 
-Everything is on the disk before it is acted on, so a controller that is killed at any moment can be started again: what
-was asked is not asked again, what ended is not run again, and what ran is run again first, from its checkpoint. Only
-what a trial said and the controller did not yet write down is gone. Therefore the body of a trial that had finished
-must find that when it is run again, and report its result at once. What it does at a report does not grow with the
-number of trials.
+Every event is on the disk before it is acted on, so a controller that is killed at any moment can be started again: it
+does not ask for a trial twice, does not repeat ended trials, and first runs unfinished ones again, from their
+checkpoints. Only messages of a trial that the controller had not yet written down are lost. Therefore the body of a
+trial that had finished must detect that when it runs again, and report its result at once. The work per report does not
+grow with the number of trials.
 """
 
 import math

@@ -76,7 +76,7 @@ class Decisions:
             self._engine.tell(number, self._history.trials[number].value)
 
     def pending(self) -> list[Event]:
-        """What a driver before this one had to decide and did not write down: of the last report."""
+        """The decisions about the last report that an earlier driver did not write down."""
         last = self._history.last
         return [] if last is None or last[0] != "report" else self._judge(last[1])
 

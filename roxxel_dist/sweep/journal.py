@@ -36,7 +36,7 @@ KEYS = {
     "event", "time", "version", "metric", "goal", "method", "seed", "driver", "trial", "params", "point", "attempt",
     "node", "pid", "step", "value", "rule", "reason", "seconds", "stopped", "more", "kind", "log",
 }  # fmt: skip
-"""What events have in this version."""
+"""The keys of events in this version."""
 AWAITED = {"study", "ask"}
 """Of a study in a bucket: events that its store has before anything else happens."""
 SOON = {"stop", "pause", "thaw", "result", "fail"}
@@ -140,7 +140,7 @@ class History:
 
     @property
     def sign(self) -> float:
-        """What a value is multiplied by so that less is better."""
+        """The factor by which a value is multiplied so that less is better."""
         return 1.0 if self.goal == "minimize" else -1.0
 
     def best_report(self, number: int) -> float | None:

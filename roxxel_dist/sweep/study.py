@@ -19,17 +19,17 @@ from roxxel_dist.sweep.space.sweep_file import Sweep, read_sweep
 EXTRAS, BASE = "extras.yaml", "config.yaml"
 TRIALS, LOGS, CORPUS, REPORT = "trials", "logs", "data", "report"
 DATA_PATH, DIRECTORY, SERVER, IDENTITY = "data_path", "directory", "wandb_sweep", "study_id"
-"""What is recorded in BASE: the data, the working directory of the trials, the W&B sweep that leads the study; of one
-in a bucket, what its trials' folders on their hosts are named after: a place may have had another study before."""
+"""Keys recorded in BASE: the data, the working directory of the trials, the W&B sweep that leads the study and, for one
+in a bucket, an id for the names of its trials' folders on hosts: its address may have had another study before."""
 
 
 OF_A_HOST = {"cache_dir", "cache_gb", "store_timeout"}
-"""Fields that may differ between starts: what is trained does not depend on them."""
+"""Fields that may differ between starts: the training does not depend on them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A sweep, and what became of it so far."""
+    """A sweep, and its history so far."""
 
     path: Path
     sweep: Sweep
@@ -104,7 +104,7 @@ class StudyDir:
         return str(self.path / BASE) if self.is_there and (self.path / BASE).is_file() else None
 
     def settings(self) -> dict[str, Any]:
-        """What the trials begin from, by field; empty where there is no study yet."""
+        """The fields of the config that all trials share; empty if there is no study yet."""
         return {} if self.base_file is None else load_yaml(self.base_file)
 
     def metadata(self, key: str) -> str | None:

@@ -51,7 +51,7 @@ def classify_exit(code: int, output: str, *, ours: bool) -> tuple[str, str]:
 
 
 def _loss(code: int, output: str, *, ours: bool) -> str | None:
-    """What took the trial's process away; None where it failed by itself."""
+    """The external reason for which the trial's process ended; None if it failed by itself."""
     if code in KILLED:
         return f"its process was killed by {KILLED[code]}"
     if ours and code in MACHINES_FAULT:

@@ -66,7 +66,7 @@ def _key(path: str | Path) -> tuple[str, ...]:
 
 
 def _send(store: ObjectStore, path: Path, key: str) -> None:
-    """What can be sent of a trial's small files; none of them is needed to go on."""
+    """Send one of a trial's small files, if possible; none of them is needed to go on."""
     try:
         if path.is_file():
             store.upload(path, key)

@@ -87,13 +87,13 @@ class TrialProcess:
         return code if code is None or code >= 0 else 128 - code
 
     def output(self) -> str:
-        """What it has written until now."""
+        """Its output until now."""
         with self._log.open("rb") as file:
             file.seek(self._begin)
             return file.read().decode(errors="replace")
 
     def end(self) -> int:
-        """Ask it to stop, which lets it save, and kill what is left of it after 15 s; returns its exit code."""
+        """Ask it to stop, so that it saves, and kill its remaining processes after 15 s; returns its exit code."""
         self._tree.end(STOP_LIMIT_S)
         code = self.wait(0)
         assert code is not None

@@ -199,7 +199,7 @@ class RayExecutor:
         self.running.append(Attempt(trial=trial, attempt=attempt, losses=losses, stream=stream))
 
     def wait(self, seconds: float) -> list[tuple[Attempt, Item]]:
-        """What trials say, as soon as one does, or nothing after so long.
+        """The events of the trials, as soon as one has any, or none after so long.
 
         Besides what the body yields: {"lost": {"reason"}}, {"fatal": {"reason"}}, and {"exited": {}} for a task that
         has ended, the last of it.

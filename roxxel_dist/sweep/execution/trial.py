@@ -127,7 +127,7 @@ def follow(
 
 
 class Objective:
-    """What a trial has reported, and how good it is.
+    """The reports of a trial, and its best value.
 
     Attributes:
         best: the best value; None before the first.
@@ -142,7 +142,7 @@ class Objective:
         self.is_nan: bool = False
 
     def reports(self, *, last: bool = False) -> Iterator[Event]:
-        """What was reported since the last call."""
+        """The reports since the last call."""
         better = min if self._task.goal == "minimize" else max
         for step, value in self.tail.read(last=last):
             if not math.isfinite(value):

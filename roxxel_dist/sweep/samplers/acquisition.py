@@ -87,7 +87,7 @@ def fit_values(
     running: np.ndarray,
     rng: np.random.Generator,
 ) -> list[GaussianProcess]:
-    """What may be true of the values: a process for each of some likely scales, with fewer of them where much is known.
+    """Plausible models of the values: a process for each of several likely scales, fewer of them if much is known.
 
     A trial that runs gives each process a value that it takes for possible there (Snoek, Larochelle, Adams 2012). One
     that failed is as bad as the worst for as many of the processes as its parameters are to blame; to others it says
@@ -122,7 +122,7 @@ def fit_values(
 
 @dataclass(frozen=True, kw_only=True)
 class Acquisition:
-    """What a trial is expected to be worth, on average over what may be true of the values."""
+    """The expected worth of a trial, averaged over plausible models of the values."""
 
     values: Sequence[GaussianProcess]
     failure: FailureModel | None = None

@@ -187,7 +187,7 @@ class AskTell:
 
 
 def config_key(params: Params) -> str:
-    """What two equal configurations have in common."""
+    """A text that is the same for equal configurations."""
     return json.dumps(params, sort_keys=True, default=repr)
 
 

@@ -140,7 +140,7 @@ class WandbTail(MetricsTail):
         return reports
 
     def exit_code(self) -> int | None:
-        """What the client of the last run says that its program ended with; None where it says nothing."""
+        """The exit code of the program that the client of the last run recorded; None if it recorded none."""
         return self._files[max(self._files)][1].exit_code if self._files else None
 
 
