@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def write(path: Path, rows: list[Row], begun: float, load: float) -> None:
-    """All that was measured, and on what."""
+    """Write all measurements, and a description of the machine."""
     about = {
         "begun": begun,
         "seconds": time.time() - begun,

@@ -195,7 +195,7 @@ def _kill_now(job: Job, who: str, host: str | None) -> float:
 
 
 def _kill_cut_off(hosts: Cluster, number: int, who: str) -> float:
-    """The launcher dies and cannot tell that host; or the agent there dies and nobody hears of it."""
+    """The launcher dies and cannot tell that host; or the agent there dies and cannot report it."""
     host = hosts.names[number % 4]
     with Job(over_ssh(hosts, BEHIND_A_SHELL), 4, hosts) as job:
         job.up()

@@ -1,4 +1,4 @@
-"""How the benchmarks measure: contenders take turns, medians are compared, and a table is told as it is measured."""
+"""How the benchmarks measure: contenders take turns, medians are compared, and a table is printed as it is measured."""
 
 import argparse
 import json
@@ -113,7 +113,7 @@ class Lines:
     """The lines of a table: each is written down as soon as it is measured, and all are printed at the end.
 
     Args:
-        file: where; nowhere if None.
+        file: where to write them; None: not at all.
     """
 
     def __init__(self, file: Path | None = None) -> None:

@@ -295,7 +295,7 @@ def whole_pass(bench: Bench) -> Iterable[Result]:
 
 
 class LargeCorpus:
-    """10 TB that nobody has: what any range of its shards holds."""
+    """A data set of 10 TB that is not stored: the bytes of any range of its shards are computed."""
 
     def __init__(self) -> None:
         dtype, documents, block = np.dtype("<u2"), 1 << 18, 4096

@@ -43,7 +43,7 @@ KEPT_APART = (
 
 
 class Table:
-    """The recorded curves: `table(params)` is a trial's val_loss at each report; raises KeyError for what is not there.
+    """The recorded curves: `table(params)` is a trial's val_loss at each report; raises KeyError for other parameters.
 
     Attributes:
         steps_per_report: steps between two of them.

@@ -1,4 +1,4 @@
-"""`bayes` and its peers on COCO's bbob-mixint, whose functions nobody here has made: pairs of searches won.
+"""`bayes` and its peers on COCO's bbob-mixint, functions that others have made: pairs of searches won.
 
     python benchmarks/sweep_mixint.py [--quick] [--dims 5,10,20] [--instances 1-3] [--functions 1-24] [--engines NAME,…]
         [--budget 50] [--workers 1] [--fail 0.0] [--all] [--repeats 1] [--results FILE]

@@ -128,7 +128,7 @@ def take_turns(trainer: Observed, block: int, offset: int, clocks: Sequence[Call
 
 @contextmanager
 def conversions(step: Callable[[], int]) -> Iterator[set[int]]:
-    """The steps in which the main thread had jax turn an array into numbers, whoever asked for it."""
+    """The steps in which the main thread had jax turn an array into numbers, in any library."""
     found: set[int] = set()
     kind: Any = ArrayImpl
     original = kind._value

@@ -105,7 +105,7 @@ class Chaos:
         self.summary.seconds = time.monotonic() - self._begun
 
     def _inflict(self, fault: Fault) -> bool:
-        """Whether there was somebody to whom it could happen."""
+        """Inflict a fault; returns whether there was a process or link that it could hit."""
         if fault.kind in LINKS:
             if fault.host in self._restore_at:
                 return False

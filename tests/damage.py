@@ -46,7 +46,7 @@ def damage(checkpoints, step, kind, seed):
 
 
 def copy_damaged(run, folder, kind, seed, newest=1):
-    """A copy of a run whose so many newest checkpoints are damaged; returns (the copy, the step to go on from)."""
+    """Copy a run and damage its newest checkpoints; returns (the copy, the step to resume from)."""
     copy = shutil.copytree(run, folder)
     steps = sorted(int(path.name) for path in (copy / "checkpoints").iterdir())
     for step in steps[-newest:]:

@@ -132,7 +132,7 @@ class Cluster:
         return [pid for pid in self._machines[name].processes() if not _name(pid).startswith("sshd")]
 
     def cut(self, name: str) -> None:
-        """Pull a host's cable at the switch: its carrier is gone, nobody is told."""
+        """Pull a host's cable at the switch: its carrier is gone, and its peers get no message."""
         self._switch(f"link set dev {name} down")
         self._silent.discard(name)  # a port that comes up again forwards
 
@@ -162,7 +162,7 @@ class Cluster:
     def restore(self, name: str) -> None:
         """Undo `cut`, `drop` and `impair`.
 
-        As on any network, who asked for the host in vain a moment ago may hear "No route to host" for another second.
+        As on any network, a host that just failed to reach this one may get "No route to host" for another second.
         """
         self._switch(f"link set dev {name} up")
         if name in self._silent:
@@ -175,11 +175,11 @@ class Cluster:
             link.wait()
 
     def bind(self, name: str, source: str | Path, target: str | Path) -> None:
-        """Let a host, and nobody else, find the file or folder `source` at the existing path `target`."""
+        """Let one host alone find the file or folder `source` at the existing path `target`."""
         self._machines[name].change("mount", "--bind", source, target)
 
     def tmpfs(self, name: str, path: str | Path, size: str) -> None:
-        """Let a host, and nobody else, find an empty file system of this size ("10m") at an existing folder."""
+        """Let one host alone find an empty file system of this size ("10m") at an existing folder."""
         self._machines[name].change("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path)
 
     def unmount(self, name: str, path: str | Path) -> None:

@@ -52,7 +52,7 @@ def prepare(folder: Path) -> None:
 
 
 def python_path(folder: Path) -> str:
-    """PYTHONPATH of whoever does what a page says."""
+    """PYTHONPATH for the commands of a page."""
     return os.pathsep.join((str(folder / "site"), str(ROOT)))
 
 

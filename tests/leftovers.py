@@ -28,7 +28,7 @@ def pytest_configure(config):
         os.environ[MARK] = uuid.uuid4().hex
         words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), os.environ[MARK]]
         others = {name: value for name, value in os.environ.items() if name != MARK}
-        # Started for as long as pytest runs: nobody waits for it.
+        # It outlives this call, and pytest does not wait for it.
         subprocess.Popen(words, env=others, stdin=subprocess.DEVNULL, start_new_session=True).returncode = 0
 
 

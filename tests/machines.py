@@ -133,11 +133,11 @@ class Machine:
         return self.log.read_text().count(line) if self.log.exists() else 0
 
     def processes(self) -> list[int]:
-        """All processes in here but the holder; zombies are nowhere."""
+        """All processes in here but the holder; zombies do not count."""
         return [pid for pid in _processes(self.namespace) if pid != self.holder.pid]
 
     def end(self) -> None:
-        """End all that runs in here, the holder last."""
+        """End all processes in here, the holder last."""
         end = time.monotonic() + LIMIT_S
         while pids := self.processes():
             for pid in pids:

@@ -1,4 +1,4 @@
-"""Run directories whose rows come from a formula, as many and as long as one likes."""
+"""Run directories whose rows come from a formula, in any number and length."""
 
 import json
 import math

@@ -47,7 +47,7 @@ class OneProcess:
         try:
             print(json.dumps({"words": words, "cwd": str(cwd)}), file=self.process.stdin, flush=True)
             return subprocess.CompletedProcess(words, **json.loads(self.process.stdout.readline()))
-        except BaseException:  # the test has taken too long, or it has died: nobody would read its answer
+        except BaseException:  # the test took too long, or the process died: its answer would not be read
             self.end()
             raise
 

@@ -62,7 +62,7 @@ class RayNodes:
         role += ["--temp-dir", self.folder / name]
         words = [*RAY, "start", "--block", *role, "--node-ip-address", self.hosts.address(name), "--num-cpus", CPUS]
         words += ["--num-gpus", GPUS, "--object-store-memory", 80_000_000, "--disable-usage-stats"]
-        words += ["--include-log-monitor", "false", *options]  # nobody reads what it sends
+        words += ["--include-log-monitor", "false", *options]  # its messages are not read
         env = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}
         with (self.folder / f"{name}.log").open("ab") as log:
             pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
@@ -105,7 +105,7 @@ class RayNodes:
     def pid(self, name: str, part: str) -> int:
         """The oldest process of a host whose command line holds `part`."""
         found = [psutil.Process(pid) for pid in self.hosts.processes(name) if part in _line(pid)]
-        return min(found, key=lambda one: one.create_time()).pid  # numbers begin anew
+        return min(found, key=lambda one: one.create_time()).pid  # process numbers wrap around
 
 
 def _line(pid: int) -> str:

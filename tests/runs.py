@@ -61,7 +61,7 @@ def losses(path):
 
 
 def told(path):
-    """What was said to people."""
+    """The messages to the user."""
     return (path / "logs" / "rank-0.log").read_text()
 
 

@@ -186,6 +186,6 @@ class Slurm:
         for daemon in self._daemons.values():
             try:
                 daemon.wait(5)
-            except subprocess.TimeoutExpired:  # a slurmd waits for what it has started
+            except subprocess.TimeoutExpired:  # a slurmd waits for its children
                 daemon.kill()
                 daemon.wait()

@@ -52,7 +52,7 @@ def shared_ray(workers: int) -> Iterator[str]:
             assert holder.stdin is not None
             assert holder.stdout is not None
             address = holder.stdout.readline().strip()
-            patch.setenv("RAY_ADDRESS", "192.0.2.1:6379")  # nobody may follow it
+            patch.setenv("RAY_ADDRESS", "192.0.2.1:6379")  # must not be used
             yield address
             holder.stdin.close()
 
@@ -64,7 +64,7 @@ class Study:
         self.path, self.address = path, address
         self.said: list[str] = []
         self.more: dict[str, Any] = {}
-        """What a driver in a process of its own is told besides."""
+        """Further settings of a driver that runs in its own process."""
         self.changed: Callable[[Any, int | None], None] = lambda history, number: None
         self.changes = 0
         path.mkdir(exist_ok=True)

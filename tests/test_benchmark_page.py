@@ -1,4 +1,4 @@
-"""The page of benchmarks: drawn from what was written down, with what was missed, absent and failed told as that."""
+"""The page of benchmarks: made from the recorded results, with missed targets, absences and failures marked."""
 
 import json
 import sys

@@ -60,7 +60,7 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(DOCS, folder / "docs")
     shutil.copy(ROOT / "mkdocs.yml", folder)
-    # A warning is an error (--strict): a link that leads nowhere.
+    # A warning, such as that of a broken link, is an error (--strict).
     words = [Path(sys.executable).parent / "zensical", "build", "--strict", "--config-file", "mkdocs.yml"]
     env = os.environ | {"NO_COLOR": "1"}
     result = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
@@ -102,7 +102,7 @@ def test_every_page_is_built_and_fetches_nothing_from_elsewhere(site):
 def test_the_reference_has_every_public_name_command_and_field(site):
     places = Seen(site / "reference" / "api.html").places
     missing = [name for name in roxxel_dist.__all__ if name != "Config" and f"roxxel_dist.{name}" not in places]
-    for part in (lora, sharding):  # a kind of flax is told in words
+    for part in (lora, sharding):  # a kind of variable of flax is described in words
         names = [name for name in part.__all__ if name != "LoRAParam"]
         missing += [f"{part.__name__}.{name}" for name in names if f"{part.__name__}.{name}" not in places]
     assert not missing
@@ -165,7 +165,7 @@ def test_every_block_is_of_a_language_and_read_by_a_test(page):
             assert (ROOT / elsewhere[1]).is_file(), f"{block.where}: there is no {elsewhere[1]}"
         elif not left_out(block.note):
             assert name in RUN_BY, f"{block.where}: no module of tests follows this page (tests/pages.py)"
-    # A command that is only indented would be run by nobody.
+    # No test would run a command that is only indented.
     assert not re.search(r"^ {4,}(?:roxxel-dist|python3?|import|from \w+ import) ", outside, re.MULTILINE), name
 
 

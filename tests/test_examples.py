@@ -249,7 +249,7 @@ def test_train_py_on_two_processes(tmp_path):
 
 
 def test_train_py_takes_a_config_and_flags_as_the_seeds_do(tmp_path):
-    """On the data that the config names; the same run from `Trainer(config)`, to the bit; what is not built is told."""
+    """On the data that the config names; the same run from `Trainer(config)`, to the bit; refuses bad flags."""
     write_corpus(tmp_path)
     result = python(*TRAIN, *SMALL_TRAIN, "--lr", "5e-4", "--run_dir", "a", cwd=tmp_path, devices=1)
     assert result.stdout.endswith("Saved to: a\n")

@@ -38,7 +38,7 @@ def follow(page, folder):
 
 
 def plain(line):
-    """A line without its numbers and spaces: they are of the text at hand, and each Python has its own."""
+    """A line without its numbers and spaces, which depend on the text and on the version of Python."""
     return " ".join(re.sub(r"[\d.,%]+", " ", line).split())
 
 

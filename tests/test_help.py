@@ -1,4 +1,4 @@
-"""`--help` of every command: short sections, names for what is given by place, words that a newcomer knows."""
+"""`--help` of every command: short sections, named positional arguments, words that a newcomer knows."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Jobs that nobody sits before: real detached launchers, and the commands that look after them."""
+"""Jobs without a terminal: real detached launchers, and the commands that control them."""
 
 import contextlib
 import json

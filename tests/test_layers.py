@@ -1,4 +1,4 @@
-"""The house: who may import whom, and what costs start-up time."""
+"""The layers: which module may import which, and what costs start-up time."""
 
 import ast
 import subprocess

@@ -1,6 +1,12 @@
-"""The language of the README and of docs/: short sentences, easy words, and no riddles."""
+"""The language of the README and of docs/: short sentences, easy words, and no riddles. In the code: no riddles."""
 
+import ast
+import io
 import re
+import tokenize
+from bisect import bisect
+from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -11,6 +17,7 @@ HOWTOS = sorted((DOCS / "howto").glob("*.md"))
 GENERATED = [DOCS / "benchmarks.md", DOCS / "decisions.md", *(DOCS / "reference").glob("*.md")]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES += [page for page in sorted(DOCS.rglob("*.md")) if page not in GENERATED]
+CODE = [path for folder in ("roxxel_dist", "tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 LONGEST = 35
 """Words of a sentence, at most."""
@@ -23,7 +30,7 @@ RIDDLES = re.compile(
     |(?:of|than|for|by|with|as)\ what\ (?:is|was|has|had|comes|dies|follows|it|they|the))\b""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""Words that make a reader stop: whom, "that which", "it is told", and clauses in the place of a noun."""
+"""Words that make a reader stop: rare pronouns, the narrating passive, and clauses in the place of a noun."""
 NOUN_CLAUSE = re.compile(r"(?:What(?:ever)?|Who(?:ever)?)\b[^?]*[.:]?$")
 """A sentence that begins with "What dies ..." in the place of a noun."""
 
@@ -95,10 +102,64 @@ def complaints(page: Path) -> list[str]:
     return found
 
 
+def prose(source: str) -> Iterator[tuple[int, list[str]]]:
+    """The docstrings, also those of fields, and the comments of a module: (the first line, the text of its lines)."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, [" ".join(line.split()) for line in node.value.value.split("\n")]
+    begin, block = 0, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            number, alone = token.start[0], token.line.lstrip().startswith("#")
+            if block and not (alone and number == begin + len(block)):
+                yield begin, block
+                block = []
+            begin, block = (begin if block else number), [*block, token.string.lstrip("# ")]
+            if not alone:
+                yield begin, block
+                block = []
+    if block:
+        yield begin, block
+
+
+def riddles(source: str) -> list[tuple[int, str]]:
+    """(line, words) of each riddle in the docstrings and comments of a module, also of one that a line break parts."""
+    found = []
+    for begin, lines in prose(source):
+        text, starts = " ".join(lines), [0, *accumulate(len(line) + 1 for line in lines)]
+        for riddle in RIDDLES.finditer(text):
+            around = text[max(riddle.start() - 40, 0) : riddle.end() + 40]
+            found.append((begin + bisect(starts, riddle.start()) - 1, f"{riddle[0]!r}: {around}"))
+    return sorted(found)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_is_plain_english(page: Path) -> None:
     found = complaints(page)
     assert not found, f"{page.relative_to(ROOT)}:\n" + "\n".join(found)
+
+
+def test_docstrings_and_comments_have_no_riddles() -> None:
+    found = [f"{path.relative_to(ROOT)}:{line}: {words}" for path in CODE for line, words in riddles(path.read_text())]
+    assert not found, "\n".join(found)
+
+
+def test_riddles_of_code_are_found_where_they_are() -> None:
+    source = '''"""Fine."""
+
+x = 1  # nobody reads it
+y = "nobody"
+"""A field,
+    and those
+    which follow."""
+# One line, and what is said
+# by another. Made of what
+# is here.
+z = 2  # whoever
+w = 3  # sees it
+'''
+    found = [(line, words.partition(":")[0]) for line, words in riddles(source)]
+    assert found == [(3, "'nobody'"), (6, "'those which'"), (8, "'is said'"), (9, "'of what is'"), (11, "'whoever'")]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def desk(folder, config=SMALL):
 
 
 def follow(block: Block) -> str:
-    """Do in this process what a block says; what was said."""
+    """Run a block in this process; returns its output."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         if block.language == "python":
@@ -66,7 +66,7 @@ def follow(block: Block) -> str:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """The folder of a person who has followed the page; what was said is in `said.txt`."""
+    """The folder of a person who has followed the page; the output is in `said.txt`."""
     folder = desk(tmp_path_factory.mktemp("quick_start"), f"{SMALL}n_devices: 1\n")
     with contextlib.chdir(folder):
         said = [follow(block) for block in blocks(PAGE) if not block.note]

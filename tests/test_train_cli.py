@@ -136,7 +136,7 @@ def test_amend_goes_with_resume(work, call):
 
 
 def test_an_amended_run(work, call, cut):
-    """Both plans and the learning rate are told first; the steps that follow, and `batch`, keep to the new plan."""
+    """Both plans and the learning rate are shown first; later steps, and `batch`, keep to the new plan."""
     words = [*cut[:-4], "--max_steps", 26, "--wandb", "off", "--amend", "--phases", LONGER]
     code, said, err = call(*words)
     assert code == 0, said + err
@@ -186,7 +186,7 @@ def test_what_it_may_change_is_told(call, cut):
 
 @pytest.mark.long
 def test_checkpoints_of_another_model_are_named(call, cut):
-    """Whoever edits the saved config by hand gets past what compares configs."""
+    """A saved config that was edited by hand passes the comparison of configs."""
     saved = cut[4] / "config.yaml"
     saved.write_text(saved.read_text().replace("num_blocks: 2", "num_blocks: 3"))
     refused(call(*cut), "is of another model or optimizer (params/blocks.", "use the config")

@@ -1,4 +1,4 @@
-"""Variants of the model, every pair of what they are made of: trained, saved, loaded in another process."""
+"""Variants of the model, every pair of their options: trained, saved, loaded in another process."""
 
 import itertools
 import json

@@ -50,7 +50,7 @@ def killed(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield _start()
     yield {"report": {"step": 1, "value": 2.0}}
     if task["trial"] == 1 and _once(task, "killed"):
-        time.sleep(0.3)  # what was said is on its way
+        time.sleep(0.3)  # until the messages are sent
         os.kill(os.getpid(), signal.SIGKILL)
     if task["trial"] == 2 and _once(task, "lost"):
         yield {"lost": {"reason": "its node rebooted"}}
@@ -61,7 +61,7 @@ def killed(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def always_killed(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Nothing is left of it."""
     yield _start()
-    time.sleep(0.3)  # what was said is on its way
+    time.sleep(0.3)  # until the messages are sent
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -102,7 +102,7 @@ def curve(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def stays(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Stays until it is told to end; the next try ends at once."""
+    """Stays until it is asked to end; the next try ends at once."""
     yield _start()
     folder = Path(task["folder"])
     if task["attempt"] == 0:
@@ -128,7 +128,7 @@ def leaves(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def deaf(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Does not end when it is told to."""
+    """Does not end when it is asked to."""
     yield _start()
     yield {"report": {"step": 1, "value": 3.0}}
     Path(task["folder"], f"up.{task['trial']}").write_text(str(os.getpid()))
@@ -177,7 +177,7 @@ def sliced_value(x: float, step: int) -> float:
 
 
 def sliced(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A trial of `task["reports"]` reports that goes on from its checkpoint, and tells its earlier reports again.
+    """A trial of `task["reports"]` reports that resumes from its checkpoint, and repeats its earlier reports.
 
     It goes on when the driver has written its last report down, and had time to pause it.
     """

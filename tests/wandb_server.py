@@ -1,7 +1,7 @@
 """A W&B server in this process, on the loopback: what the real client needs of one, and a memory that tests can ask.
 
 History lines have offsets, as in W&B's file stream protocol: a client that sends a line again overwrites it, and one
-that resumes is told how many there are and what the last one says. `twice` lists what came more than once.
+that resumes gets their number and the last one. `twice` lists the lines that came more than once.
 """
 
 import gzip
@@ -78,7 +78,7 @@ class WandbServer(ThreadingHTTPServer):
         return self.runs.setdefault(name, Run(name))
 
     def close(self) -> None:
-        """Stop; clients find nobody."""
+        """Stop; clients cannot connect any more."""
         self.answering.set()
         self.shutdown()
         self._thread.join()

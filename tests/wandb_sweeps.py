@@ -43,7 +43,7 @@ class SweepServer(WandbServer):
         sweeps: by their names, which clients call ids.
         agents: the sweep of each.
         params: of each run that an agent was given.
-        stop: runs whose agents are told to stop them.
+        stop: runs whose agents get the order to stop them.
     """
 
     def __init__(self) -> None:

@@ -107,7 +107,7 @@ def parse(
 
 
 def flags_in(words: Sequence[str]) -> list[tuple[str, str]]:
-    """(name, value) of every flag, as far as that can be told without knowing which take one; "" where none follows."""
+    """(name, value) of every flag, guessed without knowing which flags take one; "" if none follows."""
     return [(name, value or "") for name, value, _ in split_flags(words) if name]
 
 
@@ -372,7 +372,7 @@ def _merged(values: Any, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_flags(message: str) -> str:
-    """A message of the package for somebody at a terminal: `resume=True` in it is --resume, `data_path=PATH` is
+    """A message of the package for a user of the command line: `resume=True` in it is --resume, `data_path=PATH` is
     --data_path PATH."""
     names = {field.name for field in dataclasses.fields(TrainArgs)} | {*FIELD_TYPES, "overwrite"}
 
@@ -384,7 +384,7 @@ def as_flags(message: str) -> str:
 
 
 def steps_to_skip(text: str | None) -> tuple[int, int] | None:
-    """The first and the last step of A:B, or None. Raises ValueError for what is written otherwise."""
+    """The first and the last step of A:B, or None. Raises ValueError for any other text."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+):(\d+)", text)

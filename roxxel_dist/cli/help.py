@@ -66,7 +66,7 @@ class Flag:
 
     @property
     def metavar(self) -> str:
-        """What stands for its value; empty of a switch."""
+        """The placeholder for its value; empty for a switch."""
         if self.is_switch:
             return ""
         if self.choices:

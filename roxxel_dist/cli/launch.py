@@ -1,4 +1,4 @@
-"""`launch NAME`: starts a program as many processes. What each NAME is, `launcher/backends/` says."""
+"""`launch NAME`: starts a program as many processes. `launcher/backends/` defines the names."""
 
 import contextlib
 import dataclasses

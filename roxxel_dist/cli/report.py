@@ -123,7 +123,7 @@ def _print_json(whole: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """The same as JSON has it: numbers that are none are null, and a date of somebody's `model_args` is text."""
+    """The same as JSON has it: numbers that are none are null, and a date in a user's `model_args` is text."""
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -225,7 +225,7 @@ def find_lr(words: list[str]) -> int:
         try:
             plot_sweep(rates, losses, args.num_steps, suggested, Path(args.out))
             print(f"picture: {args.out}")
-        except OSError as error:  # the sweep was not in vain
+        except OSError as error:  # the result of the sweep is still printed
             problem = f"--out {args.out} cannot be written: {error.strerror}"
     if config.model is None or config.parametrization == "mup":
         base = config.base_widths or config.base_dim or config.dim

@@ -98,7 +98,7 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
             known = ", ".join(map(str, steps)) or "none"
             raise UsageError(f"RUN is {ref}: {run} has no checkpoint of step {ref.step}; those there are: {known}")
         for step in steps if ref.step is None else [ref.step]:
-            kept.fetch_all(step)  # what is wrong is found again, and told
+            kept.fetch_all(step)  # the errors are found again, and reported
             for verdict in checks.verify_checkpoints(folder, [step], lambda _: None, deep=args.deep):
                 verdicts += _shown(verdict, args)
             shutil.rmtree(folder / str(step))

@@ -1,4 +1,4 @@
-"""What decides the last bits of a loss, besides config and data; and the cache of compiled programs."""
+"""Everything besides config and data that determines the last bits of a loss; and the cache of compiled programs."""
 
 import contextlib
 import errno
@@ -30,7 +30,7 @@ SHARD_THREADS = 16
 SETTINGS = ("jax_default_matmul_precision", "jax_threefry_partitionable", "jax_default_prng_impl", "jax_enable_x64")
 """Settings of jax that decide bits."""
 OF_TOPOLOGY = ("devices", "processes", "distributed", "xla_flags")
-"""Of what decides bits, what tells how many devices and processes there are, the number of simulated ones included."""
+"""Entries of the fingerprint that depend on the number of devices and processes, simulated ones included."""
 
 
 def pin_threads(count: int | None = None) -> int:
@@ -146,8 +146,8 @@ def numerics_fingerprint() -> dict[str, Any]:
 
 
 def without_topology(bits: Mapping[str, Any]) -> dict[str, Any]:
-    """A fingerprint without what tells how many devices and processes there are: all that decides the bits of a run
-    with virtual shards. The kinds of devices stay."""
+    """A fingerprint without the numbers of devices and processes: everything that determines the bits of a run with
+    virtual shards. The kinds of devices stay."""
     flags = str(bits.get("xla_flags", "")).split()
     on_cpu = str(bits.get("platform", "")).startswith("cpu")  # where the flag of `make_deterministic` changes nothing
     without = (CPU_DEVICES, f"--{DETERMINISTIC}=") if on_cpu else (CPU_DEVICES,)

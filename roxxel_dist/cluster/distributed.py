@@ -1,4 +1,4 @@
-"""This process among the others: joining, asking who is who, waiting with a limit, agreeing.
+"""This process among the others: joining, ranks and hosts, waiting with a limit, agreeing.
 
 The launcher describes the job in ROXXEL_* variables; without them jax's own cluster detection (SLURM, Kubernetes, TPU
 pods, Open MPI) is asked, and a process that is alone stays alone.
@@ -28,7 +28,7 @@ def initialize() -> None:
     """Join the other processes of this job. Harmless when called twice, or in a process that is alone.
 
     Raises:
-        PortTakenError: this is rank 0, and somebody listens where its coordinator shall.
+        PortTakenError: this is rank 0, and the port of its coordinator is taken.
         RuntimeError: the coordinator was not reached within 300 s.
     """
     if jax.distributed.is_initialized():
@@ -102,7 +102,7 @@ def _wait_for_listener(coordinator: str) -> bool:
 
 
 class PortTakenError(RuntimeError):
-    """Somebody listens where rank 0's coordinator shall. It was free when the launcher looked, some seconds ago."""
+    """The port of rank 0's coordinator is taken. It was free when the launcher looked, some seconds ago."""
 
 
 def _check_port(coordinator: str) -> None:
@@ -130,7 +130,7 @@ def is_primary() -> bool:
 
 
 def unanswered(error: Exception, what: str) -> TimeoutError | LostRankError:
-    """The exception for a wait at jax's coordinator that came to nothing: `what` says for whom and how long it was."""
+    """The exception for a wait at jax's coordinator that failed: `what` says which process it waited for, how long."""
     first = str(error).splitlines()[0]
     if first.startswith("DEADLINE_EXCEEDED"):
         return TimeoutError(f"rank {process_index()} {what}: {first}")
@@ -148,7 +148,7 @@ def wait_for_key(key: str, limit_s: float, what: str) -> str:
 
     Raises:
         TimeoutError: none did; `what` says which rank, what for, and how long it was.
-        LostRankError: a rank is lost, by jax's own heartbeat.
+        LostRankError: jax's heartbeat reports a lost rank.
     """
     try:
         return key_value_store().blocking_key_value_get(key, max(1, int(limit_s * 1000)))
@@ -160,7 +160,7 @@ def barrier(name: str, limit_s: float = WAIT_LIMIT_S) -> None:
     """Wait until every process has come to this line.
 
     Raises:
-        TimeoutError: somebody did not come within `limit_s` seconds; names the place and who is missing.
+        TimeoutError: a process did not arrive within `limit_s` seconds; names the place and the missing processes.
         LostRankError: a rank is lost, by jax's own heartbeat.
     """
     if process_count() == 1:
@@ -189,10 +189,10 @@ def broadcast_from_primary(name: str, value: str, limit_s: float = WAIT_LIMIT_S)
 
 
 def gather_to_primary(name: str, value: str, limit_s: float = WAIT_LIMIT_S) -> list[str]:
-    """On rank 0 every rank's `value`, in their order, when all have said it; on the others nothing.
+    """On rank 0 every rank's `value`, in their order, once all have sent it; on the others nothing.
 
     Raises:
-        TimeoutError: on rank 0, a rank did not say it within `limit_s` seconds.
+        TimeoutError: on rank 0, a rank did not send it within `limit_s` seconds.
         LostRankError: a rank is lost, by jax's own heartbeat.
     """
     if process_count() == 1:

@@ -1,12 +1,12 @@
-"""Compiled programs on disk: one file for each program and rank, for the process that is started again in its place.
+"""Compiled programs on disk: one file for each program and rank, for the process that replaces the rank at a restart.
 
 jax's own cache is beneath it, and does not do this on CPUs: its key has the fingerprint of the devices as one process
 sees them, which differs by rank, and only rank 0 writes. Elsewhere its keys are the same for all ranks, and nothing is
-kept here (a GPU program that one rank compiles and another one loads would wait for measurements that nobody makes).
+kept here (a GPU program that one rank compiles and another one loads would wait for measurements that never arrive).
 
-A file is a digest and a pickle, and to read a pickle is to run it, as to load a program is. So the folder and the files
-must be this user's own, and nobody else may write them: what does not agree is not read. What is damaged is compiled
-again, and written anew.
+A file is a digest and a pickle. Reading a pickle runs code, and so does loading a program. So this user must own the
+folder and the files, and no other user may write them: other files are not read. If a file is damaged, the program is
+compiled and written again.
 """
 
 import contextlib
@@ -160,13 +160,13 @@ def compile_kept(
     """The compiled program of a jitted function for such arguments: loaded where the store has it, or else compiled.
 
     Args:
-        store: where programs are kept; None: nowhere.
+        store: where programs are kept; None: they are not kept.
         jitted: made by `jax.jit`.
         args: arrays, or `jax.ShapeDtypeStruct`s with shardings.
         options: XLA's, by their names.
-        name: of all that the program follows from but the source files; then it is not even traced where the store
-            remembers the name. None where nobody can say what it follows from, such as a function of the user's.
-        lock: given the lowered program, holds what is to be held while it is looked for and compiled.
+        name: of all that determines the program but the source files; if the store has the name, the program is not
+            even traced. None if that is unknown, as for a function of the user's.
+        lock: given the lowered program, a lock to hold while the program is looked up and compiled.
     """
     if store is not None and name is not None and (program := store.recall(name)) is not None:
         return program
@@ -187,14 +187,14 @@ def compile_kept(
 def _compile(lowered: Any, options: Mapping[str, Any] | None) -> tuple[Any, bool]:
     """The program, and whether XLA compiled it now.
 
-    What jax has read from its own cache lacks, written once more, the functions that it calls: XLA loads it, and fails
-    when it runs (jaxlib 0.10.2 on a CPU). Such a program is read from there again next time.
+    A program that jax has read from its own cache cannot be written here: the copy lacks the functions that it calls,
+    so XLA loads it and fails when it runs (jaxlib 0.10.2 on a CPU). It is read from jax's cache again next time.
     """
     _heard.events = []
     _listen()
     program = lowered.compile(compiler_options=None if options is None else dict(options))
     is_heard = ASKED_EVENT in _heard.events
-    if not is_heard:  # no cache, or somebody has cleared all listeners
+    if not is_heard:  # no cache, or all listeners were cleared
         _listen.cache_clear()
     return program, is_heard and HIT_EVENT not in _heard.events
 
@@ -209,10 +209,10 @@ def _listen() -> None:
 
 
 def program_key(lowered: Any, options: Mapping[str, Any] | None = None) -> str | None:
-    """What a compiled program follows from, as 64 hexadecimal digits; None for one that belongs to its process.
+    """64 hexadecimal digits, a hash of everything that determines a program; None if it only works in its process.
 
-    That is: the text of the lowered program, how its arguments and results are placed, the devices and this process's
-    place among them, versions, settings, flags. It is another one on another rank.
+    That is: the text of the lowered program, the placement of its arguments and results, the devices and this process's
+    place among them, versions, settings, flags. It differs between ranks.
     """
     details = lowering_details(lowered)
     if details is None:
@@ -228,7 +228,7 @@ def hashed(*parts: str) -> str:
 
 
 def program_name(identity: str, jitted: Any, args: Any, options: Mapping[str, Any] | None = None) -> str:
-    """The name of a program by what it is made of, which `identity` says, and by its arguments."""
+    """The name of a program, from `identity` (everything that determines it) and its arguments."""
     leaves, tree = jax.tree.flatten(args)
     places = [(leaf.shape, str(leaf.dtype), str(leaf.sharding), _device_ids(leaf.sharding)) for leaf in leaves]
     return hashed(identity, jitted.__name__, str(tree), str(places), _options(options), _environment())
@@ -281,12 +281,12 @@ def _process_start_ns() -> float | None:
 
 
 def _sealed(name: str, data: bytes) -> bytes:
-    """What a file of that name holds: the digest is of its name too, so that no file stands for another one."""
+    """The contents of a file of that name: the digest covers the name too, so that no file can replace another."""
     return FORMAT + hashlib.sha256(name.encode() + b"\n" + data).digest() + data
 
 
 def _is_own(status: os.stat_result) -> bool:
-    """Whether this user owns a file or folder, and nobody else can write it."""
+    """Whether this user owns a file or folder, and no other user can write it."""
     is_plain = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
     return is_plain and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 

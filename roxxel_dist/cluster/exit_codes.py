@@ -19,8 +19,8 @@ EXIT_TIMEOUT_ENV = "ROXXEL_EXIT_TIMEOUT"
 """Seconds that a rank whose program ended well waits for the others."""
 
 REACHED_ENV = "ROXXEL_REACHED_STEP"
-"""The largest step that earlier attempts of this launch have entered, for `train` alone: whoever enters a step has
-written down its run. A program of the user's may begin several runs, and the steps may be another one's."""
+"""The largest step that earlier attempts of this launch have entered, for `train` alone: it writes its config before it
+enters a step. A program of the user's may begin several runs, so the step may belong to another run."""
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

@@ -1,8 +1,8 @@
 """Locks of files (flock), on one host and on several that share a disk. Standard library alone.
 
 Always on a regular file that is open for writing: NFS keeps the lock of a folder, or an exclusive one of a file that is
-open to read, to one host. The file says who holds the lock (host, pid, boot id, start time): for people, and where the
-file system has no locks for the next one who wants it.
+open to read, to one host. The file names the holder of the lock (host, pid, boot id, start time) for people and, if the
+file system has no locks, for the next process that wants it.
 """
 
 import errno
@@ -20,7 +20,7 @@ from typing import Any
 POLL_S = 0.1
 
 _unlocked: set[Path] = set()
-"""Folders of which was said that they have no locks."""
+"""Folders without locks for which the warning was already shown."""
 _held_by_name: set[int] = set()
 """Locks that only their file says are held."""
 
@@ -33,9 +33,9 @@ def say(line: str) -> None:
 def take_lock(path: Path, say: Callable[[str], None] = say) -> int | None:
     """The descriptor that holds the lock of a file; None where another has it. File and folder are made if missing.
 
-    Where the file system has no locks, that is said once, and who is named in the file holds the lock while it lives on
-    this host. Whoever holds the lock may remove the file; else `release_lock` gives it back. Raises OSError where the
-    file cannot be made or written.
+    If the file system has no locks, it warns once, and the process named in the file holds the lock while it lives on
+    this host. The holder may remove the file, or give the lock back with `release_lock`. Raises OSError if the file
+    cannot be made or written.
     """
     while True:
         try:
@@ -47,7 +47,7 @@ def take_lock(path: Path, say: Callable[[str], None] = say) -> int | None:
             if not _lock(lock, path, say):
                 os.close(lock)
                 return None
-            if is_lock_of(lock, path):  # else who held it has removed the file: this lock is on nothing
+            if is_lock_of(lock, path):  # else its holder has removed the file: this lock is on nothing
                 owner = json.dumps(process_record()).encode()
                 with suppress(OSError):  # a full disk
                     if os.pread(lock, len(owner) + 1, 0) != owner:
@@ -79,10 +79,10 @@ def wait_for_lock(
     progress: Callable[[], object] = lambda: None,
     say: Callable[[str], None] = say,
 ) -> int:
-    """The descriptor that holds the lock of a file, as `take_lock` has it, once nobody else does.
+    """Wait until no other process holds the lock of a file; returns the descriptor that holds it, like `take_lock`.
 
-    `waiting` makes of who holds it the line to say after `silent_s`, `failed` the message of the ValueError after
-    `limit_s` in which `progress`, something that changes whenever the holder gets on, stayed what it was.
+    From the name of the holder, `waiting` makes the line to show after `silent_s`, and `failed` the message of the
+    ValueError after `limit_s` without progress of the holder: `progress` returned the same value all the time.
     """
     begin = changed = time.monotonic()
     state, said = progress(), False
@@ -100,7 +100,7 @@ def wait_for_lock(
 
 
 def is_held(path: Path, *, unknown: bool) -> bool:
-    """Whether another process, or this one, holds the lock of a file; `unknown` where that cannot be told."""
+    """Whether another process, or this one, holds the lock of a file; `unknown` if that cannot be found out."""
     try:
         lock = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -120,7 +120,7 @@ def is_held(path: Path, *, unknown: bool) -> bool:
 
 
 def holder(path: Path) -> str:
-    """Who holds the lock of a file, for people."""
+    """The holder of the lock of a file, for people."""
     owner = _owner(path)
     return f"another process (pid {owner['pid']} on host {owner['host']})" if owner else "another process"
 
@@ -144,7 +144,7 @@ def _start_time(pid: int) -> int | None:
 
 
 def _owner(path: Path) -> dict[str, Any] | None:
-    """Who is named in a lock's file."""
+    """The process named in a lock's file."""
     with suppress(OSError, ValueError):
         owner = json.loads(path.read_bytes())
         if isinstance(owner, dict) and {"pid", "host"} <= owner.keys():
@@ -153,7 +153,7 @@ def _owner(path: Path) -> dict[str, Any] | None:
 
 
 def is_alive(record: Mapping[str, Any] | None) -> bool | None:
-    """Whether the process of a record lives, False for none; None where that cannot be told, as from another host."""
+    """Whether the process of a record lives, False for none; None if unknown, as from another host."""
     if record is None:
         return False
     here = process_record()
@@ -181,7 +181,7 @@ def _lock(lock: int, path: Path, say: Callable[[str], None]) -> bool:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            time.sleep(0.05)  # perhaps it was somebody who only looked, with `is_held`
+            time.sleep(0.05)  # perhaps it was a process in `is_held`
         except OSError as error:
             if error.errno == errno.ESTALE:
                 return True

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def free_bytes() -> int:
-    """What processes of this host, or of the control groups that this one is in, can still have of its memory."""
+    """Bytes of memory that are free for processes of this host, or of the control groups that this one is in."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     free = int(fields["MemAvailable"].split()[0]) << 10
     root = Path("/sys/fs/cgroup")

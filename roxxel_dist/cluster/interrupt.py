@@ -50,7 +50,7 @@ def end() -> None:
 
 
 def active() -> bool:
-    """Whether this process leaves by `leave`: it is a command, and not somebody's own program."""
+    """Whether this process ends by `leave`: it is a command, not a program of the user's."""
     return _active.is_set()
 
 
@@ -102,7 +102,7 @@ def _clean(number: int) -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    for other in SIGNALS:  # the next one does not wait for what is taken away
+    for other in SIGNALS:  # a second signal ends the process at once
         if signal.getsignal(other) is _on_signal:
             signal.signal(other, signal.SIG_DFL)
     leave(number)

@@ -1,6 +1,6 @@
-"""What jax keeps to itself and the package cannot do without: all of it stands here, to be looked at with each new jax.
+"""All private parts of jax that the package needs, in one place, to be checked with each new version of jax.
 
-Last looked at: jax 0.10.2. For none of it is there anything public.
+Last checked: jax 0.10.2. None of them has a public equivalent.
 """
 
 from typing import Any

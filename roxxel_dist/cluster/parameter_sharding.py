@@ -1,9 +1,9 @@
 """How parameters lie on a mesh of "data" x "fsdp" x "tensor": as the metadata of each asks, else by one rule.
 
 Along "tensor" devices share the work on the same rows (Shoeybi et al., "Megatron-LM", 2019): a matrix that leads into
-heads, hidden units or the vocabulary is cut by what it gives, the one that leads back by what it takes, so that between
-the two each device has its own heads or hidden units, and their results are added once. Along "fsdp" devices share
-memory alone (Rajbhandari et al., "ZeRO", 2020): the other dimension is cut, and put together where it is used.
+heads, hidden units or the vocabulary is split along its output dimension, the one that leads back along its input
+dimension. Between the two each device has its own heads or hidden units, and their results are added once. Along "fsdp"
+devices share memory alone (Rajbhandari et al., "ZeRO", 2020): the other dimension is split, and gathered for use.
 """
 
 import math
@@ -20,7 +20,7 @@ Axes = tuple[str | None, ...]
 that are stacked in front."""
 MESH_AXES = "mesh_axes"
 """Metadata of an `nnx.Param`: its `Axes`. They are preferences: an axis that the mesh lacks, or that does not divide
-the dimension, is left out. What `out_sharding` asks for (`nnx.with_partitioning`) must be possible."""
+the dimension, is left out. An `out_sharding` (`nnx.with_partitioning`) must be possible."""
 FSDP_MIN_SIZE = 1 << 16
 """Arrays of fewer elements stay whole, as norms and biases do; matrices from 256 x 256 on are cut. To gather a small
 array costs a collective's delay in every step and saves next to nothing."""

@@ -57,7 +57,7 @@ def create(path: str | Path, ranks: int) -> int:
 
 
 def read(fd: int, ranks: int) -> list[Record]:
-    """The records of so many ranks; empty ones where somebody has made the file short."""
+    """The records of so many ranks; empty ones if the file was truncated."""
     size = RECORD.size * ranks
     data = os.pread(fd, size, 0).ljust(size, b"\0")
     names = dict(enumerate(ACTIVITIES))
@@ -68,7 +68,7 @@ def read(fd: int, ranks: int) -> list[Record]:
 
 
 class Progress:
-    """Writes the record of one rank. Without a file (nobody launched this process) every call is free.
+    """Writes the record of one rank. Without a file (no launcher started this process) every call is free.
 
     Attributes:
         listener: called with the new record whenever the activity changes.
@@ -90,7 +90,7 @@ class Progress:
 
     @classmethod
     def from_env(cls, rank: int) -> "Progress":
-        """The record named by ROXXEL_PROGRESS, if any. Where somebody has emptied the temporary folder, none."""
+        """The record named by ROXXEL_PROGRESS; none if it is unset, or its file went with the temporary folder."""
         try:
             return cls(os.environ.get(ENV), rank)
         except (OSError, ValueError):

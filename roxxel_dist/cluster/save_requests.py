@@ -1,9 +1,9 @@
 """A checkpoint on request: a command puts a file into the run directory, and the job answers with another one.
 
-Each request has an id of its own, so several people may ask at once, and nobody's file is written by another. Rank 0
-looks for requests at logged steps, and all ranks save the same one. Among several processes rank 0 announces one step
-ahead whether to save: nobody waits for it at the logged step, and where it is stuck it has entered fewer steps than
-those that wait, so the launcher names it (decisions.md: one step ahead).
+Each request has its own id, so several people may ask at once, and no request overwrites another. Rank 0 looks for
+requests at logged steps, and all ranks save the same one. Among several processes rank 0 announces one step ahead
+whether to save: no rank waits for it at the logged step, and if rank 0 is stuck, it has entered fewer steps than the
+ranks that wait, so the launcher names it (decisions.md: one step ahead).
 
 The command that asks does not import jax.
 """
@@ -43,7 +43,7 @@ def withdraw(folder: Path, request: str) -> None:
 
 
 def take_requests(folder: Path) -> list[str]:
-    """The ids of all who ask now; the next call gives only new ones.
+    """The ids of all open requests; the next call gives only new ones.
 
     Raises:
         OSError: the folder cannot be read or written.
@@ -78,13 +78,13 @@ def take_answer(folder: Path, request: str) -> dict[str, Any] | None:
 
 
 def sweep(folder: Path) -> None:
-    """Take away what was asked of runs that are dead, and what they answered too late."""
+    """Remove requests to runs that are dead, and answers that came too late."""
     for path in (*folder.glob(f"{REQUEST}*"), *folder.glob(f"{ANSWER}*")):
         path.unlink(missing_ok=True)
 
 
 class SaveRequests:
-    """Which steps somebody wants saved: the same ones on every rank. Rank 0 alone touches files.
+    """Which steps to save by request: the same ones on every rank. Only rank 0 touches files.
 
     Args:
         folder: the run directory.
@@ -103,11 +103,11 @@ class SaveRequests:
         self._old_keys: deque[str] = deque()
 
     def should_save(self, step: int) -> bool:
-        """Whether to save `step` because somebody asked. Every rank calls this once a step, at the same place.
+        """Whether to save `step` by request. Every rank calls this once a step, at the same place.
 
         Raises:
-            TimeoutError: rank 0 did not come to the step before within an hour.
-            LostRankError: a rank is lost, by jax's own heartbeat.
+            TimeoutError: rank 0 did not reach the step before `step` within an hour.
+            LostRankError: jax's heartbeat reports a lost rank.
         """
         save = False
         if self._logged(step):
@@ -125,12 +125,12 @@ class SaveRequests:
         self._answer({"step": step}, [request for request, begun in self._step_of.items() if begun <= step])
 
     def failed(self, step: int, why: str) -> None:
-        """Say that `step` could not be saved, so that who asked for it does not wait."""
+        """Say that `step` could not be saved, so that the command that asked does not wait."""
         answer = {"error": f"step {step} could not be saved: {why}"}
         self._answer(answer, [request for request, begun in self._step_of.items() if begun == step])
 
     def finish(self, step: int) -> None:
-        """The run ends, and `step`, its last one, is saved: the answer to all who asked until now."""
+        """The run ends, and `step`, its last one, is saved: the answer to all open requests."""
         self._look()
         self._assign(step)
         self.saved(step)

@@ -1,4 +1,4 @@
-"""What a plan says from a step on, and how far each data set was read when that step comes."""
+"""Amendments: the plan from a step on, and how far each data set was read at that step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

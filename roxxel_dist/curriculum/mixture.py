@@ -28,8 +28,8 @@ class Mixture:
         self.weights: tuple[float, ...] = tuple(weights)
         self._key = tuple(key)
         self.block: int = block_length(min(weights) / sum(weights))
-        """Items of a block; the last one is longer by what does not fill one."""
-        # What does not fill a block lengthens the last one: a block never has fewer items than its rounding needs.
+        """Items of a block; the last one also has the remainder."""
+        # The remainder makes the last block longer: no block has fewer items than its rounding needs.
         self._blocks = max(1, items // self.block)
 
     def counts(self, items: int) -> np.ndarray:

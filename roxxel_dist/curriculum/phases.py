@@ -42,7 +42,7 @@ class Phase:
     document ends. The rows are the same tokens either way."""
 
     counted: ClassVar[bool] = False
-    """Of a phase: whether a `Curriculum` has counted `steps`, from `epochs`; one of other data counts anew."""
+    """Of a phase: whether a `Curriculum` has counted `steps`, from `epochs`; one of other data counts again."""
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
@@ -84,7 +84,7 @@ class Phase:
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        """What differs from the defaults."""
+        """The fields that differ from their defaults."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return "Phase(" + ", ".join(f"{name}={value!r}" for name, value in given.items()) + ")"
 
@@ -184,7 +184,7 @@ class Curriculum:
             fraction: the share that is held out, at least 0 and less than 1.
 
         Returns:
-            The curriculum that is left, in which `epochs` are counted anew, and the part that is held out.
+            The curriculum that is left, in which `epochs` are counted again, and the part that is held out.
 
         Raises:
             ValueError: the share is no such number, or what is left is too little for a phase.

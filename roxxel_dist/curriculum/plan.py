@@ -127,8 +127,8 @@ class Plan:
     ) -> "Plan":
         """This plan up to `step`, and another from there on.
 
-        Steps before `step` stay what they are. What this pass has read is not read again, whatever changes: of each
-        data set in use at most the rest of one chunk of units is given up.
+        Steps before `step` stay unchanged. Data that this pass has read is never read again: of each data set in use
+        at most the rest of one chunk of units is given up.
 
         Args:
             step: the first step that changes.
@@ -226,7 +226,7 @@ class Plan:
         dataset = np.repeat(numbers[chosen], width)
         shape, size = segment.shape, (stop - first, segment.shape.batch_size)
         dataset, offset = dataset.reshape(size), offset.reshape(size)
-        for array in (dataset, offset):  # `rows` hands out views of them, to whoever asks
+        for array in (dataset, offset):  # `rows` hands out views of them
             array.flags.writeable = False
         return dataset, offset, shape.seq_len, shape.packing == "documents"
 
@@ -272,7 +272,7 @@ class Plan:
     # -- state and description
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps to continue this plan: a few numbers a phase and a shard, whatever they hold."""
+        """The state in a checkpoint from which the plan continues: a few numbers per phase and shard, of any size."""
         amendments = [amendment.state() for amendment in self.amendments]
         return {"step": step, "seed": self.seed, "max_passes": self.max_passes, "amendments": amendments}
 

@@ -21,13 +21,13 @@ MAX_CHUNK, MIN_CHUNK, CHUNKS = 256, 16, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """What all orders of a plan follow from, between two amendments."""
+    """The key of all random orders of a plan between two amendments."""
 
     seed: int
     level: int = 0
     """How many amendments came before."""
 
-    # The third or second number says what an order is of, so that two orders never share a key.
+    # The third or second number names the kind of order, so that two orders never share a key.
     def new_pass(self, data_set: int, pass_index: int) -> tuple[int, ...]:
         """Of the units of a pass, from its first step on."""
         return self.seed, data_set, pass_index, 0
@@ -53,9 +53,9 @@ def _none() -> np.ndarray:
 class RemainingUnits:
     """The units that a pass has yet to visit, in an order.
 
-    A pass begins with all units. An amendment in its midst makes another object, of what the one before has not given
-    out yet, without the units that were taken away, and with the ones that were added. It remembers the one before, not
-    the units, so it stays small; only units that are taken away, or come back, cost memory, 8 bytes for each.
+    A pass begins with all units. An amendment during the pass makes another object from the units that are left: it
+    omits removed units and includes added ones. It refers to the previous object instead of listing the units, so it
+    stays small; only units that are removed, or come back, cost memory, 8 bytes each.
     """
 
     size: int
@@ -77,7 +77,7 @@ class RemainingUnits:
         return cls(size=units, order=Permutation(units, key) if units else None)
 
     def amended(self, used: int, kept: int, units: int, key: Sequence[int], *, known: int = 0) -> "RemainingUnits":
-        """What is left after `used` units were given out, units from `kept` on taken away, and [kept, units) added.
+        """The remaining units after `used` were given out, those from `kept` on removed, and [kept, units) added.
 
         Of the added units those below `known` were there earlier in this pass.
         """
@@ -149,7 +149,7 @@ class UnitSource:
 
     @cached_property
     def number(self) -> int:
-        """What stands for the name in keys, whatever other data sets there are."""
+        """A number for the name in keys, independent of other data sets."""
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "little")
 
     def new_pass(self, key: Key, pass_index: int) -> "Cursor":
@@ -242,7 +242,7 @@ class Shape:
 
     @property
     def items_per_step(self) -> int:
-        """What the mixture counts in a step: the step itself, or its rows."""
+        """How many items the mixture counts in a step: one for the step itself, or one per row."""
         return self.batch_size if self.blend == "row" else 1
 
     @property

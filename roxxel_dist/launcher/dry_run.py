@@ -1,4 +1,4 @@
-"""What a launch would run, told without running it."""
+"""What a launch would run, shown without running it."""
 
 import os
 import shlex

@@ -7,9 +7,9 @@ from pathlib import Path
 
 MASK = "***"
 STEP = re.compile(r"SLURM_(PROCID|LOCALID|NODEID|NNODES|NPROCS|GTIDS|NTASKS|STEP|TASK|SRUN_|LAUNCH_).*")
-"""What SLURM says of a step (one task on one node, the agent) would mislead a rank's libraries; of the job it stays."""
+"""SLURM's variables of a step (one task on one node, the agent): they would mislead a rank's libraries."""
 ENDS = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$")
-"""How a part of the name of a variable or a flag ends whose value is not shown: API_KEY is one, TOKENIZER is none."""
+"""Endings of name parts of variables and flags with secret values: API_KEY matches, TOKENIZER does not."""
 INSIDE = re.compile(r"\b([A-Za-z_][A-Za-z0-9_]*)=('[^']*'|\"[^\"]*\"|[^\s;&|]+)")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -98,6 +98,6 @@ def masked_words(words: Sequence[str]) -> list[str]:
 
 
 def shell_line(environment: Mapping[str, str], words: Sequence[str]) -> str:
-    """What a shell would have to be told to run this, secrets masked."""
+    """A shell command that runs this, secrets masked."""
     shown = [f"{name}={value}" for name, value in sorted(masked(environment).items())]
     return shlex.join(["env", *shown, *masked_words(words)])

@@ -135,7 +135,7 @@ def worker_argv(command: Sequence[str], python: str = sys.executable) -> list[st
 
 
 def coordinator_port(port: int | None, address: str = "127.0.0.1") -> int:
-    """A free port of an address, or `port` itself where nobody listens on it. Raises ValueError where somebody does."""
+    """A free port of an address, or `port` itself. Raises ValueError if a process already listens on `port`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

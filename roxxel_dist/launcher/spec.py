@@ -90,7 +90,7 @@ class JobSpec(HostOptions, JobOptions):
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables for every rank, beside those of the launcher."""
     micro_batches: tuple[int, ...] = ()
-    """Rows of each phase's micro-batch, which the devices must divide when hosts are lost; empty where nobody knows."""
+    """Rows of each phase's micro-batch, which the devices must divide when hosts are lost; empty if unknown."""
 
     @property
     def total(self) -> int:

@@ -1,4 +1,4 @@
-"""Many runs: a search space, a sampler that asks for trials, and the record of what they gave."""
+"""Many runs: a search space, a sampler that proposes trials, and the record of their results."""
 
 from typing import TYPE_CHECKING, Any
 

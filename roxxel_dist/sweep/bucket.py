@@ -63,7 +63,7 @@ class StudyBucket:
 
     def _copy_journal(self, data: bytes) -> None:
         copy = self.path / JOURNAL
-        # What the last driver here could not send any more follows what it has sent: nobody has gone on meanwhile.
+        # If the local file only extends the bucket's, no other driver has continued: keep the lines that were not sent.
         if not (data and copy.is_file() and copy.read_bytes().startswith(data)):
             write_file(copy, data)
             if not data:
@@ -76,9 +76,9 @@ class StudyBucket:
             write_file(self.path / name, data)
 
     def hold(self, say: Callable[[str], None]) -> None:
-        """Be the only driver from now on, until `release`; makes the copy anew.
+        """Be the only driver from now on, until `release`; makes the copy again.
 
-        Raises LeaseHeldError where there is another one, ValueError where another began the study meanwhile.
+        Raises LeaseHeldError if there is another one, ValueError if another began the study meanwhile.
         """
         was_there = self.is_there
         self._lease = Lease.take(self._store, LEASE, "sweep", wait_s=WAIT_S, say=say)
@@ -151,7 +151,7 @@ class StudyBucket:
 def driver_bucket(
     url: ObjectUrl, say: Callable[[str], None], cache_dir: str | None, timeout_s: float
 ) -> Iterator[StudyBucket]:
-    """A study in a bucket for who searches: its copy, below `cache_dir` or in the user's cache, is for one process at a
+    """A study in a bucket, for its driver: its copy, below `cache_dir` or in the user's cache, is for one process at a
     time.
 
     Raises ValueError where another process of this host has it, or the prefix holds something else; StoreError.
@@ -182,7 +182,7 @@ def driver_bucket(
 
 @contextmanager
 def reader_bucket(url: ObjectUrl, timeout_s: float) -> Iterator[StudyBucket]:
-    """A study in a bucket for who looks at it as it is now; perhaps none is there. Raises ValueError, StoreError."""
+    """A study in a bucket as it is now, for reading; there may be none. Raises ValueError, StoreError."""
     with TemporaryDirectory(prefix="roxxel-study-") as folder:
         bucket = StudyBucket(ObjectStore.open(url, timeout_s=timeout_s), Path(folder))
         bucket.fetch()

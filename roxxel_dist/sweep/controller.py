@@ -1,10 +1,10 @@
 """The controller of a sweep: asks the sampler, runs trials as Ray tasks, and keeps the journal.
 
-Everything is on the disk before it is acted on, so a controller that is killed at any moment can be started again: what
-was asked is not asked again, what ended is not run again, and what ran is run again first, from its checkpoint. Only
-what a trial said and the controller did not yet write down is gone. Therefore the body of a trial that had finished
-must find that when it is run again, and report its result at once. What it does at a report does not grow with the
-number of trials.
+Every event is on the disk before it is acted on, so a controller that is killed at any moment can be started again: it
+does not ask for a trial twice, does not repeat ended trials, and first runs unfinished ones again, from their
+checkpoints. Only messages of a trial that the controller had not yet written down are lost. Therefore the body of a
+trial that had finished must detect that when it runs again, and report its result at once. The work per report does not
+grow with the number of trials.
 """
 
 import math
@@ -36,7 +36,7 @@ from roxxel_dist.sweep.study import TRIALS
 POLL_S = 0.5
 """How soon a signal is heard."""
 WAITS_S = 30.0
-"""How long a trial waits for room before a person is told."""
+"""How long a trial waits for room before the user sees a message."""
 
 HOURS_SPENT = "the hours of the search are over (--max_hours)"
 LOST = (
@@ -72,10 +72,10 @@ class Controller:
     """(trial, attempt, losses) to be run before any new one."""
     _hours_spent: bool = field(init=False, default=False)
     _ending: Ending | None = field(init=False, default=None)
-    """Why running trials were told to end."""
+    """Why running trials were asked to end."""
 
     def run(self) -> Ending:
-        """Until every trial has ended, or all were told to."""
+        """Run until every trial has ended, or was asked to end; returns the reason."""
         self._restore()
         while True:
             if self._take_signal():
@@ -182,7 +182,7 @@ class Controller:
             self._decided(self.decisions.reported(trial.number, step))
 
     def _decided(self, events: list[Event]) -> None:
-        """Write down who stops or pauses, and tell them."""
+        """Write down which trials stop or pause, and tell them."""
         attempts = {attempt.trial: attempt for attempt in self.executor.running}
         for event in events:
             number, attempt = event["trial"], attempts.get(event["trial"])
@@ -273,7 +273,7 @@ class Controller:
         return False
 
     def _drain(self, ending: Ending) -> None:
-        """End: running trials are told to; the next start runs them again."""
+        """Ask the running trials to end; the next start of the sweep runs them again."""
         self._ending = self._ending or ending
         for attempt in self.executor.running:
             if attempt.cancel_reason is None:

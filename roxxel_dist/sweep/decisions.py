@@ -1,7 +1,7 @@
-"""The decisions of a search, as events of its journal: who is asked for, stopped, paused, and goes on.
+"""The decisions of a search, as events of its journal: trials that begin, stop, pause and continue.
 
-Each is a function of the sweep, its seed and the history: a search that is taken up again decides as if it had never
-ended. The controller writes them down before it acts on them; `replay` follows them on recorded curves.
+Each is a function of the sweep, its seed and the history: a search that resumes decides as if it had never ended. The
+controller writes them down before it acts on them; `replay` follows them on recorded curves.
 """
 
 import math
@@ -24,7 +24,7 @@ class Decisions:
     Args:
         sweep: what is searched.
         seed: of everything random.
-        history: what happened so far; it is kept up to date by others, who apply each event before the next decision.
+        history: the events so far; the caller keeps it up to date, and applies each event before the next decision.
         make_engine: a new engine of the sweep.
         count: trials in all; None: no end.
         max_steps: steps of all trials together; None: no end.
@@ -76,12 +76,12 @@ class Decisions:
             self._engine.tell(number, self._history.trials[number].value)
 
     def pending(self) -> list[Event]:
-        """What a driver before this one had to decide and did not write down: of the last report."""
+        """The decisions about the last report that an earlier driver did not write down."""
         last = self._history.last
         return [] if last is None or last[0] != "report" else self._judge(last[1])
 
     def reported(self, number: int, step: int) -> list[Event]:
-        """Who stops or pauses, now that a trial has reported for a step."""
+        """The trials that stop or pause, now that a trial has reported for a step."""
         if self._scheduler is not None:
             self._scheduler.note(self._history, number, step)
         return self._judge(number)
@@ -116,7 +116,7 @@ class Decisions:
         return {"event": kind, "trial": number, "step": trial.step, "value": value, "rule": rule, "reason": reason}
 
     def next(self) -> Event | None:
-        """Who gets a worker that is free: the event of a new trial, or of one that goes on; None: nobody."""
+        """Which trial gets a free worker: the event of a new trial, or of one that continues; None: no trial."""
         if self.is_spent:
             return None
         can_ask = self.exhausted is None and len(self._history.trials) < self._limit
@@ -144,7 +144,7 @@ class Decisions:
     def _ask(self) -> Event:
         engine = self._engine
         if self._pauses and self._scheduler is not None:
-            # What was believed of trials that have not ended changes with every report, and an engine is told once.
+            # Estimates of unfinished trials change with every report, and an engine cannot forget: make a new one.
             engine = self._told(self._make_engine(), dict(self._scheduler.estimate(self._history)))
         number, params = engine.ask()
         return {"event": "ask", "trial": number, "params": params, "point": list(engine.point(number))}

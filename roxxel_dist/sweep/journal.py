@@ -36,7 +36,7 @@ KEYS = {
     "event", "time", "version", "metric", "goal", "method", "seed", "driver", "trial", "params", "point", "attempt",
     "node", "pid", "step", "value", "rule", "reason", "seconds", "stopped", "more", "kind", "log",
 }  # fmt: skip
-"""What events have in this version."""
+"""The keys of events in this version."""
 AWAITED = {"study", "ask"}
 """Of a study in a bucket: events that its store has before anything else happens."""
 SOON = {"stop", "pause", "thaw", "result", "fail"}
@@ -54,9 +54,9 @@ class Trial:
     params: dict[str, Any]
     point: list[float] = field(default_factory=list)
     state: State = "running"
-    """Running: it has no end in the journal and is not paused, also where nobody runs it at the moment."""
+    """Running: it has no end in the journal and is not paused, even if no process runs it at the moment."""
     value: float | None = None
-    """Of one that has ended; of one that was paused, its best report until then."""
+    """The result of a trial that has ended; of a paused one, its best report so far."""
     reports: list[tuple[int, float]] = field(default_factory=list)
     """(step, value), by step; of a step that was run again, the last value."""
     attempts: int = 0
@@ -140,7 +140,7 @@ class History:
 
     @property
     def sign(self) -> float:
-        """What a value is multiplied by so that less is better."""
+        """The factor by which a value is multiplied so that less is better."""
         return 1.0 if self.goal == "minimize" else -1.0
 
     def best_report(self, number: int) -> float | None:

@@ -17,7 +17,7 @@ LONGEST = 100
 
 
 class LiveView:
-    """Shows a history that somebody else keeps up to date, while the context is open.
+    """Shows a history that the driver keeps up to date, while the context is open.
 
     Args:
         count: trials in all; None where there is no end.
@@ -119,7 +119,7 @@ class LiveView:
         )
 
     def _left(self, history: History) -> float | None:
-        """Seconds to the end, as the trials so far went; None where nobody knows."""
+        """An estimate of the seconds to the end, from the trials so far; None if there is none."""
         mean, now = history.mean_seconds, self._now()
         if mean is None or self._count is None:
             return None

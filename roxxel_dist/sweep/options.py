@@ -125,7 +125,7 @@ class SweepOptions:
 
     @property
     def max_time_s(self) -> float | None:
-        """`max_trial_time` in seconds; 0 for what is no time."""
+        """`max_trial_time` in seconds; 0 if it is not a time."""
         if self.max_trial_time is None:
             return None
         unit = self.max_trial_time[-1:].lower()

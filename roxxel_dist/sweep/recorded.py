@@ -92,7 +92,7 @@ class RecordedSearch:
         self.best: float = math.nan
 
     def advance(self, workers: int) -> bool:
-        """One report of the worker whose turn it is; False where nobody has anything to do."""
+        """One report of the worker whose turn it is; False if no worker has anything to do."""
         while len(self._running) < workers and (event := self._decisions.next()) is not None:
             self._apply(event)
             number = event["trial"]

@@ -89,7 +89,7 @@ class SweepRun:
 
     @property
     def method(self) -> str:
-        """Who chooses parameters."""
+        """The method that chooses parameters."""
         return f"W&B sweep {self.server}" if self.server else self.options.method or self.sweep.method
 
     @property
@@ -110,7 +110,7 @@ class SweepRun:
 
     @property
     def description(self) -> str:
-        """Who searches what, in a line."""
+        """The method and the search space, in a line."""
         words = " ".join(word for word in self.program or () if not word.startswith("${"))
         program, sweep = f" of {words}" if words else "", self.sweep
         searched = counted(len(self.searched), "parameter")
@@ -139,12 +139,12 @@ class SweepRun:
         return make(self.sweep, self.options.sweep_seed, self.options.method, accept=accept)
 
     def task_of(self, trial: int, params: Params, attempt: int) -> dict[str, Any]:
-        """What a worker is told of a trial."""
+        """The task of a worker: one attempt of a trial."""
         folder, options = self.study.path.absolute(), self.options
         log = f"{trial}.log"
         if self.bucket is not None:  # each host has a cache of its own, and keeps the log of the attempts that it runs
             folder, log = Path(f"{self.bucket.url.name}-{self.study.metadata(IDENTITY)}"), f"{trial}.{attempt}.log"
-        corpus, data = None, self.data_path  # a program of one's own knows its data
+        corpus, data = None, self.data_path  # a program of the user's knows its data
         if self.program is None and self.server is None:
             shards = shards_of(self.trial_config(params), data, folder / CORPUS)
             if shards is not None:

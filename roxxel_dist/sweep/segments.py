@@ -109,7 +109,7 @@ def _check_lines(url: ObjectUrl, data: bytes) -> None:
 
 
 def make_one_of_many(store: "ObjectStore", journal: StoredJournal) -> None:
-    """Write all segments as one, where there are many, and delete what is in another one. For who holds the lease."""
+    """Write all segments as one, if there are many, and delete those covered by another. For the lease's holder."""
     covered = list(journal.covered)
     if len(journal.segments) >= MANY:
         store.write(Segment(1, journal.last).key, journal.data, if_absent=True)
@@ -211,7 +211,7 @@ class SegmentWriter:
         raise self._taken(segment)
 
     def _wait_for_lease(self) -> None:
-        """Until the lease is renewed, which is late where the store was away: nobody else has it if that succeeds."""
+        """Wait until the lease is renewed (late if the store was away): success means that no other process took it."""
         end = time.monotonic() + self._store.timeout_s
         while self._lease.lost is None and self._lease.age_s >= lease.STALE_S:
             if time.monotonic() >= end:

@@ -19,17 +19,17 @@ from roxxel_dist.sweep.space.sweep_file import Sweep, read_sweep
 EXTRAS, BASE = "extras.yaml", "config.yaml"
 TRIALS, LOGS, CORPUS, REPORT = "trials", "logs", "data", "report"
 DATA_PATH, DIRECTORY, SERVER, IDENTITY = "data_path", "directory", "wandb_sweep", "study_id"
-"""What is recorded in BASE: the data, the working directory of the trials, the W&B sweep that leads the study; of one
-in a bucket, what its trials' folders on their hosts are named after: a place may have had another study before."""
+"""Keys recorded in BASE: the data, the working directory of the trials, the W&B sweep that leads the study and, for one
+in a bucket, an id for the names of its trials' folders on hosts: its address may have had another study before."""
 
 
 OF_A_HOST = {"cache_dir", "cache_gb", "store_timeout"}
-"""Fields that may differ between starts: what is trained does not depend on them."""
+"""Fields that may differ between starts: the training does not depend on them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A sweep, and what became of it so far."""
+    """A sweep, and its history so far."""
 
     path: Path
     sweep: Sweep
@@ -49,7 +49,7 @@ class Study:
 
     @property
     def done(self) -> list[Trial]:
-        """The trials that gave a value, paused ones by what they gave until then; the best first."""
+        """The trials with a value (for paused ones, the best so far); the best first."""
         valued = [trial for trial in self.history.trials.values() if trial.value is not None]
         return sorted(valued, key=lambda trial: (self.sweep.sign * float(trial.value or 0.0), trial.number))
 
@@ -104,7 +104,7 @@ class StudyDir:
         return str(self.path / BASE) if self.is_there and (self.path / BASE).is_file() else None
 
     def settings(self) -> dict[str, Any]:
-        """What the trials begin from, by field; empty where there is no study yet."""
+        """The fields of the config that all trials share; empty if there is no study yet."""
         return {} if self.base_file is None else load_yaml(self.base_file)
 
     def metadata(self, key: str) -> str | None:
@@ -112,10 +112,10 @@ class StudyDir:
         return (self.settings().get(RECORD) or {}).get(key)
 
     def wandb_sweep_id(self, requested: str | None) -> str | None:
-        """The sweep of a W&B server that leads the study, or shall lead one that begins; None: the search is made here.
+        """The sweep of a W&B server that leads the study, or shall lead a new one; None: the search is made here.
 
-        `requested` is ENTITY/PROJECT/ID, "" for a new one, None for what the study has. Raises ValueError where it was
-        begun with another: one journal cannot hold the trials of two searches.
+        `requested` is ENTITY/PROJECT/ID, "" for a new one, None for that of the study. Raises ValueError if the study
+        has another: one journal cannot hold the trials of two searches.
         """
         if self.base_file is None:
             return requested
@@ -198,14 +198,14 @@ class StudyDir:
         write_file(self._definition, Path(sweep_config).read_bytes())
 
     def rollback(self, created: Sequence[Path]) -> None:
-        """Undo `create` where the first start was refused, for what was wrong may stand in these files: they and the
-        folders `created` go, the innermost first."""
+        """Undo `create` after a refused first start, since the error may be in these files: remove them and the folders
+        `created`, the innermost first."""
         for name in (DEFINITION, EXTRAS, BASE, JOURNAL):
             (self.path / name).unlink(missing_ok=True)
-        with suppress(OSError):  # a folder that holds something of somebody else stays
+        with suppress(OSError):  # a folder with other files stays
             lock = take_lock(self.path / LOCK)
             if lock is None:
-                return  # somebody waited for it, and begins
+                return  # another process waited for it, and begins
             try:
                 (self.path / LOCK).unlink()
             finally:

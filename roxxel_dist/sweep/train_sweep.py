@@ -1,4 +1,4 @@
-"""One trial of a sweep as a program of its own, for `wandb agent` and for who has no controller.
+"""One trial of a sweep as a separate program, for `wandb agent` and for use without a controller.
 
     train_sweep.py [--config FILE] [--data_path PATH] --NAME=VALUE …
 

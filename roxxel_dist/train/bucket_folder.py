@@ -1,7 +1,6 @@
-"""The local folder of a run that is kept in a bucket: which one it is, and what is brought into it. No jax.
+"""The local folder of a run that is kept in a bucket: its path, and the files that are fetched into it. No jax.
 
-The objects have the names of the files of a local run directory. What trains has one folder on a host, what only reads
-another one.
+The objects have the names of the files of a local run directory. On a host, training and reading use different folders.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ CONFIG, DATA, LOGS, CHECKPOINTS = "config.yaml", "data", "logs", "checkpoints"
 SAVE_REQUESTS, SAVE_ANSWERS = ".save-requests/", ".save-answers/"
 """Where requests to save, and the answers to them, are in a bucket."""
 NOT_FETCHED = ("profile/", "plots/")
-"""What nobody who trains reads again; nor what is hidden."""
+"""Folders of a run that training never reads again, so they are not fetched; nor are hidden files."""
 AT_ONCE = 16 << 20
 """Bytes of a file that are read into memory to be sent or fetched, so that it is one state of it."""
 THREADS = 8
@@ -81,7 +80,7 @@ class BucketFolder:
         self.folder: Path = base / self.url.scheme / self.url.bucket / self.url.key
         self._store = ObjectStore.open(self.url, **({} if timeout_s is None else {"timeout_s": timeout_s}))
         self._read_only = read_only
-        self._holds = False  # whether nobody else of this host trains in the folder
+        self._holds = False  # whether this process is the only one of this host that trains in the folder
         self._fetched: dict[str, FileState | None] = {}
         """The local file of a name, where it was what its object was; None where it was a newer state of it."""
 
@@ -91,8 +90,8 @@ class BucketFolder:
     def pull(self) -> Path:
         """Bring what a reader, or a rank that begins, needs beside checkpoints into the folder, and return that.
 
-        What the bucket does not have goes away here, but for logs. A file that has grown here since it was sent stays:
-        it is the newer one. In a folder in which somebody trains now nothing is touched.
+        Local files that the bucket lacks are removed, except logs. A file that has grown here since it was sent stays:
+        it is the newer one. While another process trains in the folder, nothing changes.
 
         Raises ValueError where a data set is there, and no run.
         """
@@ -103,7 +102,7 @@ class BucketFolder:
         if CONFIG not in objects:
             if shards := [key for key in objects if key.endswith(ENDING) and "/" not in key]:
                 raise ValueError(f"{self.url} holds a data set ({shards[0]}), and no run: name the address of a run")
-            # What a run that never began has left is nobody's, and what lies deeper is another run's.
+            # No config: a run that never began left these objects, and those that lie deeper belong to other runs.
             objects = {key: info for key, info in objects.items() if "/" not in key or key.startswith(f"{LOGS}/")}
         for path in self._local_files():
             name = str(path.relative_to(self.folder))

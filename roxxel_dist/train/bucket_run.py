@@ -1,4 +1,4 @@
-"""A run that is kept in a bucket: the lease by which one job trains in it, its checkpoints, and what sends the rest."""
+"""A run that is kept in a bucket: the lease of the job that trains in it, its checkpoints, the mirror of the rest."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class BucketRun(BucketFolder):
         self._mirror: RunMirror | None = None
 
     def take(self) -> None:
-        """On rank 0: make sure that nobody else trains in the run, and fetch what is newest.
+        """On rank 0: take the lease, so that no other process trains in the run, and fetch the newest files.
 
-        Raises ValueError where somebody does; the message names who, and when that was last heard of.
+        Raises ValueError if another process has it; the message names that process and its last sign of life.
         """
         from roxxel_dist.objects.lease import Lease
 
@@ -56,7 +56,7 @@ class BucketRun(BucketFolder):
         self.pull()
 
     def begin(self) -> None:
-        """Send what is in the folder, and what changes there from now on; on every rank."""
+        """Send the files of the folder, and from now on its changes; on every rank."""
         own = f"{LOGS}/rank-{process_index()}.log"
 
         def is_mine(name: str) -> bool:
@@ -72,7 +72,7 @@ class BucketRun(BucketFolder):
         self._mirror.start()
 
     def send_data(self) -> None:
-        """On rank 0: send the shards that were made of a text. Before the config of the run, they are nobody's."""
+        """On rank 0: send the shards made from a text, before the run's config: only the config makes the run valid."""
         self._store.delete([info.key for info in self._store.list(f"{DATA}/")])
         for path in files_below(self.folder / DATA):
             if not path.name.startswith("."):
@@ -123,6 +123,6 @@ class BucketRun(BucketFolder):
             self._lease = None
 
     def abandon(self, limit_s: float) -> None:
-        """`close` after a failure: what cannot be sent within so many seconds is left."""
+        """`close` after a failure: files that cannot be sent within so many seconds stay local."""
         with contextlib.suppress(StoreError):
             self.close(limit_s)

@@ -42,7 +42,7 @@ class Composite(Protocol):
     """Several programs that are called as one."""
 
     def compiled(self, compile_one: Compile, for_each: CompileForEach, *args: Any) -> Any:
-        """What is called, of programs for such `jax.ShapeDtypeStruct`s."""
+        """The callable made from the programs for such `jax.ShapeDtypeStruct`s."""
         ...
 
 
@@ -55,8 +55,8 @@ class AotCompiler:
     def __init__(self, mesh: Mesh, options: Mapping[str, Any] | None = None) -> None:
         self.mesh: Mesh = mesh
         self.identity: str | None = None
-        """What all programs are made of, in words that are the same in the next process; None where nobody can say. A
-        program that is known by it is not traced again."""
+        """Everything that determines the programs, as a string that is the same in the next process; None if unknown.
+        A program that the store has under this string is not traced again."""
         self._options = None if options is None else dict(options)
         self._pool = ThreadPoolExecutor(1, "roxxel-compile")
         self._store = ExecutableStore.beside_jax_cache()
@@ -74,7 +74,7 @@ class AotCompiler:
             self._programs[key] = self._pool.submit(self._compile, key, jitted, abstract(args), on_mesh)
 
     def rest_until(self, result: Any) -> None:
-        """Begin with what is prepared from now on when this array is computed: the devices' work comes first."""
+        """Delay all later compilations until this array is computed: the work of the devices comes first."""
         self._pool.submit(jax.block_until_ready, result)
 
     def get(self, key: Hashable) -> Any:
@@ -82,11 +82,11 @@ class AotCompiler:
         return self._programs[key].result()
 
     def get_together(self, key: Hashable) -> Any:
-        """The program, once every rank has it, so that all come to its first collective at about the same time.
+        """The program, once every rank has it, so that all reach its first collective at about the same time.
 
-        Some compile for a minute longer than others, who find it in their cache, and on CPU (Gloo) the first collective
-        of a process fails where another one is more than 30 s late. Every rank makes the same calls; once they have the
-        program, nobody waits any more.
+        Some ranks compile for a minute longer than others, which find it in their cache, and on CPU (Gloo) the first
+        collective of a process fails if another one is more than 30 s late. Every rank makes the same calls; later
+        calls for the same program do not wait.
         """
         program = self.get(key)
         if key not in self._shared:
@@ -138,9 +138,9 @@ class AotCompiler:
     def close(self) -> None:
         """Compile no more. The compilation under way ends in the background: XLA cannot break one off.
 
-        Nobody waits for it here, as a large program takes minutes and a failure must be known at once. The interpreter
-        waits at its exit (the thread is no daemon: one inside XLA while C++ is torn down crashes the process), and a
-        launched rank that failed ends without that wait.
+        This method does not wait for it: a large program takes minutes, and a failure must be known at once. The
+        interpreter waits at its exit (the thread is no daemon: one inside XLA while C++ is torn down crashes the
+        process); a launched rank that failed ends without that wait.
         """
         self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -19,7 +19,7 @@ CONSTANTS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
 
 
 class DigestChain:
-    """Goes on from the `digest` of a checkpoint of `step`; of one that has none it begins anew there."""
+    """Continues from the `digest` of the checkpoint of `step`; if that has none, a new chain begins at `step`."""
 
     def __init__(self, compiler: AotCompiler, digest: str, step: int) -> None:
         begin = bytes.fromhex(digest) if digest else np.array([step, 0, 0, 0], "<u4").tobytes()

@@ -22,9 +22,9 @@ from roxxel_dist.train.train_step import BALANCE, Hparams
 
 SHORTEST = 2
 HELD_OUT, TRAIN = "", "(training data)"
-"""The names of what is held out of the training data, and of the training data itself; a user's set may be "train"."""
+"""The names of the split held out of the training data, and of the training data; a user's set may be "train"."""
 EVAL_LIMIT_S = 3600.0
-"""Seconds that rank 0 may take for the user's evaluation longer than another rank."""
+"""Seconds that the user's evaluation may take longer on rank 0 than on another rank."""
 
 
 def validation_plan(data: Roxxel, shape: Shape, iters: int) -> Plan:

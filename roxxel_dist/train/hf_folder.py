@@ -24,7 +24,7 @@ THEIRS = {
 }  # fmt: skip
 """Our names of fields to theirs, where they differ."""
 NEEDLESS = ("rotary_emb.inv_freq",)
-"""What old files hold that follows from the config."""
+"""Tensors of old files that are not needed: they follow from the config."""
 
 
 def is_hf_folder(folder: Path) -> bool:
@@ -33,9 +33,9 @@ def is_hf_folder(folder: Path) -> bool:
 
 
 def fields_of(folder: Path) -> dict[str, Any]:
-    """The fields of a `ModelConfig` that the model in a folder has.
+    """The fields of a `ModelConfig` that describe the model in a folder.
 
-    Raises ValueError where the Transformer cannot be that model; the message names the file and all that is in the way.
+    Raises ValueError if the Transformer cannot be that model; the message names the file and all obstacles.
     """
     path = folder / HF_CONFIG
     try:

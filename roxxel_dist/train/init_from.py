@@ -29,9 +29,9 @@ from roxxel_dist.train.train_state import Leaves
 from roxxel_dist.train.weight_files import NEWEST, TensorFiles, has_tensors
 
 INITIALIZED_FROM = "initialized_from"
-"""What a run's record calls the checkpoint that its weights come from."""
+"""The key, in a run's record, of the checkpoint that its weights come from."""
 OF_METADATA, OF_DIGESTS = "metadata:", "digests:"
-"""How a fingerprint begins: of what a checkpoint, or a folder, says of itself, or of the digests of its weights."""
+"""The prefix of a fingerprint: from the metadata of a checkpoint or folder, or from the digests of its weights."""
 
 
 @contextlib.contextmanager
@@ -169,11 +169,11 @@ def check_base(base: BaseModelRef) -> None:
 
 
 def fingerprint(source: CheckpointRef, *, of_digests: bool = True) -> str:
-    """By which the base of adapters is known again: the digests of its weights.
+    """A hash that identifies the base of adapters: of the digests of its weights.
 
-    Where it has none, or they are not to be used, what it says of itself. Of a checkpoint: its losses, the run's data
-    and curriculum, which stay when the run goes back to it. Of a folder of Hugging Face: the names and shapes of its
-    tensors and the size of its files. Raises ValueError where it is gone.
+    If it has none, or `of_digests` is False, of its metadata. For a checkpoint: its losses, the run's data and
+    curriculum, which stay when the run goes back to it. For a folder of Hugging Face: the names and shapes of its
+    tensors and the size of its files. Raises ValueError if it is gone.
     """
     if is_hf_folder(source.run):
         with _errors_of(source), TensorFiles(source.run) as files:

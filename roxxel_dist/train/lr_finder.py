@@ -28,11 +28,11 @@ from roxxel_dist.train.train_state import Leaves, init_state
 from roxxel_dist.train.train_step import SPIKE_FACTOR, LossFn, check_batches, fetch, make_step
 
 AT_THE_PEAK: Mapping[str, float] = {"warmup_steps": 0.0, "total_steps": float(LONG), "decay_steps": 1.0}
-"""What makes every schedule stay at `lr`: no warm-up, and a decay that does not come."""
+"""Settings that keep every schedule at `lr`: no warm-up, and a decay that never begins."""
 
 
 def sweep_stream(curriculum: Curriculum, num_steps: int, seed: int, mesh: Mesh, grad_accum: int = 1) -> Stream:
-    """What a sweep reads: the data to train on, in the shape of the first phase, for so many steps.
+    """The batches of a sweep: the training data, in the shape of the first phase, for so many steps.
 
     Raises ValueError for a batch that is not a multiple of `grad_accum`, or a phase that does not fit the data.
     """
@@ -101,7 +101,7 @@ Of the widths tried, with sweeps of 50 to 200 steps over 4 to 6 decades, these t
 difference between neighbours, or a mean over a fixed number of steps, picks out noise in long and short sweeps.
 """
 RISE = 0.5
-"""Share of what the loss had fallen by that it must climb again to count as diverged."""
+"""The loss has diverged once it has risen again by this share of its earlier fall."""
 LEAST_RISE = 0.1
 """The same as a share of the first loss, for a loss that never fell."""
 NOISES = 4.0

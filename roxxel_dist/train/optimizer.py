@@ -181,14 +181,14 @@ class FixedOptimizer:
 
 
 Optimizer = NamedOptimizer | FixedOptimizer
-"""What a step knows of one: `settings`, the numbers that are inputs of the step, as float32 scalars; `build`, called
-while tracing, the transformation for one step, the structure of whose state depends on no value; and `rate`, to log."""
+"""A step uses `settings`, the numbers that are inputs of the step, as float32 scalars; `build`, called while tracing,
+the transformation for one step, with a state whose structure depends on no value; and `rate`, to log."""
 
 
 def as_optimizer(optimizer: Any) -> Optimizer:
     """One of ours as it is; an optax transformation, `optax.MultiSteps`, or that of an `nnx.Optimizer`, as a fixed one.
 
-    Of an `nnx.Optimizer` the transformation alone is used: its state is made anew from the parameters. Parameters reach
+    Of an `nnx.Optimizer` only the transformation is used: its state is made again from the parameters. Parameters reach
     the transformation as a dictionary from names such as "blocks.0.attention.qkv.kernel" to arrays. Raises ValueError
     where it is none of these, or an `nnx.Optimizer` of other variables than `nnx.Param`.
     """
@@ -294,7 +294,7 @@ def _optimizer(
 def by_width(
     kind: str, widths: Mapping[str, Width], matrices: Mapping[str, Matrix], decay: jax.Array
 ) -> optax.GradientTransformation:
-    """What makes the updates of an optimizer those of mup: each parameter's learning rate is multiplied by a factor for
+    """Turns the updates of an optimizer into those of mup: multiplies each parameter's learning rate by a factor for
     its width.
 
     Weight decay follows and has none: a step takes the same share `decay`, float32[], of a weight at every width.
@@ -367,7 +367,7 @@ def _muon_part(matrices: Mapping[str, Matrix], path: Any, param: jax.Array) -> s
 
 
 def _muon_dimensions(param: Any, view: Matrix) -> Any:
-    """The rows and columns of a parameter; None for what another optimizer has (`optax.MaskedNode`)."""
+    """The rows and columns of a parameter; None for one of another optimizer (`optax.MaskedNode`)."""
     if not hasattr(param, "ndim"):
         return None
     columns = tuple(range(param.ndim - view.columns, param.ndim))

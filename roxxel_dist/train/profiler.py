@@ -27,7 +27,7 @@ class Profiler:
         self._running, self._traced = not self._done, (step, step)
 
     def after(self, step: int, pending: Any = None) -> None:
-        """`step` was begun; where tracing ends, wait for the arrays in `pending`, what it computes, first."""
+        """`step` was begun; if tracing ends here, first wait for `pending`, the arrays that it computes."""
         if self._running:
             self._traced = (self._traced[0], step)
             if step >= self._last:

@@ -1,4 +1,4 @@
-"""How a run begins: anew, at its newest checkpoint, at an older one of its own, or at one of another run.
+"""How a run begins: from the start, at its newest checkpoint, at an older one of its own, or at one of another run.
 
 A resumed run follows the plan that it had or, amended, another one from here on.
 """
@@ -48,11 +48,11 @@ class ResumePoint:
     """Steps done."""
     plan: Plan
     metadata: CheckpointMetadata
-    """Of the checkpoint that the run goes on from; the next ones have this, their plan and their schedule."""
+    """Of the checkpoint that the run resumes from; the next ones have this, their plan and their schedule."""
     notes: tuple[str, ...] = ()
-    """What people should know; where there is anything, the plan is among it."""
+    """Lines for the user; if there are any, the plan is among them."""
     source: CheckpointRef | None = None
-    """The checkpoint of another run to restore; its own where None."""
+    """The checkpoint of another run to restore; None: the run's own."""
     load: Callable[[Leaves], Leaves] | None = None
     """Gives a new run the parameters of another one; a run of adapters, new or not, those of its base."""
     goes_back: bool = False
@@ -80,10 +80,10 @@ def begin(
     origin: ResumeSpec,
     copy: Generation | None = None,
 ) -> ResumePoint:
-    """Where a process begins to train. Nothing on the disk changes.
+    """Where a process begins to train. Changes nothing on the disk.
 
-    A run that has checkpoints goes on from its own, wherever it came from, or from a `copy` in memory that is newer.
-    Raises ValueError where there is no such checkpoint, it is of another run, or all that the run had are damaged.
+    A run that has checkpoints resumes from its own, even if it is a fork, or from a `copy` in memory that is newer.
+    Raises ValueError if there is no such checkpoint, if it is of another run, or if all those of the run are damaged.
     """
     if copy is None:
         store.check_not_all_damaged()
@@ -233,7 +233,7 @@ class _Run:
                 f"seed is {seed}, and the run in {folder} has {before.seed}: an amendment cannot change it"
             )
         ranges = {name: data.ranges for name, data in self.curriculum.datasets.items()}
-        # What a rewind has amended behind this step was not read yet: it is found out again.
+        # Amendments of a rewind after this step are dropped: that data was not read yet, and is checked again.
         known = [amendment for amendment in saved.plan["amendments"] if amendment["from_step"] <= step]
         before = Plan.from_state({**saved.plan, "amendments": known})
         for name, mine in ranges.items():
@@ -252,7 +252,7 @@ class _Run:
 
 
 def _check_ranges(name: str, sources: Mapping[str, Any], now: Sequence[tuple[int, int]]) -> None:
-    """Shards may be added at the end or taken away from it: else nobody could say what was read already."""
+    """Shards may be added or removed only at the end: otherwise it is unknown which data the run has read."""
     before = sources[name].units.ranges if name in sources else []
     for shard, (old, new) in enumerate(zip(before, now, strict=False)):
         if tuple(old) != tuple(new):
@@ -268,7 +268,7 @@ def last_step(plan: Plan, options: LoopOptions) -> int:
 
 
 def max_steps_note(plan: Plan, options: LoopOptions) -> str:
-    """What is said where `max_steps` asks for more steps than there are: it ends a run early, and makes none longer."""
+    """The note that `max_steps` asks for more steps than the run has: it can shorten a run, not lengthen it."""
     wanted, steps = options.max_steps or 0, plan.total_steps
     if wanted <= steps:
         return ""
@@ -278,12 +278,12 @@ def max_steps_note(plan: Plan, options: LoopOptions) -> str:
 def checkpoint_metadata(
     step: int, plan: Plan, metadata: CheckpointMetadata, optimizer: Optimizer
 ) -> CheckpointMetadata:
-    """What a checkpoint after `step` steps of a run says, whose checkpoints have `metadata` in common."""
+    """The metadata of a checkpoint after `step` steps; `metadata` is common to all checkpoints of the run."""
     return replace(metadata, plan=plan.state(step), schedule=_schedule_of(optimizer, plan.total_steps))
 
 
 def _schedule_of(optimizer: Optimizer, total_steps: int) -> dict[str, Any]:
-    """{"kind", "settings"} of the learning rate of a run, for its checkpoints; empty where nobody knows it."""
+    """{"kind", "settings"} of the learning rate, for the run's checkpoints; empty if the optimizer has no config."""
     if not isinstance(optimizer, NamedOptimizer):
         return {}
     return {"kind": optimizer.config.lr_schedule, "settings": optimizer.settings(total_steps)}
@@ -311,7 +311,7 @@ def _without(plan: Plan, first: int, last: int) -> Plan:
 def rewind(
     store: CheckpointStore, bad: BadStep, plan: Plan, metadata: CheckpointMetadata, options: LoopOptions
 ) -> tuple[int, Plan, CheckpointMetadata]:
-    """(step of the last checkpoint, the plan without the rows of a bad step, what checkpoints say from there on).
+    """(step of the last checkpoint, the plan without the rows of a bad step, the metadata of later checkpoints).
 
     Raises `bad` where the run shall not go back, or cannot.
     """
@@ -328,9 +328,9 @@ def rewind(
 
 
 def restore(store: CheckpointStore, step: int, like: TrainState) -> TrainState:
-    """The state of a checkpoint, where `like` lies. Bad steps before it are forgotten: they were told.
+    """The state of a checkpoint, on the devices of `like`. Bad steps before it are dropped: they were reported.
 
-    How many there were in a row is not: a run that was killed must end where one that went on would have.
+    The number of bad steps in a row is kept: a run that was killed must end where an uninterrupted one would have.
     """
     return _with_bad_steps_forgotten(store.restore(step, like), like)
 

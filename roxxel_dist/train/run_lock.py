@@ -16,10 +16,10 @@ class RunIsHeld(ValueError):
 
 
 def hold(run: Path, *, nested: bool = True) -> Callable[[], None]:
-    """Hold a run directory, made where it is missing, for this process; returns what lets it go.
+    """Hold a run directory, made if it is missing, for this process; returns a function that releases it.
 
-    Where this process holds it already and may do so again (`nested`), what is returned does nothing. Raises RunIsHeld
-    where another one holds it, and ValueError where it cannot be written.
+    If this process already holds it and may do so again (`nested`), that function does nothing. Raises RunIsHeld if
+    another one holds it, and ValueError if it cannot be written.
     """
     run = run.absolute()
     if nested and run in HELD:

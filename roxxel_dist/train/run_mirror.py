@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 INTERVAL_S = 3.0
 """Between two looks at the files."""
 ROWS = ("metrics.jsonl", "training_log.csv")
-"""What a checkpoint may not be ahead of."""
+"""Files that must be in the bucket before a checkpoint of the same steps."""
 BYTES_PER_S = 1 << 20
 """Of one file that grows: a large one is sent less often."""
 
@@ -53,7 +53,7 @@ class RunMirror:
         self._sent[name] = state, 0.0
 
     def start(self) -> None:
-        """Begin; requests of a time before this one are nobody's."""
+        """Begin; delete the requests and answers that an earlier process left."""
         if self._serves:
             self._store.delete(
                 [info.key for prefix in (SAVE_REQUESTS, SAVE_ANSWERS) for info in self._store.list(prefix)]

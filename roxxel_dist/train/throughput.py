@@ -163,7 +163,7 @@ def device_bytes(tree: Any) -> int:
 
 
 def free_device_bytes() -> float:
-    """The memory free on the fullest device of this process; on CPU its share of what the machine has available."""
+    """The free memory of this process's fullest device; on CPU a device's share of the machine's available memory."""
     devices = jax.local_devices()
     stats = [device.memory_stats() or {} for device in devices]
     free = [stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats if "bytes_limit" in stat]
@@ -176,7 +176,7 @@ def free_device_bytes() -> float:
 def peak_rss_bytes() -> int:
     """The most memory that this process has held in RAM.
 
-    From /proc: the figure of getrusage begins with what the parent process held.
+    From /proc: the figure of getrusage includes the peak of the parent process.
     """
     match = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
     return int(match[1]) * 1024 if match else 0

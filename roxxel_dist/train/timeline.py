@@ -24,7 +24,7 @@ TAIL_BYTES = 4096
 KINDS = {"start": "starting", "compile": "compiling", "restore": "restoring", "eval": "evaluating", "save": "saving"}
 """What an activity of the timeline is called; steps are "training" or "repeated"."""
 SPENT = ("training", "repeated", "starting", "compiling", "restoring", "evaluating", "saving", "down")
-"""What time is spent on, in the order in which it is told."""
+"""The kinds of time in a report, in the order in which they are shown."""
 
 
 class Timeline:
@@ -53,7 +53,7 @@ class Timeline:
         print(text, flush=True)
 
     def open(self) -> None:
-        """The run begins: write from now on, and what was before."""
+        """The run begins: write the earlier rows, and from now on every new one."""
         early, self._early = self._early, None
         for row in early or ():
             self._write(row)
@@ -75,7 +75,7 @@ class Timeline:
             self._end()
 
     def finished(self) -> None:
-        """The run has no step left: the time until somebody takes it up again is not lost."""
+        """The run has no step left: the time until a later start extends it does not count as down."""
         self._activity = FINISHED
         self._since = time.monotonic()
         self._end()
@@ -89,7 +89,7 @@ class Timeline:
         self._path = self._file = None
 
     def _end(self) -> None:
-        """Write the row of what was done until now; of steps, where one is done."""
+        """Write the row of the activity until now; of steps, if at least one is done."""
         steps = [self._first, self._done] if self._activity == "step" else None
         now = time.monotonic()
         if self._activity and not (steps and self._done < self._first):

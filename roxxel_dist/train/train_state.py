@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ModuleSplit:
-    """What of a module does not change while training: its graph definitions, and the names of its leaves by kind."""
+    """The constant part of a module while training: its graph definitions, and the names of its leaves by kind."""
 
     training: Any
     """Graph definition with dropout on."""
@@ -260,7 +260,7 @@ def _assemble(
     """The state made of all leaves of a module, and its hparams; with `shapes` nothing more is computed."""
     names = split.params.names, split.rest.names, split.frozen.names + split.hparams.names
     params, rest, hparams = ({name: leaves[name] for name in some} for some in names)
-    if isinstance(init_optimizer, InitialState):  # one of our optimizers: it is told how it sees the parameters
+    if isinstance(init_optimizer, InitialState):  # one of our optimizers: it needs the parameters as matrices
         init_optimizer = init_optimizer.for_model(split.params.matrices)
     program, everywhere = _optimizer_program(init_optimizer, params, mesh), NamedSharding(mesh, P())
     opt_state = program.eval_shape(params) if shapes else _kept(program, params)(params)
@@ -433,7 +433,7 @@ ROOM = 0.9
 
 
 class TrainView:
-    """The model, the optimizer's state and the step, as `eval_fn` and who calls `Trainer.run` see them.
+    """The model, the optimizer's state and the step, as `eval_fn` and callers of `Trainer.run` see them.
 
     It shows the arrays of the step that it was taken after: the next step takes their memory, so use it at once and
     copy what shall be kept.
@@ -484,7 +484,7 @@ class TrainView:
     def copy_to(self, model: nnx.Module, optimizer: nnx.Optimizer[Any] | None) -> None:
         """Give the module of which this state was made, and its optimizer if any, these arrays; they are not copied.
 
-        What lay on one device of this process is given from there, where each device has the whole of it.
+        An array that the module had on one device is given from that device, if each device has the whole of it.
         """
         split, kinds = self._split, (self.params, self.frozen, self._state.rest)
         for part, leaves in zip((split.params, split.frozen, split.rest), kinds, strict=True):

@@ -26,10 +26,10 @@ LossFn = Callable[[Any, Any], Any]
 Hparams = dict[str, jax.Array]
 SPIKE_FACTOR = "spike_factor"
 BALANCE = "balance_loss"
-"""What a loss function calls a loss that the gradient is of too, and that is logged apart: that of a model with
-experts, which keeps them equally busy."""
+"""A loss function's name for a further loss, added for the gradient and logged apart: it keeps the experts of a model
+equally busy."""
 WEIGHT = "loss_weight"
-"""What a loss function calls the number of tokens that its loss is the mean of, where that differs between batches."""
+"""A loss function's name for the number of tokens of its mean loss, if that differs between batches."""
 
 
 class Metrics(NamedTuple):
@@ -41,11 +41,11 @@ class Metrics(NamedTuple):
     """float32[B]: the loss of each row, where the loss function returned "row_loss"."""
     health: LossMonitorState
     digest: jax.Array | None = None
-    """uint32[4], see `digest_chain.py`: what the loop adds to what the step gives."""
+    """uint32[4], see `digest_chain.py`: added by the loop, not by the step."""
 
 
 class Loss(NamedTuple):
-    """What a loss function returned, taken apart."""
+    """The result of a loss function, taken apart."""
 
     loss: jax.Array
     """Without the balance loss."""
@@ -143,9 +143,9 @@ def apply_gradient(
     *,
     skip_bad: bool,
 ) -> tuple[TrainState, Metrics]:
-    """(the state after a step, its metrics), of the gradient, of the loss and of what is neither parameter nor hparam.
+    """(the state after a step, its metrics), from the gradient, the loss, and the rest: no parameter and no hparam.
 
-    `optimizer` is as `for_model` gives it.
+    `optimizer` is the result of its `for_model`.
     """
     transformation = optimizer.build(hparams, state.step)
     updates, opt_state = transformation.update(grads, state.opt_state, state.params)

@@ -85,7 +85,7 @@ class TensorFiles:
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
 
     def step(self) -> int | None:
-        """The step that `write_tensors` was told; None of others' files."""
+        """The `step` that `write_tensors` wrote into the files; None for files of other programs."""
         steps = {(file.metadata() or {}).get(STEP, "") for file in self._file_of.values()}
         text = steps.pop() if len(steps) == 1 else ""
         return int(text) if text.isdecimal() else None

@@ -1,4 +1,4 @@
-"""Audits of runs of every kind: cut parameters, adapters, a model of one's own, steps left out, virtual shards."""
+"""Audits of runs of every kind: sharded parameters, adapters, a user's own model, skipped steps, virtual shards."""
 
 import pytest
 

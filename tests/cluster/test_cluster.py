@@ -173,7 +173,7 @@ def test_progress_is_seen_by_others(tmp_path):
         writer.say("sleep")
     assert second.time > 0
     os.close(fd)
-    Progress(None, 0).enter(1)  # nobody launched this process
+    Progress(None, 0).enter(1)  # no launcher started this process
     assert jax.process_count() == 1
 
 

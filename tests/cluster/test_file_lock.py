@@ -86,7 +86,7 @@ def test_a_lock_on_a_file_that_its_holder_removed_is_none(tmp_path):
     assert is_held(path, unknown=False)
     assert take_lock(path) is None
     path.unlink()
-    second = take_lock(path)  # another file, and nobody holds that
+    second = take_lock(path)  # another file, which is not locked
     assert second is not None
     os.close(first)
     assert is_held(path, unknown=False)

@@ -1,4 +1,4 @@
-"""A rank that is ready before rank 0 waits for its coordinator, and does not try in vain."""
+"""A rank that is ready before rank 0 waits for its coordinator without failed connections."""
 
 import socket
 import threading

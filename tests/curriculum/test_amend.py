@@ -42,7 +42,7 @@ def trace(plan, steps):
 
 
 def check_disjoint(plan):
-    """No token of a pass is read twice; returns all that was read in first passes, by data set."""
+    """No token of a pass is read twice; returns the tokens read in first passes, by data set."""
     seen = {}
     for step in range(plan.total_steps):
         rows = plan.rows(step)

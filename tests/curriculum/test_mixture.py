@@ -94,7 +94,7 @@ def test_no_token_twice_in_a_pass_of_any_data_set(shapes, seed):
 
 @pytest.mark.parametrize("blend", ["step", "row"])
 def test_what_is_used_up_leaves_and_comes_back_in_the_next_pass(blend):
-    """`code` is the smallest and has the largest share: it leaves, the others share the rest, then all begin anew."""
+    """`code` is the smallest and has the largest share: it leaves, the others share the rest, then all begin again."""
     plan = Plan([shape(400, 4, 129, blend, self=0.3, code=0.4, books=0.3)], DATA, 5)
     live = [{allocation.source.name for allocation in segment.allocations} for segment in plan.segments]
     assert live[0] == {"self", "code", "books"}

@@ -182,7 +182,7 @@ def test_a_flood_arrives_whole_and_takes_no_memory(launch: Launch) -> None:
 
 def test_a_reader_that_does_not_read_is_waited_for_by_nobody(launch: Launch, alive: Alive, until: Until) -> None:
     script = "seq 200000; touch said.$ROXXEL_PROCESS_ID; sleep 1000"
-    job = launch("bash", "-c", script, nprocs=2, all_ranks=True)  # nobody reads the launcher's stdout
+    job = launch("bash", "-c", script, nprocs=2, all_ranks=True)  # the test does not read the launcher's stdout
     job.marks("said.*", 2)
     until(lambda: all(job.log(rank).endswith("| 200000\n") for rank in (0, 1)), "the logs")
     family = job.family()["all"]
@@ -250,7 +250,7 @@ def test_a_script_that_knows_nothing_of_us_computes_together_and_its_exception_i
 
 
 def test_an_agent_that_hears_nothing_says_so_and_ends(tmp_path: Path) -> None:
-    """Its orders stay open, as behind a cut link, and nobody gives any."""
+    """Its stdin stays open, as behind a cut link, and no order arrives."""
     words = [sys.executable, "-m", "roxxel_dist.launcher.host.agent", "1"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(words, env=os.environ | {"TMPDIR": str(tmp_path)}, **pipes) as agent:

@@ -1,4 +1,4 @@
-"""What is said about hosts, from what they say about themselves."""
+"""The findings about hosts, from their answers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -116,7 +116,7 @@ CASES = [
     (
         "leftovers",
         "error",
-        put("h2", left=[rank(ours=True, orphan=False)]),  # a healthy job: nobody is to kill its ranks
+        put("h2", left=[rank(ours=True, orphan=False)]),  # a healthy job: its ranks must not be killed
         ["h2", "this run", "`roxxel-dist stop 20250101_000000` where it was launched"],
     ),
     ("leftovers", "warning", put("h2", left=[rank(ours=False)]), ["h2", "another launch has left", "kill 4711"]),

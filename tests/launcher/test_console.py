@@ -1,4 +1,4 @@
-"""What is shown, and that nobody waits for who looks."""
+"""The output of the launcher, which never waits for its reader."""
 
 import os
 import sys

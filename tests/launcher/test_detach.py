@@ -1,4 +1,4 @@
-"""A controller on the first of several hosts, and the machine of its user, which is told the way there."""
+"""A controller on the first of several hosts, and the user's machine, which gets a record of where it is."""
 
 import contextlib
 import dataclasses

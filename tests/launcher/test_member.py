@@ -116,7 +116,7 @@ def test_members_train_together_drain_and_resume(members: Callable[[int], Member
     assert [code for code, _, _ in again] == [0, 0], again
     assert losses(two.folder / "stopped") == losses(two.folder / "whole")
     assert len(losses(two.folder / "whole")) == STEPS
-    assert rows(two.folder / "stopped")[1] == before[1]  # it went on, and did not begin anew
+    assert rows(two.folder / "stopped")[1] == before[1]  # it resumed, and did not begin again
 
 
 @pytest.mark.cluster

@@ -96,7 +96,7 @@ def test_this_machine_alone_starts_no_process(tmp_path: Path, monkeypatch: pytes
 def test_three_that_are_alike(tmp_path: Path) -> None:
     ready = check({name: {"cwd": tmp_path} for name in NAMES})
     assert ready.passed, ready
-    with socket.socket() as free:  # nobody holds it any more, and no closed connection does
+    with socket.socket() as free:  # no process holds it any more, nor does a closed connection
         free.bind((ready.address, ready.port))
     checks = {one.check: one.level for one in ready.findings if one.check not in ("leftovers", "disk")}
     equal = dict.fromkeys(("devices", "versions", "code", "port"), "ok")
@@ -294,7 +294,7 @@ def test_a_job_that_needs_more_open_files_than_there_may_be_is_refused(tmp_path:
 
 
 def test_more_hosts_than_are_asked_at_once() -> None:
-    """All answer, some in vain, and none starts before another has made room."""
+    """All are asked, some fail, and none starts before another has made room."""
     names = tuple(f"h{number}" for number in range(12))
     hosts = {name: {"argv": ["false"]} if name in ("h3", "h11") else {} for name in names}
     with pytest.MonkeyPatch.context() as patch, HostPool(Children(hosts)) as pool:

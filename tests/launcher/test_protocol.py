@@ -38,6 +38,6 @@ def test_an_outbox_never_waits_and_loses_nothing() -> None:
     assert len(outbox) == 0
     os.close(reads)
     outbox.send(message)
-    outbox.flush()  # nobody reads any more
+    outbox.flush()  # the reader is gone
     assert len(outbox) == 0
     os.close(writes)

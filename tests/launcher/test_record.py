@@ -51,7 +51,7 @@ def test_a_job_is_entered_and_its_entry_follows_it(tmp_path: Path, monkeypatch: 
         register.update(step=9)
         register.update(state="stopping")
         assert (only().state, only().step) == ("stopping", 9)
-        register.update(step=0)  # a new attempt has not come to a step
+        register.update(step=0)  # a new attempt has not reached a step
         assert register.end(42) == 42
     assert (only().state, only().step, only().code) == ("ended", 9, 42)
     assert only().ended is not None

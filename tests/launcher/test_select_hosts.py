@@ -65,7 +65,7 @@ def test_spare_hosts_wait_until_another_fails(tmp_path: Path, monkeypatch: pytes
 def test_a_slow_host_is_used_only_where_too_few_others_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two: dict[str, Any] = {"spare_hosts": 2, "host_timeout": 1000}  # nobody is waited for: a slow host is there
+    two: dict[str, Any] = {"spare_hosts": 2, "host_timeout": 1000}  # no wait: a slow host is there
     assert select(tmp_path, monkeypatch, set(), 1, ("a",), spare=True, **two) == [("b", "c")]
     assert select(tmp_path, monkeypatch, set(), 1, ("a", "c"), spare=False, **two) == [("b", "d")]
     assert select(tmp_path, monkeypatch, {"b"}, 1, ("a",), spare=False, **two) == [("b", "c"), ("c", "d")]

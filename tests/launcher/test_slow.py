@@ -31,7 +31,7 @@ LIMIT_S = 180.0
 
 
 def recorded(name: str) -> tuple[list[SlowRanks], int]:
-    """What is said in a recorded training of two ranks, and its last step."""
+    """The reports about a recorded training of two ranks, and its last step."""
     detector, news, step = SlowRankDetector({0: "h", 1: "h"}), [], 0
     with (RECORDED / f"{name}.csv").open() as file:
         for row in csv.DictReader(file):

@@ -67,7 +67,7 @@ def test_the_one_that_failed_first_counts_not_those_who_followed(number: int, la
 
 
 def test_a_failure_that_a_rank_has_told_needs_no_end_of_it(launch: Launch) -> None:
-    """Its connections are open still, so nobody can have followed it."""
+    """Its connections are still open, so no other rank can have failed because of it."""
     tell = """echo bye; echo '{"failed": 7}' >&${ROXXEL_PIPE%:*}"""
     script = f"[ $ROXXEL_PROCESS_ID != 1 ] || {{ {tell}; }}; sleep 1000"
     code, _, err = launch("bash", "-c", script, nprocs=3).wait()
@@ -177,7 +177,7 @@ def test_the_second_ctrl_c_kills_at_once(launch: Launch, alive: Alive) -> None:
 
 
 def test_sigquit_kills_at_once(launch: Launch, alive: Alive) -> None:
-    """Ctrl-\\, or `stop --kill`: nobody is asked to save."""
+    """Ctrl-\\, or `stop --kill`: no rank is asked to save."""
     job = launch("bash", "-c", "trap 'touch asked.$ROXXEL_PROCESS_ID' TERM; " + READY, grace=1000)
     job.marks("ready.*", 2)
     family = job.family()["all"]

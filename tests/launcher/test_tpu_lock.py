@@ -74,7 +74,7 @@ def test_a_lock_that_cannot_be_opened(tmp_path: Path) -> None:
     assert f"sudo rm {tmp_path / 'lock'}" in found.text
 
 
-# Root may open everything, so it becomes nobody first.
+# Root may open everything, so it drops its rights first.
 AS_NOBODY = """
 import os, sys
 from pathlib import Path

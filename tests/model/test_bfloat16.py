@@ -51,7 +51,7 @@ def equations(jaxpr):
 
 
 def in_half(equation):
-    """Of two bfloat16 arrays; or of what is rounded to it, as JAX derives the gradient of attention's scores."""
+    """Of two bfloat16 arrays, or of two that are rounded to it, as JAX derives the gradient of attention's scores."""
     rounded = equation.params["precision"] == jax.lax.DotAlgorithmPreset.BF16_BF16_F32
     return rounded or {v.aval.dtype for v in equation.invars} == {HALF}
 
@@ -107,7 +107,7 @@ def test_the_gradient_of_a_lookup_is_added_up_in_float32():
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_logits_are_not_rounded(tied):
-    """In bfloat16 they would keep three digits of what the softmax looks at."""
+    """In bfloat16 the softmax would get logits of three digits."""
     model, tokens = cast(build(weight_tying=tied)), jnp.arange(16)[None]
     logits = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
     assert logits.dtype == FULL

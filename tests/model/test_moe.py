@@ -219,7 +219,7 @@ def model(**fields):
 
 
 def test_the_loss_and_the_balance_loss():
-    """Logits are of the cross-entropy alone; of what is minimised the gradient is the sum of both."""
+    """`token_losses` has the cross-entropy and the balance loss apart; training minimises their sum."""
     one, x = model(alpha_balance=0.5, num_blocks=2), words(4, 33)
 
     @nnx.jit

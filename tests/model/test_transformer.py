@@ -105,7 +105,7 @@ def test_a_document_does_not_see_its_neighbours():
 
 
 def test_rotary_positions_are_those_given():
-    """Distances alone decide: a shift changes the rounding, and stretching changes what is said."""
+    """Only distances matter: a shift changes the rounding alone, stretching changes the logits."""
     model, (batch, _) = build(), packed()
     expected = run(model, *batch)
     shifted, stretched = (run(model, *batch[:2], places) for places in (batch.positions + 5, batch.positions * 3))

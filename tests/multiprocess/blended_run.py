@@ -51,7 +51,7 @@ def model() -> Transformer:
 
 
 def train(data: Path, run: Path, phases: list[Phase], **options: object) -> None:
-    """Go on from the newest checkpoint to the end of the phases, or to `max_steps`."""
+    """Continue from the newest checkpoint to the end of the phases, or to `max_steps`."""
     optimizer = NamedOptimizer(OptimizerConfig(lr=3e-3))
     with Roxxel(data / "text_*.rox") as text, Roxxel(data / "notes_*.rox") as notes:
         trainer = Trainer(

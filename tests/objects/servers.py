@@ -34,7 +34,7 @@ CLOUD_PREFIXES = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST")
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of this host that nobody has at this moment."""
+    """A port of this host that is free at this moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]

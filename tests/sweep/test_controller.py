@@ -112,7 +112,7 @@ def test_poor_trials_are_stopped_early(study, tmp_path):
     for event in study.of("stop"):
         assert event["rule"] == "hyperband"
         assert event["reason"].startswith(f"{event['trial']} after ")
-    # The driver does not wait for a body that was told to end.
+    # The driver does not wait for a body that was asked to end.
     wait_for(lambda: len(list(tmp_path.glob("ended.*"))) == 2, what="the end of both")
     assert sorted(path.name for path in tmp_path.glob("ended.*")) == ["ended.1", "ended.2"]
 

@@ -1,4 +1,4 @@
-"""The Gaussian process: its gradients are the slopes of what it says, and what it says is what it was told."""
+"""The Gaussian process: its gradients are the slopes of its predictions, and these reproduce the data."""
 
 import math
 

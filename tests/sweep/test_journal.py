@@ -209,7 +209,7 @@ def test_a_journal_of_a_thousand_trials_is_read_soon(tmp_path):
 
 
 class Untouched(dict):
-    """The trials of a long study, which nobody goes through for each line of the journal."""
+    """The trials of a long study: a line of the journal must not cost a loop over all of them."""
 
     def __iter__(self):
         raise AssertionError("all trials were gone through")

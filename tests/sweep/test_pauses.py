@@ -92,7 +92,7 @@ def test_the_checkpoints_of_hopeless_trials_are_not_kept(study):
 
 @pytest.mark.timeout(300)
 def test_a_paused_and_thawed_trial_is_equal_to_the_bit(study):
-    """Of a real training: each row, with the digest of what was read and lost."""
+    """Of a real training: each row, with the digest of the rows read and the losses."""
     make_corpus(study.path.parent)
     sweep = {
         "method": "random",

@@ -157,7 +157,7 @@ def test_ctrl_c_and_on(desk):
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_a_sweep_whose_terminal_is_closed_lets_its_trial_save_and_goes_on(desk):
-    """With it goes the shell, and all that the shell has started is told, Ray's processes too."""
+    """The shell ends with it, and all processes that it started get the signal, Ray's too."""
     write_base(desk, 100_000, 100, tokenizer_type="byte", checkpoint_every=10**9)
     study = desk / "studies" / "small"
     shell = ["setsid", "--ctty", "sh", "-c", f"{shlex.join(command(*WORDS, '--count', 1))}; true"]

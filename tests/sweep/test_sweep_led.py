@@ -64,7 +64,7 @@ def test_a_login_and_a_project_let_the_server_lead_and_the_study_goes_on_with_it
     trials = read_study(desk / "study").done
     assert {one.number for one in trials} == {0, 1}
     for trial in trials:
-        assert trial.params in list(server.params.values())  # what the server chose, and nobody here
+        assert trial.params in list(server.params.values())  # chosen by the server, not here
         assert [step for step, _ in trial.reports] == [1, 2, 4]
     values = sorted(min(row["val_loss"] for row in server.runs[name].history) for name in sweep.runs)
     assert values == [one.value for one in trials]

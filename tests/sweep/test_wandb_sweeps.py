@@ -158,7 +158,7 @@ def test_a_trial_of_the_servers_that_raises(tmp_path, server, env):
 
 @pytest.mark.long
 def test_the_server_stops_a_poor_trial(tmp_path, server, env):
-    """As its own hyperband does: the agent is told to, and what came until then counts."""
+    """As its own hyperband does: the agent gets the order, and the reports until then count."""
     events = agent_trial(agent_task(tmp_path, env, own_sweep(tmp_path, env, "wait")))
     found = [next(events)]
     while not any("report" in event for event in found):

@@ -116,7 +116,7 @@ print(json.dumps([told, left, known, exact]))
 
 
 def test_a_full_disk(small_disk):
-    """A real one: the save fails, is told once, leaves nothing, and the next one succeeds when there is room again."""
+    """A real one: the save fails, is reported once, leaves nothing, and the next one succeeds once there is room."""
     done = run_script(FULL, small_disk)
     assert done.returncode == 0, done.stderr
     told, left, known, exact = json.loads(done.stdout)
@@ -186,6 +186,6 @@ def test_killed_in_the_midst_of_a_save(tmp_path):
     back = reader.restore(newest, {f"w{i}": jnp.zeros((500, 1000)) for i in range(10)})
     assert all(bool((back[f"w{i}"] == newest + i).all()) for i in range(10))
     reader.close()
-    assert names(folder) == left  # whoever only reads takes nothing away
+    assert names(folder) == left  # a reader removes nothing
     CheckpointStore(folder).close()
     assert names(folder) == [name for name in left if name.isdecimal()]

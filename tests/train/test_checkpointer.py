@@ -87,7 +87,7 @@ def test_another_model(tmp_path):
 
 
 def test_a_step_that_is_there_is_not_saved_over_in_silence(tmp_path):
-    """As where training begins anew in an old folder, with no `restore`."""
+    """As when training begins again in an old folder, without `restore`."""
     model, optimizer = make(0)
     with roxxel_dist.Checkpointer(tmp_path / "c", model, optimizer) as checkpointer:
         checkpointer.save(3)

@@ -170,7 +170,7 @@ def test_weights_that_do_not_fit_are_named(corpus, finished_run, tmp_path):
 
 
 def test_going_back_by_hand(corpus, run):
-    """To step 4 without what steps 7 and 8 read: those before are the same, and nobody needs the flags again."""
+    """To step 4 without the data of steps 7 and 8: earlier steps are the same, and a resume needs no flags."""
     before, plain = numbers(run), make(corpus, run).plan
     back = ResumeSpec(from_step=4, skip_steps=(7, 8))
     made = train(corpus, run, origin=back, max_steps=9, max_to_keep=None)

@@ -1,4 +1,4 @@
-"""Copies in shared memory: a run that goes on from one is the run that was never stopped; a bad one is not taken."""
+"""Copies in shared memory: a run that resumes from one equals the run that never stopped; a bad copy is refused."""
 
 import json
 import os
@@ -254,7 +254,7 @@ def test_auto_takes_no_more_than_its_share(corpus, folder, tmp_path):
     tier.begin(made._state, 0, None)
     tier.settle()
     schedule, decide = tier.schedule, tier._decide
-    assert decide(2, 2).generation  # nobody knows yet what it takes
+    assert decide(2, 2).generation  # its cost is not yet known
     schedule._costs.extend([0.5, 0.25, 9.0])  # one that others had the cores for counts for nothing
     schedule._clock = 2, schedule._clock[1] - 8.0  # eight steps of a second
     tier._job = None

@@ -125,7 +125,7 @@ def test_the_model_and_the_optimizer_that_it_was_given_are_the_trained_ones(corp
     assert int(count) == steps
     mu = next(leaf for path, leaf in first.items() if "mu" in map(str, path) and "embedding" in map(str, path))
     np.testing.assert_array_equal(mu[...], made.state.optimizer[0].mu["embedding.embedding"])
-    # A loop of one's own can go on with them.
+    # A user's own loop can continue with them.
     net.train()
 
     @nnx.jit
@@ -196,7 +196,7 @@ def test_a_logger_and_a_checkpointer_of_ones_own(corpus, tmp_path, capfd):
     assert not (tmp_path / "run" / "checkpoints").exists()
     with pytest.raises(ValueError, match="has the checkpoints of a Trainer, which alone saves there"):
         checkpointer.save(14)
-    # Restored by a program of one's own.
+    # Restored by a user's own program.
     again = model()
     other = nnx.Optimizer(again, optax.adam(3e-2), wrt=nnx.Param)
     with Checkpointer(tmp_path / "kept", again, other) as reader:

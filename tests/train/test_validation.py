@@ -1,4 +1,4 @@
-"""Validation while training: what is read, what is said, which checkpoint is the best, and when it is enough."""
+"""Validation while training: the data, the messages, the best checkpoint, and early stopping."""
 
 import numpy as np
 import optax

@@ -1,4 +1,4 @@
-"""Tokens that are not those that were written are trained on by nobody: no row, no checkpoint."""
+"""Training never uses damaged tokens: no row, no checkpoint."""
 
 import threading
 

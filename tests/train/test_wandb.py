@@ -60,7 +60,7 @@ def environment(server=None, **more):
 
 
 def train(folder, env, mode, restored, last, end="stopped", wait=0, until=None):
-    """Run the program to its end; let it go on from step `wait` when `until` holds."""
+    """Run the program to its end; it waits at step `wait` until `until` holds."""
     (folder / "go").unlink(missing_ok=True)
     command = [sys.executable, "-c", PROGRAM, mode, str(restored), str(last), end, str(wait)]
     with subprocess.Popen(
@@ -111,7 +111,7 @@ def test_kills_and_restarts_make_one_run_and_no_step_is_sent_twice(tmp_path, ser
     train(tmp_path, often, "online", 0, 40, "killed", wait=20, until=lambda: holds(server, 20))
     run = server.run(run_id(tmp_path))
     assert 20 <= len(run.lines) < 40
-    # It goes on from before what the server has, and later from after it: what the dead did not send is not there.
+    # It resumes first before the server's last row, and later after it: rows that the killed run did not send are lost.
     train(tmp_path, environment(server), "online", 10, 50, "killed")
     assert len(run.lines) < 50
     out, _ = train(tmp_path, environment(server), "online", 45, 60)

@@ -211,7 +211,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_no_news(tmp_path):
 
 
 def test_a_file_system_that_hangs_holds_up_nothing(tmp_path):
-    """A pipe that nobody writes into stands for it."""
+    """A pipe without a writer stands for it."""
     store, said = checkpoints(tmp_path, {2: None, 4: None}), []
     store.close()
     meta = store.folder / "2" / "meta.json"

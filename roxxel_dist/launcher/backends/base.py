@@ -38,11 +38,11 @@ class Backend(ABC):
     kind: ClassVar[str]
     """Its name in `backends.BACKENDS`."""
     is_local: ClassVar[bool] = False
-    """Whether its only host is this machine, of which nobody has to be asked."""
+    """Whether its only host is this machine, which the launcher checks without an agent."""
     is_coordinator: bool = True
     """Whether rank 0 is on one of these hosts."""
     hosts: Sequence[str]
-    """One agent each; ranks are dealt to them in blocks."""
+    """Each runs one agent; ranks are assigned to hosts in blocks."""
     python: str = sys.executable
     """The interpreter on the hosts."""
     address: str | None = None
@@ -52,12 +52,12 @@ class Backend(ABC):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What is known of the variables that a host gives to its ranks, beside those of the job."""
+        """The known variables that a host gives to its ranks, in addition to those of the job."""
         return {}
 
     @abstractmethod
     def argv(self, host: str, module: str, *words: str) -> list[str]:
-        """What `start` runs on this machine."""
+        """The command that `start` runs on this machine."""
 
     @abstractmethod
     def start(self, host: str, module: str, *words: str) -> RemoteProcess:
@@ -74,14 +74,14 @@ class Backend(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """A `launch NAME` command line, and what the command line does for each of its backends."""
+    """A `launch NAME` command line, and the functions of the command line that every backend uses."""
 
     command: tuple[str, ...]
     """The words after `--`."""
     words: list[str]
     """The words before it, without those that `Command.split_words` took out."""
     passed: Mapping[str, str | None]
-    """What it took out."""
+    """The words that it took out."""
     job: Callable[["Options", int, Backend], JobSpec]
     """The job of these options, so many ranks and a backend. Raises ValueError for a slip of the user's."""
     start: Callable[["Options", JobSpec, Backend], int]
@@ -104,7 +104,7 @@ class Command(ABC):
 
     @classmethod
     def split_words(cls, words: list[str]) -> tuple[dict[str, str | None], list[str]]:
-        """Part the words for somebody else from those for this command. Raises ValueError for a slip."""
+        """Split the arguments: those for another program, those for this command. Raises ValueError for a slip."""
         return {}, words
 
     @abstractmethod

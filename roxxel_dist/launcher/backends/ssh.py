@@ -20,9 +20,9 @@ from roxxel_dist.launcher.spec import HostOptions
 OPTIONS = (
     "BatchMode=yes",  # a launcher cannot answer a question
     "ConnectTimeout=10",
-    "ServerAliveInterval=5",  # later than the heartbeat timeout of an agent, and soon enough for who reads a log
+    "ServerAliveInterval=5",  # later than the heartbeat timeout of an agent, and soon enough to be seen in a log
     "ServerAliveCountMax=3",
-    "ControlPath=none",  # a shared connection would outlive the job, or end it with somebody else's session
+    "ControlPath=none",  # a shared connection would outlive the job, or end it with another session
     "ClearAllForwardings=yes",
     "LogLevel=ERROR",
 )

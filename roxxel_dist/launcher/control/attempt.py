@@ -39,7 +39,7 @@ QUIET_S = 2.0
 
 @dataclass(kw_only=True)
 class StackDump:
-    """The ranks were asked for their stacks, because one of them hangs: who listens, and what came."""
+    """The ranks were asked for their stacks, because one hangs: which ranks listen, and the stacks received."""
 
     hang: Hang
     until: float
@@ -49,7 +49,7 @@ class StackDump:
     listening: set[int] = field(default_factory=set)
 
     def add(self, rank: int, lines: Sequence[str]) -> None:
-        """Lines of a rank; what comes before its first stack is left out."""
+        """Add lines of a rank, except those before its first stack."""
         starts = (number for number, line in enumerate(lines) if STACK in line)
         start = 0 if rank in self.stacks else next(starts, None)
         if start is not None:
@@ -57,7 +57,7 @@ class StackDump:
 
     @property
     def complete(self) -> bool:
-        """Whether everybody has answered who can."""
+        """Whether all ranks that can answer have answered."""
         return not self.hosts_left and self.listening - self.stopped <= self.stacks.keys()
 
 

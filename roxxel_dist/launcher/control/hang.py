@@ -1,7 +1,7 @@
 """Which rank keeps the job waiting, if any: decided from the records of the ranks and a clock. No processes here.
 
-Ranks wait for each other, so when one is stuck soon none moves. The one to name has entered the fewest steps; as long
-as it is busy with something that may take its time (it compiles, it saves), nobody is stuck.
+Ranks wait for each other, so when one is stuck, soon none moves. The one to name has entered the fewest steps; while it
+does something that may take long (it compiles, it saves), no rank counts as stuck.
 """
 
 from collections import deque
@@ -44,7 +44,7 @@ class Hang:
     """How long it had been there."""
     limit: float
     tied: int = 1
-    """How many ranks were in the same step, and none behind: with more than one, who is to blame is a guess."""
+    """How many ranks were in the same step, and none behind: with more than one, the culprit is a guess."""
     absent: bool = False
     """Others wait for it in `jax.distributed.initialize`, where it has not come yet."""
 
@@ -90,7 +90,7 @@ class HangDetector:
         return max((seen.record.entered for seen in self._seen.values()), default=0)
 
     def limit(self, record: Record) -> float:
-        """Seconds that a rank may stay as it is; infinite where it never said what it does."""
+        """Seconds that a rank may stay as it is; infinite if it never reported an activity."""
         if record.activity != "step":
             return LIMITS_S.get(record.activity, float("inf"))
         if self.step_timeout is not None:
@@ -130,8 +130,8 @@ class HangDetector:
         return hang
 
     def _last(self, now: float) -> tuple[dict[int, _Seen], bool]:
-        """The ranks that have entered the fewest steps; where one of these has joined in vain for its whole time, only
-        those that have not come to it, and True."""
+        """(the ranks that have entered the fewest steps, False). If one of them has waited for the others in `join` up
+        to the limit: (those that have not reached `join`, True)."""
         fewest = min((seen.record.entered for seen in self._seen.values()), default=0)
         last = {rank: seen for rank, seen in self._seen.items() if seen.record.entered == fewest}
         absent = {rank: seen for rank, seen in last.items() if seen.record.activity != "join"}

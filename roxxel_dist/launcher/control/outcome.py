@@ -1,4 +1,4 @@
-"""What the end of the ranks means: who failed first, and one exit code for the job. Pure functions."""
+"""What the end of the ranks means: which failed first, and one exit code for the job. Pure functions."""
 
 import signal
 from collections.abc import Sequence
@@ -34,25 +34,25 @@ class HostLost:
     code: int
     """The exit code of a job that ends by it."""
     text: str
-    """What happened, for people."""
+    """A description for the user."""
     heard: float = 0.0
-    """When it said something last, by the launcher's clock."""
+    """When it sent its last message, by the launcher's clock."""
     with_host: bool = False
     """The host is out of reach; an agent that ended by itself leaves a host that can be used."""
     slow: bool = False
     """Nothing is wrong with its agent: it works too slowly, and is to be replaced."""
     died: bool = False
-    """The agent ended before its ranks: that is no consequence of what a rank does."""
+    """The agent ended before its ranks: no rank can have caused that."""
 
 
 @dataclass(kw_only=True)
 class AttemptResult:
-    """All that decides the code of a job, and what is said of it."""
+    """Everything that determines the exit code of a job, and the report about it."""
 
     exits: Sequence[RankExit] = field(default_factory=list)
-    """In the order of the ends."""
+    """In the order in which the ranks ended."""
     requested: int | None = None
-    """The signal by which somebody asked the launcher to stop."""
+    """The signal that asked the launcher to stop."""
     late: bool = False
     """Ranks were killed because they stayed after another had ended with 0."""
     lost: HostLost | None = None
@@ -73,9 +73,9 @@ class AttemptResult:
 def first_failure(result: AttemptResult) -> RankExit | None:
     """The rank whose end is the job's: the first that failed by itself. A rank that a requested stop ended has not.
 
-    The first failure ends everybody, so where several failed by themselves they did so within moments, and one that
-    crashed is the cause of one that gave up: it closes its connections before its end can be seen. So is a lost host
-    that was silent already by then, or whose agent died: what it had said before may be read after the failure.
+    The first failure ends all ranks, so if several failed by themselves, they did so within moments, and one that
+    crashed is the cause of one that gave up: it closes its connections before its end can be seen. A lost host is also
+    a cause if it was already silent, or if its agent died: its earlier messages may be read after the failure.
     """
     failures = [end for end in result.exits if end.code not in OK_CODES and not end.killed_by_us]
     if not failures:

@@ -1,4 +1,4 @@
-"""What a person reads when an attempt is over: who, where, why, and where to read more."""
+"""The report when an attempt is over: which rank, where, why, and where to read more."""
 
 import signal
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def how(code: int) -> str:
 
 
 def failure_report(failure: RankExit, tail: Sequence[str], log: Path) -> list[str]:
-    """What a person reads last: who failed first, where its log is, and its last lines."""
+    """The last lines on the screen: the rank that failed first, where its log is, and its last lines."""
     step = f", in step {failure.step}" if failure.step > 0 else ""
     who = f"rank {failure.rank} failed first: {how(failure.code)}{step} (host {failure.host}, pid {failure.pid})"
     if not tail:
@@ -87,7 +87,7 @@ def last_words(tail: Sequence[str]) -> Sequence[str]:
 
 
 def late_report(result: AttemptResult, exit_timeout: float) -> str:
-    """Who stayed when others had ended."""
+    """The ranks that still ran when others had ended."""
     stayed = [end for end in result.exits if end.killed_by_us]
     ended = next(end.rank for end in result.exits if end.code in (*OK_CODES, EXIT_HANG))
     names = ", ".join(f"{end.rank}" + (f" (in step {end.step})" if end.step > 0 else "") for end in stayed)
@@ -98,7 +98,7 @@ def late_report(result: AttemptResult, exit_timeout: float) -> str:
 
 
 def hang_report(hang: Hang, host: str) -> str:
-    """Who is stuck where."""
+    """The rank that is stuck, and where."""
     in_step = hang.activity == "step"
     where = f"in step {hang.step}" if in_step else f"busy with {hang.activity!r} after step {hang.step}"
     flag = "--step-timeout sets it" if in_step else f"that of {hang.activity!r}"
@@ -114,7 +114,7 @@ def hang_report(hang: Hang, host: str) -> str:
 
 
 def slow_report(slow: SlowRanks) -> str:
-    """Who is slow, by how much, and what is seen of it; or who is so no longer."""
+    """The ranks that are slow, by how much, and the likely cause; or that they no longer are."""
     names = ", ".join(map(str, slow.ranks))
     who = f"host {slow.host} (ranks {names})" if slow.whole_host else f"rank {names} on host {slow.host}"
     if (slowness := slow.slowness) is None:

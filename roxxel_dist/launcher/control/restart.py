@@ -49,11 +49,11 @@ class AttemptSummary:
     reached: int = 0
     """The largest step that any rank had entered."""
     counts: bool = False
-    """Whether the program tells its steps: without that nothing is said by step 0."""
+    """Whether the program reports its steps: if not, a `reached` of 0 means nothing."""
     seconds: float = 0.0
     """How long the attempt lasted."""
     report: Sequence[str] = ()
-    """What a person reads about it."""
+    """Lines about it for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ def _when(wait: float) -> str:
 
 
 def _after_preemption(attempts: Sequence[AttemptSummary]) -> Decision:
-    """Preemptions are free; but who leaves again and again before it has done anything is not preempted."""
+    """Preemptions are free; but a job that ends repeatedly before it has done anything counts as failed."""
     idle = 0
     for number in reversed(range(len(attempts))):
         attempt = attempts[number]
@@ -160,5 +160,5 @@ def _after_preemption(attempts: Sequence[AttemptSummary]) -> Decision:
 
 
 def _backoff(times: int) -> float:
-    """Seconds after so many attempts in vain; after none there is nothing to wait for."""
+    """Seconds to wait after so many failed attempts; none after 0."""
     return min(BACKOFF_MOST_S, BACKOFF_S * BACKOFF_TIMES ** (times - 1)) if times else 0.0

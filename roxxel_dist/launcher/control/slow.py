@@ -1,8 +1,8 @@
-"""Which rank works slower than the others, if any: decided from what each rank had of its CPUs. No processes here.
+"""Which rank works slower than the others, if any: decided from the CPU usage of each rank. No processes here.
 
-A collective makes the steps of all ranks equally long, so a slow rank cannot be told from its steps. What is compared
-is local: how long its threads waited for a CPU for each second that they ran, and the CPU time of a fixed computation
-(`cluster.speed_probe`). That a rank computes more than the others, as rank 0 does, makes it no slow one.
+A collective makes the steps of all ranks equally long, so the steps do not show a slow rank. Local values are compared:
+how long its threads waited for a CPU for each second that they ran, and the CPU time of a fixed computation
+(`cluster.speed_probe`). A rank that only computes more than the others, as rank 0 does, does not count as slow.
 """
 
 from bisect import bisect_left
@@ -31,12 +31,12 @@ MORE_WORK = 1.25
 PROBES = 8
 """Probes of which the quickest counts: another program on the same core disturbs some, a slow core slows down all."""
 CHANGED = 1.5
-"""Times the factor that was said last at which it is said again."""
+"""The factor is reported again once it has changed this many times since the last report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slowness:
-    """How much slower than the others, and by what that is seen: shares of the time, and times the median."""
+    """How much slower than the others, and the evidence: shares of the time, and multiples of the median."""
 
     factor: float
     waited: float = 0.0
@@ -96,7 +96,7 @@ class _Rank:
     probes: deque[float] = field(default_factory=lambda: deque(maxlen=PROBES))
     blocks: deque[Slowness] = field(default_factory=lambda: deque(maxlen=BLOCKS))
     said: Slowness | None = None
-    """As it was told last; None where it is not slow."""
+    """As last reported; None if the rank is not slow."""
 
 
 class SlowRankDetector:
@@ -108,9 +108,9 @@ class SlowRankDetector:
         self._begun: float | None = None
 
     def observe(self, rank: int, record: Record, usage: Usage, now: float) -> None:
-        """Take in how far a rank is and what it has had, both read at the same moment.
+        """Take in the progress and the CPU usage of a rank, both read at the same moment.
 
-        What it did in between counts where it did steps of one phase alone.
+        The time between two calls counts only if the rank did steps of a single phase in it.
         """
         known = self._ranks.get(rank)
         if known is None or known.usage.pid != usage.pid:
@@ -138,7 +138,7 @@ class SlowRankDetector:
         return {rank: round(known.said.factor, 1) for rank, known in self._ranks.items() if known.said is not None}
 
     def check(self, now: float) -> list[SlowRanks]:
-        """What has changed: ranks that are slow now, or slower, or no longer. To be asked every second or so."""
+        """The changes: ranks that are now slow, slower, or no longer slow. Call it about every second."""
         if self._begun is None or now - self._begun < BLOCK_S or len(self._ranks) < 2:
             return []
         if min(known.block.steps for known in self._ranks.values()) < BLOCK_STEPS:
@@ -183,7 +183,7 @@ class SlowRankDetector:
 
     @staticmethod
     def _changed(known: _Rank) -> bool:
-        """Whether something is to be said about a rank; what, is noted in it."""
+        """Whether a rank needs a report; `said` then holds its slowness."""
         if len(known.blocks) < BLOCKS:
             return False
         blocks, said = known.blocks, known.said
@@ -207,7 +207,7 @@ class SlowRankDetector:
         return False
 
     def _by_host(self, changed: list[int]) -> list[SlowRanks]:
-        """What is to be said about these ranks: a line each, or one for a host of which all ranks are slow."""
+        """The reports about these ranks: one each, or one for a host if all its ranks are slow."""
         news: list[SlowRanks] = []
         hosts = {known.host for known in self._ranks.values()}
         for host in dict.fromkeys(self._ranks[rank].host for rank in changed):

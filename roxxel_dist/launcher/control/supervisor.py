@@ -29,7 +29,7 @@ class JobResult:
 
     code: int
     requested: int | None = None
-    """The signal by which somebody asked for its end."""
+    """The signal that asked for its end."""
     host_lost: bool = False
     """It could go on, with another host for one that is out of reach."""
     idle: bool = False
@@ -53,7 +53,7 @@ def supervise(job: JobSpec, backend: Backend, recorder: JobRecorder) -> JobResul
             SignalPipe(console.info, stays=backend.heartbeat_timeout_s is not None) as signals,
         ):
             result = _Controller(job, backend, recorder, console, signals).run()
-        recorder.end(result.code)  # only now: who follows the job stops to read when it is over
+        recorder.end(result.code)  # only now: `attach` and `logs` stop reading then
     return result
 
 
@@ -98,7 +98,7 @@ class _Controller:
             last = self._attempts[-1]
             lost = result.lost
             if lost is not None and (lost.slow or (lost.with_host and selector.has_spare)):
-                selector.set_aside(lost.host)  # it would have to be reached in vain before a spare host takes its place
+                selector.set_aside(lost.host)  # a spare host takes its place without an attempt to reach it
             decision = next_action(self._attempts, self.job.max_restarts)
             self.console.print(last.report)
             if decision.why:
@@ -160,7 +160,7 @@ class _Controller:
         return self.job.is_restartable and failures < self.job.max_restarts
 
     def _tell_first_cause(self) -> None:
-        """After restarts in vain: what it was that went wrong first."""
+        """After failed restarts, report the first failure again."""
         failures = [attempt for attempt in self._attempts if attempt.cause in (Cause.INFRASTRUCTURE, Cause.USER)]
         if len(failures) > 1 and failures[-1] is self._attempts[-1] and failures[0].report:
             self.console.info(f"the first cause, of {len(self._attempts)} attempts:")

@@ -1,10 +1,10 @@
-"""One a host: starts the ranks, watches them, sends their lines to the controller, and ends them.
+"""One per host: starts the ranks, watches them, sends their lines to the controller, and ends them.
 
-One thread, one epoll, and nothing that can wait: ranks end by pidfd, orders and output come by pipe, and what there is
-to kill is killed by others (`process_tree`). epoll hands over what is ready in the order in which it became ready, and
-a rank that runs Python tells of its failure before its connections close, so the first failure is the first one. The
+One thread, one epoll, and no blocking call: pidfds report the ends of ranks, orders and output come by pipe, and other
+processes do the killing (`process_tree`). epoll returns descriptors in the order in which they became ready, and a rank
+that runs Python reports its failure before its connections close, so the first reported failure is the first one. The
 agent takes orders from its stdin alone (signals do nothing once it has ranks). When that ends, or is silent for longer
-than the heartbeat timeout, nobody gives orders any more: the agent ends, and with it the ranks.
+than the heartbeat timeout, the controller is lost: the agent ends, and with it the ranks.
 """
 
 import json
@@ -38,8 +38,8 @@ def ask_for_stack(pid: int, session: int) -> tuple[str, bool]:
     """Ask a process of a session for its stacks, if it listens; (its state as in /proc, whether it was asked).
 
     The worker answers with faulthandler, into the rank's log. A process that does not catch the signal would die of it.
-    `pid` is what the rank has written in its record, perhaps nothing (0) or of a process that is gone: then the state
-    is that of the session's leader, and nobody is asked.
+    `pid` is the one in the rank's record. If that has none (0), or its process is gone, no process is asked, and the
+    state is that of the session's leader.
     """
     with suppress(OSError):
         if pid > 0 and os.getsid(pid) == session:
@@ -59,7 +59,7 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _message(line: str) -> Message:
-    """What a rank tells; nothing where a program has written something else, or numbers that no bar can show."""
+    """The message of a rank; empty if a program has written other text, or numbers that the bar cannot show."""
     with suppress(ValueError, AttributeError):
         message = json.loads(line)
         if all(isinstance(message.get(name), int | float | None) for name in ("loss", "tokens_per_s", "eta_s")):
@@ -105,7 +105,7 @@ class Agent:
         self._spares = Spares(self._folders, watch=self._watch_spare, end=self._drop_spare, note=self.note)
         self._dropped: list[Rank] = []  # killed, not gone perhaps, and no ranks any more
         self._noted = set[str]()
-        self._exited = deque[Rank]()  # in the order in which they ended; how they did is told a moment later
+        self._exited = deque[Rank]()  # in the order in which they ended; their exit codes follow a moment later
         self._poll = select.epoll()
         self._on_ready: dict[int, Callable[[], None]] = {}
         self._watch(ORDERS, self._read_orders)
@@ -114,10 +114,10 @@ class Agent:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._heard = time.monotonic()
         self._draining = self._paused = self._writable = self._done = self._ended = False
-        self.why: str = ""  # it ended before its ranks, and nobody asked it to
+        self.why: str = ""  # why it ended before its ranks without an order
 
     def serve(self, orders: list[Message]) -> None:
-        """Follow orders, these first, until nobody is left to give them. What ranks there are then die with it."""
+        """Follow orders, these first, until the controller is gone. The ranks that are left then die with the agent."""
         self._orders.extend(orders)
         while not self._ended:
             self._obey()  # not within the events: a new descriptor may have the number of one that is closed there
@@ -170,7 +170,7 @@ class Agent:
         while self._orders:
             order = self._orders.popleft()
             if "ask" in order:
-                from roxxel_dist.launcher.preflight.probe import answer  # not on this machine: there nobody is asked
+                from roxxel_dist.launcher.preflight.probe import answer  # late: a local job asks nothing
 
                 self._outbox.send(answer(order, self._held))
                 self._heard = time.monotonic()  # it may have taken long
@@ -275,7 +275,7 @@ class Agent:
         self._report_at = time.monotonic() + REPORT_S
         try:
             beat(self._heartbeat)
-        except BrokenPipeError:  # nobody would kill the ranks if this process were killed too
+        except BrokenPipeError:  # if this process were killed too, the ranks would live on
             self.why = "its guard was killed (is memory short on this host?)"
             self._ended = True
         moved, usage = [], []
@@ -291,7 +291,7 @@ class Agent:
 
     @staticmethod
     def _usage(rank: Rank, record: progress.Record) -> Usage | None:
-        """What the process that trains has had of the CPUs; None where there is nothing new to tell."""
+        """The CPU usage of the process that trains; None if there is no new reading."""
         with suppress(OSError):
             if record.entered and os.getsid(record.pid) == rank.tree.pid:
                 return rank.usage.read(record.pid)
@@ -342,7 +342,7 @@ class Agent:
                 self._drop(rank)  # a spare that ended before it was the rank: no failure
                 continue
             exited.append(rank)
-            if rank.code is None:  # else it has told itself
+            if rank.code is None:  # else it has reported itself
                 self._tell_end(rank, code)
         self._react(exited)
 
@@ -360,7 +360,7 @@ class Agent:
         )
 
     def _react(self, exited: list[Rank]) -> None:
-        """End the others where one of these has failed, and what these have left."""
+        """If one of these ranks failed, end the others; end the processes that these ranks left."""
         if self._draining:  # what a shell left behind may still be saving: it has the grace, or the end of its output
             for rank in exited:
                 if rank.output < 0:
@@ -476,7 +476,7 @@ def main() -> None:
     folders = [str(folder), *([] if memory is None else [memory])]
     heartbeat = go_on_under_guard(folders, heartbeat_timeout_s + SLACK_S, channel)
     try:
-        if memory is not None and key is not None:  # only now that somebody else would remove it
+        if memory is not None and key is not None:  # only now that the guard would remove it
             memory = _make_memory(memory, key)
         agent = Agent(inbox, channel, heartbeat, folder, memory, heartbeat_timeout_s)
         if key is not None and memory is None:

@@ -1,8 +1,8 @@
 """The folder of a job in the memory of a host, which lives as long as the job's agent there.
 
-The agent makes it and removes it. Where the agent is killed, its guard removes it; where the guard is killed as well,
-the keepers of the ranks. What nobody was left to remove (every process of the user was killed at once) goes when the
-next job with such a folder starts on the host.
+The agent makes it and removes it. If the agent is killed, its guard removes it; if the guard is killed as well, the
+keepers of the ranks do. If every process of the user was killed at once, the next job with such a folder on the host
+removes it.
 """
 
 import fcntl

@@ -1,13 +1,13 @@
-"""A program and everything that it starts, killed as a whole, however its processes part from each other.
+"""A program and everything that it starts, killed as a whole, however its processes detach from each other.
 
-A process with PR_SET_CHILD_SUBREAPER is given every process below it whose own parent ends: daemons, `setsid`, a double
-fork, whatever they do to their environment. So who kills its children until it has none leaves nothing. Two processes
-do that on a host. The guard is the parent of the agent; it kills what an agent that died has left. A keeper is the
-parent of one rank; it kills that rank's tree when the agent says so, or is gone. They wait for what they have killed
-so that the agent never does: a process that waits for a disk holds up nobody but its keeper. A worker of Ray, which has
-threads and cannot fork, starts its keepers as programs: a trial of a sweep is such a tree.
+A process with PR_SET_CHILD_SUBREAPER becomes the parent of every process below it whose own parent ends: daemons,
+`setsid`, a double fork, even with a cleared environment. So if it kills its children until it has none, nothing is
+left. Two processes do that on a host. The guard is the parent of the agent; if the agent dies, it kills the processes
+that are left. A keeper is the parent of one rank; it kills that rank's tree when the agent says so, or is gone. They
+wait for the killed processes so that the agent never does: a process that waits for a disk delays only its keeper. A
+worker of Ray, which has threads and cannot fork, starts its keepers as programs: a trial of a sweep is such a tree.
 
-A process may only be signalled while its number is its own: children that were not reaped, or by pidfd.
+A process is signalled only while its number cannot be reused: a child that was not reaped, or by pidfd.
 
 As a program, `process_tree.py CHILD LIMIT FOLDER…`, this file is the guard, and `process_tree.py keep LINGER CMD…` a
 keeper. It imports no other file of the package: it must start within milliseconds, without site-packages.
@@ -67,7 +67,7 @@ def start_near(argv: Sequence[str], env: Mapping[str, str] | None = None) -> "su
 def is_ending(pid: int) -> bool:
     """Whether a process is on its way out, or gone.
 
-    It closes its files before anybody can see that it ended: who read from it may be gone earlier.
+    It closes its files before its end can be seen: a reader of its output may be gone earlier.
     """
     try:
         return bool(int(stat(pid)[FLAGS]) & PF_EXITING)
@@ -118,7 +118,7 @@ def send(pid: int, started: bytes, number: int) -> None:
 
 
 def remove(folders: Iterable[str]) -> None:
-    """Remove folders with all that is in them, as far as that goes. No link is followed."""
+    """Remove folders with their contents, as far as possible. Follows no link."""
     for folder in folders:
         for place, names, files in os.walk(folder, topdown=False):
             for name in (*names, *files):
@@ -157,15 +157,15 @@ class Subreaper:
     def ask_to_stop(self, field: int = SESSION) -> None:
         """SIGTERM, once, to every process of the session, or of the process group (GROUP), that the child leads.
 
-        Not to what has left it: libraries start helpers so that they outlive a Ctrl-C until they are told to end.
+        Not to processes that left it: libraries detach helpers so that these outlive a Ctrl-C, and end them themselves.
         """
         if self.code is None:
-            for pid, fields in list(processes()):  # before the first one is asked: who is started by a handler is not
+            for pid, fields in list(processes()):  # listed first: processes that a handler starts are not asked
                 if int(fields[field]) == self.child:
                     send(pid, fields[STARTED], signal.SIGTERM)
 
     def kill(self, limit_s: float) -> bool:
-        """SIGKILL all that is below this process, until nothing is; false where something was left at the limit."""
+        """SIGKILL all processes below this one until none is left; False if some are left at the limit."""
         end, pause_s = time.monotonic() + limit_s, FIRST_PAUSE_S
         if self.code is None:
             with suppress(ProcessLookupError):
@@ -250,21 +250,21 @@ class Tree:
             self._control.send(order)
 
     def close(self) -> None:
-        """Close what is open for it; what there is of it is killed."""
+        """Close the connection to the keeper, which kills the rest of the tree."""
         self._control.close()
 
 
 class SpawnedTree(Tree):
     """A program under a keeper that is started, not forked: for a process with threads.
 
-    What the program has left `linger_s` after its end is killed, as is all of it when this process ends.
+    Processes that are left `linger_s` after the program's end are killed; when this process ends, all of them.
 
     Args:
         command: the words of the program, which becomes the leader of a session.
         env: all of its variables.
-        output: the descriptor for what it writes.
+        output: the descriptor for its stdout and stderr.
         directory: where it runs; None: where this process does.
-        linger_s: how long what it leaves may go on.
+        linger_s: how long processes that it leaves may go on.
 
     Raises:
         ChildProcessError: the program could not be started.
@@ -366,9 +366,9 @@ def _close_all_but(kept: Sequence[int]) -> None:
 
 
 def _keep(control: socket.socket, child: int, linger_s: float) -> bool:
-    """Tell how the child ends, and kill what is left `linger_s` later, or when told to, or when nobody can tell.
+    """Report how the child ends; kill the rest `linger_s` later, or on an order, or when `control` closes.
 
-    Returns whether there was somebody to tell it to.
+    Returns whether the other end of `control` was still there for the report.
     """
     end, order = math.inf, KILL
 
@@ -399,18 +399,18 @@ def _keep(control: socket.socket, child: int, linger_s: float) -> bool:
 
 
 def go_on_under_guard(folders: Sequence[str], limit_s: float = math.inf, channel: int = 1) -> int:
-    """Go on as the child of a guard, which keeps this process's number; returns where `beat` must write.
+    """Go on as the child of a guard, which keeps this process's number; returns the descriptor that `beat` writes to.
 
     The guard does nothing until this process is gone, or has not beaten for `limit_s` seconds and is killed. Then it
-    kills all that is left, removes `folders`, closes `channel` and stderr and ends as this process did.
-    Where the guard is killed, the keepers of this process's trees remain, which see its end.
+    kills all processes that are left, removes `folders`, closes `channel` and stderr, and ends with the same exit
+    status. If the guard is killed, the keepers of this process's trees remain, which notice its end.
     """
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
-    if child:  # a program of its own: who kills agents by their command line must not kill it too
+    if child:  # a separate program: killing agents by their command line must not kill it too
         try:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
@@ -421,7 +421,7 @@ def go_on_under_guard(folders: Sequence[str], limit_s: float = math.inf, channel
         finally:
             os._exit(127)
     os.close(reads)
-    os.setsid()  # who kills the process group of the one must not kill the other
+    os.setsid()  # killing the process group of the one must not kill the other
     die_with_parent(signal.SIGCONT)  # harmless; wakes this process if it is stopped, to see that the guard is gone
     return writes
 

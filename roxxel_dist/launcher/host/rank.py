@@ -36,9 +36,9 @@ class Rank:
     reported: progress.Record = field(default_factory=progress.Record)  # what the controller knows
     usage: UsageReader = field(default_factory=UsageReader)
     first: progress.Record | None = None  # as it was when its first step was seen
-    exited: bool = False  # its process; how it ended is told a moment later
-    instead: Program | None = None  # a spare that has not said yet that it is the rank: what is started where it ends
-    taken_by: float = 0.0  # when it has to have said so
+    exited: bool = False  # its process; the exit code follows a moment later
+    instead: Program | None = None  # for a spare that has not confirmed yet: the program to start if it ends
+    taken_by: float = 0.0  # when it must have confirmed
 
     @property
     def settled(self) -> bool:
@@ -47,7 +47,7 @@ class Rank:
 
 
 def start_rank(number: int, program: Program, folders: Sequence[str], pass_fds: tuple[int, ...] = ()) -> Rank:
-    """Start a rank in a session of its own, with one pipe for all it prints, and one for what it tells its agent.
+    """Start a rank in its own session, with one pipe for its output, and one for its messages to the agent.
 
     `folders` are the agent's own, see `Tree`; `pass_fds` are closed here.
     """

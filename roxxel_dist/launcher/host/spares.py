@@ -21,11 +21,11 @@ from roxxel_dist.launcher.host.worker import imports_of
 from roxxel_dist.launcher.spec import CONTRACT
 
 SIZE_BYTES = 256 << 20
-"""How large a rank is after its imports, as long as nobody has measured it: 208 MiB with jax 0.10 on CPU."""
+"""The size of a rank after its imports until it has been measured: 208 MiB with jax 0.10 on CPU."""
 STEPS = 3
 """Steps of every rank in an attempt before spares are started: the start itself needs the cores."""
 QUIET_S = 60.0
-"""Where a program does not tell its steps, they are started so long after its last word."""
+"""If a program does not report its steps, spares are started so long after its last output."""
 TAKE_S = 5.0
 """A spare that has not become the rank by then is killed, and a fresh process started."""
 
@@ -37,7 +37,7 @@ class Spare:
     rank: Rank
     program: Program
     orders: int
-    """The descriptor by which it is told."""
+    """The descriptor that sends it orders."""
     ready: bool = False
 
 
@@ -129,7 +129,7 @@ class Spares:
         return rank
 
     def is_ready(self, rank: Rank, size: int) -> None:
-        """A spare has told that it has imported all, and how many bytes it takes."""
+        """A spare has reported that its imports are done, and how many bytes it takes."""
         spare = next((spare for spare in self._spares if spare.rank is rank), None)
         if spare is not None:
             spare.ready = True
@@ -156,7 +156,7 @@ class Spares:
 
 
 def _works(rank: Rank) -> bool:
-    """Whether a rank has come some steps far, or has not told anything for long after it has joined."""
+    """Whether a rank has done some steps, or has long been silent since it joined."""
     record = rank.reported
     if record.activity == "step" and rank.first is None:
         rank.first = record

@@ -1,4 +1,4 @@
-"""What the processes of a host got of its CPUs, read in /proc and in the control groups: it costs them nothing."""
+"""The CPU usage of a host's processes, read from /proc and the control groups at no cost to them."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ SHARE = 1 / 200
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What a process has had since it is looked at, all its threads together. Every number only grows."""
+    """The CPU usage of a process since its first reading, all its threads together. Every number only grows."""
 
     pid: int
     time: float
@@ -38,7 +38,7 @@ class UsageReader:
         self._next = 0.0
 
     def read(self, pid: int) -> Usage | None:
-        """What it has had by now. None where it is gone, or was looked at a moment ago, or tells nothing."""
+        """Its usage until now. None if it is gone, was read a moment ago, or cannot be read."""
         begun, cpu_begun = time.monotonic(), time.thread_time()
         if pid <= 0 or begun < self._next:
             return None
@@ -48,7 +48,7 @@ class UsageReader:
         before, known, throttled = self._usage, self._threads, _throttled_s(pid)
         if before.pid != pid:
             self._usage = Usage(pid=pid, time=begun)
-        else:  # a new thread has all its time since the last reading; what one did that has ended since is lost
+        else:  # all time of a new thread counts; that of a thread that has ended is lost
             ran = [run - known.get(thread, (0, 0))[0] for thread, (run, _) in threads.items()]
             waits = [wait - known.get(thread, (0, 0))[1] for thread, (_, wait) in threads.items()]
             more = 0.0 if throttled is None or self._throttled is None else max(0.0, throttled - self._throttled)

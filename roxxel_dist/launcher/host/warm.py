@@ -1,8 +1,8 @@
-"""A spare: a worker that imports what its rank will, and waits until it is told to be the rank.
+"""A spare: a worker that imports the same modules as its rank, and waits for the order to become the rank.
 
-Nothing it does may be seen by the program of the rank: no thread, no signal handler, no variable is left. It imports
-in slices, most of the time asleep. A lower priority would do less: it counts within a session alone where the kernel
-groups sessions (autogroup), and who has no rights cannot go back from nice 19 or SCHED_IDLE.
+It may leave no trace that the program of the rank could see: no thread, no signal handler, no variable. It imports
+in slices, most of the time asleep. A lower priority would do less: it applies only within a session if the kernel
+groups sessions (autogroup), and without privileges a process cannot go back from nice 19 or SCHED_IDLE.
 """
 
 import json

@@ -40,9 +40,9 @@ SUBCOMMANDS = frozenset(
 )
 PYTHON = frozenset({"python", "python3", sys.executable})
 JOINING = ("roxxel_dist.cluster.distributed",)
-"""What every program that runs in this process finds imported."""
+"""Modules that are imported before any program that runs in this process."""
 TRAINING = (*JOINING, "roxxel_dist.cli.train", "roxxel_dist.experiment", "typeguard")
-"""What `train` imports besides, by name: a spare process does it ahead of time. None of them touches a device."""
+"""The same, with those of `train`: a spare imports them ahead of time. None of them touches a device."""
 LINGER_S = 1.0
 """How long a rank that has failed waits for its agent to end it."""
 NOT_FOUND = 127
@@ -65,7 +65,7 @@ def main(command: list[str]) -> None:
 
 
 def imports_of(command: Sequence[str]) -> Sequence[str]:
-    """What a command imports before it does anything of its own; nothing where it does not run in this process."""
+    """The modules that a command imports first; none if it does not run in this process."""
     word, *rest = command
     if word == "train":
         return TRAINING
@@ -152,7 +152,7 @@ def _module(name: str, rest: list[str]) -> None:
 
 
 def _initialize(then: str = "") -> None:
-    """Join the others, and tell so. What comes `then` has no limit by default: perhaps it never tells its steps."""
+    """Join the other ranks and report it, then activity `then`. Its default has no limit: steps may go unreported."""
     progress = Progress.from_env(int(os.environ.get("ROXXEL_PROCESS_ID") or 0))
     progress.say("start")
     from roxxel_dist.cluster.distributed import PortTakenError, initialize
@@ -263,7 +263,7 @@ def _leave(code: int) -> NoReturn:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # closed, or somebody's own object
+        with suppress(Exception):  # closed, or replaced by an object of the program
             stream.flush()
 
 

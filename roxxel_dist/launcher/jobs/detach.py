@@ -1,7 +1,7 @@
-"""A controller that nobody has to stay for: in a session of its own, with `launcher.log` for its screen.
+"""A controller that runs without a terminal: in its own session, with its output in `launcher.log`.
 
-`python -m roxxel_dist.launcher.jobs.detach` reads a job from stdin: no secret is in its words. Until the job has
-started, its messages are those of the command that asked for it; then it answers on stdout and lets go of its caller.
+`python -m roxxel_dist.launcher.jobs.detach` reads a job from stdin, so that its arguments show no secret. Until the job
+has started, it shares the output of the command that asked for it; then it answers on stdout and detaches from it.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ def detach(job: JobSpec, backend: Backend) -> JobRecord:
 
 
 class ClientGoneError(Exception):
-    """Who asked for the job is gone."""
+    """The command that asked for the job is gone."""
 
 
 class _Client:
@@ -83,7 +83,7 @@ class _Client:
         self._answers = os.fdopen(take_stdout(), "wb", buffering=0)
 
     def started(self, entry: JobRecord) -> None:
-        """Send what is said from here on to the log, and answer. Raises OSError: then the job must not go on."""
+        """Send all later output to the log, and answer. Raises OSError: then the job must not go on."""
         Path(entry.log_dir).mkdir(parents=True, exist_ok=True)
         with entry.launcher_log.open("ab", buffering=0) as log:
             log.write(header(entry).encode(errors="backslashreplace"))
@@ -96,7 +96,7 @@ class _Client:
             raise ClientGoneError from None
 
     def answer(self, message: Message) -> None:
-        """Say how it went, unless that was said before."""
+        """Send the result to the caller, unless it was sent before."""
         if not self._answers.closed:
             with self._answers:
                 self._answers.write(encode(message))

@@ -1,7 +1,7 @@
-"""The jobs of this user on this machine: what every controller writes of itself, and who reads it.
+"""The jobs of this user on this machine: the records that controllers write, and the functions that read them.
 
-A job is one JSON file in `$XDG_STATE_HOME/roxxel-dist/jobs`, replaced in one move at each change. A controller that was
-killed writes nothing more; that it is gone is told by its process, never by the file.
+A job is one JSON file in `$XDG_STATE_HOME/roxxel-dist/jobs`, replaced atomically at each change. A controller that was
+killed writes nothing more; whether it is gone is decided from its process, never from the file.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class RankProcess:
     slow: float | None = None
     """How many times slower than the other ranks, where it is slow."""
     activity: str = ""
-    """What it does, as it says itself: "step", "compile", "save" and so on; "" where it says nothing."""
+    """Its reported activity: "step", "compile", "save" and so on; "" if it reports none."""
     moved: float = 0.0
     """When the launcher saw `step` or `activity` change last, in seconds since 1970."""
 
@@ -113,9 +113,9 @@ class JobRecord:
     reach: tuple[str, ...] = ()
     """The words before a command that run it on the machine of the controller, from elsewhere; empty for `local`."""
     slurm_job: str = ""
-    """The number of the SLURM job that it is."""
+    """The number of its SLURM job."""
     copied: bool = False
-    """Brought here from another machine when the job began: nobody keeps it up to date."""
+    """Copied from another machine when the job began: it is not kept up to date."""
 
     @property
     def path(self) -> Path:
@@ -240,9 +240,9 @@ def write(record: JobRecord, *, new_only: bool = False) -> None:
 
 
 def forget(*, over_s: float = 0.0, unheard_s: float = FORGOTTEN_S) -> list[JobRecord]:
-    """Take away the records of jobs that are over for so long, and of those elsewhere not heard of; which they were.
+    """Remove the records of jobs that ended so long ago, and of silent ones on other machines; returns these records.
 
-    What a controller that was killed has left half written goes after `KEPT_S`.
+    Half-written files of killed controllers are removed after `KEPT_S`.
     """
     forgotten = []
     for path in folder().glob("*"):
@@ -263,7 +263,7 @@ def forget(*, over_s: float = 0.0, unheard_s: float = FORGOTTEN_S) -> list[JobRe
 class JobRecorder:
     """The record of the job that this process controls, kept up to date while the context is open.
 
-    That it cannot be written ends no job: it is said once.
+    If it cannot be written, the job goes on with one warning.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.spec import claim
 
 REPORT_S = 5.0
-"""How often a person is told that a job goes on."""
+"""How often a message says that a job still runs."""
 
 
 def stop(job: JobRecord, *, kill: bool, timeout_s: float) -> JobRecord:
@@ -42,7 +42,7 @@ def _request(job: JobRecord, controller: int, *, kill: bool) -> None:
     state = job.now().state
     if state == "ended":
         return
-    # The controller may not have come to a request of a moment ago: who has made it has this name.
+    # The controller may not have read an earlier request yet: the process that made it has claimed this name.
     if not kill and (state == "stopping" or not claim(f"stop-{job.controller.pid}-{job.controller.start}")):
         info(f"run {job.run_id} was asked to stop before")
         return

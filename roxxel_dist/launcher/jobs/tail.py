@@ -49,12 +49,12 @@ def show(lines: Iterable[bytes]) -> None:
 
 
 def follow(lines: Iterator[bytes | None], job: JobRecord) -> JobRecord:
-    """Show what comes until the job is over, and return its record then.
+    """Show new lines until the job is over, and return its record then.
 
-    Raises BrokenPipeError when nobody reads stdout any more.
+    Raises BrokenPipeError when the reader of stdout is gone.
     """
     reader = select.poll()
-    reader.register(sys.stdout.fileno(), 0)  # no event but that its reader is gone
+    reader.register(sys.stdout.fileno(), 0)  # only to learn that its reader is gone
     while True:
         record = read(job.path)  # before the log: what the job says last must not be missed
         show(iter(lambda: next(lines), None))

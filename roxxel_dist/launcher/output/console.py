@@ -1,7 +1,7 @@
-"""What a person sees: lines of ranks and of the launcher, above a live bar where stdout is a terminal.
+"""The output for the user: lines of ranks and of the launcher, above a live bar if stdout is a terminal.
 
-A terminal may take nothing for hours (Ctrl-S, a pager that nobody scrolls). The launcher must watch its ranks
-meanwhile, so a thread of its own does the writing, and what is too much for it is left out: the logs have it.
+A terminal may accept nothing for hours (Ctrl-S, a pager that is not scrolled). The launcher must watch its ranks
+meanwhile, so a separate thread writes, and lines that exceed its queue are left out: the logs have them.
 """
 
 import os
@@ -37,7 +37,7 @@ class Console:
         self._all = all_ranks
         self._first = first
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._queued = self._left_out = 0  # characters and lines of ranks, counted by who calls
+        self._queued = self._left_out = 0  # characters and lines of ranks, counted by the callers
         self._written = self._reported = 0  # the same, by the thread: no lock is needed
         self._bar: Bar | None = None
         self._status: dict[str, Any] = {}
@@ -102,16 +102,16 @@ class Console:
         if self._bar is None:
             from roxxel_dist.launcher.output.bar import Bar
 
-            # A file of its own: who waits in it must not hold a lock that the interpreter needs at its end.
+            # A separate file object: a blocked writer must not hold a lock that the interpreter needs at exit.
             self._bar = Bar(open(os.dup(sys.stdout.fileno()), "w", encoding=sys.stdout.encoding, errors="replace"))  # noqa: SIM115
         self._status_is_queued = False  # before it is read: a newer one is queued again
         self._bar.update(self._status)
 
     def _safely(self, stream: TextIO, act: Callable[..., None], *args: Any) -> None:
-        """Without an end of the job where the terminal or the pipe is gone: from then on its stream leads nowhere."""
+        """Write without ending the job if the terminal or pipe is gone: the stream then leads to /dev/null."""
         try:
             act(*args)
-        except OSError:  # and what is buffered must not fail again at exit
+        except OSError:  # and the buffered text must not fail again at exit
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)

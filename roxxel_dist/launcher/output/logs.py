@@ -44,7 +44,7 @@ class LineSplitter:
 
 
 def _visible(rest: bytes) -> bytes:
-    """What `\\r` has left of an unfinished line (a last `\\r` may belong to `\\r\\n`)."""
+    """The part of an unfinished line behind its last `\\r` (one at the end may belong to `\\r\\n`)."""
     body = rest.rstrip(b"\r")
     return body.rpartition(b"\r")[2] + (b"\r" if len(body) < len(rest) else b"")
 
@@ -100,5 +100,5 @@ class Logs:
             self._close(rank)
 
     def _close(self, rank: int) -> None:
-        with suppress(OSError, KeyError):  # what it still held found no room, and was told to be missing
+        with suppress(OSError, KeyError):  # its buffered lines found no room, which was already reported
             self._files.pop(rank).close()

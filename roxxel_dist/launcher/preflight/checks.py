@@ -1,6 +1,6 @@
-"""What a job needs of its hosts, and what is wrong with them by what they say of themselves: pure functions.
+"""What a job needs from its hosts, and the problems that their answers show: pure functions.
 
-docs/howto/launching.md has a table of the checks. Those that take more questions (the port, the run directory that
+docs/howto/launching.md has a table of the checks. Those that need further questions (the port, the run directory that
 hosts share) are in `run.py`.
 """
 
@@ -13,7 +13,7 @@ from roxxel_dist.launcher.spec import JobSpec, flag, split_flags, trains_in_buck
 
 Level = Literal["ok", "warning", "error"]
 Hosts = Mapping[str, HostInfo]
-"""What each host said, in the order of the ranks."""
+"""The answers of the hosts, in the order of the ranks."""
 
 MIN_FREE_BYTES, ADVISED_FREE_BYTES = 1 << 18, 2 << 30
 MUST_MATCH = ("jax", "jaxlib", "roxxel-dist")
@@ -34,17 +34,17 @@ class Requirements:
     resume: bool = False
     gpus_per_host: int | None = None
     visible: str | None = None
-    """CUDA_VISIBLE_DEVICES, where somebody set it for all ranks."""
+    """CUDA_VISIBLE_DEVICES, if it is set for all ranks."""
     platforms: str | None = None
     """JAX_PLATFORMS, where the job sets it."""
     code: str | None = None
     """The hash of the launcher's own code, where hosts must have the same."""
     compare: bool = True
-    """Whether to ask for what matters beside other hosts: versions, code, data."""
+    """Whether to ask for values that are compared between hosts: versions, code, data."""
 
 
 def requirements_of(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> Requirements:
-    """What a job needs, by its command.
+    """The needs of a job, from its command.
 
     `outer` are variables that ranks have beside those of the job; `writes`: logs are written on the host in any case.
     """
@@ -74,7 +74,7 @@ class CheckResult:
 
 
 def run_checks(requirements: Requirements, hosts: Hosts) -> list[CheckResult]:
-    """Everything that can be said without a further question."""
+    """The findings that need no further question."""
     checks = [_devices, tpu_locks, _disk, _stale_ranks, _versions, _data, _one_machine]
     if not are_one_machine(hosts):
         checks.append(own_names)
@@ -116,7 +116,7 @@ def _same(
 
 
 def _devices(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    # A list that somebody gave is believed: it may name parts of GPUs, which nobody counts.
+    # A list that the user gave is not checked: it may name parts of GPUs, which a host does not count.
     need = requirements.gpus_per_host if requirements.visible is None else None
     errors = []
     for host, info in hosts.items():
@@ -243,7 +243,7 @@ def _one_machine(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResu
 
 
 def own_names(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    """What is wrong with hosts' own names: on CPU a rank tells the others the address that its host's resolves to."""
+    """Problems with hosts' own names: on CPU a rank sends the others the address that its host's name resolves to."""
 
     good = []
     for host, info in hosts.items():

@@ -1,6 +1,6 @@
-"""What preflight wants to know of a host, found out on that host. Starts fast: no jax, and numpy only for a data set.
+"""The facts about a host that preflight needs, gathered on that host. Starts fast: no jax, numpy only for a data set.
 
-Nothing here changes the host: the one file that is made (to learn whether that is possible) is gone at once.
+Nothing here changes the host: the one file that is made (to learn whether that is possible) is removed at once.
 """
 
 import fcntl
@@ -28,8 +28,8 @@ HostInfo = dict[str, Any]
 def gather(question: HostInfo) -> HostInfo:
     """All that preflight compares or judges, as plain values.
 
-    The question: fields of `checks.Requirements`, where a run directory of None is that of a job which keeps nothing on
-    this host, and `compare` asks also for what matters beside other hosts (versions, code, data).
+    The question has the fields of `checks.Requirements`: a run directory of None means that the job writes nothing on
+    this host, and `compare` also asks for values to compare between hosts (versions, code, data).
     """
     run_dir, data_path, resume = (question[name] for name in ("run_dir", "data_path", "resume"))
     # A container sees all GPUs of its machine in /proc, and may use those in /dev. AMD's are not counted.
@@ -105,7 +105,7 @@ def folder(path: str) -> HostInfo:
 
 
 def touch(path: str) -> Path:
-    """Make an empty file of a new name where a folder is or would be. Who calls takes it away. Raises OSError."""
+    """Make an empty file of a new name where a folder is or would be. The caller removes it. Raises OSError."""
     mark = existing(path) / f".roxxel-probe-{os.urandom(8).hex()}"
     mark.touch(mode=0o600, exist_ok=False)
     return mark

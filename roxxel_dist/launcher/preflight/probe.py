@@ -12,8 +12,8 @@ from roxxel_dist.launcher.preflight.host_info import existing, gather, is_loopba
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, encode
 
 LIFE_S = 600
-"""From one question to the next: 300 hosts are asked 32 at a time, and each may take a minute. Who is behind a cut link
-ends too."""
+"""From one question to the next: 300 hosts are asked 32 at a time, and each may take a minute. It also ends a probe
+behind a cut link."""
 CONNECT_S = 5.0
 
 
@@ -70,7 +70,7 @@ def answer(question: Message, held: ExitStack) -> Message:
 
 
 def _listen(address: str, port: int, nonce: str, held: ExitStack) -> int:
-    """Hold a port, a free one for 0; who connects is told the nonce, so that it is known whose port it is."""
+    """Hold a port, a free one for 0; it sends the nonce to each client, which proves which host has the port."""
     server = held.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     server.bind((address, port))

@@ -81,7 +81,7 @@ class NotReadyError(Exception):
 
 
 class StoppedError(Exception):
-    """Somebody asked the launcher to stop; `number` is the signal."""
+    """The launcher was asked to stop; `number` is the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -106,10 +106,9 @@ class ReadyHosts:
 class HostSelector:
     """Looks at the hosts of a job before each of its attempts.
 
-    Agents of the attempt before are asked by the connection that is there: a host is reached anew where it was lost.
-    A spare host takes the place of one that is out of reach, or not fit, at once. Where there is none, everything must
-    be as it should the first time; later a host has `job.host_timeout` seconds before the job goes on without it, if it
-    may.
+    Agents of the previous attempt are asked over their open connections; only a lost host gets a new one. A spare host
+    at once replaces a host that is unreachable or unfit. Without spares every check must pass before the first attempt;
+    later a host has `job.host_timeout` seconds before the job goes on without it, if it may.
     """
 
     def __init__(self, job: JobSpec, backend: Backend, signals: SignalPipe, screen: Console, pool: HostPool) -> None:
@@ -131,11 +130,11 @@ class HostSelector:
         self._set_aside.append(host)
 
     def select(self, attempt: int) -> ReadyHosts:
-        """Those who start this attempt.
+        """The hosts that start this attempt.
 
         Raises:
             NotReadyError: there are too few.
-            StoppedError: somebody asked the launcher to stop.
+            StoppedError: the launcher was asked to stop.
         """
         job, backend = self._job, self._backend
         hosts = tuple(backend.hosts)

@@ -24,8 +24,8 @@ def stale_ranks(run_id: str | None, run_dir: str | None, limit_s: float = LIMIT_
     watches over it any more. The ranks of a launch that this process is itself part of, and processes in another
     network (other hosts, as containers are), are left out.
 
-    The kernel lets who reads the words of a process that is stuck in a driver wait with it. So that is done by a thread
-    which is left behind after `limit_s`; the process that it stands at is `stuck`, and those behind it are not known.
+    Reading the arguments of a process that is stuck in a driver blocks. So a thread reads them, and is abandoned after
+    `limit_s`; the process at which it blocks is `stuck`, and those behind it are not known.
     """
     ranks: list[dict[str, Any]] = []
     current: list[int] = []

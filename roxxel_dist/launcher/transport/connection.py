@@ -34,17 +34,17 @@ class HostConnection:
     process: RemoteProcess
     ranks: list[int] = field(default_factory=list)
     heard: float = field(default_factory=time.monotonic)
-    """When the program said something last, by the launcher's clock."""
+    """When the last message of the program came, by the launcher's clock."""
     ready: bool = False
-    """Whether it has said anything."""
+    """Whether any message has come."""
     done: bool = False
     """Whether nothing more is expected from it in this attempt: its work has ended, or it is lost."""
     lost: bool = False
-    """Whether nothing is expected from it ever."""
+    """Whether no message is expected from it any more."""
     started: bool = False
-    """Whether it was told to start ranks: from then on it ends where it hears nothing."""
+    """Whether it got the order to start ranks: from then on it ends if it receives nothing."""
     question: int = 0
-    """The number of the last question to it."""
+    """The number of the last question sent to it."""
     decoder: Decoder = field(default_factory=Decoder)
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=STDERR_LINES))
     """The last lines of its stderr: those of ssh, or of a program that could not start."""
@@ -89,7 +89,7 @@ class HostConnection:
         except subprocess.TimeoutExpired:
             self.process.kill()
             code = None
-        os.set_blocking(self.error_fd, False)  # somebody else may hold the other end for long
+        os.set_blocking(self.error_fd, False)  # another process may hold the other end for long
         with suppress(BlockingIOError):
             while data := os.read(self.error_fd, CHUNK):
                 self.errors(data)
@@ -97,7 +97,7 @@ class HostConnection:
         return code
 
     def hang_up(self) -> None:
-        """Let the program know that there will be no more orders: it ends, an agent with what ranks it has."""
+        """Close the stream of orders: the program ends, an agent together with its ranks."""
         with self._lock, suppress(BrokenPipeError):
             self._streams[0].close()
 

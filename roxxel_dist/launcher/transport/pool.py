@@ -35,13 +35,13 @@ EXIT_LOST = 137
 
 
 class Interrupted(Exception):
-    """Somebody wants the launcher's attention, and the questions were broken off."""
+    """The questions were broken off because of a signal, or another event for the launcher."""
 
 
 class HostPool:
     """A program on each of some hosts. Use it as a context: at its end the programs, and all that they held, are gone.
 
-    Agents go on from one attempt of a job to the next: those that are not lost are asked again, and start ranks again.
+    Agents outlive the attempts of a job: those that are not lost are asked again, and start ranks again.
 
     Args:
         backend: starts the programs.
@@ -159,7 +159,7 @@ class HostPool:
 
         `key` is that of the job's folders in memory, `spares` the job's --warm-spares, or off.
         """
-        self._looked = time.monotonic()  # nobody was to be heard since the last question
+        self._looked = time.monotonic()  # no heartbeat was expected since the last question
         self._kill_by = None
         for place in placed:
             link = self.connect(place.host)
@@ -197,14 +197,14 @@ class HostPool:
                 link.send(message)
 
     def events(self, wait_s: float) -> Iterator[tuple[HostConnection, Message | HostLost | str]]:
-        """What happens within `wait_s` seconds, until something does.
+        """The events that arrive together, after waiting for at most `wait_s` seconds.
 
-        A message of an agent, its loss, or a line for people. Nothing where `wake` is readable.
+        A message of an agent, its loss, or a line for the user. A readable `wake` ends the wait without an event.
         """
         for link, event in self._ready(wait_s):
             if link is None or event is None:
                 continue
-            if isinstance(event, Exception) and link.done:  # after its work: the next attempt will reach it anew
+            if isinstance(event, Exception) and link.done:  # after its work: the next attempt reaches it again
                 self._forget(link)
             elif isinstance(event, EOFError):
                 yield link, self._ended(link)
@@ -219,9 +219,9 @@ class HostPool:
         yield from self._silent(time.monotonic())
 
     def _ready(self, wait_s: float) -> Iterator[tuple[HostConnection, Message | str | Exception] | tuple[None, None]]:
-        """What comes within `wait_s` seconds, until something does; (None, None) for `wake`.
+        """The events that arrive together, after waiting for at most `wait_s` seconds; (None, None) for `wake`.
 
-        A message, a line of stderr, EOFError where a program has closed its stdout, ValueError for what is no message.
+        A message, a line of stderr, EOFError if a program has closed its stdout, ValueError for an invalid message.
         """
         for link in self.all:
             blocked = link.order_fd in self._select.get_map()

@@ -80,7 +80,7 @@ class Outbox:
         self._bytes += encode(message)
 
     def flush(self) -> None:
-        """Write what the reader has room for. A reader that is gone takes everything (nobody will ask for it)."""
+        """Write as much as the reader has room for. If the reader is gone, drop everything."""
         try:
             while self._bytes:
                 del self._bytes[: os.write(self.fd, memoryview(self._bytes)[: 1 << 16].tobytes())]

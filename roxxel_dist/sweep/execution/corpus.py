@@ -30,10 +30,10 @@ def shards_of(config: Any, data_path: str | None, folder: Path) -> Path | None:
 
 
 def make_shards(config: Any, data_path: str | None, folder: Path) -> str | None:
-    """Make them, if nobody has; waits for who does. Returns what the run of this config is to read.
+    """Make the shards unless they exist; waits for a process that is making them. Returns the path that the run reads.
 
     Raises:
-        ValueError: the text cannot be used, or another process makes the shards and does not get on.
+        ValueError: the text cannot be used, or another process makes the shards and makes no progress.
     """
     from roxxel_dist.data.build.build import build
 

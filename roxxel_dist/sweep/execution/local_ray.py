@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_worker_niceness": "0",
-    # Nobody looks at them, and the driver would pay for them.
+    # Unused, and they would cost the driver time.
     "RAY_task_events_report_interval_ms": "0",
     "RAY_enable_metrics_collection": "0",
     # What Ray does where it cannot make clusters: it listens on loopback alone, as no option lets it on Linux.
@@ -40,9 +40,9 @@ ENVIRONMENT = {
 def local_ray(workers: int, cpus: float) -> Iterator[Any]:
     """The module ray, with a new cluster that has room for so many trials of so many CPUs.
 
-    Its ports are open to whom has the token, which is in its directory, readable for this user alone.
+    Its ports accept only clients with the token, which is in its directory, readable for this user alone.
 
-    Raises ValueError where Ray is not installed or in use by this process, ClusterError where it does not start.
+    Raises ValueError if Ray is not installed or in use by this process, ClusterError if it does not start.
     """
     if find_spec("ray") is None:
         raise ValueError("Ray is not installed: pip install 'roxxel-dist[sweep]'")

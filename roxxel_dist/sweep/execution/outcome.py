@@ -51,7 +51,7 @@ def classify_exit(code: int, output: str, *, ours: bool) -> tuple[str, str]:
 
 
 def _loss(code: int, output: str, *, ours: bool) -> str | None:
-    """What took the trial's process away; None where it failed by itself."""
+    """The external reason for which the trial's process ended; None if it failed by itself."""
     if code in KILLED:
         return f"its process was killed by {KILLED[code]}"
     if ours and code in MACHINES_FAULT:
@@ -61,7 +61,7 @@ def _loss(code: int, output: str, *, ours: bool) -> str | None:
 
 
 def disk_full(text: str) -> str | None:
-    """Why no trial can go on where this was said; None where it does not mean that."""
+    """Why no trial can go on, if this text reports a full disk; else None."""
     match = DISK_FULL.search(text)
     return f"a trial could not write ({match[0]}): make room, and start the sweep again" if match else None
 

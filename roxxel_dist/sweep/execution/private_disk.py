@@ -16,7 +16,7 @@ from roxxel_dist.sweep.wandb_bridge.server import agent_trial
 from roxxel_dist.train.bucket_folder import BucketFolder
 
 SEND_S = 4.0
-"""So long the sending of a trial's log may take: less than what is left of `ray_executor.END_S` when it has saved."""
+"""Seconds to send a trial's log: fewer than `ray_executor.END_S` leaves after the save."""
 
 
 def studies_folder(cache_dir: str | None) -> Path:
@@ -66,7 +66,7 @@ def _key(path: str | Path) -> tuple[str, ...]:
 
 
 def _send(store: ObjectStore, path: Path, key: str) -> None:
-    """What can be sent of a trial's small files; none of them is needed to go on."""
+    """Send one of a trial's small files, if possible; none of them is needed to go on."""
     try:
         if path.is_file():
             store.upload(path, key)

@@ -16,11 +16,11 @@ ROXXEL = (sys.executable, "-u", "-m", "roxxel_dist")
 GRACE_S = 12
 """What a launcher gives its ranks to save: less than what a trial gets to end."""
 STOP_LIMIT_S = 15.0
-"""So long a program that was asked to stop may take to save."""
+"""Seconds to save, for a program that was asked to stop."""
 LOCK_LIMIT_S = 30.0
-"""So long a trial waits for whoever trains in its run directory."""
+"""Seconds that a trial waits for another process that trains in its run directory."""
 LINGER_S = 5.0
-"""What the program has started and left gets so long to end by itself, once the program has ended."""
+"""Seconds after the end of the program, for processes that it started and left, before they are killed."""
 IDENTITY = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
 POLL_S = 0.1
 
@@ -48,7 +48,7 @@ def launch_command(
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables and `more`, without those by which a launched rank or a W&B run knows who it is.
+    """This process's variables and `more`, without those that identify a launched rank or a W&B run.
 
     Also without those that are for Ray's workers alone; a trial has the worker's devices and its key.
     """
@@ -87,13 +87,13 @@ class TrialProcess:
         return code if code is None or code >= 0 else 128 - code
 
     def output(self) -> str:
-        """What it has written until now."""
+        """Its output until now."""
         with self._log.open("rb") as file:
             file.seek(self._begin)
             return file.read().decode(errors="replace")
 
     def end(self) -> int:
-        """Ask it to stop, which lets it save, and kill what is left of it after 15 s; returns its exit code."""
+        """Ask it to stop, so that it saves, and kill its remaining processes after 15 s; returns its exit code."""
         self._tree.end(STOP_LIMIT_S)
         code = self.wait(0)
         assert code is not None

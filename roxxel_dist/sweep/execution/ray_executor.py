@@ -24,11 +24,11 @@ from roxxel_dist.sweep.execution.outcome import disk_full
 
 Item = dict[str, Any]
 END_S = 20.0
-"""How long a trial has that was told to end; then it is killed."""
+"""Seconds that a trial has to end when asked; then it is killed."""
 GIVE_UP_S = END_S + 10.0
-"""After so long a trial should have ended, or its worker have killed it."""
+"""Seconds after which it should have ended, or its worker should have killed it."""
 GET_S = 0.5
-"""So long a value may take to come here; then signals are looked at, and it is waited for again."""
+"""Seconds to wait for a value before signals are checked; then the wait continues."""
 ASK_S, LOST_S = 2.0, 30.0
 """How often the cluster is asked whether it is there, and after how long without an answer it is lost."""
 CancelReason = Literal["stop", "pause", "drain", "ended"]
@@ -83,7 +83,7 @@ def _events(run: str, task: Item) -> Iterator[Item]:
             yield {"fatal": {"reason": f"{node}: {full}"}}
             return
         if log := task.get("log"):
-            with suppress(OSError):  # the reason is told all the same
+            with suppress(OSError):  # the reason is reported all the same
                 Path(log).parent.mkdir(parents=True, exist_ok=True)
                 with Path(log).open("a", encoding="utf-8") as file:
                     file.write(traceback.format_exc())
@@ -145,7 +145,7 @@ class Attempt:
     """When it was submitted or, from `heard` on, when it began."""
     heard: bool = False
     cancel_reason: CancelReason | None = None
-    """What was decided about it: stopped early, paused, to be run again by the next start, or told its end already."""
+    """The decision about it: stopped early, paused, to be run again by the next start, or already reported as ended."""
     end: float = math.inf
     """When its process must be gone."""
     cancelled: bool = False
@@ -199,7 +199,7 @@ class RayExecutor:
         self.running.append(Attempt(trial=trial, attempt=attempt, losses=losses, stream=stream))
 
     def wait(self, seconds: float) -> list[tuple[Attempt, Item]]:
-        """What trials say, as soon as one does, or nothing after so long.
+        """The events of the trials, as soon as one has any, or none after so long.
 
         Besides what the body yields: {"lost": {"reason"}}, {"fatal": {"reason"}}, and {"exited": {}} for a task that
         has ended, the last of it.
@@ -237,11 +237,11 @@ class RayExecutor:
         self._ray.cancel(attempt.stream)
 
     def await_exit(self, attempt: Attempt) -> None:
-        """An attempt has told its last: it ends by itself."""
+        """An attempt has sent its last event: it ends by itself."""
         attempt.cancel_reason, attempt.end = "ended", time.monotonic() + END_S
 
     def expire(self) -> list[Attempt]:
-        """Attempts that did not end by any means; those that did not end by themselves are told to."""
+        """Attempts that did not end although they were cancelled; cancels those that did not end by themselves."""
         late = [attempt for attempt in self.running if time.monotonic() >= attempt.end]
         lost = [attempt for attempt in late if attempt.cancelled]
         for attempt in late:
@@ -250,7 +250,7 @@ class RayExecutor:
         return lost
 
     def waiting(self, seconds: float) -> str | None:
-        """What to tell a person about trials that found no room for so long; each is told of once."""
+        """The message about trials that found no room for so long; names each trial once."""
         before = time.monotonic() - seconds
         silent = [attempt for attempt in self.running if not (attempt.heard or attempt.cancel_reason)]
         new = [attempt for attempt in silent if not attempt.announced and attempt.since < before]

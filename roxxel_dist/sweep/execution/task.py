@@ -1,4 +1,4 @@
-"""What a worker of Ray is told of a trial."""
+"""The description of a trial that a worker of Ray gets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class TrialTask(Ranks):
     metric: str
     goal: str
     config: Mapping[str, Any]
-    """What every trial begins from, by field."""
+    """The fields of the config that all trials share."""
     data_path: str | None
     corpus: Mapping[str, Any] | None = None
     """Where shards of text are to be made first: the "text", and the "folder" of the study's shards."""

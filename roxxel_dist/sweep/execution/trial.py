@@ -62,10 +62,10 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
     """Run a trial, a TrialTask by its fields, to its end, as a process tree that dies with this process.
 
     Yields `{"start": {"pid"}}`, `{"report": {"step", "value"}}` within a fraction of a second of each evaluation, and
-    last one of `result`, `fail` (its own fault: kind, reason, log), `lost` (a machine's: it can go on from its
-    checkpoint) and `fatal` (the disk is full: no trial can go on). A run that is finished already yields what it
-    reported, and its result, at once. When it is closed, or interrupted, the training is asked to stop, saves, and is
-    killed after 15 s. Paths that are not absolute count from the task's "directory", or else from this process's.
+    last one of `result`, `fail` (its own fault: kind, reason, log), `lost` (a machine's fault: it can resume from its
+    checkpoint) and `fatal` (the disk is full: no trial can go on). A finished run yields its reports and its result at
+    once. When the generator is closed, or interrupted, the training is asked to stop, saves, and is killed after 15 s.
+    Relative paths start at the task's "directory", or else at that of this process.
     """
     task = TrialTask(**fields)
     folder, own = Path(task.run_dir), bool(task.program)
@@ -74,7 +74,7 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
         return
     objective = Objective(task, (WandbTail if own else MetricsTail)(folder, task.metric))
     try:
-        if has_ended(folder) if own else read_cursor(folder).get("finished"):  # and nobody has written its end down
+        if has_ended(folder) if own else read_cursor(folder).get("finished"):  # its end is not yet in the journal
             yield from objective.reports(last=True)
             yield objective.result(None)
             return
@@ -127,7 +127,7 @@ def follow(
 
 
 class Objective:
-    """What a trial has reported, and how good it is.
+    """The reports of a trial, and its best value.
 
     Attributes:
         best: the best value; None before the first.
@@ -142,7 +142,7 @@ class Objective:
         self.is_nan: bool = False
 
     def reports(self, *, last: bool = False) -> Iterator[Event]:
-        """What was reported since the last call."""
+        """The reports since the last call."""
         better = min if self._task.goal == "minimize" else max
         for step, value in self.tail.read(last=last):
             if not math.isfinite(value):
@@ -173,7 +173,7 @@ def failed(task: TrialTask, kind: str, reason: str) -> Event:
 
 
 def wait_until_free(folder: Path) -> str | None:
-    """Wait until nobody trains in a run directory any more; after the limit, who does."""
+    """Wait until no process trains in a run directory; after the limit, returns the reason that names the process."""
     end = time.monotonic() + LOCK_LIMIT_S
     while is_held(folder, unknown=False):
         if time.monotonic() >= end:

@@ -81,7 +81,7 @@ class PlotScale:
         return (positions - least) / span if span else positions - least + 0.5
 
     def ticks(self, values: Sequence[Any]) -> list[tuple[str, float]]:
-        """What is written along the axis, and how high."""
+        """The labels along the axis, and their heights."""
         if self.names is not None:
             return list(zip(self.names, self.heights(self.names), strict=True))
         known = [position for position in map(self.position, values) if position is not None]

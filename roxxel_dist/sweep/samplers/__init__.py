@@ -1,7 +1,7 @@
 """Search methods of a sweep. `make` gives one; it needs nothing else of this package.
 
-What a search asks for next is a function of its seed, the number of the trial, and what was asked and told before:
-made anew and given the same history, it goes on as if nothing had happened.
+The next trial of a search is a function of its seed, the number of the trial, and the trials and results before:
+a new engine with the same history continues as if nothing had happened.
 """
 
 import os
@@ -23,7 +23,7 @@ SAMPLERS = {
 
 
 class Engine(Protocol):
-    """Asks for trials and is told what they gave. Several may run at once."""
+    """Proposes trials and gets their results. Several trials may run at once."""
 
     def ask(self) -> tuple[int, Params]:
         """The number of the next trial (from 0) and its parameters. Raises SpaceExhausted."""

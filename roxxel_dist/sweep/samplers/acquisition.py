@@ -1,4 +1,4 @@
-"""What a trial is expected to be worth: improvement times success, by what is believed of values and of failures."""
+"""The expected worth of a trial: improvement times success, by the models of values and of failures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -87,7 +87,7 @@ def fit_values(
     running: np.ndarray,
     rng: np.random.Generator,
 ) -> list[GaussianProcess]:
-    """What may be true of the values: a process for each of some likely scales, with fewer of them where much is known.
+    """Plausible models of the values: a process for each of several likely scales, fewer of them if much is known.
 
     A trial that runs gives each process a value that it takes for possible there (Snoek, Larochelle, Adams 2012). One
     that failed is as bad as the worst for as many of the processes as its parameters are to blame; to others it says
@@ -122,7 +122,7 @@ def fit_values(
 
 @dataclass(frozen=True, kw_only=True)
 class Acquisition:
-    """What a trial is expected to be worth, on average over what may be true of the values."""
+    """The expected worth of a trial, averaged over plausible models of the values."""
 
     values: Sequence[GaussianProcess]
     failure: FailureModel | None = None
@@ -171,7 +171,7 @@ def choose_scale(features: np.ndarray, values: Sequence[float] | np.ndarray) -> 
     uncut = known[subset] < most
     density = _log_density(here, plain[subset], theta)[uncut] - np.log(np.minimum(known, most).std())
     log_density = _log_density(here, logs[subset], log_theta)[uncut] - np.log(behind.std())
-    # both densities are of the values themselves: that of a logarithm is divided by what it is the logarithm of
+    # both densities are of the values themselves: that of a logarithm is divided by its argument
     better = (log_density - behind[subset][uncut]).sum() > density.sum()
     return (logs, log_theta) if better else (plain, theta)
 

@@ -61,14 +61,14 @@ def rng_for(seed: int, trial: int, purpose: str) -> random.Random:
 
 
 class AskTell:
-    """Asks for trials and is told what they gave. Several may run at once.
+    """Proposes trials and gets their results. Several trials may run at once.
 
     Args:
-        sweep: what is searched, and its rules.
+        sweep: the search space, and its rules.
         seed: of everything random.
-        sampler: where to look next.
-        accept: raises ValueError for parameters of which no trial can be made.
-        fill: whether other points are tried where the sampler has none that can be run.
+        sampler: proposes the next point.
+        accept: raises ValueError for parameters that make no valid trial.
+        fill: whether to try other points if the sampler has no valid one.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class AskTell:
 
 
 def config_key(params: Params) -> str:
-    """What two equal configurations have in common."""
+    """A text that is the same for equal configurations."""
     return json.dumps(params, sort_keys=True, default=repr)
 
 

@@ -162,7 +162,7 @@ class BayesSampler:
             yield from map(transform.point, ranked)
 
     def _acquisition(self, history: TrialHistory, rng: np.random.Generator) -> Acquisition:
-        """What is believed of values and failures; of trials that run or have failed, what the others make likely."""
+        """Models of values and failures; for trials that run or have failed, values predicted from the others."""
         trials = [history.trials[number] for number in sorted(history.trials)]
         failed = [trial for trial in trials if trial.ended and trial.value is None][-MOST_FAILURES:]
         running = [trial for trial in trials if not trial.ended]

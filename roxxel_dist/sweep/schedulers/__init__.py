@@ -1,4 +1,4 @@
-"""Who gets the next steps: W&B's hyperband stops trials; asha and freeze_thaw pause them and let them go on."""
+"""Which trials get the next steps: W&B's hyperband stops trials; asha and freeze_thaw pause them and let them go on."""
 
 import math
 

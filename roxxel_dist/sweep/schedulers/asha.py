@@ -31,7 +31,7 @@ class Asha:
         self._eta, self._is_strict, self._sign = rule.get("eta", ETA), bool(rule.get("strict")), sign
         self._rungs = sorted(set(bands(rule)))
         self._values: list[dict[int, float]] = [{} for _ in self._rungs]
-        """What each trial had at each rung that it has reached, less being better."""
+        """The value of each trial at each rung that it has reached; less is better."""
 
     def note(self, history: History, trial: int, step: int) -> None:
         """Note that a trial has reported."""

@@ -1,6 +1,6 @@
-"""What a scheduler is: it says after a report who stops or pauses, and who goes on where a worker is free.
+"""The interface of a scheduler: which trials stop or pause after a report, and which continue when a worker is free.
 
-A scheduler keeps nothing that the history does not say: made anew, and shown the same trials, it decides the same.
+A scheduler keeps nothing that is not in the history: a new one, shown the same trials, decides the same.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Verdict:
 
 
 class Scheduler(Protocol):
-    """Decides who gets the next steps."""
+    """Decides which trials get the next steps."""
 
     name: str
     """As in `early_terminate.type`."""
@@ -38,7 +38,7 @@ class Scheduler(Protocol):
         ...
 
     def estimate(self, history: History) -> Mapping[int, float]:
-        """What trials without an end are taken to give, for whoever proposes parameters."""
+        """Estimates of the results of unfinished trials, for the sampler."""
         ...
 
     def rank(self, history: History) -> list[int]:
@@ -53,10 +53,10 @@ def by_value(history: History) -> list[int]:
 
 
 def as_far_behind(history: History) -> dict[int, float]:
-    """Estimates of what trials without an end will give, for whoever proposes parameters.
+    """Estimates of the results of unfinished trials, for the sampler.
 
-    Each is as far behind the best trial as it was, at its last report, behind the best one of so many reports. Best
-    means the best value so far.
+    A trial is taken to end as far behind the best trial as it is, at its last report, behind the best trial after as
+    many reports. Best means the best value so far.
     """
     if history.best is None or history.best.value is None:
         return {}

@@ -68,7 +68,7 @@ class Hyperband:
     def __init__(self, rule: Mapping[str, Any], sign: float) -> None:
         self._eta, self._is_strict, self._sign = rule.get("eta", ETA), rule.get("strict"), sign
         self._values: dict[int, list[float]] = {band: [] for band in bands(rule)}
-        """What all trials had at each band, sorted."""
+        """The values of all trials at each band, sorted."""
         self._curves: dict[int, _Curve] = {}
 
     def note(self, history: History, trial: int, step: int) -> None:

@@ -156,7 +156,7 @@ class Rules:
     def resolve(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters of a trial: those whose condition does not hold are left out, derived ones are added.
 
-        What asks for a parameter that is left out is left out with it: a derived one, a condition, a constraint.
+        A derived parameter, a condition or a constraint that uses a left-out parameter is left out too.
 
         Raises:
             InfeasibleError: a constraint does not hold, or a formula cannot be worked out for these values.

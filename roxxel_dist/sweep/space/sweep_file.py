@@ -112,7 +112,7 @@ class Sweep:
 
     @property
     def sign(self) -> float:
-        """What a value is multiplied by so that less is better."""
+        """The factor by which a value is multiplied so that less is better."""
         return 1.0 if self.goal == "minimize" else -1.0
 
 
@@ -136,7 +136,7 @@ class YamlLocator:
 
 
 def nearest(name: Any, names: Sequence[str]) -> str:
-    """What to say of a name that is not among those that there are."""
+    """A hint for an unknown name: the nearest known name, or all of them."""
     near = difflib.get_close_matches(str(name), names, n=1)
     return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
 

@@ -114,7 +114,7 @@ def has_ended(folder: Path) -> bool:
 class WandbTail(MetricsTail):
     """Follows the W&B runs in a folder, those of all ranks and of all attempts: the client has them in `wandb/` there.
 
-    In the name of the metric there are points between the names of what is nested.
+    Dots separate the levels in the name of a nested metric.
     """
 
     def __init__(self, run: Path, metric: str) -> None:
@@ -140,7 +140,7 @@ class WandbTail(MetricsTail):
         return reports
 
     def exit_code(self) -> int | None:
-        """What the client of the last run says that its program ended with; None where it says nothing."""
+        """The exit code of the program that the client of the last run recorded; None if it recorded none."""
         return self._files[max(self._files)][1].exit_code if self._files else None
 
 

@@ -43,7 +43,7 @@ class ServerSampler:
         return self._next - 1, {}
 
     def tell(self, trial: int, value: float | None) -> None:
-        """The server was told by the trial itself."""
+        """Nothing to do: the trial itself has reported to the server."""
 
     def point(self, trial: int) -> list[float]:
         """The server does not say."""
@@ -131,7 +131,7 @@ def agent_trial(trial: Mapping[str, Any]) -> Iterator[Event]:
     if reason := wait_until_free(folder):
         yield {"lost": {"reason": reason}}
         return
-    _put_aside(folder)  # the server gives a trial that was lost to nobody again
+    _put_aside(folder)  # the server never hands out a lost trial again
     folder.mkdir(parents=True)
     words = [sys.executable, "-m", "wandb", "agent", "--count", "1", "--forward-signals", str(task.wandb_sweep)]
     objective = Objective(task, tail := WandbTail(folder, task.metric))
@@ -187,7 +187,7 @@ State = Literal["no run", "stopped", "finished", "failed", "silent"]
 class AgentEnd:
     """How W&B's agent, and the program of the run that it was given, have ended.
 
-    The agent's exit code says nothing of its program. What does, by who writes it:
+    The agent's exit code says nothing about its program. These do, by their writers:
 
     - the agent, before it starts the program: `wandb/sweep-*/config-RUN.yaml`, the run and its parameters;
     - the agent, on its output: "Stop: RUN" when the server stops a run, "Cleaning up finished run" when one has ended;

@@ -28,7 +28,7 @@ HEADER_BYTES = 1 << 18
 
 
 class Block(NamedTuple):
-    """What is equal on all devices that hold it: one part of one array."""
+    """One part of one array, equal on all devices that hold it."""
 
     leaf: int
     bounds: Bounds
@@ -110,7 +110,7 @@ class Header:
     rank: int
     """Whose blocks these are."""
     needs: Sequence[int]
-    """The blocks on the devices of that rank; what is not here is in the files of its neighbours on the host."""
+    """The blocks on the devices of that rank; those not in this file are in those of other ranks of the host."""
     metadata: Mapping[str, Any]
     """`CheckpointMetadata.to_dict`."""
     blocks: Mapping[int, tuple[int, int, str]] = field(default_factory=dict)
@@ -209,9 +209,9 @@ class BlockFile:
         np.ndarray(array.shape, array.dtype, buffer=self._map, offset=self.offsets[place])[...] = array
 
     def finish(self, header: Header, numbers: Sequence[int]) -> int:
-        """Make it valid, with the digests of what is in it; returns the bytes of the file that count.
+        """Make the file valid, with the digests of its blocks; returns how many of its bytes are in use.
 
-        Raises OSError where there is no room for the header.
+        Raises OSError if there is no room for the header.
         """
         view = memoryview(self._map)
         places = zip(numbers, self.offsets, self._sizes, strict=True)
@@ -221,7 +221,7 @@ class BlockFile:
         if self._header_at + len(data) > len(self._map):
             os.posix_fallocate(self._file, self._header_at, len(data))
         os.pwrite(self._file, data, self._header_at)
-        # Last, and in one store of a few bytes after all others: whoever reads it sees them.
+        # Last, as one store of a few bytes: a process that reads the preamble also sees all earlier writes.
         self._map[: PREAMBLE.size] = PREAMBLE.pack(MAGIC, self._header_at, len(data), digest(data).encode())
         return self._header_at + len(data)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of an NNX model and its optimizer, for loops of one's own."""
+"""Checkpoints of an NNX model and its optimizer, for your own training loop."""
 
 import logging
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""Digests of arrays and files: what a checkpoint, or an export, proves itself by. No jax.
+"""Digests of arrays and files, which prove a checkpoint or an export intact. No jax.
 
 `digests.json`, the table of a checkpoint, has the digest of every file in it and of every block of an array as it was
-on the device; who wrote each; its step; and, at its end, its own digest.
+on the device; the rank that wrote each; its step; and, at its end, its own digest.
 """
 
 import json
@@ -25,7 +25,7 @@ CHUNK = 1 << 20
 """Bytes of a file that are read at once: they stay in the processor's cache until they are hashed."""
 THREADS = 4
 SEALED, SEAL = b"\x84", b"\xa6digest\xd9\x20"
-"""How a sealed file of msgpack begins, a map of four, and what stands before its digest: a key, and a text of 32."""
+"""The first byte of a sealed file of msgpack, a map of four, and the bytes before its digest: a key, a text of 32."""
 Progress = Callable[[int], None]
 """Takes how many bytes more have been read."""
 Bounds = tuple[tuple[int, int], ...]
@@ -40,7 +40,7 @@ def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
 def digest(data: Any) -> str:
     """The xxh3-128 of a buffer, or of an array's elements in C order, as 32 hexadecimal digits.
 
-    Raises BufferError for what is neither.
+    Raises BufferError for any other object.
     """
     if isinstance(data, np.ndarray):  # bfloat16 offers no buffer of its own
         data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
@@ -53,7 +53,7 @@ class BlockDigest(NamedTuple):
     bounds: Bounds
     digest: str
     rank: int
-    """Who wrote it."""
+    """The rank that wrote it."""
     file: str = ""
     """The path of the file that its bytes are in, as they were in memory; empty where they are in none, or not so."""
     offset: int = 0
@@ -86,7 +86,7 @@ class FileDigest(NamedTuple):
 def _hash_file(
     path: Path, blocks: Iterable[BlockDigest], skipped: Set[BlockDigest], progress: Progress | None = None
 ) -> tuple[str, dict[BlockDigest, str]]:
-    """(digest of what lies outside of blocks, of each block but those `skipped`). Raises OSError.
+    """(digest of the bytes outside of blocks, of each block but those `skipped`). Raises OSError.
 
     Read, not mapped: a file that is cut meanwhile would end the process.
     """
@@ -116,7 +116,7 @@ def _hash_file(
 
 @dataclass(frozen=True, kw_only=True)
 class DigestTable:
-    """What a checkpoint is, file by file and block by block; of an export, the files alone.
+    """The contents of a checkpoint, file by file and block by block; of an export, only its files.
 
     Each rank writes a table of its part, and rank 0 the one of all parts.
     """
@@ -127,7 +127,7 @@ class DigestTable:
     blocks: Mapping[str, tuple[BlockDigest, ...]] = field(default_factory=dict)
     """By the name of the array."""
     meta: tuple[str, ...] = ()
-    """Digests that `meta.json` may have: two while a run goes back to the checkpoint, and writes it anew."""
+    """Digests that `meta.json` may have: two while a run goes back to the checkpoint and rewrites the file."""
 
     def write(self, path: Path) -> None:
         """In one instant. Raises OSError."""

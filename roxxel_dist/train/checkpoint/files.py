@@ -75,7 +75,7 @@ def open_folder(
 ) -> dict[int, float | None]:
     """The complete checkpoints and the val_loss of each, as rank 0 sees them; called by all ranks together.
 
-    Unless `read_only`, the folder is made where it is missing, and what dead saves have left in it is taken away.
+    Unless `read_only`, the folder is made if it is missing, and the remains of dead saves in it are removed.
     Those of a run in a bucket are what `in_bucket` says, and the folder is each host's own. Raises ValueError where it
     cannot be written, or a rank does not see it.
     """
@@ -126,7 +126,7 @@ def complete(folder: Path) -> dict[int, float | None]:
     steps = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
     saved: dict[int, float | None] = dict.fromkeys(sorted(steps))
     for step in saved:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: who restores it is told
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: `restore` reports it
             saved[step] = number(MetaFile.read(folder / str(step)).val_loss)
     return saved
 
@@ -239,9 +239,9 @@ def hash_blocks(blocks: list[Block], rank: int) -> dict[str, tuple[BlockDigest, 
 
 
 def write_part(temporary: Path, step: int, blocks: Mapping[str, tuple[BlockDigest, ...]], rank: int) -> None:
-    """Leave the digests of what this rank has written where rank 0 finds them. Its files are final by now."""
+    """Write the digests of this rank's files, which are final by now, where rank 0 finds them."""
     own = temporary / STATE / f"ocdbt.process_{rank}"
-    # Where the blocks of an array are not alike, they are found nowhere, or one with a size that is not its own.
+    # If the blocks of an array differ in size, `places` finds none of them, or one with a wrong size.
     alike = {name.replace("/", "."): [b - a for a, b in some[0].bounds] for name, some in blocks.items() if some}
     where, folder = places(own, alike), str(own.relative_to(temporary))
     inside: dict[str, list[BlockDigest]] = {}
@@ -262,7 +262,7 @@ def write_part(temporary: Path, step: int, blocks: Mapping[str, tuple[BlockDiges
 
 
 def write_table(temporary: Path, step: int, ranks: int, meta: str) -> None:
-    """The table of a checkpoint whose other files are there: of all ranks' parts, and of what rank 0 has added."""
+    """Write the table of a checkpoint whose other files are there: from all ranks' parts and rank 0's own files."""
     parts = [temporary / f"{TABLE}.{rank}" for rank in range(ranks)]
     table = merge(map(DigestTable.read, parts), step=step, meta=(digest(meta.encode()),))
     for path in parts:
@@ -273,7 +273,7 @@ def write_table(temporary: Path, step: int, ranks: int, meta: str) -> None:
 
 
 def commit(handler: ocp.PyTreeCheckpointHandler, temporary: Path, checkpoint: Path, meta: str, ranks: int) -> None:
-    """Make a complete checkpoint of what all `ranks` have written; 0: with no digests."""
+    """Make a complete checkpoint from the files of all `ranks`; 0: without digests."""
     handler.finalize(epath.Path(temporary / STATE))
     write_file(temporary / META, meta)
     if ranks:

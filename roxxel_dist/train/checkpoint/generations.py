@@ -32,7 +32,7 @@ from roxxel_dist.train.checkpoint.replicas import block_files, fetch_blocks, rea
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """What a rank has looked through in shared memory when the job begins."""
+    """The generations that a rank finds in shared memory when the job begins."""
 
     address: tuple[str, int] | None = None
     """Where other hosts can fetch blocks of this rank's host."""
@@ -66,7 +66,7 @@ class Generation:
 
 
 def run_identity(run: object, mesh: Any, settings: Sequence[Any]) -> str:
-    """What must be equal for a generation to be taken: the run, its data and plan, the devices, how arrays lie."""
+    """A hash that must be equal for a generation to be used: of the run, its data and plan, devices, and shardings."""
     devices = [(device.id, device.process_index) for device in mesh.devices.flat]
     text = json.dumps([str(run), LAYOUT, list(mesh.shape.items()), devices, *settings])
     return digest(text.encode())

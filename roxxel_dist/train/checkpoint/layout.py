@@ -48,7 +48,7 @@ def convert(old: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict
 
 
 def sources(name: str, old: Collection[str]) -> list[str]:
-    """The names in layout 1 of what makes the array `name`: one, or one a block; none where there is nothing such."""
+    """The names in layout 1 of the arrays that make up `name`: one, or one per block; none if there are none."""
     for path in _paths(name):
         for ours in (path, path.replace("feedforward.gate_up", "feedforward.up")):
             if ours in old:

@@ -1,4 +1,4 @@
-"""What a run keeps on disk while it trains: checkpoints, weight files, the cursor, answers to requests to save."""
+"""The files that a run writes while it trains: checkpoints, weight files, the cursor, answers to requests to save."""
 
 import contextlib
 import threading
@@ -18,11 +18,11 @@ from roxxel_dist.train.train_state import TrainState
 from roxxel_dist.train.weight_files import BEST, LIMIT, NEWEST, step_of, write_weights
 
 WEIGHTS_LIMIT_S = 600.0
-"""Seconds that the weights of a finished run may take to be written."""
+"""Seconds that a finished run may take to write its weights."""
 STOP_LIMIT_S = 10.0
-"""Of one that was asked to stop: whoever asked does not wait for long, and the run comes back to them."""
+"""The same for a run that was asked to stop: it must end soon, and writes the weights after it resumes."""
 LAST_WORDS_LIMIT_S = 3600.0
-"""Seconds that the other ranks wait for rank 0, which may have to draw and to write, at the end."""
+"""Seconds that the other ranks wait at the end for rank 0, which may still draw plots and write files."""
 
 
 class Exporter:
@@ -57,7 +57,7 @@ class Exporter:
             self.want(BEST, best)
 
     def want(self, name: str, step: int) -> None:
-        """Have the file `name` hold the weights of `step`, soon; what was wanted for it before is not, any more."""
+        """Write the weights of `step` into the file `name` soon; this replaces an earlier request for the file."""
         if not self._enabled:
             return
         with self._lock:
@@ -68,7 +68,7 @@ class Exporter:
                 self._thread.start()
 
     def wait(self, limit_s: float) -> None:
-        """Until all that is wanted is written, or for so long; then nothing more is begun."""
+        """Wait until all requested weights are written, at most `limit_s`; after the limit no other write begins."""
         thread = self._thread
         if thread is None:
             return
@@ -114,9 +114,9 @@ class Exporter:
 
 
 class CheckpointManager:
-    """Saves the checkpoints of a run, and logs how it went. All ranks make the same calls.
+    """Saves the checkpoints of a run, and logs the results. All ranks make the same calls.
 
-    What somebody asks for is saved at the next step that is `logged`; `export` has the weights written into files too.
+    A requested checkpoint is saved at the next step that is `logged`; `export` also writes the weights into files.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class CheckpointManager:
         self._exporter.wait(STOP_LIMIT_S if kind is None else CRASH_LIMIT_S)
 
     def save_requested(self, step: int) -> bool:
-        """Whether somebody wants `step` saved; to be called once a step, on every rank."""
+        """Whether a request asks to save `step`; to be called once a step, on every rank."""
         return self._requests.should_save(step)
 
     def save(self, step: int, state: TrainState, metadata: CheckpointMetadata, val_loss: float | None) -> None:

@@ -132,8 +132,8 @@ class MemoryTier:
         """Whether to take a generation after `step`. Every rank calls this once a step, at the same place.
 
         Raises:
-            TimeoutError: rank 0 did not come to the step before within an hour.
-            LostRankError: a rank is lost, by jax's own heartbeat.
+            TimeoutError: rank 0 did not reach the step before `step` within an hour.
+            LostRankError: jax's heartbeat reports a lost rank.
         """
         if self._next is None:
             return False
@@ -157,7 +157,7 @@ class MemoryTier:
     def clock(self) -> float:
         """Seconds by which the loop's part of a generation is measured.
 
-        Where the devices are CPUs, those of this thread: what it waits for a core, others have.
+        If the devices are CPUs, the CPU time of this thread: while it waits for a core, other threads use it.
         """
         return time.thread_time() if self._on_cpu else time.perf_counter()
 
@@ -196,7 +196,7 @@ class MemoryTier:
             wait([self._job])
 
     def discard(self) -> None:
-        """Void what was there when the job began: it goes on from elsewhere. All ranks call it together."""
+        """Delete the copies of earlier jobs: this one starts from another state. All ranks call it together."""
         if self._rank == self._locals[0]:
             for path in block_files(self._folder):
                 path.unlink(missing_ok=True)
@@ -318,7 +318,7 @@ class MemoryTier:
 
     def _finish(self, file: BlockFile, slot: int, header: Header, seconds: float) -> Report:
         """Make this rank's part valid, and give it to the neighbour."""
-        if is_primary() and len(set(self._hosts)) > 1:  # another host may go on from it, when this one is gone
+        if is_primary() and len(set(self._hosts)) > 1:  # another host may resume from it if this one is lost
             for log in self._logs:
                 with contextlib.suppress(OSError), log.open("rb") as rows:
                     os.fsync(rows.fileno())

@@ -1,4 +1,4 @@
-"""After which steps a generation is taken: rank 0 decides it from what the ones before took, and announces it."""
+"""After which steps a generation is taken: rank 0 decides it from the cost of earlier ones, and announces it."""
 
 import math
 import secrets
@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 SHARE = 0.01
-"""Of the time of the steps: what generations may take with `auto`."""
+"""The share of the steps' time that generations may take with `auto`."""
 FIRST_AFTER = 2
 """Steps before the first generation of a process; the first steps are not like others."""
 COSTS = 5
-"""Generations that the price of one is the median of: what one waits for a core is done for others meanwhile."""
+"""The cost of a generation is the median of so many: a single one may have waited for a core."""
 LOOK_AGAIN = 8
-"""Steps until rank 0 looks again, where it does not know yet what a generation costs."""
+"""Steps until rank 0 decides again, while the cost of a generation is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Announcement:
-    """What rank 0 says about a step, to all ranks."""
+    """The decision of rank 0 about a step, for all ranks."""
 
     generation: str = ""
     """The generation to take; empty for none."""
@@ -40,7 +40,7 @@ class Report:
     neighbour: str = ""
     """Why the neighbour does not have it, where it should."""
     seconds: float = 0.0
-    """That the devices had nothing to do; and, where they are CPUs, what they had less of meanwhile."""
+    """Time that the devices were idle; if they are CPUs, also the CPU time that the generation took from them."""
 
 
 class Schedule:
@@ -125,7 +125,7 @@ class Schedule:
         return ""
 
     def _log_once(self, line: str, about: str = "") -> None:
-        """Log a line, once for what it is about."""
+        """Log a line, unless one on the same subject (`about`, by default the line itself) was logged before."""
         if (about or line) not in self._logged:
             self._logged.add(about or line)
             self._log(line)

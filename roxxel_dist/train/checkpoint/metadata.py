@@ -27,7 +27,7 @@ class MetaFile(NamedTuple):
     shapes: Mapping[str, list[Any]]
     """Every array's shape, and its type behind that, by name."""
     meta: Mapping[str, Any]
-    """What who saved it says; `CheckpointMetadata` for a run."""
+    """What the program that saved it adds; `CheckpointMetadata` for a run."""
     val_loss: float | None
     layout: int
     has_digests: bool = False
@@ -64,14 +64,14 @@ class CheckpointRef(NamedTuple):
 
     @classmethod
     def parse(cls, text: str | Path) -> "CheckpointRef":
-        """What RUN@STEP or RUN names; an @ that no number follows belongs to the folder's name."""
+        """The checkpoint that RUN@STEP or RUN names; an @ without a number after it belongs to the folder's name."""
         run, mark, step = str(text).rpartition("@")
         return cls(Path(run), int(step)) if mark and run and step.isdecimal() else cls(Path(text), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeSpec:
-    """What a run that has no checkpoint yet begins with, or how far one that has some goes back."""
+    """The start of a run without checkpoints, or how far a run with checkpoints goes back."""
 
     fork: CheckpointRef | None = None
     """Begin with the whole state of this checkpoint: parameters, moments, random streams, position in the data."""
@@ -98,7 +98,7 @@ class ResumeSpec:
 
 
 RESUME_LATEST = ResumeSpec()
-"""A new run, or one that goes on from its newest checkpoint."""
+"""A new run, or one that resumes from its newest checkpoint."""
 
 
 @dataclass(kw_only=True)
@@ -172,18 +172,18 @@ class CheckpointMetadata:
     curriculum: str = ""
     """The fingerprint of the curriculum, amendments aside."""
     plan: Mapping[str, Any] = field(default_factory=dict)
-    """`Plan.state` after the checkpoint's step; empty where no `Trainer` has saved it."""
+    """`Plan.state` after the checkpoint's step; empty if no `Trainer` saved the checkpoint."""
     schedule: Mapping[str, Any] = field(default_factory=dict)
-    """{"kind", "settings"} of the learning rate; empty where nobody knows it."""
+    """{"kind", "settings"} of the learning rate; empty if the optimizer does not state them."""
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     rewinds: int = 0
     """How often the run went back to a checkpoint because of a bad step."""
     went_back: str = ""
     """The launched job that went back by hand: started again with the same words, it does not go back once more."""
     adapter_scales: Mapping[str, float] | None = None
-    """Of each adapter by its name: what it counts; None where the checkpoint holds all weights."""
+    """The scale of each adapter, by its name; None if the checkpoint holds all weights."""
     base: BaseModelRef | None = None
-    """What the adapters stand on, if that is in no checkpoint of the run."""
+    """The base model of the adapters, if it is in no checkpoint of the run."""
     digest: str = ""
     """Of the rows and losses of all steps up to the checkpoint's, see `digest_chain.py`; empty in those of earlier
     versions."""

@@ -1,8 +1,8 @@
 """The object-store tier: the checkpoints of a run that is kept in a bucket, by the names of a local run directory.
 
 Each rank sends the files that it has written, rank 0 the others and, last of all, the table of digests: a checkpoint
-counts when that object is there. What is read comes into the local folder first, where its digests are compared; a file
-that does not agree is fetched once more before it is called damaged.
+counts when that object is there. Files are first fetched into the local folder, where their digests are compared; one
+that does not agree is fetched once more before it counts as damaged.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectInfo, ObjectStore
 
 PROCESS = "ocdbt.process_"
-"""How the folder of what one rank has written begins; Orbax gives it the rank."""
+"""The prefix of the folder with one rank's files; Orbax appends the rank."""
 THREADS = 4
 """Files that are sent, or fetched, at a time; each of them in parts."""
 FETCHES = 16
 """Requests for files, most of which are small, that are under way."""
 FETCH_TIMES = 2
-"""What is damaged is fetched once more."""
+"""How often a file is fetched before it counts as damaged."""
 FETCH_LIMIT_S = 6 * 3600.0
 IsLeft = Callable[[str, BlockDigest], bool]
 """Whether a block of an array, by its name, is left out."""
@@ -93,7 +93,7 @@ class RemoteCheckpoints:
             list(threads.map(self.fetch_meta, whole))
         saved: dict[int, float | None] = dict.fromkeys(whole)
         for step in whole:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: who restores it is told
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: `restore` reports it
                 saved[step] = files.number(MetaFile.read(self._folder / str(step)).val_loss)
         return saved
 

@@ -1,8 +1,8 @@
-"""Blocks of one host kept by another: what a rank takes from its neighbour, and gives to one that has lost its own.
+"""Blocks of one host kept by another: a rank keeps its neighbour's blocks, and sends them back if they are lost there.
 
-Both ends prove that they know the job's key before anything else is said (HMAC-SHA256 over the nonces of both), and
-every frame carries a MAC by a key of that connection, its direction and its number. Nothing is encrypted: gradients
-and parameters cross the same interface in the clear, by the collectives (decisions.md: copies of a neighbour).
+Both ends first prove that they know the job's key (HMAC-SHA256 over the nonces of both). Every frame carries a MAC by a
+key of that connection, its direction and its number. Nothing is encrypted: gradients and parameters cross the same
+interface in the clear, by the collectives (decisions.md: copies of a neighbour).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ FRAME_BYTES = 1 << 22
 TIMEOUT_S = 10.0
 """Seconds without a byte from the other end, after which it is taken for gone."""
 CONNECTIONS = 16
-"""At a time; who comes on top is not let in."""
+"""At a time; further ones are refused."""
 KEY = "key"
 COPY = ".copy"
 """How the name of a file of another host's blocks ends."""
@@ -73,7 +73,7 @@ class Channel:
             return hmac.digest(key, role + nonces, "sha256")
 
         mine, theirs = (b"server", b"client") if server else (b"client", b"server")
-        if server:  # who asks proves it first: a stranger gets nothing that was made with the key
+        if server:  # the client proves it first: a stranger gets nothing that was made with the key
             self._check(proof(theirs))
             connection.sendall(proof(mine))
         else:
@@ -151,7 +151,7 @@ def send_file(address: tuple[str, int], key: bytes, name: str, data: memoryview)
     """Give a neighbour the bytes of a file of blocks, under a name there. Raises OSError where it has not taken it."""
     with _connected(address, key) as channel:
         channel.send({"put": name, "size": len(data)})
-        if problem := channel.receive_json():  # before gigabytes are sent in vain
+        if problem := channel.receive_json():  # refused, before gigabytes are sent
             raise OSError(problem)
         channel.send_all(data[PAGE:])
         channel.send_all(data[: PREAMBLE.size])
@@ -183,7 +183,7 @@ class CopyServer:
         folder: where the files are.
         address: of the cluster's interface; the port is any.
         key: of the job.
-        log: for a line about who is refused.
+        log: for a line about a refused host.
 
     Raises:
         OSError: nothing can listen there.
@@ -203,7 +203,7 @@ class CopyServer:
     def close(self) -> None:
         """Listen no more. What is under way ends by itself."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
         self._socket.close()
 
     def _listen(self) -> None:
@@ -227,7 +227,7 @@ class CopyServer:
                 else:
                     self._give(channel, request["get"], request["numbers"])
         except WrongKey as error:
-            if host not in self._refused:  # once: whoever knocks must not fill the log
+            if host not in self._refused:  # once: repeated connections must not fill the log
                 self._refused.add(host)
                 self._log(f"a connection from {host} for copies in memory was refused: {error}")
         except (OSError, ValueError, KeyError, TypeError):  # it comes again, or the copy stays incomplete

@@ -144,7 +144,7 @@ class CheckpointStore:
         self._pending: tuple[_Save, Future[_Problem]] | None = None
         self._ended: deque[SaveResult] = deque()
         self.unreported: int = 0
-        """Saves whose end `poll` has not told yet."""
+        """Saves whose end `poll` has not reported yet."""
         self._problem = ""
         self._count = 0
 
@@ -158,7 +158,7 @@ class CheckpointStore:
 
     @property
     def pending_step(self) -> int | None:
-        """The step that is being saved; None where nobody knows of one."""
+        """The step that is being saved, or None."""
         return self._pending[0].step if self._pending else None
 
     def latest_of_all(self) -> int | None:
@@ -180,9 +180,9 @@ class CheckpointStore:
         return self._saved.get(step)
 
     def save(self, step: int, state: Any, meta: dict[str, Any], val_loss: float | None = None) -> None:
-        """Begin to save; returns once the state may change, and be donated. Waits for the save before.
+        """Begin to save; returns once the state may change, and be donated. First waits for the previous save to end.
 
-        A step that is saved already is left as it is. What goes wrong on a disk is told by `poll` and `wait`.
+        A step that is already saved is left as it is. `poll` and `wait` report errors of the disk.
 
         Args:
             step: optimizer steps done.
@@ -254,7 +254,7 @@ class CheckpointStore:
         return _Problem()
 
     def poll(self) -> SaveResult | None:
-        """How a save ended that has ended meanwhile; each is told once. Costs nothing."""
+        """The result of a save that has ended since the last call, each once; else None. Costs nothing."""
         if self._pending and self._pending[1].done():
             self.settle()
         if not self._ended:
@@ -476,7 +476,7 @@ class CheckpointStore:
             else:
                 state = files.restore_state(self._handler, checkpoint, like, whole=whole)
                 problems = [] if table is None else files.check_arrays(state, table, saved.shapes)
-        except Exception as error:  # Orbax has no error of its own for what it cannot read
+        except Exception as error:  # Orbax raises various types for a file it cannot read
             problems = [files.cause(error)]
         self._agree(step, problems)
         return state
@@ -507,7 +507,7 @@ class CheckpointStore:
         return (self.folder / str(step)).exists() if self._remote is None else self._remote.exists(step)
 
     def _instead(self, step: int) -> str:
-        """What a reader of another run's checkpoints may name instead of a damaged one."""
+        """The hint for a reader of another run's checkpoints: an older one to name instead of a damaged one."""
         older = [other for other in self.steps() if other < step]
         if not older:
             return "; there is no older one"
@@ -518,7 +518,7 @@ class CheckpointStore:
         return f"; the next older complete one is of step {older[-1]}: name that"
 
     def _read(self, step: int) -> tuple[MetaFile, DigestTable | None]:
-        """What a checkpoint says of itself, once all ranks have read the same."""
+        """The metadata and digests of a checkpoint, once all ranks have read the same."""
         if step not in self._saved:
             known = ", ".join(map(str, self.steps())) or "none"
             raise ValueError(f"{self.folder} has no checkpoint of step {step}; those there are: {known}")

@@ -33,7 +33,7 @@ class Verdict:
     state: Literal["complete", "unverified", "damaged", "renamed"]
     """Unverified: it has no digests. Renamed: it was damaged, and a run has renamed it and gone on from another one."""
     problems: tuple[str, ...] = ()
-    """What does not agree, and who wrote it."""
+    """The files and arrays that differ, and the ranks that wrote them."""
     files: int = 0
     bytes: int = 0
     """Of all files together."""
@@ -113,7 +113,7 @@ def _wrong_group(checkpoint: Path, table: DigestTable, shapes: Mapping[str, list
         return []
     try:
         arrays = files.read_named(checkpoint.absolute(), names)  # Orbax reads no others
-    except Exception as error:  # Orbax has no error of its own for what it cannot read
+    except Exception as error:  # Orbax raises various types for a file it cannot read
         if len(names) == 1:
             return [f"{names[0]} cannot be read ({files.cause(error)})"]
         middle = len(names) // 2

@@ -18,7 +18,7 @@ CLOSE_LIMIT_S = 30.0
 CRASH_LIMIT_S = 5.0
 """Shorter: the other ranks learn of a crash only when this process has gone."""
 QUEUE_LIMIT = 10_000
-"""Rows and texts that wait for a tracker; what comes on top is dropped and counted."""
+"""Rows and texts that may wait for a tracker; further ones are dropped and counted."""
 STATUS_EVERY_S = 0.2
 
 
@@ -47,10 +47,10 @@ class Tracker(Protocol):
 
 
 class TrackerSource(Protocol):
-    """What speaks to people instead of the console; a `Logger` is one."""
+    """Shows the run to the user instead of the console; a `Logger` is one."""
 
     def tracker(self, total_steps: int, restored_step: int) -> Tracker:
-        """Where the rows and lines of a run go that has so many steps, and goes on behind `restored_step`."""
+        """The tracker for the rows and lines of a run of so many steps that resumes after `restored_step`."""
         ...
 
 
@@ -87,7 +87,7 @@ class LogQueue:
         self._call("row", dict(row))
 
     def text(self, text: str) -> None:
-        """Log lines for people; on standard error where nobody shows them."""
+        """Log lines for people; on standard error if no tracker shows them."""
         if self._early is not None:
             self._early.append(text)
             return
@@ -119,7 +119,7 @@ class LogQueue:
                 worker.put("close")
             for worker in closing:
                 worker.join(max(end - time.monotonic(), 0.1))
-                if worker.is_alive() and not last:  # one that shows lines: nobody is left to tell
+                if worker.is_alive() and not last:  # the last one that shows lines cannot report itself
                     name = type(worker.tracker).__name__
                     self.text(f"{name} is still busy after {limit_s:.0f} s: going on without it")
         self._workers = []

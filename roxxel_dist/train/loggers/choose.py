@@ -15,20 +15,19 @@ METRICS: tuple[Callable[[Path, int], Tracker | None], ...] = (
     lambda run, restored_step: CsvTracker(run / "training_log.csv", restored_step),
     lambda run, restored_step: JsonlTracker(run / "metrics.jsonl", restored_step),
 )
-"""What makes the trackers of every run's metrics, on rank 0, of the run directory and of the step that this process
-goes on from (a tracker drops later rows); None where there is nothing to track to. W&B's, which has settings of its
-own, comes with them from the `Experiment`."""
+"""Functions that make the trackers of a run's metrics on rank 0, from the run directory and the step that this process
+resumes from (a tracker drops later rows); None if there is nothing to write to. The tracker of W&B has settings, so
+the `Experiment` makes it."""
 
 
 def trackers_for(
     run: Path, total_steps: int, restored_step: int, logger: TrackerSource | None = None, *, own_log: bool = False
 ) -> list[Tracker]:
-    """Rank 0 writes the metrics and talks to the person; every rank has its lines in `logs/rank-N.log`.
+    """Rank 0 writes the metrics and talks to the user; every rank has its lines in `logs/rank-N.log`.
 
-    Under the launcher that file is made of what a rank prints, so there every rank prints; and has its lines in the
-    file too where that is its `own_log`, of a run that the launcher's host does not see. Rows after `restored_step`,
-    from which this process goes on, are dropped. A `logger` talks to the person instead, and in a notebook a bar
-    and a curve.
+    Under the launcher that file is made from the output of a rank, so there every rank prints. With `own_log` a rank
+    also writes the file itself, for a run that the launcher's host does not see. Rows after `restored_step`, from which
+    this process resumes, are dropped. A `logger` talks to the user instead, and in a notebook a bar and a curve do.
     """
     launched = os.environ.get(STATUS_ENV) == "1"
     trackers: list[Tracker] = []

@@ -31,7 +31,7 @@ USUAL = frozenset(
 
 
 class ConsoleTracker:
-    """Prints on standard output; `total_steps` are 0 where nobody knows yet how many the run has."""
+    """Prints on standard output; `total_steps` is 0 while the run's number of steps is unknown."""
 
     def __init__(self, total_steps: int = 0) -> None:
         self.total_steps = total_steps

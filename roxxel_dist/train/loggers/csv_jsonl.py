@@ -89,7 +89,7 @@ class CsvTracker(JsonlTracker):
         return file
 
     def _widen(self, new: list[str]) -> None:
-        """Write the table anew with more columns, empty so far; a kill leaves the old file or the new one."""
+        """Rewrite the table with more columns, empty so far; a kill leaves the old file or the new one."""
         self._file.seek(0)
         rows = list(csv.reader(self._file))[1:]
         columns = self._columns or self._leading

@@ -1,4 +1,4 @@
-"""A logger for training loops of one's own: a table of metrics, a log of lines, a bar. `Trainer` has its own."""
+"""A logger for your own training loop: a table of metrics, a log of lines, a progress bar. `Trainer` has its own."""
 
 import logging
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ class Logger:
         self.update_pbar(step)
 
     def init_pbar(self, total_steps: int, initial_step: int = 0) -> None:
-        """Begin the bar, and cut what an earlier process logged after the step that this one goes on from.
+        """Begin the bar, and drop the rows that an earlier process logged after the step that this one resumes from.
 
         Args:
             total_steps: of the whole run.
@@ -80,7 +80,7 @@ class Logger:
             self._queue.status(self._status)
 
     def tracker(self, total_steps: int, restored_step: int) -> Tracker:
-        """What a `Trainer` hands its rows and lines to, for this logger to write; who made the logger closes it.
+        """Takes the rows and lines of a `Trainer` for this logger; the `Trainer` does not close the logger.
 
         Args:
             total_steps: of the run.
@@ -103,7 +103,7 @@ class Logger:
 
 
 class _OfTrainer:
-    """What a `Trainer` hands its rows and lines to; the logger is its maker's to close."""
+    """Takes the rows and lines of a `Trainer` for a logger, which its maker closes."""
 
     def __init__(self, logger: Logger, queue: LogQueue) -> None:
         self.text, self._log_metrics = logger.log_message, logger.log_metrics_summary

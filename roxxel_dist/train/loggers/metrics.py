@@ -115,7 +115,7 @@ def make_row(
 ) -> dict[str, float]:
     """A row as `training_log.csv` begins: step (from 1), losses, balance; then everything else.
 
-    Of the step's scalars, "loss" and others, what has the name of something else in the row is left out.
+    A scalar of the step ("loss" and others) is left out if another entry of the row has its name.
     """
     values = dict(scalars)
     row = {"step": done, "train_loss": values.pop("loss"), "train_bal": values.pop(BALANCE, 0.0), **losses}

@@ -1,4 +1,4 @@
-"""What a person sees in a notebook: a bar and the curve of the loss, drawn anew in one place, and lines below it."""
+"""The output in a notebook: a bar and the curve of the loss, redrawn in one place, and lines below it."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ def in_notebook() -> bool:
 
 
 class NotebookTracker:
-    """Shows the run in the output of the cell that trains; `total_steps` are 0 where nobody knows them yet."""
+    """Shows the run in the output of the cell that trains; `total_steps` is 0 while unknown."""
 
     def __init__(self, total_steps: int = 0) -> None:
         from IPython.display import HTML, display
@@ -49,7 +49,7 @@ class NotebookTracker:
             points[:] = [point for point in points if point[0] <= step]
 
     def status(self, record: Mapping[str, Any]) -> None:
-        """Draw anew."""
+        """Redraw."""
         self._record = record
         self._place.update(self._html(self._drawn()))
 

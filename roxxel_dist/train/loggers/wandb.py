@@ -107,7 +107,7 @@ class WandbTracker:
             raise TrackerError(
                 f"W&B is off now: {reason}. Training continues, and the rows are in metrics.jsonl"
             ) from error
-        self._last = self._run.step - 1  # of what the server has
+        self._last = self._run.step - 1  # the last step that the server has
         self._summarize(read_rows(self._folder / "metrics.jsonl"))
         self.log(f"W&B: {self._run.url if self._mode == 'online' else f'offline, {self._run.dir}'}")
 

@@ -166,7 +166,7 @@ def _is_variable(node: Any) -> bool:
 
 
 def check_statistics(statistics: Leaves) -> None:
-    """Raises ValueError for what the model changed of its state and what has no mean."""
+    """Raises ValueError if the model changes a leaf of its state that has no mean over the shards."""
     for name, leaf in statistics.items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Bytes that are flipped in a bucket are named, and read by nobody."""
+"""Flipped bytes in a bucket are reported, and no reader returns them."""
 
 import random
 import re
@@ -57,7 +57,7 @@ def test_forty_flipped_bytes_are_named_and_not_read(server, folder, local, cache
 
 
 def test_forty_flipped_bytes_of_all_parts(server, folder, local, cache):
-    """One at a time, wherever it is in the objects: named by `data verify`, and nobody reads wrong tokens."""
+    """One at a time, at any place in the objects: `data verify` names it, and no reader returns wrong tokens."""
     url, rng, store = put(server, folder, "parts"), random.Random(7), ObjectStore.open(server.url("parts"))
     index, whole = store.read(INDEX), list(local.stream(129, 8, seed=2))
     named, refusals = 0, []
@@ -129,7 +129,7 @@ def test_damage_outside_the_tokens(server, folder, local, cache, part, index):
     replace_object(url, shard.path.name, flipped(shard.path.read_bytes(), at), is_known=index)
     lines, _ = verify_objects(url, Progress(False))
     assert any(f"{url}/{shard.path.name}" in line and part.split()[-1] in line for line in lines)
-    if part == "header":  # nobody reads it: it follows from the footer
+    if part == "header":  # never read: it follows from the footer
         return
     if part == "footer" and not index:
         with pytest.raises(ValueError, match=f"{shard.path.name}: the footer or the metadata is damaged"):

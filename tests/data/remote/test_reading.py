@@ -137,7 +137,7 @@ def test_a_pass_through_a_small_cache(server, local, url, cache):
 
 
 def test_two_processes_worth_of_readers_fetch_once(server, local, url, cache):
-    """Readers that share a folder fetch each block once, whoever asks first."""
+    """Readers that share a folder fetch each block once between them."""
     with server.link(delay_s=0.02) as link, server.environment(link):
         readers = [opened(url, cache) for _ in range(3)]
         streams = [reader.stream(257, 8) for reader in readers]

@@ -1,8 +1,9 @@
-"""A job as a JobSet of Kubernetes: pure functions from what was asked for to plain dictionaries. Nothing is applied.
+"""A job as a JobSet of Kubernetes: pure functions from the request to plain dictionaries. Nothing is applied.
 
-Each host is a pod of one Indexed Job, and runs `launch member`. What the exit codes mean is told to both: the Job's
-podFailurePolicy tells apart what ended a pod, the JobSet's failurePolicy says what follows. What the API server refuses
-by itself (`kubectl apply --dry-run=server`) is not looked for; what it would take, and a run be lost by, is.
+Each host is a pod of one Indexed Job, and runs `launch member`. Both objects state the meaning of the exit codes: the
+Job's podFailurePolicy classifies why a pod ended, the JobSet's failurePolicy chooses the reaction. The checks here
+cover mistakes that the API server accepts and that would lose a run, not those that it refuses itself
+(`kubectl apply --dry-run=server`).
 """
 
 import math
@@ -96,7 +97,7 @@ class Options(JobOptions, base.Command, PodOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class JobSetSpec:
-    """What was asked for. Raises ValueError, which names the flag, for what would lose a run or tell a secret."""
+    """The request. Raises ValueError, which names the flag, for values that would lose a run or reveal a secret."""
 
     name: str
     command: tuple[str, ...]
@@ -190,7 +191,7 @@ def threads(options: Options) -> int | None:
 
 
 def member_command(spec: JobSetSpec) -> list[str]:
-    """What a pod runs: `launch member` with the options that are not as usual, and the command."""
+    """The command of a pod: `launch member` with the options that differ from their defaults, and the command."""
     options = spec.options
     first = f"{spec.name}-{JOB}-0-0.{spec.name}"  # by this name the pods find host 0
     words = ["roxxel-dist", "launch", "member", "--hosts", str(options.hosts), "--first", first, "--run-id", spec.name]
@@ -260,7 +261,7 @@ def manifest(spec: JobSetSpec) -> Plain:
 
 
 def _failure_policy(max_restarts: int) -> Plain:
-    """What follows when the Job has failed; the rules are tried in order, and behind them it is started again."""
+    """The reactions to a failed Job; the rules are tried in order, and if none matches, the JobSet restarts."""
     preempted = {
         "name": "preempted",
         "action": "RestartJobSetAndIgnoreMaxRestarts",

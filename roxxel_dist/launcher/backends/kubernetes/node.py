@@ -1,6 +1,6 @@
-"""One host of a job whose hosts are started by somebody else, each with a launcher of its own: pods, containers.
+"""One host of a job whose hosts are started by another system, each with its own launcher: pods, containers.
 
-Nobody tells these nodes anything: each knows its number, and by what name it finds the first one.
+These nodes get no orders: each knows its number, and the name of the first one.
 """
 
 import os
@@ -38,7 +38,7 @@ DEFAULTS: Mapping[str, str | int | None] = {
     "attempt": 0,
     "run_id": None,
 }
-"""What a flag is that nobody gives."""
+"""The values of flags that are not given."""
 NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?|[0-9A-Fa-f:.]+")
 RETRY_S = 0.5
 TELL_S = 3.0
@@ -50,7 +50,7 @@ class NoFirstHostError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """Which host of which job this is. Raises ValueError for what cannot be."""
+    """Which host of which job this is. Raises ValueError for impossible values."""
 
     hosts: int
     index: int
@@ -97,8 +97,8 @@ class NodeOptions:
 class Options(base.Options, NodeOptions):
     """Start one host's ranks of a job, on that host: `launch member [options] -- CMD…`.
 
-    What starts a job this way (JobSet, compose) starts this command on every host, ends all of them when one ends, and
-    starts them again together.
+    The system that starts the job (JobSet, compose) starts this command on every host, ends all of them when one ends,
+    and starts them again together.
     """
 
     example: ClassVar[str] = "--hosts 2 --index 0 --first NAME"
@@ -131,7 +131,7 @@ class Options(base.Options, NodeOptions):
         return request.start(options, job, MemberBackend(address, leads=node.is_coordinator))
 
     def _flags(self) -> dict[str, Any]:
-        """The flags that the environment may give, with what it gives, and with what they are otherwise."""
+        """The flags that the environment may give, with their values from there, or else their defaults."""
         given = flags_from_environment({name: getattr(self, name) for name in VARIABLES}, os.environ)
         flags: dict[str, Any] = {name: DEFAULTS[name] if value is None else value for name, value in given.items()}
         for name in ("index", "first", "run_id"):
@@ -184,19 +184,19 @@ def flags_from_environment(
 
 
 def find_first(node: Node, limit_s: float, say: Callable[[str], None], pause: Callable[[float], bool]) -> str | None:
-    """Where rank 0 is for the ranks of this node: for host 0 its own address, for others the name.
+    """The address of rank 0 for the ranks of this node: on host 0 its own address, on others the name.
 
-    A name may need some time until it is known, and may still mean a host of an earlier attempt. Others are given
-    the name, not what it means now, so that whoever connects in vain asks again.
+    A name may take some time to resolve, and may still mean a host of an earlier attempt. Other hosts get the name, not
+    its current address, so that a failed connection resolves it again.
 
     Args:
         node: which host this is.
         limit_s: seconds to wait.
         say: tells people.
-        pause: waits so many seconds; True where somebody asked to stop.
+        pause: waits so many seconds; True if the launcher was asked to stop.
 
     Returns:
-        The address or name; None where `pause` said so.
+        The address or name; None if `pause` returned True.
 
     Raises:
         NoFirstHostError: the time is over.

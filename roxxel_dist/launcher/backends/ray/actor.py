@@ -13,7 +13,7 @@ from contextlib import suppress
 CHUNK = 48_000
 """Bytes of each stream in an answer: below 100 KB an answer needs no place in Ray's object store."""
 OF_WORKERS = ("PYTHONBREAKPOINT", "SPT_NOENV", "SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY")
-"""Means Ray's workers alone: its debugger, how it names processes, and the session of whoever typed `ray start`."""
+"""Variables for Ray's own workers: its debugger, its process names, and the SSH session that typed `ray start`."""
 
 
 class RayNode:

@@ -54,7 +54,7 @@ class RayBackend(base.Backend):
     """One agent a node, started by an actor in a placement group that spreads over `options.hosts` nodes.
 
     Before it is `opened` it only tells what it would do. Then a host is called by the address of its node, and keeps
-    that name: an actor that died is made anew at the next `start`, on the node to which Ray has moved its bundle.
+    that name: the next `start` replaces an actor that died, on the node to which Ray has moved its bundle.
 
     Args:
         options: which nodes, of which cluster.

@@ -14,10 +14,10 @@ from typing import IO, Any
 
 CHUNK = 1 << 16
 KILL_S = 5.0
-"""How long a node may take to say how a killed program ended, before nobody waits for it."""
+"""How long to wait for a node's report of how a killed program ended."""
 LOOK_S = 1.0
 LOST = 255
-"""How a program ends whose node is gone, as with ssh."""
+"""The exit code of a program whose node is gone, as with ssh."""
 
 
 class NoNodeError(Exception):
@@ -108,7 +108,7 @@ class RayProcess:
                 code = self._carry_output(out, err)
         except NoNodeError as problem:
             reason = str(problem)
-        except Exception as problem:  # of many kinds, where Ray is gone; nobody is to wait for a thread that died of it
+        except Exception as problem:  # of many kinds, if Ray is gone; an uncaught one would leave callers waiting
             reason = reason_of(problem)
         if len(self._threads) == 1:
             os.close(orders)
@@ -118,7 +118,7 @@ class RayProcess:
         os.close(err)
         self._code = code
         self._ended.set()
-        os.close(out)  # last: who sees the end of its stdout looks at once for the reason
+        os.close(out)  # last: the reader looks for the reason at the end of stdout
 
     def _ask(self, method: str, *arguments: object) -> Any:
         """The answer of the actor. Raises RayError, also when the launcher has closed."""
@@ -134,7 +134,7 @@ class RayProcess:
             *pieces, code = self._ask("read")
             for fd, data in zip((out, err), pieces, strict=True):
                 view = memoryview(data)
-                with suppress(BrokenPipeError):  # nobody here wants to know any more
+                with suppress(BrokenPipeError):  # the reader has closed its end
                     while view:
                         view = view[os.write(fd, view) :]
             if code is not None:
@@ -149,10 +149,10 @@ class RayProcess:
 
 
 def result(answer: Any, closed: threading.Event, limit_s: float = math.inf) -> Any:
-    """What an actor answers.
+    """The answer of an actor.
 
-    Raises RayError: what became of the actor, or a GetTimeoutError after `limit_s` seconds or when `closed` is set:
-    who waits in Ray while it is shut down takes the process with it.
+    Raises RayError if the actor is lost, or a GetTimeoutError after `limit_s` seconds or when `closed` is set: a thread
+    that waits in Ray during its shutdown crashes the process.
     """
     import ray
     from ray.exceptions import GetTimeoutError

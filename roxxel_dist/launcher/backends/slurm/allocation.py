@@ -43,7 +43,7 @@ class Allocation:
 def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
     """The job that this process is in, or None.
 
-    A rank of a launch, which is in a job too, is not: what it starts is its own affair.
+    None also in a rank of a launch, which is in a job too: its own launches do not use that job.
     """
     job_id = environ.get("SLURM_JOB_ID")
     if not job_id or "ROXXEL_PROCESS_ID" in environ:
@@ -66,7 +66,7 @@ def nodes(nodelist: str) -> list[str]:
 
 
 def binds_cpus() -> bool:
-    """Whether this SLURM binds tasks to CPUs; one that does not would complain when it is told not to."""
+    """Whether this SLURM binds tasks to CPUs; one that does not would complain about `--cpu-bind=none`."""
     config = _scontrol("show", "config").stdout
     return re.search(r"^TaskPlugin\s*=\s*(task/none|\(null\))$", config, re.MULTILINE) is None
 
@@ -97,7 +97,7 @@ def run_in_allocation(job: JobSpec, backend: SlurmBackend, allocation: Allocatio
 
 
 def requeue(result: JobResult, allocation: Allocation, max_requeues: int, state: str) -> Decision:
-    """What a job that ended so does next; `state` is SLURM's JobState, empty where it does not know the job any more.
+    """Whether to requeue a job that ended so; `state` is SLURM's JobState, empty if it no longer knows the job.
 
     SLURM asks with SIGTERM, some time before the limit. A person asks with Ctrl-C or `roxxel-dist stop` (SIGINT). A job
     that is no longer RUNNING is ended by SLURM: after `scancel` it must not come back, and where it was preempted, or

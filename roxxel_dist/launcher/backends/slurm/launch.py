@@ -217,7 +217,7 @@ def _submit(options: Options, request: base.LaunchRequest) -> int:
     if options.print:
         print(text, end="")
         return 0
-    log.parent.mkdir(parents=True, exist_ok=True)  # SLURM makes no folder, and tells nobody
+    log.parent.mkdir(parents=True, exist_ok=True)  # SLURM does not make it, and reports no error
     environment = {name: value for name, value in {**os.environ, **secrets}.items() if name not in OURS}
     sbatch = subprocess.run(
         ["sbatch", "--parsable"], input=text, env=environment, capture_output=True, text=True, check=False
