@@ -317,7 +317,7 @@ class _Model:
             return 0.0
         level, count = int(self._levels[row]), self._counts[row]
         mean, variance = float(self._mean[row]), float(self._variance[row])
-        # Without its own reports; they are told again with less noise.
+        # The variance without the own reports of the trial: its next report replaces them, with less noise.
         without = 1.0 / max(1.0 / variance - 1.0 / max(self._variances[level], 1e-12), 1e-12)
         leads = row == self._leader
         if leads and self.is_last_chance:
