@@ -14,7 +14,7 @@ MEMBERS, MEMBERS_TIMES = 4, 300
 """Draws of the scales that are averaged over, and their number times that of trials: many values leave little open."""
 FAILURE_NOISE = 0.1
 """The centre of the prior of a failure's noise: some trials fail for no reason."""
-ACCIDENTS = 3.0
+ACCIDENTS = 4.0
 """The log odds that trials fail at a constant rate, before anything is seen: the process can say that too."""
 OUTLIER = 3.0
 """A value further behind the median than so many times the best one is ahead of it counts as that far: a diverged loss

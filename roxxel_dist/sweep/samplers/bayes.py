@@ -144,7 +144,7 @@ class BayesSampler:
     def __init__(self, sweep: Sweep) -> None:
         self._sweep, self._transform = sweep, SpaceTransform(sweep)
         self.start: int = 6 + math.ceil(math.sqrt(self._transform.width))
-        """How many trials are spread out before anything is expected."""
+        """Trials that are spread out before anything is expected; of those that fail, as many again."""
 
     def __call__(self, history: TrialHistory, trial: int) -> Iterator[Sequence[float]]:
         """Points, best first."""
@@ -153,9 +153,11 @@ class BayesSampler:
             yield []
             return
         rng = np.random.default_rng([history.seed, trial])
-        if trial < self.start:
-            cube = start_points(transform.dims, self.start, history.seed)
-            yield transform.point(transform.from_cube(cube)[trial])
+        lap, index = divmod(trial, self.start)
+        failed = sum(one.ended and one.value is None for one in history.trials.values())
+        if lap == 0 or (lap == 1 and trial - failed < self.start):
+            cube = start_points(transform.dims, self.start, history.seed, lap)
+            yield transform.point(transform.from_cube(cube)[index])
         if ended >= 2:
             with threadpool_limits(1, user_api="blas"):  # threads spin: beside busy trials they take ten times as long
                 ranked = self._ranked(history, self._acquisition(history, rng), rng)
@@ -247,8 +249,8 @@ class BayesSampler:
         return rows[kept or order[:BEAM]]
 
 
-def start_points(dims: int, count: int, seed: int) -> np.ndarray:
+def start_points(dims: int, count: int, seed: int, lap: int) -> np.ndarray:
     """A Latin hypercube, float64[count, dims]: each dimension has one point in each of `count` equal parts."""
-    rng = np.random.default_rng([seed, 7])
+    rng = np.random.default_rng([seed, 7 + lap])
     ranks = np.stack([rng.permutation(count) for _ in range(dims)], 1)
     return (ranks + rng.random((count, dims))) / count
