@@ -87,8 +87,9 @@ class KilledJob:
     """A launch of two ranks of the demo's model, here or on two hosts, whose ranks are killed in turns."""
 
     def __init__(self, folder: Path, count: int, hosts: Cluster | None = None) -> None:
-        self._folder, self._count, self._run_id, self._hosts = folder, count, f"kills_{os.getpid()}", hosts
-        self._marks = folder / "marks"
+        self._folder, self._count = folder.absolute(), count  # the ranks run in it
+        self._run_id, self._hosts = f"kills_{os.getpid()}", hosts
+        self._marks = self._folder / "marks"
         self._places: dict[tuple[int, str], list[tuple[float, float]]] = collections.defaultdict(list)
         """(seconds since the kill, CPU seconds of the process) by rank and place."""
 
