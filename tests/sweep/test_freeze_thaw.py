@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from roxxel_dist.sweep.journal import History
 from roxxel_dist.sweep.recorded import RecordedSearch, replay
-from roxxel_dist.sweep.schedulers.freeze_thaw import Curves, rungs_to
+from roxxel_dist.sweep.schedulers.freeze_thaw import Curves, FreezeThaw, rungs_to
 from roxxel_dist.sweep.space.sweep_file import sweep_of
 
 SWEEP: dict[str, Any] = {
@@ -86,3 +87,15 @@ def test_small_budget_still_trains_a_trial_to_its_end() -> None:
     while search.history.steps < 3 * REPORTS and search.advance(workers=2):
         pass
     assert search.history.count("done")
+
+
+def test_a_trial_goes_on_until_one_has_ended() -> None:
+    history = History()
+    reported = {0.8: [0.95], 0.6: [0.98], 0.9: [0.96], 0.2: [1.35, 0.68], 0.5: [1.0], 0.7: [0.95, 0.6]}
+    for number, (x, values) in enumerate(reported.items()):  # the longer ones reported before they heard of their pause
+        event = {"trial": number, "time": 0.0, "seconds": None, "more": {}}
+        history.apply({**event, "event": "ask", "params": {"x": x}, "point": [x]})
+        for step, value in enumerate(values, 1):
+            history.apply({**event, "event": "report", "step": step, "value": value})
+        history.apply({**event, "event": "pause", "step": len(values), "value": values[-1], "rule": "", "reason": ""})
+    assert FreezeThaw({}, sweep_of(SWEEP), 0).choose(history, can_ask=False) is not None

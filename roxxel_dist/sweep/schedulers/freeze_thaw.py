@@ -110,8 +110,9 @@ class FreezeThaw:
         model = self._model(history)
         if can_ask and len(model.index) < FIRST:
             return None
-        # The last ones go on only where they may still become the best.
-        able = [number for number in paused if can_ask or model.chance(number) >= UNLIKELY]
+        # The last ones go on only where they may still become the best; one trial at least reaches its end.
+        are_all_able = can_ask or not model.is_length_known
+        able = [number for number in paused if are_all_able or model.chance(number) >= UNLIKELY]
         gains = {number: model.gain_of(number) for number in able}
         best = max(gains, key=gains.__getitem__, default=None)
         if best is None or (can_ask and model.new > gains[best]):
