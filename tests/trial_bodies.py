@@ -190,7 +190,9 @@ def sliced(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if step > trained:
             with (folder / "work").open("a") as work:
                 work.write(f"{number} {step}\n")
-            checkpoint.write_text(str(step))
+            whole = checkpoint.with_suffix(f".{os.getpid()}")
+            whole.write_text(str(step))
+            whole.replace(checkpoint)  # a trial that is killed here leaves no empty checkpoint
         yield {"report": {"step": step, "value": sliced_value(task["params"]["x"], step)}}
         while f'"trial": {number}, "step": {step}, ' not in (folder / "journal.jsonl").read_text():
             time.sleep(0.01)
