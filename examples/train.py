@@ -12,7 +12,8 @@ from pathlib import Path
 
 from roxxel_dist import Trainer
 from roxxel_dist.cli.arguments import flags_in, parse_train
-from roxxel_dist.config import UsageError, usage_errors
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.config import usage_errors
 
 DEFAULT = Path("configs/default_config.yaml")
 
@@ -26,7 +27,7 @@ def main(words: Sequence[str]) -> int:
             args, config = parse_train([*given, *words])
         training = Trainer(config)
         run_dir = training.fit(args.data_path, args.run_dir, args.resume, args.amend)
-    except UsageError as error:
+    except UserError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     print(f"Saved to: {run_dir}")

@@ -19,9 +19,10 @@ from jax.sharding import Mesh
 
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_count, process_index
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh, row_shards
 from roxxel_dist.cluster.progress import Progress
-from roxxel_dist.config import Config, UsageError, is_raised_in, usage_errors
+from roxxel_dist.config import Config, usage_errors
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.curriculum_builder import build_curriculum, open_data_sets, shard_paths
@@ -83,7 +84,7 @@ class RunComponents:
         else:
             used = len({device.process_index for device in mesh.devices.flat})
         if used < every:
-            raise ValueError(
+            raise UserError(
                 f"n_devices is {config.n_devices}, which leaves none to {every - used} of {every} processes: use "
                 f"0 for all, or launch fewer"
             )
@@ -132,9 +133,9 @@ def build_components(
 def _vocab_size(config: Config, data: Roxxel) -> int:
     size = config.vocab_size or data.vocab_size
     if size is None:
-        raise ValueError("the shards do not say how large their vocabulary is: give vocab_size=N")
+        raise UserError("the shards do not say how large their vocabulary is: give vocab_size=N")
     if data.vocab_size is not None and size < data.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"vocab_size is {size}, but the data has {data.vocab_size} tokens: leave it out, or use at least "
             f"{data.vocab_size}"
         )
@@ -182,15 +183,15 @@ def model_builder(config: Config, kernel: AttentionKernel = "auto") -> Callable[
         except TypeError as error:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise  # a mistake in the model; otherwise the call does not match its signature
-            raise ValueError(f"model is {config.model!r}: {error}: write it as `def build(config, rngs)`") from error
+            raise UserError(f"model is {config.model!r}: {error}: write it as `def build(config, rngs)`") from error
         except ValueError as error:
             path = getattr(sys.modules.get(make.__module__), "__file__", None)
-            if path is None or not is_raised_in(path, error):
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            if last.filename != path:
                 raise  # it does not come from a check of the arguments: a mistake in the model
-            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-            raise ValueError(f"model is {config.model!r}: {error} ({path}, line {lines[-1]})") from error
+            raise UserError(f"model is {config.model!r}: {error} ({path}, line {last.lineno})") from error
         if not isinstance(model, nnx.Module):
-            raise ValueError(
+            raise UserError(
                 f"model is {config.model!r}: it returned a {type(model).__name__}, and must return an nnx.Module"
             )
         return model
@@ -213,11 +214,11 @@ def _at_base_width(config: Config) -> Config:
     if config.base_widths is not None:
         fields = dict(import_function("base_widths", config.base_widths)(copy.deepcopy(config)))
         if unfit := sorted(set(fields) - set(config.to_dict())):
-            raise ValueError(
+            raise UserError(
                 f"base_widths is {config.base_widths!r}: it returned {unfit[0]!r}, and must return fields of the config"
             )
     elif config.base_dim is None:
-        raise ValueError("parametrization is mup: set base_dim to the dim for which lr was searched, or base_widths")
+        raise UserError("parametrization is mup: set base_dim to the dim for which lr was searched, or base_widths")
     return dataclasses.replace(config, **fields, parametrization="standard", base_dim=None, base_widths=None)
 
 
@@ -243,9 +244,7 @@ def open_corpus(
     against the model before text is read.
     """
     if data_path is None:
-        raise ValueError(
-            "no data: name a text file, a folder or shards with data_path=PATH (a run's config names none)"
-        )
+        raise UserError("no data: name a text file, a folder or shards with data_path=PATH (a run's config names none)")
     if is_tokens(data_path):
         data = Roxxel(data_path, remote=config.part(RemoteConfig))
         if config.init_from is not None:
@@ -322,23 +321,23 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def on_primary(what: str, act: Callable[[], Any]) -> None:
-    """Do something on rank 0 only; a UsageError there is raised on every rank."""
+    """Do something on rank 0 only; a UserError there is raised on every rank."""
     message = ""
     if is_primary():
         try:
             with usage_errors():
                 act()
-        except UsageError as error:
+        except UserError as error:
             message = str(error) or repr(error)
     if message := broadcast_from_primary(what, message, BUILD_LIMIT_S):
-        raise UsageError(message)
+        raise UserError(message)
 
 
 def check_vocabularies(sets: Mapping[str, Roxxel], vocab_size: int) -> None:
     """Raises ValueError for a data set with token ids of `vocab_size` or above."""
     for name, data_set in sets.items():
         if (data_set.vocab_size or 0) > vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"the data {name!r} has {data_set.vocab_size} tokens, and vocab_size is {vocab_size}: build it with "
                 f"the tokenizer of the data to train on, or use a larger vocab_size"
             )
@@ -350,7 +349,7 @@ def check_division(curriculum: Curriculum, devices: int, grad_accum: int) -> Non
         rows = phase.batch_size or 0
         # Fewer rows than devices is a choice (one long row); a remainder is a mistake that wastes most of the devices.
         if rows > devices and rows >= grad_accum and rows % grad_accum == 0 and (rows // grad_accum) % devices:
-            raise ValueError(
+            raise UserError(
                 f"phase {i + 1}: batch_size is {rows}, which is not a multiple of {devices} devices x grad_accum "
                 f"({grad_accum}): use a multiple of {devices * grad_accum}"
             )

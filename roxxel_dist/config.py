@@ -7,19 +7,15 @@ freely: the components check the values when they are taken out of it with `part
 import contextlib
 import dataclasses
 import difflib
-import dis
 import errno
-import os
 import re
-import sysconfig
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from roxxel_dist.cluster.durable import write_file
-from roxxel_dist.cluster.exit_codes import FileSystemError, attempt_number
+from roxxel_dist.cluster.exit_codes import FileSystemError, UserError, attempt_number
 from roxxel_dist.component import DocWithFields, component
 from roxxel_dist.data.config import DataConfig
 from roxxel_dist.data.discovery import absolute as absolute_path
@@ -27,7 +23,7 @@ from roxxel_dist.data.discovery import check_local
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.model.config import ModelConfig, check_sizes
 from roxxel_dist.model.user_code import UserCodeConfig
-from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
+from roxxel_dist.objects.errors import StoreError
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.train.config import ExperimentConfig, LoopOptions, OptimizerConfig
 
@@ -59,8 +55,6 @@ AWAY = {
     errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN,
 }  # fmt: skip
 """Errors of a file system that is unavailable, for files that existed before."""
-PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 
 ALIASES = {
     "learning_rate": "lr", "absolute_pos": "pos_encoding",
@@ -73,73 +67,49 @@ ALIASES = {
 T = TypeVar("T")
 
 
-class UsageError(ValueError):
-    """A mistake in the user's input: a command prints only the message and exits with 2."""
-
-
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Within it, errors of this package and of unusable files become usage errors, without a traceback.
+    """Within it, files that cannot be used are the user's mistake, as a `UserError` is; other errors pass unchanged.
 
-    A ValueError of another library, or of the user's code, passes unchanged. In a later attempt of a job, files that
-    cannot be reached are not a usage error, because earlier attempts could read them.
+    In a later attempt of a job, files that cannot be reached are no mistake, because earlier attempts could read them.
 
     Raises:
-        UsageError: with a message for the user.
-        FileSystemError: the same in a later attempt, when a file system may be unavailable.
+        UserError: with a message for the user.
+        FileSystemError: in a later attempt, where a file system may be unavailable.
     """
     try:
         yield
-    except UsageError:
+    except FileSystemError:
         raise
-    except StoreTimeoutError:
+    except UserError as error:
+        if attempt_number() and _is_away(error):
+            raise _unavailable(error) from error
         raise
-    except (ValueError, OSError) as error:
+    except OSError as error:
         if (message := _refusal(error)) is None:
             raise
-        if (number := attempt_number()) and _is_away(error):
-            what = f"{message} (attempt {number} of this job: perhaps a file system is away)"
-            raise FileSystemError(what) from error
-        raise UsageError(message) from error
+        if attempt_number() and _is_away(error):
+            raise _unavailable(message) from error
+        raise UserError(message) from error
 
 
-def _refusal(error: ValueError | OSError) -> str | None:
+def _unavailable(problem: object) -> FileSystemError:
+    return FileSystemError(f"{problem} (attempt {attempt_number()} of this job: perhaps a file system is away)")
+
+
+def _refusal(error: OSError) -> str | None:
     """The message for an error that the user can fix; None for other errors, which need a traceback."""
     if isinstance(error, StoreError):
         return str(error)
-    if isinstance(error, OSError) and error.errno is not None:
-        where = error.filename or "a file"
-        if attempt_number() and error.filename and error.errno in AWAY:
-            return f"{where}: {error.strerror}"
-        return f"{where}: {error.strerror}: {CURES[error.errno]}" if error.errno in CURES else None
-    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
+    if error.errno is None:
         return None
-    return str(error) if is_raised_in(PACKAGE, error) else None
+    where = error.filename or "a file"
+    if attempt_number() and error.filename and error.errno in AWAY:
+        return f"{where}: {error.strerror}"
+    return f"{where}: {error.strerror}: {CURES[error.errno]}" if error.errno in CURES else None
 
 
-def is_raised_in(path: str, error: BaseException) -> bool:
-    """Whether code of a file or folder raised an error, directly or through the standard library."""
-    frames = [
-        (frame.f_code, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if not _is_standard(frame.f_code.co_filename)
-    ]
-    if not frames or not frames[-1][0].co_filename.startswith(path):
-        return False
-    if not any("JAX" in note for note in getattr(error, "__notes__", ())):
-        return True
-    # jax removes its own frames: the last frame left raised the error only if this line has a `raise`.
-    code, line = frames[-1]
-    positions = [step.positions for step in dis.get_instructions(code) if step.opname == "RAISE_VARARGS"]
-    return any(position is not None and position.lineno == line for position in positions)
-
-
-def _is_standard(file: str) -> bool:
-    third_party = f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
-    return file.startswith("<") or (file.startswith(STANDARD_LIBRARY) and not third_party)
-
-
-def _is_away(error: ValueError | OSError) -> bool:
+def _is_away(error: UserError | OSError) -> bool:
     """Whether an error, or its cause, means that a file system is unavailable."""
     cause = error if isinstance(error, OSError) else error.__cause__
     if not isinstance(cause, OSError):
@@ -258,7 +228,7 @@ class Config(Fields):
             if not _fits(value, FIELD_TYPES[name]):
                 place = f"{source}: " if source else ""
                 cure = f": write [{value}]" if isinstance(value, dict) and _fits([], FIELD_TYPES[name]) else ""
-                raise ValueError(f"{place}{name} is {value!r}: it must be {_type_name(FIELD_TYPES[name])}{cure}")
+                raise UserError(f"{place}{name} is {value!r}: it must be {_type_name(FIELD_TYPES[name])}{cure}")
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name, as plain values for YAML."""
@@ -309,7 +279,7 @@ class Config(Fields):
         values = flat_fields(values, source)
         for key in values:
             if key not in FIELD_TYPES and key != RECORD:
-                raise ValueError(f"{source}: {unknown(key, list(FIELD_TYPES), 'field')}")
+                raise UserError(f"{source}: {unknown(key, list(FIELD_TYPES), 'field')}")
         config = cls(**{key: _read(key, value) for key, value in values.items() if key != RECORD})
         config.check_types("" if source == "config" else source)
         return config
@@ -342,19 +312,19 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
             for i, key in enumerate(plain):  # yaml would silently keep the last one
                 if key.value in [before.value for before in plain[:i]]:
                     line = key.start_mark.line + 1
-                    raise UsageError(f"{path}: line {line}: {key.value!r} is given twice: keep one of the two")
+                    raise UserError(f"{path}: line {line}: {key.value!r} is given twice: keep one of the two")
             return super().construct_mapping(node, deep)
 
     try:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)  # a safe one
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}): check the path") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}): check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid YAML: {yaml_problem(error)}") from error
+        raise UserError(f"{path}: not valid YAML: {yaml_problem(error)}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected `field: value` lines, found a {type(values).__name__}")
+        raise UserError(f"{path}: expected `field: value` lines, found a {type(values).__name__}")
     return values
 
 
@@ -367,7 +337,7 @@ def flat_fields(values: Mapping[str, Any], source: str = "config") -> dict[str, 
         fields = value if key in SECTIONS and isinstance(value, Mapping) else {key: value}
         for name, field in fields.items():
             if str(name) in flat:
-                raise ValueError(f"{source}: {name!r} is given twice, in sections or outside: keep one of the two")
+                raise UserError(f"{source}: {name!r} is given twice, in sections or outside: keep one of the two")
             flat[str(name)] = field
     return flat
 

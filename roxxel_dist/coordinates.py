@@ -17,6 +17,7 @@ import numpy as np
 from roxxel_dist.builders import build_components, open_corpus, temporary_folder
 from roxxel_dist.cluster.determinism import enable_compilation_cache, pin_threads
 from roxxel_dist.cluster.distributed import initialize
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import scalars_on
 from roxxel_dist.config import Config, usage_errors
 from roxxel_dist.data.dataset import Roxxel
@@ -57,13 +58,13 @@ def check_coordinates(config: Config, data_path: str | Path | None) -> Coordinat
     It uses the learning rate of the config without a warm-up, and writes no files.
 
     Raises:
-        UsageError: the config or the data do not allow it.
+        UserError: the config or the data do not allow it.
     """
     base = config.base_dim or config.dim
     sizes = tuple(base * factor for factor in FACTORS)
     with usage_errors():
         if config.base_widths is not None:
-            raise ValueError(
+            raise UserError(
                 f"base_widths is {config.base_widths!r}: the check changes dim alone; leave base_widths out for it"
             )
         config.validate()

@@ -2,6 +2,7 @@
 
 from pathlib import Path, PurePosixPath
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.remote.index import INDEX
 from roxxel_dist.data.remote.publish import copy_data
@@ -35,7 +36,7 @@ def copy(
         StoreError: a store fails, or the received bytes are damaged.
     """
     if not is_url(source) and not is_url(target):
-        raise ValueError(
+        raise UserError(
             f"neither {source} nor {target} is in a bucket: one of them must be an address: s3://…, gs://… or az://…"
         )
     origin = (
@@ -43,7 +44,7 @@ def copy(
     )
     files = [file for file in origin.files() if PurePosixPath(file.name).name != INDEX]
     if not files:
-        raise ValueError(f"{source} has no files: correct the path")
+        raise UserError(f"{source} has no files: correct the path")
     total = sum(file.size for file in files)
     with Progress(progress).bar(f"copying {len(files)} files", max(1, total)) as advance:
         if isinstance(origin, BucketSource) and not is_url(target):

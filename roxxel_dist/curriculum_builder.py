@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import Config
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.data.dataset import Roxxel
@@ -21,7 +22,7 @@ def build_curriculum(config: Config, data: Roxxel) -> tuple[Curriculum, Roxxel]:
     curriculum, held_out = curriculum.hold_out(0 if config.validation else config.val_fraction)
     for i, phase in enumerate(curriculum.phases):
         if (phase.seq_len or 0) > max_context + 1:
-            raise ValueError(
+            raise UserError(
                 f"phase {i + 1}: seq_len is {phase.seq_len}, and the model reads at most max_context + 1 = "
                 f"{max_context + 1} tokens, target included: use a larger max_context or a smaller seq_len"
             )
@@ -38,7 +39,7 @@ def open_data_sets(config: Config, field: SetField, data: Roxxel) -> dict[str, R
     for name, data_set in sets.items():
         prints = data.tokenizer_fingerprint, data_set.tokenizer_fingerprint
         if None not in prints and prints[0] != prints[1]:
-            raise ValueError(
+            raise UserError(
                 f"{field} {name!r} was made with tokenizer {prints[1]}, the data to train on with {prints[0]}: "
                 f"build both with the same one: `roxxel-dist data build … --tokenizer PATH/tokenizer.json`"
             )

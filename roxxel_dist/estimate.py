@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.builders import RunComponents, build_components, open_corpus, temporary_folder
 from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_threads
 from roxxel_dist.cluster.distributed import initialize
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import TENSOR, batch_sharding, fit_sharding, simulate_devices
 from roxxel_dist.config import usage_errors
 from roxxel_dist.curriculum.plan import Plan
@@ -80,11 +81,11 @@ class EstimateRequest:
         for name in ("devices", "processes"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}: it must be at least 1, or left out")
+                raise UserError(f"{name} is {value}: it must be at least 1, or left out")
         for name in ("tokens_per_s", "device_memory_gb"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name} is {value}: it must be above 0, and finite, or left out")
+                raise UserError(f"{name} is {value}: it must be above 0, and finite, or left out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +205,7 @@ def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest
         request: the run, the devices and the speed.
 
     Raises:
-        UsageError: a mistake in the config, the data or the request, with the message of `train`.
+        UserError: a mistake in the config, the data or the request, with the message of `train`.
     """
     with contextlib.ExitStack() as held:
         with usage_errors():
@@ -221,12 +222,12 @@ def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest
         with usage_errors():
             devices, here = request.devices, jax.device_count()
             if devices and here != devices:
-                raise ValueError(
+                raise UserError(
                     f"devices is {devices}, and the processes of this job have {here}: leave it out, or plan in a "
                     f"process that is not launched"
                 )
             if request.processes and here % request.processes:
-                raise ValueError(
+                raise UserError(
                     f"processes is {request.processes}, which does not divide the {here} device(s): each has as many "
                     f"as the others, so use a divisor, or other --devices"
                 )
@@ -255,7 +256,7 @@ def _saved(run: Path) -> dict[str, Any]:
     """The config of a run, with its record."""
     read_runs([run])  # raises for a path that is not a run, and suggests the closest run
     if not (run / CONFIG).exists():
-        raise ValueError(no_run(run))
+        raise UserError(no_run(run))
     return saved_config(run)
 
 

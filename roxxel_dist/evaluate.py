@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 from roxxel_dist.builders import RunComponents, attention_kernel, build_components, check_vocabularies
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.distributed import initialize
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
-from roxxel_dist.config import RECORD, Config, UsageError, usage_errors
+from roxxel_dist.config import RECORD, Config, usage_errors
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum_builder import open_data_sets
 from roxxel_dist.data.build.tokenizer import Tokenizer
@@ -78,18 +79,18 @@ def evaluate(
         eval_iters: batches to read of each data set, instead of as many as the run does.
 
     Raises:
-        UsageError: there is no such run, checkpoint or data, or they do not fit each other.
+        UserError: there is no such run, checkpoint or data, or they do not fit each other.
     """
     checkpoint = CheckpointRef.parse(run)
     with usage_errors():
         if best and checkpoint.step is not None:
-            raise ValueError(
+            raise UserError(
                 f"RUN is {checkpoint}, and --best takes the step with the lowest val_loss: use one of the two"
             )
         folder = local_run(checkpoint.run)
         saved = saved_config(folder)
         if not saved:
-            raise ValueError(no_run(folder, absolute(checkpoint.run)))
+            raise UserError(no_run(folder, absolute(checkpoint.run)))
         if saved.get("deterministic"):
             determinism.make_deterministic()
     # As in the run: the size of XLA's thread pool decides bits.
@@ -143,7 +144,7 @@ def _checkpoint(checkpoint: CheckpointRef, best: bool) -> Iterator[tuple[Checkpo
     with open_checkpoint("RUN", checkpoint) as (store, newest):
         step = store.best_step() if best else newest
         if step is None:
-            raise ValueError(
+            raise UserError(
                 f"--best: no checkpoint of {checkpoint.run} was saved with a val_loss; kept are "
                 f"{', '.join(map(str, store.steps()))}, name one as {checkpoint.run}@{newest}"
             )
@@ -152,7 +153,7 @@ def _checkpoint(checkpoint: CheckpointRef, best: bool) -> Iterator[tuple[Checkpo
         except (OSError, ValueError) as error:
             if (store.folder / str(step)).exists():
                 raise
-            raise UsageError(  # it leaves the place where others become one
+            raise UserError(  # it leaves the place where others become one
                 f"RUN is {checkpoint}: the run has deleted its checkpoint of step {step} meanwhile; name a newer one, "
                 f"or one that it keeps (keep_every, keep_steps, max_to_keep)"
             ) from error
@@ -168,14 +169,14 @@ def open_data(run: Path, saved: Mapping[str, Any], data_path: str | None, remote
             _ = opened.shards  # raises if there are no shards
             data = opened
     if data is None:
-        raise ValueError(
+        raise UserError(
             f"data_path is {path}: there are no shards. Put the data of {run} back, or name it with "
             f"data_path=PATH; text becomes shards with `roxxel-dist data build TEXT --out DIR` and the run's tokenizer"
         )
     if (run / TOKENIZER).exists() and data.tokenizer_fingerprint is not None:
         known = Tokenizer.load(run / TOKENIZER).fingerprint
         if data.tokenizer_fingerprint != known:
-            raise ValueError(
+            raise UserError(
                 f"data_path is {path}, made with tokenizer {data.tokenizer_fingerprint}, and {run} was trained with "
                 f"{known}: build the data with {run / TOKENIZER}"
             )
@@ -210,7 +211,7 @@ def _components(
         sets = open_data_sets(named, "validation", data)
         check_vocabularies(sets, components.vocab_size)
     if not any(data_set.num_tokens for data_set in sets.values()):
-        raise ValueError(
+        raise UserError(
             f"{run} has nothing to validate on (val_fraction is {config.val_fraction}, and validation names no "
             f"data): name some, as in --validation '{{code: data/code}}'"
         )

@@ -14,8 +14,8 @@ from roxxel_dist.builders import RunComponents, build_components, on_primary, op
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.determinism import make_deterministic, pin_for_run, pin_threads
 from roxxel_dist.cluster.distributed import barrier, broadcast_from_primary, initialize, is_primary
-from roxxel_dist.cluster.exit_codes import attempt_number
-from roxxel_dist.config import Config, UsageError, usage_errors
+from roxxel_dist.cluster.exit_codes import MissingFileError, UserError, attempt_number
+from roxxel_dist.config import Config, usage_errors
 from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import absolute, check_local, is_tokens
@@ -89,7 +89,7 @@ class Experiment:
         stopped: whether the last `fit` was asked to stop before its end; its last step is saved.
 
     Raises:
-        UsageError: a value breaks its rule, or the base of the adapters does not exist.
+        UserError: a value breaks its rule, or the base of the adapters does not exist.
     """
 
     def __init__(self, config: Config) -> None:
@@ -131,7 +131,7 @@ class Experiment:
                 default in the user's cache.
 
         Raises:
-            UsageError: a mistake in the config, the data or the run directory. Then no files are left behind.
+            UserError: a mistake in the config, the data or the run directory. Then no files are left behind.
             StoreTimeoutError: the bucket of the run was away for longer than its time limit.
             LeaseLostError: another job has taken over the run in the bucket.
             FileSystemError: in a later attempt of a job, files of earlier attempts cannot be reached.
@@ -212,7 +212,7 @@ class Experiment:
             The rate; the rates that were tried; the loss at each of them.
 
         Raises:
-            UsageError: a mistake in the config, the data or the rates, or the loss did not fall.
+            UserError: a mistake in the config, the data or the rates, or the loss did not fall.
         """
         with usage_errors(), contextlib.ExitStack() as held:
             self.config.validate()
@@ -241,7 +241,7 @@ class Experiment:
             local_dir = local_dir or (Path(cache, TRAINED) if cache else None)
             return BucketRun(run_dir, local_dir, timeout_s=self.config.store_timeout)
         if local_dir is not None:
-            raise ValueError(f"local_dir is {local_dir}, and run_dir is no address in a bucket: leave it out")
+            raise UserError(f"local_dir is {local_dir}, and run_dir is no address in a bucket: leave it out")
         check_local("run_dir", run_dir)
         return None
 
@@ -254,7 +254,7 @@ class Experiment:
             saved=saved, fork=parent, config=saved_config(local_run(parent.run)) if parent and not saved else saved
         )
         if program := RunMetadata.of(past.config).program:
-            raise ValueError(
+            raise UserError(
                 f"{parent.run if parent and not saved else run} was trained by {program}, with a Trainer of parts: "
                 f"start that program again; it continues from the newest checkpoint"
             )
@@ -307,9 +307,9 @@ class Experiment:
         if resume and not past.config and path is None:
             near = difflib.get_close_matches(run.name, [file.parent.name for file in run.parent.glob(f"*/{CONFIG}")])
             hint = f"did you mean {run.parent / near[0]}?" if near else "check run_dir"
-            raise FileNotFoundError(f"there is no run {run}: {hint}; a new one needs data_path=PATH")
+            raise MissingFileError(f"there is no run {run}: {hint}; a new one needs data_path=PATH")
         if is_other_data and not is_tokens(path or ""):
-            raise ValueError(
+            raise UserError(
                 f"data_path is {path}, and {run} was started with {RunMetadata.of(past.saved).data_path}: leave it "
                 f"out, or make shards of the text with the run's {TOKENIZER} and `roxxel-dist data build`, and amend "
                 f"the run with them (amend=True)"
@@ -319,7 +319,7 @@ class Experiment:
     def _was_finished(self, run: Path, past: _Past, is_other_data: bool) -> bool:
         """Whether the run was finished and has nothing new to do, and print that. Its data may be gone by now.
 
-        Raises UsageError if the run is finished and the requested changes would have no effect.
+        Raises UserError if the run is finished and the requested changes would have no effect.
         """
         cursor, changed = read_cursor(run), changed_from(past.saved, self.config)
         step, end = int(cursor.get("step", 0)), self.config.max_steps
@@ -336,11 +336,11 @@ class Experiment:
         return True
 
     def _check_nothing_new(self, run: Path, step: int, before: Mapping[str, Any]) -> None:
-        """Raises UsageError for changes to a finished run; `before` has the old values of the changed fields."""
+        """Raises UserError for changes to a finished run; `before` has the old values of the changed fields."""
         if not before:
             return
         changes = [f"{name} {old} -> {getattr(self.config, name, 'other data')}" for name, old in before.items()]
-        raise UsageError(
+        raise UserError(
             f"{run} is finished after step {step}, and a change would do nothing ({', '.join(changes)}): leave it out. "
             f"To continue, give a larger max_steps while its phases have steps left, or longer phases and amend=True. "
             f"Or start a new run from a kept checkpoint with fork=RUN@STEP"

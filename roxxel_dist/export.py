@@ -15,6 +15,7 @@ import numpy as np
 
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.durable import make_folder, sync_folder
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.build.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.huggingface import hf_config, take_out, tensors_of, their_shapes
@@ -65,7 +66,7 @@ def export_run(
     weights = weights_of(run, step=step, best=best)
     _check_out(out, overwrite, *weights.folders)
     if merge_lora and not weights.scales:
-        raise ValueError(f"--merge_lora: {run} has no adapters; leave it out")
+        raise UserError(f"--merge_lora: {run} has no adapters; leave it out")
     weights = weights.merged() if merge_lora else weights
     params = weights.params if dtype is None else {name: _cast(array, dtype) for name, array in weights.params.items()}
     make_folder(out.parent)
@@ -89,13 +90,13 @@ def export_run(
 def _check_out(out: Path, overwrite: bool, *read: Path) -> None:
     """Raises ValueError if `out` may not be replaced: it contains a folder that is read, or is not from an export."""
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
-        raise ValueError(f"--out {out} is there already: name another folder, or replace it with --overwrite")
+        raise UserError(f"--out {out} is there already: name another folder, or replace it with --overwrite")
     for folder in map(Path.resolve, read):
         if out.resolve() in (folder, *folder.parents):
-            raise ValueError(f"--out {out} holds the run, or what its adapters stand on: name another folder")
+            raise UserError(f"--out {out} holds the run, or what its adapters stand on: name another folder")
     for path in sorted(out.iterdir()) if out.is_dir() else []:
         if path.is_dir() or path.name == METRICS:
-            raise ValueError(
+            raise UserError(
                 f"--out {out} has {path.name} in it, which no export has: it may be a run; name another folder"
             )
 
@@ -107,9 +108,9 @@ def _write_own(folder: Path, weights: Weights, params: dict[str, np.ndarray], fo
         arrays = ((name, np.ascontiguousarray(array)) for name, array in params.items())
         write_tensors(folder, arrays, sizes, limit, weights.step)
     elif format != "msgpack":
-        raise ValueError(f"format is {format!r}: it must be msgpack, safetensors or hf")
+        raise UserError(f"format is {format!r}: it must be msgpack, safetensors or hf")
     elif (size := sum(sizes.values())) >= LIMIT:
-        raise ValueError(
+        raise UserError(
             f"the weights take {size / 1e9:.1f} GB, and a msgpack file holds less than {LIMIT / 1e9:.0f} GB: use "
             f"--format safetensors"
         )
@@ -123,7 +124,7 @@ def _write_own(folder: Path, weights: Weights, params: dict[str, np.ndarray], fo
 def _write_hf(folder: Path, weights: Weights, params: dict[str, np.ndarray], limit: int) -> None:
     """Write the files that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` read."""
     if weights.config.model is not None:
-        raise ValueError(f"model is {weights.config.model!r}: hf holds the built-in Transformer alone; use safetensors")
+        raise UserError(f"model is {weights.config.model!r}: hf holds the built-in Transformer alone; use safetensors")
     config = weights.config.part(ModelConfig)
     tokenizer = None if weights.tokenizer is None else Tokenizer.load(weights.tokenizer)
     fields = hf_config(config, None if tokenizer is None else tokenizer.eos_id)
@@ -145,7 +146,7 @@ def _write_hf(folder: Path, weights: Weights, params: dict[str, np.ndarray], lim
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, max_context: int) -> None:
     """The end-of-text token is also the token before a text, because the model was trained so."""
     if tokenizer.kind == "sentencepiece":
-        raise ValueError(
+        raise UserError(
             "the tokenizer is a SentencePiece model, which hf has no file for here: use --format safetensors"
         )
     tokenizer.save(folder / TOKENIZER_FILE)
@@ -165,7 +166,7 @@ def _cast(array: np.ndarray, dtype: str) -> np.ndarray:
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9]+)\s*([KMG]?B|)", text.strip().upper())
     if not match or int(match[1]) < 1:
-        raise ValueError(f"max_shard_size is {text!r}: write a whole number with KB, MB or GB, such as 500MB")
+        raise UserError(f"max_shard_size is {text!r}: write a whole number with KB, MB or GB, such as 500MB")
     return int(match[1]) * UNITS.get(match[2], 1)
 
 

@@ -5,6 +5,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.model.generate import Sampling, generate_rows, stream
 from roxxel_dist.train.hf_folder import is_hf_folder
@@ -88,7 +89,7 @@ class Generator:
         prompts = _listed(prompt)
         seeds = _listed(seed) if isinstance(seed, Iterable) else [seed] * len(prompts)
         if len(seeds) != len(prompts):
-            raise ValueError(f"seed has {len(seeds)} numbers for {len(prompts)} prompts: give one each, or one for all")
+            raise UserError(f"seed has {len(seeds)} numbers for {len(prompts)} prompts: give one each, or one for all")
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         if not prompts:
             return []
@@ -126,7 +127,7 @@ class Generator:
 
     def _ids(self, prompt: str) -> list[int]:
         if not isinstance(prompt, str):
-            raise ValueError(f"prompt is {prompt!r}: it must be a text, or a list of texts to generate")
+            raise UserError(f"prompt is {prompt!r}: it must be a text, or a list of texts to generate")
         return [*self._start, *(self.tokenizer.encode(prompt) if prompt else [])] or [self.tokenizer.eos_id]
 
     def _room(self, max_new_tokens: int) -> int:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum_builder import build_curriculum, open_data_sets
@@ -36,12 +37,12 @@ def _local(source: str | Path) -> tuple[Path, Path | None]:
     if not is_url(source):
         folder = Path(source)
         if folder.is_dir() and not (folder / CONFIG).exists():
-            raise ValueError(no_run(folder))
+            raise UserError(no_run(folder))
         return folder, _newest(folder)
     bucket = BucketFolder(source, read_only=True)
     folder = bucket.pull()
     if not is_run(folder):
-        raise ValueError(no_run(folder, str(bucket)))
+        raise UserError(no_run(folder, str(bucket)))
     return folder, bucket.pull_newest_meta()
 
 
@@ -61,11 +62,11 @@ def describe_batch(source: str | Path, step: int, data_path: str | Path | None =
     elif data_path is None:
         data_path = config.primary_path(None) or recorded.get("data_path")
     if data_path is None or not is_tokens(data_path):
-        raise ValueError(f"{named} does not say which shards it reads: name them with data_path=PATH")
+        raise UserError(f"{named} does not say which shards it reads: name them with data_path=PATH")
     with Roxxel(data_path, remote=config.part(RemoteConfig)) as data:
         plan = _plan_of(newest) or build_curriculum(config, data)[0].plan(config.seed)
         if not 1 <= step <= plan.total_steps:
-            raise ValueError(f"step {step}: the plan has steps 1 to {plan.total_steps}")
+            raise UserError(f"step {step}: the plan has steps 1 to {plan.total_steps}")
         rows = plan.rows(step - 1)
         sets = {"self": data, **open_data_sets(config, "datasets", data)}
         lines = [
@@ -75,7 +76,7 @@ def describe_batch(source: str | Path, step: int, data_path: str | Path | None =
         for row, offset in enumerate(rows.offset.tolist()):
             name = plan.datasets[rows.dataset[row]]
             if name not in sets:
-                raise ValueError(f"step {step} reads the data set {name!r}, and datasets in {path} does not name it")
+                raise UserError(f"step {step} reads the data set {name!r}, and datasets in {path} does not name it")
             place = locate_token(sets[name], offset)
             ids = sets[name].read(rows.offset[row : row + 1], rows.seq_len)[0].tolist()
             text_of_row = data.tokenizer.decode(ids) if data.tokenizer else " ".join(map(str, ids))

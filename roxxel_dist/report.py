@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import RECORD, load_yaml
 from roxxel_dist.data.discovery import absolute
 from roxxel_dist.display import aligned, duration, figure
@@ -78,7 +79,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     folders = [local_run(path) for path in given]
     for path, folder in zip(given, folders, strict=True):
         if not is_run(folder):
-            raise ValueError(no_run(folder, absolute(path)))
+            raise UserError(no_run(folder, absolute(path)))
     names = [path.absolute().name for path in given]
     often = Counter(names)
     return [

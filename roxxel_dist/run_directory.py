@@ -10,7 +10,7 @@ from pathlib import Path, PosixPath
 from typing import Any, Self
 
 from roxxel_dist.cluster import save_requests
-from roxxel_dist.cluster.exit_codes import REACHED_ENV, STATUS_ENV
+from roxxel_dist.cluster.exit_codes import REACHED_ENV, STATUS_ENV, MissingFileError, UserError
 from roxxel_dist.cluster.file_lock import is_held as lock_is_held
 from roxxel_dist.data.atomic_dir import COMMIT, SUFFIX
 from roxxel_dist.data.discovery import is_tokens
@@ -70,7 +70,7 @@ class RunDirectory:
         Raises ValueError if it is not a folder, cannot be written, is held, or has a run and `resume` is off.
         """
         if os.path.exists(self.path) and not self.path.is_dir():
-            raise ValueError(f"run_dir is {self.path}, a file: name a folder")
+            raise UserError(f"run_dir is {self.path}, a file: name a folder")
         self.check_new(resume)
         try:
             self._let_go = hold(self.path, nested=False)
@@ -84,7 +84,7 @@ class RunDirectory:
     def check_new(self, resume: bool) -> None:
         """Raises ValueError if the folder has a run and `resume` is off."""
         if os.path.exists(self.path / CONFIG) and not resume:
-            raise ValueError(f"{self._name} holds a run already: continue it with resume=True, or name another run_dir")
+            raise UserError(f"{self._name} holds a run already: continue it with resume=True, or name another run_dir")
 
     def release(self) -> None:
         """Release the folder to others."""
@@ -158,7 +158,7 @@ def check_still_there(run: Path) -> None:
     """
     step = int(os.environ.get(REACHED_ENV) or 0)
     if step and not (run / CONFIG).is_file():
-        raise FileNotFoundError(f"{run / CONFIG} is not there, and this job has come to step {step} in {run}")
+        raise MissingFileError(f"{run / CONFIG} is not there, and this job has come to step {step} in {run}")
 
 
 def is_run(folder: Path) -> bool:

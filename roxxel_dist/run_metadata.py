@@ -14,6 +14,7 @@ import jax
 from roxxel_dist.builders import RunComponents
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import num_devices
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.data.discovery import absolute, is_tokens
@@ -232,19 +233,19 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
     lines, other = [], fork or "the run that shall be resumed"
     kernel = kernel_begun_with(saved)
     if kernel and not fork and config.model is None and config.attention not in ("auto", kernel):
-        raise ValueError(
+        raise UserError(
             f"attention is {config.attention}, and {other} began with {kernel}: leave it as it was, or start a new "
             f"run (at a checkpoint of this one with fork=RUN@STEP)"
         )
     for name, before in changed_from(saved, config, with_base=True).items():
         value = getattr(config, name)
         if name in fixed:
-            raise ValueError(
+            raise UserError(
                 f"{name} is {value}, and {other} has {before}: leave it as it was, or "
                 f"start a new run" + (" (or change it from here on with amend=True)" if name in AMENDABLE else "")
             )
         if name in dropouts and config.model is None and bool(value) != bool(before):
-            raise ValueError(
+            raise UserError(
                 f"{name} is {value}, and {other} has {before}: its checkpoints hold random streams of dropout "
                 f"only where there is some, so use {'a rate above 0' if before else '0'}, or start a new run"
             )
@@ -284,12 +285,12 @@ def forked_from(fork: str | None, saved: dict[str, Any], run: Path) -> Checkpoin
         return known
     given = CheckpointRef.parse(fork)
     if absolute(given.run) == absolute(run):
-        raise ValueError(f"fork is {given}, and run_dir is the same run: a fork needs a run_dir of its own")
+        raise UserError(f"fork is {given}, and run_dir is the same run: a fork needs a run_dir of its own")
     if saved and (known is None or (absolute(given.run), given.step) != (absolute(known.run), known.step)):
         came = f"was forked from {known}" if known else "is no fork"
-        raise ValueError(f"fork is {given}, and the run in {run} {came}: leave fork out, or name another run_dir")
+        raise UserError(f"fork is {given}, and the run in {run} {came}: leave fork out, or name another run_dir")
     if not (local_run(given.run) / CONFIG).exists():
-        raise ValueError(f"fork is {given}: {given.run} is not a run directory, it has no {CONFIG}")
+        raise UserError(f"fork is {given}: {given.run} is not a run directory, it has no {CONFIG}")
     return given
 
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.save_requests import post_request, take_answer, withdraw
 from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.objects.url import is_url
@@ -35,11 +36,11 @@ def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
         return _ask_through_bucket(run, timeout_s)
     folder = Path(run)
     if not folder.is_dir():
-        raise ValueError(f"{run} is not a run directory: there is no such folder")
+        raise UserError(f"{run} is not a run directory: there is no such folder")
     if not ((folder / CONFIG).exists() or (folder / CHECKPOINTS).is_dir()):
-        raise ValueError(f"{run} is not a run directory: it has no {CONFIG}")
+        raise UserError(f"{run} is not a run directory: it has no {CONFIG}")
     if not is_held(folder):
-        raise ValueError(f"no job trains in {run} now: its checkpoints are in {folder / CHECKPOINTS}")
+        raise UserError(f"no job trains in {run} now: its checkpoints are in {folder / CHECKPOINTS}")
     request = post_request(folder)
     try:
         answer = _wait(folder, request, timeout_s)
@@ -56,7 +57,7 @@ def _ask_through_bucket(run: str | Path, timeout_s: float) -> int:
 
     store, request, end = ObjectStore.open(run), secrets.token_hex(8), time.monotonic() + timeout_s
     if not any(info.key == CONFIG for info in store.list()):
-        raise ValueError(f"{store.url} is not a run: it has no {CONFIG}")
+        raise UserError(f"{store.url} is not a run: it has no {CONFIG}")
     answer = None
     store.write(SAVE_REQUESTS + request, b"")
     try:

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from roxxel_dist.builders import model_builder
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.data.build.tokenizer import TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.data.discovery import absolute
@@ -74,21 +75,21 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
     step = named_step if step is None else step
     if is_hf_folder(run):
         if step is not None:
-            raise ValueError(f"{run} is a model of Hugging Face, which has no step {step}: leave the step out")
+            raise UserError(f"{run} is a model of Hugging Face, which has no step {step}: leave the step out")
         return _of_hugging_face(run)
     if not (run / CONFIG).exists() or is_study(run):
-        raise ValueError(no_run(run, absolute(named)))
+        raise UserError(no_run(run, absolute(named)))
     config = Config.from_yaml(run / CONFIG)
     checkpoints = (run / CHECKPOINTS).absolute()  # Orbax reads no others
     saved = files.complete(checkpoints) if bucket is None else bucket.checkpoints.saved(read_only=True)
     if saved:
         done = step if step is not None else (best and files.best_of(saved)) or max(saved)
         if done not in saved:
-            raise ValueError(
+            raise UserError(
                 f"{bucket or run} has no checkpoint of step {done}; those there are: {', '.join(map(str, saved))}"
             )
         if bucket is not None and (problems := bucket.checkpoints.fetch_params(done)):
-            raise ValueError(
+            raise UserError(
                 f"the checkpoint of step {done} in {bucket} is damaged ({in_words(problems)}): name another"
             )
         params, metadata = _of_checkpoint(checkpoints / str(done))
@@ -131,7 +132,7 @@ def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], CheckpointM
         steps = [step for step in sorted(older, reverse=True) if step < int(checkpoint.name)]
         whole = next((step for step in steps if not check_checkpoint(folder / str(step), step)), None)
         hint = "no older one is complete" if whole is None else f"name step {whole}, the next older complete one"
-        raise ValueError(f"the checkpoint {checkpoint} is damaged ({files.cause(error)}): {hint}") from error
+        raise UserError(f"the checkpoint {checkpoint} is damaged ({files.cause(error)}): {hint}") from error
 
 
 def _metadata_of_adapters(saved: Mapping[str, Any], params: Mapping[str, Any]) -> CheckpointMetadata:
@@ -154,12 +155,12 @@ def _of_files(run: Path, step: int | None, *, best: bool) -> tuple[dict[str, np.
             done = tensors.step()
             if step not in (None, done):
                 known = "they do not say their step" if done is None else f"they are of step {done}"
-                raise ValueError(f"{run} has no weights of step {step}: {known}; leave the step out")
+                raise UserError(f"{run} has no weights of step {step}: {known}; leave the step out")
             return {name: tensors.read(name) for name in tensors.shapes()}, done or 0
     if not steps and any((run / name).exists() for name in (CHECKPOINTS, METRICS)):
-        raise ValueError(f"{run} has no complete checkpoint: train it until its first one is saved")
+        raise UserError(f"{run} has no complete checkpoint: train it until its first one is saved")
     if not steps:
-        raise ValueError(
+        raise UserError(
             f"{run} has no weights beside its {CONFIG}. If it is a run, train it until a checkpoint is saved. If "
             f"it is an export, {NEWEST} or {WHOLE} is missing or damaged: put it back, or export the run again"
         )
@@ -167,7 +168,7 @@ def _of_files(run: Path, step: int | None, *, best: bool) -> tuple[dict[str, np.
     name = next((name for name in names if step in (None, steps[name])), None)
     if name is None:
         kept = ", ".join(map(str, sorted(set(steps.values()))))
-        raise ValueError(f"{run} has no checkpoint, and no weights of step {step}; those there are: {kept}")
+        raise UserError(f"{run} has no checkpoint, and no weights of step {step}; those there are: {kept}")
     if not best and step is None and name == BEST:
         line = f"roxxel-dist: {run} has no {NEWEST}: taking {BEST}, of step {steps[BEST]}"
         print(line, file=sys.stderr, flush=True)
@@ -186,7 +187,7 @@ def load_run(run_dir: str | Path, step: int | None = None, *, best: bool = False
     """(model with dropout off, tokenizer, Config, step) of a run; arguments and errors are those of `weights_of`."""
     weights = weights_of(run_dir, step=step, best=best)
     if weights.tokenizer is None:
-        raise ValueError(
+        raise UserError(
             f"{run_dir} has no tokenizer.json: it was trained on tokens alone, so there is no text to generate"
         )
     return model_of(weights, run_dir), Tokenizer.load(weights.tokenizer), weights.config, weights.step
@@ -196,7 +197,7 @@ def load_transformer(path: str | Path, *, best: bool = True) -> Any:
     """The model of `Transformer.from_pretrained`."""
     weights = weights_of(path, best=best)
     if weights.config.model is not None:
-        raise ValueError(
+        raise UserError(
             f"{path} has model {weights.config.model!r}, which is no Transformer: load it with "
             f"roxxel_dist.weights.load_run, from the folder that has that module"
         )
@@ -211,7 +212,7 @@ def model_of(weights: Weights, path: str | Path) -> Any:
     frozen = [name for name in parts.frozen.names if weights.config.model is None or name in weights.params]
     like |= {name: inputs[name] for name in frozen}
     if wrong := files.difference(files.shapes(weights.params), files.shapes(like), whole=False):
-        raise ValueError(f"the weights in {path} are of another model than its config ({wrong}): put the right back")
+        raise UserError(f"the weights in {path} are of another model than its config ({wrong}): put the right back")
 
     def others() -> Any:
         """Computes only what is used: no initial weights."""
@@ -235,7 +236,7 @@ def check_continues(model: Any, config: Any) -> None:
             lambda state, tokens: nnx.merge(graphdef, state)(tokens), state, np.zeros((1, config.max_context), np.int32)
         )
     except Exception as error:
-        raise ValueError(f"model is {config.model!r}: {rule}, and this one says {error!r}") from error
+        raise UserError(f"model is {config.model!r}: {rule}, and this one says {error!r}") from error
     shape = getattr(logits, "shape", type(logits).__name__)
     if shape != (1, config.max_context, config.vocab_size):
-        raise ValueError(f"model is {config.model!r}: {rule}, and for L = {config.max_context} it returns {shape}")
+        raise UserError(f"model is {config.model!r}: {rule}, and for L = {config.max_context} it returns {shape}")

@@ -7,7 +7,8 @@ import pytest
 
 from roxxel_dist import Config, Experiment, Roxxel
 from roxxel_dist.builders import build_components
-from roxxel_dist.config import UsageError, load_yaml
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.config import load_yaml
 from roxxel_dist.inspect_batch import describe_batch
 
 PHASES = [
@@ -76,7 +77,7 @@ def test_a_run_remembers_its_data_sets_and_compares_them(work, monkeypatch):
     shutil.rmtree(work / "code")
     (work / "code").mkdir()
     write(work / "code" / "c.rox", 110, 200)
-    with pytest.raises(UsageError, match="was made with another corpus"):
+    with pytest.raises(UserError, match="was made with another corpus"):
         Experiment(Config(**SMALL | {"max_steps": 8})).fit(run_dir=run, resume=True)
 
 
@@ -92,7 +93,7 @@ def test_a_run_remembers_its_data_sets_and_compares_them(work, monkeypatch):
 )
 def test_what_cannot_be_is_named(work, datasets, message):
     (work / "text.txt").write_text("Some text. " * 100)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UserError, match=message):
         Experiment(Config(**SMALL, datasets=datasets)).fit("text", "run")
     assert not (work / "run").exists()
 

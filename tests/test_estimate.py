@@ -14,8 +14,8 @@ from runs import rows
 
 from roxxel_dist import Config, Curriculum, Experiment, Phase
 from roxxel_dist.builders import build_components
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.config import UsageError
 from roxxel_dist.display import size
 from roxxel_dist.estimate import EstimateRequest, batch_layout, estimate, spans, table
 from roxxel_dist.train.optimizer import InitialState
@@ -228,7 +228,7 @@ def test_the_kernel_of_attention_and_its_scores(corpus):
     assert "attention by cudnn is not simulated: the memory of phases is that of xla, in its place" in found.notes
     told = table(found)
     assert f"attention of phase 1: xla, scores in blocks, {size(phase.score_bytes)} a layer" in told
-    with pytest.raises(UsageError, match="attention is cudnn: cuDNN is for GPUs, and the devices here are cpu"):
+    with pytest.raises(UserError, match="attention is cudnn: cuDNN is for GPUs, and the devices here are cpu"):
         estimate(config, corpus_path(corpus), EstimateRequest())
 
 
@@ -244,7 +244,7 @@ def test_what_cannot_be_asked(corpus):
     ):
         with pytest.raises(ValueError, match=message):
             estimate(config, data, EstimateRequest(**asked))
-    with pytest.raises(UsageError, match="n_devices is 2, which leaves none to 3 of 4 processes"):
+    with pytest.raises(UserError, match="n_devices is 2, which leaves none to 3 of 4 processes"):
         estimate(Config(**{**ONE, "n_devices": 2}), data, EstimateRequest(devices=8, processes=4))
 
 

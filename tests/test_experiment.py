@@ -10,7 +10,8 @@ import yaml
 
 from roxxel_dist import Config, Experiment, Trainer
 from roxxel_dist.builders import build_components, open_corpus
-from roxxel_dist.config import UsageError, load_yaml
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.config import load_yaml
 from roxxel_dist.evaluate import evaluate
 from roxxel_dist.run_directory import RunDirectory, default_run_dir
 from roxxel_dist.train.checkpoint.metadata import read_cursor
@@ -97,7 +98,7 @@ def dying(self, at_the_end=None):
 
 def test_the_shape_of_a_model_cannot_change(finished):
     before = (finished / "config.yaml").read_bytes()
-    with pytest.raises(UsageError, match="n_heads is 4, and the run that shall be resumed has 2"):
+    with pytest.raises(UserError, match="n_heads is 4, and the run that shall be resumed has 2"):
         Experiment(Config(n_heads=4, max_steps=5)).fit(run_dir=finished, resume=True)
     assert (finished / "config.yaml").read_bytes() == before
 
@@ -111,7 +112,7 @@ def begun_with(run, kernel):
 
 
 def test_a_run_keeps_its_kernel_of_attention(finished):
-    with pytest.raises(UsageError, match="attention is cudnn, and the run that shall be resumed began with xla"):
+    with pytest.raises(UserError, match="attention is cudnn, and the run that shall be resumed began with xla"):
         Experiment(Config(attention="cudnn", max_steps=5)).fit(run_dir=finished, resume=True)
     Experiment(Config(attention="xla", max_steps=4)).fit(run_dir=finished, resume=True)
     assert "changed since the run began: attention auto -> xla" in log_of(finished)
@@ -120,9 +121,9 @@ def test_a_run_keeps_its_kernel_of_attention(finished):
 
 def test_a_run_of_a_kernel_that_is_not_here(finished, tmp_path):
     begun_with(finished, "cudnn")
-    with pytest.raises(UsageError, match="the run began with attention cudnn, which a resume keeps, and cuDNN is"):
+    with pytest.raises(UserError, match="the run began with attention cudnn, which a resume keeps, and cuDNN is"):
         Experiment(Config(max_steps=5)).fit(run_dir=finished, resume=True)
-    with pytest.raises(UsageError, match="attention is xla, and the run that shall be resumed began with cudnn"):
+    with pytest.raises(UserError, match="attention is xla, and the run that shall be resumed began with cudnn"):
         Experiment(Config(attention="xla", max_steps=5)).fit(run_dir=finished, resume=True)
     fork = Experiment(Config(attention="xla", max_steps=4)).fit(run_dir=tmp_path / "fork", fork=f"{finished}@3")
     assert load_yaml(fork / "config.yaml")["record"]["bits"]["attention"] == "xla"
@@ -130,7 +131,7 @@ def test_a_run_of_a_kernel_that_is_not_here(finished, tmp_path):
 
 
 def test_a_kernel_that_is_not_here_leaves_nothing(text, tmp_path):
-    with pytest.raises(UsageError, match="attention is splash: splash attention is for TPUs, and the devices here"):
+    with pytest.raises(UserError, match="attention is splash: splash attention is for TPUs, and the devices here"):
         Experiment(config(attention="splash")).fit(text, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -155,14 +156,14 @@ def test_what_a_finished_run_would_not_do_is_refused(finished, text, tmp_path):
     begun_with = load_yaml(finished / "config.yaml")["record"]["data_path"]
     for fields, data in (({"lr": 1e-5}, None), ({"lr": 3e-4}, None), ({"epochs": 2}, None), ({}, text)):
         name = next(iter(fields), "data_path")
-        with pytest.raises(UsageError, match=rf"finished after step 3, .*\({name} .*amend=True.*fork=RUN@STEP"):
+        with pytest.raises(UserError, match=rf"finished after step 3, .*\({name} .*amend=True.*fork=RUN@STEP"):
             Experiment(Config(max_steps=3, **fields)).fit(data, finished, resume=True)
     phases = [{"steps": 9, "batch_size": 8, "seq_len": 9}]
-    with pytest.raises(UsageError, match="phases"):
+    with pytest.raises(UserError, match="phases"):
         Experiment(Config(max_steps=3, phases=phases)).fit(run_dir=finished, resume=True)
     # A default is no wish: the run keeps what it had.
     assert Experiment(Config(max_steps=3)).fit(begun_with, finished, resume=True) == finished
-    with pytest.raises(UsageError, match=r"data_path is .*text.txt, and .* was started with .*text.txt"):
+    with pytest.raises(UserError, match=r"data_path is .*text.txt, and .* was started with .*text.txt"):
         Experiment(Config(max_steps=5)).fit(text, finished, resume=True)
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
 
@@ -180,7 +181,7 @@ def test_a_run_at_the_end_of_its_phases_is_made_longer_by_phases_alone(text, tmp
     phases = [{"steps": 1, "batch_size": 8, "seq_len": 17}]
     Experiment(config(tokenizer_type="byte", phases=phases, sample="off")).fit(text, tmp_path / "short")
     assert "a sample" not in log_of(tmp_path / "short")
-    with pytest.raises(UsageError, match=r"finished after step 1, .*max_steps 3 -> 10000000.*longer phases"):
+    with pytest.raises(UserError, match=r"finished after step 1, .*max_steps 3 -> 10000000.*longer phases"):
         Experiment(Config(max_steps=10_000_000)).fit(run_dir=tmp_path / "short", resume=True)
 
 
@@ -197,10 +198,10 @@ def test_a_run_that_cannot_begin_harms_nothing_of_the_users(text, tmp_path):
         (tmp_path / "run" / name).mkdir(parents=True)
         (tmp_path / "run" / name / "precious").write_text("mine")
     before = tree(tmp_path)
-    with pytest.raises(UsageError, match="use a smaller batch_size or seq_len, or more text"):
+    with pytest.raises(UserError, match="use a smaller batch_size or seq_len, or more text"):
         Experiment(config(batch_size=10_000_000)).fit(text, tmp_path / "run")
     assert {"run/data/precious", "run/checkpoints/precious"} <= set(tree(tmp_path))
-    with pytest.raises(UsageError):
+    with pytest.raises(UserError):
         Experiment(config(vocab_size=2)).fit(tmp_path / "nowhere", tmp_path / "a" / "b" / "c")
     assert set(before) <= set(tree(tmp_path))
     assert not (tmp_path / "a").exists()
@@ -209,7 +210,7 @@ def test_a_run_that_cannot_begin_harms_nothing_of_the_users(text, tmp_path):
 def test_a_run_that_is_not_there_is_not_resumed(tmp_path):
     (tmp_path / "first").mkdir()
     Config().save_yaml(tmp_path / "first" / "config.yaml")
-    with pytest.raises(UsageError, match=r"there is no run .*/frist: did you mean .*/first\?"):
+    with pytest.raises(UserError, match=r"there is no run .*/frist: did you mean .*/first\?"):
         Experiment(config()).fit(run_dir=tmp_path / "frist", resume=True)
     assert tree(tmp_path) == ["first", "first/config.yaml"]
 
@@ -221,7 +222,7 @@ def test_what_is_neither_a_folder_nor_in_a_store_that_is_known(text, tmp_path, m
         ("run_dir", Path("hdfs://bucket/run"), text, {}),
         ("datasets 'code'", "run", text, {"datasets": {"code": "hdfs://bucket/code"}}),
     ):
-        with pytest.raises(UsageError, match=f"{name} is .*hdfs:/.*bucket"):
+        with pytest.raises(UserError, match=f"{name} is .*hdfs:/.*bucket"):
             Experiment(config(**fields)).fit(data, place)
     with pytest.raises(ValueError, match="gs:/"):
         CheckpointStore("gs://bucket/run/checkpoints")
@@ -229,7 +230,7 @@ def test_what_is_neither_a_folder_nor_in_a_store_that_is_known(text, tmp_path, m
 
 
 def test_a_prompt_that_cannot_be_is_told_before_training(text, tmp_path):
-    with pytest.raises(UsageError, match="π"):
+    with pytest.raises(UserError, match="π"):
         Experiment(config(sample_prompt="π")).fit(text, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -284,9 +285,9 @@ def test_default_folders_are_unique(tmp_path, monkeypatch):
 def test_on_some_of_the_devices(corpus, tmp_path):
     some = config(n_devices=4, batch_size=12, tokenizer_type="byte")
     assert build_components(some, corpus).mesh().size == 4
-    with pytest.raises(UsageError, match="batch_size is 12, which is not a multiple of 8 devices x grad_accum"):
+    with pytest.raises(UserError, match="batch_size is 12, which is not a multiple of 8 devices x grad_accum"):
         Experiment(config(n_devices=0, batch_size=12)).fit(corpus.filepath, tmp_path / "other")
-    with pytest.raises(UsageError, match=r"n_devices is 9, but 8 device.s. are here"):
+    with pytest.raises(UserError, match=r"n_devices is 9, but 8 device.s. are here"):
         Experiment(config(n_devices=9)).fit(corpus.filepath, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 

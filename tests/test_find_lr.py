@@ -13,7 +13,7 @@ from commands import run
 from roxxel_dist import Config, Experiment
 from roxxel_dist.builders import temporary_folder
 from roxxel_dist.cli import main
-from roxxel_dist.config import UsageError
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.build.build import build
 
 SMALL = {
@@ -54,7 +54,7 @@ def test_a_fine_tune_is_swept_from_its_weights(text, tmp_path):
     _, _, fresh = Experiment(Config(**SMALL)).find_lr(text, num_steps=20)
     _, _, tuned = Experiment(Config(**SMALL, init_from=str(run))).find_lr(text, num_steps=20)
     assert tuned[0] < fresh[0] - 0.1
-    with pytest.raises(UsageError, match=r"init_from is .* is of another model"):
+    with pytest.raises(UserError, match=r"init_from is .* is of another model"):
         Experiment(Config(**{**SMALL, "dim": 32}, init_from=str(run))).find_lr(text, num_steps=20)
 
 
@@ -89,13 +89,13 @@ def test_a_picture_that_cannot_be_drawn_costs_no_suggestion(text, capsys):
 
 def test_what_cannot_be_swept(text, tmp_path):
     experiment = Experiment(Config(**SMALL))
-    with pytest.raises(UsageError, match="no data: name a text file, a folder or shards with data_path=PATH"):
+    with pytest.raises(UserError, match="no data: name a text file, a folder or shards with data_path=PATH"):
         experiment.find_lr(None)
-    with pytest.raises(UsageError, match="min_lr is -1: it must be above 0"):
+    with pytest.raises(UserError, match="min_lr is -1: it must be above 0"):
         experiment.find_lr(text, min_lr=-1)
-    with pytest.raises(UsageError, match="the loss did not fall between learning rates"):
+    with pytest.raises(UserError, match="the loss did not fall between learning rates"):
         experiment.find_lr(text, min_lr=1e-9, max_lr=1e-8, num_steps=30)
-    with pytest.raises(UsageError, match="use a smaller batch_size or seq_len, or more text"):
+    with pytest.raises(UserError, match="use a smaller batch_size or seq_len, or more text"):
         Experiment(Config(**{**SMALL, "batch_size": 10_000_000})).find_lr(text)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["here", "text.txt"]
 

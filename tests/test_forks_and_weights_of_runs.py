@@ -8,7 +8,8 @@ import pytest
 from roxxel_dist import Config, Experiment, Roxxel
 from roxxel_dist.cli import main
 from roxxel_dist.cli.arguments import parse_train, steps_to_skip
-from roxxel_dist.config import UsageError, load_yaml
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.config import load_yaml
 
 SMALL = {
     "dim": 16,
@@ -56,7 +57,7 @@ def test_a_fork_takes_config_and_data_and_remembers_where_it_came_from(parent, t
     again = load_yaml(fork / "config.yaml")["record"]
     assert again["forked_from"] == saved["record"]["forked_from"]
     assert [resume["step"] for resume in again["resumes"]] == [8]
-    with pytest.raises(UsageError, match=f"was forked from {parent}@3: leave fork out, or name another run_dir"):
+    with pytest.raises(UserError, match=f"was forked from {parent}@3: leave fork out, or name another run_dir"):
         Experiment(config).fit(run_dir=fork, resume=True, fork=f"{parent}@6")
 
 
@@ -85,10 +86,10 @@ def test_what_a_fork_cannot_be(parent, tmp_path):
         (f"{parent}@3", {"init_from": str(parent)}, "init_from is .*, and .*run@3 has None"),
     ):
         changed = Config.from_dict({**config.to_dict(), **fields})
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(UserError, match=message):
             Experiment(changed).fit(run_dir=tmp_path / "fork", fork=fork)
         assert not (tmp_path / "fork").exists()
-    with pytest.raises(UsageError, match="a fork needs a run_dir of its own"):
+    with pytest.raises(UserError, match="a fork needs a run_dir of its own"):
         Experiment(config).fit(run_dir=parent, resume=True, fork=f"{parent}@3")
 
 
@@ -104,7 +105,7 @@ def test_weights_and_tokenizer_of_another_run(parent, tmp_path):
     assert saved["record"]["initialized_from"] == {"run": str(parent), "step": 6}
     config.init_from = None
     config.max_steps = 3
-    with pytest.raises(UsageError, match="init_from is None, and the run that shall be resumed has"):
+    with pytest.raises(UserError, match="init_from is None, and the run that shall be resumed has"):
         Experiment(config).fit(run_dir=run, resume=True)
 
 
@@ -112,10 +113,10 @@ def test_data_of_another_tokenizer_is_refused(parent, tmp_path):
     with Roxxel(tmp_path / "other_*.rox") as other:
         other.write([list(range(1, 9)) * 40] * 20, vocab_size=19, tokenizer_fingerprint="0123456789abcdef")
     config = Config(**SMALL, max_steps=2, init_from=str(parent))
-    with pytest.raises(UsageError, match="and the data was made with 0123456789abcdef: build the data with"):
+    with pytest.raises(UserError, match="and the data was made with 0123456789abcdef: build the data with"):
         Experiment(config).fit(tmp_path / "other_*.rox", tmp_path / "run")
     wider = Config(**{**SMALL, "dim": 32}, max_steps=2, init_from=str(parent))
-    with pytest.raises(UsageError, match=r"init_from is .*run@6: .* is of another model \(params/.* in it and .* here"):
+    with pytest.raises(UserError, match=r"init_from is .*run@6: .* is of another model \(params/.* in it and .* here"):
         Experiment(wider).fit(parent / "data", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from made_runs import TEXT, make_run
 
 from roxxel_dist import Config, Experiment, Roxxel, Transformer
-from roxxel_dist.config import UsageError
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.export import export_run
 from roxxel_dist.train.hf_folder import HfFolder
 from roxxel_dist.train.init_from import find_checkpoint, with_shape_of
@@ -78,7 +78,7 @@ def test_without_a_tokenizer_it_trains_on_shards(folder, tmp_path):
     ],
 )
 def test_a_field_that_says_otherwise(folder, tmp_path, fields, message):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UserError, match=message):
         Experiment(Config(init_from=str(folder / "hf"), **QUIET, **fields)).fit(folder / "text.txt", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

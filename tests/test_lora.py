@@ -14,8 +14,9 @@ from flax import nnx
 from roxxel_dist import Config, Experiment, Trainer
 from roxxel_dist import builders as assemble
 from roxxel_dist.cli import main
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE
-from roxxel_dist.config import UsageError, load_yaml
+from roxxel_dist.config import load_yaml
 from roxxel_dist.lora import merge_adapters
 from roxxel_dist.run_metadata import check_resumable, saved_config
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointRef, read_cursor
@@ -130,7 +131,7 @@ def test_a_base_that_was_moved_or_changed(work, tmp_path, capsys):
     (work / "base").rename(tmp_path / "moved")
     try:
         with pytest.raises(
-            UsageError,
+            UserError,
             match=r"of the adapters are missing: init_from is \S*: \S*base has no checkpoint.*init_from=NEW_",
         ):
             Experiment(config).fit(run_dir=run, resume=True)
@@ -148,7 +149,7 @@ def test_a_base_that_was_moved_or_changed(work, tmp_path, capsys):
     shutil.rmtree(tmp_path / "other" / "checkpoints" / "40")
     shutil.copytree(tmp_path / "other" / "checkpoints" / "36", tmp_path / "other" / "checkpoints" / "40")
     config.init_from = str(tmp_path / "other")
-    with pytest.raises(UsageError, match=r"base weights of the adapters are missing: .*digests\.json is of step 36"):
+    with pytest.raises(UserError, match=r"base weights of the adapters are missing: .*digests\.json is of step 36"):
         Experiment(config).fit(run_dir=run, resume=True)
 
 
@@ -244,13 +245,13 @@ def test_generate_plan_and_find_lr(work, tmp_path, monkeypatch, capsys):
 
 
 def test_adapters_need_a_base(work, tmp_path):
-    with pytest.raises(UsageError, match=r"use_lora is True, and init_from names no run: .*init_from=RUN"):
+    with pytest.raises(UserError, match=r"use_lora is True, and init_from names no run: .*init_from=RUN"):
         Trainer(Config(**SMALL, use_lora=True)).fit(work / "second.txt")
     config = Config.from_yaml(work / "tuned" / "config.yaml")  # the same recipe again: the same base
     assert Experiment(config).config.init_from == str(work / "base")
     assert with_base(config)[1].startswith(f"{work / 'tuned'} has adapters itself: its base {work / 'base'} is taken")
     shutil.copy(work / "base" / "config.yaml", tmp_path)  # a copy is of no run
-    with pytest.raises(UsageError, match="init_from names no run"):
+    with pytest.raises(UserError, match="init_from names no run"):
         Experiment(tuned(tmp_path))
 
 
@@ -266,7 +267,7 @@ def test_text_is_not_read_for_a_base_that_does_not_fit(work, tmp_path, monkeypat
         ({"dim": 64}, "is of another model"),
     ):
         for use_lora in (False, True):
-            with pytest.raises(UsageError, match=said):
+            with pytest.raises(UserError, match=said):
                 Experiment(
                     tuned(work / "base", **{"init_from": str(work / "base"), "use_lora": use_lora, **fields})
                 ).fit(work / "second.txt", tmp_path / "run")

@@ -14,7 +14,8 @@ from roxxel_dist import Config, Experiment
 from roxxel_dist.builders import build_components, model_builder
 from roxxel_dist.cli import main
 from roxxel_dist.cli.arguments import parse_train
-from roxxel_dist.config import UsageError, load_yaml
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.config import load_yaml
 from roxxel_dist.model.user_code import import_function
 from roxxel_dist.weights import check_continues
 
@@ -127,7 +128,7 @@ def test_one_that_cannot_generate_trains_and_says_so(corpus, tmp_path):
 )
 def test_what_cannot_be_trained_is_named(corpus, tmp_path, fields, message):
     config = Config(**{"max_context": 16, "batch_size": 8, **fields})
-    with pytest.raises(UsageError, match=message.replace("(", "[(]")):
+    with pytest.raises(UserError, match=message.replace("(", "[(]")):
         Experiment(config).fit(corpus.filepath, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -135,7 +136,7 @@ def test_what_cannot_be_trained_is_named(corpus, tmp_path, fields, message):
 def test_a_wrong_loss_leaves_nothing_behind(corpus, tmp_path):
     """Found while it is traced, before a folder is written that would be in the way of the next try."""
     own = {"model": "own_model:build", "max_context": 16, "batch_size": 8}
-    with pytest.raises(UsageError, match=r"the loss function returned an array of shape .*: take its mean"):
+    with pytest.raises(UserError, match=r"the loss function returned an array of shape .*: take its mean"):
         Experiment(Config(**own, loss="own_model:loss_of_each")).fit(corpus.filepath, tmp_path / "new")
     with pytest.raises(TypeError, match="loss_of_nothing"):  # the program's, with its traceback
         Experiment(Config(**own, loss="own_model:loss_of_nothing")).fit(corpus.filepath, tmp_path / "new")
@@ -150,7 +151,7 @@ def test_wrong_names_are_told_before_the_text_is_tokenized(tmp_path, capsys):
         ({"datasets": {"code": str(tmp_path / "none")}}, "datasets 'code' is .*none: there are no shards"),
         ({"validation": {"code": str(tmp_path / "none")}}, "validation 'code' is .*none: there are no shards"),
     ):
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(UserError, match=message):
             Experiment(Config(**fields)).fit(tmp_path / "text.txt", tmp_path / "new")
         assert not (tmp_path / "new").exists()
     assert "encoding" not in capsys.readouterr().err

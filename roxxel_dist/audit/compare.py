@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roxxel_dist.audit.record import RunRecord
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import RECORD
 from roxxel_dist.run_metadata import RunMetadata
 from roxxel_dist.train.loggers.csv_jsonl import DIGEST
@@ -32,7 +33,7 @@ def compare(one: RunRecord, other: RunRecord) -> Comparison:
     if not known:
         without = [run.name for run in (one, other) if not any(DIGEST in row for row in run.rows.values())]
         why = f"{' and '.join(without)} has no digests" if without else "no step is in the logs of both"
-        raise ValueError(f"{one.name} and {other.name} cannot be compared: {why}; rows of this version have them")
+        raise UserError(f"{one.name} and {other.name} cannot be compared: {why}; rows of this version have them")
     equal, at, row = 0, None, ()
     for step in known:
         here, there = one.rows[step], other.rows[step]

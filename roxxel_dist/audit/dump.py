@@ -9,6 +9,7 @@ import numpy as np
 
 from roxxel_dist.audit.record import RunRecord
 from roxxel_dist.audit.replay import Interval, Watch, trainer_of
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.loader import Stream
 from roxxel_dist.display import aligned
 from roxxel_dist.train.train_state import split_module
@@ -60,7 +61,5 @@ def dump(run: RunRecord, interval: Interval, folder: str | Path) -> str:
         np.savez(Path(folder, f"step-{step}.npz"), **arrays)
         Path(folder, f"step-{step}.txt").write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise ValueError(
-            f"dump is {folder}, which cannot be written ({error.strerror}): name another folder"
-        ) from error
+        raise UserError(f"dump is {folder}, which cannot be written ({error.strerror}): name another folder") from error
     return text

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.determinism import without_topology
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import RECORD
 from roxxel_dist.data.discovery import absolute
 from roxxel_dist.objects.url import is_url
@@ -75,7 +76,7 @@ class RunRecord:
         folder = local_run(run)
         saved = saved_config(folder)
         if not saved:
-            raise ValueError(no_run(folder, absolute(run)))
+            raise UserError(no_run(folder, absolute(run)))
         log = JsonlReader(folder / METRICS)
         with contextlib.closing(log):
             rows = {int(row["step"]): row for row in log.objects() if row.get("step") is not None}
@@ -110,7 +111,7 @@ class RunRecord:
         """The metadata and digests of a local checkpoint. Raises ValueError if it is damaged, or was deleted
         meanwhile."""
         if not self.has_checkpoint(step):
-            raise ValueError(
+            raise UserError(
                 f"{self.name} has deleted its checkpoint of step {step} meanwhile, as it still trains: audit it after "
                 f"its end, or audit other steps"
             )
@@ -125,7 +126,7 @@ class RunRecord:
             kept.saved(read_only=True)
             for step in steps:
                 if problems := kept.fetch_all(step):
-                    raise ValueError(f"the checkpoint of step {step} of {self.name} is damaged: {'; '.join(problems)}")
+                    raise UserError(f"the checkpoint of step {step} of {self.name} is damaged: {'; '.join(problems)}")
         yield
 
     def has_digests(self, first: int, last: int) -> bool:

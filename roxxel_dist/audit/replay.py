@@ -17,6 +17,7 @@ from roxxel_dist.audit.record import RunRecord, Segment
 from roxxel_dist.builders import RunComponents, build_components
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.distributed import initialize, initialize_alone
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import CPU_DEVICES, simulate_devices
 from roxxel_dist.config import RECORD, Config
 from roxxel_dist.curriculum.plan import Plan
@@ -78,18 +79,18 @@ def interval_of(run: RunRecord, steps: tuple[int, int] | None) -> Interval:
     Raises ValueError if the run has no such rows, or they cannot be replayed from a checkpoint or the beginning.
     """
     if not run.rows:
-        raise ValueError(f"{run.name} has no rows yet: nothing can be compared")
+        raise UserError(f"{run.name} has no rows yet: nothing can be compared")
     begin, end = run.begins_after, max(run.rows)
     first, last = steps or (begin + 1, end)
     first = max(first, 1)
     if not begin < first <= last <= end:
-        raise ValueError(
+        raise UserError(
             f"steps is {first}:{last}, and {run.name} has rows of the steps {begin + 1} to {end}: use those"
         )
     kept = [step for step in run.steps if step < first]
     start = max(kept, default=0)
     if start < begin or (begin and not kept):
-        raise ValueError(
+        raise UserError(
             f"{run.name} was forked after step {begin}, and has no checkpoint before step {first}: begin behind one, "
             f"kept are {', '.join(map(str, run.steps)) or 'none'}"
         )
@@ -98,7 +99,7 @@ def interval_of(run: RunRecord, steps: tuple[int, int] | None) -> Interval:
     chosen = [s for s, stop in zip(segments, ends, strict=True) if s.start < last and stop > start]
     if len(chosen) > 1:
         changes = [f"after step {segment.start}" for segment in chosen[1:]]
-        raise ValueError(
+        raise UserError(
             f"{run.name} was resumed with another config or on other devices ({', '.join(changes)}), and steps "
             f"{start + 1} to {last} lie on both sides: audit them apart, with steps={first}:{chosen[1].start} at first"
         )
@@ -123,12 +124,12 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
     theirs = sum(was.get("devices", {}).values()) or RunMetadata.of(run.saved).devices
     exact = interval.segment.is_exact
     if devices not in (None, theirs) and not exact:
-        raise ValueError(
+        raise UserError(
             f"devices is {devices}, and {run.name} had {theirs}: the result depends on this number; leave it out"
         )
     shards: int = interval.segment.config.get("virtual_shards", 0)
     if devices and exact and shards % devices:
-        raise ValueError(
+        raise UserError(
             f"devices is {devices}, and {run.name} has virtual_shards {shards}: use a power of two, at most {shards}"
         )
     on_cpu = RunMetadata.of(run.saved).platform in ("", "cpu")
@@ -150,7 +151,7 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
         if on_cpu:  # on a CPU the number of processes does not matter if the number of devices is the same
             bits.pop("processes", None)
     if other := determinism.changed(was, now):
-        raise ValueError(f"{run.name} cannot be compared here, what decides bits is not the same: {'; '.join(other)}")
+        raise UserError(f"{run.name} cannot be compared here, what decides bits is not the same: {'; '.join(other)}")
 
 
 @contextlib.contextmanager
@@ -326,7 +327,7 @@ def _check_plan(run: RunRecord, interval: Interval) -> None:
     plan = Plan.from_state(run.checkpoint(max(later))[0].plan) if later else None
     changed = [amendment.from_step for amendment in plan.amendments[1:]] if plan else []
     if changed and min(changed) < interval.last:
-        raise ValueError(
+        raise UserError(
             f"what {run.name} reads was changed after step {min(changed)}, and it has no checkpoint before step "
             f"{interval.first}: audit the steps up to {min(changed)}, or those behind a kept checkpoint"
         )

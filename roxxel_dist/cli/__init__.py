@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pkgutil import resolve_name
 
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_FILES, EXIT_USAGE, FileSystemError
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_FILES, EXIT_USAGE, FileSystemError, UserError
 from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
@@ -32,14 +32,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         _check_text(words)
         return _dispatch("", COMMANDS, lambda word: resolve_name(COMMANDS[word]), words)
-    except (ValueError, FileSystemError) as error:
+    except (UserError, FileSystemError) as error:
         from roxxel_dist.cli.arguments import as_flags
-        from roxxel_dist.config import UsageError
 
-        if not isinstance(error, UsageError | FileSystemError):
-            raise
         info(as_flags(str(error)))
-        return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FILES
+        return EXIT_USAGE if isinstance(error, UserError) else EXIT_FILES
     except StoreError as error:
         info(str(error))
         return EXIT_FILES if isinstance(error, StoreTimeoutError) else EXIT_FAILED
@@ -63,7 +60,7 @@ def _versions() -> str:
 
 
 def _check_text(words: list[str]) -> None:
-    """Raises UsageError for names that the locale makes no text of: they could not be written down in any file."""
+    """Raises UserError for names that the locale makes no text of: they could not be written down in any file."""
     folder = ""
     with contextlib.suppress(FileNotFoundError):
         folder = os.getcwd()
@@ -71,9 +68,7 @@ def _check_text(words: list[str]) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            from roxxel_dist.config import UsageError
-
-            raise UsageError(
+            raise UserError(
                 f"{text!a} is no text in this locale ({sys.getfilesystemencoding()}), and a run is written in UTF-8: "
                 f"set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
             ) from error
@@ -89,14 +84,12 @@ def _dispatch(group: str, names: Iterable[str], find: Callable[[str], Command], 
         return find(word)(words[1:])
     import difflib
 
-    from roxxel_dist.config import UsageError
-
     near = difflib.get_close_matches(word, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
     if group == "launch" and not near:
         line = "launch local --nprocs 2 -- train --data_path DIR"
-        raise UsageError(f"there is no launcher {word!r}: write one of {', '.join(names)} first, as in `{line}`")
-    raise UsageError(f"there is no command {full!r}: {hint}")
+        raise UserError(f"there is no launcher {word!r}: write one of {', '.join(names)} first, as in `{line}`")
+    raise UserError(f"there is no command {full!r}: {hint}")
 
 
 def _overview(group: str, commands: dict[str, Command]) -> str:

@@ -9,9 +9,9 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import tyro
 
 from roxxel_dist.cli.help import POSITIONAL, help_text
-from roxxel_dist.cluster.exit_codes import attempt_number
+from roxxel_dist.cluster.exit_codes import UserError, attempt_number
 from roxxel_dist.component import field_docs
-from roxxel_dist.config import FIELD_TYPES, Config, UsageError, nearest, yaml_problem
+from roxxel_dist.config import FIELD_TYPES, Config, nearest, yaml_problem
 from roxxel_dist.launcher.spec import split_flags
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import CONFIG, check_still_there, default_run_dir
@@ -139,7 +139,7 @@ def flag_types(kind: Any) -> dict[str, Any]:
 
 
 def _check_words(kind: Any, words: list[str], command: str) -> None:
-    """Raises UsageError where tyro's own message would be long: an option that is not there, a number that is none, a
+    """Raises UserError where tyro's own message would be long: an option that is not there, a number that is none, a
     word that belongs to no option where a command takes options alone, and something without a default not given."""
     hints = flag_types(kind)
     switches = {field.name for field in dataclasses.fields(kind) if field.type is bool}
@@ -171,29 +171,29 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
         if name not in hints and name.removeprefix("no_") not in switches:
             near = nearest(name, list(hints))
             hint = f"did you mean {flag(near)}?" if near else "the command does not have it;"
-            raise UsageError(f"there is no option {flag(name)}: {hint} {all_options}")
+            raise UserError(f"there is no option {flag(name)}: {hint} {all_options}")
         kinds = {hints.get(name)} | set(get_args(hints.get(name)))
         kinds |= {part for each in kinds for part in get_args(each)}
         if value == "None" or kinds & {str, bool}:
             continue  # the parser knows
         choices = [choice for choice in kinds if isinstance(choice, str)]
         if choices and value and value not in choices:
-            raise UsageError(f"--{name} {value}: must be one of {', '.join(sorted(choices))}")
+            raise UserError(f"--{name} {value}: must be one of {', '.join(sorted(choices))}")
         number, what = (float, "a number") if float in kinds else (int, "a whole number")
         try:
             if kinds & {int, float}:
                 number(value or "")
         except ValueError:
-            raise UsageError(f"--{name} {value or 'has no value'}: must be {what}") from None
+            raise UserError(f"--{name} {value or 'has no value'}: must be {what}") from None
     required = {field.name for field in dataclasses.fields(kind) if _default_of(field) is tyro.MISSING}
     if places and room and given & positional & required:
         names = " and ".join(name.upper() for name in sorted(positional))
-        raise UsageError(f"`{command}` needs {names}, {places} words, and has {places - room}. {all_options}")
+        raise UserError(f"`{command}` needs {names}, {places} words, and has {places - room}. {all_options}")
     _check_missing(kind, command, required - given, positional, flag)
 
 
 def _check_missing(kind: Any, command: str, absent: set[str], positional: set[str], flag: Callable[[str], str]) -> None:
-    """Raises UsageError that names what has no default and was not given."""
+    """Raises UserError that names what has no default and was not given."""
     hints, docs, missing = flag_types(kind), field_docs(kind), {}
     for name in (field.name for field in dataclasses.fields(kind) if field.name in absent):
         kinds = get_args(hints.get(name))
@@ -201,16 +201,16 @@ def _check_missing(kind: Any, command: str, absent: set[str], positional: set[st
         missing[name] = name.upper() if name in positional else f"{flag(name)} {choices or name.upper()}"
     if missing:
         needs = "; ".join(f"{shown} ({docs[name].partition('. ')[0].rstrip('.')})" for name, shown in missing.items())
-        raise UsageError(f"`{command}` needs {needs}. `roxxel-dist {command} --help` lists all")
+        raise UserError(f"`{command}` needs {needs}. `roxxel-dist {command} --help` lists all")
 
 
 def _check_choice(name: str, word: str, hints: list[Any]) -> None:
-    """Raises UsageError where only some words are allowed, and this one is not among them."""
+    """Raises UserError where only some words are allowed, and this one is not among them."""
     choices = [
         each for hint in hints for part in get_args(hint)[:1] for each in get_args(part) if isinstance(each, str)
     ]
     if choices and word not in choices:
-        raise UsageError(f"{name} {word}: must be one of {', '.join(sorted(choices))}")
+        raise UserError(f"{name} {word}: must be one of {', '.join(sorted(choices))}")
 
 
 def _check_word(
@@ -221,7 +221,7 @@ def _check_word(
     room: int | None,
     flag: Callable[[str], str],
 ) -> None:
-    """Raises UsageError for a word that is neither a flag nor its value, where the command has no place for it.
+    """Raises UserError for a word that is neither a flag nor its value, where the command has no place for it.
 
     `room` is the number of such words that the command still takes; None for any.
     """
@@ -229,12 +229,12 @@ def _check_word(
     near = nearest(name.replace("-", "_"), list(hints))
     if word.startswith("-") and word != "-":
         hint = f"did you mean {flag(near)}?" if near else f"`roxxel-dist {command[1:-1]} --help` lists all"
-        raise UsageError(f"there is no option {word}: options begin with two dashes: {hint}")
+        raise UserError(f"there is no option {word}: options begin with two dashes: {hint}")
     if room is None or room > 0:
         return
     if positional:
         names = " and ".join(name.upper() for name in positional)
-        raise UsageError(
+        raise UserError(
             f"{command} takes one {names}, and {word!r} is one more: leave it out, or write --OPTION {word}"
         )
     hint = ""
@@ -244,7 +244,7 @@ def _check_word(
         hint = f": write --{'sweep_config' if 'sweep_config' in hints else 'config'} {word}"
     elif "data_path" in hints:
         hint = f": write --data_path {word}"
-    raise UsageError(f"{command} takes only options, and {word!r} is not one{hint}")
+    raise UserError(f"{command} takes only options, and {word!r} is not one{hint}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -278,15 +278,15 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     words = normalise_switches(words, TrainArgs)
     given = dict(flags_in(words))
     if given.get("run_dir") == "":
-        raise ValueError("--run_dir is empty: name a folder, or leave it out for a new one")
+        raise UserError("--run_dir is empty: name a folder, or leave it out for a new one")
     if "amend" in given and "resume" not in given:
-        raise ValueError("--amend changes a run that is resumed: add --resume and --run_dir")
+        raise UserError("--amend changes a run that is resumed: add --resume and --run_dir")
     if "resume" in given and "run_dir" not in given:
-        raise ValueError("--resume does not say which run: name its folder with --run_dir")
+        raise UserError("--resume does not say which run: name its folder with --run_dir")
     if "from_step" in given and "resume" not in given:
-        raise ValueError("--from_step goes back in a run that is resumed: add --resume and --run_dir")
+        raise UserError("--from_step goes back in a run that is resumed: add --resume and --run_dir")
     if "from_step" in given and "fork" in given:
-        raise ValueError("--fork begins a new run and --from_step goes back in an old one: use one of the two")
+        raise UserError("--fork begins a new run and --from_step goes back in an old one: use one of the two")
     run = Path(given.get("run_dir") or default_run_dir())
     if is_url(run) and ("resume" in given or attempt_number()):
         from roxxel_dist.train.bucket_folder import BucketFolder
@@ -334,7 +334,7 @@ def parse_config(
     config.validate()
     for name in ("epochs", "batch_size"):
         if name in flags and config.phases:
-            raise ValueError(f"--{name} does nothing here, because phases are given: change it in each phase")
+            raise UserError(f"--{name} does nothing here, because phases are given: change it in each phase")
     return args, config
 
 
@@ -347,7 +347,7 @@ def _without_model_args(words: list[str]) -> tuple[list[str], dict[str, Any]]:
         if not name.startswith("model_args."):
             others += own
         elif value is None:
-            raise ValueError(f"{flag} has no value: write {flag} VALUE")
+            raise UserError(f"{flag} has no value: write {flag} VALUE")
         else:
             values[flag.partition(".")[2]] = _from_yaml(flag, value)
     return others, values
@@ -359,7 +359,7 @@ def _from_yaml(flag: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{flag} is not valid YAML: {yaml_problem(error)}") from error
+        raise UserError(f"{flag} is not valid YAML: {yaml_problem(error)}") from error
 
 
 def _merged(values: Any, changes: dict[str, Any]) -> dict[str, Any]:
@@ -389,5 +389,5 @@ def steps_to_skip(text: str | None) -> tuple[int, int] | None:
         return None
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if match is None:
-        raise ValueError(f"--skip_steps is {text!r}: write the first and the last step to leave out, such as 120:128")
+        raise UserError(f"--skip_steps is {text!r}: write the first and the last step to leave out, such as 120:128")
     return int(match[1]), int(match[2])

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import tyro
 
 from roxxel_dist.cli.arguments import parse
-from roxxel_dist.cluster.exit_codes import EXIT_FAILED
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.config import usage_errors
 
 
@@ -40,9 +40,9 @@ def audit(words: list[str]) -> int:
     with usage_errors():
         steps = _steps(args.steps)
         if args.every < 1:
-            raise ValueError(f"--every is {args.every}: it must be at least 1")
+            raise UserError(f"--every is {args.every}: it must be at least 1")
         if args.dump is not None and (steps is None or steps[0] != steps[1]):
-            raise ValueError(f"--dump is of one step, and --steps is {args.steps}: write S:S")
+            raise UserError(f"--dump is of one step, and --steps is {args.steps}: write S:S")
         from roxxel_dist.audit.dump import dump
         from roxxel_dist.audit.record import RunRecord
         from roxxel_dist.audit.replay import intervals_of, prepare, replay
@@ -101,7 +101,7 @@ def _steps(text: str | None) -> tuple[int, int] | None:
         return None
     first, mark, last = text.partition(":")
     if not (mark and first.isdecimal() and last.isdecimal()):
-        raise ValueError(f"--steps is {text!r}: write the first step and the last, as in 101:200")
+        raise UserError(f"--steps is {text!r}: write the first step and the last, as in 101:200")
     return int(first), int(last)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import tyro
 
 from roxxel_dist.cli.arguments import flags_in, parse
-from roxxel_dist.cluster.exit_codes import EXIT_FAILED
-from roxxel_dist.config import UsageError, usage_errors
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
+from roxxel_dist.config import usage_errors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def data_append(words: list[str]) -> int:
     """Add more text to a data set that `data build` has made."""
     if own := {"tokenizer", "vocab_size"} & {name for name, _ in flags_in(words)}:
         what = " and ".join(f"--{name}" for name in sorted(own))
-        raise UsageError(f"a data set keeps the tokenizer that it was built with: leave {what} out")
+        raise UserError(f"a data set keeps the tokenizer that it was built with: leave {what} out")
     args = parse(AppendArgs, words, "data append")
     with usage_errors():
         from roxxel_dist.data.build.append import append

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roxxel_dist.cli.arguments import parse, parse_train
-from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
+from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT, UserError
 from roxxel_dist.config import usage_errors
 from roxxel_dist.objects.url import is_url
 
@@ -66,7 +66,7 @@ def doctor(words: list[str]) -> int:
             backend = LocalBackend()
             for flag in ("ssh-config", "python", "directory"):
                 if (value := getattr(args, flag.replace("-", "_"))) is not None:
-                    raise ValueError(f"--{flag} {value} is for other hosts: name them with --hosts or --hostfile")
+                    raise UserError(f"--{flag} {value} is for other hosts: name them with --hosts or --hostfile")
         report = check_hosts(needs, backend, backend.hosts, port=args.port)
         as_json = {"fit": report.passed, **dataclasses.asdict(report)}
         print(json.dumps(as_json, indent=2) if args.json else _as_text(report, len(backend.hosts)))

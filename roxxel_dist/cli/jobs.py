@@ -12,7 +12,7 @@ from typing import Annotated
 import tyro
 
 from roxxel_dist.cli.arguments import parse
-from roxxel_dist.cluster.exit_codes import EXIT_FAILED, OK_CODES
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED, OK_CODES, UserError
 from roxxel_dist.config import usage_errors
 from roxxel_dist.launcher.jobs import record, tail
 from roxxel_dist.launcher.jobs.record import JobRecord
@@ -105,20 +105,20 @@ def logs(words: list[str]) -> int:
     args = parse(LogsArgs, words, "logs")
     with usage_errors():
         if args.lines < 0:
-            raise ValueError(f"--lines {args.lines}: must be 0 or more")
+            raise UserError(f"--lines {args.lines}: must be 0 or more")
         job = _find(args.run, "logs")
         if args.launcher and not job.detached:
-            raise ValueError(
+            raise UserError(
                 f"run {job.run_id} was launched without --detach: what its launcher says went to its own terminal; "
                 f"leave --launcher out for the lines of rank 0"
             )
         if not 0 <= args.rank < job.nprocs:
-            raise ValueError(f"--rank {args.rank}: run {job.run_id} has the ranks 0 to {job.nprocs - 1}")
+            raise UserError(f"--rank {args.rank}: run {job.run_id} has the ranks 0 to {job.nprocs - 1}")
         log = job.launcher_log if args.launcher else Path(job.log_dir, f"rank-{args.rank}.log")
         if not log.exists() and (job.is_over or not args.follow):
             _say_over(job)
             others = ", ".join(sorted(path.name for path in log.parent.glob("*.log")))
-            raise ValueError(
+            raise UserError(
                 f"{log} is not there: nothing was printed{'' if job.is_over else ' yet'}"
                 + (f"; there are {others} in {log.parent}" if others else "")
             )
@@ -193,11 +193,11 @@ def _find(name: str, command: str) -> JobRecord:
     if job.is_known or (command != "stop" and not job.copied):  # its files are here: machines share them
         return job
     if job.slurm_job and command == "stop":
-        raise ValueError(
+        raise UserError(
             f"run {job.run_id} is SLURM job {job.slurm_job}: `scancel --batch --signal=INT {job.slurm_job}` asks its "
             f"ranks to save and leave; `scancel {job.slurm_job}` ends it, also where it waits to be started again"
         )
-    raise ValueError(f"the launcher of run {job.run_id} runs on {job.controller.host}: use `{job.line(command)}`")
+    raise UserError(f"the launcher of run {job.run_id} runs on {job.controller.host}: use `{job.line(command)}`")
 
 
 def _clock(when: float) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.spec import split_flags
@@ -34,7 +35,7 @@ def command_of(name: str) -> Callable[[list[str]], int]:
         with usage_errors():
             if "--" not in words and not {"-h", "--help"} & set(words):
                 example = f"`launch {name} {kind.example} -- train --data_path DIR`"
-                raise ValueError(f"no command: write it after `--`, as in {example}")
+                raise UserError(f"no command: write it after `--`, as in {example}")
             passed, own = kind.split_words(words[:end])
         options = plain_options(kind, own)
         if options is None:
@@ -151,7 +152,7 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
     from roxxel_dist.launcher.spec import JobSpec, log_dir_for, new_run_id
 
     if options.json and not options.dry_run:
-        raise ValueError("--json tells what would run: give it with --dry-run")
+        raise UserError("--json tells what would run: give it with --dry-run")
     batches = micro_batches(command)
     shared = {field.name for field in dataclasses.fields(JobSpec)} - {"env", "nprocs", "run_id"}
     run_id = options.run_id or new_run_id(record.knows)
@@ -166,5 +167,5 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
     )
     placements(job, working_hosts(job, backend.hosts), "", backend.environment)  # the GPUs of a host must divide
     if backend.is_local and job.log_dir.parent.is_file():
-        raise ValueError(f"run_dir is {job.log_dir.parent}, a file: name a folder")
+        raise UserError(f"run_dir is {job.log_dir.parent}, a file: name a folder")
     return job

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import tyro
 
 from roxxel_dist.cli.arguments import parse
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import usage_errors, yaml_problem
 
 
@@ -54,9 +55,9 @@ def _named_sets(text: str | None) -> dict[str, str] | None:
     try:
         sets = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"--validation is not valid YAML: {yaml_problem(error)}") from error
+        raise UserError(f"--validation is not valid YAML: {yaml_problem(error)}") from error
     if not isinstance(sets, dict) or not sets:
-        raise ValueError(f"--validation is {text!r}: write names and paths, such as '{{code: data/code}}'")
+        raise UserError(f"--validation is {text!r}: write names and paths, such as '{{code: data/code}}'")
     return sets
 
 
@@ -104,9 +105,9 @@ def generate(words: list[str]) -> int:
     args = parse(GenerateArgs, words, "generate")
     with usage_errors():
         if args.num_samples < 1:
-            raise ValueError(f"--num_samples is {args.num_samples}: it must be at least 1")
+            raise UserError(f"--num_samples is {args.num_samples}: it must be at least 1")
         if args.best and args.step is not None:
-            raise ValueError("--best and --step name two checkpoints: use one of the two")
+            raise UserError("--best and --step name two checkpoints: use one of the two")
         from roxxel_dist.cluster.determinism import enable_compilation_cache
         from roxxel_dist.cluster.distributed import initialize
         from roxxel_dist.generator import Generator
@@ -159,7 +160,7 @@ def export(words: list[str]) -> int:
     args = parse(ExportArgs, words, "export")
     with usage_errors():
         if args.best and args.step is not None:
-            raise ValueError("--best and --step name two checkpoints: use one of the two")
+            raise UserError("--best and --step name two checkpoints: use one of the two")
         from roxxel_dist.export import export_run
 
         print(export_run(**dataclasses.asdict(args)))

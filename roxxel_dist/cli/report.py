@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from roxxel_dist.cli.arguments import parse
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import usage_errors
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.run_directory import CONFIG, is_study
@@ -45,9 +46,9 @@ def report(words: list[str]) -> int:
             return 0
         studies = [folder for folder in args.runs if is_study(folder)]
         if studies and len(args.runs) > 1:
-            raise ValueError(f"{studies[0]} is a study: give its name alone")
+            raise UserError(f"{studies[0]} is a study: give its name alone")
         if args.best_config is not None and not studies:
-            raise ValueError(
+            raise UserError(
                 f"--best_config {args.best_config}: {' '.join(args.runs)} is no study: name the folder of a sweep, "
                 f"such as studies/NAME"
             )

@@ -8,6 +8,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from roxxel_dist.cli.arguments import ConfigArgs, flags_in, parse_config
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import usage_errors
 from roxxel_dist.data.discovery import check_local
 from roxxel_dist.launcher.output.console import info
@@ -49,7 +50,7 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
         study = StudyDir(SweepOptions(**named).folder) if bucket is None else bucket.files
         args, config = parse_config(SweepArgs, words, "sweep", study.base_file)
         if args.sweep_config is None and args.study is None and args.sweep_id is None:
-            raise ValueError("nothing to search: name a file with --sweep_config, or a study with --study")
+            raise UserError("nothing to search: name a file with --sweep_config, or a study with --study")
         from roxxel_dist.sweep import dry_run, run
 
         given: dict[str, Any] = {field.name: getattr(args, field.name) for field in dataclasses.fields(SweepOptions)}
@@ -90,7 +91,7 @@ def _server(options: SweepOptions, config: Any, flags: set[str], project: str | 
 
     if options.sweep_id is not None:
         if options.sweep_config is not None:
-            raise ValueError("--sweep_id names a sweep that is on a server: leave --sweep_config out")
+            raise UserError("--sweep_id names a sweep that is on a server: leave --sweep_config out")
         return create_or_join(options.sweep_id, project)
     if config.wandb == "online":
         return ""

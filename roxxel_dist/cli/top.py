@@ -7,6 +7,7 @@ import sys
 import tyro
 
 from roxxel_dist.cli.arguments import parse
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import usage_errors
 
 
@@ -70,7 +71,7 @@ def _web(args: TopArgs) -> int:
     from roxxel_dist.view.web.server import PageServer
 
     if args.once or args.json:
-        raise ValueError("--web stays until Ctrl-C: leave --once and --json out, or leave --web out")
+        raise UserError("--web stays until Ctrl-C: leave --once and --json out, or leave --web out")
     feed = Feed(finder(args.names))
     with PageServer(feed, args.host, args.port) as server:
         print(f"page: {server.link}")

@@ -10,8 +10,8 @@ from pathlib import Path
 import tyro
 
 from roxxel_dist.cli.arguments import ConfigArgs, as_flags, parse, parse_config, parse_train, steps_to_skip
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED
-from roxxel_dist.config import Config, UsageError, usage_errors
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED, UserError
+from roxxel_dist.config import Config, usage_errors
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.run_directory import CONFIG
 
@@ -158,7 +158,7 @@ def plan(words: list[str]) -> int:
             print(table(result, every_array=args.arrays))
         sys.stdout.flush()
     if result.problems:
-        raise UsageError("\n".join(result.problems))
+        raise UserError("\n".join(result.problems))
     return 0
 
 
@@ -206,7 +206,7 @@ def find_lr(words: list[str]) -> int:
     with usage_errors():
         args, config = parse_config(FindLrArgs, words, "find-lr")
         if args.plot and importlib.util.find_spec("matplotlib") is None:  # known before the sweep, not after it
-            raise ValueError("--plot needs matplotlib: pip install 'roxxel-dist[plot]'")
+            raise UserError("--plot needs matplotlib: pip install 'roxxel-dist[plot]'")
     from roxxel_dist.cluster.distributed import is_primary
     from roxxel_dist.experiment import Experiment
     from roxxel_dist.train.lr_finder import plot_sweep, smooth
@@ -234,5 +234,5 @@ def find_lr(words: list[str]) -> int:
         )
     print(f"Suggested LR: {suggested:.2e}", flush=True)
     if problem:
-        raise UsageError(problem)
+        raise UserError(problem)
     return 0

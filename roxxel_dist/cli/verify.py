@@ -9,8 +9,7 @@ from typing import Any
 import tyro
 
 from roxxel_dist.cli.arguments import parse
-from roxxel_dist.cluster.exit_codes import EXIT_FAILED
-from roxxel_dist.config import UsageError
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.objects.url import is_url
 
 LARGE = 1 << 30
@@ -44,7 +43,7 @@ def verify(words: list[str]) -> int:
     steps = checks.steps_of(folder)
     if ref.step is not None and (folder / str(ref.step)) not in [folder / str(step) for step in steps]:
         known = ", ".join(map(str, steps)) or "none"
-        raise UsageError(f"RUN is {ref}: {folder} has no checkpoint of step {ref.step}; those there are: {known}")
+        raise UserError(f"RUN is {ref}: {folder} has no checkpoint of step {ref.step}; those there are: {known}")
     verdicts: list[Any] = []
     if steps or folder != ref.run:
         steps = steps if ref.step is None else [ref.step]
@@ -58,7 +57,7 @@ def verify(words: list[str]) -> int:
         for verdict in checks.verify_export(ref.run, lambda _: None, deep=args.deep) if weights else ():
             verdicts += _shown(verdict, args)
         if not verdicts:
-            raise UsageError(f"PATH is {args.path}: {folder} has no checkpoint yet")
+            raise UserError(f"PATH is {args.path}: {folder} has no checkpoint yet")
     elif checks.is_export(ref.run):
         with _progress(checks.size_of([ref.run])) as advance:
             for verdict in checks.verify_export(ref.run, advance, deep=args.deep):
@@ -96,7 +95,7 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
             return _verify_shards(args)
         if ref.step is not None and ref.step not in steps:
             known = ", ".join(map(str, steps)) or "none"
-            raise UsageError(f"RUN is {ref}: {run} has no checkpoint of step {ref.step}; those there are: {known}")
+            raise UserError(f"RUN is {ref}: {run} has no checkpoint of step {ref.step}; those there are: {known}")
         for step in steps if ref.step is None else [ref.step]:
             kept.fetch_all(step)  # the errors are found again, and reported
             for verdict in checks.verify_checkpoints(folder, [step], lambda _: None, deep=args.deep):
@@ -119,12 +118,12 @@ def _verify_shards(args: VerifyArgs) -> int:
     from roxxel_dist.data.discovery import NoShardsError
 
     if args.deep:
-        raise UsageError("--deep is of checkpoints and exports: of shards every block is read anyway; leave it out")
+        raise UserError("--deep is of checkpoints and exports: of shards every block is read anyway; leave it out")
     with usage_errors():
         try:
             complete, lines = verify_shards(args.path)
         except NoShardsError as error:
-            raise ValueError(
+            raise UserError(
                 f"PATH is {args.path}, which holds no checkpoints, weights or shards: name a run, an export or shards"
             ) from error
     report = {"path": args.path, "complete": complete, "lines": lines}

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from roxxel_dist.cluster.durable import cache_folder
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.jax_private import backends_are_initialized
 from roxxel_dist.cluster.mesh import CPU_DEVICES
 
@@ -77,7 +78,7 @@ def pin_for_shards(virtual_shards: int) -> None:
     elif jax.default_backend() == "gpu":
         make_deterministic()
     elif jax.default_backend() == "cpu" and os.environ.get("PJRT_NPROC") != count:
-        raise ValueError(
+        raise UserError(
             f"virtual_shards is {virtual_shards} and needs a thread pool of {count} in XLA. jax has made its devices "
             f"with PJRT_NPROC={os.environ.get('PJRT_NPROC', '')}: set PJRT_NPROC={count} before the program starts "
             f"(of `launch`: `--env PJRT_NPROC={count}`)"
@@ -98,10 +99,10 @@ def make_deterministic() -> None:
         try:
             flags = Path(flags).read_text(encoding="utf-8").strip()
         except OSError as error:
-            raise ValueError(f"XLA_FLAGS is {flags!r}, a file that cannot be read ({error.strerror})") from error
+            raise UserError(f"XLA_FLAGS is {flags!r}, a file that cannot be read ({error.strerror})") from error
     given = [flag for flag in flags.split() if flag.strip("-").split("=")[0] == DETERMINISTIC]
     if given and given[-1].lower().endswith(("=false", "=0")):
-        raise ValueError(
+        raise UserError(
             f"deterministic is true, but XLA_FLAGS has {given[-1]}: take it out, or set deterministic to false"
         )
     if given:

@@ -46,6 +46,18 @@ OK_CODES = (0, EXIT_DRAINED)
 """Codes that are no failure."""
 
 
+class UserError(ValueError):
+    """A mistake in the user's input: a command prints only the message and exits with `EXIT_USAGE`.
+
+    The code that finds the mistake raises it, with the field or file, the value, the rule and the fix. No other
+    ValueError is taken for one: a bug of this package, of a library or of the user's own code keeps its traceback.
+    """
+
+
+class MissingFileError(FileNotFoundError, UserError):
+    """A file or folder that the user named is not there."""
+
+
 class FileSystemError(RuntimeError):
     """In a later attempt of a job, files cannot be reached that its first attempt needed too."""
 

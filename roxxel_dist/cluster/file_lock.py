@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.exit_codes import UserError
+
 POLL_S = 0.1
 
 _unlocked: set[Path] = set()
@@ -91,7 +93,7 @@ def wait_for_lock(
         if (new := progress()) != state:
             state, changed = new, now
         if now - changed >= limit_s:
-            raise ValueError(failed(holder(path)))
+            raise UserError(failed(holder(path)))
         if not said and now - begin >= silent_s:
             say(waiting(holder(path)))
             said = True

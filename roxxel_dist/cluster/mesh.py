@@ -10,6 +10,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.cluster.exit_codes import UserError
+
 CPU_DEVICES = "--xla_force_host_platform_device_count"
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 """The axes of a mesh: copies of the model, the devices that share one copy of its parameters, and among these the ones
@@ -35,17 +37,17 @@ def make_mesh(n_devices: int = 0, *, fsdp: int = 1, tensor: int = 1) -> Mesh:
     """
     devices = jax.devices()
     if n_devices < 0 or n_devices > len(devices):
-        raise ValueError(
+        raise UserError(
             f"n_devices is {n_devices}, but {len(devices)} device(s) are here: use 0 for all, or launch more "
             f"(`roxxel-dist launch local --nprocs N --devices-per-proc M -- CMD…`)"
         )
     count = n_devices or len(devices)
     if tensor < 1 or count % tensor:
-        raise ValueError(f"tensor_devices is {tensor}: it must be at least 1, and divide the {count} device(s)")
+        raise UserError(f"tensor_devices is {tensor}: it must be at least 1, and divide the {count} device(s)")
     fsdp = fsdp or count // tensor
     if fsdp < 1 or count // tensor % fsdp:
         share = f"{count} device(s)" + (f" / tensor_devices ({tensor})" if tensor > 1 else "")
-        raise ValueError(f"fsdp_devices is {fsdp}: it must divide {share}; 0 stands for all of them")
+        raise UserError(f"fsdp_devices is {fsdp}: it must divide {share}; 0 stands for all of them")
     shape = count // tensor // fsdp, fsdp, tensor
     # Auto axes: with jax's newer default (Explicit) an ordinary model's gather raises ShardingTypeError.
     axes, types = (DATA, FSDP, TENSOR), (AxisType.Auto,) * 3
@@ -95,13 +97,13 @@ def simulate_devices(count: int) -> None:
         ValueError: fewer than 1, or jax has made others already.
     """
     if count < 1:
-        raise ValueError(f"devices is {count}: it must be at least 1")
+        raise UserError(f"devices is {count}: it must be at least 1")
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:  # it has made them, and another number of them was set
         devices = jax.devices()
         if devices[0].platform != "cpu" or len(devices) != count:
-            raise ValueError(
+            raise UserError(
                 f"devices is {count}, and jax has made {len(devices)} {devices[0].platform} device(s) already: leave "
                 f"it out, or plan in a process of its own"
             ) from error
@@ -140,7 +142,7 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     size = row_shards(mesh)
     for rows in (leaf.shape[0] for leaf in jax.tree.leaves(batch)):
         if rows % size:
-            raise ValueError(
+            raise UserError(
                 f"a batch has {rows} rows, which is not a multiple of the {size} devices: use a multiple of {size}"
             )
     return jax.device_put(batch, NamedSharding(mesh, P(row_axes(mesh))))

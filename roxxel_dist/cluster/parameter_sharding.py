@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, row_axes, row_shards
 
 Axes = tuple[str | None, ...]
@@ -43,14 +44,14 @@ def parameter_sharding(
     entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in requested]
     names = [axis for entry in entries for axis in entry]
     if missing := [axis for axis in names if axis not in mesh.axis_names]:
-        raise ValueError(
+        raise UserError(
             f"{name} is partitioned over {missing[0]!r}, an axis that the mesh does not have "
             f"({', '.join(mesh.axis_names)}): use a mesh with it, or nnx.logical_axis_rules([({missing[0]!r}, None)])"
         )
     pieces = [math.prod(mesh.shape[axis] for axis in entry) for entry in entries]
     divides = len(pieces) <= len(shape) and not any(n % k for n, k in zip(shape, pieces, strict=False))
     if not divides or len(set(names)) < len(names):
-        raise ValueError(
+        raise UserError(
             f"{name} of shape {shape} cannot be partitioned as {requested} over the mesh {dict(mesh.shape)}: "
             f"each axis must divide its dimension and be there once"
         )

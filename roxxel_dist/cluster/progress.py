@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import PIPE_ENV
+from roxxel_dist.cluster.exit_codes import PIPE_ENV, UserError
 
 RECORD = struct.Struct("<qqdqqqqd")  # the fields of a `Record`; of the activity its place in `ACTIVITIES`
 STEPS = struct.Struct("<qqdqqqq")  # all but the last
@@ -86,7 +86,7 @@ class Progress:
             finally:
                 os.close(fd)
             if len(self._map) < self._offset + RECORD.size:
-                raise ValueError(f"{path} has no record for rank {rank}: it is not the file of this job")
+                raise UserError(f"{path} has no record for rank {rank}: it is not the file of this job")
 
     @classmethod
     def from_env(cls, rank: int) -> "Progress":
@@ -111,7 +111,7 @@ class Progress:
             ValueError: none of `ACTIVITIES`.
         """
         if activity not in ACTIVITIES:
-            raise ValueError(f"activity {activity!r}: must be one of {', '.join(map(repr, ACTIVITIES))}")
+            raise UserError(f"activity {activity!r}: must be one of {', '.join(map(repr, ACTIVITIES))}")
         self._write(activity=activity, pauses=self._now.pauses + 1)
 
     def probe(self, seconds: float) -> None:

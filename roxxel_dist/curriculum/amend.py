@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 from typing import Any
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.segments import Cursor, Key, Shape, UnitSource
 from roxxel_dist.data.units import Ranges, Units, unit_size
 
@@ -71,13 +72,13 @@ def check(shapes: Sequence[Shape], sources: Mapping[str, UnitSource]) -> None:
     for number, shape in enumerate(shapes):
         for name, weight in shape.weights:
             if name not in sources:
-                raise ValueError(
+                raise UserError(
                     f"phase {number + 1}: weights name {name!r}, and the data sets are {', '.join(sources)}"
                 )
             if not weight > 0:
-                raise ValueError(f"phase {number + 1}: the weight of {name!r} is {weight}: it must be above 0")
+                raise UserError(f"phase {number + 1}: the weight of {name!r} is {weight}: it must be above 0")
             if shape.seq_len > sources[name].units.size:
-                raise ValueError(
+                raise UserError(
                     f"phase {number + 1}: seq_len is {shape.seq_len}, and {name!r} was cut in units of "
                     f"{sources[name].units.size} tokens when the run began: use at most that, or start a new plan"
                 )

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from roxxel_dist.cluster.exit_codes import UserError
+
 ROUNDS, ROUNDS_IF_SMALL, SMALL = 6, 12, 64
 """A domain of few numbers takes more rounds until every order is as likely."""
 NARROW = 1 << 22
@@ -29,7 +31,7 @@ class Permutation:
 
     def __init__(self, n: int, key: Sequence[int]) -> None:
         if not 1 <= n < 1 << 62:
-            raise ValueError(f"a permutation of {n} numbers: n must be at least 1 and below 2^62")
+            raise UserError(f"a permutation of {n} numbers: n must be at least 1 and below 2^62")
         self.n = n
         low_bits = (n - 1).bit_length() // 2
         size = -(-n >> low_bits)

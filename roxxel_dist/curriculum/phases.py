@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from math import floor, isfinite
 from typing import Any, ClassVar, Literal
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
@@ -46,33 +47,33 @@ class Phase:
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
-            raise ValueError(f"{self!r}: give steps or epochs")
+            raise UserError(f"{self!r}: give steps or epochs")
         if self.batch_size is None or self.seq_len is None:
-            raise ValueError(f"{self!r}: batch_size and seq_len must be given")
+            raise UserError(f"{self!r}: batch_size and seq_len must be given")
         for name, least in (("steps", 1), ("batch_size", 1), ("seq_len", 2)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ValueError(f"{self!r}: {name} is {value!r}, and must be a whole number of at least {least}")
+                raise UserError(f"{self!r}: {name} is {value!r}, and must be a whole number of at least {least}")
         if self.epochs is not None and not (isinstance(self.epochs, int | float) and 0 < self.epochs < 1e9):
-            raise ValueError(f"{self!r}: epochs is {self.epochs!r}, and must be a number above 0")
+            raise UserError(f"{self!r}: epochs is {self.epochs!r}, and must be a number above 0")
         for name, (first, second) in {"blend": ("step", "row"), "packing": ("contiguous", "documents")}.items():
             if getattr(self, name) not in (first, second):
-                raise ValueError(f"{self!r}: {name} is {getattr(self, name)!r}, and must be {first!r} or {second!r}")
+                raise UserError(f"{self!r}: {name} is {getattr(self, name)!r}, and must be {first!r} or {second!r}")
         if self.weights is not None:
             self._check_weights(self.weights)
 
     def _check_weights(self, weights: object) -> None:
         if not isinstance(weights, Mapping) or not weights:
-            raise ValueError(f"{self!r}: weights must be a mapping such as {{self: 0.9, code: 0.1}}")
+            raise UserError(f"{self!r}: weights must be a mapping such as {{self: 0.9, code: 0.1}}")
         for name, weight in weights.items():
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or weight < 0:
-                raise ValueError(f"{self!r}: the weight of {name!r} is {weight!r}: it must be a number >= 0")
+                raise UserError(f"{self!r}: the weight of {name!r} is {weight!r}: it must be a number >= 0")
         total = sum(weights.values())
         if total <= 0:
-            raise ValueError(f"{self!r}: all weights are 0: at least one must be above")
+            raise UserError(f"{self!r}: all weights are 0: at least one must be above")
         least = min(weight for weight in weights.values() if weight > 0) / total
         if least < LEAST_SHARE:
-            raise ValueError(f"{self!r}: a share is {least:.1e}: it must be 0, or at least {LEAST_SHARE:g}")
+            raise UserError(f"{self!r}: a share is {least:.1e}: it must be 0, or at least {LEAST_SHARE:g}")
 
     @property
     def shape(self) -> Shape:
@@ -101,12 +102,12 @@ class Phase:
         if isinstance(phase, Phase):
             return phase
         if not isinstance(phase, Mapping):
-            raise ValueError(
+            raise UserError(
                 f"phases: {phase!r} is not a phase: write a mapping such as {{steps: 100, batch_size: 8, seq_len: 129}}"
             )
         names = [f.name for f in fields(cls)]
         if unknown := [key for key in phase if key not in names]:
-            raise ValueError(f"phases: {unknown[0]!r} is not a field of a phase: they are {', '.join(names)}")
+            raise UserError(f"phases: {unknown[0]!r} is not a field of a phase: they are {', '.join(names)}")
         return cls(**phase)
 
 
@@ -130,19 +131,19 @@ class Curriculum:
         mix_streamers: Mapping[str, Roxxel] | None = None,
     ) -> None:
         if not phases:
-            raise ValueError("phases: a curriculum needs at least one phase")
+            raise UserError("phases: a curriculum needs at least one phase")
         for name, streamer in {"primary_streamer": primary_streamer, **(mix_streamers or {})}.items():
             if not isinstance(streamer, Roxxel):
                 raise TypeError(f"{name} is {streamer!r}: it must be a data set, such as Roxxel(PATH)")
         self.primary_streamer = primary_streamer
         self.mix_streamers: dict[str, Roxxel] = dict(mix_streamers or {})
         if "self" in self.mix_streamers:
-            raise ValueError('mix_streamers: "self" is the primary data set: give this one another name')
+            raise UserError('mix_streamers: "self" is the primary data set: give this one another name')
         primary = primary_streamer.tokenizer_fingerprint
         for name, streamer in self.mix_streamers.items():
             other = streamer.tokenizer_fingerprint
             if None not in (primary, other) and primary != other:  # ids of two tokenizers would be noise
-                raise ValueError(
+                raise UserError(
                     f"mix_streamers: {name!r} was made with tokenizer {other}, the primary data set with {primary}: "
                     f"build both with the same tokenizer.json"
                 )
@@ -170,7 +171,7 @@ class Curriculum:
         pass_steps = steps_in_a_pass(ranges, phase.seq_len, phase.batch_size, longest)
         steps = floor(pass_steps * phase.epochs + 1e-9)  # 0.29 of 100 is 28.999999999999996
         if steps < 1:
-            raise ValueError(
+            raise UserError(
                 f"{phase!r}: one pass over the text to train on has {pass_steps} step(s) of {phase.batch_size} "
                 f"rows of {phase.seq_len} tokens. These epochs are less than one step: use a smaller batch_size or "
                 f"seq_len, or more text"

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.amend import Amendment, carried_over, check, cut_in_units
 from roxxel_dist.curriculum.segments import Cursor, Key, Segment, SegmentBuilder, Shape
 from roxxel_dist.data.units import Ranges
@@ -56,7 +57,7 @@ class Plan:
         self, phases: Sequence[Shape], datasets: Mapping[str, Ranges], seed: int, *, max_passes: int | None = None
     ) -> None:
         if not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"seed is {seed!r}: it must be a whole number of at least 0")
+            raise UserError(f"seed is {seed!r}: it must be a whole number of at least 0")
         sources = cut_in_units(datasets, phases, {})
         check(phases, sources)
         self._build(seed, max_passes, [Amendment(from_step=0, skip=0, shapes=tuple(phases), sources=sources)])
@@ -145,18 +146,18 @@ class Plan:
         """
         last = self.amendments[-1]
         if not last.from_step <= step <= self.total_steps:
-            raise ValueError(
+            raise UserError(
                 f"step {step} cannot be amended: the last amendment is of step {last.from_step}, and the plan has "
                 f"{self.total_steps} steps"
             )
         if skip < 0:
-            raise ValueError(f"skip is {skip}: it must be 0 or more steps")
+            raise UserError(f"skip is {skip}: it must be 0 or more steps")
         shapes = tuple(phases) if phases is not None else last.shapes
         sources = last.sources if datasets is None else cut_in_units(datasets, shapes, last.sources)
         check(shapes, sources)
         total = sum(shape.steps for shape in shapes)
         if total <= step:
-            raise ValueError(f"the phases end at step {total}, and step {step} was to be amended: give longer ones")
+            raise UserError(f"the phases end at step {total}, and step {step} was to be amended: give longer ones")
         plan = object.__new__(Plan)
         amendment = Amendment(from_step=step, skip=skip, shapes=shapes, sources=sources)
         plan._build(self.seed, self.max_passes, [*self.amendments, amendment])

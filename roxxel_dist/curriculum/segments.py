@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.mixture import Mixture, cumulative_weights, quota
 from roxxel_dist.curriculum.permutation import Permutation
 from roxxel_dist.data.units import Units
@@ -381,12 +382,12 @@ class SegmentBuilder:
         cursor = source.new_pass(self.key, passes)
         if shape.capacity(source, cursor) == 0:
             held = source.units.count * (source.units.size // shape.seq_len)
-            raise ValueError(
+            raise UserError(
                 f"phase {phase + 1}: a batch of {shape.batch_size} rows of {shape.seq_len} tokens does not fit in "
                 f"the data {name!r}, which holds {held} such rows: use a smaller batch_size or seq_len, or more text"
             )
         if self.max_passes is not None and passes >= self.max_passes:
-            raise ValueError(
+            raise UserError(
                 f"phase {phase + 1}: all of its data is used up at step {step + 1}, and max_passes is "
                 f"{self.max_passes}: use fewer steps, more data, or a larger max_passes"
             )

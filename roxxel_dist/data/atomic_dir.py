@@ -17,6 +17,7 @@ from pathlib import Path
 
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.durable import make_folder, sync_folder, write_file
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.file_lock import holder, is_held, is_lock_of, take_lock
 
 COMMIT = "commit.json"
@@ -52,9 +53,9 @@ def staging(folder: Path, name: str) -> Iterator[Path]:
                 _leave(staged)
                 staged.mkdir()
         except OSError as error:
-            raise ValueError(f"{folder}: cannot write there ({error.strerror}); choose another place") from error
+            raise UserError(f"{folder}: cannot write there ({error.strerror}); choose another place") from error
         if lock is None:
-            raise ValueError(
+            raise UserError(
                 f"{folder}: {holder(_lock_file(staged))} is writing {name} there; wait for it or choose another place"
             )
         with interrupt.cleanup(take_away):
@@ -105,12 +106,12 @@ def finish_interrupted(folder: Path) -> None:
             except OSError as error:
                 # A process with read access only waits for a live writer.
                 if not is_held(lock_file, unknown=False) and (staged / COMMIT).exists():
-                    raise ValueError(
+                    raise UserError(
                         f"{folder}: an interrupted write has to be finished and cannot be ({error.strerror}); "
                         "open it once with the right to write there"
                     ) from error
             if time.monotonic() > deadline:
-                raise ValueError(
+                raise UserError(
                     f"{folder}: {holder(lock_file)} has held {staged.name} for {FINISH_LIMIT_S:.0f} s; end it first"
                 )
             time.sleep(0.01)

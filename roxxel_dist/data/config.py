@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.component import component
 
 
@@ -21,6 +22,6 @@ class DataConfig:
         for field in ("datasets", "validation"):
             for name, path in (getattr(self, field) or {}).items():
                 if not (isinstance(name, str) and name and isinstance(path, str) and path):
-                    raise ValueError(
+                    raise UserError(
                         f"{field}: {name!r} is {path!r}: write names and paths, such as {{code: data/code}}"
                     )

@@ -14,6 +14,7 @@ from typing import Any, Self, overload
 
 import numpy as np
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.build.writer import WriteOptions, write_data_set
 from roxxel_dist.data.discovery import DataPath, NoShardsError, Target, find_shards, names_objects
@@ -83,7 +84,7 @@ class Roxxel:
     @property
     def _slices(self) -> tuple[ShardSlice, ...]:
         if self._closed:
-            raise ValueError(f"{self.filepath}: the data set was closed; open it again with Roxxel(...)")
+            raise UserError(f"{self.filepath}: the data set was closed; open it again with Roxxel(...)")
         if self._opened is None:
             raise NoShardsError(
                 f"{self.filepath}: no .rox file there, nor .npy or .bin. Check the path, write() to it, or build a "
@@ -265,7 +266,7 @@ class Roxxel:
     def estimate_steps(self, seq_len: int, batch_size: int) -> int:
         """Number of batches of `batch_size` windows of `seq_len` tokens in one pass over the data set."""
         if seq_len < 1 or batch_size < 1:
-            raise ValueError(f"seq_len={seq_len}, batch_size={batch_size}: both are at least 1")
+            raise UserError(f"seq_len={seq_len}, batch_size={batch_size}: both are at least 1")
         return steps_in_a_pass(self.ranges, seq_len, batch_size)
 
     @cached_property
@@ -280,7 +281,7 @@ class Roxxel:
             return None
         tokenizer = Tokenizer.load(path)
         if self.tokenizer_fingerprint not in (None, tokenizer.fingerprint):
-            raise ValueError(
+            raise UserError(
                 f"{path}: its fingerprint is {tokenizer.fingerprint}, the shards beside it were made with "
                 f"{self.tokenizer_fingerprint}. Put the right file back or build the data set again"
             )
@@ -311,7 +312,7 @@ class Roxxel:
             ValueError: `val_fraction` is out of range.
         """
         if not 0 <= val_fraction < 1:
-            raise ValueError(f"val_fraction={val_fraction}: the share that is held out, at least 0 and less than 1")
+            raise UserError(f"val_fraction={val_fraction}: the share that is held out, at least 0 and less than 1")
         pairs = [split_slice(part, val_fraction) for part in self._slices]
         held_out = self._view(second for _, second in pairs)
         return (self._view(first for first, _ in pairs) if val_fraction else self), held_out
@@ -383,15 +384,15 @@ class Roxxel:
                 would differ in dtype, vocabulary or tokenizer. Existing data is unchanged.
         """
         if self._is_view:
-            raise ValueError(f"{self.filepath}: a part made by split() cannot be written to; write to the data set")
+            raise UserError(f"{self.filepath}: a part made by split() cannot be written to; write to the data set")
         if names_objects(self.filepath):
-            raise ValueError(
+            raise UserError(
                 f"{self.filepath} is in an object store: write to a local folder, and copy it there with "
                 f"`roxxel-dist copy DIR {self.filepath}`"
             )
         file = self._opened[0].shard if self._opened else None
         if isinstance(file, ForeignFile):
-            raise ValueError(
+            raise UserError(
                 f"{file.path} is a {file.kind} file, which is read and never written. Take it away or write to another "
                 f"place; `roxxel-dist data build {file.path} --out DIR` turns it into shards"
             )
@@ -456,7 +457,7 @@ def locate_token(dataset: Roxxel, offset: int) -> TokenLocation:
     number = int(dataset.first_tokens.searchsorted(offset, side="right")) - 1
     last = int(dataset.first_tokens[-1]) + len(dataset.shards[-1].tokens) - 1
     if not 0 <= offset <= last:
-        raise ValueError(f"token {offset}: the data set has tokens 0 to {last}")
+        raise UserError(f"token {offset}: the data set has tokens 0 to {last}")
     shard, inside = dataset.shards[number], offset - int(dataset.first_tokens[number])
     document = int(shard.document_ends.searchsorted(inside, side="right"))
     start = int(shard.document_ends[document - 1]) if document else 0

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from roxxel_dist.cluster.exit_codes import MissingFileError, UserError
 from roxxel_dist.data.atomic_dir import finish_interrupted
 from roxxel_dist.objects.url import ObjectUrl, is_url
 
@@ -18,7 +19,7 @@ BUCKET = r"(s3a?|gs|gcs|az|abfss?|wasbs?|hdfs|https?):/"  # a Path keeps only on
 TEXT_ENDINGS = (".txt", ".text", ".md", ".py", ".jsonl", ".parquet")
 
 
-class NoShardsError(FileNotFoundError, ValueError):
+class NoShardsError(MissingFileError):
     """A data path has no shards."""
 
 
@@ -28,7 +29,7 @@ def check_local(name: str, path: object) -> None:
     `name` is the field or flag. Values that are neither text nor `os.PathLike` pass.
     """
     if isinstance(path, (str, os.PathLike)) and re.match(BUCKET, str(path)):
-        raise ValueError(
+        raise UserError(
             f"{name} is {path}: it cannot be in a bucket; name a folder that all hosts see, where the bucket is "
             f"mounted, or which is copied from it and to it"
         )
@@ -102,7 +103,7 @@ def _in_folder(folder: Path) -> list[Path]:
     if not shards:
         splits = [path for path in (folder / "train", folder / "val") if any(path.glob(f"*{ENDING}"))]
     if len(splits) == 2:
-        raise ValueError(f"{folder} holds data to train on and to validate with: name {splits[0]} or {splits[1]}")
+        raise UserError(f"{folder} holds data to train on and to validate with: name {splits[0]} or {splits[1]}")
     return shards
 
 
@@ -147,16 +148,16 @@ class Target:
     def of(cls, path: DataPath) -> "Target":
         """The target at a path; ValueError if it is not a single place to write to."""
         if not isinstance(path, (str, os.PathLike)):
-            raise ValueError(f"{list(path)}: a list names no place to write to; give one path or pattern")
+            raise UserError(f"{list(path)}: a list names no place to write to; give one path or pattern")
         text, path = os.fspath(path), Path(path)
         if path.is_dir() or text.endswith("/"):
             return cls(path, "shard_", ENDING)
         if not path.parent.is_dir() and set("*?") & set(str(path.parent)):
-            raise ValueError(f"{text}: the folder to write to cannot be a pattern; only the file name can")
+            raise UserError(f"{text}: the folder to write to cannot be a pattern; only the file name can")
         if glob.has_magic(path.name) and not path.exists():
             prefix, star, suffix = path.name.partition("*")
             if not star or glob.has_magic(prefix + suffix):
-                raise ValueError(f"{text}: a pattern to write to has one `*` in the file name (the shard's number)")
+                raise UserError(f"{text}: a pattern to write to has one `*` in the file name (the shard's number)")
             return cls(path.parent, prefix, suffix)
         if path.suffix == ENDING:
             return cls(path.parent, path.stem, ENDING, numbered=False)
@@ -167,7 +168,7 @@ class Target:
         if self.numbered:
             return f"{self.prefix}{index:05d}{self.suffix}"
         if index:
-            raise ValueError(
+            raise UserError(
                 f"{self.folder / self.prefix}{self.suffix} is one file and holds one shard; to append or to write "
                 f"several, give a pattern such as {self.folder / self.prefix}_*{self.suffix}"
             )

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.format import DTYPES, Metadata
 from roxxel_dist.data.reader import map_files
 from roxxel_dist.data.token_types import storage_dtype
@@ -94,7 +95,7 @@ class ForeignFile:
         for path, size in self._sizes.items():
             now = path.stat().st_size
             if now != size:
-                raise ValueError(f"{path}: {now} bytes now, {size} when it was opened. Open it again, or put it back")
+                raise UserError(f"{path}: {now} bytes now, {size} when it was opened. Open it again, or put it back")
         self._read_ends()
 
 
@@ -114,7 +115,7 @@ def open_foreign(path: str | os.PathLike[str], dtype: Any = None) -> ForeignFile
     if path.suffix == ".idx":
         path = path.with_suffix(".bin")
         if not path.exists():
-            raise ValueError(f"{path}: missing; {path.stem}.idx beside it is the index of its tokens. Put it back")
+            raise UserError(f"{path}: missing; {path.stem}.idx beside it is the index of its tokens. Put it back")
     if last_bytes(path, len(OLD_MAGIC)) == OLD_MAGIC:
         file = _open_old(path)
     elif path.suffix == ".npy":
@@ -124,7 +125,7 @@ def open_foreign(path: str | os.PathLike[str], dtype: Any = None) -> ForeignFile
     else:
         file = _open_bin(path, given or DEFAULT_DTYPE)
     if given not in (None, file.dtype):
-        raise ValueError(f"{path}: dtype={dtype} was given, and the file says {file.dtype}. Leave dtype out")
+        raise UserError(f"{path}: dtype={dtype} was given, and the file says {file.dtype}. Leave dtype out")
     return file
 
 
@@ -168,7 +169,7 @@ def _file(
 
 def _check_whole_elements(path: Path, size: int, dtype: np.dtype, what: str) -> None:
     if size % dtype.itemsize:
-        raise ValueError(
+        raise UserError(
             f"{path}: {what} has {size} bytes, which is not a multiple of the {dtype.itemsize} bytes of {dtype}: it "
             "was truncated or has another dtype. Write it again, or give the right dtype"
         )
@@ -177,25 +178,25 @@ def _check_whole_elements(path: Path, size: int, dtype: np.dtype, what: str) -> 
 def _open_old(path: Path) -> ForeignFile:
     mapped = _map(path)
     if len(mapped) < OLD_FOOTER.size:
-        raise ValueError(f"{path}: too short for a ROXXEL02 file. Write it again, or take it away")
+        raise UserError(f"{path}: too short for a ROXXEL02 file. Write it again, or take it away")
     records, raw, name, _ = OLD_FOOTER.unpack(mapped[-OLD_FOOTER.size :])
     try:
         dtype = np.dtype(name.rstrip(b"\0").decode("ascii")).newbyteorder("<")
     except (TypeError, ValueError, SyntaxError):  # numpy raises these for unknown dtype names
         dtype = None
     if dtype is None or dtype.str not in DTYPES:
-        raise ValueError(f"{path}: the footer is damaged (dtype {name!r}). Write the file again")
+        raise UserError(f"{path}: the footer is damaged (dtype {name!r}). Write the file again")
     if min(records, raw) < 0 or raw + 8 * records + OLD_FOOTER.size != len(mapped):
-        raise ValueError(
+        raise UserError(
             f"{path}: the file has {len(mapped)} bytes, but its footer says {raw} bytes of tokens and {records} "
             "blocks; bytes are missing or were added. Write the file again"
         )
     _check_whole_elements(path, raw, dtype, "the tokens")
     if not raw:
-        raise ValueError(f"{path}: the file has no tokens. Take it away")
+        raise UserError(f"{path}: the file has no tokens. Take it away")
     end = struct.unpack_from("<q", mapped, len(mapped) - OLD_FOOTER.size - 8)[0] if records else 0
     if end != raw:
-        raise ValueError(f"{path}: its last block ends at byte {end} of {raw}: the index is damaged. Write it again")
+        raise UserError(f"{path}: its last block ends at byte {end} of {raw}: the index is damaged. Write it again")
     return _file("ROXXEL02", {path: mapped}, dtype, raw // dtype.itemsize)
 
 
@@ -208,21 +209,21 @@ def _open_npy(path: Path) -> ForeignFile:
             shape, _, dtype = readers[version](file)
         except Exception as error:  # numpy raises many kinds for damaged headers, including warnings as errors
             what = " ".join(str(error).split())[:200]
-            raise ValueError(f"{path}: not a .npy file of one array ({what}). Write it with numpy.save") from error
+            raise UserError(f"{path}: not a .npy file of one array ({what}). Write it with numpy.save") from error
         offset = file.tell()
     if len(shape) != 1:
-        raise ValueError(f"{path}: an array of shape {shape}; tokens have one dimension: save array.reshape(-1)")
+        raise UserError(f"{path}: an array of shape {shape}; tokens have one dimension: save array.reshape(-1)")
     if dtype.str not in DTYPES:
-        raise ValueError(
+        raise UserError(
             f"{path}: dtype {dtype.str}; tokens are little-endian integers or floats of 8 to 64 bits. Convert the array"
         )
     if offset + shape[0] * dtype.itemsize > len(mapped):
-        raise ValueError(
+        raise UserError(
             f"{path}: the file has {len(mapped)} bytes, but its header says {shape[0]} elements of "
             f"{dtype}: it was truncated. Write it again"
         )
     if not shape[0]:
-        raise ValueError(f"{path}: the array is empty. Take the file away")
+        raise UserError(f"{path}: the array is empty. Take the file away")
     return _file("npy", {path: mapped}, dtype, shape[0], offset)
 
 
@@ -233,13 +234,13 @@ def _open_bin(path: Path, dtype: np.dtype) -> ForeignFile:
         version, count = struct.unpack_from("<2i", mapped, 4) if len(mapped) >= 12 else (0, 0)
         expected = LLMC_HEADER_BYTES + count * DEFAULT_DTYPE.itemsize
         if version != LLMC_VERSION or count < 1 or len(mapped) != expected:
-            raise ValueError(
+            raise UserError(
                 f"{path}: {len(mapped)} bytes, but its llm.c header says version {version} and {count} tokens; it "
                 f"has to be version {LLMC_VERSION}, at least 1 token and {expected} bytes. Write it again"
             )
         return _file("llm.c", {path: mapped}, DEFAULT_DTYPE, count, LLMC_HEADER_BYTES)
     if mapped[: len(NPY_MAGIC)] == NPY_MAGIC:
-        raise ValueError(f"{path}: a .npy file, not a headerless .bin. Name it .npy")
+        raise UserError(f"{path}: a .npy file, not a headerless .bin. Name it .npy")
     _check_whole_elements(path, len(mapped), dtype, "the file")
     return _file("bin", {path: mapped}, dtype, len(mapped) // dtype.itemsize)
 
@@ -248,19 +249,19 @@ def _open_megatron(path: Path) -> ForeignFile:
     index = path.with_suffix(".idx")
     mapped, table = _map(path), _map(index)
     if len(table) < INDEX_HEAD.size:
-        raise ValueError(f"{index}: {len(table)} bytes are too few for a Megatron index. Write the pair again")
+        raise UserError(f"{index}: {len(table)} bytes are too few for a Megatron index. Write the pair again")
     magic, version, code, sequences, indices = INDEX_HEAD.unpack_from(table)
     if magic != INDEX_MAGIC or version != 1:
-        raise ValueError(
+        raise UserError(
             f"{index}: not a Megatron index of version 1 (it begins with {magic!r}, version {version}). "
             "Write the pair again, or take the .idx away where the .bin is plain tokens"
         )
     if code not in INDEX_DTYPES:
-        raise ValueError(f"{index}: dtype number {code}; tokens are integers (1 to 5, or 8). Write the pair again")
+        raise UserError(f"{index}: dtype number {code}; tokens are integers (1 to 5, or 8). Write the pair again")
     expected = INDEX_HEAD.size + 12 * sequences + 8 * indices
     # Data sets with pictures have one more byte per sequence, which has no meaning for text.
     if len(table) not in (expected, expected + sequences) or not sequences or not indices:
-        raise ValueError(
+        raise UserError(
             f"{index}: {len(table)} bytes where {sequences} sequences and {indices} document indices take {expected}: "
             "it was truncated or is damaged. Write the pair again"
         )
@@ -271,12 +272,12 @@ def _open_megatron(path: Path) -> ForeignFile:
     begins = np.ndarray(indices, "<i8", table, INDEX_HEAD.size + 12 * sequences)
     last = int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize
     if int(pointers[0]) or last != len(mapped):
-        raise ValueError(
+        raise UserError(
             f"{path}: the file has {len(mapped)} bytes, and the sequences of {index.name} reach from byte "
             f"{pointers[0]} to {last}: one of the two was truncated or belongs to another. Write the pair again"
         )
     if int(begins[0]) or int(begins[-1]) != sequences or indices < 2:
-        raise ValueError(
+        raise UserError(
             f"{index}: the document indices run from {begins[0]} to {begins[-1]}, and have to from 0 to the "
             f"{sequences} sequences. Write the pair again"
         )
@@ -284,9 +285,9 @@ def _open_megatron(path: Path) -> ForeignFile:
     def read_ends() -> np.ndarray:
         sequence_ends = np.cumsum(lengths, dtype=np.int64)
         if (lengths < 0).any() or not np.array_equal(pointers[1:], sequence_ends[:-1] * dtype.itemsize):
-            raise ValueError(f"{index}: the sequences do not follow each other without gaps. Write the pair again")
+            raise UserError(f"{index}: the sequences do not follow each other without gaps. Write the pair again")
         if (np.diff(begins) < 0).any():
-            raise ValueError(f"{index}: the document indices fall. Write the pair again")
+            raise UserError(f"{index}: the document indices fall. Write the pair again")
         return np.concatenate([[0], sequence_ends])[begins[1:]].astype(np.int64)
 
     count = len(mapped) // dtype.itemsize

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from roxxel_dist.cluster.exit_codes import UserError
+
 MAGIC = b"ROXXEL03"
 HEADER_BYTES = 4096
 FOOTER = struct.Struct("<q8s6q3Q8s")
@@ -126,7 +128,7 @@ def parse(path: object, data: bytes | memoryview) -> Layout:
     view = memoryview(data)
     layout = parse_end(path, len(view), view)
     if bytes(view[:HEADER_BYTES]) != npy_header(layout.dtype, layout.metadata.tokens):
-        raise ValueError(f"{path}: the .npy header is damaged: it does not agree with the footer. Write the file again")
+        raise UserError(f"{path}: the .npy header is damaged: it does not agree with the footer. Write the file again")
     return layout
 
 
@@ -137,7 +139,7 @@ def parse_end(path: object, size: int, end: bytes | memoryview) -> Layout:
         ValueError: they are not the end of a ROXXEL03 file of that size. The message names `path`.
     """
     if size < HEADER_BYTES + FOOTER.size:
-        raise ValueError(
+        raise UserError(
             f"{path}: {size} bytes are too few for a .rox file, which has at least {HEADER_BYTES + FOOTER.size}; "
             f"it was truncated or is not a .rox file. {REPLACE}"
         )
@@ -146,37 +148,37 @@ def parse_end(path: object, size: int, end: bytes | memoryview) -> Layout:
         FOOTER.unpack(footer)
     )
     if magic == b"ROXXEL02":
-        raise ValueError(f"{path}: a file of the older format ROXXEL02, which is not read here. {REPLACE}")
+        raise UserError(f"{path}: a file of the older format ROXXEL02, which is not read here. {REPLACE}")
     if magic != MAGIC:
-        raise ValueError(
+        raise UserError(
             f"{path}: not a complete .rox file: it does not end in ROXXEL03 (truncated, overwritten, or another "
             f"kind of file). {REPLACE}"
         )
     dtype_name = name.rstrip(b"\0").decode("ascii", "replace")
     if dtype_name not in DTYPES:
-        raise ValueError(f"{path}: the footer is damaged (dtype {dtype_name!r}). Write the file again")
+        raise UserError(f"{path}: the footer is damaged (dtype {dtype_name!r}). Write the file again")
     dtype = np.dtype(dtype_name)
     if block_size < 1 or min(tokens, documents, meta_length) < 0:
-        raise ValueError(f"{path}: the footer is damaged (a negative size). Write the file again")
+        raise UserError(f"{path}: the footer is damaged (a negative size). Write the file again")
     expected_ends = end_of_tokens(dtype, tokens)
     expected_sums = expected_ends + 8 * documents
     expected_meta = expected_sums + 8 * block_count(tokens * dtype.itemsize, block_size)
     expected_size = expected_meta + meta_length + FOOTER.size
     if (ends, sums, meta, size) != (expected_ends, expected_sums, expected_meta, expected_size):
-        raise ValueError(
+        raise UserError(
             f"{path}: the file has {size} bytes, but its footer says {expected_size}; "
             f"bytes are missing or were added. {REPLACE}"
         )
     at = meta - size  # counted from the end
     text = bytes(end[at : at + meta_length])
     if checksum(text + footer[:SIGNED_BYTES]) != signature:
-        raise ValueError(f"{path}: the footer or the metadata is damaged (its checksum is wrong). Write the file again")
+        raise UserError(f"{path}: the footer or the metadata is damaged (its checksum is wrong). Write the file again")
     try:
         metadata = Metadata(**json.loads(text))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: the metadata is not what ROXXEL03 has ({error}). Write the file again") from error
+        raise UserError(f"{path}: the metadata is not what ROXXEL03 has ({error}). Write the file again") from error
     if (metadata.tokens, metadata.documents) != (tokens, documents):
-        raise ValueError(f"{path}: the metadata and the footer disagree about tokens or documents. Write it again")
+        raise UserError(f"{path}: the metadata and the footer disagree about tokens or documents. Write it again")
     return Layout(
         metadata=metadata,
         dtype=dtype,

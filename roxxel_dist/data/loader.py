@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import ENDLESS, Plan, Rows
 from roxxel_dist.data.dataset import Roxxel, locate_token
@@ -56,14 +57,14 @@ class Stream:
         spans = zip(plan.amendments, ends, strict=True)
         read = {name for amendment, end in spans if start_step < end for name in amendment.sources}
         if missing := [name for name in plan.datasets if name in read and name not in named]:
-            raise ValueError(f"the plan reads {', '.join(plan.datasets)}; give the data sets {', '.join(missing)} too")
+            raise UserError(f"the plan reads {', '.join(plan.datasets)}; give the data sets {', '.join(missing)} too")
         self.plan = plan
         self.datasets: dict[int, Roxxel] = {
             number: named[name] for number, name in enumerate(plan.datasets) if name in named
         }
         for number, data in self.datasets.items():
             if data.dtype.kind not in "iu":
-                raise ValueError(
+                raise UserError(
                     f"data {plan.datasets[number]!r} holds elements of {data.dtype}, which are no token ids: write it "
                     "again with an integer dtype, such as uint16"
                 )
@@ -194,7 +195,7 @@ class Stream:
         if not np.array_equal(ids, wide):
             row, column = np.argwhere(ids != wide)[0].tolist()
             location = locate_token(data, int(offset[row]) + column)
-            raise ValueError(
+            raise UserError(
                 f"data {self.plan.datasets[number]!r}: {location.path}, document {location.document}: the id "
                 f"{wide[row, column]} is not below 2^31: build the data again with the tokenizer of the model"
             )
@@ -225,9 +226,9 @@ def stream_of(
 ) -> Stream:
     """The stream of `Roxxel.stream`: a curriculum of one phase."""
     if steps is not None and passes != 1:
-        raise ValueError(f"steps={steps} and passes={passes}: give one of them, steps are counted whatever the passes")
+        raise UserError(f"steps={steps} and passes={passes}: give one of them, steps are counted whatever the passes")
     if passes is not None and passes < 1:
-        raise ValueError(f"passes={passes}: passes over the data set, at least 1, or None for a stream without an end")
+        raise UserError(f"passes={passes}: passes over the data set, at least 1, or None for a stream without an end")
     steps = ENDLESS if steps is None and passes is None else steps  # steps override epochs
     phase = Phase(steps, batch_size, seq_len, epochs=passes, weights=weights)
     plan = Curriculum(dataset, [phase], mix_datasets).plan(seed)

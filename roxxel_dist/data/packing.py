@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.slices import TokenFile
 
 
@@ -65,5 +66,5 @@ def _begins(file: TokenFile, offsets: np.ndarray, length: int) -> tuple[np.ndarr
     number = np.arange(len(window)) + np.repeat(first - np.cumsum(count) + count, count)
     position = ends[number] - offsets[window]
     if (last < first).any() or (last >= len(ends)).any() or ((position < 1) | (position >= length)).any():
-        raise ValueError(f"{file.path}: the document ends are damaged. Write the file again from its source")
+        raise UserError(f"{file.path}: the document ends are damaged. Write the file again from its source")
     return window, position

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.format import REPLACE
 
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
@@ -57,7 +58,7 @@ def map_files(paths: Sequence[Path]) -> list[np.ndarray]:
     sizes = [os.stat(path).st_size for path in paths]
     for path, size in zip(paths, sizes, strict=True):
         if not size:
-            raise ValueError(f"{path}: the file is empty. {REPLACE}")
+            raise UserError(f"{path}: the file is empty. {REPLACE}")
     arrays = reserve_memory(sizes)
     for path, array in zip(paths, arrays, strict=True):
         map_file(path, array)
@@ -84,7 +85,7 @@ def map_file(path: Path, array: np.ndarray) -> None:
     try:
         now = os.fstat(fd).st_size
         if now != size:
-            raise ValueError(
+            raise UserError(
                 f"{path}: {now} bytes, a moment ago {size}: something writes to it. Open it when it is done"
             )
         address = array.__array_interface__["data"][0]
@@ -113,7 +114,7 @@ def read_tokens(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndar
     """
     tokens = np.fromfile(path, dtype, count, offset=offset)
     if len(tokens) < count:
-        raise ValueError(
+        raise UserError(
             f"{path} was truncated while it was read: {os.stat(path).st_size} bytes are left. "
             "Copy it or build it again, and start again"
         )
@@ -175,7 +176,7 @@ class WindowReader:
         if length >= 1 and not np.count_nonzero(outside):
             return numbers
         first = int(offsets[np.argmax(outside)]) if len(offsets) else 0
-        raise ValueError(
+        raise UserError(
             f"a window of {length} tokens at token {first} is not within one of the {len(self._arrays)} ranges from "
             f"{self._name} on; a window has at least 1 token and crosses no shard and no cut of split()"
         )

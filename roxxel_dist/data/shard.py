@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import xxhash
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.format import (
     HEADER_BYTES,
     Layout,
@@ -33,7 +34,7 @@ HASHED_BYTES = 1 << 20
 """Bytes of blocks that are copied and hashed without a pause."""
 
 
-class DamagedData(ValueError):
+class DamagedData(UserError):
     """The tokens read differ from those written, or are ids that the model does not have."""
 
 
@@ -116,7 +117,7 @@ class Shard:
         does."""
         size = os.stat(str(self.path)).st_size
         if size != len(self._bytes):
-            raise ValueError(f"{self.path}: {size} bytes now, {len(self._bytes)} when it was opened. Write it again")
+            raise UserError(f"{self.path}: {size} bytes now, {len(self._bytes)} when it was opened. Write it again")
         parse(self.path, self._bytes.data)
         self.verify_checksums()
         self.verify_document_ends()
@@ -138,7 +139,7 @@ class Shard:
             raise self._damaged("the document ends are damaged")
 
     def _damaged(self, problem: str) -> ValueError:
-        return ValueError(f"{self.path}: {problem}. Write the file again from its source")
+        return UserError(f"{self.path}: {problem}. Write the file again from its source")
 
     def pieces(self) -> list[np.ndarray]:
         """The blocks in pieces of about 16 MiB: int64 each."""
@@ -166,7 +167,7 @@ class Shard:
         """Raise if there is a damaged block: ValueError, naming the first, its tokens and its documents."""
         if damaged:
             blocks = f"{len(damaged)} of {len(self.checksums)} blocks are"
-            raise ValueError(f"{self.damage(damaged)}; {blocks}. Write the file again from its source")
+            raise UserError(f"{self.damage(damaged)}; {blocks}. Write the file again from its source")
 
     def damage(self, damaged: list[int]) -> str:
         """A message about the first damaged block: its tokens and its documents."""
@@ -186,7 +187,7 @@ def describe_damage(path: object, layout: Layout, ends: np.ndarray, damaged: lis
 def check_ends(path: object, ends: np.ndarray, tokens: int) -> None:
     """Raises ValueError, naming `path`, unless document ends ascend up to the last token."""
     if np.any(np.diff(ends, prepend=0) < 0) or ends[-1:].sum() != tokens:
-        raise ValueError(f"{path}: the document ends do not cover the tokens. Write the file again from its source")
+        raise UserError(f"{path}: the document ends do not cover the tokens. Write the file again from its source")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +204,7 @@ class ShardSettings:
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
-            raise ValueError(f"block_size={self.block_size}: bytes a checksum, at least 1; 4096 is a good choice")
+            raise UserError(f"block_size={self.block_size}: bytes a checksum, at least 1; 4096 is a good choice")
 
 
 class ShardWriter:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.foreign import OLD_MAGIC, ForeignFile, last_bytes, open_foreign
 from roxxel_dist.data.format import MAGIC
 from roxxel_dist.data.reader import map_files, read_tokens
@@ -64,7 +65,7 @@ class ShardSlice:
         if isinstance(shard, Shard):
             ends = read_tokens(shard.path, ends.dtype, shard.layout.ends_offset, len(ends))
         if np.any(np.diff(ends, prepend=0) < 0) or ends[-1:].sum() != len(shard.tokens):
-            raise ValueError(f"{shard.path}: the document ends are damaged. Write the file again from its source")
+            raise UserError(f"{shard.path}: the document ends are damaged. Write the file again from its source")
         documents = slice(self.first_document, self.last_document)
         firsts = np.maximum(np.append(0, ends[:-1])[documents], self.low)
         lasts = np.maximum(np.minimum(ends[documents] - self._separators, self.high), firsts)
@@ -130,7 +131,7 @@ def open_files(paths: Sequence[Path], dtype: Any = None) -> list[TokenFile]:
             continue
         shard = Shard.of(path, mapped[path])
         if dtype is not None and storage_dtype(dtype) != shard.dtype:
-            raise ValueError(f"{path}: dtype={dtype} was given, and the file says {shard.dtype}. Leave dtype out")
+            raise UserError(f"{path}: dtype={dtype} was given, and the file says {shard.dtype}. Leave dtype out")
         files.append(shard)
     return files
 
@@ -144,12 +145,12 @@ def _one_data_set(files: Sequence[TokenFile], alone: bool) -> Sequence[TokenFile
     """The files in their order, if they are one data set."""
     for file in files:
         if _kind(file) != _kind(files[0]):
-            raise ValueError(
+            raise UserError(
                 f"{file.path} is a {_kind(file)} file, {files[0].path} a {_kind(files[0])} file: not one data set. "
                 "Name the files of one kind, or turn them into one with `roxxel-dist data build`"
             )
         if file.dtype != files[0].dtype:
-            raise ValueError(
+            raise UserError(
                 f"{file.path} has dtype {file.dtype}, {files[0].path} has {files[0].dtype}: not one data set"
             )
     shards = sorted((file for file in files if isinstance(file, Shard)), key=lambda shard: shard.metadata.index)
@@ -166,23 +167,23 @@ def _check(shard: Shard, previous: Shard | None, alone: bool) -> None:
     index, expected = shard.metadata.index, previous.metadata.index + 1 if previous else 0
     if previous is None:
         if index and not alone:
-            raise ValueError(f"{shard.path} is shard {index}, and shard 0 is missing. Put it back, or name this file")
+            raise UserError(f"{shard.path} is shard {index}, and shard 0 is missing. Put it back, or name this file")
         return
     if index < expected:
-        raise ValueError(f"{shard.path} and {previous.path} are both shard {index}. Take one away")
+        raise UserError(f"{shard.path} and {previous.path} are both shard {index}. Take one away")
     if index > expected:
-        raise ValueError(
+        raise UserError(
             f"{shard.path.parent}: shard {expected} is missing: {shard.path.name} is shard {index}, "
             f"{previous.path.name} is shard {expected - 1}. Put it back"
         )
     for name in ("vocab_size", "tokenizer_fingerprint"):
         value, expected_value = getattr(shard.metadata, name), getattr(previous.metadata, name)
         if value != expected_value:
-            raise ValueError(
+            raise UserError(
                 f"{shard.path} has {name} {value}, {previous.path} has {expected_value}: they are not one data set"
             )
     if not shard.follows(previous):
-        raise ValueError(
+        raise UserError(
             f"{shard.path} was not written behind {previous.path}: shards of two data sets, or of two versions of one, "
             "are mixed. Name the files of one, or build the data set again"
         )

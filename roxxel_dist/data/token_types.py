@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.format import DTYPES
 
 
@@ -15,17 +16,17 @@ def as_array(item: Any, number: int) -> np.ndarray:
         return np.frombuffer(item, np.uint8)
     array = np.asarray(item)
     if array.ndim != 1:
-        raise ValueError(f"document {number} has shape {array.shape}: a document is text, bytes or a 1-D array")
+        raise UserError(f"document {number} has shape {array.shape}: a document is text, bytes or a 1-D array")
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     if array.dtype.str not in DTYPES:
-        raise ValueError(f"document {number} has dtype {array.dtype}: tokens are integers or floats of 8 to 64 bits")
+        raise UserError(f"document {number} has dtype {array.dtype}: tokens are integers or floats of 8 to 64 bits")
     return array
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
     """The smallest unsigned dtype that holds the ids 0 to `vocab_size - 1`."""
     if not 1 <= vocab_size <= 1 << 32:
-        raise ValueError(f"vocab_size={vocab_size}: the number of token ids, from 1 to 2^32")
+        raise UserError(f"vocab_size={vocab_size}: the number of token ids, from 1 to 2^32")
     return np.dtype(np.min_scalar_type(vocab_size - 1)).newbyteorder("<")
 
 
@@ -35,23 +36,23 @@ def storage_dtype(dtype: Any) -> np.dtype:
     try:
         stored = np.dtype(dtype).newbyteorder("<")
     except TypeError as error:
-        raise ValueError(f"dtype={dtype}: no such dtype; {held}") from error
+        raise UserError(f"dtype={dtype}: no such dtype; {held}") from error
     if stored.str not in DTYPES:
-        raise ValueError(f"dtype={dtype}: {held}")
+        raise UserError(f"dtype={dtype}: {held}")
     return stored
 
 
 def cast_lossless(array: np.ndarray, dtype: np.dtype, vocab_size: int | None, number: int) -> np.ndarray:
     """The same values in `dtype`; ValueError if one would change, or is not an id below `vocab_size`."""
     if vocab_size is not None and len(array) and not (array.min() >= 0 and array.max() < vocab_size):
-        raise ValueError(
+        raise UserError(
             f"document {number} has ids from {array.min()} to {array.max()}: with vocab_size={vocab_size} they are "
             f"0 to {vocab_size - 1}. Was it made with another tokenizer?"
         )
     if array.dtype == dtype:
         return array
     if len(array) and not _keeps(array, dtype):
-        raise ValueError(
+        raise UserError(
             f"document {number} ({array.dtype}, {array.min()} to {array.max()}) does not fit {dtype} without loss; "
             "give write() a dtype that holds every document"
         )
@@ -85,7 +86,7 @@ def separator_value(separator: str | bytes | int | float | None, dtype: np.dtype
         elif len(separator) == dtype.itemsize:
             return np.frombuffer(separator, dtype)[0].item()
         else:
-            raise ValueError(
+            raise UserError(
                 f"separator={separator!r}: a separator is one element of {dtype}: one byte, {dtype.itemsize} bytes, "
                 "a number, or None for no separator"
             )
@@ -93,5 +94,5 @@ def separator_value(separator: str | bytes | int | float | None, dtype: np.dtype
         return None
     value = np.asarray([separator])
     if value.ndim != 1 or value.dtype.kind not in "iuf" or not _keeps(value, dtype):
-        raise ValueError(f"separator={separator!r} is not an element of {dtype}; give one that is, or None")
+        raise UserError(f"separator={separator!r} is not an element of {dtype}; give one that is, or None")
     return value.astype(dtype)[0].item()

@@ -5,6 +5,8 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from roxxel_dist.cluster.exit_codes import UserError
+
 MASK = "***"
 STEP = re.compile(r"SLURM_(PROCID|LOCALID|NODEID|NNODES|NPROCS|GTIDS|NTASKS|STEP|TASK|SRUN_|LAUNCH_).*")
 """SLURM's variables of a step (one task on one node, the agent): they would mislead a rank's libraries."""
@@ -29,7 +31,7 @@ def lines_of(flag: str, path: str | Path, what: str) -> list[str]:
         return Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ValueError(f"{flag} {path}: cannot be read ({reason}); name a file with {what} a line") from error
+        raise UserError(f"{flag} {path}: cannot be read ({reason}); name a file with {what} a line") from error
 
 
 def read_env_file(path: str | Path) -> dict[str, str]:
@@ -54,9 +56,9 @@ def _pair(word: str, where: str) -> tuple[str, str]:
     name, equals, value = word.partition("=")
     if not equals or not NAME.fullmatch(name):
         shown = f"{name!r} is no" if equals else "a word without = that is no exported"
-        raise ValueError(f"{where}: {shown} variable: write NAME=VALUE, for instance NCCL_DEBUG=INFO")
+        raise UserError(f"{where}: {shown} variable: write NAME=VALUE, for instance NCCL_DEBUG=INFO")
     if "\0" in value:
-        raise ValueError(f"{where}: the value of {name} holds a NUL character, which no process can receive")
+        raise UserError(f"{where}: the value of {name} holds a NUL character, which no process can receive")
     return name, value
 
 

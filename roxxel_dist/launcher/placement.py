@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from roxxel_dist.cluster.exit_codes import EXIT_TIMEOUT_ENV, REACHED_ENV, STATUS_ENV
+from roxxel_dist.cluster.exit_codes import EXIT_TIMEOUT_ENV, REACHED_ENV, STATUS_ENV, UserError
 from roxxel_dist.launcher.spec import JobSpec
 
 
@@ -17,13 +17,13 @@ def visible_gpus(gpus: int, procs: int, index: int, outer: str | None = None) ->
     part is taken from its beginning. Raises ValueError where the processes do not divide the GPUs, or `outer` is short.
     """
     if gpus % procs:
-        raise ValueError(
+        raise UserError(
             f"--gpus-per-host {gpus} is not a multiple of the {procs} processes of a host: use a number that "
             f"divides {gpus}"
         )
     names = [name.strip() for name in outer.split(",") if name.strip()] if outer is not None else None
     if names is not None and len(names) < gpus:
-        raise ValueError(
+        raise UserError(
             f"--gpus-per-host {gpus}, but CUDA_VISIBLE_DEVICES={outer} allows {len(names)}: use --gpus-per-host "
             f"{len(names) or 1}, or unset the variable"
         )
@@ -86,11 +86,11 @@ def working_hosts(job: JobSpec, hosts: Sequence[str]) -> Sequence[str]:
 def ranks_on(hosts: int, procs_per_host: int, spare: int = 0, least: int | None = None) -> int:
     """How many ranks run at a time on so many hosts. Raises ValueError where the numbers do not fit together."""
     if procs_per_host < 1:
-        raise ValueError(f"--procs-per-host {procs_per_host}: must be at least 1")
+        raise UserError(f"--procs-per-host {procs_per_host}: must be at least 1")
     if not 0 <= spare < hosts:
-        raise ValueError(f"--spare-hosts {spare}: there are {hosts} hosts; use at most {hosts - 1}")
+        raise UserError(f"--spare-hosts {spare}: there are {hosts} hosts; use at most {hosts - 1}")
     if least is not None and least > hosts - spare:
-        raise ValueError(f"--min-hosts {least}: there are {hosts - spare} hosts; use at most {hosts - spare}")
+        raise UserError(f"--min-hosts {least}: there are {hosts - spare} hosts; use at most {hosts - spare}")
     return procs_per_host * (hosts - spare)
 
 
@@ -110,7 +110,7 @@ def placements(
     Raises ValueError where a host would have no rank, or GPUs do not divide among the ranks of a host.
     """
     if job.nprocs < len(hosts):
-        raise ValueError(
+        raise UserError(
             f"nprocs {job.nprocs}: there are {len(hosts)} hosts, and each has at least one process; use nprocs "
             f"{len(hosts)}, or fewer hosts"
         )
@@ -142,7 +142,7 @@ def coordinator_port(port: int | None, address: str = "127.0.0.1") -> int:
         try:
             probe.bind((address, port or 0))
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"--port {port}: cannot be used on {address} ({error.strerror}); "
                 "leave --port out to take a free one, or give another"
             ) from None

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from roxxel_dist.cluster.exit_codes import EXIT_TIMEOUT_ENV, MEMORY_ENV, PIPE_ENV, REACHED_ENV, SPARE_ENV, STATUS_ENV
+from roxxel_dist.cluster.exit_codes import (
+    EXIT_TIMEOUT_ENV,
+    MEMORY_ENV,
+    PIPE_ENV,
+    REACHED_ENV,
+    SPARE_ENV,
+    STATUS_ENV,
+    UserError,
+)
 
 CONTRACT = (
     "ROXXEL_COORDINATOR", "ROXXEL_NUM_PROCESSES", "ROXXEL_PROCESS_ID", "ROXXEL_LOCAL_DEVICES", "ROXXEL_ATTEMPT",
@@ -104,13 +112,13 @@ class JobSpec(HostOptions, JobOptions):
 
     def __post_init__(self) -> None:
         if not self.command or not self.command[0]:
-            raise ValueError(
+            raise UserError(
                 "no command: write what every process runs after `--`, for instance `-- train --data_path data.txt`"
             )
         if any("\0" in word for word in self.command):
-            raise ValueError("the command holds a NUL character, which no process can receive: take it out")
+            raise UserError("the command holds a NUL character, which no process can receive: take it out")
         if not RUN_ID.fullmatch(self.run_id):
-            raise ValueError(f"--run-id {self.run_id!r}: use letters, digits and . _ - (it names a folder)")
+            raise UserError(f"--run-id {self.run_id!r}: use letters, digits and . _ - (it names a folder)")
         last_port = 65535 - self.max_restarts  # each restart takes the next one
         positive, finite = sys.float_info.min, sys.float_info.max
         for name, least, largest, rule in (
@@ -128,17 +136,17 @@ class JobSpec(HostOptions, JobOptions):
         ):
             value = getattr(self, name)
             if value is not None and not least <= value <= largest:  # so neither nan nor inf
-                raise ValueError(f"--{name.replace('_', '-')} {value}: must be {rule}")
+                raise UserError(f"--{name.replace('_', '-')} {value}: must be {rule}")
         if self.gpus_per_host is not None and self.devices_per_proc is not None:
-            raise ValueError(
+            raise UserError(
                 f"--gpus-per-host {self.gpus_per_host} and --devices-per-proc {self.devices_per_proc}: simulated CPU "
                 "devices are for a job without GPUs; leave one of the two out"
             )
         last_rank = self.first_rank + self.nprocs - 1
         if not 0 <= self.first_rank <= last_rank < self.total:
-            raise ValueError(f"the ranks {self.first_rank} to {last_rank} are not among those of a job of {self.total}")
+            raise UserError(f"the ranks {self.first_rank} to {last_rank} are not among those of a job of {self.total}")
         if reserved := sorted(set(self.env) & set(CONTRACT)):
-            raise ValueError(f"--env {reserved[0]}: the launcher sets this variable itself; leave it out")
+            raise UserError(f"--env {reserved[0]}: the launcher sets this variable itself; leave it out")
 
 
 def new_run_id(is_taken: Callable[[str], bool] = lambda run_id: False) -> str:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.determinism import is_deterministic
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import TENSOR, row_axes, row_shards
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.kv_cache import AttentionMetadata
@@ -104,11 +105,11 @@ def kernel_for(
     if broken := broken_rule(kernel, device, key_size, bf16, packed, whole_rows):
         rule, fix = broken
         if begun:
-            raise ValueError(
+            raise UserError(
                 f"the run began with attention {kernel}, which a resume keeps, and {rule}: resume it where that can "
                 f"run, or begin a new run at its checkpoint with fork=RUN@STEP and attention=xla"
             )
-        raise ValueError(f"attention is {kernel}: {rule}: {fix}")
+        raise UserError(f"attention is {kernel}: {rule}: {fix}")
     return kernel
 
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Literal, get_args
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.component import component
 
 
@@ -12,13 +13,13 @@ def check_sizes(sizes: Mapping[str, int | None]) -> None:
     """Raises ValueError for the first given field that is below 1."""
     for name, value in sizes.items():
         if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}: it must be at least 1")
+            raise UserError(f"{name} is {value}: it must be at least 1")
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
     """Raises ValueError for a value that is not one of the choices."""
     if value not in choices:
-        raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(choices)}")
+        raise UserError(f"{name} is {value!r}: it must be one of {', '.join(choices)}")
 
 
 PosEncoding = Literal["rotary", "absolute", "learned", "none"]
@@ -45,9 +46,9 @@ class PositionConfig:
         if self.pos_encoding != "rotary":
             return
         if not 0 < self.rope_scale_factor < math.inf:
-            raise ValueError(f"rope_scale_factor is {self.rope_scale_factor}: it must be above 0; 1 changes nothing")
+            raise UserError(f"rope_scale_factor is {self.rope_scale_factor}: it must be above 0; 1 changes nothing")
         if not 1 < self.rope_theta < math.inf:
-            raise ValueError(f"rope_theta is {self.rope_theta}: it must be above 1; 10000 is usual")
+            raise UserError(f"rope_theta is {self.rope_theta}: it must be above 1; 10000 is usual")
         check_sizes({"rope_trained_context": self.rope_trained_context})
 
 
@@ -128,17 +129,17 @@ class FeedForwardConfig:
     def __post_init__(self) -> None:
         check_sizes({"expansion": self.expansion, "hidden_dim": self.hidden_dim})
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation is {self.activation!r}: it must be one of {', '.join(ACTIVATIONS)}")
+            raise UserError(f"activation is {self.activation!r}: it must be one of {', '.join(ACTIVATIONS)}")
         if not self.use_moe:
             return
         check_sizes({"n_experts": self.n_experts, "top_k_mlp": self.top_k_mlp})
         if self.top_k_mlp > self.n_experts:
-            raise ValueError(
+            raise UserError(
                 f"top_k_mlp is {self.top_k_mlp}: a token cannot go through more experts than n_experts, which is "
                 f"{self.n_experts}"
             )
         if not 0 <= self.alpha_balance < float("inf"):
-            raise ValueError(
+            raise UserError(
                 f"alpha_balance is {self.alpha_balance}: it must be a number of at least 0; 0 leaves the balance alone"
             )
 
@@ -165,11 +166,11 @@ class LoraConfig:
         if not self.use_lora:
             return
         if self.lora_rank < 1:
-            raise ValueError(f"lora_rank is {self.lora_rank}: it must be at least 1")
+            raise UserError(f"lora_rank is {self.lora_rank}: it must be at least 1")
         if not 0 < self.lora_alpha < float("inf"):
-            raise ValueError(f"lora_alpha is {self.lora_alpha}: it must be above 0, and finite")
+            raise UserError(f"lora_alpha is {self.lora_alpha}: it must be above 0, and finite")
         if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"lora_dropout is {self.lora_dropout}: it must be at least 0 and below 1")
+            raise UserError(f"lora_dropout is {self.lora_dropout}: it must be at least 0 and below 1")
         check_choice("lora_targets", self.lora_targets, get_args(LoraTargets))
 
     def adapts(self, part: Literal["attention", "mlp"]) -> bool:
@@ -227,23 +228,23 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
         for group in (AttentionConfig, PositionConfig, FeedForwardConfig, LoraConfig):
             group.__post_init__(self)
         if self.dim > LARGEST_DIM:
-            raise ValueError(f"dim is {self.dim}: it must be at most {LARGEST_DIM:,}, and no model is as wide")
+            raise UserError(f"dim is {self.dim}: it must be at most {LARGEST_DIM:,}, and no model is as wide")
         check_choice("norm_type", self.norm_type, get_args(NormType))
         if not 0 < self.norm_eps < 1:
-            raise ValueError(f"norm_eps is {self.norm_eps}: it must be above 0 and below 1; 1e-6 is usual")
+            raise UserError(f"norm_eps is {self.norm_eps}: it must be above 0 and below 1; 1e-6 is usual")
         if not 0 < self.init_std < math.inf:
-            raise ValueError(f"init_std is {self.init_std}: it must be above 0, and finite; 0.02 is usual")
+            raise UserError(f"init_std is {self.init_std}: it must be above 0, and finite; 0.02 is usual")
         if self.loss_chunk < 0:
-            raise ValueError(f"loss_chunk is {self.loss_chunk}: it must be a number of tokens, or 0 for all at once")
+            raise UserError(f"loss_chunk is {self.loss_chunk}: it must be a number of tokens, or 0 for all at once")
         if not 0 <= self.dropout_rate < 1:
-            raise ValueError(f"dropout_rate is {self.dropout_rate}: it must be at least 0 and below 1")
+            raise UserError(f"dropout_rate is {self.dropout_rate}: it must be at least 0 and below 1")
         if self.use_moe and self.adapts("mlp") and self.lora_dropout:
-            raise ValueError(
+            raise UserError(
                 f"lora_dropout is {self.lora_dropout}: adapters of experts (use_moe, lora_targets {self.lora_targets}) "
                 f"have none; set it to 0, or lora_targets to attention"
             )
         if self.mla and self.inference and self.lora_dropout and self.adapts("attention"):
-            raise ValueError(
+            raise UserError(
                 f"lora_dropout is {self.lora_dropout} with mla and inference: attention among compressed vectors takes "
                 f"adapters into its matrices, and no dropout comes before those; set inference to False to train"
             )
@@ -266,13 +267,13 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
             n_heads = self._usual_heads()
         head_size = self.head_size or self.dim // n_heads
         if (self.n_heads is None or self.head_size is None) and n_heads * head_size != self.dim:
-            raise ValueError(
+            raise UserError(
                 f"n_heads x head_size must be dim, and {n_heads} x {head_size} is not {self.dim}: "
                 f"leave n_heads and head_size out to have them derived from dim, or give both"
             )
         kv_heads = self.kv_heads or n_heads
         if n_heads % kv_heads:
-            raise ValueError(f"kv_heads is {kv_heads}: it must divide n_heads, which is {n_heads}")
+            raise UserError(f"kv_heads is {kv_heads}: it must divide n_heads, which is {n_heads}")
         return n_heads, kv_heads, head_size
 
     def at_base_width(self) -> "ModelConfig":
@@ -283,34 +284,30 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
         check_choice("parametrization", self.parametrization, get_args(Parametrization))
         if self.parametrization == "standard":
             if self.base_dim is not None:
-                raise ValueError(
+                raise UserError(
                     f"base_dim is {self.base_dim}, and parametrization is standard, which has no base width: leave "
                     f"base_dim out, or set parametrization to mup"
                 )
             return
         if self.base_dim is None:
-            raise ValueError("parametrization is mup: set base_dim to the dim for which lr was searched")
+            raise UserError("parametrization is mup: set base_dim to the dim for which lr was searched")
         if self.use_lora:
-            raise ValueError(
+            raise UserError(
                 "parametrization is mup with use_lora: adapters are trained with the standard one; leave "
                 "parametrization out"
             )
         try:
             self.at_base_width()
         except ValueError as error:
-            raise ValueError(
-                f"base_dim is {self.base_dim}, and a model of that dim is not possible: {error}"
-            ) from error
+            raise UserError(f"base_dim is {self.base_dim}, and a model of that dim is not possible: {error}") from error
 
     def _check_rotary(self, head_size: int) -> None:
         if not self.mla and head_size % 2:
-            raise ValueError(f"head_size is {head_size}: rotary positions turn pairs, so it must be even")
+            raise UserError(f"head_size is {head_size}: rotary positions turn pairs, so it must be even")
         if self.mla and (self.rope_dim < 2 or self.rope_dim % 2):
-            raise ValueError(
-                f"rope_dim is {self.rope_dim}: rotary positions turn pairs, so it must be even, at least 2"
-            )
+            raise UserError(f"rope_dim is {self.rope_dim}: rotary positions turn pairs, so it must be even, at least 2")
         if self.mla and self.rope_dim > head_size:
-            raise ValueError(
+            raise UserError(
                 f"rope_dim is {self.rope_dim}: it must be at most head_size, which is {head_size}; make it smaller, or "
                 f"head_size larger"
             )
@@ -320,7 +317,7 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
         group = self.kv_heads or 1
         fitting = [n for n in range(group, self.dim + 1, group) if self.dim % n == 0 and (self.dim // n) % 2 == 0]
         if not fitting:
-            raise ValueError(
+            raise UserError(
                 f"dim is {self.dim}: no multiple of kv_heads ({group}) cuts it into heads of an even size; "
                 f"use a multiple of {2 * group}"
             )

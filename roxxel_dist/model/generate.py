@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.kv_cache import Cache
 from roxxel_dist.model.transformer import Transformer
 
@@ -41,11 +42,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not isinstance(self.temperature, Real) or not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature!r}: it must be 0 (greedy) or more")
+            raise UserError(f"temperature is {self.temperature!r}: it must be 0 (greedy) or more")
         if not isinstance(self.top_k, Integral) or self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k!r}: it must be at least 1, or 0 for all tokens; a whole number")
+            raise UserError(f"top_k is {self.top_k!r}: it must be at least 1, or 0 for all tokens; a whole number")
         if not isinstance(self.top_p, Real) or not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p!r}: it must be above 0 and at most 1, which is all tokens")
+            raise UserError(f"top_p is {self.top_p!r}: it must be above 0 and at most 1, which is all tokens")
 
 
 class SamplingInputs(NamedTuple):
@@ -71,7 +72,7 @@ def sampling_inputs(sampling: Sampling, seeds: Sequence[int], end: int | None) -
     """
     for seed in seeds:
         if not isinstance(seed, Integral) or not 0 <= seed <= MOST_INT:
-            raise ValueError(f"seed is {seed!r}: it must be at least 0 and below 2^31, a whole number")
+            raise UserError(f"seed is {seed!r}: it must be at least 0 and below 2^31, a whole number")
     # Values above the range of the types have the same effect as the largest value.
     temperature, top_k = min(sampling.temperature, MOST_FLOAT), min(sampling.top_k, MOST_INT)
     return SamplingInputs(
@@ -209,16 +210,16 @@ def stream(
 def _check(model: Any, prompts: Sequence[Sequence[int]], count: int, max_context: int) -> list[list[int]]:
     """The part of each prompt that is read."""
     if any(len(prompt) == 0 for prompt in prompts):
-        raise ValueError("the prompt is empty: give at least one token, such as the end-of-text token")
+        raise UserError("the prompt is empty: give at least one token, such as the end-of-text token")
     if not isinstance(count, Integral) or count < 1 or count >= max_context:
-        raise ValueError(
+        raise UserError(
             f"max_new_tokens is {count!r}: it must be at least 1 and below max_context ({max_context}), a whole number"
         )
     size = model.config.vocab_size if isinstance(model, Transformer) else None
     if size and (wrong := [token for prompt in prompts for token in prompt if not 0 <= token < size]):
-        raise ValueError(f"the prompt has the id {wrong[0]}: the ids of the model are 0 to {size - 1}")
+        raise UserError(f"the prompt has the id {wrong[0]}: the ids of the model are 0 to {size - 1}")
     if isinstance(model, Transformer) and max_context > model.config.max_context:
-        raise ValueError(f"max_context is {max_context}: the model reads at most {model.config.max_context} tokens")
+        raise UserError(f"max_context is {max_context}: the model reads at most {model.config.max_context} tokens")
     return [list(prompt)[-(max_context - count) :] for prompt in prompts]
 
 

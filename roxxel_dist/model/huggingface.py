@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.layers import FEW_WAVES, MANY_WAVES, THETA
 from roxxel_dist.model.mlp import hidden_sizes
@@ -156,7 +157,7 @@ def hf_config(config: ModelConfig, eos_id: int | None = None) -> dict[str, Any]:
     """
     family = "mixtral" if config.use_moe else "mistral" if config.sliding_window else "llama"
     if problems := list(_unsaid(config, family)):
-        raise ValueError(
+        raise UserError(
             f"this model is no LLaMA, Mistral or Mixtral: {'; '.join(problems)}. Use the format safetensors or msgpack"
         )
     heads, groups, size = config.heads()
@@ -220,13 +221,13 @@ def model_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     family = values.get("model_type")
     if family not in ARCHITECTURES:
-        raise ValueError(f"model_type is {family!r}: it must be one of {', '.join(ARCHITECTURES)}")
+        raise UserError(f"model_type is {family!r}: it must be one of {', '.join(ARCHITECTURES)}")
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
              "max_position_embeddings")  # fmt: skip
     if missing := [name for name in sizes if not _is_number(values.get(name), whole=True)]:
-        raise ValueError(f"{', '.join(missing)} must be there, a whole number each, above 0")
+        raise UserError(f"{', '.join(missing)} must be there, a whole number each, above 0")
     if problems := [*_no_numbers(values), *_no_objects(values)]:
-        raise ValueError("; ".join(problems))
+        raise UserError("; ".join(problems))
     dim, heads = values["hidden_size"], values["num_attention_heads"]
     size = values.get("head_dim") or dim // heads
     activation = OTHER_NAMES.get(values.get("hidden_act", "silu"), values.get("hidden_act", "silu"))
@@ -237,7 +238,7 @@ def model_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     if family == "mixtral" and values.get("num_experts_per_tok", 2) == 1:
         problems.append("num_experts_per_tok is 1: the one expert's weight is 1 there, and its probability here")
     if problems:
-        raise ValueError("; ".join(problems))
+        raise UserError("; ".join(problems))
     fields = {
         "dim": dim, "num_blocks": values["num_hidden_layers"], "vocab_size": values["vocab_size"],
         "n_heads": heads, "kv_heads": values.get("num_key_value_heads") or heads,

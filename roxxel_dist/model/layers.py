@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.config import ModelConfig, PositionConfig
 
 FULL_PRECISION = "full_precision"
@@ -32,7 +33,7 @@ class DynamicScalar(nnx.Variable[jax.Array]):
 
     def __init__(self, value: float | jax.Array, **metadata: Any) -> None:
         if jnp.shape(value) != ():
-            raise ValueError(f"a DynamicScalar is one number, and this has the shape {jnp.shape(value)}")
+            raise UserError(f"a DynamicScalar is one number, and this has the shape {jnp.shape(value)}")
         super().__init__(jnp.asarray(value, jnp.float32), **metadata)
 
 

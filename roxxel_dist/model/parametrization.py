@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.layers import COLUMN_AXES
 from roxxel_dist.model.scan_layers import STACKED
 
@@ -65,7 +66,7 @@ def widths(model: nnx.Module, base: nnx.Module) -> dict[str, Width]:
     for name in sorted(wide.keys() | narrow.keys()):
         if name not in wide or name not in narrow or wide[name][0] != narrow[name][0]:
             problem = "has other dimensions" if name in wide and name in narrow else "is in one of the models alone"
-            raise ValueError(
+            raise UserError(
                 f"parametrization is mup: at its width and at the base width, {name} {problem}. The base must have the "
                 f"same parameters, only narrower: change base_dim, or what base_widths returns"
             )

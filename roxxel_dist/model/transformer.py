@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, constrain_rows
 from roxxel_dist.model.attention import Attention
@@ -72,7 +73,7 @@ class Transformer(nnx.Module):
             part: ModelConfig = whole.part(ModelConfig)
             config = part
         if config.vocab_size is None:
-            raise ValueError("vocab_size is not set: give the number of tokens that the model shall know")
+            raise UserError("vocab_size is not set: give the number of tokens that the model shall know")
         self.config: ModelConfig = config
         self.deterministic = False  # NNX's eval() and train() set it, as they do for dropout
         init = nnx.initializers.normal(config.init_std)
@@ -160,7 +161,7 @@ class Transformer(nnx.Module):
         """
         length = tokens_BxL.shape[1]
         if length > self.config.max_context:
-            raise ValueError(f"a sequence of {length} tokens is longer than max_context ({self.config.max_context})")
+            raise UserError(f"a sequence of {length} tokens is longer than max_context ({self.config.max_context})")
         if cache is None:
             position = jnp.arange(length) if positions_BxL is None else positions_BxL
             metadata = AttentionMetadata(position, segments_BxL=segments_BxL)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.component import component
 
 
@@ -30,7 +31,7 @@ class UserCodeConfig:
             _split(name, getattr(self, name) or "module:function")
         for key in self.model_args or {}:
             if not isinstance(key, str):
-                raise ValueError(f"model_args: {key!r} is not a name: its keys must be text")
+                raise UserError(f"model_args: {key!r} is not a name: its keys must be text")
 
 
 def import_function(field: str, name: str) -> Callable[..., Any]:
@@ -53,19 +54,19 @@ def import_function(field: str, name: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if not (error.name and f"{module_name}.".startswith(f"{error.name}.")):
             raise  # the module itself needs another module that is missing
-        raise ValueError(
+        raise UserError(
             f"{field} is {name!r}: there is no module {error.name!r}. Start in the folder that has it ({here} is "
             f"looked in), put that folder on PYTHONPATH, or install it"
         ) from error
     for attribute in attributes.split("."):
         if not hasattr(target, attribute):
-            raise ValueError(
+            raise UserError(
                 f"{field} is {name!r}: {getattr(target, '__file__', None) or module_name} has no {attribute!r}. Write "
                 f"the name of a function that it defines"
             )
         target = getattr(target, attribute)
     if not callable(target):
-        raise ValueError(f"{field} is {name!r}: that is a {type(target).__name__}. Write the name of a function")
+        raise UserError(f"{field} is {name!r}: that is a {type(target).__name__}. Write the name of a function")
     return target
 
 
@@ -73,5 +74,5 @@ def _split(field: str, name: str) -> tuple[str, str]:
     module, _, function = name.partition(":")
     words = [*module.split("."), *function.split(".")]
     if not all(word.isidentifier() for word in words):
-        raise ValueError(f'{field} is {name!r}: it must be "module:function", such as "mypkg.net:build"')
+        raise UserError(f'{field} is {name!r}: it must be "module:function", such as "mypkg.net:build"')
     return module, function

@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.objects.aws_profile import read_aws_profile
 from roxxel_dist.objects.errors import MissingLibraryError, StoreDeniedError
 from roxxel_dist.objects.url import ObjectUrl
@@ -50,7 +51,7 @@ def connect(url: ObjectUrl, *, request_s: float, retry_s: float, environ: Mappin
     settings = {"s3": _s3, "gs": _gs, "az": _az}[url.scheme](environ)
     endpoint = settings.get("base_url" if url.scheme == "gs" else "endpoint") or ""
     if endpoint and not ENDPOINT.fullmatch(endpoint):
-        raise ValueError(
+        raise UserError(
             f"{url}: {endpoint!r} is not an endpoint: set {ENDPOINT_NAME[url.scheme]} to https://HOST or http://HOST:PORT"
         )
     if endpoint.startswith("http://"):  # explicit http is intended, because all clouds use https

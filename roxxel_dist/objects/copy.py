@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from roxxel_dist.cluster.durable import make_folder, sync_folder, write_file
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.file_lock import holder, is_lock_of, take_lock
 from roxxel_dist.objects.copy_record import RECORD, CopiedFile, CopyRecord
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
@@ -67,7 +68,7 @@ def copy_to_bucket(
             return
         if info is not None and not overwrite:
             url = store.url.join(file.name)
-            raise ValueError(f"{url} exists with other content: choose another place, or give overwrite=True")
+            raise UserError(f"{url} exists with other content: choose another place, or give overwrite=True")
         absent.append(file)
 
     def send(file: SourceFile) -> None:
@@ -111,12 +112,12 @@ def copy_to_folder(source: BucketSource, folder: Path, files: Sequence[SourceFil
         StoreError: the store fails, or the received bytes are damaged.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists already: choose another place, or remove it")
+        raise UserError(f"{folder} exists already: choose another place, or remove it")
     make_folder(folder.absolute().parent)
     staged, lock_file = folder.with_name(f".{folder.name}{SUFFIX}"), folder.with_name(f".{folder.name}.lock")
     lock = take_lock(lock_file)
     if lock is None:
-        raise ValueError(
+        raise UserError(
             f"{folder}: {holder(lock_file)} is copying to it now: wait until it ends, or choose another place"
         )
     try:

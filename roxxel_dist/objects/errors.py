@@ -1,6 +1,6 @@
 """Errors of object stores: one class for each way to handle them."""
 
-from roxxel_dist.cluster.exit_codes import FileSystemError
+from roxxel_dist.cluster.exit_codes import FileSystemError, UserError
 
 
 class StoreError(OSError):
@@ -23,5 +23,5 @@ class StoreTimeoutError(StoreError, TimeoutError, FileSystemError):
     """The store failed until the time limit; a command that cannot continue without it ends with exit code 74."""
 
 
-class MissingLibraryError(ImportError, ValueError):
+class MissingLibraryError(ImportError, UserError):
     """obstore, which the extra `cloud` has, is not installed."""

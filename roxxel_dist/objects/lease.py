@@ -14,6 +14,7 @@ from secrets import token_hex
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.file_lock import is_alive, process_record, say
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError, StorePreconditionError
 
@@ -34,7 +35,7 @@ RELEASE_S = 5.0
 logger: logging.Logger = logging.getLogger("roxxel_dist.objects")
 
 
-class LeaseHeldError(ValueError):
+class LeaseHeldError(UserError):
     """Another process holds the lease and renews it."""
 
 

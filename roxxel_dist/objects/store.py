@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from roxxel_dist.cluster.durable import sync_folder
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.objects.connect import connect
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError, StorePreconditionError
 from roxxel_dist.objects.failures import Failure, failure_of
@@ -78,7 +79,7 @@ class ObjectStore:
             StoreDeniedError: the credential settings are not usable.
         """
         if not timeout_s > 0:
-            raise ValueError(f"store_timeout is {timeout_s}: it must be a number of seconds above 0")
+            raise UserError(f"store_timeout is {timeout_s}: it must be a number of seconds above 0")
         parsed = ObjectUrl.parse(url)
         reads = connect(parsed, request_s=min(REQUEST_S, timeout_s), retry_s=0)
         uploads = connect(parsed, request_s=min(UPLOAD_REQUEST_S, timeout_s), retry_s=timeout_s)
@@ -134,7 +135,7 @@ class ObjectStore:
         from obstore import get
 
         if not 0 <= start < stop:
-            raise ValueError(f"bytes {start}-{stop} of {self.url.join(key)}: a range must have at least one byte")
+            raise UserError(f"bytes {start}-{stop} of {self.url.join(key)}: a range must have at least one byte")
 
         def call(path: str) -> bytes:
             result = get(self._reads, path, options=_match(etag) | {"range": (start, stop)})

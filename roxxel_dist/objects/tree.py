@@ -10,6 +10,7 @@ from typing import Protocol
 
 import xxhash
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.objects.copy_record import RECORD, CopiedFile, CopyRecord
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
 from roxxel_dist.objects.store import ObjectStore
@@ -57,7 +58,7 @@ class FolderSource:
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             how = "is a file: name its folder" if folder.exists() else "is not there: correct the path"
-            raise ValueError(f"{folder} {how}")
+            raise UserError(f"{folder} {how}")
         self.folder = folder
 
     def files(self) -> list[SourceFile]:
@@ -78,7 +79,7 @@ class FolderSource:
         path = self.folder / file.name
         yield path, digest(path)
         if source_file(file.name, path) != file:
-            raise ValueError(
+            raise UserError(
                 f"{path} was written to while it was copied: start the command again when no program writes to it"
             )
 

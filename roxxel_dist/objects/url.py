@@ -4,6 +4,8 @@ import os
 import re
 from dataclasses import dataclass
 
+from roxxel_dist.cluster.exit_codes import UserError
+
 SCHEMES = ("s3", "gs", "az")
 # A Path replaces two slashes by one.
 URL = re.compile(rf"({'|'.join(SCHEMES)}):/(?!/)|({'|'.join(SCHEMES)})://")
@@ -41,13 +43,13 @@ class ObjectUrl:
         match = ANY_URL.fullmatch(str(text))
         scheme = match[1] if match else None
         if match is None or scheme not in SCHEMES:
-            raise ValueError(
+            raise UserError(
                 f"{str(text)!r} is not an address in a bucket: write s3://BUCKET/KEY, gs://BUCKET/KEY or az://BUCKET/KEY"
             )
         bucket, _, key = match[2].partition("/")
         key = key.rstrip("/")
         if not bucket:
-            raise ValueError(f"{str(text)!r} names no bucket: write {scheme}://BUCKET/KEY")
+            raise UserError(f"{str(text)!r} names no bucket: write {scheme}://BUCKET/KEY")
         return cls(scheme, bucket, checked_key(key) if key else "")
 
     def join(self, *parts: str) -> "ObjectUrl":
@@ -77,5 +79,5 @@ def checked_key(key: str) -> str:
     """
     if any(part in ("", ".", "..") for part in key.split("/")) or re.search(r"[\x00-\x1f\x7f]", key):
         rule = "no part between slashes may be empty, '.' or '..', and control characters are not allowed"
-        raise ValueError(f"the key {key!r} cannot be used: {rule}")
+        raise UserError(f"the key {key!r} cannot be used: {rule}")
     return key

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
 from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.objects.lease import Lease
@@ -84,7 +85,7 @@ class StudyBucket:
         self._lease = Lease.take(self._store, LEASE, "sweep", wait_s=WAIT_S, say=say)
         self.fetch()
         if self.is_there != was_there:
-            raise ValueError(f"--study {self.url}: another sweep has created it in the meantime: start again")
+            raise UserError(f"--study {self.url}: another sweep has created it in the meantime: start again")
 
     def release(self) -> None:
         """Let others have it."""
@@ -144,7 +145,7 @@ class StudyBucket:
         others = [info.key for info in self._store.list() if info.key not in (BASE, EXTRAS, LEASE)]
         others = [key for key in others if not key.startswith((".", f"{LEASE}."))]
         if others:
-            raise ValueError(f"--study {self.url} holds {others[0]}, and is not a study: name another place")
+            raise UserError(f"--study {self.url} holds {others[0]}, and is not a study: name another place")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT, UserError
 from roxxel_dist.display import counted
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError, connected
 from roxxel_dist.launcher.control.signals import SignalPipe
@@ -354,7 +354,7 @@ def run_sweep(
     with Journal(study, log) if isinstance(study, Path) else study.journal(log) as journal:
         before, now = (journal.history.goal, journal.history.metric), (sweep.goal, sweep.metric)
         if journal.history.metric is not None and before != now:
-            raise ValueError(
+            raise UserError(
                 f"--study {place}: its goal was to {' '.join(map(str, before))}, and now it is to {' '.join(now)}: "
                 f"the values cannot be compared; name another folder"
             )
@@ -377,7 +377,7 @@ def _ray(options: SweepOptions, resources: Mapping[str, float]) -> Iterator[Any]
     if options.ray_address is None:
         cores = os.cpu_count() or 1
         if resources["CPU"] > cores:
-            raise ValueError(f"a trial needs {resources['CPU']:g} CPU (`resources`), and this machine has {cores}")
+            raise UserError(f"a trial needs {resources['CPU']:g} CPU (`resources`), and this machine has {cores}")
         with local_ray(options.workers, resources["CPU"]) as ray:
             yield ray
         return

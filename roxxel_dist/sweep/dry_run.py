@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from roxxel_dist.config import UsageError
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.output.bar import clock
 from roxxel_dist.sweep.run import SweepRun, exponent_notes
 from roxxel_dist.sweep.samplers import SpaceExhausted
@@ -13,7 +13,7 @@ SAMPLES = 2
 
 
 def preview(run: SweepRun) -> str:
-    """All of it, as text. The samples were checked as their trials would be. Raises UsageError where none can run."""
+    """All of it, as text. The samples were checked as their trials would be. Raises UserError where none can run."""
     samples: list[Mapping[str, Any]] = []
     sampler, options, gpus = run.sampler(), run.options, run.resources.gpus
     try:
@@ -21,7 +21,7 @@ def preview(run: SweepRun) -> str:
             samples.append(sampler.ask()[1])
     except SpaceExhausted as error:
         if not samples:
-            raise UsageError(str(error)) from error
+            raise UserError(str(error)) from error
     where = f"the Ray cluster at {options.ray_address}" if options.ray_address else "a private Ray on this machine"
     return "\n".join(
         [

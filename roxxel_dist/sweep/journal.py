@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from roxxel_dist.cluster.durable import make_folder, sync_folder
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
 from roxxel_dist.run_directory import JOURNAL
 
@@ -244,7 +245,7 @@ def read_history(study: Path) -> History:
     try:
         lines = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}): is {study} the folder of a study?") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}): is {study} the folder of a study?") from error
     return replay(path, without_torn_tail(lines))
 
 
@@ -269,7 +270,7 @@ def replay(path: Path, data: bytes) -> History:
                 break
             history.apply(event)
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{path}, line {number}: damaged ({type(error).__name__}: {error}). Only the last line of a journal "
                 "can be torn: take the file from a copy, or take that line out"
             ) from error
@@ -279,7 +280,7 @@ def replay(path: Path, data: bytes) -> History:
         f"{event['event']}.{key}" for event in map(json.loads, lines) for key in event if key not in KEYS
     )
     keys = f"the keys {', '.join(unknown)}" if unknown else "no other keys"
-    raise ValueError(
+    raise UserError(
         f"{path}, line {number}: journal of a newer version: it has {keys}, this version reads up to {VERSION}; update "
         "roxxel-dist"
     )
@@ -322,7 +323,7 @@ class Journal:
                     say=self._log,
                 )
             except OSError as error:
-                raise ValueError(
+                raise UserError(
                     f"--study {self._study}: cannot be written ({error.strerror}): choose another folder, or change "
                     "its permissions"
                 ) from error

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.ray.cluster import check_address
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -88,29 +89,29 @@ class SweepOptions:
         for name, least in LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
-                raise ValueError(f"--{name} {value}: must be at least {least}")
+                raise UserError(f"--{name} {value}: must be at least {least}")
         if self.cpus_per_trial is not None and self.cpus_per_trial <= 0:
-            raise ValueError(f"--cpus_per_trial {self.cpus_per_trial:g}: must be more than 0")
+            raise UserError(f"--cpus_per_trial {self.cpus_per_trial:g}: must be more than 0")
         if self.max_hours is not None and not 0 < self.max_hours < float("inf"):
-            raise ValueError(f"--max_hours {self.max_hours:g}: must be more than 0, and finite")
+            raise UserError(f"--max_hours {self.max_hours:g}: must be more than 0, and finite")
         if self.keep_gb is not None and not self.keep_gb >= 0:
-            raise ValueError(f"--keep_gb {self.keep_gb:g}: must be 0 or more")
+            raise UserError(f"--keep_gb {self.keep_gb:g}: must be 0 or more")
         if self.ray_address is not None:
             try:
                 check_address(self.ray_address)
             except ValueError as error:
-                raise ValueError(str(error).replace("--address", "--ray_address", 1)) from None
+                raise UserError(str(error).replace("--address", "--ray_address", 1)) from None
         if self.hosts_per_trial > 1 and self.ray_address is None:
-            raise ValueError(
+            raise UserError(
                 f"--hosts_per_trial {self.hosts_per_trial}: this machine is one host: name a cluster with --ray_address"
             )
         if self.gpus_per_trial is not None and self.gpus_per_trial % self.procs_per_trial:
-            raise ValueError(
+            raise UserError(
                 f"--gpus_per_trial {self.gpus_per_trial} is not a multiple of --procs_per_host x --hosts_per_trial, "
                 f"{self.procs_per_trial}: use a multiple"
             )
         if self.max_time_s is not None and not 0 < self.max_time_s < float("inf"):
-            raise ValueError(f"--max_trial_time {self.max_trial_time}: write seconds, or such as 90m, 2h or 1d")
+            raise UserError(f"--max_trial_time {self.max_trial_time}: write seconds, or such as 90m, 2h or 1d")
 
     @property
     def folder(self) -> Path:
@@ -150,7 +151,7 @@ class SweepOptions:
         gpus, amount = None, rules.get("GPU", 0) if self.gpus_per_trial is None else self.gpus_per_trial
         if self.gpus_per_trial is not None or (amount and self.procs_per_trial > 1):
             if amount % self.procs_per_trial:
-                raise ValueError(
+                raise UserError(
                     f"resources.GPU: {amount:g} is not a multiple of the {self.procs_per_trial} processes of a trial "
                     "(--hosts_per_trial x --procs_per_host): use a multiple"
                 )
@@ -158,7 +159,7 @@ class SweepOptions:
         if self.hosts_per_trial == 1:
             return TrialResources(cpus=cpus, gpus=gpus, task={**rules, "CPU": cpus} | ({"GPU": gpus} if gpus else {}))
         if custom := sorted(rules.keys() - {"CPU", "GPU"}):
-            raise ValueError(
+            raise UserError(
                 f"resources: {', '.join(custom)}: a trial of --hosts_per_trial {self.hosts_per_trial} can ask for CPU "
                 "and GPU alone: leave the others out"
             )

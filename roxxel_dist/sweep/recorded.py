@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.sweep.decisions import Decisions
 from roxxel_dist.sweep.journal import History
 from roxxel_dist.sweep.samplers import make
@@ -49,7 +50,7 @@ def replay(
     """
     for name, number in (("budget_steps", budget_steps), ("workers", workers)):
         if number < 1:
-            raise ValueError(f"{name}: {number} must be 1 or more")
+            raise UserError(f"{name}: {number} must be 1 or more")
     if isinstance(sweep, str | os.PathLike):
         sweep = read_sweep(os.fspath(sweep))
     elif not isinstance(sweep, Sweep):
@@ -137,5 +138,5 @@ class RecordedSearch:
 def _curve(recorded: ArrayLike, params: Params) -> list[float]:
     curve = np.asarray(recorded, np.float64)
     if curve.ndim != 1 or not curve.size:
-        raise ValueError(f"table: the curve of {params} must be a row of one or more numbers")
+        raise UserError(f"table: the curve of {params} must be a row of one or more numbers")
     return curve.tolist()

@@ -10,9 +10,9 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, UserError
 from roxxel_dist.cluster.file_lock import say
-from roxxel_dist.config import FIELD_TYPES, SECTIONS, UsageError, flat_fields, load_yaml, unknown, usage_errors
+from roxxel_dist.config import FIELD_TYPES, SECTIONS, flat_fields, load_yaml, unknown, usage_errors
 from roxxel_dist.display import counted
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError
 from roxxel_dist.objects.lease import LeaseLostError
@@ -169,7 +169,7 @@ def open_sweep(
     """The sweep of a study that is there, or begins; the arguments are fields of SweepRun, and `definition` counts for
     `options.sweep_config`. Nothing is written. Raises ValueError where something cannot be."""
     if config.wandb != "off" and find_spec("wandb") is None:
-        raise ValueError("W&B is not installed: pip install 'roxxel-dist[sweep]', or use --wandb off")
+        raise UserError("W&B is not installed: pip install 'roxxel-dist[sweep]', or use --wandb off")
     config, study = config.with_absolute_paths(), StudyDir(options.folder) if bucket is None else bucket.files
     server = study.wandb_sweep_id(server)
     sweep, data = study.open(definition, options.extras, config, options.data_path)
@@ -183,15 +183,15 @@ def open_sweep(
     # Where there is no data, no such field or no such metric, every trial would fail.
     path, is_ours = run.config.primary_path(run.data_path), run.program is None
     if path is None and is_ours and run.server is None:
-        raise ValueError("no data: name a text file, a folder or shards with --data_path, or `self` in datasets")
+        raise UserError("no data: name a text file, a folder or shards with --data_path, or `self` in datasets")
     if path is not None and not is_url(path) and not os.path.exists(path):
-        raise ValueError(f"--data_path {path}: no such file or folder: check the path")
+        raise UserError(f"--data_path {path}: no such file or folder: check the path")
     for name in sorted(run.swept) if is_ours else ():
         if name not in FIELD_TYPES and name not in SECTIONS:
-            raise ValueError(f"parameters: {unknown(name, list(FIELD_TYPES), 'field')}")
+            raise UserError(f"parameters: {unknown(name, list(FIELD_TYPES), 'field')}")
     if options.transfer_to is not None:
         if not is_ours:
-            raise ValueError(
+            raise UserError(
                 f"--transfer_to {options.transfer_to}: the sweep runs a program of your own, which has no Config"
             )
         run = replace(run, wide=wide_config(options.transfer_to, run.config, run.swept))
@@ -199,7 +199,7 @@ def open_sweep(
     base, metric = flat_fields(run.base), run.sweep.metric
     own = {name for name in ("loss", "model") if base.get(name) is not None} | ({"loss", "model"} & run.swept)
     if is_ours and run.server is None and not own and metric not in LOGGED and "/" not in metric:
-        raise ValueError(f"metric.name: no training logs {metric!r}: {nearest(metric, LOGGED)}")
+        raise UserError(f"metric.name: no training logs {metric!r}: {nearest(metric, LOGGED)}")
     _check_pauses(run)
     if run.server is None:
         run.sampler()
@@ -217,12 +217,12 @@ def _check_pauses(run: SweepRun) -> None:
             if is_led
             else "it pauses trials, and a program of your own does not go on from a checkpoint: use hyperband"
         )
-        raise ValueError(f"early_terminate.type: {rule}: {why}")
+        raise UserError(f"early_terminate.type: {rule}: {why}")
     for name in ("max_steps_total", "max_hours", "keep_gb"):
         if is_led and getattr(options, name) is not None:
-            raise ValueError(f"--{name}: W&B's server leads this sweep, and its trials cannot be paused: leave it out")
+            raise UserError(f"--{name}: W&B's server leads this sweep, and its trials cannot be paused: leave it out")
     if options.keep_gb is not None and run.bucket is not None:
-        raise ValueError(
+        raise UserError(
             f"--keep_gb {options.keep_gb:g}: {run.study.place} is in a bucket, and checkpoints of paused trials are "
             "deleted in folders alone: leave it out"
         )
@@ -234,7 +234,7 @@ def create_study(run: SweepRun, wandb_project: str | None) -> SweepRun:
         try:
             run.sampler().ask()
         except SpaceExhausted as error:
-            raise ValueError(str(error)) from error
+            raise UserError(str(error)) from error
     if run.bucket is not None:
         run.bucket.hold(say)
     if run.server == "":
@@ -259,7 +259,7 @@ WritePage = Callable[[Study, Path, Callable[[str], None]], tuple[Path, str]]
 def search(run: SweepRun, write_page: WritePage) -> int:
     """Search, and write the page; returns the exit code, as in `Ending`.
 
-    Raises UsageError where the study is held, or nothing can run.
+    Raises UserError where the study is held, or nothing can run.
     """
     with LiveView(run.count, run.options.workers, run.searched) as view:
         for line in _notes(run):
@@ -271,13 +271,13 @@ def search(run: SweepRun, write_page: WritePage) -> int:
                     _body(run), run.task_of,
                     replace(run.options, method=run.method), run.resources.task, on_change=view.show, log=view.log,
                 )  # fmt: skip
-        except (ClusterError, UsageError) as error:
+        except (ClusterError, UserError) as error:
             # Nothing is left of a first start in which nothing ran.
             if run.created is not None and run.server is None and not run.history().trials:
                 run.study.rollback(run.created)
                 if run.bucket is not None:
                     run.bucket.rollback()
-            if isinstance(error, UsageError):
+            if isinstance(error, UserError):
                 raise
             view.log(str(error))
             return EXIT_PREFLIGHT

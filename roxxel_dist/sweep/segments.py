@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.objects import lease
 from roxxel_dist.objects.errors import StoreNotFoundError, StorePreconditionError, StoreTimeoutError
 from roxxel_dist.objects.lease import Lease, LeaseLostError
@@ -76,7 +77,7 @@ def chain(segments: Sequence[Segment]) -> tuple[list[Segment], list[Segment]]:
         elif segment.first == following:
             chosen.append(segment)
         else:
-            raise ValueError(f"{Segment(following, following).key} is missing")
+            raise UserError(f"{Segment(following, following).key} is missing")
     return chosen, covered
 
 
@@ -92,7 +93,7 @@ def read_segments(store: "ObjectStore") -> StoredJournal:
             if look < LOOKS - 1:
                 time.sleep(0.2 * (look + 1))
                 continue
-            raise ValueError(f"{store.url}: the journal is damaged: {error}; take that object from a copy") from error
+            raise UserError(f"{store.url}: the journal is damaged: {error}; take that object from a copy") from error
         for segment, part in zip(chosen, parts, strict=True):
             _check_lines(store.url.join(segment.key), part)
         return StoredJournal(data=b"".join(parts), segments=tuple(chosen), covered=tuple(covered))
@@ -105,7 +106,7 @@ def _check_lines(url: ObjectUrl, data: bytes) -> None:
         try:
             json.loads(line if line.endswith(b"\n") else b"")
         except ValueError as error:
-            raise ValueError(f"{url}, line {number}: damaged ({error}): take the object from a copy") from error
+            raise UserError(f"{url}, line {number}: damaged ({error}): take the object from a copy") from error
 
 
 def make_one_of_many(store: "ObjectStore", journal: StoredJournal) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.durable import make_folder, write_file
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.file_lock import take_lock
 from roxxel_dist.config import RECORD, load_yaml
 from roxxel_dist.data.discovery import absolute
@@ -65,7 +66,7 @@ def read_study(folder: str | Path, url: ObjectUrl | None = None) -> Study:
     """
     path = Path(folder)
     if not is_study(path):
-        raise ValueError(
+        raise UserError(
             f"{url or path} is not a study: it has no {DEFINITION} and {JOURNAL}; name the folder of a `sweep`"
         )
     return Study(path=path, sweep=StudyDir(path).sweep(), history=read_history(path), url=url)
@@ -122,11 +123,11 @@ class StudyDir:
         known = self.metadata(SERVER)
         if requested is not None and known is None:
             server = f"the W&B sweep {requested}" if requested else "a W&B server (--wandb online)"
-            raise ValueError(
+            raise UserError(
                 f"{self.place} chooses its own trials, so {server} cannot choose them: name another --study"
             )
         if requested and requested != known:
-            raise ValueError(
+            raise UserError(
                 f"{self.place} was started with the W&B sweep {known}, not with {requested}: name another --study"
             )
         return known
@@ -145,9 +146,9 @@ class StudyDir:
         """
         if not self.is_there:
             if sweep_config is None:
-                raise ValueError(f"{self.place} is not a study yet: name a file with --sweep_config")
+                raise UserError(f"{self.place} is not a study yet: name a file with --sweep_config")
             if self._holds_other_files():
-                raise ValueError(f"--study {self.place} exists and is not a study: name another folder")
+                raise UserError(f"--study {self.place} exists and is not a study: name another folder")
             return read_sweep(sweep_config, extras), None if data_path is None else absolute(data_path)
         for flag, file, own in (("--sweep_config", sweep_config, self._definition), ("--extras", extras, self._extras)):
             if file is not None:
@@ -162,12 +163,12 @@ class StudyDir:
                 if before[name] != value and name not in OF_A_HOST
             ]
             if changes:
-                raise ValueError(
+                raise UserError(
                     f"{self.place} was started with other settings ({', '.join(changes)}): name another --study"
                 )
         known = self.metadata(DATA_PATH)
         if data_path is not None and known is not None and absolute(data_path) != absolute(known):
-            raise ValueError(f"--data_path {data_path}: {self.place} was started with {known}; name another --study")
+            raise UserError(f"--data_path {data_path}: {self.place} was started with {known}; name another --study")
         return self.sweep(), known
 
     def _holds_other_files(self) -> bool:
@@ -184,7 +185,7 @@ class StudyDir:
             return
         key = next(key for key in {**before, **now} if before.get(key, ...) != now.get(key, ...))
         values = [str(values.get(key, "nothing")) for values in (before, now)]
-        raise ValueError(
+        raise UserError(
             f"{flag} {file} differs from the file that {self.place} started with ({key} is {values[1]}, and "
             f"{values[0]} in {own.name}): name another --study, or leave {flag} out"
         )

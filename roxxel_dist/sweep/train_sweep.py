@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from roxxel_dist.cluster.exit_codes import EXIT_USAGE
+from roxxel_dist.cluster.exit_codes import EXIT_USAGE, UserError
 from roxxel_dist.config import load_yaml, usage_errors
 from roxxel_dist.run_directory import default_run_dir
 from roxxel_dist.sweep.execution.process import ROXXEL, launch_command
@@ -86,7 +86,7 @@ def _parameters(words: Sequence[str]) -> dict[str, Any]:
         elif word.startswith("--"):
             params[name], waiting = True, name
         else:
-            raise ValueError(f"{word!r} is no parameter: write --name=value")
+            raise UserError(f"{word!r} is no parameter: write --name=value")
     return params
 
 

@@ -3,6 +3,7 @@
 from dataclasses import fields, replace
 from pathlib import Path
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import Config
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.sweep.study import Study
@@ -25,21 +26,21 @@ def wide_config(path: str | Path, narrow: Config, searched: set[str]) -> Config:
         ValueError: the search's result cannot carry over to it.
     """
     if shapes := sorted(searched & ({field.name for field in fields(ModelConfig)} - NO_SHAPE)):
-        raise ValueError(
+        raise UserError(
             f"--transfer_to {path}: the sweep searches {', '.join(shapes)}, and what carries over to another width is "
             f"searched at a single shape: leave {'them' if shapes[1:] else 'it'} out of the sweep's parameters"
         )
     wide = replace(Config.from_yaml(path), parametrization="mup", base_dim=narrow.base_dim or narrow.dim)
     wide.validate()
     if wide.model != narrow.model:
-        raise ValueError(
+        raise UserError(
             f"--transfer_to {path}: its model is {wide.model or 'the built-in one'}, and the sweep's is "
             f"{narrow.model or 'the built-in one'}: the two must be the same"
         )
     if wide.model is None and narrow.parametrization == "standard":
         base, trained = wide.part(ModelConfig).at_base_width().heads(), narrow.part(ModelConfig).heads()
         if base != trained:
-            raise ValueError(
+            raise UserError(
                 f"--transfer_to {path}: at dim {narrow.dim} its (n_heads, kv_heads, head_size) would be {base}, and in "
                 f"the sweep they are {trained}: give both the same head_size, or both the same n_heads"
             )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roxxel_dist.cluster.durable import cache_folder, make_folder, write_file
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.file_lock import is_held
 from roxxel_dist.data.discovery import ENDING
 from roxxel_dist.objects.errors import StoreNotFoundError
@@ -73,9 +74,9 @@ class BucketFolder:
 
         self.url: ObjectUrl = ObjectUrl.parse(url)
         if not self.url.key:
-            raise ValueError(f"run_dir is {self.url}, a whole bucket: name a prefix in it, as in {self.url}/runs/mine")
+            raise UserError(f"run_dir is {self.url}, a whole bucket: name a prefix in it, as in {self.url}/runs/mine")
         if local_dir is not None and is_url(local_dir):
-            raise ValueError(f"local_dir is {local_dir}: name a folder on a disk of each host")
+            raise UserError(f"local_dir is {local_dir}: name a folder on a disk of each host")
         base = cache_folder() / (READ if read_only else TRAINED) if local_dir is None else Path(local_dir).absolute()
         self.folder: Path = base / self.url.scheme / self.url.bucket / self.url.key
         self._store = ObjectStore.open(self.url, **({} if timeout_s is None else {"timeout_s": timeout_s}))
@@ -101,7 +102,7 @@ class BucketFolder:
         objects = {info.key: info for info in self._store.list() if self._is_fetched(info.key)}
         if CONFIG not in objects:
             if shards := [key for key in objects if key.endswith(ENDING) and "/" not in key]:
-                raise ValueError(f"{self.url} holds a data set ({shards[0]}), and no run: name the address of a run")
+                raise UserError(f"{self.url} holds a data set ({shards[0]}), and no run: name the address of a run")
             # No config: a run that never began left these objects, and those that lie deeper belong to other runs.
             objects = {key: info for key, info in objects.items() if "/" not in key or key.startswith(f"{LOGS}/")}
         for path in self._local_files():

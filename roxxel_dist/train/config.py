@@ -3,6 +3,7 @@
 import math
 from typing import Any, Literal, TypedDict
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.component import component
 
 TRIAL = "ROXXEL_TRIAL"
@@ -45,20 +46,20 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
-            raise ValueError(f"lr is {self.lr}: it must be above 0, and finite")
+            raise UserError(f"lr is {self.lr}: it must be above 0, and finite")
         for name in ("warmup_steps", "weight_decay", "grad_clip"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value}: it must be 0 or more, and finite")
+                raise UserError(f"{name} is {value}: it must be 0 or more, and finite")
         for name in ("beta1", "beta2", "momentum"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
-                raise ValueError(f"{name} is {value}: it must be at least 0 and below 1")
+                raise UserError(f"{name} is {value}: it must be at least 0 and below 1")
         if self.decay_steps is not None:
             if self.decay_steps < 1:
-                raise ValueError(f"decay_steps is {self.decay_steps}: it must be at least 1")
+                raise UserError(f"decay_steps is {self.decay_steps}: it must be at least 1")
             if self.lr_schedule != "wsd":  # optax calls the whole of a cosine its decay_steps: do not guess
-                raise ValueError(
+                raise UserError(
                     f"decay_steps is {self.decay_steps}, and lr_schedule is {self.lr_schedule}, which decays until the "
                     f"end: leave decay_steps out, or use lr_schedule wsd"
                 )
@@ -71,21 +72,21 @@ class OptimizerConfig:
         """
         total, run = total_steps, f"the run's {total_steps} steps"
         if total < 1:
-            raise ValueError(f"total_steps is {total}: a schedule needs at least 1, so give the curriculum more steps")
+            raise UserError(f"total_steps is {total}: a schedule needs at least 1, so give the curriculum more steps")
         warmup = int(total * WARMUP_FRACTION) if self.warmup_steps is None else self.warmup_steps
         if warmup >= total:
-            raise ValueError(f"warmup_steps is {warmup}: it must be below {run}, or left out")
+            raise UserError(f"warmup_steps is {warmup}: it must be below {run}, or left out")
         decay = total - warmup
         if self.lr_schedule == "wsd":
             stable = int(total * STABLE_FRACTION)
             if self.decay_steps is None and warmup + stable >= total:
-                raise ValueError(
+                raise UserError(
                     f"warmup_steps is {warmup}: with {stable} steps of wsd at the peak it leaves none of {run} to "
                     f"decay in; use fewer, or say how long the decay is with decay_steps"
                 )
             decay = decay - stable if self.decay_steps is None else self.decay_steps
             if warmup + decay > total:
-                raise ValueError(
+                raise UserError(
                     f"decay_steps is {decay}: with {warmup} steps of warm-up that is more than {run}; use at most "
                     f"{total - warmup}"
                 )
@@ -176,30 +177,30 @@ class LoopOptions:
             _check_at_least(name, getattr(self, name), 0)
         every = self.memory_checkpoint_every
         if every != "auto" and not (isinstance(every, int) and not isinstance(every, bool) and every >= 0):
-            raise ValueError(f"memory_checkpoint_every is {every!r}: it must be auto, a number of steps, or 0 for none")
+            raise UserError(f"memory_checkpoint_every is {every!r}: it must be auto, a number of steps, or 0 for none")
         if self.memory_replicas not in (None, 0, 1):
-            raise ValueError(f"memory_replicas is {self.memory_replicas}: it must be 0 or 1, or left out")
+            raise UserError(f"memory_replicas is {self.memory_replicas}: it must be 0 or 1, or left out")
         if not 0 <= self.val_fraction < 1:
-            raise ValueError(f"val_fraction is {self.val_fraction}: it must be at least 0 and below 1")
+            raise UserError(f"val_fraction is {self.val_fraction}: it must be at least 0 and below 1")
         if not 0 <= self.seed < 1 << 31:
-            raise ValueError(f"seed is {self.seed}: it must be at least 0 and below 2^31")
+            raise UserError(f"seed is {self.seed}: it must be at least 0 and below 2^31")
         if self.on_bad_step not in ("raise", "skip", "rewind"):
-            raise ValueError(f"on_bad_step is {self.on_bad_step!r}: it must be raise, skip or rewind")
+            raise UserError(f"on_bad_step is {self.on_bad_step!r}: it must be raise, skip or rewind")
         if self.verify_data not in ("on", "off"):
-            raise ValueError(f"verify_data is {self.verify_data!r}: it must be on or off")
+            raise UserError(f"verify_data is {self.verify_data!r}: it must be on or off")
         if self.use_bf16 and self.bf16_compute:
-            raise ValueError("use_bf16 and bf16_compute are both true: parameters are kept in one type, choose one")
+            raise UserError("use_bf16 and bf16_compute are both true: parameters are kept in one type, choose one")
         shards = self.virtual_shards
         if shards < 0 or shards & (shards - 1):
-            raise ValueError(f"virtual_shards is {shards}: it must be a power of two, such as 8, or 0 for none")
+            raise UserError(f"virtual_shards is {shards}: it must be a power of two, such as 8, or 0 for none")
         if shards and self.fsdp:
-            raise ValueError(
+            raise UserError(
                 f"virtual_shards is {shards} and fsdp is true: with virtual shards each device has the whole state, so "
                 f"leave one of the two out"
             )
         steps = self.profile_steps
         if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
-            raise ValueError(f"profile_steps is {steps}: it must be two steps, the first and the last, from 1")
+            raise UserError(f"profile_steps is {steps}: it must be two steps, the first and the last, from 1")
 
 
 class LoopKeywords(TypedDict, total=False):
@@ -273,13 +274,13 @@ class ExperimentConfig:
         for name, least in (("n_devices", 0), ("fsdp_devices", 0), ("tensor_devices", 1)):
             _check_at_least(name, getattr(self, name), least)
         if self.sample not in ("auto", "on", "off"):
-            raise ValueError(f"sample is {self.sample!r}: it must be auto, on or off")
+            raise UserError(f"sample is {self.sample!r}: it must be auto, on or off")
         if not self.epochs > 0:
-            raise ValueError(f"epochs is {self.epochs}: it must be above 0")
+            raise UserError(f"epochs is {self.epochs}: it must be above 0")
         if self.phases is not None and not self.phases:
-            raise ValueError("phases is an empty list: give at least one phase, or leave it out")
+            raise UserError("phases is an empty list: give at least one phase, or leave it out")
 
 
 def _check_at_least(name: str, value: float | None, least: int) -> None:
     if value is not None and not value >= least:
-        raise ValueError(f"{name} is {value}: it must be at least {least}")
+        raise UserError(f"{name} is {value}: it must be at least {least}")

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
@@ -35,7 +36,7 @@ def validation_plan(data: Roxxel, shape: Shape, iters: int) -> Plan:
     length = shape.seq_len
     while (fit := _windows(data, length) // shape.batch_size) == 0:
         if length == SHORTEST:
-            raise ValueError(
+            raise UserError(
                 f"{data.num_tokens} tokens are held out, too few for a batch of {shape.batch_size} rows: "
                 f"use a larger val_fraction, a smaller batch_size or more text, or val_fraction 0 for no validation"
             )
@@ -91,7 +92,7 @@ class Validation:
             try:
                 plan = validation_plan(data, shape, self._iters)
             except ValueError as error:
-                raise ValueError(f"validation {name!r}: {error}" if name else str(error)) from error
+                raise UserError(f"validation {name!r}: {error}" if name else str(error)) from error
             self._streams[key] = Stream(plan, {"self": data}, self._sharding)
         return self._streams[key]
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.huggingface import Tensors, model_fields, put_together, tensors_of, their_shapes
 from roxxel_dist.train.train_state import Leaves
@@ -41,18 +42,18 @@ def fields_of(folder: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): put the right file back") from error
+        raise UserError(f"{path} is not valid JSON ({error}): put the right file back") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds a {type(values).__name__}: it must be an object of names and values")
+        raise UserError(f"{path} holds a {type(values).__name__}: it must be an object of names and values")
     try:
         fields = model_fields(values)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise UserError(f"{path}: {error}") from error
     try:
         ModelConfig(**fields)
     except ValueError as error:
         theirs = [f"{ours} is {name}" for ours, name in THEIRS.items() if re.search(rf"\b{ours}\b", str(error))]
-        raise ValueError(f"{path}: {error}" + (f" (there, {', '.join(theirs)})" if theirs else "")) from error
+        raise UserError(f"{path}: {error}" + (f" (there, {', '.join(theirs)})" if theirs else "")) from error
     return fields
 
 
@@ -90,7 +91,7 @@ class HfFolder(TensorFiles):
             here = tuple(like[name].shape) if name in like else None
             there = self.tensors[name].shape if name in self.tensors else None
             if here != there:
-                raise ValueError(
+                raise UserError(
                     f"the weights in {self._folder} are of another model ({name} is {there} in it and {here} here): "
                     f"leave out the model fields, they are taken from its {HF_CONFIG}"
                 )
@@ -121,8 +122,8 @@ class HfFolder(TensorFiles):
         for name, shape in wanted.items():
             if there.get(name) != shape:
                 shape_there = "not there" if name not in there else f"{there[name]}"
-                raise ValueError(f"{self._folder}: {name} is {shape_there}, and must be {shape} by its {HF_CONFIG}")
+                raise UserError(f"{self._folder}: {name} is {shape_there}, and must be {shape} by its {HF_CONFIG}")
         tied = {"lm_head.weight"}  # may be stored although it is the embedding
         extra = [name for name in sorted(there.keys() - wanted.keys() - tied) if not name.endswith(NEEDLESS)]
         if extra:
-            raise ValueError(f"{self._folder}: there is no place for {', '.join(extra[:5])} in the Transformer")
+            raise UserError(f"{self._folder}: there is no place for {', '.join(extra[:5])} in the Transformer")

@@ -16,6 +16,7 @@ import yaml
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.lora import LORA_A_SUFFIX, LORA_B_SUFFIX, adapter_shapes, merged, stacked_scales, target_of
@@ -48,10 +49,10 @@ def open_checkpoint(field: str, ref: CheckpointRef) -> Iterator[tuple[Checkpoint
     try:
         kept = store.steps()
         if not kept:
-            raise ValueError(f"{field} is {ref}: {ref.run} has no checkpoint; {_instead(ref.run)}")
+            raise UserError(f"{field} is {ref}: {ref.run} has no checkpoint; {_instead(ref.run)}")
         step = kept[-1] if ref.step is None else ref.step
         if step not in kept:
-            raise ValueError(
+            raise UserError(
                 f"{field} is {ref}: {ref.run} has no checkpoint of step {step}; kept are "
                 f"{', '.join(map(str, kept))} (a run keeps more with keep_every, keep_steps or max_to_keep)"
             )
@@ -83,7 +84,7 @@ def _errors_of(source: CheckpointRef) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"init_from is {source}: {error}") from error
+        raise UserError(f"init_from is {source}: {error}") from error
 
 
 def check_weights(source: CheckpointRef, like: dict[str, Any]) -> None:
@@ -145,7 +146,7 @@ def base_of(run: Path, metadata: CheckpointMetadata) -> BaseModelRef | None:
     if metadata.adapter_scales is None:
         return None
     if metadata.base is None:
-        raise ValueError("it holds adapters alone, for weights that are in no run: name a run that holds all weights")
+        raise UserError("it holds adapters alone, for weights that are in no run: name a run that holds all weights")
     try:
         config = yaml.safe_load((local_run(run) / "config.yaml").read_text(encoding="utf-8"))
     except FileNotFoundError:  # a run of a bare Trainer
@@ -159,10 +160,10 @@ def check_base(base: BaseModelRef) -> None:
     try:
         now = fingerprint(base.checkpoint, of_digests=not base.fingerprint.startswith(OF_METADATA))
     except ValueError as error:
-        raise ValueError(f"the base weights of the adapters are missing: {error}; {cure}") from error
+        raise UserError(f"the base weights of the adapters are missing: {error}; {cure}") from error
     # Earlier versions kept a hash of all weights, which says nothing here.
     if base.fingerprint.startswith((OF_METADATA, OF_DIGESTS)) and now != base.fingerprint:
-        raise ValueError(
+        raise UserError(
             f"init_from is {base.checkpoint}: its weights are not those that the adapters were trained for "
             f"({base.fingerprint}, now {now}): {cure}"
         )
@@ -207,7 +208,7 @@ def with_base(config: Any) -> tuple[Any, str]:
         note = f"init_from is {run}: the config is that run's, with use_lora turned on"
         return dataclasses.replace(config, init_from=run), note
     if config.init_from is None:
-        raise ValueError(
+        raise UserError(
             "use_lora is True, and init_from names no run: adapters stand on weights that are trained already, so add "
             "init_from=RUN, or begin with the config of a run (RUN/config.yaml)"
         )
@@ -218,7 +219,7 @@ def tokenizer_of(init_from: str) -> Path:
     """The tokenizer of the run that a new one has its weights from. Raises ValueError where it has none."""
     run = CheckpointRef.parse(init_from).run
     if (path := _tokenizer_in(run)) is None:
-        raise ValueError(
+        raise UserError(
             f"init_from is {init_from}: {run} has no {TOKENIZER_FILE}, so text cannot become the tokens that it knows; "
             f"name another run, or train on shards"
         )
@@ -240,7 +241,7 @@ def check_tokenizer(init_from: str, data: Roxxel) -> None:
         return
     known = Tokenizer.load(path).fingerprint
     if data.tokenizer_fingerprint != known:
-        raise ValueError(
+        raise UserError(
             f"init_from is {init_from}, whose tokenizer is {known}, and the data was made with "
             f"{data.tokenizer_fingerprint}: build the data with {path}"
         )
@@ -258,12 +259,12 @@ def with_shape_of(config: Any) -> Any:
     try:
         fields, usual = fields_of(folder), type(config)()
     except ValueError as error:
-        raise ValueError(f"init_from is {config.init_from}: {error}") from error
+        raise UserError(f"init_from is {config.init_from}: {error}") from error
     changed = {}
     for name, theirs in fields.items():
         mine = getattr(config, name)
         if mine == getattr(usual, name):
             changed[name] = theirs
         elif mine != theirs and not (name == "max_context" and mine < theirs):
-            raise ValueError(f"{name} is {mine!r}, and the model in {folder} has {theirs!r}: leave it out")
+            raise UserError(f"{name} is {mine!r}, and the model in {folder} has {theirs!r}: leave it out")
     return dataclasses.replace(config, **changed)

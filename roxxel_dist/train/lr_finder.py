@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from roxxel_dist.cluster.determinism import enable_compilation_cache
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding, scalars_on
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.data.loader import Stream
@@ -118,11 +119,11 @@ def sweep_rates(min_lr: float, max_lr: float, num_steps: int) -> list[float]:
     Raises ValueError where the ends are not above 0 and in this order, or there are too few steps.
     """
     if not 0 < min_lr < math.inf:
-        raise ValueError(f"min_lr is {min_lr}: it must be above 0, and finite")
+        raise UserError(f"min_lr is {min_lr}: it must be above 0, and finite")
     if not min_lr < max_lr < math.inf:
-        raise ValueError(f"max_lr is {max_lr}: it must be above min_lr ({min_lr}), and finite")
+        raise UserError(f"max_lr is {max_lr}: it must be above min_lr ({min_lr}), and finite")
     if num_steps < FEWEST:
-        raise ValueError(f"num_steps is {num_steps}: a curve needs at least {FEWEST} steps")
+        raise UserError(f"num_steps is {num_steps}: a curve needs at least {FEWEST} steps")
     return [min_lr * (max_lr / min_lr) ** (step / (num_steps - 1)) for step in range(num_steps)]
 
 
@@ -159,7 +160,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int) -> 
     """
     usable = list(itertools.takewhile(math.isfinite, losses))
     if len(usable) < FEWEST:
-        raise ValueError(
+        raise UserError(
             f"the loss was good for {len(usable)} steps only, up to a learning rate of "
             f"{rates[max(len(usable) - 1, 0)]:.2e}: use a smaller min_lr"
         )
@@ -170,7 +171,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int) -> 
     noise = statistics.median(abs(after - before) for before, after in itertools.pairwise(usable))
     start = statistics.fmean(usable[: max(1, len(usable) // AVERAGED)])
     if lowest == 0 or start - curve[lowest] <= max(NOISES * noise, LEAST_FALL * abs(start)):
-        raise ValueError(
+        raise UserError(
             f"the loss did not fall between learning rates of {rates[0]:.2e} and {rates[len(usable) - 1]:.2e}: use a "
             f"smaller min_lr if it rose, a larger max_lr if it did not move"
         )

@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 from jax.typing import ArrayLike
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.parametrization import Width
 from roxxel_dist.train.config import OptimizerConfig
 
@@ -53,7 +54,7 @@ def learning_rate(kind: str, settings: Settings, step: ArrayLike) -> jax.Array:
         case "cosine" | "wsd":
             height = jnp.sin(jnp.pi / 2 * left) ** 2  # (1 + cos(pi x (1 - left))) / 2
         case _:
-            raise ValueError(f"lr_schedule is {kind!r}: it must be one of cosine, linear, constant, wsd")
+            raise UserError(f"lr_schedule is {kind!r}: it must be one of cosine, linear, constant, wsd")
     return jnp.where(now < warmup, warming, peak * ((1 - FINAL_FRACTION) * height + FINAL_FRACTION))
 
 
@@ -194,7 +195,7 @@ def as_optimizer(optimizer: Any) -> Optimizer:
     """
     if isinstance(optimizer, nnx.Optimizer):
         if optimizer.wrt is not nnx.Param:
-            raise ValueError(
+            raise UserError(
                 f"optimizer is an nnx.Optimizer with wrt={optimizer.wrt!r}: what is trained is nnx.Param, so make it "
                 f"with wrt=nnx.Param"
             )
@@ -205,7 +206,7 @@ def as_optimizer(optimizer: Any) -> Optimizer:
         return FixedOptimizer(optimizer)
     if isinstance(optimizer, Optimizer):
         return optimizer
-    raise ValueError(
+    raise UserError(
         f"optimizer is a {type(optimizer).__name__}: give an optax.GradientTransformation, an nnx.Optimizer, or "
         f"NamedOptimizer(OptimizerConfig(…))"
     )

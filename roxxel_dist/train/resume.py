@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.discovery import absolute
@@ -147,7 +148,7 @@ class _Run:
         now = {**self.fingerprint, "seed": self.options.seed, "schedule": schedule}
         for name, old in was.items():
             if old and now[name] and old != now[name]:
-                raise ValueError(
+                raise UserError(
                     f"the run in {self.folder} is finished, and was made with another {name} ({old}, now {now[name]}), "
                     f"which would change nothing: put it back. To continue, give its phases more steps and "
                     f"amend=True, or a larger max_steps. Or start a new run"
@@ -159,10 +160,10 @@ class _Run:
             saved = store.metadata(step)
         before, seed = Plan.from_state(saved.plan), self.options.seed
         if before.seed != seed:
-            raise ValueError(f"seed is {seed}, and {source} has {before.seed}: a fork keeps it, or reads twice")
+            raise UserError(f"seed is {seed}, and {source} has {before.seed}: a fork keeps it, or reads twice")
         plan = self._plan_to_follow(saved, step, source.run, amend=True)
         if step >= (last := last_step(plan, self.options)):
-            raise ValueError(
+            raise UserError(
                 f"fork is {source}, and the new run ends at step {last}: give it longer phases, or a larger max_steps"
             )
         note = f"forked from {source}, with its parameters, moments, random streams and position in the data"
@@ -179,16 +180,16 @@ class _Run:
         """An older checkpoint, on the plan of the newest: what was amended since holds, at the step it was."""
         kept, folder = self.store.steps(), self.store.folder
         if not kept:
-            raise ValueError(f"from_step is {step}: {folder} has no checkpoint; leave it out to begin")
+            raise UserError(f"from_step is {step}: {folder} has no checkpoint; leave it out to begin")
         newest, job = self.store.metadata(kept[-1]), os.environ.get(JOB_ENV, "")
         if job and newest.went_back == job:  # started again by its launcher, with the same words
             self.amend = False
             return self.resume_latest()
         if step not in kept:
             known = ", ".join(map(str, kept))
-            raise ValueError(f"from_step is {step}: {folder} has no checkpoint of that step; kept are {known}")
+            raise UserError(f"from_step is {step}: {folder} has no checkpoint of that step; kept are {known}")
         if self.amend and skip_steps:
-            raise ValueError(
+            raise UserError(
                 "skip_steps counts the steps of the plan as it is, and amend changes it: do one, then the other"
             )
         before, record = Plan.from_state(newest.plan), {"back_from": kept[-1]}
@@ -198,7 +199,7 @@ class _Run:
             plan, record = _without(plan, *skip_steps), {**record, "skipped": list(skip_steps)}
             note += ", and leaving out what steps {} to {} read".format(*skip_steps)
         if step >= (last := last_step(plan, self.options)):
-            raise ValueError(
+            raise UserError(
                 f"from_step is {step}, and the run ends at step {last}: go back further, or let it run longer"
             )
         metadata = self.store.metadata(step)
@@ -222,16 +223,14 @@ class _Run:
             return before
         if not amend:
             name = fields[0]
-            raise ValueError(
+            raise UserError(
                 f"the run in {folder} was made with another {name} ({getattr(saved, name)}, now "
                 f"{self.fingerprint[name]}): put it back to resume, change it from step {step + 1} on with amend=True, "
                 f"or start in a new run directory"
             )
         seed = self.options.seed
         if before.seed != seed:
-            raise ValueError(
-                f"seed is {seed}, and the run in {folder} has {before.seed}: an amendment cannot change it"
-            )
+            raise UserError(f"seed is {seed}, and the run in {folder} has {before.seed}: an amendment cannot change it")
         ranges = {name: data.ranges for name, data in self.curriculum.datasets.items()}
         # Amendments of a rewind after this step are dropped: that data was not read yet, and is checked again.
         known = [amendment for amendment in saved.plan["amendments"] if amendment["from_step"] <= step]
@@ -256,7 +255,7 @@ def _check_ranges(name: str, sources: Mapping[str, Any], now: Sequence[tuple[int
     before = sources[name].units.ranges if name in sources else []
     for shard, (old, new) in enumerate(zip(before, now, strict=False)):
         if tuple(old) != tuple(new):
-            raise ValueError(
+            raise UserError(
                 f"the data {name!r} differs from what the run read, from shard {shard} on: amending and forking take "
                 f"shards that are added at the end or taken away from it, with the same val_fraction"
             )
@@ -298,10 +297,10 @@ def run_fingerprint(curriculum: Curriculum, seed: int) -> dict[str, Any]:
 def _without(plan: Plan, first: int, last: int) -> Plan:
     """The plan without what the steps from `first` to `last`, counted from 1, read."""
     if last > plan.total_steps:
-        raise ValueError(f"skip_steps is {first}:{last}, and the plan has {plan.total_steps} steps: use steps of it")
+        raise UserError(f"skip_steps is {first}:{last}, and the plan has {plan.total_steps} steps: use steps of it")
     changed = plan.amendments[-1].from_step
     if first <= changed:
-        raise ValueError(
+        raise UserError(
             f"skip_steps is {first}:{last}, and the plan was changed from step {changed + 1} on already: leave out "
             f"steps behind that, or start a new run"
         )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from roxxel_dist.cluster.durable import make_folder
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.file_lock import holder, release_lock, take_lock
 
 LOCK = ".lock"
@@ -11,7 +12,7 @@ HELD: set[Path] = set()
 """The run directories that this process holds; the kernel would refuse it a second lock on a file as it does others."""
 
 
-class RunIsHeld(ValueError):
+class RunIsHeld(UserError):
     """Another process trains in the run directory."""
 
 
@@ -28,7 +29,7 @@ def hold(run: Path, *, nested: bool = True) -> Callable[[], None]:
         make_folder(run)
         lock = take_lock(run / LOCK)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"the run directory {run} cannot be written ({error.strerror}): choose another folder, or change its "
             f"permissions"
         ) from error

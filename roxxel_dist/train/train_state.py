@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary, process_index
 from roxxel_dist.cluster.executables import ExecutableStore, compile_kept
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, Axes, parameter_sharding
 from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, DynamicScalar
 from roxxel_dist.model.lora import LoRAParam, scales_of
@@ -152,7 +153,7 @@ def named_leaves(state: Any) -> tuple[Part, dict[str, Any]]:
             inside = inner[1:] if isinstance(variable, nnx.Variable) else inner  # the first is "value"
             name = jax.tree_util.keystr((*path, *inside), simple=True, separator=".")
             if name in leaves:
-                raise ValueError(
+                raise UserError(
                     f"two of the module's arrays are called {name}: rename an attribute or a key with a dot"
                 )
             leaves[name] = leaf
@@ -280,7 +281,7 @@ def _check_room(state: TrainState, hparams: Leaves, mesh: Mesh) -> None:
     free = free_device_bytes() / (_ranks_here() if mesh.devices.flat[0].platform == "cpu" else 1)
     if sum(sizes) > free:
         model, optimizer, gradients = (f"{size / 1e9:,.1f} GB" for size in sizes)
-        raise ValueError(
+        raise UserError(
             f"the model does not fit: each device needs {sum(sizes) / 1e9:,.1f} GB (model {model}, optimizer "
             f"{optimizer}, gradients {gradients}) beside activations, and {free / 1e9:,.1f} GB are free. Use a smaller "
             f"model, use_bf16, or fsdp on more devices, or set {MEMORY_CHECK_ENV}=off to skip this check"

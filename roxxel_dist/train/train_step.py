@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import fit_sharding
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
@@ -70,20 +71,20 @@ def unpack_loss(result: Any) -> Loss:
     loss, aux = result, {}
     if isinstance(result, Mapping):
         if "loss" not in result:
-            raise ValueError(
+            raise UserError(
                 f'the loss function returned a dict without "loss": its keys are {", ".join(map(str, result))}'
             )
         loss, aux = result["loss"], {k: v for k, v in result.items() if k != "loss"}
     elif isinstance(result, tuple | list):
         if not isinstance(result, tuple) or len(result) != 2:
-            raise ValueError(
+            raise UserError(
                 f"the loss function returned a {type(result).__name__} of {len(result)}: return a scalar, a tuple "
                 f'(loss, aux), or a dict with "loss"'
             )
         loss, aux = result
         aux = aux if isinstance(aux, Mapping) else {"aux": aux}
     if jnp.shape(loss) != ():
-        raise ValueError(
+        raise UserError(
             f"the loss function returned an array of shape {jnp.shape(loss)}: take its mean, a loss is one number"
         )
     scalars = {str(k): v for k, v in aux.items() if jnp.shape(v) == () and k != WEIGHT}
@@ -177,7 +178,7 @@ def check_batches(shapes: Sequence[Shape], grad_accum: int) -> None:
     """
     for i, shape in enumerate(shapes):
         if shape.batch_size % micro_batches(grad_accum, shape.batch_size):
-            raise ValueError(
+            raise UserError(
                 f"phase {i + 1}: batch_size is {shape.batch_size}, which is not a multiple of grad_accum "
                 f"({grad_accum}): use a multiple of {grad_accum}"
             )
@@ -268,7 +269,7 @@ def check_vocabulary(
         if own_loss:
             return
         what = f"a {type(logits).__name__}" if form is None else f"an array of shape {form}"
-        raise ValueError(
+        raise UserError(
             f"the model returns {what} for tokens of shape {tokens.shape}: it must return logits of shape "
             f"{(*tokens.shape, size)}, or needs a loss of your own"
         )
@@ -278,7 +279,7 @@ def check_vocabulary(
     weights = (axis for leaf in jax.tree.leaves(like.params) for axis in leaf.shape)
     if own_loss and any(size <= n <= 1.1 * size + 64 for n in weights):
         return
-    raise ValueError(
+    raise UserError(
         f"the model gives {form[-1]} logits a token, and the data {name!r} has {size} tokens: make it with "
         f"vocab_size={size}, or train on data that was made with the model's tokenizer"
     )

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from roxxel_dist.cluster.determinism import enable_compilation_cache, pin_for_shards
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_count, process_index
 from roxxel_dist.cluster.executables import all_installed
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
 from roxxel_dist.cluster.preemption import stop_requested, watching_for_stop
 from roxxel_dist.cluster.progress import Progress
@@ -178,7 +179,7 @@ class Trainer:
                 )  # fmt: skip
                 undo.callback(self.store.close)
             elif self.options.keep_every or self.options.keep_steps:
-                raise ValueError(
+                raise UserError(
                     "keep_every and keep_steps are of the run's own checkpoints: leave them out, or checkpointer"
                 )
             else:
@@ -624,5 +625,5 @@ def hold_together(run: Path) -> Callable[[], None]:
         except ValueError as error:
             problem = str(error)
     if problem := broadcast_from_primary("run directory is free", problem):
-        raise ValueError(problem)
+        raise UserError(problem)
     return let_go

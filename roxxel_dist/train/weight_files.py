@@ -33,6 +33,7 @@ from safetensors.numpy import save_file
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_count, process_index
 from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.train.checkpoint.digests import LENGTH, digest, is_sealed, seal
 
 NEWEST, BEST = "model_weights.msgpack", "best_model_weights.msgpack"
@@ -96,7 +97,7 @@ class TensorFiles:
             return self._file_of[name].get_slice(name)[index]
         array = self._file_of[name].get_tensor(name)
         if name in self.digests and digest(array) != self.digests[name]:
-            raise ValueError(f"{self._folder}: {name} does not agree with its digest: put the file back")
+            raise UserError(f"{self._folder}: {name} does not agree with its digest: put the file back")
         return array
 
     def check_together(self) -> None:
@@ -112,7 +113,7 @@ class TensorFiles:
             problem = str(error)
         problem = next(filter(None, gather_to_primary("weights", problem, CHECK_LIMIT_S)), "")
         if problem := broadcast_from_primary("weights", problem, CHECK_LIMIT_S):
-            raise ValueError(problem)
+            raise UserError(problem)
 
 
 def has_tensors(folder: Path) -> bool:
@@ -125,14 +126,14 @@ def _paths(folder: Path) -> list[Path]:
         return [folder / WHOLE]
     index = folder / INDEX
     if not index.is_file():
-        raise ValueError(f"{folder} has no weights: put {WHOLE}, or all files and their {INDEX}, there")
+        raise UserError(f"{folder} has no weights: put {WHOLE}, or all files and their {INDEX}, there")
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index} is no index of safetensors ({error!r}): put the right file back") from error
+        raise UserError(f"{index} is no index of safetensors ({error!r}): put the right file back") from error
     for name in names:
         if not (folder / name).is_file():
-            raise ValueError(f"{folder} has no {name}, which {INDEX} names: put all files of the model there")
+            raise UserError(f"{folder} has no {name}, which {INDEX} names: put all files of the model there")
     return [folder / name for name in names]
 
 
@@ -140,7 +141,7 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, "numpy")
     except SafetensorError as error:
-        raise ValueError(f"{path} is no file of safetensors, or is damaged ({error}): put it back") from error
+        raise UserError(f"{path} is no file of safetensors, or is damaged ({error}): put it back") from error
 
 
 def _digests_in(path: Path, file: Any) -> dict[str, str]:
@@ -148,9 +149,9 @@ def _digests_in(path: Path, file: Any) -> dict[str, str]:
     try:
         digests = {} if text is None else json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{path} is damaged: its digests cannot be read ({error}): put it back") from error
+        raise UserError(f"{path} is damaged: its digests cannot be read ({error}): put it back") from error
     if digests and digests.keys() != set(file.keys()):
-        raise ValueError(f"{path} is damaged: its digests are of other arrays: put it back")
+        raise UserError(f"{path} is damaged: its digests are of other arrays: put it back")
     return digests
 
 
@@ -216,10 +217,10 @@ def read_weights(path: Path) -> tuple[dict[str, np.ndarray], int]:
         if is_sealed(data) is False:
             digests = tree.get(DIGESTS, {})
             wrong = [name for name, array in tree[PARAMS].items() if digest(array) != digests.get(name)]
-            raise ValueError(f"{', '.join(wrong[:3]) or 'the file'} does not agree with its digest")
+            raise UserError(f"{', '.join(wrong[:3]) or 'the file'} does not agree with its digest")
         return tree[PARAMS], tree[STEP]
     except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
-        raise ValueError(f"{path} holds no weights, or not all of them ({error!r}): put the right file back") from error
+        raise UserError(f"{path} holds no weights, or not all of them ({error!r}): put the right file back") from error
 
 
 def step_of(path: Path) -> int | None:

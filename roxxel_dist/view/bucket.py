@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from roxxel_dist.cluster.durable import cache_folder, make_folder, write_file
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.jobs.record import JobRecord
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
 from roxxel_dist.objects.lease import is_renewed
@@ -43,7 +44,7 @@ class BucketRunReader(RunReader):
         self._copy.pull()
         if not is_run(folder):
             what = f"{address} is a study in a bucket, and top shows runs there: use `roxxel-dist report {address}`"
-            raise ValueError(what if self._copy.is_study else no_run(folder, str(address)))
+            raise UserError(what if self._copy.is_study else no_run(folder, str(address)))
         self._over: threading.Event | None = None
 
     def read(self, job: JobRecord | None = None, *, brief: bool = False) -> RunState:

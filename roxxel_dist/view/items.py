@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.jobs import record
 from roxxel_dist.launcher.jobs.record import JobRecord
 from roxxel_dist.objects.url import is_url
@@ -82,7 +83,7 @@ def everything() -> list[Item]:
     living = [item for job in known_jobs() if not job.is_over and job.is_here for item in _of_job(job)]
     items = list({(type(item.reader), os.path.realpath(item.name)): item for item in [*items, *living]}.values())
     if not items:
-        raise ValueError(NOTHING)
+        raise UserError(NOTHING)
     return items
 
 
@@ -115,7 +116,7 @@ def _named(name: str) -> list[Item]:
         job = record.find(name, jobs)
     except ValueError as error:
         if os.path.exists(name) or os.sep in name or not jobs:
-            raise ValueError(no_run(Path(name))) from error
+            raise UserError(no_run(Path(name))) from error
         raise
     return _of_job(job)
 
@@ -143,7 +144,7 @@ def _newest() -> list[Item]:
         if getattr(read(item, none, brief=True), "state", "") in ("training", "searching"):
             return [item]
     if not items:
-        raise ValueError(NOTHING)
+        raise UserError(NOTHING)
     return items
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import RECORD, load_yaml
 from roxxel_dist.data.discovery import absolute
 from roxxel_dist.run_directory import CONFIG, METRICS, is_run, no_run
@@ -88,7 +89,7 @@ def read_run(path: str | Path) -> RunData:
     """
     folder = local_run(path)
     if not is_run(folder):
-        raise ValueError(no_run(folder, absolute(Path(path))))
+        raise UserError(no_run(folder, absolute(Path(path))))
     state = RunReader(folder).read()
     config = load_yaml(folder / CONFIG) if (folder / CONFIG).exists() else {}
     return RunData(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.cli import jobs as cli_jobs
-from roxxel_dist.config import UsageError
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.jobs import record
 from roxxel_dist.launcher.jobs.record import JobRecord, JobRecorder, find
@@ -188,7 +188,7 @@ def test_of_a_job_elsewhere_host_and_age_are_told_and_the_way_there(
         ("queue", "stop"): "`scancel --batch --signal=INT 17` asks",
     }
     for (run, command), words in ways.items():
-        with pytest.raises(UsageError) as refused:
+        with pytest.raises(UserError) as refused:
             getattr(cli_jobs, command)([run])
         assert words in str(refused.value)
     log = tmp_path / "runs" / "queue" / "logs" / "rank-0.log"

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from roxxel_dist import Config, Experiment, Roxxel
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.config import UsageError
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.train.virtual_shards.gradient import check_statistics
 from roxxel_dist.train.virtual_shards.layout import check_virtual_shards
@@ -89,7 +89,7 @@ def test_an_own_model_with_micro_batches_on_1_and_2_devices(data, tmp_path):
 
 def test_the_pool_must_be_that_of_the_run(data, tmp_path, monkeypatch):
     monkeypatch.setenv("PJRT_NPROC", "8")
-    with pytest.raises(UsageError, match="virtual_shards is 8 and needs a thread pool of 16 in XLA"):
+    with pytest.raises(UserError, match="virtual_shards is 8 and needs a thread pool of 16 in XLA"):
         Experiment(Config(**SMALL)).fit(data / "one.rox", tmp_path / "run")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.atomic_dir import finish_interrupted, publish, staging
 from roxxel_dist.data.build.documents import TEXT_FILES
 from roxxel_dist.data.build.encode import PARALLEL_BYTES, encode_documents
@@ -69,7 +70,7 @@ def append(
         last = dataset.shards[-1]
         tokenizer = dataset.tokenizer
         if corpus is not None and tokenizer is None:
-            raise ValueError(f"{out} has no {TOKENIZER_FILE}: it was made of tokens, so append tokens, not text")
+            raise UserError(f"{out} has no {TOKENIZER_FILE}: it was made of tokens, so append tokens, not text")
         before, documents = dataset.num_tokens, dataset.documents
     inputs = BuildInputs(
         corpus=corpus, tokens=tokens, tokenizer=tokenizer, kind="none", vocab_size=None,
@@ -84,10 +85,10 @@ def append(
         options = inputs.options(tokenizer if corpus is not None else None, separator).continuing(last)
         items = _items(inputs, tokenizer, out / TOKENIZER_FILE, workers, log)
         if not write_shards(staged, SHARD_NAME, items, options, after=last.metadata):
-            raise ValueError("nothing to append: every document is empty")
+            raise UserError("nothing to append: every document is empty")
         shards = [Shard.open(path) for path in sorted(staged.glob("*.rox"))]
         if damage := list(find_damage(shards, Progress(False), workers)):
-            raise ValueError(f"{damage[0]}: the disk did not store the shard correctly; nothing was changed")
+            raise UserError(f"{damage[0]}: the disk did not store the shard correctly; nothing was changed")
         record[APPENDED] = [*record.get(APPENDED, []), added]
         record.pop("fingerprint", None)  # the folder is no longer the result of `build` alone
         write_file(staged / BUILD_FILE, json.dumps(record, indent=1, sort_keys=True).encode())
@@ -100,7 +101,7 @@ def append(
 
 def _folder(out: PathLike) -> Path:
     if is_url(out):
-        raise ValueError(
+        raise UserError(
             f"{out} is in an object store: append to the local folder of the data set, and send the new shards with "
             f"`roxxel-dist copy DIR {out}`"
         )
@@ -111,7 +112,7 @@ def _folder(out: PathLike) -> Path:
         return folder
     parts = [str(folder / split) for split in SPLITS if any((folder / split).glob("*.rox"))]
     if parts:
-        raise ValueError(f"{out} was built with a val_fraction: name the part to append to, {' or '.join(parts)}")
+        raise UserError(f"{out} was built with a val_fraction: name the part to append to, {' or '.join(parts)}")
     raise NoShardsError(f"{out} has no shards: make a data set there with `roxxel-dist data build` first")
 
 
@@ -120,7 +121,7 @@ def _record(out: Path) -> dict[str, Any]:
         record = json.loads((out / BUILD_FILE).read_bytes())
         if "max_shard_bytes" in record["settings"]:
             return record
-    raise ValueError(
+    raise UserError(
         f"{out} has no {BUILD_FILE} of `data build`: append to it with Roxxel(PATH).write(TOKENS, append=True)"
     )
 

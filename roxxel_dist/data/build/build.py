@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.atomic_dir import finish_interrupted, publish, staging
 from roxxel_dist.data.build.documents import TEXT_FILES, pieces
 from roxxel_dist.data.build.encode import PARALLEL_BYTES, encode_documents, train_on
@@ -132,7 +133,7 @@ def _build(
     }
     names = [f"{split}/{name}".lstrip("/") for split in replaced for name in replaced[split]]
     if names and not overwrite:
-        raise ValueError(
+        raise UserError(
             f"{out} holds another data set ({', '.join(names[:3])}); choose another folder, or replace "
             "it with overwrite=True"
         )
@@ -194,8 +195,8 @@ def _make(
         if not written and last is None:
             if split:
                 share = f"val_fraction={inputs.val_fraction}"
-                raise ValueError(f"{share}: no document is left for {split}; use another share")
-            raise ValueError("nothing to build from: every document is empty")
+                raise UserError(f"{share}: no document is left for {split}; use another share")
+            raise UserError("nothing to build from: every document is empty")
 
 
 def _tokenizer(inputs: BuildInputs, path: Path, workers: int, log: Progress) -> Tokenizer | None:
@@ -244,7 +245,7 @@ def _move(parts: Path, split: str, target: Path, inputs: BuildInputs) -> None:
 def _files_of(folder: Path) -> list[str]:
     """The names of a data set's files in a folder."""
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file: name a folder for the shards")
+        raise UserError(f"{folder} is a file: name a folder for the shards")
     shards = [path.name for path in folder.glob("*.rox")]
     # A folder `train` with a tokenizer and no data is not from a build.
     if folder.name in SPLITS and not shards:

@@ -21,6 +21,7 @@ from typing import Any
 
 import xxhash
 
+from roxxel_dist.cluster.exit_codes import MissingFileError, UserError
 from roxxel_dist.data.format import checksum
 from roxxel_dist.display import size
 
@@ -72,7 +73,7 @@ class TextFile:
             now = self.path.stat()
             same = (now.st_size, now.st_mtime_ns) == (self.size, self.changed_ns)
         if not same:
-            raise ValueError(f"{self.path} changed while the data set was built; build again when nothing writes to it")
+            raise UserError(f"{self.path} changed while the data set was built; build again when nothing writes to it")
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
     passed_by: set[Path] = set()
     for path in paths:
         if not path.exists():
-            raise FileNotFoundError(
+            raise MissingFileError(
                 f"{path}: no such file or folder; name text files, folders of them, or shards; a relative path begins "
                 f"in {Path.cwd()}"
             )
@@ -116,13 +117,13 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
             names.setdefault(file.resolve(), name)
     shown = ", ".join(map(str, paths))
     if not names:
-        raise ValueError(
+        raise UserError(
             f"{shown}: no file there matches the patterns; name the files themselves, or the patterns that take them: "
             f"`roxxel-dist data build {shown} --out DIR --include '*.log'`"
         )
     for path, name in names.items():
         if kind_of(name) == "text" and Path(name).suffix in (".gz", ".bz2", ".xz", ".zst"):
-            raise ValueError(
+            raise UserError(
                 f"{path}: compressed text is not read: unpack it first (gunzip), or give JSON lines (.jsonl.gz)"
             )
     files = [_text_file(path, name) for path, name in names.items()]
@@ -132,7 +133,7 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
     if not texts:
         counts = (empty, "empty"), (not_utf8, "not UTF-8 text")
         why = ", ".join(f"{n} {'file is' if n == 1 else 'files are'} {what}" for n, what in counts if n)
-        raise ValueError(
+        raise UserError(
             f"{shown}: nothing to build from: {why}: name text files, .jsonl, .parquet, or token files (.npy, .bin)"
         )
     left_out = [f"{count} {what}" for count, what in ((empty, "empty"), (not_utf8, "not UTF-8")) if count]
@@ -197,7 +198,7 @@ def saved_data_set(folder: Path) -> list[Path] | None:
     """The Arrow files of a folder from `save_to_disk` of Hugging Face `datasets`, in order; None for other folders."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
-        raise ValueError(f"{folder} holds several data sets ({', '.join(splits)}): name one, as {folder / 'train'}")
+        raise UserError(f"{folder} holds several data sets ({', '.join(splits)}): name one, as {folder / 'train'}")
     state = folder / "state.json"
     if not state.is_file() or not (folder / "dataset_info.json").is_file():
         return None
@@ -206,12 +207,12 @@ def saved_data_set(folder: Path) -> list[Path] | None:
         files = [folder / Path(file["filename"]).name for file in described["_data_files"]]
         indices = described.get("_indices_files") or described.get("_indices_data_files")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{state}: not what `datasets` saves ({error!r}). Save the data set again") from error
+        raise UserError(f"{state}: not what `datasets` saves ({error!r}). Save the data set again") from error
     if indices:
-        raise ValueError(f"{state}: rows were selected and not written out; call flatten_indices() and save it again")
+        raise UserError(f"{state}: rows were selected and not written out; call flatten_indices() and save it again")
     missing = [path for path in files if not path.is_file()]
     if missing or not files:
-        raise ValueError(f"{missing[0] if missing else state}: missing or names no file. Save the data set again")
+        raise UserError(f"{missing[0] if missing else state}: missing or names no file. Save the data set again")
     return files
 
 
@@ -229,12 +230,12 @@ def read_json_lines(path: Path, key: str) -> Documents:
             try:
                 record = json.loads(line.removeprefix(BOM_UTF8))
             except (ValueError, RecursionError) as error:
-                raise ValueError(
+                raise UserError(
                     f"{where}: not JSON ({error}). Every line is one JSON object; repair or remove it"
                 ) from error
             if not isinstance(record, dict) or key not in record:
                 keys = "it is no object" if not isinstance(record, dict) else f"it has {', '.join(list(record)[:8])}"
-                raise ValueError(f"{where}: no {key!r} ({keys}). {NAME_THE_KEY}")
+                raise UserError(f"{where}: no {key!r} ({keys}). {NAME_THE_KEY}")
             if text := _checked(record[key], key, where):
                 yield text, read - before
                 before = read
@@ -279,28 +280,28 @@ def _checked(text: Any, key: str, where: str) -> str:
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise ValueError(f"{where}: {key!r} is a {type(text).__name__}, not a text. {NAME_THE_KEY}")
+        raise UserError(f"{where}: {key!r} is a {type(text).__name__}, not a text. {NAME_THE_KEY}")
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{where}: {key!r} is not valid Unicode ({error}). Repair or remove it") from error
+            raise UserError(f"{where}: {key!r} is not valid Unicode ({error}). Repair or remove it") from error
     return text
 
 
 def _check_column(schema: Any, key: str, path: Path) -> None:
     if key not in schema.names:
-        raise ValueError(f"{path}: no column {key!r}; it has {', '.join(schema.names[:12])}. {NAME_THE_KEY}")
+        raise UserError(f"{path}: no column {key!r}; it has {', '.join(schema.names[:12])}. {NAME_THE_KEY}")
     kind = str(schema.field(key).type)
     if "string" not in kind or kind.startswith(("list", "struct", "map", "large_list")):
-        raise ValueError(f"{path}: column {key!r} is {kind}, not text. {NAME_THE_KEY}")
+        raise UserError(f"{path}: column {key!r} is {kind}, not text. {NAME_THE_KEY}")
 
 
 def _pyarrow(module: str, path: Path) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f"{path}: to read it takes pyarrow: pip install 'roxxel-dist[parquet]'") from error
+        raise UserError(f"{path}: to read it takes pyarrow: pip install 'roxxel-dist[parquet]'") from error
 
 
 @contextmanager
@@ -311,7 +312,7 @@ def _damage_named(path: Path) -> Iterator[None]:
         if isinstance(error, ValueError) and str(path) in str(error):
             raise
         what = " ".join(str(error).split())[:300]
-        raise ValueError(
+        raise UserError(
             f"{path}: cannot be read ({what}); is it whole, and of its kind? Get it again, or take it away"
         ) from error
 

@@ -24,6 +24,7 @@ import numpy as np
 import tokenizers
 
 from roxxel_dist.cluster import interrupt
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.build.documents import pieces
 from roxxel_dist.data.build.tokenizer import Kind, Tokenizer, train_tokenizer
 from roxxel_dist.data.token_types import smallest_dtype
@@ -173,7 +174,7 @@ def _answer(worker: "subprocess.Popen[bytes]", texts: list[str]) -> Any:
             f"helper process {worker.pid} of the build ended (exit code {worker.wait()}); build again"
         ) from ended
     if error is not None:
-        raise ValueError(error)
+        raise UserError(error)
     return result
 
 

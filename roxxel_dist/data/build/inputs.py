@@ -10,6 +10,7 @@ from typing import Any, get_args
 import numpy as np
 import xxhash
 
+from roxxel_dist.cluster.exit_codes import MissingFileError, UserError
 from roxxel_dist.data.build.documents import Corpus, find_corpus
 from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, Kind, Tokenizer
@@ -109,14 +110,14 @@ def check_settings(
 ) -> list[Path]:
     """The input paths as a list. Raises ValueError for an invalid setting, or if a folder is both input and output."""
     if workers is not None and workers < 1:
-        raise ValueError(f"workers={workers}: processes, at least 1, or None for all cores")
+        raise UserError(f"workers={workers}: processes, at least 1, or None for all cores")
     if not 0 <= val_fraction < 1:
-        raise ValueError(f"val_fraction={val_fraction}: the share of documents to hold out, at least 0 and less than 1")
+        raise UserError(f"val_fraction={val_fraction}: the share of documents to hold out, at least 0 and less than 1")
     sources = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
     filled = [out, *(out / split for split in SPLITS if val_fraction)]
     for path in sources:
         if path.is_dir() and path.resolve() in [folder.resolve() for folder in filled]:
-            raise ValueError(
+            raise UserError(
                 f"{path} would be read and filled by one build, and the next would take its files for text; choose "
                 f"another folder for the shards, one in it if you like, such as {path / 'tokens'}"
             )
@@ -134,7 +135,7 @@ def find_inputs(
         return tokens, None
     if any(kinds):
         text, token = sources[kinds.index(False)], sources[kinds.index(True)]
-        raise ValueError(f"{token} holds tokens and {text} text: build two data sets, and blend them in a curriculum")
+        raise UserError(f"{token} holds tokens and {text} text: build two data sets, and blend them in a curriculum")
     corpus = find_corpus(sources, include, exclude, out)
     progress.line(str(corpus))
     return None, corpus
@@ -144,16 +145,16 @@ def load_tokenizer(tokenizer: PathLike, vocab_size: int | None, eos_token: str |
     """The tokenizer at a path, or None for a kind to train."""
     if str(tokenizer) in get_args(Kind):
         if eos_token is not None:
-            raise ValueError(f"eos_token={eos_token}: a trained tokenizer has its own; leave eos_token out")
+            raise UserError(f"eos_token={eos_token}: a trained tokenizer has its own; leave eos_token out")
         return None
     path = Path(tokenizer)
     try:
         loaded = Tokenizer.load(path, eos_token)
     except FileNotFoundError as error:
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"tokenizer={tokenizer}: neither a kind ({', '.join(get_args(Kind))}) nor the path of a {TOKENIZER_FILE}, "
             "of a folder with one, or of a SentencePiece .model"
         ) from error
     if vocab_size is not None and vocab_size != loaded.vocab_size:
-        raise ValueError(f"vocab_size={vocab_size}: {path} has {loaded.vocab_size} ids; leave vocab_size out")
+        raise UserError(f"vocab_size={vocab_size}: {path} has {loaded.vocab_size} ids; leave vocab_size out")
     return loaded

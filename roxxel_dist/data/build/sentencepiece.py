@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.build.tokenizer import NAME_THE_END, Tokenizer
 
 KEY = "sentencepiece"
@@ -24,7 +25,7 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             import sentencepiece
         except ImportError as error:
-            raise ValueError(
+            raise UserError(
                 f"{path}: a SentencePiece model needs a package: pip install 'roxxel-dist[sentencepiece]'"
             ) from error
         self.kind: str = "sentencepiece"
@@ -34,9 +35,9 @@ class SentencePieceTokenizer(Tokenizer):
             self._processor.LoadFromSerializedProto(model)
             pieces = self._processor.GetPieceSize()
         except Exception as error:  # the library raises RuntimeError, and others for some damage
-            raise ValueError(f"{path}: not a SentencePiece model ({error}). Put the right file there") from error
+            raise UserError(f"{path}: not a SentencePiece model ({error}). Put the right file there") from error
         if not pieces:
-            raise ValueError(f"{path}: not a SentencePiece model (it has no pieces). Put the right file there")
+            raise UserError(f"{path}: not a SentencePiece model (it has no pieces). Put the right file there")
 
     @property
     def cuttable(self) -> bool:
@@ -70,7 +71,7 @@ class SentencePieceTokenizer(Tokenizer):
         number = self._processor.PieceToId(self._eos_token or "")
         if not self._eos_token or self._processor.IdToPiece(number) != self._eos_token:
             shown = f"no piece {self._eos_token!r}" if self._eos_token else "no piece that ends a text"
-            raise ValueError(f"this SentencePiece model has {shown}. {NAME_THE_END}")
+            raise UserError(f"this SentencePiece model has {shown}. {NAME_THE_END}")
         return number
 
     @property
@@ -99,5 +100,5 @@ def load(data: bytes, eos_token: str | None, path: Path) -> SentencePieceTokeniz
         packed = json.loads(data)
         model, saved_eos = base64.b64decode(packed[KEY], validate=True), packed["eos_token"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: a damaged SentencePiece model ({error}). Build the data set again") from error
+        raise UserError(f"{path}: a damaged SentencePiece model ({error}). Build the data set again") from error
     return SentencePieceTokenizer(model, eos_token or saved_eos, path)

@@ -13,6 +13,7 @@ from pathlib import Path
 import xxhash
 
 from roxxel_dist.cluster.durable import cache_folder
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import ENDING
@@ -76,7 +77,7 @@ class BucketOut:
         """Raises ValueError if the bucket has a data set, and no build into it was started on this host."""
         if self.is_whole or (self.shards and not self.folder.exists()):
             which = ", ".join(self.shards[:3])
-            raise ValueError(
+            raise UserError(
                 f"{self.store.url} holds another data set ({which}): choose another place, or replace it with "
                 "overwrite=True"
             )

@@ -18,6 +18,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.exit_codes import UserError
 
 Kind = Literal["char", "byte", "bpe"]
 EOS = "<|endoftext|>"
@@ -70,7 +71,7 @@ class Tokenizer:
             if self._characters is not None and not self._characters.issuperset(text):
                 unknown = sorted(set(text) - self._characters)
                 shown = ", ".join(f"{character!r}" for character in unknown[:10])
-                raise ValueError(
+                raise UserError(
                     f"{len(unknown)} characters are not in the vocabulary of this char tokenizer: {shown}. "
                     "Use tokenizer 'byte' or 'bpe', which know every text"
                 )
@@ -78,7 +79,7 @@ class Tokenizer:
                 try:
                     text.encode()
                 except UnicodeEncodeError as error:
-                    raise ValueError(f"the text is not valid Unicode: {error}") from error
+                    raise UserError(f"the text is not valid Unicode: {error}") from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids; end-of-text is left out. Bytes that are not UTF-8 become U+FFFD."""
@@ -108,9 +109,7 @@ class Tokenizer:
         for name in names:
             if self._inner.token_to_id(name) is not None:
                 return name
-        raise ValueError(
-            f"this tokenizer has no end-of-text token: none of {', '.join(names)} is in it. {NAME_THE_END}"
-        )
+        raise UserError(f"this tokenizer has no end-of-text token: none of {', '.join(names)} is in it. {NAME_THE_END}")
 
     @property
     def eos_id(self) -> int:
@@ -162,7 +161,7 @@ class Tokenizer:
         try:
             return cls(tokenizers.Tokenizer.from_buffer(data), eos_token)
         except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{path}: not a tokenizer.json of the `tokenizers` library ({error})") from error
+            raise UserError(f"{path}: not a tokenizer.json of the `tokenizers` library ({error})") from error
 
 
 def _named_eos(path: Path) -> str | None:
@@ -175,7 +174,7 @@ def _named_eos(path: Path) -> str | None:
             token = json.loads(beside.read_bytes()).get("eos_token")
             token = token.get("content") if isinstance(token, dict) else token
         except (ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{beside}: not a JSON object ({error}). Put the right file back, or remove it") from error
+            raise UserError(f"{beside}: not a JSON object ({error}). Put the right file back, or remove it") from error
         if isinstance(token, str):
             return token
     return None
@@ -194,11 +193,11 @@ def train_tokenizer(
         progress: show bars on stderr if it is a terminal; only "bpe" takes long enough.
     """
     if kind not in get_args(Kind):
-        raise ValueError(f"tokenizer={kind!r}: one of {', '.join(get_args(Kind))}")
+        raise UserError(f"tokenizer={kind!r}: one of {', '.join(get_args(Kind))}")
     if kind == "char":
         inner = _char(texts, vocab_size)
     elif vocab_size is not None and vocab_size < SMALLEST_BPE:
-        raise ValueError(
+        raise UserError(
             f"vocab_size={vocab_size}: a {kind} tokenizer has at least {SMALLEST_BPE} ids, 256 bytes and end-of-text"
         )
     else:
@@ -222,7 +221,7 @@ def _char(texts: Iterable[str], vocab_size: int | None) -> tokenizers.Tokenizer:
     for text in texts:
         characters.update(text)
     if vocab_size is not None and vocab_size <= len(characters):
-        raise ValueError(
+        raise UserError(
             f"vocab_size={vocab_size}: the corpus has {len(characters)} characters, so a char tokenizer has "
             f"{len(characters) + 1} ids with end-of-text. Leave vocab_size out, or use tokenizer 'bpe'"
         )

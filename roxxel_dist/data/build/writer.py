@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.atomic_dir import publish, staging
 from roxxel_dist.data.discovery import Target
 from roxxel_dist.data.format import Metadata
@@ -28,7 +29,7 @@ class WriteOptions:
 
     def __post_init__(self) -> None:
         if self.max_shard_bytes is not None and self.max_shard_bytes < 1:
-            raise ValueError(f"max_shard_bytes={self.max_shard_bytes}: bytes of tokens a shard, at least 1, or None")
+            raise UserError(f"max_shard_bytes={self.max_shard_bytes}: bytes of tokens a shard, at least 1, or None")
         if self.vocab_size is not None:
             smallest_dtype(self.vocab_size)
 
@@ -43,7 +44,7 @@ class WriteOptions:
         for name, there in existing.items():
             given = getattr(self, name)
             if given is not None and (storage_dtype(given) if name == "dtype" else given) != there:
-                raise ValueError(
+                raise UserError(
                     f"{name}={given}: the data set appended to has {there} ({last.path}). "
                     "Append what fits, or write a new data set"
                 )
@@ -119,5 +120,5 @@ def write_data_set(target: Target, items: Iterable[Any], options: WriteOptions, 
             last = open_slices(existing, alone=not target.numbered)[-1].shard
             options, after = options.continuing(last), last.metadata
         if not write_shards(staged, target.name, items, options, after=after) and after is None:
-            raise ValueError(f"{target.folder / target.name(0)}: there were no items to write; nothing was changed")
+            raise UserError(f"{target.folder / target.name(0)}: there were no items to write; nothing was changed")
         publish(staged, () if append else [path.name for path in existing])

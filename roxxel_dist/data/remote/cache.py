@@ -31,6 +31,7 @@ import numpy as np
 import xxhash
 
 from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.reader import map_file, map_files
 
 PAGE = 4096
@@ -49,7 +50,7 @@ _libc: ctypes.CDLL = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
-class CacheError(ValueError):
+class CacheError(UserError):
     """The cache is not usable: the message names cache_dir or cache_gb."""
 
 

@@ -1,5 +1,6 @@
 """Settings to read data in an object store."""
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.component import component
 
 
@@ -17,7 +18,7 @@ class RemoteConfig:
 
     def __post_init__(self) -> None:
         if self.cache_dir == "":
-            raise ValueError("cache_dir is empty: name a folder, or leave it out")
+            raise UserError("cache_dir is empty: name a folder, or leave it out")
         for name in ("cache_gb", "store_timeout"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be above 0")
+                raise UserError(f"{name} is {getattr(self, name)}: it must be above 0")

@@ -18,6 +18,7 @@ import msgpack
 import numpy as np
 import xxhash
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.format import FOOTER, HEADER_BYTES, Layout, checksum, npy_header, parse_end
 from roxxel_dist.data.shard import check_ends
 from roxxel_dist.objects.store import ObjectInfo, ObjectStore
@@ -73,7 +74,7 @@ def write_index(store: ObjectStore) -> str:
     before = next((info.etag for info in objects if info.key == INDEX), None)
     shards = [info for info in objects if is_shard(info.key)]
     if not shards:
-        raise ValueError(f"{store.url} has no shards (*.rox): nothing to write an index of. Check the address")
+        raise UserError(f"{store.url} has no shards (*.rox): nothing to write an index of. Check the address")
     with ThreadPoolExecutor(min(REQUESTS, len(shards), 8)) as pool:
         entries = list(pool.map(partial(_read_entry, store), shards))
     data = pack(entries)
@@ -112,13 +113,13 @@ def _read_entry(store: ObjectStore, info: ObjectInfo) -> ShardEntry:
     layout = entry.layout(where)
     header = store.read_range(info.key, 0, HEADER_BYTES, etag=info.etag)
     if header != npy_header(layout.dtype, layout.metadata.tokens):
-        raise ValueError(f"{where}: the .npy header is damaged: it does not agree with the footer. Copy it again")
+        raise UserError(f"{where}: the .npy header is damaged: it does not agree with the footer. Copy it again")
     tables = b""
     if layout.meta_offset > layout.ends_offset:
         tables = store.read_range(info.key, layout.ends_offset, layout.meta_offset, etag=info.etag)
     ends, sums = tables[: layout.sums_offset - layout.ends_offset], tables[layout.sums_offset - layout.ends_offset :]
     if checksum(ends) != layout.ends_checksum or checksum(sums) != layout.sums_checksum:
-        raise ValueError(f"{where}: its tables are damaged. Copy it again from its source")
+        raise UserError(f"{where}: its tables are damaged. Copy it again from its source")
     numbers = np.frombuffer(ends, "<i8")
     check_ends(where, numbers, layout.metadata.tokens)
     return replace(
@@ -164,9 +165,9 @@ def unpack(where: object, data: bytes) -> list[ShardEntry]:
     """The shards in the bytes of an index object. Raises ValueError, naming `where`, if it is damaged."""
     cure = "write it again: `roxxel-dist data index` with the address of its data set"
     if len(data) < HEAD.size or not data.startswith(MAGIC):
-        raise ValueError(f"{where} is no index of shards: {cure}")
+        raise UserError(f"{where} is no index of shards: {cure}")
     if checksum(data[HEAD.size :]) != HEAD.unpack_from(data)[1]:
-        raise ValueError(f"{where} is damaged (its checksum is wrong): {cure}")
+        raise UserError(f"{where} is damaged (its checksum is wrong): {cure}")
     shards: list[dict[str, Any]] = msgpack.unpackb(zlib.decompress(data[HEAD.size :]))["shards"]
     return [
         ShardEntry(

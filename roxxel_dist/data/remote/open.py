@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from roxxel_dist.cluster.durable import cache_folder, write_file
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.discovery import DataPath, NoShardsError
 from roxxel_dist.data.reader import reserve_memory
 from roxxel_dist.data.remote.cache import BlockCache
@@ -33,7 +34,7 @@ def open_shards(path: DataPath, config: RemoteConfig) -> list[RemoteShard]:
         StoreError: the store fails.
     """
     if not isinstance(path, (str, os.PathLike)) or not is_url(path):
-        raise ValueError(f"{path}: data in an object store is one address, not a list: name a prefix or a pattern")
+        raise UserError(f"{path}: data in an object store is one address, not a list: name a prefix or a pattern")
     url = ObjectUrl.parse(path)
     folder = Path(os.path.abspath(os.path.expanduser(config.cache_dir))) if config.cache_dir else cache_folder()
     cache = BlockCache(folder, int(config.cache_gb * 1e9))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.discovery import ENDING
 from roxxel_dist.data.remote.index import INDEX, write_index
 from roxxel_dist.objects.copy import Advance, Copied, copy_to_bucket
@@ -70,7 +71,7 @@ def _make_room(store: ObjectStore, names: set[str], folders: set[str], overwrite
     strange = sorted(key for key in there - names if key.endswith(ENDING) and folder_of(key) in folders)
     if strange and not overwrite:
         which = ", ".join(strange[:3])
-        raise ValueError(f"{store.url} has another data set ({which}): choose another place, or give overwrite=True")
+        raise UserError(f"{store.url} has another data set ({which}): choose another place, or give overwrite=True")
     if overwrite:
         store.delete(sorted(there & {f"{folder}/{INDEX}".lstrip("/") for folder in folders}))
         store.delete(strange)

@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.format import HEADER_BYTES, Layout, block_count
 from roxxel_dist.data.remote.cache import BlockCache, CacheFile
 from roxxel_dist.data.remote.index import TABLE_BYTES, TABLE_NUMBERS, ShardEntry
@@ -89,7 +90,7 @@ class RemoteEnds:
             counts = [count for target, count, _ in self._shard.entry.cuts if target == tokens]
             return np.int64(counts[0]) if counts else self.searchsorted(np.array([tokens]), side)[0]
         if side != "right":
-            raise ValueError(f"side is {side!r}: only the documents that end at or before a token are counted")
+            raise UserError(f"side is {side!r}: only the documents that end at or before a token are counted")
         values = np.asarray(tokens, np.int64)
         firsts = self._shard.entry.firsts
         if firsts is None:  # without an index the whole table is fetched

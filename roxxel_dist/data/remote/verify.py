@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.discovery import NoShardsError
 from roxxel_dist.data.format import HEADER_BYTES, Layout, chain_of, checksum, npy_header
@@ -62,14 +63,14 @@ def _verify(store: ObjectStore, entry: ShardEntry, layout: Layout, where: Object
     if store.read_range(entry.name, 0, HEADER_BYTES, etag=entry.etag) != npy_header(
         layout.dtype, layout.metadata.tokens
     ):
-        raise ValueError(f"{where}: the .npy header is damaged: it does not agree with the footer. {cure}")
+        raise UserError(f"{where}: the .npy header is damaged: it does not agree with the footer. {cure}")
     tables = b"".join(_read(store, entry, layout.ends_offset, layout.meta_offset))
     sums = np.frombuffer(tables, "<u8", cells.blocks, layout.sums_offset - layout.ends_offset)
     ends = np.frombuffer(tables, "<i8", layout.metadata.documents)
     if checksum(sums.data) != layout.sums_checksum:
-        raise ValueError(f"{where}: the table of checksums is damaged. {cure}")
+        raise UserError(f"{where}: the table of checksums is damaged. {cure}")
     if checksum(ends.data) != layout.ends_checksum:
-        raise ValueError(f"{where}: the document ends are damaged. {cure}")
+        raise UserError(f"{where}: the document ends are damaged. {cure}")
     check_ends(where, ends, layout.metadata.tokens)
     yield HEADER_BYTES + len(tables)
     damaged: list[int] = []
@@ -81,10 +82,10 @@ def _verify(store: ObjectStore, entry: ShardEntry, layout: Layout, where: Object
         yield len(data)
     if damaged:
         what = describe_damage(where, layout, ends, damaged)
-        raise ValueError(f"{what}; {len(damaged)} of {cells.blocks} blocks are. {cure}")
+        raise UserError(f"{what}; {len(damaged)} of {cells.blocks} blocks are. {cure}")
     between = cells.span(0, cells.blocks)[1] if cells.blocks else HEADER_BYTES
     if between < layout.ends_offset and any(store.read_range(entry.name, between, layout.ends_offset)):
-        raise ValueError(f"{where}: the bytes between tokens and document ends are not zero. {cure}")
+        raise UserError(f"{where}: the bytes between tokens and document ends are not zero. {cure}")
 
 
 def _read(store: ObjectStore, entry: ShardEntry, start: int, stop: int) -> list[bytes]:

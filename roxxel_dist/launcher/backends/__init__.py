@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from roxxel_dist.cluster.exit_codes import UserError
+
 if TYPE_CHECKING:
     from roxxel_dist.launcher.backends.base import Backend, Options
 
@@ -26,7 +28,7 @@ def make(description: Mapping[str, Any]) -> "Backend":
     values = dict(description)
     kind = values.pop("kind")
     if kind not in BACKENDS:
-        raise ValueError(f"there is no way to launch that is called {kind!r}: use {', '.join(BACKENDS)}")
+        raise UserError(f"there is no way to launch that is called {kind!r}: use {', '.join(BACKENDS)}")
     return resolve_name(BACKENDS[kind])(**values)
 
 

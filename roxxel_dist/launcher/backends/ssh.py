@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.environment import lines_of
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S, start_near
@@ -52,10 +53,10 @@ class SshBackend(base.Backend):
     def __post_init__(self) -> None:
         self.hosts = check_hosts(self.hosts)
         if shutil.which("ssh") is None:
-            raise ValueError("there is no `ssh` on this machine: install OpenSSH's client (openssh-client)")
+            raise UserError("there is no `ssh` on this machine: install OpenSSH's client (openssh-client)")
         if self.config is not None:
             if not Path(self.config).is_file():
-                raise ValueError(f"--ssh-config {self.config}: no such file; leave it out to use ~/.ssh/config")
+                raise UserError(f"--ssh-config {self.config}: no such file; leave it out to use ~/.ssh/config")
             self.config = str(Path(self.config).absolute())
         self.python = self.python or sys.executable
         self.directory = self.directory or os.getcwd()
@@ -81,15 +82,15 @@ class SshBackend(base.Backend):
 def check_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
     """The hosts, if each can be one. Raises ValueError for a name that cannot, for one given twice, and for none."""
     if not hosts:
-        raise ValueError("no hosts: give --hosts a,b,c, or a --hostfile with a host a line")
+        raise UserError("no hosts: give --hosts a,b,c, or a --hostfile with a host a line")
     for host in hosts:
         if not HOST.fullmatch(host):
-            raise ValueError(
+            raise UserError(
                 f"{host!r} cannot be a host: use a name or an address as ssh takes it (letters, digits, . - _ : @)"
             )
     twice = sorted({host for host in hosts if list(hosts).count(host) > 1})
     if twice:
-        raise ValueError(f"host {twice[0]} is given twice: give each once, and --procs-per-host for more ranks on it")
+        raise UserError(f"host {twice[0]} is given twice: give each once, and --procs-per-host for more ranks on it")
     return tuple(hosts)
 
 
@@ -109,11 +110,11 @@ def read_hostfile(path: str | Path) -> tuple[list[str], int | None]:
             continue
         match = re.fullmatch(r"slots=([1-9]\d*)", words[1]) if len(words) == 2 else None
         if len(words) > 1 and match is None:
-            raise ValueError(f"--hostfile {path}, line {number}: {line.strip()!r}: write a host, or `host slots=N`")
+            raise UserError(f"--hostfile {path}, line {number}: {line.strip()!r}: write a host, or `host slots=N`")
         hosts.append(words[0])
         slots.add(int(match[1]) if match else None)
     if len(slots) > 1:
-        raise ValueError(f"--hostfile {path}: every host must have the same slots=N, or none; use --procs-per-host")
+        raise UserError(f"--hostfile {path}: every host must have the same slots=N, or none; use --procs-per-host")
     return hosts, slots.pop() if slots else None
 
 
@@ -123,7 +124,7 @@ def hosts_of(hosts: str | None, hostfile: str | None) -> tuple[list[str], int | 
     Raises ValueError where both or none are given, or the file cannot be used.
     """
     if (hosts is None) == (hostfile is None):
-        raise ValueError("give --hosts a,b,c or --hostfile FILE" + (", not both" if hosts is not None else ""))
+        raise UserError("give --hosts a,b,c or --hostfile FILE" + (", not both" if hosts is not None else ""))
     if hostfile is not None:
         return read_hostfile(hostfile)
     return [host.strip() for host in (hosts or "").split(",") if host.strip()], None

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.environment import masked_words
 from roxxel_dist.launcher.host.process_tree import STARTED, STATE, stat
@@ -352,9 +353,9 @@ def find(name: str, among: Sequence[JobRecord]) -> JobRecord:
     Raises ValueError for none, and for several; names the nearest one, or those that there are.
     """
     if not among:
-        raise ValueError(f"there is no run {name!r}: no job of this user is known here")
+        raise UserError(f"there is no run {name!r}: no job of this user is known here")
     if not name:
-        raise ValueError(f"say which run:{_list(among)}")
+        raise UserError(f"say which run:{_list(among)}")
     matches = [record for record in among if name in (record.run_id, record.path.stem)]
     if not matches:
         directory = os.path.realpath(name)
@@ -365,11 +366,11 @@ def find(name: str, among: Sequence[JobRecord]) -> JobRecord:
         return matches[-1]  # a SLURM job that was queued again has a record a launch
     if matches:
         what = f"{len(matches)} runs are meant by {name!r}: say which, by its id or its run directory"
-        raise ValueError(f"{what}:{_list(matches)}")
+        raise UserError(f"{what}:{_list(matches)}")
     import difflib  # slow, and no launch needs it
 
     near = difflib.get_close_matches(name, [record.run_id for record in among], n=1, cutoff=0.5)
-    raise ValueError(f"there is no run {name!r}: {f'did you mean {near[0]}?' if near else f'they are{_list(among)}'}")
+    raise UserError(f"there is no run {name!r}: {f'did you mean {near[0]}?' if near else f'they are{_list(among)}'}")
 
 
 def _list(among: Sequence[JobRecord]) -> str:

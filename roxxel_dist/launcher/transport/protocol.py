@@ -12,6 +12,8 @@ import json
 import os
 from typing import Any
 
+from roxxel_dist.cluster.exit_codes import UserError
+
 Message = dict[str, Any]
 
 
@@ -50,7 +52,7 @@ def _decode(line: bytes) -> Message:
     except ValueError:
         message = None
     if not isinstance(message, dict):
-        raise ValueError(
+        raise UserError(
             f"{line[:80].decode(errors='replace')!r} is no message of roxxel-dist: a start-up file there "
             "(~/.bashrc) prints; have it print nothing in shells that are not interactive"
         )

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError, ray_variables
 
 PREFIX = "roxxel-ray-"
@@ -45,7 +46,7 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
     Raises ValueError if Ray is not installed or in use by this process, ClusterError if it does not start.
     """
     if find_spec("ray") is None:
-        raise ValueError("Ray is not installed: pip install 'roxxel-dist[sweep]'")
+        raise UserError("Ray is not installed: pip install 'roxxel-dist[sweep]'")
     sweep_leftovers()
     handler = signal.getsignal(signal.SIGTERM)
     with _held_folder() as folder, ray_variables({**ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(folder / "token")}):
@@ -55,7 +56,7 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
         import ray
 
         if ray.is_initialized():
-            raise ValueError("this process has a Ray already: end it first (ray.shutdown())")
+            raise UserError("this process has a Ray already: end it first (ray.shutdown())")
         try:
             _start(ray, folder, max(1, math.ceil(workers * cpus)))
             yield ray

@@ -18,6 +18,7 @@ from pkgutil import resolve_name
 from types import TracebackType
 from typing import Any, Literal
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.ray.cluster import amounts, capacities
 from roxxel_dist.launcher.jobs.record import Process, is_alive, this_process
 from roxxel_dist.sweep.execution.outcome import disk_full
@@ -38,7 +39,7 @@ def function_name(run: Callable[[Item], Iterator[Item]]) -> str:
     """A function of a module as `module:name`. Raises ValueError for one that a worker could not import."""
     name = getattr(run, "__qualname__", "<")
     if "<" in name or run.__module__ == "__main__":
-        raise ValueError(f"{run.__module__}.{name}: a trial must be a function of a module that workers can import")
+        raise UserError(f"{run.__module__}.{name}: a trial must be a function of a module that workers can import")
     return f"{run.__module__}:{name}"
 
 
@@ -276,7 +277,7 @@ def check_room(nodes: Sequence[Mapping[str, Any]], resources: Mapping[str, float
     """Raises ValueError where no node could ever run a trial, with what there is."""
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     if not any(all(node.get(name, 0) >= amount for name, amount in resources.items()) for node in alive):
-        raise ValueError(
+        raise UserError(
             f"a trial needs {amounts(resources, resources)} on one node (`resources`, --gpus_per_trial), and no node "
             f"has that: {capacities(nodes, resources)}. Ask for less, or start larger nodes"
         )

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.display import aligned
 from roxxel_dist.run_directory import CONFIG
@@ -81,11 +82,11 @@ def write_best_config(study: Study, file: str | Path) -> Trial:
         ValueError: no trial has a value yet, or its program was not ours.
     """
     if not study.done:
-        raise ValueError(f"--best_config {file}: no trial of {study.place} has given a {study.sweep.metric} yet")
+        raise UserError(f"--best_config {file}: no trial of {study.place} has given a {study.sweep.metric} yet")
     best = study.done[0]
     used = study.run_dir(best) / CONFIG
     if not used.is_file():
-        raise ValueError(
+        raise UserError(
             f"--best_config {file}: trial {best.number} has no {used}: it was a program of your own, or trained on "
             f"another machine; its parameters are {flat(best.params)}"
         )

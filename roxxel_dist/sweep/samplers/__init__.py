@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any, Protocol
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.sweep.samplers.base import AskTell, SpaceExhausted
 from roxxel_dist.sweep.space.sweep_file import Params, Sweep, read_sweep, sweep_of
 
@@ -75,5 +76,5 @@ def make(
         sweep = sweep_of(sweep)
     method = method or sweep.method
     if method not in SAMPLERS:
-        raise ValueError(f"method: {method!r} does not exist: use one of {', '.join(SAMPLERS)}")
+        raise UserError(f"method: {method!r} does not exist: use one of {', '.join(SAMPLERS)}")
     return AskTell(sweep, seed, resolve_name(SAMPLERS[method])(sweep), accept, fill=method != "grid")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Params, Space, Sweep
 
 Point = tuple[float, ...]
@@ -120,10 +121,10 @@ class AskTell:
     def tell(self, trial: int, value: float | None) -> None:
         """The value of a trial; None, or a value that is no finite number: it failed."""
         if trial not in self._history.trials:
-            raise ValueError(f"trial {trial} does not exist: call ask first")
+            raise UserError(f"trial {trial} does not exist: call ask first")
         sampled = self._history.trials[trial]
         if sampled.ended:
-            raise ValueError(f"trial {trial} has a result already")
+            raise UserError(f"trial {trial} has a result already")
         sampled.ended = True
         if value is not None and math.isfinite(value):
             sampled.value = self._sweep.sign * float(value)
@@ -135,9 +136,9 @@ class AskTell:
     def restore(self, trial: int, params: Params, point: Sequence[float]) -> None:
         """Take note of an earlier `ask`, from the journal of a study."""
         if trial in self._history.trials:
-            raise ValueError(f"trial {trial} exists already")
+            raise UserError(f"trial {trial} exists already")
         if len(point) != len(self._sweep.space.free):
-            raise ValueError(
+            raise UserError(
                 f"trial {trial} is a point of {len(point)} dimensions, and this sweep has "
                 f"{len(self._sweep.space.free)}: the parameters of the sweep have changed; start a new study"
             )

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.sweep.journal import History
 from roxxel_dist.sweep.schedulers.base import Verdict, by_value
 
@@ -29,7 +30,7 @@ def bands(rule: Mapping[str, Any], longest: float = 1e9) -> list[int]:
     """
     eta = rule.get("eta", ETA)
     if not eta > 1:
-        raise ValueError(f"early_terminate.eta: {eta} must be more than 1")
+        raise UserError(f"early_terminate.eta: {eta} must be more than 1")
     if "max_iter" in rule:
         levels, level = [], rule["max_iter"]
         for _ in range(int(rule["s"])):
@@ -41,7 +42,7 @@ def bands(rule: Mapping[str, Any], longest: float = 1e9) -> list[int]:
             levels.append(levels[-1] * eta)
     iterations = [int(level) for level in levels if level >= 1]
     if not iterations:
-        raise ValueError("early_terminate: no iteration is left to judge trials at: raise max_iter or s, or lower eta")
+        raise UserError("early_terminate: no iteration is left to judge trials at: raise max_iter or s, or lower eta")
     return [band for band in iterations if band <= longest]
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from roxxel_dist.cluster.exit_codes import UserError
+
 LONGEST, DEEPEST = 2000, 50
 """Characters of a formula, and operations within one another."""
 NODES = (
@@ -49,7 +51,7 @@ MISSING = object()
 """The value of a formula that asks for a parameter that is left out."""
 
 
-class MissingError(ValueError):
+class MissingError(UserError):
     """A formula asks for a parameter that there is not."""
 
 
@@ -83,18 +85,18 @@ class Expression:
     def __init__(self, text: str) -> None:
         self.text: str = text.strip()
         if len(self.text) > LONGEST:
-            raise ValueError(f"a formula of {len(self.text):,} characters: {LONGEST:,} are the maximum")
+            raise UserError(f"a formula of {len(self.text):,} characters: {LONGEST:,} are the maximum")
         try:
             tree = ast.parse(self.text, mode="eval")
         except (SyntaxError, MemoryError, RecursionError, ValueError) as error:
             why = error.msg if isinstance(error, SyntaxError) else str(error) or "it is nested too deeply"
-            raise ValueError(f"{self.text!r} is no formula ({why}): write one such as dim % kv_heads == 0") from None
+            raise UserError(f"{self.text!r} is no formula ({why}): write one such as dim % kv_heads == 0") from None
         if _depth(tree.body) > DEEPEST:
-            raise ValueError(f"{self.text!r} is nested too deeply: {DEEPEST} levels of operations are the maximum")
+            raise UserError(f"{self.text!r} is nested too deeply: {DEEPEST} levels of operations are the maximum")
         nodes = list(ast.walk(tree.body))
         for node in nodes:
             if not _is_allowed(node):
-                raise ValueError(
+                raise UserError(
                     f"{self.text!r}: {ast.unparse(node)!r} cannot be in a formula; allowed: parameters, numbers, "
                     f"texts, lists, + - * / // %, and or not if, < <= == in …, {', '.join(FUNCTIONS)}"
                 )
@@ -117,7 +119,7 @@ class Expression:
             raise MissingError(f"{self.text!r}: there is no parameter {error.name!r}") from None
         except (ArithmeticError, TypeError, ValueError) as error:
             shown = ", ".join(f"{name} {value!r}" for name, value in known.items())
-            raise ValueError(f"{self.text!r} cannot be worked out for {shown}: {error}") from None
+            raise UserError(f"{self.text!r} cannot be worked out for {shown}: {error}") from None
 
 
 def _depth(tree: ast.AST) -> int:
@@ -138,7 +140,7 @@ def _is_allowed(node: ast.AST) -> bool:
     return isinstance(node, NODES) and all(isinstance(part, NODES) for part in operators)
 
 
-class InfeasibleError(ValueError):
+class InfeasibleError(UserError):
     """These parameters break a rule of the sweep: no trial is made of them. The message names the rule."""
 
 

@@ -12,6 +12,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
+from roxxel_dist.cluster.exit_codes import UserError
+
 Numbers = Mapping[str, float]
 
 
@@ -132,10 +134,10 @@ def distribution(spec: Mapping[str, Any]) -> Distribution:
     """
     stray = sorted(set(spec) - set(KEYS))
     if stray:
-        raise ValueError(f"there is no key {stray[0]!r}: there are {', '.join(KEYS)}")
+        raise UserError(f"there is no key {stray[0]!r}: there are {', '.join(KEYS)}")
     name = spec.get("distribution") or _implied(spec)
     if name not in NAMES:
-        raise ValueError(f"distribution: {name!r} does not exist: use one of {', '.join(NAMES)}")
+        raise UserError(f"distribution: {name!r} does not exist: use one of {', '.join(NAMES)}")
     given = {key: value for key, value in spec.items() if key != "distribution"}
     if name == "constant":
         _check_keys(name, given, {"value": None})
@@ -152,17 +154,17 @@ def _implied(spec: Mapping[str, Any]) -> str:
         return "categorical_w_probabilities" if "probabilities" in spec else "categorical"
     if "min" in spec and "max" in spec:
         return "int_uniform" if all(type(spec[key]) is int for key in ("min", "max")) else "uniform"
-    raise ValueError("no values: give `value`, `values`, `min` and `max`, or a `distribution`")
+    raise UserError("no values: give `value`, `values`, `min` and `max`, or a `distribution`")
 
 
 def _check_keys(name: str, given: Mapping[str, Any], allowed: Mapping[str, float | None]) -> None:
     """Raises ValueError for a key that the distribution does not have, or one that it lacks."""
     for key in given:
         if key not in allowed:
-            raise ValueError(f"{key}: {name} has no such key; it takes {', '.join(allowed)}")
+            raise UserError(f"{key}: {name} has no such key; it takes {', '.join(allowed)}")
     for key, default in allowed.items():
         if default is None and key not in given:
-            raise ValueError(f"{name} needs {key}")
+            raise UserError(f"{name} needs {key}")
 
 
 def _categorical(name: str, given: Mapping[str, Any]) -> Distribution:
@@ -170,13 +172,13 @@ def _categorical(name: str, given: Mapping[str, Any]) -> Distribution:
     _check_keys(name, given, {"values": None, **({"probabilities": None} if is_weighted else {})})
     values = given["values"]
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise ValueError(f"values: {values!r} must be a list with at least one value")
+        raise UserError(f"values: {values!r} must be a list with at least one value")
     weights = given["probabilities"] if is_weighted else [1.0] * len(values)
     if not isinstance(weights, Sequence) or len(weights) != len(values):
-        raise ValueError(f"probabilities: {weights!r} must be a list of {len(values)} numbers, one for each value")
+        raise UserError(f"probabilities: {weights!r} must be a list of {len(values)} numbers, one for each value")
     valid = all(is_number(weight) and weight >= 0 for weight in weights)
     if is_weighted and not (valid and math.isclose(sum(weights), 1, abs_tol=1e-6)):
-        raise ValueError(f"probabilities: {weights!r} must be 0 or more each, and their sum must be 1")
+        raise UserError(f"probabilities: {weights!r} must be 0 or more each, and their sum must be 1")
     order = [number for number, weight in enumerate(weights) if weight > 0]
     if all(map(is_number, values)):
         order.sort(key=lambda number: values[number])
@@ -192,9 +194,9 @@ def _int_uniform(given: Mapping[str, Any]) -> Distribution:
     _check_keys("int_uniform", given, BOUNDS)
     least, most = given["min"], given["max"]
     if type(least) is not int or type(most) is not int:
-        raise ValueError(f"int_uniform: min {least!r} and max {most!r} must be integers")
+        raise UserError(f"int_uniform: min {least!r} and max {most!r} must be integers")
     if least > most:
-        raise ValueError(f"min {least} is larger than max {most}")
+        raise UserError(f"min {least} is larger than max {most}")
     count = most - least + 1
     if count > EXACT:  # u has not so many values, and len() of a range has its limit too
         return Distribution(name="int_uniform", inverse_cdf=lambda u: min(least + int(u * count), most))
@@ -208,21 +210,21 @@ def _continuous(name: str, given: Mapping[str, Any]) -> Distribution:
     _check_keys(name, given, allowed)
     for key, value in given.items():
         if not is_number(value) or not math.isfinite(value):
-            raise ValueError(f"{key}: {value!r} must be a number{_hint(value)}")
+            raise UserError(f"{key}: {value!r} must be a number{_hint(value)}")
     numbers = {key: float(given.get(key, default)) for key, default in allowed.items()}
     if "min" in numbers and numbers["min"] > numbers["max"]:
-        raise ValueError(f"min {numbers['min']:g} is larger than max {numbers['max']:g}")
+        raise UserError(f"min {numbers['min']:g} is larger than max {numbers['max']:g}")
     if base.endswith("_values") and numbers["min"] <= 0:
-        raise ValueError(f"min: {numbers['min']:g} must be more than 0, for its logarithm is used")
+        raise UserError(f"min: {numbers['min']:g} must be more than 0, for its logarithm is used")
     if numbers.get("sigma", 0.0) < 0:
-        raise ValueError(f"sigma: {numbers['sigma']:g} must be 0 or more")
+        raise UserError(f"sigma: {numbers['sigma']:g} must be 0 or more")
     if min(numbers.get("a", 1.0), numbers.get("b", 1.0)) <= 0:
-        raise ValueError(f"a {numbers['a']:g} and b {numbers['b']:g} must be more than 0")
+        raise UserError(f"a {numbers['a']:g} and b {numbers['b']:g} must be more than 0")
     if name == base:
         return Distribution(name=name, inverse_cdf=lambda u: inverse_cdf(u, numbers))
     step = given.get("q", 1)
     if step <= 0:
-        raise ValueError(f"q: {step} must be more than 0")
+        raise UserError(f"q: {step} must be more than 0")
     whole = type(step) is int
 
     def rounded(u: float) -> float | int:

@@ -8,6 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import yaml_problem
 from roxxel_dist.sweep.space.constraints import Expression, InfeasibleError, Rules
 from roxxel_dist.sweep.space.distributions import Distribution, distribution
@@ -79,7 +80,7 @@ class Space:
         """
         endless = [parameter.name for parameter in self.free if parameter.distribution.count is None]
         if endless:
-            raise ValueError(
+            raise UserError(
                 f"parameters.{endless[0]}: a grid needs values that can be counted: give `values`, `min` and `max` "
                 f"that are integers, or a `q_` distribution with bounds, or use another method"
             )
@@ -126,7 +127,7 @@ class YamlLocator:
         """An error about a key, with the line of the nearest key above it that has one."""
         lines = [self._lines[key] for end in range(len(path)) if (key := tuple(path[: end + 1])) in self._lines]
         line = f", line {lines[-1]}" if lines else ""
-        return ValueError(f"{self._file}{line}: {'.'.join(path)}{': ' if path else ''}{text}")
+        return UserError(f"{self._file}{line}: {'.'.join(path)}{': ' if path else ''}{text}")
 
     def check_keys(self, keys: Iterable[Any], known: Sequence[str], *path: str) -> None:
         """Raises ValueError for a key that there is not."""
@@ -162,11 +163,11 @@ def _load(path: str | Path) -> tuple[Mapping[str, Any], YamlLocator]:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
         content = yaml.safe_load(text)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}): check the path") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}): check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid YAML: {yaml_problem(error)}") from error
+        raise UserError(f"{path}: not valid YAML: {yaml_problem(error)}") from error
     if not isinstance(content, Mapping):
-        raise ValueError(f"{path}: must be a mapping of keys to values")
+        raise UserError(f"{path}: must be a mapping of keys to values")
     return content, YamlLocator(str(path), dict(_lines(tree)))
 
 

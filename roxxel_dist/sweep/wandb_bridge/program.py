@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.sweep.execution.metrics import MetricsTail, Report
 from roxxel_dist.sweep.execution.process import environment, launch_command
 from roxxel_dist.sweep.execution.task import TrialTask
@@ -44,7 +45,7 @@ def command_of(
     if not path.exists():
         if path.name == OURS:
             return None
-        raise ValueError(f"program: {program} is not there (looked in {path.parent}): check the path")
+        raise UserError(f"program: {program} is not there (looked in {path.parent}): check the path")
     if path.name == OURS and "roxxel_dist" in path.read_text(encoding="utf-8", errors="replace"):
         return None
     return [program if word == "${program}" else word for word in words]
@@ -72,7 +73,7 @@ def expand(words: Sequence[str], params: Mapping[str, Any], json_file: Path) -> 
         macro = MACRO.fullmatch(text)
         if macro and macro[1] not in macros:
             known = ", ".join(f"${{{name}}}" for name in ("program", *macros))
-            raise ValueError(f"command: there is no {text}: there are {known}, ${{envvar:NAME}}")
+            raise UserError(f"command: there is no {text}: there are {known}, ${{envvar:NAME}}")
         expanded += macros[macro[1]] if macro else [text]
     return expanded
 

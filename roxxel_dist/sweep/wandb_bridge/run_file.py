@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.exit_codes import UserError
+
 HEAD = b":W&B"
 HEAD_SIZE, BLOCK = 7, 1 << 15
 PIECE = struct.Struct("<IHB")
@@ -56,7 +58,7 @@ class WandbFile:
         with self._path.open("rb") as file:
             head = file.read(HEAD_SIZE)
             if not HEAD.startswith(head[:4]):
-                raise ValueError(f"{self._path} is no file of a W&B client")
+                raise UserError(f"{self._path} is no file of a W&B client")
             file.seek(self._position)
             data = file.read()
         record, offset, end = b"", 0, 0
@@ -73,7 +75,7 @@ class WandbFile:
             if len(piece) < length:
                 break
             if kind not in (FULL, FIRST, MIDDLE, LAST):
-                raise ValueError(f"{self._path} is damaged at byte {self._position + offset:,}")
+                raise UserError(f"{self._path} is damaged at byte {self._position + offset:,}")
             offset += PIECE.size + length
             record = piece if kind in (FULL, FIRST) else record + piece
             if kind in (FULL, LAST):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import flat_fields
 from roxxel_dist.data.discovery import absolute
 from roxxel_dist.sweep.execution.outcome import OURS, TRACEBACK, classify_exit
@@ -80,7 +81,7 @@ def definition(sweep_id: str) -> Mapping[str, Any]:
         # As with the other calls of the client: many errors, and no base of them all.
         return dict(wandb.Api().sweep(sweep_id).config)
     except Exception as error:
-        raise ValueError(f"--sweep_id {sweep_id}: {_in_a_line(error)}") from error
+        raise UserError(f"--sweep_id {sweep_id}: {_in_a_line(error)}") from error
 
 
 def create_or_join(sweep: Mapping[str, Any] | str, project: str | None = None) -> str:
@@ -111,7 +112,7 @@ def create_or_join(sweep: Mapping[str, Any] | str, project: str | None = None) -
             name = wandb.sweep(config, entity=entity, project=project)
     except Exception as error:
         what = "no W&B sweep can be created" if joined is None else f"the W&B sweep {sweep!r} cannot be joined"
-        raise ValueError(f"{what}: {_in_a_line(error)}") from error
+        raise UserError(f"{what}: {_in_a_line(error)}") from error
     return f"{entity}/{project}/{name}"
 
 

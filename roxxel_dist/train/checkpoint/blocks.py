@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.train.checkpoint.digests import Bounds, bounds_of, digest
 
 PREAMBLE = struct.Struct("<8sQQ32s")
@@ -127,7 +128,7 @@ class Header:
         return cls(**values | {"blocks": {n: (offset, size, text) for n, offset, size, text in values["blocks"]}})
 
 
-class DamagedFile(ValueError):
+class DamagedFile(UserError):
     """A file of blocks does not agree with its digests."""
 
 

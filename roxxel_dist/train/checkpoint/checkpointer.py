@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.train.bad_steps import LossMonitorState
 from roxxel_dist.train.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from roxxel_dist.train.train_state import TrainState, TrainView, split_module
@@ -58,9 +59,9 @@ class Checkpointer:
         """
         self.store.settle()
         if (newest := self.store.latest_step()) is not None and self._is_of_trainer(newest):
-            raise ValueError(f"{self.store.folder} has the checkpoints of a Trainer, which alone saves there")
+            raise UserError(f"{self.store.folder} has the checkpoints of a Trainer, which alone saves there")
         if step in self.store.steps():
-            raise ValueError(
+            raise UserError(
                 f"{self.store.folder} has a checkpoint of step {step} already: call restore() first to continue from "
                 f"the newest one ({self.store.latest_step()}), or use another folder"
             )

@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 
 from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.train.checkpoint.metadata import DAMAGED, META, TABLE, MetaFile
 
 VERSION = 1
@@ -148,10 +149,10 @@ class DigestTable:
         begin = len(data) - len(ending) + 2 - LENGTH
         body = data[:begin] + b"}"
         if data[begin:] != ending % digest(body).encode():
-            raise ValueError(f"{path.name} does not agree with its own digest")
+            raise UserError(f"{path.name} does not agree with its own digest")
         saved = json.loads(body)
         if saved["version"] != VERSION:
-            raise ValueError(f"{path.name} is of version {saved['version']}, which this program cannot read")
+            raise UserError(f"{path.name} is of version {saved['version']}, which this program cannot read")
         blocks = {
             name: tuple(BlockDigest(tuple((a, b) for a, b in bounds), *rest) for bounds, *rest in blocks)
             for name, blocks in saved["blocks"].items()
@@ -322,13 +323,13 @@ def read_verified(checkpoint: Path, step: int) -> tuple[MetaFile, DigestTable | 
             name = TABLE
             raise FileNotFoundError
         if table.step != step:
-            raise ValueError(f"{TABLE} is of step {table.step}")
+            raise UserError(f"{TABLE} is of step {table.step}")
         if digest(text) not in table.meta:
-            raise ValueError(f"{META} does not agree with its digest")
+            raise UserError(f"{META} does not agree with its digest")
         return MetaFile.from_json(text), table
     except FileNotFoundError:
-        raise ValueError(f"{name} is missing, written by rank 0") from None
+        raise UserError(f"{name} is missing, written by rank 0") from None
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{name} cannot be read ({error!r}), written by rank 0") from error
+        raise UserError(f"{name} cannot be read ({error!r}), written by rank 0") from error
     except ValueError as error:
-        raise ValueError(f"{error}, written by rank 0") from error
+        raise UserError(f"{error}, written by rank 0") from error

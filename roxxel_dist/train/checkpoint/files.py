@@ -28,6 +28,7 @@ from etils import epath
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_index
 from roxxel_dist.cluster.durable import make_folder, sync_folder, write_file
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.train.checkpoint import layout
 from roxxel_dist.train.checkpoint.digests import (
@@ -95,7 +96,7 @@ def open_folder(
     saved, problem = json.loads(broadcast_from_primary("checkpoints", json.dumps([list(saved.items()), problem])))
     problems = gather_to_primary("checkpoints", problem or ("" if read_only else _unusable(folder)))
     if problem := broadcast_from_primary("checkpoints", next(filter(None, problems), "")):
-        raise ValueError(
+        raise UserError(
             f"the checkpoint folder {folder} cannot be used ({problem}): choose another run directory, or mend it"
         )
     return {int(step): val_loss for step, val_loss in saved}
@@ -394,7 +395,7 @@ def read_params(checkpoint: Path, saved: MetaFile, table: DigestTable | None) ->
     params = read_arrays(checkpoint, {"params": parameter_shapes(saved.shapes)})["params"]
     named = {PARAMS + name: array for name, array in params.items()}
     if table is not None and (problems := check_whole_arrays(named, table, saved.shapes)):
-        raise ValueError(in_words(problems))
+        raise UserError(in_words(problems))
     return params
 
 

@@ -22,6 +22,7 @@ from roxxel_dist.cluster.distributed import (
     process_count,
     process_index,
 )
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.blocks import BlockTable, DamagedFile, Header, read_blocks, read_header
 from roxxel_dist.train.checkpoint.digests import bounds_of, digest
@@ -163,7 +164,7 @@ class Generations:
         leaves, tree = jax.tree.flatten(files.keys_to_data(like))
         table = BlockTable(files.keys_to_data(like), self._hosts)
         if table.identity != header.table:
-            raise ValueError(
+            raise UserError(
                 f"the copy of step {header.step} in {self._folder} is of another model or optimizer than the run has "
                 f"now: start the job again, and it continues from its checkpoint"
             )

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.attention import grouped
 
 LAYOUT = 2
@@ -34,7 +35,7 @@ def convert(old: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict
     for name, shape in shapes.items():
         names = sources(name, old)
         if not names:
-            raise ValueError(f"it has no {name}")
+            raise UserError(f"it has no {name}")
         xp = np if isinstance(old[names[0]], np.ndarray) else jnp
         array = xp.stack([old[layer] for layer in names]) if _ONE_BLOCK.search(names[0]) else old[names[0]]
         param = name.rpartition("/")[2]
@@ -42,7 +43,7 @@ def convert(old: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict
         if heads and array.shape[-1] == prod(heads):  # moments, and sums over the columns of factored ones, too
             array = grouped(array, heads)
         if array.ndim and prod(array.shape) != prod(shape):
-            raise ValueError(f"{name} is {tuple(array.shape)} in it and {tuple(shape)} here")
+            raise UserError(f"{name} is {tuple(array.shape)} in it and {tuple(shape)} here")
         arrays[name] = array.reshape(shape) if array.ndim else xp.broadcast_to(array, shape)
     return arrays
 

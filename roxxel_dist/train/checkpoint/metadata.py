@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.discovery import absolute
 from roxxel_dist.objects.url import is_url
 
@@ -82,16 +83,16 @@ class ResumeSpec:
 
     def __post_init__(self) -> None:
         if self.fork is not None and self.fork.step is None:
-            raise ValueError(f"fork is {self.fork}: it must say at which step, as in {self.fork}@1000")
+            raise UserError(f"fork is {self.fork}: it must say at which step, as in {self.fork}@1000")
         if self.fork is not None and self.from_step is not None:
-            raise ValueError("fork begins a new run and from_step goes back in an old one: use one of the two")
+            raise UserError("fork begins a new run and from_step goes back in an old one: use one of the two")
         if self.skip_steps is None:
             return
         if self.from_step is None:
-            raise ValueError("skip_steps leaves rows out behind a step that the run goes back to: name it, from_step")
+            raise UserError("skip_steps leaves rows out behind a step that the run goes back to: name it, from_step")
         first, last = self.skip_steps
         if not self.from_step < first <= last:
-            raise ValueError(
+            raise UserError(
                 f"skip_steps is {first}:{last}, and the run goes back to where step {self.from_step} was done: write "
                 f"the first and the last step to leave out, both above {self.from_step}"
             )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorstore as ts
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.train.checkpoint.digests import Bounds
 
 
@@ -62,5 +63,5 @@ def _place(location: str) -> Place:
     """Of "value::d/FILE:OFFSET:BYTES"; behind the first colon another database would be named."""
     kind, other, file, offset, size = location.split(":")
     if kind != "value" or other:
-        raise ValueError(location)
+        raise UserError(location)
     return Place(file, int(offset), int(size))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.train.checkpoint.blocks import PAGE, PREAMBLE, DamagedFile, read_blocks, read_header
 from roxxel_dist.train.checkpoint.digests import digest
 
@@ -239,7 +240,7 @@ class CopyServer:
         """Write a neighbour's file; void until its last byte is there."""
         slot, _, rank = name.partition("-")
         if not (slot in ("0", "1") and rank.isdecimal() and size > PAGE):
-            raise ValueError(name)
+            raise UserError(name)
         if self.refusal:
             channel.send(self.refusal)
             return

@@ -26,6 +26,7 @@ from roxxel_dist.cluster.distributed import (
     process_count,
     process_index,
 )
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.discovery import check_local
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.train.checkpoint import files
@@ -47,7 +48,7 @@ class SaveError(RuntimeError):
     """The last checkpoint could not be saved."""
 
 
-class DamagedCheckpoint(ValueError):
+class DamagedCheckpoint(UserError):
     """A checkpoint is not what was saved. All ranks raise it together, with the same text."""
 
     def __init__(self, folder: Path, step: int, why: str, hint: str = "") -> None:
@@ -123,7 +124,7 @@ class CheckpointStore:
     ) -> None:
         for name, value in (("max_to_keep", max_to_keep), ("keep_every", keep_every)):
             if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}: it must be at least 1")
+                raise UserError(f"{name} is {value}: it must be at least 1")
         check_local("the folder of checkpoints", folder)
         self.folder: Path = Path(folder).absolute()
         self._keep = max_to_keep, keep_every, frozenset(keep_steps or ())
@@ -344,7 +345,7 @@ class CheckpointStore:
         Raises ValueError where it is damaged, and StoreError.
         """
         if self._remote is not None and (problems := self._remote.fetch_params(step)):
-            raise ValueError(in_words(problems))
+            raise UserError(in_words(problems))
 
     def check_params(self, step: int, like: dict[str, Any]) -> None:
         """Raises ValueError where `restore_params` would find another model; `like` may be shapes alone."""
@@ -376,7 +377,7 @@ class CheckpointStore:
                 problem = files.cause(error)
         self._read_last = None
         if problem := broadcast_from_primary(self._name, problem):
-            raise ValueError(f"{self.folder} cannot go back to step {step} ({problem}): the folder must be writable")
+            raise UserError(f"{self.folder} cannot go back to step {step} ({problem}): the folder must be writable")
         self._saved = {other: val_loss for other, val_loss in self._saved.items() if other <= step}
 
     def has_digests(self, step: int) -> bool:
@@ -411,7 +412,7 @@ class CheckpointStore:
             except DamagedCheckpoint as another:
                 damages.append(another)
         if len(damages) == len(self._saved):
-            raise ValueError(self._nothing_whole([f"step {wrong.step}: {wrong.why}" for wrong in damages]))
+            raise UserError(self._nothing_whole([f"step {wrong.step}: {wrong.why}" for wrong in damages]))
         lines = []
         for wrong in damages:
             name, problem = "", ""
@@ -424,7 +425,7 @@ class CheckpointStore:
                     problem = files.cause(error)
             name, problem = json.loads(broadcast_from_primary(self._name, json.dumps([name, problem])))
             if problem:
-                raise ValueError(f"{wrong}; it cannot be renamed ({problem}): the folder must be writable")
+                raise UserError(f"{wrong}; it cannot be renamed ({problem}): the folder must be writable")
             del self._saved[wrong.step]
             lines.append(f"{wrong}; it is kept as {name}")
         self._read_last = None
@@ -436,7 +437,7 @@ class CheckpointStore:
         names = [] if not is_primary() else self._remote.damaged() if self._remote else damaged_ones(self.folder)
         names = json.loads(broadcast_from_primary(self._name, json.dumps(names)))
         if names and not self._saved:
-            raise ValueError(self._nothing_whole(names))
+            raise UserError(self._nothing_whole(names))
 
     def _nothing_whole(self, damages: list[str]) -> str:
         return (
@@ -452,7 +453,7 @@ class CheckpointStore:
             return saved
         if wrong:
             what, cure = ("model or optimizer", "config") if whole else ("model", "model fields")
-            raise ValueError(
+            raise UserError(
                 f"the checkpoint of step {step} in {self.folder} is of another {what} ({wrong}): use the {cure} that "
                 f"it was made with" + (", or a new run directory" if whole else "")
             )
@@ -500,7 +501,7 @@ class CheckpointStore:
             return
         self._read_last = None
         if deleted:  # its run goes on, and keeps the newest ones
-            raise ValueError(f"the checkpoint of step {step} in {self.folder} was deleted while it was read")
+            raise UserError(f"the checkpoint of step {step} in {self.folder} was deleted while it was read")
         raise DamagedCheckpoint(self.folder, step, why, self._instead(step) if self._read_only else "")
 
     def _exists(self, step: int) -> bool:
@@ -521,7 +522,7 @@ class CheckpointStore:
         """The metadata and digests of a checkpoint, once all ranks have read the same."""
         if step not in self._saved:
             known = ", ".join(map(str, self.steps())) or "none"
-            raise ValueError(f"{self.folder} has no checkpoint of step {step}; those there are: {known}")
+            raise UserError(f"{self.folder} has no checkpoint of step {step}; those there are: {known}")
         if self._read_last is not None and self._read_last[0] == step:
             return self._read_last[1:]
         saved, problems = None, list[str]()

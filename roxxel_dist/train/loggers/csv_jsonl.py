@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.exit_codes import UserError
 
 COLUMNS = (
     "step", "train_loss", "val_loss", "train_bal", "val_bal", "ms_per_step",
@@ -144,7 +145,7 @@ class JsonlReader:
                 row = None
             if not isinstance(row, dict):
                 shown = line[:60].decode("utf-8", "replace")
-                raise ValueError(f"{self._path}, line {self._lines}: {shown!r} is no JSON object: take the line out")
+                raise UserError(f"{self._path}, line {self._lines}: {shown!r} is no JSON object: take the line out")
             yield row
 
     def close(self) -> None:

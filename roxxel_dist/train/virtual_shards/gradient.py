@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.train.optimizer import Optimizer, for_model
 from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState
 from roxxel_dist.train.train_step import (
@@ -169,7 +170,7 @@ def check_statistics(statistics: Leaves) -> None:
     """Raises ValueError if the model changes a leaf of its state that has no mean over the shards."""
     for name, leaf in statistics.items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(
+            raise UserError(
                 f"virtual_shards: each call of the model changes {name!r} of {leaf.dtype}, so each shard would have "
                 f"another value. Change floating-point state only (the mean over the shards is used), or set "
                 f"virtual_shards to 0"

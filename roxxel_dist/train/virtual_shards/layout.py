@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.train.train_state import TrainState
 
@@ -23,19 +24,19 @@ def check_virtual_shards(count: int, shapes: Sequence[Shape], grad_accum: int, m
     `count` is a power of two already, as `LoopOptions` says.
     """
     if mesh.size > 1 and max(mesh.devices.shape) < mesh.size:
-        raise ValueError(
+        raise UserError(
             f"virtual_shards is {count}, and the mesh is {dict(mesh.shape)}: each device keeps the whole state, so "
             f"use a mesh of one axis, without tensor_devices and fsdp, or set virtual_shards to 0"
         )
     if count % mesh.size:
-        raise ValueError(
+        raise UserError(
             f"virtual_shards is {count}, which {mesh.size} device(s) do not divide: set n_devices to 1, 2, 4, …, at "
             f"most {count}"
         )
     for i, shape in enumerate(shapes):
         if shape.batch_size % (count * grad_accum):
             accumulated = f" x grad_accum ({grad_accum})" if grad_accum > 1 else ""
-            raise ValueError(
+            raise UserError(
                 f"phase {i + 1}: batch_size is {shape.batch_size}, which is not a multiple of virtual_shards ({count})"
                 f"{accumulated}: use a multiple of {count * grad_accum}"
             )
@@ -86,7 +87,7 @@ class Layout:
         places = self.sharding.devices_indices_map((mesh.size, 1))
         rows = {device: index[0].indices(mesh.size)[:2] for device, index in places.items()}
         if {stop - start for start, stop in rows.values()} != {1}:
-            raise ValueError(
+            raise UserError(
                 f"virtual_shards is {self.count}, and data_sharding is {self.sharding.spec} on the mesh "
                 f"{dict(mesh.shape)}: the rows of a batch must be split over all devices, so leave data_sharding out"
             )

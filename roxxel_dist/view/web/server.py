@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.view.web.feed import Changes, Feed
 from roxxel_dist.view.web.page import page, policy
 
@@ -67,7 +68,7 @@ class PageServer(ThreadingHTTPServer):
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise ValueError(
+            raise UserError(
                 f"port is {port}: {host} cannot use it ({getattr(error, 'strerror', None) or error}): leave it out "
                 "for a free one"
             ) from error

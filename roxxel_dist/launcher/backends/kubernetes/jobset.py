@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from roxxel_dist.cluster.exit_codes import EXIT_HANG, EXIT_PREFLIGHT
+from roxxel_dist.cluster.exit_codes import EXIT_HANG, EXIT_PREFLIGHT, UserError
 from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.control.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, PREEMPTED
 from roxxel_dist.launcher.environment import assignments, is_secret, masked_words, read_env_file
@@ -110,7 +110,7 @@ class JobSetSpec:
     def __post_init__(self) -> None:
         for option, count in (("--hosts", self.options.hosts), ("--procs-per-host", self.options.procs_per_host)):
             if count < 1:
-                raise ValueError(f"{option} {count}: must be at least 1")
+                raise UserError(f"{option} {count}: must be at least 1")
         self._check_secrecy()
         self._check_run_dir()
         self._check_tpu()
@@ -123,55 +123,55 @@ class JobSetSpec:
 
     def _check_secrecy(self) -> None:
         if secret := next((name for name in self.env if is_secret(name)), None):
-            raise ValueError(
+            raise UserError(
                 f"--env {secret}: its value would stand in the manifest; put it into a Secret, name that with "
                 f"--secret, and write --env {secret} alone"
             )
         if self.env_of_secret and not self.options.secret:
-            raise ValueError(
+            raise UserError(
                 f"--env {self.env_of_secret[0]} has no value: write NAME=VALUE, or name its Secret by --secret"
             )
         if masked_words(self.command) != list(self.command):
-            raise ValueError("the command holds a secret, which would stand in the manifest: let it read a variable")
+            raise UserError("the command holds a secret, which would stand in the manifest: let it read a variable")
 
     def _check_run_dir(self) -> None:
         """What `train` writes must outlive the pods."""
         for volume, (_, path) in zip(self.options.volume, self.mounts, strict=True):
             if not path.startswith("/"):
-                raise ValueError(
+                raise UserError(
                     f"--volume {volume!r}: write CLAIM:/path, a PersistentVolumeClaim and where it shall be"
                 )
         if self.command[:1] != ("train",) or trains_in_bucket(self.command):
             return
         run_dir = flag(self.command, "run_dir")
         if run_dir is None:
-            raise ValueError(
+            raise UserError(
                 "train without --run_dir: name a folder of a volume that all pods share (--volume CLAIM:/path), or an "
                 "address in a bucket"
             )
         folder = os.path.normpath(run_dir)
         if not any(f"{folder}/".startswith(f"{os.path.normpath(path)}/") for _, path in self.mounts):
-            raise ValueError(
+            raise UserError(
                 f"--run_dir {run_dir} is in no --volume: it would end with its pod; use --volume CLAIM:/path"
             )
 
     def _check_tpu(self) -> None:
         tpu, topology, hosts = self.options.tpu, self.options.topology, self.options.hosts
         if (tpu is None) != (topology is None):
-            raise ValueError(
+            raise UserError(
                 "--tpu and --topology belong together, for instance --tpu tpu-v5-lite-podslice --topology 4x4"
             )
         if topology is None:
             return
         if not TOPOLOGY.fullmatch(topology):
-            raise ValueError(f"--topology {topology!r}: write for instance 4x4 or 2x2x4")
+            raise UserError(f"--topology {topology!r}: write for instance 4x4 or 2x2x4")
         if chips_of(topology) % hosts:
-            raise ValueError(
+            raise UserError(
                 f"--topology {topology} has {chips_of(topology)} chips, which is not a multiple of --hosts {hosts}: "
                 "give the hosts of that slice"
             )
         if self.options.procs_per_host != 1:
-            raise ValueError(
+            raise UserError(
                 f"--procs-per-host {self.options.procs_per_host}: a host of a TPU slice has one process; leave it out"
             )
 

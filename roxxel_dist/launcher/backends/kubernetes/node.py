@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
+from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT, UserError
 from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.signals import SignalPipe
@@ -61,15 +61,15 @@ class Node:
 
     def __post_init__(self) -> None:
         if self.hosts < 1:
-            raise ValueError(f"--hosts {self.hosts}: must be at least 1")
+            raise UserError(f"--hosts {self.hosts}: must be at least 1")
         if not 0 <= self.index < self.hosts:
-            raise ValueError(
+            raise UserError(
                 f"--index {self.index}: must be within 0 and {self.hosts - 1}, for there are {self.hosts} hosts"
             )
         if self.procs < 1:
-            raise ValueError(f"--procs-per-host {self.procs}: must be at least 1")
+            raise UserError(f"--procs-per-host {self.procs}: must be at least 1")
         if not NAME.fullmatch(self.first):
-            raise ValueError(f"--first {self.first!r} cannot be a host: give the name or the address of host 0")
+            raise UserError(f"--first {self.first!r} cannot be a host: give the name or the address of host 0")
 
     @property
     def is_coordinator(self) -> bool:
@@ -115,7 +115,7 @@ class Options(base.Options, NodeOptions):
         """Start this host's ranks of a job that pods or containers make up."""
         with request.usage_errors():
             if self.detach:
-                raise ValueError("--detach: a container ends with its first process, so a member stays; leave it out")
+                raise UserError("--detach: a container ends with its first process, so a member stays; leave it out")
             flags = self._flags()
             node = Node(hosts=flags["hosts"], index=flags["index"], first=flags["first"], procs=flags["procs_per_host"])
             options = replace(self, run_id=flags["run_id"], port=flags["port"])
@@ -137,9 +137,9 @@ class Options(base.Options, NodeOptions):
         for name in ("index", "first", "run_id"):
             if given[name] is None and flags["hosts"] > 1:
                 option, variables = f"--{name.replace('_', '-')}", " or ".join(VARIABLES[name])
-                raise ValueError(f"{option} is not given, nor {variables}: {flags['hosts']} hosts need it")
+                raise UserError(f"{option} is not given, nor {variables}: {flags['hosts']} hosts need it")
         if flags["attempt"] < 0:
-            raise ValueError(f"--attempt {flags['attempt']}: must be 0, or how often the job was started before")
+            raise UserError(f"--attempt {flags['attempt']}: must be 0, or how often the job was started before")
         return flags
 
 
@@ -178,7 +178,7 @@ def flags_from_environment(
         text = environment[variable]
         is_text = name in ("first", "run_id")
         if not is_text and not re.fullmatch(r"\d{1,9}", text):
-            raise ValueError(f"{variable} is {text!r}: must be a number, as of --{name.replace('_', '-')}")
+            raise UserError(f"{variable} is {text!r}: must be a number, as of --{name.replace('_', '-')}")
         filled[name] = text if is_text else int(text)
     return filled
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
+from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT, UserError
 from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.backends.ray import actor, cluster
 from roxxel_dist.launcher.backends.ray.process import NoNodeError, RayProcess, reason_of, result
@@ -71,9 +71,9 @@ class RayBackend(base.Backend):
         cluster.check_address(options.address)
         for flag, value in (("--hosts", options.hosts), ("--cpus-per-host", options.cpus_per_host)):
             if not 1 <= value < float("inf"):
-                raise ValueError(f"{flag} {value}: must be at least 1")
+                raise UserError(f"{flag} {value}: must be at least 1")
         if not 0 < options.place_timeout < float("inf"):
-            raise ValueError(f"--place-timeout {options.place_timeout:g}: must be seconds, more than 0")
+            raise UserError(f"--place-timeout {options.place_timeout:g}: must be seconds, more than 0")
         self._options = options
         self._bundle = {"CPU": options.cpus_per_host, **({} if gpus is None else {"GPU": gpus})}
         self.python: str = options.python or sys.executable
@@ -204,7 +204,7 @@ class Options(base.Options, RayOptions):
         """Hold the nodes, and start the ranks there."""
         with request.usage_errors():
             if self.detach:
-                raise ValueError(
+                raise UserError(
                     "--detach: leave the launcher to the cluster itself: `ray job submit --no-wait -- roxxel-dist "
                     "launch ray --address auto …`; `ray job logs` and `ray job stop` go with it"
                 )

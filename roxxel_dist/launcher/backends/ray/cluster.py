@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.exit_codes import UserError
+
 HOST_PORT = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9A-Fa-f:]+\]:\d{1,5}")
 MAX_NODES = 8
 """Nodes that a message names."""
@@ -39,7 +41,7 @@ def connected(address: str, *, insecure: bool) -> Iterator[Any]:
     """
     check_address(address)
     if find_spec("ray") is None:
-        raise ValueError("Ray is not installed: pip install 'roxxel-dist[ray]'")
+        raise UserError("Ray is not installed: pip install 'roxxel-dist[ray]'")
     # A head that is gone does not come back. Ray would end this process, with code 1 and its own words, after 60 s;
     # 600 s later the launcher has ended itself.
     values = {RECONNECT: os.environ.get(RECONNECT, "600")}
@@ -87,12 +89,12 @@ def _ray_variables() -> dict[str, str]:
 def check_address(address: str) -> None:
     """Raises ValueError for what cannot be the address of a cluster."""
     if address.startswith("ray://"):
-        raise ValueError(
+        raise UserError(
             f"--address {address}: the launcher must run inside the cluster; send it there with `ray job submit "
             "--address http://HEAD:8265 -- roxxel-dist launch ray --address auto …`, or run it on a node"
         )
     if address != "auto" and not HOST_PORT.fullmatch(address):
-        raise ValueError(
+        raise UserError(
             f"--address {address!r}: write `auto`, or HOST:PORT of the cluster's head (port 6379 by default)"
         )
 
@@ -114,7 +116,7 @@ def check_token(address: str) -> None:
     has_token = bool(os.environ.get("RAY_AUTH_TOKEN")) or file.is_file()
     if mode.lower() != "token" and (mode or not has_token):
         state = repr(mode) if mode else "not set, and there is no token"
-        raise ValueError(
+        raise UserError(
             f"--address {address}: RAY_AUTH_MODE is {state}; set it to token. Anyone who reaches a cluster without a "
             "token can run programs as you. Make a token with `ray get-auth-token --generate`, copy ~/.ray/auth_token "
             "to every node (mode 600), and start Ray with RAY_AUTH_MODE=token everywhere; or use --insecure, in a "

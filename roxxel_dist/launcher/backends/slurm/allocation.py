@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from signal import SIGTERM
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, UserError
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend
 from roxxel_dist.launcher.control.restart import INFRASTRUCTURE, Decision
 from roxxel_dist.launcher.control.supervisor import JobResult, supervise
@@ -61,7 +61,7 @@ def nodes(nodelist: str) -> list[str]:
     """The names behind `n[1-3,7]`. Raises ValueError where SLURM cannot tell."""
     names = _scontrol("show", "hostnames", nodelist)
     if names.returncode != 0:
-        raise ValueError(f"scontrol cannot list the nodes of SLURM_JOB_NODELIST={nodelist}: {names.stderr.strip()}")
+        raise UserError(f"scontrol cannot list the nodes of SLURM_JOB_NODELIST={nodelist}: {names.stderr.strip()}")
     return names.stdout.split()
 
 

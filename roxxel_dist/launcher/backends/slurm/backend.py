@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S, start_near
 
@@ -81,9 +82,9 @@ class SlurmBackend(base.Backend):
 def check_container(container: str | None, runtime: str | None, mounts: Sequence[str]) -> None:
     """Raises ValueError where the three do not make sense together."""
     if container is None and (runtime is not None or mounts):
-        raise ValueError(f"--{'runtime' if runtime else 'mount'} is for a container: give --container IMAGE too")
+        raise UserError(f"--{'runtime' if runtime else 'mount'} is for a container: give --container IMAGE too")
     if container is not None and runtime is None:
-        raise ValueError(f"--container {container}: say what runs it: --runtime pyxis or --runtime apptainer")
+        raise UserError(f"--container {container}: say what runs it: --runtime pyxis or --runtime apptainer")
 
 
 def step_environment(outer: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, UserError
 from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.backends.slurm.allocation import (
     Allocation,
@@ -100,13 +100,13 @@ class Options(base.Options, SlurmOptions):
                 others += own
                 continue
             if not re.fullmatch(r"[a-z][a-z-]*", key):
-                raise ValueError(f"{own[0]}: write --slurm-KEY VALUE, with the name of an option of sbatch for KEY")
+                raise UserError(f"{own[0]}: write --slurm-KEY VALUE, with the name of an option of sbatch for KEY")
             if key in REFUSED:
-                raise ValueError(f"--slurm-{key}: {REFUSED[key]}")
+                raise UserError(f"--slurm-{key}: {REFUSED[key]}")
             if key in passed:
-                raise ValueError(f"--slurm-{key} is given twice: give it once")
+                raise UserError(f"--slurm-{key} is given twice: give it once")
             if "\n" in (value or ""):
-                raise ValueError(f"--slurm-{key}: its value holds a line end, which a #SBATCH line cannot: take it out")
+                raise UserError(f"--slurm-{key}: its value holds a line end, which a #SBATCH line cannot: take it out")
             passed[key] = value
         return passed, others
 
@@ -115,10 +115,10 @@ class Options(base.Options, SlurmOptions):
         with request.usage_errors():
             for flag, value, least in (("--nodes", self.nodes, 1), ("--max-requeues", self.max_requeues, 0)):
                 if value is not None and value < least:
-                    raise ValueError(f"{flag} {value}: must be at least {least}")
+                    raise UserError(f"{flag} {value}: must be at least {least}")
             check_container(self.container, self.runtime, self.mount)
             if self.detach:
-                raise ValueError("--detach: a submitted job does not need it, and one in an allocation ends with it")
+                raise UserError("--detach: a submitted job does not need it, and one in an allocation ends with it")
         allocation = current_allocation(os.environ)
         if allocation is not None and allocation.batch:  # SLURM's request may come before anybody listens: it waits
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -184,20 +184,20 @@ def _submit(options: Options, request: base.LaunchRequest) -> int:
     """Hand the job to sbatch, or print what it would be handed."""
     with request.usage_errors():
         if options.dry_run:
-            raise ValueError(
+            raise UserError(
                 "--dry-run: use --print for the script; inside a job --dry-run prints the command of each rank"
             )
         count = (options.nodes or 1) + options.spare_hosts
         nprocs = ranks_on(count, options.procs_per_host, options.spare_hosts, options.min_hosts)
         job = request.job(options, nprocs, SlurmBackend("", [f"node {number}" for number in range(count)]))
         if masked_words(request.command) != list(request.command):
-            raise ValueError(
+            raise UserError(
                 "the command holds a secret, which would stand in the script that SLURM keeps and shows: let it read "
                 "a variable (--env NAME=VALUE, which is not in the script)"
             )
         log = Path(options.directory or os.getcwd()) / job.log_dir / "launcher.log"
         if "\\" in str(log) and not options.print:
-            raise ValueError(
+            raise UserError(
                 f"{str(log)!r}: SLURM cannot write to a path with a backslash; choose another run directory"
             )
     if not options.print and shutil.which("sbatch") is None:
@@ -239,16 +239,16 @@ def _run(options: Options, request: base.LaunchRequest, allocation: Allocation) 
     job_id = allocation.job_id
     with request.usage_errors():
         if request.passed:
-            raise ValueError(
+            raise UserError(
                 f"--slurm-{next(iter(request.passed))} is for a job that is still to be submitted, and this is job "
                 f"{job_id}; leave it out, or unset SLURM_JOB_ID to submit another"
             )
         if shutil.which("srun") is None:
-            raise ValueError(f"this is SLURM job {job_id}, and there is no `srun`: add SLURM's commands to PATH")
+            raise UserError(f"this is SLURM job {job_id}, and there is no `srun`: add SLURM's commands to PATH")
         names = nodes(allocation.nodelist)
         count = len(names) if options.nodes is None else options.nodes + options.spare_hosts
         if count > len(names):
-            raise ValueError(
+            raise UserError(
                 f"--nodes {options.nodes}, --spare-hosts {options.spare_hosts}: job {job_id} has {len(names)} nodes "
                 f"({', '.join(names)})"
             )
