@@ -12,10 +12,10 @@ from typing import Any, Self
 from roxxel_dist.cluster import save_requests
 from roxxel_dist.cluster.exit_codes import REACHED_ENV, STATUS_ENV, MissingFileError, UserError
 from roxxel_dist.cluster.file_lock import is_held as lock_is_held
+from roxxel_dist.cluster.folder_lock import LOCK, FolderIsHeld, hold_folder
 from roxxel_dist.data.atomic_dir import COMMIT, SUFFIX
 from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.objects.url import is_url
-from roxxel_dist.train.run_lock import LOCK, RunIsHeld, hold
 
 CONFIG, TOKENIZER, DATA, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", "checkpoints"
 PREFLIGHT_STORE_S = 20.0
@@ -73,8 +73,8 @@ class RunDirectory:
             raise UserError(f"run_dir is {self.path}, a file: name a folder")
         self.check_new(resume)
         try:
-            self._let_go = hold(self.path, nested=False)
-        except RunIsHeld:
+            self._let_go = hold_folder(self.path, "training in", nested=False)
+        except FolderIsHeld:
             self._new = []
             raise
         save_requests.sweep(self.path)

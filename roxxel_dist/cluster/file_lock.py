@@ -80,11 +80,12 @@ def wait_for_lock(
     silent_s: float = 0.0,
     progress: Callable[[], object] = lambda: None,
     say: Callable[[str], None] = say,
+    error: type[UserError] = UserError,
 ) -> int:
     """Wait until no other process holds the lock of a file; returns the descriptor that holds it, like `take_lock`.
 
     From the name of the holder, `waiting` makes the line to show after `silent_s`, and `failed` the message of the
-    ValueError after `limit_s` without progress of the holder: `progress` returned the same value all the time.
+    `error` after `limit_s` without progress of the holder: `progress` returned the same value all the time.
     """
     begin = changed = time.monotonic()
     state, said = progress(), False
@@ -93,7 +94,7 @@ def wait_for_lock(
         if (new := progress()) != state:
             state, changed = new, now
         if now - changed >= limit_s:
-            raise UserError(failed(holder(path)))
+            raise error(failed(holder(path)))
         if not said and now - begin >= silent_s:
             say(waiting(holder(path)))
             said = True

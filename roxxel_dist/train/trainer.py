@@ -20,6 +20,7 @@ from roxxel_dist.cluster.determinism import enable_compilation_cache, pin_for_sh
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_count, process_index
 from roxxel_dist.cluster.executables import all_installed
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.folder_lock import hold_folder
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
 from roxxel_dist.cluster.preemption import stop_requested, watching_for_stop
 from roxxel_dist.cluster.progress import Progress
@@ -65,7 +66,6 @@ from roxxel_dist.train.resume import (
     run_fingerprint,
     with_adapters,
 )
-from roxxel_dist.train.run_lock import hold
 from roxxel_dist.train.throughput import InflightThrottler, StepTimer
 from roxxel_dist.train.timeline import Timeline
 from roxxel_dist.train.train_state import TrainState, TrainView, init_state
@@ -621,7 +621,7 @@ def hold_together(run: Path) -> Callable[[], None]:
     let_go, problem = lambda: None, ""
     if is_primary():
         try:
-            let_go = hold(run)
+            let_go = hold_folder(run, "training in")
         except ValueError as error:
             problem = str(error)
     if problem := broadcast_from_primary("run directory is free", problem):

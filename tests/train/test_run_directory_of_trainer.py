@@ -11,10 +11,10 @@ from flax import nnx
 from runs import PHASES, Bigram, losses, make, rows, saved, train
 from small_disks import mounted_disk
 
+from roxxel_dist.cluster.folder_lock import is_held_here
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.train.checkpoint.metadata import ResumeSpec
 from roxxel_dist.train.checkpoint.store import SaveError
-from roxxel_dist.train.run_lock import HELD
 
 
 def contents(path):
@@ -26,8 +26,8 @@ def contents(path):
 HOLDER = """
 import sys
 from pathlib import Path
-from roxxel_dist.train.run_lock import hold
-hold(Path(sys.argv[1]))
+from roxxel_dist.cluster.folder_lock import hold_folder
+hold_folder(Path(sys.argv[1]), "training in")
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -72,7 +72,7 @@ def test_another_process_that_trains_there_is_told_of(corpus, tmp_path):
     first, second = make(corpus, tmp_path), make(corpus, tmp_path)  # of one process, as in a notebook
     second.close()
     first.close()
-    assert tmp_path not in HELD
+    assert not is_held_here(tmp_path)
 
 
 class Unknowable(Bigram):
@@ -86,7 +86,7 @@ def test_a_trainer_that_cannot_be_made_leaves_nothing_behind(corpus, tmp_path):
     others = {*threading.enumerate()}  # of tests before, which may have left some
     with pytest.raises(RuntimeError, match="not known"):
         make(corpus, tmp_path, model=lambda: Unknowable(shape, nnx.Rngs(0)))
-    assert tmp_path not in HELD
+    assert not is_held_here(tmp_path)
     end = time.monotonic() + 60
     while any(t.name.startswith(("roxxel-", "checkpoint")) for t in {*threading.enumerate()} - others):
         assert time.monotonic() < end, threading.enumerate()
