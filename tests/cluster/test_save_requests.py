@@ -48,7 +48,7 @@ def test_a_run_that_begins_does_not_see_what_a_dead_one_was_asked(tmp_path):
     run.claim(resume=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.yaml"]
     second = post_request(tmp_path)
-    with pytest.raises(ValueError, match=r"another process .*is training"):
+    with pytest.raises(ValueError, match=r"this process is training in .* already"):
         RunDirectory(tmp_path).claim(resume=True)
     assert take_requests(tmp_path) == [second], "a run that could not begin swept another's"
     run.release()
