@@ -38,6 +38,9 @@ EXIT_FILES = 74
 """A file that an earlier attempt of the job has used cannot be reached: a file system is away, so it is tried again."""
 EXIT_LOST_RANK = 76
 """jax's coordinator, or what it says of another rank, is lost to this rank: started again."""
+EXIT_RUNTIME = 77
+"""An exception of jax's or XLA's runtime in this rank, such as a reset connection or an accelerator's error: started
+again."""
 EXIT_HANG = 124
 """A rank stayed when it should not."""
 EXIT_TIMEOUT_TEXT = "the program had ended, and other ranks had not after the time that --exit-timeout gives"

@@ -36,7 +36,7 @@ def hold_folder(
         folder: the folder.
         action: what a holder does there, such as "training in", for messages.
         nested: whether a process that holds the lock may take it again; then the returned function does nothing.
-        wait_s: how many seconds to wait for another holder; the time begins anew when `progress` changes.
+        wait_s: how many seconds to wait for another holder; it is counted from the last change of `progress`.
         progress: a value that changes while the other holder works.
         log: shows the line that says who is waited for.
 

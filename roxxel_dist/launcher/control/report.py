@@ -4,7 +4,14 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_TIMEOUT_TEXT, EXIT_USAGE, OK_CODES
+from roxxel_dist.cluster.exit_codes import (
+    EXIT_DRAINED,
+    EXIT_HANG,
+    EXIT_RUNTIME,
+    EXIT_TIMEOUT_TEXT,
+    EXIT_USAGE,
+    OK_CODES,
+)
 from roxxel_dist.launcher.control.hang import Hang
 from roxxel_dist.launcher.control.outcome import AttemptResult, RankExit, exit_code, first_failure
 from roxxel_dist.launcher.control.slow import SlowRanks
@@ -60,6 +67,8 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
 
 def how(code: int) -> str:
     """`exit code 7`, `signal SIGKILL`."""
+    if code == EXIT_RUNTIME:
+        return f"exit code {code} (an exception of jax's runtime)"
     if code >= 0:
         return f"exit code {code}"
     if code == -signal.SIGBUS:

@@ -19,10 +19,12 @@ from types import TracebackType
 from typing import NoReturn
 
 from roxxel_dist.cluster.exit_codes import (
+    EXIT_FAILED,
     EXIT_FILES,
     EXIT_HANG,
     EXIT_LOST_RANK,
     EXIT_PORT,
+    EXIT_RUNTIME,
     EXIT_TIMEOUT_ENV,
     EXIT_TIMEOUT_TEXT,
     OK_CODES,
@@ -31,7 +33,8 @@ from roxxel_dist.cluster.exit_codes import (
     FileSystemError,
     LostRankError,
 )
-from roxxel_dist.cluster.progress import Progress, agent_pipe
+from roxxel_dist.cluster.progress import Progress, agent_pipe, own_record
+from roxxel_dist.launcher.host.runtime_errors import is_runtime_failure
 from roxxel_dist.launcher.output.console import info
 
 SUBCOMMANDS = frozenset(
@@ -209,7 +212,7 @@ def _run(program: Callable[[], None]) -> None:
     except BaseException as error:
         error.__traceback__ = _from_program(error.__traceback__)  # the default hook prints this one
         sys.excepthook(type(error), error, error.__traceback__)
-        _fail(1)
+        _fail(EXIT_RUNTIME if is_runtime_failure(error, first_step=not own_record().done) else EXIT_FAILED)
     _limit_the_wait()
 
 
