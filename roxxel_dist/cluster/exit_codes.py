@@ -32,6 +32,8 @@ EXIT_DRAINED = 42
 """Stopped on request, a checkpoint is saved."""
 EXIT_PREFLIGHT = 69
 """The hosts are not fit, and nothing was started."""
+EXIT_NOT_STARTED = 70
+"""The host could not start this rank: it has no memory or no process number left, or its files are away."""
 EXIT_PORT = 71
 """Rank 0 found the coordinator's port taken, which preflight had found free: started again, with another one."""
 EXIT_FILES = 74

@@ -31,9 +31,9 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
     if code == 0:
         return []
     if code == EXIT_DRAINED and result.requested is None:
-        text = result.grows or f"the ranks saved and left ({EXIT_DRAINED}), and nobody had asked the launcher for it"
+        text = f"{saved(result)}, {result.grows or 'and nobody had asked the launcher for it'}"
     elif code == EXIT_DRAINED:
-        text = "stopped on request; every rank saved and left"
+        text = f"stopped on request; {saved(result)}"
     elif result.hang is not None and code == EXIT_HANG:
         rank = result.hang.rank
         before = [f"roxxel-dist: {hang_report(result.hang, result.hang_host)}"]
@@ -63,6 +63,17 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
     else:
         text = f"stopped on request ({how(-(result.requested or 0))}) before the ranks had saved"
     return [*before, f"roxxel-dist: {text}"]
+
+
+def saved(result: AttemptResult) -> str:
+    """How the ranks left that were asked to save: only the code 42 says that a rank has saved."""
+    others = [end for end in result.exits if end.code not in OK_CODES]
+    if not others:
+        return f"every rank saved and left ({EXIT_DRAINED})"
+    names = "; ".join(
+        f"rank {end.rank}: " + ("killed after the grace" if end.killed_by_us else how(end.code)) for end in others
+    )
+    return f"{len(result.exits) - len(others)} of {len(result.exits)} ranks saved and left ({names})"
 
 
 def how(code: int) -> str:

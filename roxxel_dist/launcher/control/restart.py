@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FILES, EXIT_LOST_RANK, EXIT_PORT, EXIT_RUNTIME, EXIT_USAGE
+from roxxel_dist.cluster.exit_codes import (
+    EXIT_DRAINED,
+    EXIT_FILES,
+    EXIT_LOST_RANK,
+    EXIT_NOT_STARTED,
+    EXIT_PORT,
+    EXIT_RUNTIME,
+    EXIT_USAGE,
+)
 from roxxel_dist.launcher.control.outcome import AttemptResult, as_code, exit_code, first_failure
 
 EXIT_GIVEN_UP = 75
@@ -23,7 +31,7 @@ OF_NO_RANK = {EXIT_PORT, EXIT_FILES, EXIT_LOST_RANK}
 """Codes by which a rank tells of a failure that is not its own: the same rank may end with them again and again."""
 INFRASTRUCTURE = (
     OF_NO_RANK
-    | {EXIT_RUNTIME}
+    | {EXIT_RUNTIME, EXIT_NOT_STARTED}
     | {128 + number for number in (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT)}
 )
 
