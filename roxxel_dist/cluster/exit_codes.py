@@ -5,6 +5,9 @@ import signal
 
 STACK_SIGNAL = signal.SIGRTMIN + 5
 """Asks a rank for the stacks of its threads. No SIGUSR1: programs catch that one for purposes of their own."""
+SCHEDULER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Signals by which batch systems announce the end of a job where a user asks for them (`sbatch --signal=USR1@60`). They
+are requests to save and leave, as SIGTERM is, unless the program has a handler of its own for them."""
 STATUS_ENV = "ROXXEL_STATUS"
 """Set to 1 where a launcher keeps what a rank prints, and draws the progress bar."""
 PIPE_ENV = "ROXXEL_PIPE"

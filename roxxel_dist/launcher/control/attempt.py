@@ -109,13 +109,7 @@ class Attempt:
     def _on_event(self, host: HostConnection, event: Message | HostLost | str) -> None:
         match event:
             case HostLost():
-                if not self._has_ended(host):
-                    self._result.lost = self._result.lost or event
-                for rank in host.ranks:
-                    self._detector.forget(rank)
-                    self._slow.forget(rank)
-                    self._running.pop(rank, None)
-                self._kill()
+                self._on_lost(host, event)
             case str():
                 self.console.print([f"{host.host}: {event}"])
             case {"type": "lines", "rank": rank, "time": when, "text": text}:
@@ -126,6 +120,8 @@ class Attempt:
                     self._dump.add(rank, lines)
             case {"type": "started", "rank": rank, "pid": pid}:
                 self._running[rank] = RankProcess(rank=rank, host=host.host, pid=pid, step=0)
+            case {"type": "signal", "number": number} if self._result.requested is None:
+                self._on_signal(number)  # a batch system may have asked the processes of all hosts
             case {"type": "saved"}:
                 self._grow()
             case {"type": "status", "rank": rank, "record": record}:
@@ -138,6 +134,15 @@ class Attempt:
                 self._dump.listening |= {rank for rank, _, listens in ranks if listens}
             case {"type": "exit", **values}:
                 self._on_exit(RankExit(host=host.host, **values))
+
+    def _on_lost(self, host: HostConnection, event: HostLost) -> None:
+        if not self._has_ended(host):
+            self._result.lost = self._result.lost or event
+        for rank in host.ranks:
+            self._detector.forget(rank)
+            self._slow.forget(rank)
+            self._running.pop(rank, None)
+        self._kill()
 
     def _on_progress(self, records: Mapping[int, Record], usage: Sequence[tuple[int, dict[str, Any]]]) -> None:
         now = time.monotonic()

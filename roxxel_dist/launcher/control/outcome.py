@@ -4,7 +4,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, OK_CODES
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, OK_CODES, SCHEDULER_SIGNALS
 from roxxel_dist.launcher.control.hang import Hang
 
 FOLLOWING = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
@@ -88,7 +88,8 @@ def first_failure(result: AttemptResult) -> RankExit | None:
         return None
     first = failures[0]
     if is_drain(result):
-        return None if as_code(first.code) in (128 + signal.SIGTERM, 128 + signal.SIGINT) else first
+        asked = (signal.SIGTERM, signal.SIGINT, *SCHEDULER_SIGNALS)
+        return None if as_code(first.code) - 128 in asked else first
     if first.code == EXIT_USAGE:
         return first
     lost = result.lost

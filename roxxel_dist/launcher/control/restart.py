@@ -14,6 +14,7 @@ from roxxel_dist.cluster.exit_codes import (
     EXIT_PORT,
     EXIT_RUNTIME,
     EXIT_USAGE,
+    SCHEDULER_SIGNALS,
 )
 from roxxel_dist.launcher.control.outcome import AttemptResult, as_code, exit_code, first_failure
 
@@ -26,7 +27,7 @@ BRIEF_S = 60.0
 IDLE_PREEMPTIONS = 10
 """Preemptions in a row, each within a minute and without a new step, after which it is no preemption any more."""
 
-PREEMPTED = {EXIT_DRAINED, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
+PREEMPTED = {EXIT_DRAINED, *(128 + number for number in (signal.SIGTERM, signal.SIGHUP, *SCHEDULER_SIGNALS))}
 OF_NO_RANK = {EXIT_PORT, EXIT_FILES, EXIT_LOST_RANK}
 """Codes by which a rank tells of a failure that is not its own: the same rank may end with them again and again."""
 INFRASTRUCTURE = (

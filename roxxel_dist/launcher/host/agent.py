@@ -24,10 +24,18 @@ from functools import partial
 from pathlib import Path
 
 from roxxel_dist.cluster import progress
-from roxxel_dist.cluster.exit_codes import EXIT_NOT_STARTED, EXIT_USAGE, MEMORY_ENV, OK_CODES, STACK_SIGNAL, USAGE_S
+from roxxel_dist.cluster.exit_codes import (
+    EXIT_NOT_STARTED,
+    EXIT_USAGE,
+    MEMORY_ENV,
+    OK_CODES,
+    SCHEDULER_SIGNALS,
+    STACK_SIGNAL,
+    USAGE_S,
+)
 from roxxel_dist.launcher.environment import misleads
 from roxxel_dist.launcher.host import memory_folder
-from roxxel_dist.launcher.host.process_tree import beat, go_on_under_guard, is_ending, remove
+from roxxel_dist.launcher.host.process_tree import NOT_FOLLOWED, beat, go_on_under_guard, is_ending, remove
 from roxxel_dist.launcher.host.rank import Program, Rank, start_rank
 from roxxel_dist.launcher.host.spares import Spare, Spares
 from roxxel_dist.launcher.host.usage import Usage
@@ -101,7 +109,9 @@ class Agent:
         folder: Path,
         memory: str | None = None,
         heartbeat_timeout_s: float = math.inf,
+        asked: deque[int] | None = None,
     ) -> None:
+        self._asked = deque[int]() if asked is None else asked  # signals of a batch system, for the controller
         self._inbox = inbox
         self._orders = deque[Message]()
         self._held = ExitStack()  # what questions hold until ranks start: a port, a file
@@ -304,6 +314,8 @@ class Agent:
         except BrokenPipeError:  # if this process were killed too, the ranks would live on
             self.why = "its guard was killed (is memory short on this host?)"
             self._ended = True
+        while self._asked:
+            self._outbox.send({"type": "signal", "number": self._asked.popleft()})
         self._keepers = [pid for pid in self._keepers if os.waitpid(pid, os.WNOHANG)[0] == 0]
         moved, usage = [], []
         records = self._records()
@@ -487,8 +499,9 @@ def _make_memory(path: str, key: str) -> str | None:
 def main() -> None:
     """Serve the controller at the other end of stdin and stdout: `agent [HEARTBEAT_TIMEOUT_S]`."""
     heartbeat_timeout_s = float(sys.argv[1]) if len(sys.argv) > 1 else math.inf
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, lambda *_: None)  # a handler, not SIG_IGN: the ranks would inherit that
+    asked = deque[int]()
+    for number in NOT_FOLLOWED:  # handlers, not SIG_IGN: the ranks would inherit that
+        signal.signal(number, lambda number, _: asked.append(number) if number in SCHEDULER_SIGNALS else None)
     channel, inbox = take_stdout(), Decoder()
     if not select.select([0], [], [], None if heartbeat_timeout_s == math.inf else heartbeat_timeout_s)[0]:
         sys.exit(SILENCE.format(heartbeat_timeout_s))
@@ -507,7 +520,7 @@ def main() -> None:
     try:
         if memory is not None and key is not None:  # only now that the guard would remove it
             memory = _make_memory(memory, key)
-        agent = Agent(inbox, channel, heartbeat, folder, memory, heartbeat_timeout_s)
+        agent = Agent(inbox, channel, heartbeat, folder, memory, heartbeat_timeout_s, asked)
         if key is not None and memory is None:
             agent.note(
                 f"no folder can be made in {memory_folder.SHARED_MEMORY}: nothing is kept in memory for restarts"

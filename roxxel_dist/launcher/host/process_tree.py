@@ -39,6 +39,8 @@ KILL_S = 8.0
 HEARTBEAT_TIMEOUT_S = 10.0
 """For agents that a cut link can part from their launcher."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.5
+NOT_FOLLOWED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Requests to leave, which guards, keepers and agents do not follow: they end with the ranks."""
 STOP, STOP_GROUP, KILL = b"stop", b"stop group", b"kill"
 SHELL = re.compile(r"(a|ba|da|z|k|mk|fi|c|tc)?sh[-0-9.]*|busybox")
 """Programs that do not pass SIGTERM on to the programs that they run."""
@@ -360,7 +362,7 @@ def _run_keeper(
     try:
         if holds is not None:
             _close_all_but((control.fileno(), *holds))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in NOT_FOLLOWED:
             signal.signal(number, lambda *_: None)
         _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         program = start()  # kept: its destructor would reap it
@@ -433,7 +435,7 @@ def go_on_under_guard(folders: Sequence[str], limit_s: float = math.inf, channel
     child = os.fork()
     if child:  # a separate program: killing agents by their command line must not kill it too
         try:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in NOT_FOLLOWED:
                 signal.signal(number, signal.SIG_IGN)
             _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             os.dup2(reads, 0)
