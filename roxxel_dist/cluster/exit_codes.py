@@ -5,6 +5,9 @@ import signal
 
 STACK_SIGNAL = signal.SIGRTMIN + 5
 """Asks a rank for the stacks of its threads. No SIGUSR1: programs catch that one for purposes of their own."""
+SCHEDULER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Signals by which batch systems announce the end of a job where a user asks for them (`sbatch --signal=USR1@60`). They
+are requests to save and leave, as SIGTERM is, unless the program has a handler of its own for them."""
 STATUS_ENV = "ROXXEL_STATUS"
 """Set to 1 where a launcher keeps what a rank prints, and draws the progress bar."""
 PIPE_ENV = "ROXXEL_PIPE"
@@ -32,12 +35,17 @@ EXIT_DRAINED = 42
 """Stopped on request, a checkpoint is saved."""
 EXIT_PREFLIGHT = 69
 """The hosts are not fit, and nothing was started."""
+EXIT_NOT_STARTED = 70
+"""The host could not start this rank: it has no memory or no process number left, or its files are away."""
 EXIT_PORT = 71
 """Rank 0 found the coordinator's port taken, which preflight had found free: started again, with another one."""
 EXIT_FILES = 74
 """A file that an earlier attempt of the job has used cannot be reached: a file system is away, so it is tried again."""
 EXIT_LOST_RANK = 76
 """jax's coordinator, or what it says of another rank, is lost to this rank: started again."""
+EXIT_RUNTIME = 77
+"""An exception of jax's or XLA's runtime in this rank, such as a reset connection or an accelerator's error: started
+again."""
 EXIT_HANG = 124
 """A rank stayed when it should not."""
 EXIT_TIMEOUT_TEXT = "the program had ended, and other ranks had not after the time that --exit-timeout gives"

@@ -11,6 +11,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from roxxel_dist.cluster import interrupt
+from roxxel_dist.cluster.exit_codes import SCHEDULER_SIGNALS
 
 _stop, _stepped = threading.Event(), threading.Event()
 _calls = itertools.count(1)
@@ -18,7 +19,8 @@ _calls = itertools.count(1)
 
 @contextlib.contextmanager
 def watching_for_stop() -> Iterator[None]:
-    """Within it SIGTERM, SIGHUP and Ctrl-C ask the training loop to stop after the step in hand; another Ctrl-C kills.
+    """Within it SIGTERM, SIGHUP, Ctrl-C and the signals of batch systems (SIGUSR1, SIGUSR2, SIGXCPU) ask the training
+    loop to stop after the step in hand; another Ctrl-C kills.
 
     A command that has done no step yet has nothing to save: it ends at once. A SIGHUP that is ignored (`nohup`) stays
     so. In a job of several processes jax has taken SIGTERM over already, and passes it on to all of them.
@@ -31,6 +33,7 @@ def watching_for_stop() -> Iterator[None]:
     watched = [signal.SIGINT] + ([signal.SIGTERM] if jax.process_count() == 1 else [])
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         watched.append(signal.SIGHUP)
+    watched += [number for number in SCHEDULER_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     with interrupt.paused():
         before = {number: signal.signal(number, _on_signal) for number in watched}
         try:

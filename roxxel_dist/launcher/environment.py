@@ -10,6 +10,9 @@ from roxxel_dist.cluster.exit_codes import UserError
 MASK = "***"
 STEP = re.compile(r"SLURM_(PROCID|LOCALID|NODEID|NNODES|NPROCS|GTIDS|NTASKS|STEP|TASK|SRUN_|LAUNCH_).*")
 """SLURM's variables of a step (one task on one node, the agent): they would mislead a rank's libraries."""
+OF_LOGIN = ("SSH_CLIENT", "SSH2_CLIENT", "SSH_CONNECTION", "SSH_TTY")
+"""Variables of an ssh session: by them a bash takes each `bash -c` for a new login, and reads ~/.bashrc again, whose
+variables then replace those that the user gave to the ranks."""
 ENDS = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$")
 """Endings of name parts of variables and flags with secret values: API_KEY matches, TOKENIZER does not."""
 INSIDE = re.compile(r"\b([A-Za-z_][A-Za-z0-9_]*)=('[^']*'|\"[^\"]*\"|[^\s;&|]+)")
@@ -64,7 +67,7 @@ def _pair(word: str, where: str) -> tuple[str, str]:
 
 def misleads(name: str) -> bool:
     """Whether a host's variable describes the agent to a rank that would take it for itself."""
-    return STEP.fullmatch(name) is not None
+    return name in OF_LOGIN or STEP.fullmatch(name) is not None
 
 
 def is_secret(name: str) -> bool:

@@ -131,7 +131,15 @@ def placements(
 
 def worker_argv(command: Sequence[str], python: str = sys.executable) -> list[str]:
     """The words that start one rank."""
-    return [python, "-u", "-m", "roxxel_dist.launcher.host.worker", *command]
+    return python_words(python, "roxxel_dist.launcher.host.worker", *command)
+
+
+def python_words(python: str, module: str, *words: str) -> list[str]:
+    """The words that run a module of this package, unbuffered.
+
+    -P: the working folder is the user's, and its `queue.py` or `random.py` is not the standard library's.
+    """
+    return [python, "-u", "-P", "-m", module, *words]
 
 
 def coordinator_port(port: int | None, address: str = "127.0.0.1") -> int:

@@ -46,6 +46,9 @@ class JobOptions:
     max_restarts: int = 3
     """Maximum restarts after infrastructure failures: a killed rank, a lost agent, a hang. Preemptions do not count. 0:
     no restart."""
+    restart_on: Literal["infrastructure", "any"] = "infrastructure"
+    """Which failures lead to a restart. infrastructure: the failures above, and exceptions of jax's runtime. any: also
+    exceptions of the program."""
     warm_spares: Literal["auto", "on", "off"] = "auto"
     """Keep spare processes that have done the imports of a rank, for faster restarts. auto: if there is free memory."""
     step_timeout: float | None = None

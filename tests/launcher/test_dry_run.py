@@ -51,7 +51,7 @@ def test_what_is_told_is_what_runs(tmp_path: Path) -> None:
         assert set(env) - set(os.environ) <= {*plan["env"], *job["set_by_the_agent"]}
         assert argv == ["-c", "a b", "--api-key", "sekrit2"]
         assert plan["argv"][-4:] == [SHOW, "a b", "--api-key", "***"]
-        assert plan["argv"][:4] == [sys.executable, "-u", "-m", "roxxel_dist.launcher.host.worker"]
+        assert plan["argv"][:5] == [sys.executable, "-u", "-P", "-m", "roxxel_dist.launcher.host.worker"]
         start = "env 'A=from file' 'B=two words' 'MY_TOKEN=***' "
         assert f"{rank} on {plan['host']}: {start}" in text.stdout
 

@@ -23,7 +23,7 @@ from roxxel_dist.launcher.control.restart import Cause, classify
 from roxxel_dist.launcher.preflight.lost_hosts import LOOK_S
 
 Until = Callable[[Callable[[], Any], str], None]
-WORDS = "the ranks saved and left, to go on with h2"
+WORDS = "every rank saved and left (42), to go on with h2"
 
 
 def ended(*codes: int, killed: bool = False, **more: Any) -> AttemptResult:

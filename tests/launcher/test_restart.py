@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.cluster.exit_codes import EXIT_FILES, EXIT_LOST_RANK, EXIT_PORT
+from roxxel_dist.cluster.exit_codes import EXIT_FILES, EXIT_LOST_RANK, EXIT_PORT, EXIT_RUNTIME
 from roxxel_dist.launcher.control.hang import Hang
 from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit
 from roxxel_dist.launcher.control.restart import AttemptSummary, Cause, classify, next_action, summary
@@ -55,6 +55,8 @@ DONE, REQUESTED, PREEMPTED, INFRA, USER = Cause
         ((-signal.SIGFPE, -9), {}, USER),
         ((-signal.SIGINT, -9), {}, USER),
         ((1, -9), {}, USER),
+        ((EXIT_RUNTIME, -9), {}, INFRA),
+        ((EXIT_RUNTIME, 1), {}, INFRA),
         ((2, -9), {}, USER),
         ((7, -9), {}, USER),
         ((126, -9), {}, USER),
@@ -84,9 +86,11 @@ def test_what_is_of_no_ranks_making_is_tried_again(code: int) -> None:
 
 def test_who_is_to_blame() -> None:
     failed = summary(AttemptResult(exits=ends(-9, -6, step=5), reached=6), seconds=3.0, counts=False)
-    assert failed == AttemptSummary(cause=INFRA, code=137, rank=0, step=5, reached=6, counts=True, seconds=3.0)
-    hung = summary(AttemptResult(exits=ends(-9, -9), hang=HANG), seconds=3.0, counts=True)
-    assert (hung.rank, hung.step, hung.code, hung.counts) == (2, 7, 124, True)
+    assert failed == AttemptSummary(
+        cause=INFRA, code=137, rank=0, host="h", step=5, reached=6, counts=True, seconds=3.0
+    )
+    hung = summary(AttemptResult(exits=ends(-9, -9), hang=HANG, hang_host="b"), seconds=3.0, counts=True)
+    assert (hung.rank, hung.host, hung.step, hung.code, hung.counts) == (2, "b", 7, 124, True)
     assert not summary(AttemptResult(exits=ends(-9)), seconds=1, counts=False).counts
 
 
@@ -119,7 +123,9 @@ CRASHES = [failure(0, step) for step in (5, 6, 7, 8)]
             "rank 0 failed in step 5 in an earlier attempt too",
         ),
         ([failure(0, 5), failure(0, 6, 9), failure(1, 6)], 9, True, 0, "restart 3 of 9"),
-        ([failure(1, 0)], 3, False, 137, "no rank reached step 1"),
+        ([failure(1, 0)], 3, True, 0, "restart 1 of 3 at once"),  # starts of many hosts fail for many reasons
+        ([failure(1, 0), failure(0, 0)], 3, True, 0, "restart 2 of 3 in 0.5 s"),
+        ([failure(1, 0)] * 2, 3, False, 137, "rank 1 failed in step 0 in an earlier attempt too"),
         ([failure(1, 0, counts=False)], 3, True, 0, "restart 1 of 3 at once"),
         ([failure(1, 0, counts=False)] * 2, 3, True, 0, "restart 2 of 3 in 0.5 s"),
         ([failure(None, 0, 4)] * 2, 3, True, 0, "restart 2 of 3"),
@@ -142,6 +148,44 @@ def test_what_follows(attempts: list[AttemptSummary], limit: int, again: bool, c
     assert (decision.again, decision.code) == (again, code)
     assert words in decision.why
     assert bool(decision.why) == bool(words)
+
+
+def on(host: str, rank: int = 1, step: int = 5, **more: Any) -> AttemptSummary:
+    return failure(rank, step, host=host, **more)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "spare", "again", "aside"),
+    [
+        ([on("b")], True, True, ""),
+        ([on("b"), on("b")], True, True, "b"),
+        ([on("b"), on("b", 3, 9)], True, True, "b"),  # another rank of that host
+        ([on("b", code=EXIT_RUNTIME), on("b", step=8, code=124)], True, True, "b"),
+        ([on("b"), on("a", 0, 7)], True, True, ""),
+        ([on("b"), on("b")], False, False, ""),
+        ([on("b"), on("b", step=8)], False, True, ""),
+        ([on("b"), on("b"), on("c")], True, False, ""),  # the same step on another host: the program's
+        ([on("b", counts=False), on("b", counts=False)], True, True, "b"),
+        ([on("b"), failure(None, 0, 5)], True, True, ""),  # a lost host has rules of its own
+    ],
+)
+def test_a_host_whose_ranks_fail_twice_is_set_aside(
+    attempts: list[AttemptSummary], spare: bool, again: bool, aside: str
+) -> None:
+    decision = next_action(attempts, 9, can_replace=lambda host: spare)
+    assert (decision.again, decision.set_aside) == (again, aside)
+    assert (f"without host {aside}, whose ranks failed in 2 attempts" in decision.why) == bool(aside)
+
+
+@pytest.mark.parametrize(
+    ("code", "again"), [(1, True), (7, True), (128 + signal.SIGFPE, True), (2, False), (126, False), (127, False)]
+)
+def test_a_job_may_be_started_again_after_any_failure(code: int, again: bool) -> None:
+    ended = [summary(AttemptResult(exits=ends(code, step=4)), seconds=1.0, counts=True)]
+    assert next_action(ended, 3, "any").again == again
+    assert not next_action(ended, 3).again
+    assert next_action(ended, 3, "any").code == (0 if again else code)
+    assert not next_action(ended * 2, 3, "any").again  # the same rank in the same step
 
 
 # Each rank enters a step a moment after the others have entered theirs, as collectives would have it. `DIE` says how
@@ -215,6 +259,30 @@ def test_an_error_of_the_program_is_not_tried_again(script: str, code: int, laun
     assert got == code
     assert [path.name for path in tmp_path.glob("ran.*")] == ["ran.0"]
     assert "restart" not in err
+
+
+RAISE = """
+import os, jax
+if os.environ["ROXXEL_ATTEMPT"] + os.environ["ROXXEL_PROCESS_ID"] == "01":
+    raise jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error")
+"""
+
+
+def test_an_exception_of_the_runtime_is_infrastructure(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "ecc.py").write_text(RAISE)
+    code, _, err = launch("python", "ecc.py", max_restarts=3).wait()
+    assert code == 0
+    assert "rank 1 failed first: exit code 77" in err
+    assert "JaxRuntimeError: INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE" in err
+    assert "restart 1 of 3 at once" in err
+
+
+@pytest.mark.parametrize(("restart_on", "code"), [("any", 0), ("infrastructure", 1)])
+def test_an_exception_of_the_program_is_tried_again_where_the_user_says_so(
+    restart_on: str, code: int, launch: Launch
+) -> None:
+    die = "0 3 raise KeyError('bug')"
+    assert start(launch, die, restart_on=restart_on).wait()[0] == code
 
 
 def test_an_agent_that_is_lost_is_infrastructure(launch: Launch, alive: Alive) -> None:

@@ -167,7 +167,7 @@ def words_of(**more: Any) -> list[str]:
 def test_the_words_of_a_step() -> None:
     plain = words_of()
     assert plain[:3] == ["srun", "--jobid=7", "--nodelist=n2"]
-    assert plain[-5:] == ["py", "-u", "-m", "agent", "10"]
+    assert plain[-6:] == ["py", "-u", "-P", "-m", "agent", "10"]
     assert {"--overlap", "--ntasks=1", "--cpu-bind=none", "--chdir=/work"} < set(plain)
     assert "--cpu-bind=none" not in words_of(binds=False)
     assert not [word for word in plain if "gpus-per-task" in word or "container" in word]
@@ -177,10 +177,10 @@ def test_the_words_of_a_step_in_a_container() -> None:
     pyxis = words_of(container="image+x", runtime="pyxis", mounts=["/data", "/a:/b"])
     assert "--container-mounts=/work:/work,/data:/data,/a:/b" in pyxis
     assert {"--container-image=image+x", "--container-workdir=/work"} < set(pyxis)
-    assert pyxis[-5:] == ["py", "-u", "-m", "agent", "10"]
+    assert pyxis[-6:] == ["py", "-u", "-P", "-m", "agent", "10"]
     told = words_of(container="a.sif", runtime="apptainer", mounts=["/data"], gpus=True)
     inside = told[told.index("apptainer") :]
-    assert inside[:-5] == ["apptainer", "exec", "--nv", "--pwd=/work", "--bind=/work", "--bind=/data", "a.sif"]
+    assert inside[:-6] == ["apptainer", "exec", "--nv", "--pwd=/work", "--bind=/work", "--bind=/data", "a.sif"]
     assert "--nv" not in words_of(container="a.sif", runtime="apptainer")
     assert SlurmBackend("7", ["n1"], container="a.sif", runtime="apptainer").python == "python3"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from roxxel_dist.launcher.backends import base
+from roxxel_dist.launcher.placement import python_words
 
 
 class LocalBackend(base.Backend):
@@ -26,7 +27,7 @@ class LocalBackend(base.Backend):
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:
         """What `start` runs."""
-        return [self.python, "-u", "-m", module, *words]
+        return python_words(self.python, module, *words)
 
     def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
         """Start `python -m MODULE WORDS` on this machine."""

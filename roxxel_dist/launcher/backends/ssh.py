@@ -15,7 +15,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.environment import lines_of
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S, start_near
-from roxxel_dist.launcher.placement import ranks_on
+from roxxel_dist.launcher.placement import python_words, ranks_on
 from roxxel_dist.launcher.spec import HostOptions
 
 OPTIONS = (
@@ -63,7 +63,7 @@ class SshBackend(base.Backend):
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:
         """The ssh that `start` runs. The remote shell gets everything quoted."""
-        remote = f"cd {shlex.quote(self.directory)} && exec {shlex.join([self.python, '-u', '-m', module, *words])}"
+        remote = f"cd {shlex.quote(self.directory)} && exec {shlex.join(python_words(self.python, module, *words))}"
         options = [word for option in OPTIONS for word in ("-o", option)]
         return ["ssh", *self._config_words(), "-T", *options, "--", host, remote]
 

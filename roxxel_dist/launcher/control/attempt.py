@@ -13,7 +13,7 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.control.hang import Hang, HangDetector
-from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit
+from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit, is_drain
 from roxxel_dist.launcher.control.report import slow_report
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.launcher.control.slow import SlowRankDetector, SlowRanks
@@ -109,12 +109,7 @@ class Attempt:
     def _on_event(self, host: HostConnection, event: Message | HostLost | str) -> None:
         match event:
             case HostLost():
-                self._result.lost = self._result.lost or event
-                for rank in host.ranks:
-                    self._detector.forget(rank)
-                    self._slow.forget(rank)
-                    self._running.pop(rank, None)
-                self._kill()
+                self._on_lost(host, event)
             case str():
                 self.console.print([f"{host.host}: {event}"])
             case {"type": "lines", "rank": rank, "time": when, "text": text}:
@@ -125,6 +120,8 @@ class Attempt:
                     self._dump.add(rank, lines)
             case {"type": "started", "rank": rank, "pid": pid}:
                 self._running[rank] = RankProcess(rank=rank, host=host.host, pid=pid, step=0)
+            case {"type": "signal", "number": number} if self._result.requested is None:
+                self._on_signal(number)  # a batch system may have asked the processes of all hosts
             case {"type": "saved"}:
                 self._grow()
             case {"type": "status", "rank": rank, "record": record}:
@@ -137,6 +134,15 @@ class Attempt:
                 self._dump.listening |= {rank for rank, _, listens in ranks if listens}
             case {"type": "exit", **values}:
                 self._on_exit(RankExit(host=host.host, **values))
+
+    def _on_lost(self, host: HostConnection, event: HostLost) -> None:
+        if not self._has_ended(host):
+            self._result.lost = self._result.lost or event
+        for rank in host.ranks:
+            self._detector.forget(rank)
+            self._slow.forget(rank)
+            self._running.pop(rank, None)
+        self._kill()
 
     def _on_progress(self, records: Mapping[int, Record], usage: Sequence[tuple[int, dict[str, Any]]]) -> None:
         now = time.monotonic()
@@ -163,9 +169,9 @@ class Attempt:
         if end.code not in OK_CODES:
             if not end.killed_by_us:
                 result.failed = result.failed or time.monotonic()
-            if result.requested is None:  # the agent of this rank does so by itself; this is for the others
+            if not is_drain(result):  # the agent of this rank does so by itself; this is for the others
                 self._kill(USAGE_S if end.code == EXIT_USAGE else 0)
-        elif self._deadline is None and not result.late and result.requested is None:
+        elif self._deadline is None and not result.late and not is_drain(result):
             self._deadline = time.monotonic() + self.job.exit_timeout
 
     def _on_signal(self, number: int) -> None:
@@ -231,7 +237,7 @@ class Attempt:
             return
         grace, names = self.job.grace, ", ".join(back)
         self.console.info(f"{names} can be used again: the ranks get {grace:g} s to save and leave, to go on with it")
-        self._result.grows = f"the ranks saved and left, to go on with {names}"
+        self._result.grows = f"to go on with {names}"
         self.pool.order({"type": "stop", "grace": grace}, within=grace)
 
     def _end_dump(self, dump: StackDump, now: float) -> None:
@@ -243,6 +249,10 @@ class Attempt:
         self._result.hang_host = self._host_of(hang.rank).host
         self._result.stack = dump.stacks.get(hang.rank, ())
         self._kill()
+
+    def _has_ended(self, host: HostConnection) -> bool:
+        """Whether all ranks of a host have ended well: then the end of its agent costs nothing."""
+        return set(host.ranks) <= {end.rank for end in self._exits if end.code in OK_CODES}
 
     def _is_ending(self) -> bool:
         """Whether the ranks are about to end for another reason: that one has its own limits."""

@@ -4,7 +4,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, OK_CODES
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, OK_CODES, SCHEDULER_SIGNALS
 from roxxel_dist.launcher.control.hang import Hang
 
 FOLLOWING = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
@@ -67,7 +67,13 @@ class AttemptResult:
     reached: int = 0
     """The largest step that any rank had entered."""
     grows: str = ""
-    """All were asked to save and leave, because a host that the job had lost is back: the words for people."""
+    """All were asked to save and leave, because a host that the job had lost is back: what for, in words for people."""
+
+
+def is_drain(result: AttemptResult) -> bool:
+    """Whether all ranks were asked to save and leave, for whatever reason: until the grace is over, the end of one rank
+    is no reason to end the others, which may be saving."""
+    return result.requested is not None or bool(result.grows) or (result.lost is not None and result.lost.slow)
 
 
 def first_failure(result: AttemptResult) -> RankExit | None:
@@ -81,8 +87,9 @@ def first_failure(result: AttemptResult) -> RankExit | None:
     if not failures:
         return None
     first = failures[0]
-    if result.requested is not None or result.grows:
-        return None if as_code(first.code) in (128 + signal.SIGTERM, 128 + signal.SIGINT) else first
+    if is_drain(result):
+        asked = (signal.SIGTERM, signal.SIGINT, *SCHEDULER_SIGNALS)
+        return None if as_code(first.code) - 128 in asked else first
     if first.code == EXIT_USAGE:
         return first
     lost = result.lost
@@ -103,11 +110,11 @@ def exit_code(result: AttemptResult) -> int:
     failure = first_failure(result)
     if failure is not None:
         return as_code(failure.code)
-    if result.lost is not None:
+    codes = {end.code for end in result.exits}
+    if result.lost is not None and not (result.lost.slow and codes == {0}):  # else the run was over
         return result.lost.code
     if result.late and not result.grows and any(end.killed_by_us for end in result.exits):
         return EXIT_HANG
-    codes = {end.code for end in result.exits}
     if result.requested is not None and not codes <= set(OK_CODES):
         return 128 + result.requested
     left = EXIT_DRAINED in codes or (result.grows and codes != {0})  # in whatever way

@@ -4,7 +4,14 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_TIMEOUT_TEXT, EXIT_USAGE, OK_CODES
+from roxxel_dist.cluster.exit_codes import (
+    EXIT_DRAINED,
+    EXIT_HANG,
+    EXIT_RUNTIME,
+    EXIT_TIMEOUT_TEXT,
+    EXIT_USAGE,
+    OK_CODES,
+)
 from roxxel_dist.launcher.control.hang import Hang
 from roxxel_dist.launcher.control.outcome import AttemptResult, RankExit, exit_code, first_failure
 from roxxel_dist.launcher.control.slow import SlowRanks
@@ -24,9 +31,9 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
     if code == 0:
         return []
     if code == EXIT_DRAINED and result.requested is None:
-        text = result.grows or f"the ranks saved and left ({EXIT_DRAINED}), and nobody had asked the launcher for it"
+        text = f"{saved(result)}, {result.grows or 'and nobody had asked the launcher for it'}"
     elif code == EXIT_DRAINED:
-        text = "stopped on request; every rank saved and left"
+        text = f"stopped on request; {saved(result)}"
     elif result.hang is not None and code == EXIT_HANG:
         rank = result.hang.rank
         before = [f"roxxel-dist: {hang_report(result.hang, result.hang_host)}"]
@@ -58,8 +65,21 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
     return [*before, f"roxxel-dist: {text}"]
 
 
+def saved(result: AttemptResult) -> str:
+    """How the ranks left that were asked to save: only the code 42 says that a rank has saved."""
+    others = [end for end in result.exits if end.code not in OK_CODES]
+    if not others:
+        return f"every rank saved and left ({EXIT_DRAINED})"
+    names = "; ".join(
+        f"rank {end.rank}: " + ("killed after the grace" if end.killed_by_us else how(end.code)) for end in others
+    )
+    return f"{len(result.exits) - len(others)} of {len(result.exits)} ranks saved and left ({names})"
+
+
 def how(code: int) -> str:
     """`exit code 7`, `signal SIGKILL`."""
+    if code == EXIT_RUNTIME:
+        return f"exit code {code} (an exception of jax's runtime)"
     if code >= 0:
         return f"exit code {code}"
     if code == -signal.SIGBUS:

@@ -1,11 +1,21 @@
 """Whether a job that ended is started again: a pure function of how its attempts ended, and the words for it."""
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FILES, EXIT_LOST_RANK, EXIT_PORT
+from roxxel_dist.cluster.exit_codes import (
+    EXIT_DRAINED,
+    EXIT_FILES,
+    EXIT_LOST_RANK,
+    EXIT_NOT_STARTED,
+    EXIT_PORT,
+    EXIT_RUNTIME,
+    EXIT_USAGE,
+    SCHEDULER_SIGNALS,
+)
 from roxxel_dist.launcher.control.outcome import AttemptResult, as_code, exit_code, first_failure
 
 EXIT_GIVEN_UP = 75
@@ -17,12 +27,19 @@ BRIEF_S = 60.0
 IDLE_PREEMPTIONS = 10
 """Preemptions in a row, each within a minute and without a new step, after which it is no preemption any more."""
 
-PREEMPTED = {EXIT_DRAINED, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
+PREEMPTED = {EXIT_DRAINED, *(128 + number for number in (signal.SIGTERM, signal.SIGHUP, *SCHEDULER_SIGNALS))}
 OF_NO_RANK = {EXIT_PORT, EXIT_FILES, EXIT_LOST_RANK}
 """Codes by which a rank tells of a failure that is not its own: the same rank may end with them again and again."""
-INFRASTRUCTURE = OF_NO_RANK | {
-    128 + number for number in (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT)
-}
+INFRASTRUCTURE = (
+    OF_NO_RANK
+    | {EXIT_RUNTIME, EXIT_NOT_STARTED}
+    | {128 + number for number in (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT)}
+)
+
+
+OF_THE_COMMAND = {EXIT_USAGE, 126, 127}
+"""A command that is wrong, cannot be run or is not found (as a shell says it): no restart changes that."""
+RestartOn = Literal["infrastructure", "any"]
 
 
 class Cause(Enum):
@@ -44,6 +61,8 @@ class AttemptSummary:
     """The exit code of the job, if this was its last attempt."""
     rank: int | None = None
     """The rank that failed first, or that hung."""
+    host: str = ""
+    """The host of that rank."""
     step: int = 0
     """The step that rank had entered."""
     reached: int = 0
@@ -64,6 +83,8 @@ class Decision:
     why: str = ""
     wait: float = 0.0
     code: int = 0
+    set_aside: str = ""
+    """A host whose ranks fail again and again: the next attempt does without it."""
 
 
 def classify(result: AttemptResult) -> Cause:
@@ -92,6 +113,7 @@ def summary(result: AttemptResult, *, seconds: float, counts: bool, report: Sequ
         cause=classify(result),
         code=exit_code(result),
         rank=culprit.rank if culprit else None,
+        host="" if culprit is None else result.hang_host if result.hang else getattr(culprit, "host", ""),
         step=culprit.step if culprit else 0,
         reached=result.reached,
         counts=counts or result.reached > 0,
@@ -100,23 +122,39 @@ def summary(result: AttemptResult, *, seconds: float, counts: bool, report: Sequ
     )
 
 
-def next_action(attempts: Sequence[AttemptSummary], max_restarts: int) -> Decision:
-    """What follows after these attempts (at least one), the newest last."""
+def is_failure(attempt: AttemptSummary, restart_on: RestartOn) -> bool:
+    """Whether an attempt ended by what a restart may mend."""
+    if restart_on == "any" and attempt.cause is Cause.USER:
+        return attempt.code not in OF_THE_COMMAND
+    return attempt.cause is Cause.INFRASTRUCTURE
+
+
+def next_action(
+    attempts: Sequence[AttemptSummary],
+    max_restarts: int,
+    restart_on: RestartOn = "infrastructure",
+    can_replace: Callable[[str], bool] = lambda host: False,
+) -> Decision:
+    """What follows after these attempts.
+
+    Args:
+        attempts: at least one, the newest last.
+        max_restarts: restarts after failures; 0: none, not even after a preemption.
+        restart_on: which ends are failures.
+        can_replace: whether the job can go on without a host.
+    """
     last = attempts[-1]
-    if max_restarts == 0 or last.cause not in (Cause.PREEMPTED, Cause.INFRASTRUCTURE):
+    if max_restarts == 0 or not (last.cause is Cause.PREEMPTED or is_failure(last, restart_on)):
         return Decision(again=False, code=last.code)
     if last.cause is Cause.PREEMPTED:
         return _after_preemption(attempts)
-    failures = [attempt for attempt in attempts if attempt.cause is Cause.INFRASTRUCTURE]
-    by_rank = last.rank is not None  # not by a host or an agent that was lost: such things happen at any time
-    if last.counts and by_rank and max(attempt.reached for attempt in attempts) < 1:
-        why = "not started again: no rank reached step 1, so a restart would not help"
-        return Decision(again=False, code=last.code, why=why)
-    if (
-        last.counts
-        and by_rank
-        and (last.rank, last.step) in [(failure.rank, failure.step) for failure in failures[:-1]]
-    ):
+    failures = [attempt for attempt in attempts if is_failure(attempt, restart_on)]
+    # A host or an agent that was lost has no rank: such things happen at any time.
+    by_rank = [attempt for attempt in failures if attempt.rank is not None]
+    same_host = [attempt for attempt in by_rank if last.host and attempt.host == last.host]
+    replaced = last.host if last.rank is not None and len(same_host) > 1 and can_replace(last.host) else ""
+    again = [attempt for attempt in by_rank if (attempt.rank, attempt.step) == (last.rank, last.step)]
+    if last.counts and last.rank is not None and len(again) > 1 and not replaced:
         why = (
             f"not started again: rank {last.rank} failed in step {last.step} in an earlier attempt too, so a restart "
             "would not help"
@@ -126,7 +164,10 @@ def next_action(attempts: Sequence[AttemptSummary], max_restarts: int) -> Decisi
         why = f"no restart is left: --max-restarts is {max_restarts}"
         return Decision(again=False, code=EXIT_GIVEN_UP, why=why)
     wait = _backoff(_idle(attempts))
-    return Decision(again=True, wait=wait, why=f"restart {len(failures)} of {max_restarts} {_when(wait)}")
+    why = f"restart {len(failures)} of {max_restarts} {_when(wait)}"
+    if replaced:
+        why += f", without host {replaced}, whose ranks failed in {len(same_host)} attempts"
+    return Decision(again=True, wait=wait, why=why, set_aside=replaced)
 
 
 def _idle(attempts: Sequence[AttemptSummary]) -> int:

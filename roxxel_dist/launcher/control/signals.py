@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable
 from typing import Self
 
+from roxxel_dist.cluster.exit_codes import SCHEDULER_SIGNALS
+
 
 class SignalPipe:
-    """SIGINT, SIGQUIT, SIGTERM and SIGHUP as bytes in a pipe (`fd`), not as exceptions, while the context is open.
+    """SIGINT, SIGQUIT, SIGTERM, SIGHUP and the signals of batch systems as bytes in a pipe (`fd`), not as exceptions,
+    while the context is open. Of the last, those that the program has no handler for.
 
     Args:
         info: shows a line to a person.
@@ -30,6 +33,7 @@ class SignalPipe:
         numbers = [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, *[signal.SIGTSTP] * self._stays]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks to stay
             numbers.append(signal.SIGHUP)
+        numbers += [number for number in SCHEDULER_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
         # The wake-up descriptor has the number already; without a handler it would not get it.
         self._before = {number: signal.signal(number, lambda *_: None) for number in numbers}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # one that came before this was ready is heard now

@@ -11,7 +11,7 @@ from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.attempt import Attempt
 from roxxel_dist.launcher.control.outcome import AttemptResult
 from roxxel_dist.launcher.control.report import report_of
-from roxxel_dist.launcher.control.restart import AttemptSummary, Cause, next_action, summary
+from roxxel_dist.launcher.control.restart import AttemptSummary, Cause, is_failure, next_action, summary
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.launcher.jobs.record import JobRecorder
 from roxxel_dist.launcher.output.console import Console
@@ -99,10 +99,12 @@ class _Controller:
             lost = result.lost
             if lost is not None and (lost.slow or (lost.with_host and selector.has_spare)):
                 selector.set_aside(lost.host)  # a spare host takes its place without an attempt to reach it
-            decision = next_action(self._attempts, self.job.max_restarts)
+            decision = next_action(self._attempts, self.job.max_restarts, self.job.restart_on, selector.can_do_without)
             self.console.print(last.report)
             if decision.why:
                 self.console.info(decision.why)
+            if decision.set_aside:
+                selector.set_aside(decision.set_aside)
             if not decision.again:
                 self._tell_first_cause()
                 return JobResult(
@@ -156,7 +158,7 @@ class _Controller:
     @property
     def _has_restarts(self) -> bool:
         """Whether another failure would be followed by another attempt."""
-        failures = sum(attempt.cause is Cause.INFRASTRUCTURE for attempt in self._attempts)
+        failures = sum(is_failure(attempt, self.job.restart_on) for attempt in self._attempts)
         return self.job.is_restartable and failures < self.job.max_restarts
 
     def _tell_first_cause(self) -> None:

@@ -7,6 +7,7 @@ agent takes orders from its stdin alone (signals do nothing once it has ranks). 
 than the heartbeat timeout, the controller is lost: the agent ends, and with it the ranks.
 """
 
+import errno
 import json
 import math
 import os
@@ -23,10 +24,18 @@ from functools import partial
 from pathlib import Path
 
 from roxxel_dist.cluster import progress
-from roxxel_dist.cluster.exit_codes import EXIT_USAGE, MEMORY_ENV, OK_CODES, STACK_SIGNAL, USAGE_S
+from roxxel_dist.cluster.exit_codes import (
+    EXIT_NOT_STARTED,
+    EXIT_USAGE,
+    MEMORY_ENV,
+    OK_CODES,
+    SCHEDULER_SIGNALS,
+    STACK_SIGNAL,
+    USAGE_S,
+)
 from roxxel_dist.launcher.environment import misleads
 from roxxel_dist.launcher.host import memory_folder
-from roxxel_dist.launcher.host.process_tree import beat, go_on_under_guard, is_ending, remove
+from roxxel_dist.launcher.host.process_tree import NOT_FOLLOWED, beat, go_on_under_guard, is_ending, remove
 from roxxel_dist.launcher.host.rank import Program, Rank, start_rank
 from roxxel_dist.launcher.host.spares import Spare, Spares
 from roxxel_dist.launcher.host.usage import Usage
@@ -73,6 +82,16 @@ CHUNK = 1 << 16
 FULL = 1 << 20
 """With more bytes than this waiting for the controller, output stays in the pipes: ranks wait, memory does not grow."""
 
+OF_THE_USER = (errno.E2BIG, errno.ENOENT, errno.ENOEXEC)
+START_FIXES = {
+    errno.E2BIG: "its variables and words are too large: shorten them (--env, --env-from)",
+    errno.ENOENT: "the interpreter is not there: check the installation on this host",
+    errno.EAGAIN: "this host allows no more processes: raise its limit (ulimit -u, pids.max), or start fewer ranks",
+    errno.ENOMEM: "this host has no memory left",
+    errno.EMFILE: "too many files are open: raise the limit (ulimit -n)",
+}
+"""Why a rank could not be started, by errno, and what helps."""
+
 SLACK_S = 2.0
 """An agent that is stopped is killed by its guard so much later than it would have ended by itself."""
 REPORT_S = 0.5
@@ -90,7 +109,9 @@ class Agent:
         folder: Path,
         memory: str | None = None,
         heartbeat_timeout_s: float = math.inf,
+        asked: deque[int] | None = None,
     ) -> None:
+        self._asked = deque[int]() if asked is None else asked  # signals of a batch system, for the controller
         self._inbox = inbox
         self._orders = deque[Message]()
         self._held = ExitStack()  # what questions hold until ranks start: a port, a file
@@ -105,6 +126,7 @@ class Agent:
         self._spares = Spares(self._folders, watch=self._watch_spare, end=self._drop_spare, note=self.note)
         self._dropped: list[Rank] = []  # killed, not gone perhaps, and no ranks any more
         self._noted = set[str]()
+        self._keepers: list[int] = []  # whose trees are empty: they end, and are to be reaped
         self._exited = deque[Rank]()  # in the order in which they ended; their exit codes follow a moment later
         self._poll = select.epoll()
         self._on_ready: dict[int, Callable[[], None]] = {}
@@ -211,12 +233,26 @@ class Agent:
             for placed in order["ranks"]
         }
         for number, program in self._programs.items():
-            self._ranks.append(self._take_spare(number, program) or self._start_rank(number, program))
+            if (rank := self._take_spare(number, program) or self._start_rank(number, program)) is None:
+                break
+            self._ranks.append(rank)
         self._spares.end_all()  # not ready, or for another program
         self._spares.wanted = order.get("spares", "off")
 
-    def _start_rank(self, number: int, program: Program) -> Rank:
-        rank = start_rank(number, program, self._folders)
+    def _start_rank(self, number: int, program: Program) -> Rank | None:
+        """The rank; None where the host cannot start it, which is that rank's end, and that of the others."""
+        try:
+            rank = start_rank(number, program, self._folders)
+        except OSError as error:
+            text = f"roxxel-dist: rank {number} cannot be started: {error.strerror or error}"
+            if fix := START_FIXES.get(error.errno or 0):
+                text += f": {fix}"
+            code = EXIT_USAGE if error.errno in OF_THE_USER else EXIT_NOT_STARTED
+            self._outbox.send({"type": "lines", "rank": number, "time": time.time(), "text": text})
+            end = {"rank": number, "pid": 0, "code": code, "killed_by_us": False, "step": 0}
+            self._outbox.send({"type": "exit", **end})
+            self._kill()
+            return None
         self._watch(rank.tree.fd, partial(self._hear_keeper, rank))
         self._watch(rank.pipe, partial(self._read_pipe, rank))
         self._watch_as_rank(rank)
@@ -278,6 +314,9 @@ class Agent:
         except BrokenPipeError:  # if this process were killed too, the ranks would live on
             self.why = "its guard was killed (is memory short on this host?)"
             self._ended = True
+        while self._asked:
+            self._outbox.send({"type": "signal", "number": self._asked.popleft()})
+        self._keepers = [pid for pid in self._keepers if os.waitpid(pid, os.WNOHANG)[0] == 0]
         moved, usage = [], []
         records = self._records()
         for rank in self._alive():
@@ -332,13 +371,15 @@ class Agent:
         if rank.tree.is_empty:
             self._unwatch(rank.tree.fd)
             rank.tree.close()
+            self._keepers.append(rank.tree.keeper)
 
     def _on_exits(self) -> None:
         exited: list[Rank] = []
         while self._exited and (code := self._exited[0].tree.code) is not None:
             rank = self._exited.popleft()
             if rank.instead is not None and not (rank.killed_by_us or self._draining or self._kill_at is not None):
-                self._ranks[self._ranks.index(rank)] = self._start_rank(rank.number, rank.instead)
+                fresh, place = self._start_rank(rank.number, rank.instead), self._ranks.index(rank)
+                self._ranks[place : place + 1] = [] if fresh is None else [fresh]
                 self._drop(rank)  # a spare that ended before it was the rank: no failure
                 continue
             exited.append(rank)
@@ -422,7 +463,7 @@ class Agent:
         rank.pipe = -1
 
     def _tell_done(self) -> None:
-        if not self._ranks or self._done:
+        if not self._total or self._done:
             return
         if all(rank.settled for rank in self._ranks) and all(rank.tree.is_empty for rank in self._dropped):
             self._done = True
@@ -458,8 +499,9 @@ def _make_memory(path: str, key: str) -> str | None:
 def main() -> None:
     """Serve the controller at the other end of stdin and stdout: `agent [HEARTBEAT_TIMEOUT_S]`."""
     heartbeat_timeout_s = float(sys.argv[1]) if len(sys.argv) > 1 else math.inf
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, lambda *_: None)  # a handler, not SIG_IGN: the ranks would inherit that
+    asked = deque[int]()
+    for number in NOT_FOLLOWED:  # handlers, not SIG_IGN: the ranks would inherit that
+        signal.signal(number, lambda number, _: asked.append(number) if number in SCHEDULER_SIGNALS else None)
     channel, inbox = take_stdout(), Decoder()
     if not select.select([0], [], [], None if heartbeat_timeout_s == math.inf else heartbeat_timeout_s)[0]:
         sys.exit(SILENCE.format(heartbeat_timeout_s))
@@ -478,7 +520,7 @@ def main() -> None:
     try:
         if memory is not None and key is not None:  # only now that the guard would remove it
             memory = _make_memory(memory, key)
-        agent = Agent(inbox, channel, heartbeat, folder, memory, heartbeat_timeout_s)
+        agent = Agent(inbox, channel, heartbeat, folder, memory, heartbeat_timeout_s, asked)
         if key is not None and memory is None:
             agent.note(
                 f"no folder can be made in {memory_folder.SHARED_MEMORY}: nothing is kept in memory for restarts"

@@ -16,6 +16,7 @@ keeper. It imports no other file of the package: it must start within millisecon
 import ctypes
 import math
 import os
+import re
 import select
 import signal
 import socket
@@ -38,7 +39,11 @@ KILL_S = 8.0
 HEARTBEAT_TIMEOUT_S = 10.0
 """For agents that a cut link can part from their launcher."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.5
+NOT_FOLLOWED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Requests to leave, which guards, keepers and agents do not follow: they end with the ranks."""
 STOP, STOP_GROUP, KILL = b"stop", b"stop group", b"kill"
+SHELL = re.compile(r"(a|ba|da|z|k|mk|fi|c|tc)?sh[-0-9.]*|busybox")
+"""Programs that do not pass SIGTERM on to the programs that they run."""
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
@@ -106,6 +111,15 @@ def descendants(ancestor: int) -> dict[int, bytes]:
     return below
 
 
+def is_shell(pid: int) -> bool:
+    """Whether a process is a shell, as which file it runs says: a script has a name of its own."""
+    try:
+        name = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+    except OSError:
+        return False
+    return SHELL.fullmatch(name.removesuffix(" (deleted)")) is not None
+
+
 def send(pid: int, started: bytes, number: int) -> None:
     """Signal a process, unless its number has become another's."""
     with suppress(OSError):  # it is gone, or another user's
@@ -155,14 +169,22 @@ class Subreaper:
         return False
 
     def ask_to_stop(self, field: int = SESSION) -> None:
-        """SIGTERM, once, to every process of the session, or of the process group (GROUP), that the child leads.
+        """SIGTERM, once, to the child; where that is a shell, to the programs that it runs as well.
 
-        Not to processes that left it: libraries detach helpers so that these outlive a Ctrl-C, and end them themselves.
+        Not to processes that a program has started (workers of a data loader, of a pool): it needs them to save, and
+        ends them itself. Of a shell's programs only those of the session, or of the process group (GROUP), that the
+        child leads: what has left it is to outlive a Ctrl-C.
         """
-        if self.code is None:
-            for pid, fields in list(processes()):  # listed first: processes that a handler starts are not asked
-                if int(fields[field]) == self.child:
-                    send(pid, fields[STARTED], signal.SIGTERM)
+        if self.code is not None:
+            return
+        listed = dict(processes())  # at first: processes that a handler starts are not asked
+        asked = [self.child]
+        for pid in asked:  # grows
+            if pid in listed and is_shell(pid):
+                asked += [other for other, fields in listed.items() if int(fields[PARENT]) == pid]
+        for pid in asked:
+            if pid in listed and int(listed[pid][field]) == self.child:
+                send(pid, listed[pid][STARTED], signal.SIGTERM)
 
     def kill(self, limit_s: float) -> bool:
         """SIGKILL all processes below this one until none is left; False if some are left at the limit."""
@@ -210,7 +232,8 @@ class Tree:
         self.keeper: int = keeper
         said, pidfds, _, _ = socket.recv_fds(self._control, 1024, 1, socket.MSG_CMSG_CLOEXEC)
         if not pidfds:
-            raise ChildProcessError(said.decode(errors="replace") or "its keeper was killed")
+            number, _, text = said.decode(errors="replace").partition(" ")
+            raise ChildProcessError(int(number or 0), text or "its keeper was killed")
         self.pid: int = int(said)
         self.pidfd: int = pidfds[0]
         """Of the program; the keeper opened it while the number was its own."""
@@ -238,7 +261,7 @@ class Tree:
                 self.code = -signal.SIGKILL
 
     def ask_to_stop(self, *, group: bool = False) -> None:
-        """SIGTERM to every process of the program's session, or, where it forwards signals, of its group alone."""
+        """SIGTERM to the program, see `Subreaper.ask_to_stop`; `group`: of a shell's programs, those of its group."""
         self._order(STOP_GROUP if group else STOP)
 
     def kill(self) -> None:
@@ -339,7 +362,7 @@ def _run_keeper(
     try:
         if holds is not None:
             _close_all_but((control.fileno(), *holds))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in NOT_FOLLOWED:
             signal.signal(number, lambda *_: None)
         _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         program = start()  # kept: its destructor would reap it
@@ -350,7 +373,7 @@ def _run_keeper(
             remove(folders)
     except OSError as error:
         with suppress(OSError):
-            control.send(str(error).encode()[:1024])
+            control.send(f"{error.errno or 0} {error.strerror or error}".encode()[:1024])
     finally:  # a fork of the agent: nothing of that may go on in here
         os._exit(0)
 
@@ -412,7 +435,7 @@ def go_on_under_guard(folders: Sequence[str], limit_s: float = math.inf, channel
     child = os.fork()
     if child:  # a separate program: killing agents by their command line must not kill it too
         try:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in NOT_FOLLOWED:
                 signal.signal(number, signal.SIG_IGN)
             _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             os.dup2(reads, 0)

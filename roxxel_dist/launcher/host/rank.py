@@ -49,7 +49,7 @@ class Rank:
 def start_rank(number: int, program: Program, folders: Sequence[str], pass_fds: tuple[int, ...] = ()) -> Rank:
     """Start a rank in its own session, with one pipe for its output, and one for its messages to the agent.
 
-    `folders` are the agent's own, see `Tree`; `pass_fds` are closed here.
+    `folders` are the agent's own, see `Tree`; `pass_fds` are closed here. Raises OSError where it cannot be started.
     """
     reads, writes = os.pipe()
     hears, tells = os.pipe()
@@ -71,6 +71,10 @@ def start_rank(number: int, program: Program, folders: Sequence[str], pass_fds: 
 
     try:
         tree = Tree(start, holds=(writes, tells, *pass_fds), folders=folders)
+    except BaseException:
+        os.close(reads)
+        os.close(hears)
+        raise
     finally:
         for fd in (writes, tells, *pass_fds):
             os.close(fd)

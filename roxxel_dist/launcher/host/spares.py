@@ -42,7 +42,7 @@ class Spare:
 
 
 def start_spare(number: int, program: Program, folders: Sequence[str]) -> Spare:
-    """Start one beside the rank `number`, whose program it is. Raises ChildProcessError."""
+    """Start one beside the rank `number`, whose program it is. Raises OSError."""
     hears, orders = os.pipe()
     os.set_blocking(orders, False)
     with suppress(OSError):  # for a large environment
@@ -111,7 +111,7 @@ class Spares:
         for number, program in programs.items():
             try:
                 spare = start_spare(number, program, self._folders)
-            except ChildProcessError as error:  # no process can be had: a fresh start may find one
+            except OSError as error:  # no process can be had: a fresh start may find one
                 self._note(f"no warm spares: {error}")
                 return
             self._spares.append(spare)

@@ -1,4 +1,4 @@
-"""What runs in a rank before the user's program: `python -u -m roxxel_dist.launcher.host.worker CMD…`.
+"""What runs in a rank before the user's program: `python -u -P -m roxxel_dist.launcher.host.worker CMD…`.
 
 `train …` and Python scripts run inside this process, with jax.distributed up and an end that cannot hang. Any other
 program replaces this process and finds the contract in its environment.
@@ -19,10 +19,12 @@ from types import TracebackType
 from typing import NoReturn
 
 from roxxel_dist.cluster.exit_codes import (
+    EXIT_FAILED,
     EXIT_FILES,
     EXIT_HANG,
     EXIT_LOST_RANK,
     EXIT_PORT,
+    EXIT_RUNTIME,
     EXIT_TIMEOUT_ENV,
     EXIT_TIMEOUT_TEXT,
     OK_CODES,
@@ -31,7 +33,8 @@ from roxxel_dist.cluster.exit_codes import (
     FileSystemError,
     LostRankError,
 )
-from roxxel_dist.cluster.progress import Progress, agent_pipe
+from roxxel_dist.cluster.progress import Progress, agent_pipe, own_record
+from roxxel_dist.launcher.host.runtime_errors import is_runtime_failure
 from roxxel_dist.launcher.output.console import info
 
 SUBCOMMANDS = frozenset(
@@ -105,7 +108,7 @@ def _python(words: list[str]) -> None:
     if not target or target[0] in ("-", "-c") or (target[0] == "-m" and len(target) == 1):
         _replace([sys.executable, *words])
     elif others:  # only a new interpreter can follow them; it comes back here without
-        _replace([sys.executable, "-u", *others, "-m", "roxxel_dist.launcher.host.worker", "python", *target])
+        _replace([sys.executable, "-u", "-P", *others, "-m", "roxxel_dist.launcher.host.worker", "python", *target])
     elif target[0] == "-m":
         _run(lambda: _module(target[1], target[2:]))
     else:
@@ -133,20 +136,20 @@ def _script(path: str, rest: list[str]) -> None:
         sys.exit(2)
     _initialize()
     sys.argv = [path, *rest]
-    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     runpy.run_path(path, run_name="__main__")
 
 
 def _module(name: str, rest: list[str]) -> None:
-    from importlib.util import find_spec
+    from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 
-    spec = None
-    with suppress(ModuleNotFoundError):
-        spec = find_spec(name)
-    if spec is None:
+    package, here = name.partition(".")[0], os.getcwd()
+    finders = BuiltinImporter.find_spec(package), FrozenImporter.find_spec(package)
+    if not any(finders) and PathFinder.find_spec(package, [here, *sys.path]) is None:
         info(f"module not found: {name!r} (from {os.getcwd()}); check the name after `python -m`")
         sys.exit(2)
     _initialize()
+    sys.path.insert(0, here)  # only now: a `select.py` there is not what the modules of this package import
     sys.argv = [name, *rest]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
@@ -209,7 +212,7 @@ def _run(program: Callable[[], None]) -> None:
     except BaseException as error:
         error.__traceback__ = _from_program(error.__traceback__)  # the default hook prints this one
         sys.excepthook(type(error), error, error.__traceback__)
-        _fail(1)
+        _fail(EXIT_RUNTIME if is_runtime_failure(error, first_step=not own_record().done) else EXIT_FAILED)
     _limit_the_wait()
 
 

@@ -125,6 +125,13 @@ class HostSelector:
         present = tuple(host for host in hosts if host in self._present or host in back)
         return assign(self._job, hosts, present).devices > self._assignment.devices
 
+    def can_do_without(self, host: str) -> bool:
+        """Whether enough hosts are left without this one: as many as work, or as `--min-hosts` asks for."""
+        hosts = tuple(self._backend.hosts)
+        left = len([other for other in hosts if other != host and other not in self._set_aside])
+        least = len(working_hosts(self._job, hosts))
+        return left >= (least if self._job.min_hosts is None else min(least, self._job.min_hosts))
+
     def set_aside(self, host: str) -> None:
         """Use this host only where there are too few others."""
         self._set_aside.append(host)

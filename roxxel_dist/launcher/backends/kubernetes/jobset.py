@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from roxxel_dist.cluster.exit_codes import EXIT_HANG, EXIT_PREFLIGHT, UserError
 from roxxel_dist.launcher.backends import base
-from roxxel_dist.launcher.control.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, PREEMPTED
+from roxxel_dist.launcher.control.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, OF_THE_COMMAND, PREEMPTED
 from roxxel_dist.launcher.environment import assignments, is_secret, masked_words, read_env_file
 from roxxel_dist.launcher.placement import placements
 from roxxel_dist.launcher.spec import JobOptions, JobSpec, flag, log_dir_for, trains_in_bucket
@@ -196,7 +196,7 @@ def member_command(spec: JobSetSpec) -> list[str]:
     first = f"{spec.name}-{JOB}-0-0.{spec.name}"  # by this name the pods find host 0
     words = ["roxxel-dist", "launch", "member", "--hosts", str(options.hosts), "--first", first, "--run-id", spec.name]
     usual = {"procs_per_host": 1, **{field.name: field.default for field in fields(JobOptions)}}
-    del usual["max_restarts"]  # the JobSet starts again
+    del usual["max_restarts"], usual["restart_on"]  # the JobSet starts again
     for name, default in usual.items():
         value = getattr(options, name)
         if value != default:
@@ -242,7 +242,7 @@ def manifest(spec: JobSetSpec) -> Plain:
             "rules": [
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 {"action": "FailJob", "onExitCodes": {"operator": "In", "values": list(PREEMPTION_CODES)}},
-                {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": list(RETRY_CODES)}},
+                {"action": "FailJob", "onExitCodes": _program_error(spec.options.restart_on)},
             ]
         },
         "template": {"spec": _pod(spec)},
@@ -258,6 +258,13 @@ def manifest(spec: JobSetSpec) -> Plain:
             "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": job}}],
         },
     }
+
+
+def _program_error(restart_on: str) -> Plain:
+    """The exit codes that end the JobSet for good."""
+    if restart_on == "any":
+        return {"operator": "In", "values": sorted(OF_THE_COMMAND)}
+    return {"operator": "NotIn", "values": list(RETRY_CODES)}
 
 
 def _failure_policy(max_restarts: int) -> Plain:

@@ -15,7 +15,7 @@ from roxxel_dist.launcher.backends.ray import actor, cluster
 from roxxel_dist.launcher.backends.ray.process import NoNodeError, RayProcess, reason_of, result
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.output.console import info
-from roxxel_dist.launcher.placement import ranks_on
+from roxxel_dist.launcher.placement import python_words, ranks_on
 
 ACTOR_S = 20.0
 """How long a new actor may take where the old one died: Ray may first have to find another node."""
@@ -124,7 +124,7 @@ class RayBackend(base.Backend):
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:
         """What `start` runs on the node."""
-        return [self.python, "-u", "-m", module, *words]
+        return python_words(self.python, module, *words)
 
     def start(self, host: str, module: str, *words: str) -> RayProcess:
         """Start `python -m MODULE WORDS` on a node; returns at once, also where its actor has to be made first."""

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from signal import SIGTERM
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, UserError
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, SCHEDULER_SIGNALS, UserError
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend
-from roxxel_dist.launcher.control.restart import INFRASTRUCTURE, Decision
+from roxxel_dist.launcher.control.restart import INFRASTRUCTURE, PREEMPTED, Decision
 from roxxel_dist.launcher.control.supervisor import JobResult, supervise
 from roxxel_dist.launcher.jobs.record import JobRecorder
 from roxxel_dist.launcher.jobs.tail import header
@@ -99,12 +99,12 @@ def run_in_allocation(job: JobSpec, backend: SlurmBackend, allocation: Allocatio
 def requeue(result: JobResult, allocation: Allocation, max_requeues: int, state: str) -> Decision:
     """Whether to requeue a job that ended so; `state` is SLURM's JobState, empty if it no longer knows the job.
 
-    SLURM asks with SIGTERM, some time before the limit. A person asks with Ctrl-C or `roxxel-dist stop` (SIGINT). A job
-    that is no longer RUNNING is ended by SLURM: after `scancel` it must not come back, and where it was preempted, or
-    has lost a node, SLURM queues it again itself.
+    SLURM asks with SIGTERM, or with the signal that the user chose, some time before the limit. A person asks with
+    Ctrl-C or `roxxel-dist stop` (SIGINT). A job that is no longer RUNNING is ended by SLURM: after `scancel` it must
+    not come back, and where it was preempted, or has lost a node, SLURM queues it again itself.
     """
-    code, by_slurm = result.code, result.requested == SIGTERM
-    if by_slurm and (code in (EXIT_DRAINED, EXIT_HANG, 128 + SIGTERM) or code in INFRASTRUCTURE):
+    code, by_slurm = result.code, result.requested in (SIGTERM, *SCHEDULER_SIGNALS)
+    if by_slurm and (code in (EXIT_HANG, *PREEMPTED) or code in INFRASTRUCTURE):
         cause = "SLURM asked it to end"
         if code != EXIT_DRAINED:
             cause += ", and the ranks did not save in time (a longer --grace would give it)"

@@ -10,6 +10,7 @@ from typing import ClassVar
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S, start_near
+from roxxel_dist.launcher.placement import python_words
 
 OPTIONS = (
     "--nodes=1",
@@ -63,7 +64,7 @@ class SlurmBackend(base.Backend):
         """The srun that `start` runs."""
         step = ["srun", f"--jobid={self.job_id}", f"--nodelist={host}", *OPTIONS, f"--job-name={module}"]
         step += ["--cpu-bind=none"] if self.binds else []
-        program = [self.python, "-u", "-m", module, *words]
+        program = python_words(self.python, module, *words)
         if self.container is None:
             return [*step, f"--chdir={self.directory}", *program]
         mounts = [self.directory, *self.mounts]

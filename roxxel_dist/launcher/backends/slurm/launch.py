@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, UserError
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, SCHEDULER_SIGNALS, UserError
 from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.backends.slurm.allocation import (
     Allocation,
@@ -121,7 +121,7 @@ class Options(base.Options, SlurmOptions):
                 raise UserError("--detach: a submitted job does not need it, and one in an allocation ends with it")
         allocation = current_allocation(os.environ)
         if allocation is not None and allocation.batch:  # SLURM's request may come before anybody listens: it waits
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, *SCHEDULER_SIGNALS])
         if self.print or allocation is None:
             return _submit(self, request)
         return _run(self, request, allocation)
