@@ -236,7 +236,7 @@ def model_of(weights: Weights, path: str | Path) -> Any:
 
 
 def _state_of(weights: Weights, like: Leaves, needed: Collection[str], path: str | Path) -> Leaves:
-    """The state in some weights, of the types of `like`, keys as integers; ValueError if what is `needed` is missing."""
+    """The state in some weights, of the types of `like`, keys as integers; ValueError if a `needed` one lacks."""
     if lacking := [name for name in needed if name not in weights.state]:
         raise UserError(
             f"the weights in {path} lack {', '.join(lacking[:3])}, which the model {weights.config.model!r} has beside "

@@ -68,9 +68,12 @@ def _check_text(words: list[str]) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
+            encoding = sys.getfilesystemencoding()
+            cure = "set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+            if encoding == "utf-8":
+                cure = "it has bytes that are not UTF-8; write it in UTF-8, as `iconv -f latin1 -t utf-8` does"
             raise UserError(
-                f"{text!a} is no text in this locale ({sys.getfilesystemencoding()}), and a run is written in UTF-8: "
-                f"set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+                f"{text!a} is no text in this locale ({encoding}), and a run is written in UTF-8: {cure}"
             ) from error
 
 
