@@ -51,7 +51,7 @@ from roxxel_dist.train.evaluator import HELD_OUT, Validation, run_eval_fn
 from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, LogQueue, Tracker, TrackerSource
 from roxxel_dist.train.loggers.choose import trackers_for
 from roxxel_dist.train.loggers.metrics import MetricsLogger
-from roxxel_dist.train.optimizer import InitialState, as_optimizer
+from roxxel_dist.train.optimizer import InitialState, as_optimizer, check_update
 from roxxel_dist.train.profiler import Profiler
 from roxxel_dist.train.resume import (
     ResumePoint,
@@ -88,7 +88,8 @@ class Trainer:
     Args:
         model: an `nnx.Module`, the same on every process, trained when `run` returns; or a function that builds one,
             straight into its shards.
-        optimizer: an optax transformation, an `nnx.Optimizer`, or one of `train.optimizer`.
+        optimizer: an optax transformation, which may ask for the loss as `value`; an `nnx.Optimizer`, whose moments are
+            not taken, they start new; or one of `train.optimizer`.
         curriculum: phases over a `Roxxel`.
         loss_fn: (model, int32[B, L]) to a scalar, (scalar, aux) or a dict with "loss"; every scalar in it is logged,
             "balance_loss" minimised too. "row_loss", float32[B], gives each data set's loss where a blend is by row.
@@ -232,6 +233,8 @@ class Trainer:
         options = self.options
         # Not the arrays: a run that goes on would hold those that it began with beside those of its checkpoint.
         self._like: TrainState = abstract(self._state)
+        if not self.finished:
+            check_update(self._optimizer, self._like.params, self._like.opt_state)
         dtype = jnp.bfloat16 if options.bf16_compute else None
         self._train_step: Any = make_step(
             self._split, self._loss_fn, self._optimizer, self._like, self._sharding,
@@ -282,6 +285,9 @@ class Trainer:
     def _init_reporting(self) -> None:
         """What logs and keeps the run; nothing is written yet."""
         options, log = self.options, self.logger.text
+        done = 0 if self._nnx_optimizer is None or self.start_step else int(self._nnx_optimizer.step[...])
+        if done:
+            log(f"the nnx.Optimizer has done {done:,} steps: its moments and counts are not taken, they start new")
         self._throttler, self._timer = InflightThrottler(self.mesh), StepTimer()
         self._metrics = MetricsLogger(
             self.logger, self._timer, self.last_step, self.step, self.state.flops_per_token(), self.mesh.devices.flat
