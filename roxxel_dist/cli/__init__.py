@@ -71,7 +71,7 @@ def _check_text(words: list[str]) -> None:
             encoding = sys.getfilesystemencoding()
             cure = "set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
             if encoding == "utf-8":
-                cure = "it has bytes that are not UTF-8; write it in UTF-8, as `iconv -f latin1 -t utf-8` does"
+                cure = "write the text in UTF-8 too, and rename a file or folder whose name is not"
             raise UserError(
                 f"{text!a} is no text in this locale ({encoding}), and a run is written in UTF-8: {cure}"
             ) from error
