@@ -261,8 +261,8 @@ def test_bytes_that_are_no_utf_8(tmp_path, words):
     done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "roxxel-dist: 'na\\udcefve' is no text in this locale (utf-8), and a run is written in UTF-8: write the text in "
-        "UTF-8 too, and rename a file or folder whose name is not\n"
+        "roxxel-dist: 'na\\udcefve' is no text in this locale (utf-8), and a run is written in UTF-8: write the text "
+        "in UTF-8 too, and rename a file or folder whose name is not\n"
     )
 
 

@@ -142,19 +142,20 @@ KINDS = {
     "sentencepiece unigram": pieces_of_sentences("unigram"),
     "sentencepiece without a prefix": pieces_of_sentences("bpe", add_dummy_prefix=False),
 }
-LOSSLESS = ["byte", "bpe", "char", "llama 2", "sentencepiece without a prefix", "metaspace never"]
-"""These give every text back that has only characters they know, one space between words."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request, tmp_path_factory):
-    made = KINDS[request.param]()
-    if isinstance(made, bytes):
-        path = tmp_path_factory.mktemp("pieces") / "m.model"
-        path.write_bytes(made)
-        made = Tokenizer.load(path)
-    made.name = request.param
-    return made
+    return made(KINDS[request.param], tmp_path_factory.mktemp("tokenizer"))
+
+
+def made(make, folder):
+    """A tokenizer; a SentencePiece model is read from a file."""
+    tokenizer = make()
+    if isinstance(tokenizer, bytes):
+        (folder / "m.model").write_bytes(tokenizer)
+        return Tokenizer.load(folder / "m.model")
+    return tokenizer
 
 
 def added(tokenizer, prompt, ids, new):
@@ -286,9 +287,61 @@ def test_ids_without_text_are_never_drawn(network, sampling):
     assert known_ids(range(64), 64) is None
 
 
-def test_a_vocabulary_larger_than_the_tokenizers(tmp_path):
-    tokenizer = train_tokenizer("char", [TEXT])
-    generator = Generator(make_run(tmp_path / "run", tokenizer, vocab_size=4 * tokenizer.vocab_size))
-    text = generator.generate("the", 60, temperature=50.0, stop_at_eos=False)
-    assert len(text) > 50  # all but a few times end-of-text
-    assert "".join(generator.stream("the", 60, temperature=50.0, stop_at_eos=False)) == text
+GAPS = {
+    "char": lambda: train_tokenizer("char", [TEXT]),
+    "sentencepiece": pieces_of_sentences("bpe"),
+    "one with a gap in its ids": lambda: with_gap(llama_2()),
+}
+
+
+def with_gap(tokenizer):
+    """The same with ids that have no text between others."""
+    described = json.loads(tokenizer.to_json())
+    described["model"]["vocab"] = {
+        name: number if number < 50 else number + 20 for name, number in described["model"]["vocab"].items()
+    }
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(described)))
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_a_vocabulary_larger_than_the_tokenizers(tmp_path, name):
+    tokenizer = made(GAPS[name], tmp_path)
+    generator = Generator(make_run(tmp_path / "run", tokenizer, vocab_size=2 * tokenizer.vocab_size))
+    options = {"max_new_tokens": 60, "temperature": 50.0, "stop_at_eos": False}
+    ids = tokenizer.encode("the")
+    (new,) = generate_rows(
+        generator.model, [ids], 60, max_context=64, sampling=Sampling(temperature=50.0), seeds=[0],
+        known_V=known_ids(tokenizer.ids, 2 * tokenizer.vocab_size),
+    )  # fmt: skip
+    assert set(new) <= set(tokenizer.ids)
+    text = generator.generate("the", **options)
+    assert text == added(tokenizer, "the", ids, new)
+    assert "".join(generator.stream("the", **options)) == text
+
+
+def named(*names):
+    """Ids of the LLaMA 2 form by name; a letter that it has no token for is its bytes."""
+    tokenizer = llama_2()
+    vocabulary = tokenizer._inner.get_vocab()
+    spelled = [[name] if name in vocabulary else [f"<0x{byte:02X}>" for byte in name.encode()] for name in names]
+    return tokenizer, [vocabulary[name] for parts in spelled for name in parts]
+
+
+SPELLED = {
+    "two spaces at the first": (("\u2581", "\u2581quick", "\u2581brown"), " quick brown"),
+    "spaces and a stop": (("\u2581", "\u2581", "\u2581", "."), "  ."),
+    "a character, half of one, letters": (("a", "\u2581", "世", "<0xE4>", "a", "b"), "a 世\ufffdab"),
+    "a special token within a character": (("a", "<0xE4>", "</s>", "<0xB8>", "<0x96>", "b"), "a世b"),
+    "bytes to the end": (("a", "<0xE4>", "<0xB8>"), "a\ufffd\ufffd"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPELLED)
+def test_texts_that_streams_have_got_wrong(case):
+    names, text = SPELLED[case]
+    tokenizer, ids = named(*names)
+    found = list(pieces(tokenizer, ids))
+    assert "".join(found) == tokenizer.decode(ids)
+    if case != "a character, half of one, letters":  # there a run of bytes that is no character is none at all
+        assert "".join(found) == text
+    assert not any("\ufffd" in piece for piece in found) or "\ufffd" in tokenizer.decode(ids)

@@ -202,7 +202,7 @@ def as_optimizer(optimizer: Any) -> Optimizer:
         return FixedOptimizer(optimizer.tx)
     if isinstance(optimizer, optax.MultiSteps):
         # Its own `gradient_transformation` passes no further arguments on.
-        return FixedOptimizer(optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update))
+        return FixedOptimizer(optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update))  # pyright: ignore[reportArgumentType]
     if isinstance(optimizer, optax.GradientTransformation):
         return FixedOptimizer(optimizer)
     if isinstance(optimizer, Optimizer):
