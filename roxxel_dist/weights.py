@@ -226,7 +226,7 @@ def model_of(weights: Weights, path: str | Path) -> Any:
     def others(state: Leaves) -> Any:
         """Computes only what is used: no initial weights."""
         _, _, first, inputs = split_module(build())
-        rest = first | files.data_to_keys(state, {name: first[name] for name in state})
+        rest = first | files.data_to_keys(state, {name: jnp.asarray(first[name]) for name in state})
         return rest, {name: one for name, one in inputs.items() if name not in frozen}
 
     rest, inputs = jax.jit(others)(state)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -71,7 +72,7 @@ NUMBER = 3
 
 
 class Seen(nnx.Variable):
-    """State of a kind of one's own."""
+    """State of a kind that NNX does not know."""
 
 
 class Counting(nnx.Module):
@@ -110,6 +111,9 @@ class Stateful(nnx.Module):
         self.array = nnx.data(jnp.arange(3.0))
         self.nested = nnx.Variable({"a": jnp.zeros(1), "b": [jnp.zeros(2)]})
         self.key = nnx.Variable(jax.random.key(5))
+        self.old_key = nnx.Variable(jax.random.PRNGKey(5))
+        self.number, self.factor = nnx.Variable(0), nnx.Variable(1.0)  # numbers of Python
+        self.flags = nnx.Variable(np.zeros(2, bool))  # an array of numpy
         self.gain = nnx.Param(jnp.ones(()))
         self.out = nnx.Linear(width, vocabulary, rngs=rngs)
 
@@ -117,6 +121,11 @@ class Stateful(nnx.Module):
         x = self.gain * self.dropout(self.norm(3 + 2 * self.embedding(tokens)))
         bias = sum(module() for module in [*self.kinds.values(), *self.listed])
         self.array = self.array + 1
+        self.number[...] += 1
+        self.factor[...] = self.factor[...] * 2
+        self.flags[...] = ~self.flags[...]
+        self.old_key[...] = jax.random.split(self.old_key[...])[0]
+        self.hidden = nnx.Intermediate(x)  # it is made by the call, and is no state
         self.nested.set_value(jax.tree.map(lambda leaf: leaf + 1, self.nested.get_value()))
         self.key[...] = jax.random.fold_in(self.key[...], 1)
         noise = jax.random.normal(self.key[...], (len(self.tied),))

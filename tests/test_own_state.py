@@ -27,9 +27,10 @@ SHAPE = {
     "tokenizer_type": "char", "max_to_keep": None,
 }  # fmt: skip
 COUNTED = [f"kinds.{name.replace(' ', '_')}.seen" for name in KINDS] + [
+    "number",
     "listed.0.seen", "listed.1.seen", "nested.a", "nested.b.0", "array",
 ]  # fmt: skip
-STATISTICS = ["norm.mean", "norm.var", "key"]
+STATISTICS = ["norm.mean", "norm.var", "key", "old_key", "factor", "flags"]
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +188,10 @@ def test_a_module_and_a_checkpointer_have_it_after_a_run(run, tmp_path):
     with Checkpointer(tmp_path / "run" / "checkpoints", fresh) as checkpointer:
         assert checkpointer.restore() == 3
     same_state(state_of(fresh), state_of(module), [*COUNTED, *STATISTICS])
+    with Checkpointer(tmp_path / "own", build_stateful(config, nnx.Rngs(1))) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait()
+        assert checkpointer.restore() == 1
     _, state, _ = read_model(tmp_path / "run" / NEWEST)
     check_counts(state, 3)
 
@@ -230,3 +235,10 @@ def test_state_that_the_weights_do_not_have_is_new_with_a_line(run, tmp_path, ca
     np.testing.assert_array_equal(state["more"], [7, 7])
     np.testing.assert_array_equal(state["kinds.a_cache.seen"].astype(float), np.full((4, 1), 8))
     np.testing.assert_array_equal(state["listed.0.seen"], [STEPS + 1])
+
+
+def test_advice_for_a_run_from_an_export_can_be_followed(run, tmp_path):
+    """Its model is none that another program has a format for."""
+    out = exported(run, tmp_path / "x", "safetensors")
+    with pytest.raises(UserError, match=r"it has weights alone, as an export; name the run that it is from$"):
+        continued(out, tmp_path / "next", data=run / "data")

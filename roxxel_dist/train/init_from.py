@@ -65,10 +65,9 @@ def open_checkpoint(field: str, ref: CheckpointRef) -> Iterator[tuple[Checkpoint
 
 def _instead(run: Path) -> str:
     if (run / NEWEST).is_file() or has_tensors(run):
-        return (
-            "it has weights alone, as an export; name the run that it is from, or what `roxxel-dist export RUN "
-            "--format hf --out DIR` makes of that"
-        )
+        own = (yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")) or {}).get("model") is not None
+        more = "" if own else ", or what `roxxel-dist export RUN --format hf --out DIR` makes of that"
+        return f"it has weights alone, as an export; name the run that it is from{more}"
     return "name the folder of a run that has"
 
 
