@@ -20,7 +20,8 @@ from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import absolute, check_local, is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
-from roxxel_dist.model.generate import generate
+from roxxel_dist.generator import pieces
+from roxxel_dist.model.generate import generate, known_ids
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.report import draw_losses, read_runs
 from roxxel_dist.run_directory import (
@@ -423,8 +424,10 @@ class Experiment:
         if not is_primary():
             return ""
         count, seed = min(SAMPLE_TOKENS, context // 2), self.config.seed
-        new = generate(model, prompt, count, max_context=context, seed=seed, eos_id=tokenizer.eos_id)
-        text = printable(self.config.sample_prompt + tokenizer.decode(new))
+        ends: Any = {"eos_id": tokenizer.eos_id, "known_V": known_ids(tokenizer.ids, self.config.vocab_size or 0)}
+        new = generate(model, prompt, count, max_context=context, seed=seed, **ends)
+        before = self.config.sample_prompt
+        text = printable(before + "".join(pieces(tokenizer, new, before, prompt)))
         return "\n".join(["a sample of what it writes now:", *text.split("\n")[:SAMPLE_LINES]])
 
 

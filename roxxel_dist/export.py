@@ -23,7 +23,7 @@ from roxxel_dist.run_directory import CONFIG, METRICS, TOKENIZER
 from roxxel_dist.train.checkpoint.digests import TABLE, DigestTable, FileDigest
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 from roxxel_dist.train.hf_folder import HF_CONFIG
-from roxxel_dist.train.weight_files import LIMIT, NEWEST, write_tensors, write_weights
+from roxxel_dist.train.weight_files import LIMIT, NEWEST, with_state, write_tensors, write_weights
 from roxxel_dist.weights import Weights, weights_of
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -51,7 +51,7 @@ def export_run(
         step: the checkpoint of this step; default: the newest.
         best: the checkpoint with the lowest val_loss; the newest if none was validated.
         merge_lora: for a run that trained adapters, write the plain model with the adapters merged in.
-        dtype: of the weights; default: unchanged.
+        dtype: of the parameters; default: unchanged.
         max_shard_size: largest size of a safetensors file, such as "500MB".
         overwrite: replace an existing folder. A run, or a folder that contains folders, is never replaced.
 
@@ -103,9 +103,10 @@ def _check_out(out: Path, overwrite: bool, *read: Path) -> None:
 
 def _write_own(folder: Path, weights: Weights, params: dict[str, np.ndarray], format: str, limit: int) -> None:
     """Write the weights under our own names, and the files that let a folder be read as a run."""
-    sizes = {name: array.nbytes for name, array in params.items()}
+    arrays = with_state(params, weights.state)
+    sizes = {name: array.nbytes for name, array in arrays.items()}
     if format == "safetensors":
-        arrays = ((name, np.ascontiguousarray(array)) for name, array in params.items())
+        arrays = ((name, np.asarray(array, order="C")) for name, array in arrays.items())
         write_tensors(folder, arrays, sizes, limit, weights.step)
     elif format != "msgpack":
         raise UserError(f"format is {format!r}: it must be msgpack, safetensors or hf")
@@ -115,7 +116,7 @@ def _write_own(folder: Path, weights: Weights, params: dict[str, np.ndarray], fo
             f"--format safetensors"
         )
     else:
-        write_weights(folder / NEWEST, weights.step, params)
+        write_weights(folder / NEWEST, weights.step, params, weights.state)
     weights.config.save_yaml(folder / CONFIG)
     if weights.tokenizer is not None:
         Tokenizer.load(weights.tokenizer).save(folder / TOKENIZER)

@@ -7,7 +7,7 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.build.tokenizer import Tokenizer
-from roxxel_dist.model.generate import Sampling, generate_rows, stream
+from roxxel_dist.model.generate import Sampling, generate_rows, known_ids, stream
 from roxxel_dist.train.hf_folder import is_hf_folder
 from roxxel_dist.weights import check_continues, load_run
 
@@ -46,6 +46,7 @@ class Generator:
         self._path = str(path)
         self.model, self.tokenizer, self.config, self.step = load_run(path, step, best=best)
         check_continues(self.model, self.config)
+        self._known_V = known_ids(self.tokenizer.ids, self.config.vocab_size)
         # A run trains without such a token, whatever its tokenizer, so its model has not learned it.
         self._start = self.tokenizer.text_start if is_hf_folder(Path(path)) else []
 
@@ -68,6 +69,10 @@ class Generator:
         stop_at_eos: bool = True,
     ) -> str | list[str]:
         """Continue a prompt, or each of several; the result does not include the prompt.
+
+        A prompt and its continuation are the text that the tokenizer makes of all ids together, as far as it gives the
+        prompt back unchanged. An id that the tokenizer has no text for, as where the model's vocabulary is larger, is
+        never drawn.
 
         Args:
             prompt: text; if it is empty, the start of a document. Each prompt of a list is continued as if it were
@@ -93,11 +98,12 @@ class Generator:
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         if not prompts:
             return []
-        rows = generate_rows(
-            self.model, [self._ids(one) for one in prompts], self._room(max_new_tokens),
-            max_context=self.config.max_context, sampling=sampling, seeds=seeds, eos_id=self._end(stop_at_eos),
-        )  # fmt: skip
-        texts = [self.tokenizer.decode(row) for row in rows]
+        read = [self._ids(one) for one in prompts]
+        room, limits = self._room(max_new_tokens), self._limits(stop_at_eos)
+        rows = generate_rows(self.model, read, room, sampling=sampling, seeds=seeds, **limits)
+        texts = [
+            "".join(pieces(self.tokenizer, row, text, ids)) for row, text, ids in zip(rows, prompts, read, strict=True)
+        ]
         return texts[0] if isinstance(prompt, str) else texts
 
     def stream(
@@ -119,11 +125,9 @@ class Generator:
             An iterator of pieces, which together are the text.
         """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        ids = stream(
-            self.model, self._ids(prompt), self._room(max_new_tokens), max_context=self.config.max_context,
-            sampling=sampling, seed=seed, eos_id=self._end(stop_at_eos),
-        )  # fmt: skip
-        return pieces(self.tokenizer, ids)
+        read, room = self._ids(prompt), self._room(max_new_tokens)
+        ids = stream(self.model, read, room, sampling=sampling, seed=seed, **self._limits(stop_at_eos))
+        return pieces(self.tokenizer, ids, prompt, read)
 
     def _ids(self, prompt: str) -> list[int]:
         if not isinstance(prompt, str):
@@ -135,8 +139,12 @@ class Generator:
         most = self.config.max_context - 1
         return min(max_new_tokens, most) if isinstance(max_new_tokens, Integral) else max_new_tokens
 
-    def _end(self, stop_at_eos: bool) -> int | None:
-        return self.tokenizer.eos_id if stop_at_eos else None
+    def _limits(self, stop_at_eos: bool) -> dict[str, Any]:
+        return {
+            "max_context": self.config.max_context,
+            "eos_id": self.tokenizer.eos_id if stop_at_eos else None,
+            "known_V": self._known_V,
+        }
 
 
 def _listed(value: Any) -> list[Any]:
@@ -144,17 +152,37 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
 
 
-def pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """The text of some ids, piece by piece; joined, the pieces equal `tokenizer.decode` of all ids."""
-    known: list[int] = []
-    shown, begin = 0, 0
+def pieces(tokenizer: Tokenizer, ids: Iterable[int], prompt: str = "", prompt_ids: Sequence[int] = ()) -> Iterator[str]:
+    """The text that some ids add to a prompt, piece by piece; no piece ends within a character.
+
+    Joined, the pieces equal what `tokenizer.decode` gives for the prompt's ids and these, without the prompt.
+    """
+    known = list(prompt_ids)
+    begin, shown = 0, len(known)
+
+    def added() -> str:
+        # Decode with the piece before it, and the first one with the prompt: some tokenizers remove a leading space.
+        old, new = tokenizer.decode(known[begin:shown]), tokenizer.decode(known[begin:])
+        if begin == 0 and shown == len(prompt_ids):
+            return _without_prompt(new, prompt, old) if new.startswith(old) else tokenizer.decode(known[shown:])
+        return new[len(old) :]
+
     for number in ids:
         known.append(number)
-        # Decode with the piece before it: some tokenizers remove a leading space.
-        old, new = tokenizer.decode(known[begin:shown]), tokenizer.decode(known[begin:])
-        if len(new) > len(old) and not new.endswith(UNFINISHED):
-            yield new[len(old) :]
+        if tokenizer.is_open(number):
+            continue
+        text = added()
+        if text and not text.endswith(UNFINISHED):
+            yield text
             begin, shown = shown, len(known)
-    old, new = tokenizer.decode(known[begin:shown]), tokenizer.decode(known[begin:])
-    if len(new) > len(old):
-        yield new[len(old) :]
+    if shown < len(known) and (text := added()):
+        yield text
+
+
+def _without_prompt(whole: str, prompt: str, base: str) -> str:
+    """A text that begins with `base`, what the tokenizer makes of the prompt's ids, from the end of the prompt on.
+
+    Where `base` lacks spaces that end the prompt, and the text has them, they count as the prompt's.
+    """
+    is_whole = prompt.startswith(base) and whole.startswith(prompt)
+    return whole[len(prompt if is_whole else base) :]

@@ -4,7 +4,7 @@ The weights of a trained model as arrays in memory, from any kind of folder.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ from roxxel_dist.train.checkpoint.digests import check_checkpoint, in_words, rea
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.init_from import INITIALIZED_FROM, base_of, check_base
-from roxxel_dist.train.train_state import split_module
-from roxxel_dist.train.weight_files import BEST, NEWEST, WHOLE, TensorFiles, has_tensors, read_weights, step_of
+from roxxel_dist.train.train_state import Leaves, split_module
+from roxxel_dist.train.weight_files import BEST, NEWEST, OF_STATE, WHOLE, TensorFiles, has_tensors, read_model, step_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,9 @@ class Weights:
     params: dict[str, np.ndarray]
     """Parameters by name, such as "blocks.attention.qkv.kernel", in their stored dtype, including adapters and their
     base."""
+    state: dict[str, np.ndarray]
+    """What a user-defined model has beside its parameters, by name: such as "norm.mean", and random streams, whose keys
+    are integers here. Empty for the built-in one."""
     step: int
     """Optimizer steps done; 0 for a Hugging Face model, and for files without a step."""
     tokenizer: Path | None
@@ -88,13 +91,13 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
             raise UserError(
                 f"{bucket or run} has no checkpoint of step {done}; those there are: {', '.join(map(str, saved))}"
             )
-        if bucket is not None and (problems := bucket.checkpoints.fetch_params(done)):
+        if bucket is not None and (problems := bucket.checkpoints.fetch_model(done)):
             raise UserError(
                 f"the checkpoint of step {done} in {bucket} is damaged ({in_words(problems)}): name another"
             )
-        params, metadata = _of_checkpoint(checkpoints / str(done))
+        params, state, metadata = _of_checkpoint(checkpoints / str(done))
     else:
-        params, done = _of_files(run, step, best=best)
+        params, state, done = _of_files(run, step, best=best)
         metadata = _metadata_of_adapters(load_yaml(run / CONFIG), params)
     params = _of_this_layout(config, params)
     scales = stacked_scales(metadata.adapter_scales or {}, params)
@@ -104,7 +107,10 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
         weights = weights_of(base.run, step=base.step or None).merged()  # a base may have adapters too
         params, folders = weights.params | params, (run, *weights.folders)
     tokenizer = run / TOKENIZER if (run / TOKENIZER).exists() else None
-    return Weights(config=config, params=params, step=done, tokenizer=tokenizer, scales=scales, folders=folders)
+    state = {} if config.model is None else state  # the random streams of dropout
+    return Weights(
+        config=config, params=params, state=state, step=done, tokenizer=tokenizer, scales=scales, folders=folders
+    )
 
 
 def _of_this_layout(config: Any, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -121,12 +127,11 @@ def _of_this_layout(config: Any, params: dict[str, np.ndarray]) -> dict[str, np.
         return params
 
 
-def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], CheckpointMetadata]:
-    """(parameters, the metadata of the checkpoint)."""
+def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], CheckpointMetadata]:
+    """(parameters, state, the metadata of the checkpoint)."""
     try:
         saved, table = read_verified(checkpoint, int(checkpoint.name))
-        params = files.read_params(checkpoint, saved, table)
-        return params, CheckpointMetadata.from_dict(saved.meta)
+        return *files.read_model(checkpoint, saved, table), CheckpointMetadata.from_dict(saved.meta)
     except Exception as error:  # Orbax has no specific error for this
         folder, older = checkpoint.parent, files.complete(checkpoint.parent)
         steps = [step for step in sorted(older, reverse=True) if step < int(checkpoint.name)]
@@ -147,8 +152,8 @@ def _metadata_of_adapters(saved: Mapping[str, Any], params: Mapping[str, Any]) -
     return CheckpointMetadata(adapter_scales=dict.fromkeys(names, scale), base=base)
 
 
-def _of_files(run: Path, step: int | None, *, best: bool) -> tuple[dict[str, np.ndarray], int]:
-    """(parameters, steps done) of a run without checkpoints."""
+def _of_files(run: Path, step: int | None, *, best: bool) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], int]:
+    """(parameters, state, steps done) of a run without checkpoints."""
     steps = {name: done for name in (NEWEST, BEST) if (done := step_of(run / name)) is not None}
     if not steps and has_tensors(run):
         with TensorFiles(run) as tensors:
@@ -156,7 +161,9 @@ def _of_files(run: Path, step: int | None, *, best: bool) -> tuple[dict[str, np.
             if step not in (None, done):
                 known = "they do not say their step" if done is None else f"they are of step {done}"
                 raise UserError(f"{run} has no weights of step {step}: {known}; leave the step out")
-            return {name: tensors.read(name) for name in tensors.shapes()}, done or 0
+            arrays = {name: tensors.read(name) for name in tensors.shapes()}
+        params = {name: array for name, array in arrays.items() if not name.startswith(OF_STATE)}
+        return params, files.below(OF_STATE, arrays), done or 0
     if not steps and any((run / name).exists() for name in (CHECKPOINTS, METRICS)):
         raise UserError(f"{run} has no complete checkpoint: train it until its first one is saved")
     if not steps:
@@ -172,7 +179,7 @@ def _of_files(run: Path, step: int | None, *, best: bool) -> tuple[dict[str, np.
     if not best and step is None and name == BEST:
         line = f"roxxel-dist: {run} has no {NEWEST}: taking {BEST}, of step {steps[BEST]}"
         print(line, file=sys.stderr, flush=True)
-    return read_weights(run / name)
+    return read_model(run / name)
 
 
 def _of_hugging_face(folder: Path) -> Weights:
@@ -180,7 +187,8 @@ def _of_hugging_face(folder: Path) -> Weights:
     with HfFolder(folder) as tensors:
         params = tensors.params()
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_NAMES)
-    return Weights(config=config, params=params, step=0, tokenizer=folder if has_tokenizer else None, folders=(folder,))
+    tokenizer = folder if has_tokenizer else None
+    return Weights(config=config, params=params, state={}, step=0, tokenizer=tokenizer, folders=(folder,))
 
 
 def load_run(run_dir: str | Path, step: int | None = None, *, best: bool = False) -> tuple[Any, Tokenizer, Any, int]:
@@ -207,22 +215,39 @@ def load_transformer(path: str | Path, *, best: bool = True) -> Any:
 def model_of(weights: Weights, path: str | Path) -> Any:
     """The module of some weights, with dropout off; ValueError, which names `path`, if the config does not fit."""
     build = model_builder(weights.config)
-    parts, like, _, inputs = split_module(nnx.eval_shape(build))
+    parts, like, rest_like, inputs = split_module(nnx.eval_shape(build))
     # With adapters in a user-defined model, a run does not store the frozen weights: the model creates them.
     frozen = [name for name in parts.frozen.names if weights.config.model is None or name in weights.params]
     like |= {name: inputs[name] for name in frozen}
     if wrong := files.difference(files.shapes(weights.params), files.shapes(like), whole=False):
         raise UserError(f"the weights in {path} are of another model than its config ({wrong}): put the right back")
+    state = _state_of(weights, {name: rest_like[name] for name in parts.rest.names}, parts.state_names, path)
 
-    def others() -> Any:
+    def others(state: Leaves) -> Any:
         """Computes only what is used: no initial weights."""
-        _, _, rest, inputs = split_module(build())
+        _, _, first, inputs = split_module(build())
+        rest = first | files.data_to_keys(state, {name: jnp.asarray(first[name]) for name in state})
         return rest, {name: one for name, one in inputs.items() if name not in frozen}
 
-    rest, inputs = jax.jit(others)()
+    rest, inputs = jax.jit(others)(state)
     params = {name: jnp.asarray(weights.params[name]) for name in parts.params.names}
     inputs |= {name: jnp.asarray(weights.params[name]) for name in frozen}
     return parts.merge(params, rest, inputs, training=False)
+
+
+def _state_of(weights: Weights, like: Leaves, needed: Collection[str], path: str | Path) -> Leaves:
+    """The state in some weights, of the types of `like`, keys as integers; ValueError if a `needed` one lacks."""
+    if lacking := [name for name in needed if name not in weights.state]:
+        raise UserError(
+            f"the weights in {path} lack {', '.join(lacking[:3])}, which the model {weights.config.model!r} has beside "
+            f"its parameters: they were written by an earlier version, or for another model. Name the run that they "
+            f"are from, with its checkpoints, or export that again"
+        )
+    like = {name: leaf for name, leaf in like.items() if name in weights.state}
+    stored = jax.eval_shape(files.keys_to_data, like)
+    if wrong := files.difference(files.shapes(weights.state), files.shapes(stored), whole=False):
+        raise UserError(f"the weights in {path} are of another model than its config ({wrong}): put the right back")
+    return {name: jnp.asarray(weights.state[name], stored[name].dtype) for name in like}
 
 
 def check_continues(model: Any, config: Any) -> None:

@@ -2,8 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
+
+from roxxel_dist.lora import LoRALinear
 
 
 class Recurrent(nnx.Module):
@@ -66,3 +69,88 @@ def loss_of_nothing(model):
 
 
 NUMBER = 3
+
+
+class Seen(nnx.Variable):
+    """State of a kind that NNX does not know."""
+
+
+class Counting(nnx.Module):
+    """Counts its calls in an array beside its parameters."""
+
+    def __init__(self, kind, first):
+        self.seen = kind(first)
+
+    def __call__(self):
+        now = self.seen[...]
+        self.seen[...] = (now + jnp.ones_like(now)).astype(now.dtype)
+        return now.astype(jnp.float32).sum()
+
+
+KINDS = {
+    "a statistic": lambda: Counting(nnx.BatchStat, jnp.zeros(3)),
+    "a cache": lambda: Counting(nnx.Cache, jnp.zeros((2, 1), jnp.bfloat16)),
+    "a kind of its own": lambda: Counting(Seen, jnp.zeros((), jnp.float16)),
+    "a plain variable": lambda: Counting(nnx.Variable, jnp.zeros(2, jnp.int32)),
+    "a count of bytes": lambda: Counting(nnx.Variable, jnp.zeros((1, 2), jnp.uint8)),
+}
+"""The attribute `kinds` of `Stateful`, a dictionary of modules."""
+
+
+class Stateful(nnx.Module):
+    """Bigrams, whose logits also depend on all kinds of state, and which count the calls in training."""
+
+    def __init__(self, vocabulary, width, rngs):
+        self.embedding = nnx.Embed(vocabulary, width, rngs=rngs)
+        self.tied = self.embedding.embedding  # one variable by two names
+        self.norm = nnx.BatchNorm(width, momentum=0.5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.kinds = nnx.Dict({name.replace(" ", "_"): make() for name, make in KINDS.items()})
+        self.listed = nnx.List([Counting(Seen, jnp.zeros(1)), Counting(nnx.BatchStat, jnp.zeros(1))])
+        self.shared = self.listed[0]  # a module by two names
+        self.array = nnx.data(jnp.arange(3.0))
+        self.nested = nnx.Variable({"a": jnp.zeros(1), "b": [jnp.zeros(2)]})
+        self.key = nnx.Variable(jax.random.key(5))
+        self.old_key = nnx.Variable(jax.random.PRNGKey(5))
+        self.number, self.factor = nnx.Variable(0), nnx.Variable(1.0)  # numbers of Python
+        self.flags = nnx.Variable(np.zeros(2, bool))  # an array of numpy
+        self.gain = nnx.Param(jnp.ones(()))
+        self.out = nnx.Linear(width, vocabulary, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.gain * self.dropout(self.norm(3 + 2 * self.embedding(tokens)))
+        bias = sum(module() for module in [*self.kinds.values(), *self.listed])
+        self.array = self.array + 1
+        self.number[...] += 1
+        self.factor[...] = self.factor[...] * 2
+        self.flags[...] = ~self.flags[...]
+        self.old_key[...] = jax.random.split(self.old_key[...])[0]
+        self.hidden = nnx.Intermediate(x)  # it is made by the call, and is no state
+        self.nested.set_value(jax.tree.map(lambda leaf: leaf + 1, self.nested.get_value()))
+        self.key[...] = jax.random.fold_in(self.key[...], 1)
+        noise = jax.random.normal(self.key[...], (len(self.tied),))
+        return self.out(x) + 1e-3 * bias * noise + x @ self.tied.T
+
+
+def build_stateful(config, rngs):
+    return Stateful(config.vocab_size, config.dim, rngs)
+
+
+def loss_of_state(model, batch):
+    """It falls by one a step, from a hundred."""
+    return 100 - model(batch[:, :-1]).mean() * 0 - model.shared.seen[...].sum()
+
+
+def build_adapted(config, rngs):
+    """The same model with an adapter."""
+    model = build_stateful(config, rngs)
+    model.out = LoRALinear(config.dim, config.vocab_size, rank=2, use_bias=True, rngs=rngs)
+    return model
+
+
+def build_wider_state(config, rngs):
+    """The same model with a statistic more, and one in another shape."""
+    model = build_stateful(config, rngs)
+    model.more = nnx.BatchStat(jnp.full(2, 7.0))
+    model.kinds["a_cache"].seen = nnx.Cache(jnp.full((4, 1), 7.0, jnp.bfloat16))
+    return model

@@ -253,6 +253,19 @@ def test_a_name_that_the_locale_cannot_read(tmp_path, inside):
     assert run("--help", cwd=tmp_path, **more).returncode == 0
 
 
+@pytest.mark.parametrize("words", [("generate", "run", "--prompt"), ("train", "--data_path"), ("train", "--run_dir")])
+def test_bytes_that_are_no_utf_8(tmp_path, words):
+    """Of a terminal or a script in another encoding, where the locale is right."""
+    line = [*command(*words), b"na\xefve"]
+    env = environment(PYTHONUTF8="0", LC_ALL="C.UTF-8")
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "roxxel-dist: 'na\\udcefve' is no text in this locale (utf-8), and a run is written in UTF-8: write the text "
+        "in UTF-8 too, and rename a file or folder whose name is not\n"
+    )
+
+
 def test_output_on_a_full_disk(tmp_path):
     with open("/dev/full", "w") as full:
         done = subprocess.run(

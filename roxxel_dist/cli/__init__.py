@@ -68,9 +68,12 @@ def _check_text(words: list[str]) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
+            encoding = sys.getfilesystemencoding()
+            cure = "set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+            if encoding == "utf-8":
+                cure = "write the text in UTF-8 too, and rename a file or folder whose name is not"
             raise UserError(
-                f"{text!a} is no text in this locale ({sys.getfilesystemencoding()}), and a run is written in UTF-8: "
-                f"set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+                f"{text!a} is no text in this locale ({encoding}), and a run is written in UTF-8: {cure}"
             ) from error
 
 

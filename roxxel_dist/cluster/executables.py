@@ -19,7 +19,6 @@ import platform
 import re
 import stat
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -33,14 +32,12 @@ from roxxel_dist.cluster.determinism import numerics_fingerprint
 from roxxel_dist.cluster.jax_private import lowering_details, lowering_devices
 
 FORMAT = b"roxxel executable 1\n"
-PROGRAM, ALIAS = ".program", ".alias"
+PROGRAM = ".program"
 ASKED_EVENT, HIT_EVENT = (f"/jax/compilation_cache/{name}" for name in ("compile_requests_use_cache", "cache_hits"))
 LIMIT_BYTES = 1 << 30
 """Of a folder: beyond it the files that were not used for longest are removed."""
 STALE_S = 3600.0
 """A temporary file that is older was left by a writer that was killed."""
-SETTLED_S = 2.0
-"""A source file that changed less than this before the process began may have been read as it was before."""
 FLAGS_ENV = ("XLA_", "LIBTPU_", "TF_XLA_", "PJRT_", "FLAX_", "NNX_")
 
 
@@ -87,20 +84,6 @@ class ExecutableStore:
             return
         self._write(key + PROGRAM, data)
         self._remove_oldest()
-
-    def recall(self, name: str) -> Any:
-        """The program that was `remember`ed by a name, if every source file is what it was then; else None."""
-        data = self._read(name + ALIAS)
-        if data is None:
-            return None
-        entry = json.loads(data)
-        return self.load(entry["key"]) if all(_version(path) == was for path, was in entry["sources"]) else None
-
-    def remember(self, name: str, key: str) -> None:
-        """Have `recall` find the program of a key by a name, until a source file that this process runs changes."""
-        sources = source_files()
-        if sources is not None:
-            self._write(name + ALIAS, json.dumps({"key": key, "sources": sources}).encode())
 
     def _read(self, name: str) -> bytes | None:
         try:
@@ -154,7 +137,6 @@ def compile_kept(
     jitted: Callable[..., Any],
     args: Iterable[Any],
     options: Mapping[str, Any] | None = None,
-    name: str | None = None,
     lock: Callable[[Any], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
 ) -> Any:
     """The compiled program of a jitted function for such arguments: loaded where the store has it, or else compiled.
@@ -164,12 +146,8 @@ def compile_kept(
         jitted: made by `jax.jit`.
         args: arrays, or `jax.ShapeDtypeStruct`s with shardings.
         options: XLA's, by their names.
-        name: of all that determines the program but the source files; if the store has the name, the program is not
-            even traced. None if that is unknown, as for a function of the user's.
         lock: given the lowered program, a lock to hold while the program is looked up and compiled.
     """
-    if store is not None and name is not None and (program := store.recall(name)) is not None:
-        return program
     lowered: Any = jitted.lower(*args)  # pyright: ignore[reportFunctionMemberAccess]
     key = None if store is None else program_key(lowered, options)
     with lock(lowered):
@@ -179,8 +157,6 @@ def compile_kept(
             if store is None or key is None or not is_new:
                 return program
             store.keep(key, program, lowering_devices(lowered))
-    if store is not None and key is not None and name is not None:
-        store.remember(name, key)
     return program
 
 
@@ -227,59 +203,6 @@ def hashed(*parts: str) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def program_name(identity: str, jitted: Any, args: Any, options: Mapping[str, Any] | None = None) -> str:
-    """The name of a program, from `identity` (everything that determines it) and its arguments."""
-    leaves, tree = jax.tree.flatten(args)
-    places = [(leaf.shape, str(leaf.dtype), str(leaf.sharding), _device_ids(leaf.sharding)) for leaf in leaves]
-    return hashed(identity, jitted.__name__, str(tree), str(places), _options(options), _environment())
-
-
-def all_installed() -> bool:
-    """Whether all modules that are imported are this package's, Python's or installed ones, and none a user's own.
-
-    A module of the user's may have changed any other one.
-    """
-    paths = sysconfig.get_paths()
-    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders += [*map(os.path.realpath, folders), str(Path(__file__).parent.parent)]
-    roots = tuple(folder + os.sep for folder in folders)
-    return all(path.startswith(roots) for path in _module_files())
-
-
-def source_files() -> list[tuple[str, list[int]]] | None:
-    """(path, version) of the file of each module that is imported; None where one changed since this process began."""
-    begun, files = _process_start_ns(), []
-    for path in _module_files():
-        version = _version(path)
-        if begun is None or version is None or max(version[1:]) > begun - SETTLED_S * 1e9:
-            return None
-        files.append((path, version))
-    return files
-
-
-def _module_files() -> list[str]:
-    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    return sorted(file for file in files if isinstance(file, str))
-
-
-def _version(path: str) -> list[int] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-
-
-@functools.cache
-def _process_start_ns() -> float | None:
-    """When this process began, nanoseconds since 1970; None on a system that does not say."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
-        return (time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")) * 1e9
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
 def _sealed(name: str, data: bytes) -> bytes:
     """The contents of a file of that name: the digest covers the name too, so that no file can replace another."""
     return FORMAT + hashlib.sha256(name.encode() + b"\n" + data).digest() + data
@@ -293,12 +216,6 @@ def _is_own(status: os.stat_result) -> bool:
 
 def _options(options: Mapping[str, Any] | None) -> str:
     return str(sorted((options or {}).items()))
-
-
-def _device_ids(sharding: Any) -> list[int]:
-    mesh = getattr(sharding, "mesh", None)
-    devices = mesh.devices.flat if mesh is not None else sorted(sharding.device_set, key=lambda device: device.id)
-    return [device.id for device in devices]
 
 
 @functools.cache

@@ -61,6 +61,10 @@ class UserError(ValueError):
     ValueError is taken for one: a bug of this package, of a library or of the user's own code keeps its traceback.
     """
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows instead of a traceback, in notebooks too: the same one line."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class MissingFileError(FileNotFoundError, UserError):
     """A file or folder that the user named is not there."""

@@ -6,7 +6,7 @@ tokens. Any other model reads the whole text again for each token.
 The next token is the likeliest one (greedy), or drawn from the likeliest ones at a temperature.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
@@ -62,9 +62,20 @@ class SamplingInputs(NamedTuple):
     """int32[B]: of each row's draws."""
     end: Any
     """int32[]: the token that ends a row; below 0 for none."""
+    known_V: Any
+    """bool[V]: the tokens to choose from; None for all."""
 
 
-def sampling_inputs(sampling: Sampling, seeds: Sequence[int], end: int | None) -> SamplingInputs:
+def known_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray | None:
+    """bool[V]: which ids of a vocabulary are among `ids`; None if all are."""
+    known_V = np.zeros(vocab_size, bool)
+    known_V[[number for number in ids if number < vocab_size]] = True
+    return None if known_V.all() else known_V
+
+
+def sampling_inputs(
+    sampling: Sampling, seeds: Sequence[int], end: int | None, known_V: np.ndarray | None = None
+) -> SamplingInputs:
     """The options of a batch of rows.
 
     Raises:
@@ -81,12 +92,15 @@ def sampling_inputs(sampling: Sampling, seeds: Sequence[int], end: int | None) -
         np.float32(sampling.top_p),
         np.asarray(seeds, np.int32),
         np.int32(-1 if end is None else end),
+        known_V,
     )
 
 
 def sample(logits_BxV: jax.Array, place_B: jax.Array, inputs: SamplingInputs) -> jax.Array:
     """int32[B]: the token for a place in the text of each row. A row's draws depend only on its seed and its places."""
     logits_BxV = logits_BxV.astype(jnp.float32)
+    if inputs.known_V is not None:
+        logits_BxV = jnp.where(inputs.known_V, logits_BxV, -jnp.inf)
     scaled_BxV = logits_BxV / jnp.maximum(inputs.temperature, 1e-6)
     # Sorting a large vocabulary costs as much as a small model: only if a limit is set.
     limited = (inputs.temperature > 0) & ((inputs.top_k > 0) | (inputs.top_p < 1))
@@ -124,12 +138,12 @@ def generate(
     temperature: float = 0.8,
     seed: int = 0,
     eos_id: int | None = None,
+    known_V: np.ndarray | None = None,
 ) -> list[int]:
     """Continue one prompt with `generate_rows`."""
     sampling = Sampling(temperature=temperature)
-    return generate_rows(
-        model, [prompt], max_new_tokens, max_context=max_context, sampling=sampling, seeds=[seed], eos_id=eos_id
-    )[0]
+    options: Any = {"max_context": max_context, "eos_id": eos_id, "known_V": known_V}
+    return generate_rows(model, [prompt], max_new_tokens, sampling=sampling, seeds=[seed], **options)[0]
 
 
 def generate_rows(
@@ -141,6 +155,7 @@ def generate_rows(
     sampling: Sampling,
     seeds: Sequence[int],
     eos_id: int | None = None,
+    known_V: np.ndarray | None = None,
 ) -> list[list[int]]:
     """Continue several prompts; each result is the same as for that prompt alone.
 
@@ -156,6 +171,7 @@ def generate_rows(
         sampling: how tokens are chosen.
         seeds: of the draws, one for each prompt.
         eos_id: a row stops before this token.
+        known_V: bool[V], the tokens to choose from, as `known_ids` gives them; None for all.
 
     Returns:
         Only the new ids.
@@ -167,11 +183,14 @@ def generate_rows(
     graphdef, state = _evaluating(model)
     if not isinstance(model, Transformer):
         rows = [
-            _uncached(graphdef, state, row, max_new_tokens, max_context, sampling_inputs(sampling, [seed], eos_id))
+            _uncached(
+                graphdef, state, row, max_new_tokens, max_context, sampling_inputs(sampling, [seed], eos_id, known_V)
+            )
             for row, seed in zip(kept, seeds, strict=True)
         ]
     else:
-        running, options = _begin(graphdef, state, kept, max_context, sampling, seeds, eos_id)
+        options = partial(sampling_inputs, sampling, end=eos_id, known_V=known_V)
+        running, options = _begin(graphdef, state, kept, max_context, seeds, options)
         running = _decode(graphdef, state, running, np.int32(max_new_tokens), options)
         rows = np.asarray(running.new_BxC)[: len(kept), :max_new_tokens].tolist()
     return rows if eos_id is None else [row[: row.index(eos_id)] if eos_id in row else row for row in rows]
@@ -186,6 +205,7 @@ def stream(
     sampling: Sampling,
     seed: int = 0,
     eos_id: int | None = None,
+    known_V: np.ndarray | None = None,
 ) -> Iterator[int]:
     """The ids that `generate_rows` adds to one prompt, each as soon as it is computed. Same arguments and errors.
 
@@ -193,11 +213,13 @@ def stream(
     """
     (kept,) = _check(model, [prompt], max_new_tokens, max_context)
     if not isinstance(model, Transformer):
-        options: Any = {"max_context": max_context, "sampling": sampling, "seeds": [seed], "eos_id": eos_id}
+        options: Any = {"max_context": max_context, "sampling": sampling, "seeds": [seed]}
+        options |= {"eos_id": eos_id, "known_V": known_V}
         yield from generate_rows(model, [prompt], max_new_tokens, **options)[0]
         return
     graphdef, state = _evaluating(model)
-    running, inputs = _begin(graphdef, state, [kept], max_context, sampling, [seed], eos_id)
+    options = partial(sampling_inputs, sampling, end=eos_id, known_V=known_V)
+    running, inputs = _begin(graphdef, state, [kept], max_context, [seed], options)
     for i in range(max_new_tokens):
         if i:
             running = _decode(graphdef, state, running, np.int32(i + 1), inputs)
@@ -245,18 +267,20 @@ class Running(NamedTuple):
 
 
 def _begin(
-    graphdef: Any, state: Any, prompts: list[list[int]], limit: int, sampling: Sampling, seeds: Sequence[int],
-    end: int | None,
+    graphdef: Any, state: Any, prompts: list[list[int]], limit: int, seeds: Sequence[int],
+    options_for: Callable[[Sequence[int]], SamplingInputs],
 ) -> tuple[Running, SamplingInputs]:  # fmt: skip
-    """Read the prompts, and draw the first token of each. Rows are padded to a power of 2; padding rows start as
-    done."""
+    """Read the prompts, and draw the first token of each; the options are those for the seeds of all rows.
+
+    Rows are padded to a power of 2; padding rows start as done.
+    """
     count = 1 << (len(prompts) - 1).bit_length()
     longest = max(map(len, prompts))
     rows = np.zeros((count, min(limit, -(-longest // WINDOW_STEP) * WINDOW_STEP)), np.int32)
     lengths = np.zeros(count, np.int32)  # a padding row reads one token, because it must read something
     for i, prompt in enumerate(prompts):
         rows[i, : len(prompt)], lengths[i] = prompt, len(prompt)
-    options = sampling_inputs(sampling, [*seeds, *[0] * (count - len(prompts))], end)
+    options = options_for([*seeds, *[0] * (count - len(prompts))])
     return _prefill(graphdef, state, rows, lengths, options), options
 
 

@@ -24,7 +24,7 @@ import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from roxxel_dist.cluster.distributed import barrier
-from roxxel_dist.cluster.executables import ExecutableStore, compile_kept, program_name
+from roxxel_dist.cluster.executables import ExecutableStore, compile_kept
 from roxxel_dist.cluster.mesh import one_device
 from roxxel_dist.train.config import SHARE_COMPILATION
 
@@ -54,9 +54,6 @@ class AotCompiler:
 
     def __init__(self, mesh: Mesh, options: Mapping[str, Any] | None = None) -> None:
         self.mesh: Mesh = mesh
-        self.identity: str | None = None
-        """Everything that determines the programs, as a string that is the same in the next process; None if unknown.
-        A program that the store has under this string is not traced again."""
         self._options = None if options is None else dict(options)
         self._pool = ThreadPoolExecutor(1, "roxxel-compile")
         self._store = ExecutableStore.beside_jax_cache()
@@ -121,7 +118,7 @@ class AotCompiler:
     def _compile_one(self, jitted: Any, args: Sequence[Any], mesh: Mesh | None) -> Any:
         lock = partial(compile_lock, options=self._options)
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-            return compile_kept(self._store, jitted, args, self._options, self._name(jitted, args), lock)
+            return compile_kept(self._store, jitted, args, self._options, lock)
 
     def _compile_for_each(self, jitted: Any, args: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
         """On each device the same instructions: nothing in the program tells on which one it is."""
@@ -131,9 +128,6 @@ class AotCompiler:
             own = jax.tree.map(lambda leaf, at=place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), args)
             programs.append(self._compile_one(jitted, own, one_device(self.mesh, device)))
         return programs
-
-    def _name(self, jitted: Any, args: Sequence[Any]) -> str | None:
-        return None if self.identity is None else program_name(self.identity, jitted, args, self._options)
 
     def close(self) -> None:
         """Compile no more. The compilation under way ends in the background: XLA cannot break one off.

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import yaml
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.cluster.distributed import is_primary
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.data.dataset import Roxxel
@@ -23,6 +24,7 @@ from roxxel_dist.model.lora import LORA_A_SUFFIX, LORA_B_SUFFIX, adapter_shapes,
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.train.bucket_folder import local_run
 from roxxel_dist.train.bucket_run import BucketRun
+from roxxel_dist.train.checkpoint.files import shapes as shapes_of
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
@@ -63,10 +65,9 @@ def open_checkpoint(field: str, ref: CheckpointRef) -> Iterator[tuple[Checkpoint
 
 def _instead(run: Path) -> str:
     if (run / NEWEST).is_file() or has_tensors(run):
-        return (
-            "it has weights alone, as an export; name the run that it is from, or what `roxxel-dist export RUN "
-            "--format hf --out DIR` makes of that"
-        )
+        own = (yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")) or {}).get("model") is not None
+        more = "" if own else ", or what `roxxel-dist export RUN --format hf --out DIR` makes of that"
+        return f"it has weights alone, as an export; name the run that it is from{more}"
     return "name the folder of a run that has"
 
 
@@ -100,20 +101,23 @@ def check_weights(source: CheckpointRef, like: dict[str, Any]) -> None:
     return check_weights(base.checkpoint, like)
 
 
-def load_params(source: CheckpointRef, like: Leaves) -> Leaves:
-    """The parameters of a checkpoint, placed as `like`; of a run of adapters the merged ones.
+def load_params(source: CheckpointRef, like: Leaves, state: Leaves) -> Leaves:
+    """The parameters and the state of a checkpoint, placed as `like` and `state`; of adapters the merged parameters.
 
-    Raises ValueError where they are of another model.
+    State that the checkpoint does not have, or has in another shape, is left out with a line for the user. Raises
+    ValueError where the parameters are of another model.
     """
     if is_hf_folder(source.run):
         with _errors_of(source), HfFolder(source.run) as folder:
             return folder.restore_params(like)
     with open_checkpoint("init_from", source) as (store, step), _errors_of(source):
         metadata = store.metadata(step)
-        base = base_of(source.run, metadata)
+        base, known = base_of(source.run, metadata), _known_state(source, store.rest_shapes(step), state)
+        rest = {"rest": known} if known else {}
         if base is None:
-            return store.restore_params(step, like)
-        merged_weights, saved = dict(load_base_params(base, like)), store.param_shapes(step)
+            restored = store.restore_model(step, {"params": like, **rest})
+            return restored["params"] | restored.get("rest", {})
+        merged_weights, saved = dict(load_base_params(base, like, {})), store.param_shapes(step)
         scales = stacked_scales(metadata.adapter_scales or {}, like)
         lora_a = next(leaf for name, leaf in saved.items() if name.endswith(LORA_A_SUFFIX))
         place = next(iter(like.values())).sharding
@@ -123,19 +127,35 @@ def load_params(source: CheckpointRef, like: Leaves) -> Leaves:
             pair = adapter_shapes(name, like[target_of(name)].shape, lora_a.shape[-1])
             for suffix, shape in zip((LORA_A_SUFFIX, LORA_B_SUFFIX), pair, strict=True):
                 shapes[name + suffix] = jax.ShapeDtypeStruct(shape, lora_a.dtype, sharding=place)
-        adapters = store.restore_params(step, shapes)
+        restored = store.restore_model(step, {"params": shapes, **rest})
+        adapters = restored["params"]
         for name, scale in scales.items():
             target = target_of(name)
             a, b = adapters[name + LORA_A_SUFFIX], adapters[name + LORA_B_SUFFIX]
             add = jax.jit(merged, out_shardings=merged_weights[target].sharding, static_argnums=3)
             merged_weights[target] = add(merged_weights[target], a, b, scale)
-        return merged_weights
+        return merged_weights | restored.get("rest", {})
 
 
-def load_base_params(base: BaseModelRef, like: Leaves) -> Leaves:
+def _known_state(source: CheckpointRef, saved: Mapping[str, list[Any]], state: Leaves) -> Leaves:
+    """The part of a model's state that a checkpoint has in the same shape."""
+    wanted = shapes_of(state)
+    known = {name: leaf for name, leaf in state.items() if name in saved and saved[name][:-1] == wanted[name][:-1]}
+    others = [name for name in state if name not in known]
+    if others and is_primary():
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        print(
+            f"roxxel-dist: {source} has no {', '.join(others[:3])}{more} of this model's shape: what the model is made "
+            f"with is used",
+            flush=True,
+        )
+    return known
+
+
+def load_base_params(base: BaseModelRef, like: Leaves, state: Leaves) -> Leaves:
     """`load_params` of the base of adapters; raises ValueError where that is gone or another one."""
     check_base(base)
-    return load_params(base.checkpoint, like)
+    return load_params(base.checkpoint, like, state)
 
 
 def base_of(run: Path, metadata: CheckpointMetadata) -> BaseModelRef | None:

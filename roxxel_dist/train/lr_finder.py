@@ -52,7 +52,7 @@ def sweep(
     *,
     grad_accum: int = 1,
     options: LoopOptions,
-    load: Callable[[Leaves], Leaves] | None = None,
+    load: Callable[[Leaves, Leaves], Leaves] | None = None,
 ) -> list[float]:
     """The loss of each step of a training with these learning rates, one a step; fewer where it diverges.
 

@@ -201,7 +201,8 @@ def as_optimizer(optimizer: Any) -> Optimizer:
             )
         return FixedOptimizer(optimizer.tx)
     if isinstance(optimizer, optax.MultiSteps):
-        return FixedOptimizer(optimizer.gradient_transformation())
+        # Its own `gradient_transformation` passes no further arguments on.
+        return FixedOptimizer(optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update))  # pyright: ignore[reportArgumentType]
     if isinstance(optimizer, optax.GradientTransformation):
         return FixedOptimizer(optimizer)
     if isinstance(optimizer, Optimizer):
@@ -210,6 +211,33 @@ def as_optimizer(optimizer: Any) -> Optimizer:
         f"optimizer is a {type(optimizer).__name__}: give an optax.GradientTransformation, an nnx.Optimizer, or "
         f"NamedOptimizer(OptimizerConfig(…))"
     )
+
+
+def updates_of(
+    transformation: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, loss: ArrayLike
+) -> tuple[Any, Any]:
+    """(updates, the next state) of an optax transformation, which is given the loss too if it asks for `value`."""
+    return optax.with_extra_args_support(transformation).update(grads, opt_state, params, value=loss)
+
+
+def check_update(optimizer: Optimizer, params: Any, opt_state: Any) -> None:
+    """Trace the update of a transformation of the user's once; nothing is computed.
+
+    Raises UserError where it asks for more than `updates_of` gives, such as the loss as a function for a line search.
+    """
+    if not isinstance(optimizer, FixedOptimizer):
+        return
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    try:
+        jax.eval_shape(partial(updates_of, optimizer.tx), params, opt_state, params, loss)
+    except TypeError as error:
+        missing = re.search(r"missing \d+ required keyword-only arguments?: (.*)", str(error))
+        if missing is None:
+            raise
+        raise UserError(
+            f"optimizer asks for {missing[1]} in its update, and a step gives it the loss alone (value): use an "
+            f"optimizer without a line search"
+        ) from error
 
 
 def for_model(optimizer: Optimizer, matrices: Mapping[str, Matrix]) -> Optimizer:

@@ -54,8 +54,8 @@ class ResumePoint:
     """Lines for the user; if there are any, the plan is among them."""
     source: CheckpointRef | None = None
     """The checkpoint of another run to restore; None: the run's own."""
-    load: Callable[[Leaves], Leaves] | None = None
-    """Gives a new run the parameters of another one; a run of adapters, new or not, those of its base."""
+    load: Callable[[Leaves, Leaves], Leaves] | None = None
+    """Gives a new run the parameters and the state of another one; a run of adapters, new or not, those of its base."""
     goes_back: bool = False
     """Whether later checkpoints of the run are to be deleted, and that of `step` to say `metadata` from now on."""
     copy: Generation | None = None

@@ -50,6 +50,8 @@ class Part:
     """How an optimizer sees each leaf of a Transformer's blocks."""
     uncast: frozenset[str]
     """Leaves that compute in the type that they are stored in: those that the module marks `FULL_PRECISION`."""
+    streams: frozenset[str]
+    """Leaves of random streams: keys and counts of `nnx.Rngs`."""
 
     def state(self, leaves: Mapping[str, Any]) -> Any:
         """The NNX state made of these leaves; others are left out."""
@@ -75,6 +77,11 @@ class ModuleSplit:
     """Numbers that a sweep may change, inputs of every step: the module's `DynamicScalar`s."""
     scales: Mapping[str, float]
     """Of each adapter by its name: what it counts (see `model.lora.merge_adapters`)."""
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """What a trained model needs beside its parameters, such as running statistics: the rest but random streams."""
+        return tuple(name for name in self.rest.names if name not in self.rest.streams)
 
     def merge(
         self,
@@ -146,7 +153,7 @@ def cast(params: Mapping[str, Any], dtype: Any, uncast: Collection[str] = ()) ->
 def named_leaves(state: Any) -> tuple[Part, dict[str, Any]]:
     """The leaves of an NNX state by name, such as "blocks.attention.qkv.kernel", in the tree's order."""
     leaves: dict[str, Any] = {}
-    specs, axes, matrices, uncast = [], [], {}, set()
+    specs, axes, matrices, uncast, streams = [], [], {}, set(), set()
     variables, _ = jax.tree.flatten_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     for path, variable in variables:
         for inner, leaf in jax.tree.leaves_with_path(variable):
@@ -164,8 +171,10 @@ def named_leaves(state: Any) -> tuple[Part, dict[str, Any]]:
                 matrices[name] = Matrix(metadata.get(STACKED, False), metadata.get(COLUMN_AXES, 1))
             if metadata.get(FULL_PRECISION):
                 uncast.add(name)
+            if isinstance(variable, nnx.RngState):
+                streams.add(name)
     tree = jax.tree.structure(state)
-    return Part(tuple(leaves), tree, tuple(specs), tuple(axes), matrices, frozenset(uncast)), leaves
+    return Part(tuple(leaves), tree, tuple(specs), tuple(axes), matrices, frozenset(uncast), frozenset(streams)), leaves
 
 
 def _partition_spec(variable: Any) -> P | None:
@@ -202,7 +211,7 @@ def init_state(
     fsdp: bool = False,
     dtype: Any = None,
     restored: bool = False,
-    load: Callable[[Leaves], Leaves] | None = None,
+    load: Callable[[Leaves, Leaves], Leaves] | None = None,
 ) -> tuple[ModuleSplit, TrainState, Leaves]:
     """(what does not change, the state before the first step, the inputs of every step by name), on the mesh.
 
@@ -219,8 +228,9 @@ def init_state(
         dtype: of all floating parameters, and so of the moments; None leaves them as they are.
         restored: the state will be read from a checkpoint: `jax.ShapeDtypeStruct`s with shardings stand for a
             callable's parameters, the moments, the step and the monitor.
-        load: gives the parameters, placed as those that it is shown; of a module with adapters the frozen ones, for a
-            state that is restored too.
+        load: (parameters, state beside them) to those of a trained model, placed alike, by name in one dictionary. Of
+            a module with adapters the parameters are the frozen ones. It is called for a state that is restored too
+            if there are frozen ones, and then with no state: the checkpoint has it.
 
     Raises:
         ValueError: the mesh has no such axis, or it does not divide; or a device has no room for the state.
@@ -242,7 +252,8 @@ def init_state(
             for program in _init_programs(split, compute, like, mesh, given):
                 leaves |= jax.block_until_ready(_kept(program)())
     if load is not None and (split.frozen.names or not restored):
-        leaves |= load({name: leaves[name] for name in _loaded(split)})
+        state = () if restored else split.state_names
+        leaves |= load(*({name: leaves[name] for name in names} for names in (_loaded(split), state)))
     return split, *_assemble(split, leaves, init_optimizer, mesh, shapes=restored)
 
 

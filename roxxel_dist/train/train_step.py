@@ -20,7 +20,7 @@ from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.train.bad_steps import LossMonitorState, update_monitor
-from roxxel_dist.train.optimizer import Optimizer, for_model, global_norm
+from roxxel_dist.train.optimizer import Optimizer, for_model, global_norm, updates_of
 from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState
 
 LossFn = Callable[[Any, Any], Any]
@@ -149,7 +149,7 @@ def apply_gradient(
     `optimizer` is the result of its `for_model`.
     """
     transformation = optimizer.build(hparams, state.step)
-    updates, opt_state = transformation.update(grads, state.opt_state, state.params)
+    updates, opt_state = updates_of(transformation, grads, state.opt_state, state.params, loss.minimized)
     params: Any = optax.apply_updates(state.params, updates)
     scalars = {**loss.scalars, "loss": loss.loss, "grad_norm": global_norm(grads)}
     scalars["update_norm"] = global_norm(updates)

@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from roxxel_dist.cluster.determinism import enable_compilation_cache, pin_for_shards
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_count, process_index
-from roxxel_dist.cluster.executables import all_installed
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.folder_lock import hold_folder
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
@@ -30,7 +29,6 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.loader import Stream
 from roxxel_dist.data.verify import VerifiedBlocks
-from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.train.bad_steps import BadStep, BadStepMonitor
 from roxxel_dist.train.bucket_run import BucketRun
@@ -53,7 +51,7 @@ from roxxel_dist.train.evaluator import HELD_OUT, Validation, run_eval_fn
 from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, LogQueue, Tracker, TrackerSource
 from roxxel_dist.train.loggers.choose import trackers_for
 from roxxel_dist.train.loggers.metrics import MetricsLogger
-from roxxel_dist.train.optimizer import InitialState, NamedOptimizer, as_optimizer
+from roxxel_dist.train.optimizer import InitialState, as_optimizer, check_update
 from roxxel_dist.train.profiler import Profiler
 from roxxel_dist.train.resume import (
     ResumePoint,
@@ -90,7 +88,8 @@ class Trainer:
     Args:
         model: an `nnx.Module`, the same on every process, trained when `run` returns; or a function that builds one,
             straight into its shards.
-        optimizer: an optax transformation, an `nnx.Optimizer`, or one of `train.optimizer`.
+        optimizer: an optax transformation, which may ask for the loss as `value`; an `nnx.Optimizer`, whose moments are
+            not taken, they start new; or one of `train.optimizer`.
         curriculum: phases over a `Roxxel`.
         loss_fn: (model, int32[B, L]) to a scalar, (scalar, aux) or a dict with "loss"; every scalar in it is logged,
             "balance_loss" minimised too. "row_loss", float32[B], gives each data set's loss where a blend is by row.
@@ -234,6 +233,8 @@ class Trainer:
         options = self.options
         # Not the arrays: a run that goes on would hold those that it began with beside those of its checkpoint.
         self._like: TrainState = abstract(self._state)
+        if not self.finished:
+            check_update(self._optimizer, self._like.params, self._like.opt_state)
         dtype = jnp.bfloat16 if options.bf16_compute else None
         self._train_step: Any = make_step(
             self._split, self._loss_fn, self._optimizer, self._like, self._sharding,
@@ -246,7 +247,6 @@ class Trainer:
                 self._split, self._loss_fn, self._optimizer, self._sharding, shards=options.virtual_shards,
                 grad_accum=self._grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
             )  # fmt: skip
-        self._compiler.identity = self._identity(model, dtype)
         size = getattr(getattr(self.state.model, "config", None), "vocab_size", None)
         blocks = VerifiedBlocks(size) if options.verify_data == "on" else None
         self._verification = Verification(blocks, every_step=process_count() > 1)
@@ -282,21 +282,12 @@ class Trainer:
         if is_primary() and (cursor := read_cursor(self._folder)):  # a run that was finished is so no longer
             write_cursor(self._folder, self.store.latest_step() or 0, cursor.get("last_step", 0), finished=False)
 
-    def _identity(self, model: Any, dtype: Any) -> str | None:
-        """All that the programs are made of, but for their arguments; None where code of the user's is a part of them.
-
-        That may read whatever it likes while it is traced, so it is traced each time.
-        """
-        built_in = type(model) is TransformerBuilder and type(self._optimizer) is NamedOptimizer
-        if not built_in or self._loss_fn is not token_losses or not all_installed():
-            return None
-        parts = model, self._optimizer, self._sharding, self._grad_accum, dtype, self.options.on_bad_step
-        parts = *parts, self.options.virtual_shards
-        return repr((token_losses.__name__, *parts))
-
     def _init_reporting(self) -> None:
         """What logs and keeps the run; nothing is written yet."""
         options, log = self.options, self.logger.text
+        done = 0 if self._nnx_optimizer is None or self.start_step else int(self._nnx_optimizer.step[...])
+        if done:
+            log(f"the nnx.Optimizer has done {done:,} steps: its moments and counts are not taken, they start new")
         self._throttler, self._timer = InflightThrottler(self.mesh), StepTimer()
         self._metrics = MetricsLogger(
             self.logger, self._timer, self.last_step, self.step, self.state.flops_per_token(), self.mesh.devices.flat

@@ -3,15 +3,19 @@
 A model's parameters in one file:
 
     {"step": 300, "params": {"embedding.embedding": float32[512, 64], "blocks.attention.qkv.kernel": …},
-     "digests": {"embedding.embedding": "ac37…", …}, "digest": "51e0…"}
+     "state": {"norm.mean": float32[64], …},
+     "digests": {"embedding.embedding": "ac37…", "state:norm.mean": "5f02…", …}, "digest": "51e0…"}
 
 in flax's msgpack format: `flax.serialization.msgpack_restore(path.read_bytes())` gives it back, as NumPy arrays of the
 type that the run trained in (bfloat16 stays bfloat16). The names are those of the checkpoint, and of
-`train.train_state.split_module`.
+`train.train_state.split_module`. "state" has what a model of the user's has beside its parameters, such as running
+statistics, and its random keys as integers; it is left out where there is none.
 
 Arrays by name in one file of safetensors, or in several that an index tells of, as Hugging Face has them:
 
     model.safetensors, or model-00001-of-00002.safetensors … and model.safetensors.index.json
+
+The name of an array of the state begins with "state:" there.
 
 Both carry digests (xxh3-128), which are compared when they are read: of each array, and of all of a msgpack file but
 the last 32 bytes, which are that one.
@@ -23,6 +27,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import msgpack
@@ -39,10 +44,12 @@ from roxxel_dist.train.checkpoint.digests import LENGTH, digest, is_sealed, seal
 NEWEST, BEST = "model_weights.msgpack", "best_model_weights.msgpack"
 """The files of a run that hold the weights of its newest and of its best checkpoint."""
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-STEP, PARAMS, DIGESTS, DIGEST = "step", "params", "digests", "digest"
+STEP, PARAMS, STATE, DIGESTS, DIGEST = "step", "params", "state", "digests", "digest"
 """In what the files say about themselves."""
+OF_STATE = STATE + ":"
+"""The prefix of the state's names where they stand beside those of parameters."""
 LIMIT = 2_000_000_000
-"""Bytes that the parameters of one msgpack file stay below."""
+"""Bytes that the arrays of one msgpack file stay below."""
 CHECK_LIMIT_S = 3600.0
 """Seconds that processes may differ in how long they read their shares."""
 HEAD = 64
@@ -195,19 +202,33 @@ def _save(arrays: dict[str, np.ndarray], path: Path, metadata: Mapping[str, str]
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
-def write_weights(path: Path, step: int, params: Mapping[str, np.ndarray]) -> None:
-    """Write parameters, of less than `LIMIT` bytes together, and the steps done in one instant.
+def write_weights(
+    path: Path, step: int, params: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray] = MappingProxyType({})
+) -> None:
+    """Write parameters and state, of less than `LIMIT` bytes together, and the steps done in one instant.
 
     They are in memory about three times while it lasts. Raises OSError, and the file is as it was.
     """
-    digests = {name: digest(np.asarray(array)) for name, array in params.items()}
-    tree = {STEP: step, PARAMS: dict(params), DIGESTS: digests, DIGEST: "0" * LENGTH}
+    digests = {name: digest(np.asarray(array)) for name, array in with_state(params, state).items()}
+    arrays = {PARAMS: dict(params), STATE: dict(state)} if state else {PARAMS: dict(params)}
+    tree = {STEP: step, **arrays, DIGESTS: digests, DIGEST: "0" * LENGTH}
     # In place: a copy of the tree would have its names sorted, and `step_of` reads the first.
     write_file(path, seal(serialization.msgpack_serialize(tree, in_place=True)))
 
 
 def read_weights(path: Path) -> tuple[dict[str, np.ndarray], int]:
-    """(parameters by name, steps done) of a file that `write_weights` has written; the arrays are read-only.
+    """(parameters by name, steps done) of a file; see `read_model`."""
+    params, _, step = read_model(path)
+    return params, step
+
+
+def with_state(params: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Parameters and state in one dictionary."""
+    return {**params, **{OF_STATE + name: array for name, array in state.items()}}
+
+
+def read_model(path: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], int]:
+    """(parameters by name, state by name, steps done) of a file of `write_weights`; the arrays are read-only.
 
     Raises OSError where it cannot be read, and ValueError where it is no such file.
     """
@@ -216,9 +237,10 @@ def read_weights(path: Path) -> tuple[dict[str, np.ndarray], int]:
         tree: Any = serialization.msgpack_restore(data)
         if is_sealed(data) is False:
             digests = tree.get(DIGESTS, {})
-            wrong = [name for name, array in tree[PARAMS].items() if digest(array) != digests.get(name)]
+            arrays = with_state(tree[PARAMS], tree.get(STATE, {}))
+            wrong = [name for name, array in arrays.items() if digest(array) != digests.get(name)]
             raise UserError(f"{', '.join(wrong[:3]) or 'the file'} does not agree with its digest")
-        return tree[PARAMS], tree[STEP]
+        return tree[PARAMS], tree.get(STATE, {}), tree[STEP]
     except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
         raise UserError(f"{path} holds no weights, or not all of them ({error!r}): put the right file back") from error
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from roxxel_dist.train.bucket_folder import local_run
 from roxxel_dist.train.loggers.csv_jsonl import read_rows
 from roxxel_dist.view.run import CheckpointState, PhaseSpan, RunReader
 
+WIDTH = 80
+"""Letters that a list of names or steps takes in what is shown at a prompt."""
+
 
 class Columns(Mapping[str, np.ndarray]):
     """A table as a mapping: arrays of one length by name, in the order of the rows.
@@ -27,6 +31,11 @@ class Columns(Mapping[str, np.ndarray]):
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
         names = dict.fromkeys(name for row in rows for name in row)
         self._columns: dict[str, np.ndarray] = {name: _column([row.get(name) for row in rows]) for name in names}
+
+    def __repr__(self) -> str:
+        """The number of rows, and the names."""
+        count = len(next(iter(self.values()), ()))
+        return f"<Columns of {count:,} rows: {shorten(', '.join(self) or 'none', WIDTH, placeholder=' ...')}>"
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._columns[name]
@@ -64,6 +73,11 @@ class RunData:
     phases: tuple[PhaseSpan, ...]
     checkpoints: tuple[CheckpointState, ...]
 
+    def __repr__(self) -> str:
+        """The place and the sizes; `metrics` and `config` have the rest."""
+        steps = shorten(", ".join(str(one.step) for one in self.checkpoints) or "no step", WIDTH, placeholder=" ...")
+        return f"<RunData {self.path}: {self.metrics!r}, {len(self.phases)} phase(s), checkpoints of {steps}>"
+
 
 @dataclass(frozen=True, kw_only=True)
 class StudyData:
@@ -76,6 +90,11 @@ class StudyData:
     """A row for each trial: "trial", "state", "value", "seconds", "attempts", "reason", and its parameters by name."""
     best: int | None
     """The number of the best trial; None before any trial has a value."""
+
+    def __repr__(self) -> str:
+        """The place, the goal and the best trial; `trials` has the rest."""
+        best = "none has a value" if self.best is None else f"the best is {self.best}"
+        return f"<StudyData {self.path}: {self.goal} {self.metric}, {self.trials!r}, {best}>"
 
     def run(self, trial: int) -> RunData:
         """The run of a trial. Raises ValueError if it is not on this disk, or was another kind of program."""

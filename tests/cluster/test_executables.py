@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from roxxel_dist.cluster import executables
-from roxxel_dist.cluster.executables import ALIAS, PROGRAM, ExecutableStore, compile_kept, program_key
+from roxxel_dist.cluster.executables import PROGRAM, ExecutableStore, compile_kept, program_key
 
 X = jnp.arange(4.0)
 
@@ -222,20 +222,3 @@ def test_two_processes_write_at_once(tmp_path):
         process.communicate(timeout=120)
     assert [process.returncode for process in both] == [0, 0]
     assert not list((tmp_path / "kept").glob(".*"))
-
-
-def test_a_name_is_known_until_a_source_changes(tmp_path, monkeypatch):
-    source = tmp_path / "own_source.py"
-    source.write_text("factor = 2\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    import own_source  # pyright: ignore[reportMissingImports]
-
-    store, name = ExecutableStore(tmp_path / "kept"), "n" * 64
-    make(store, name=name)
-    assert not list(store.folder.glob(f"*{ALIAS}"))  # it changed since this process began
-    monkeypatch.setattr(executables, "_process_start_ns", lambda: 1e30)
-    make(store, name=name)
-    assert store.recall(name) is not None
-    source.write_text(f"factor = {own_source.factor + 1}\n")
-    assert store.recall(name) is None
-    assert not executables.all_installed()  # this file is none of the package's

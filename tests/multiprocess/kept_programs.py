@@ -1,4 +1,4 @@
-"""Run by every rank, as `train` is: names what it traces and compiles, and rank 1 kills itself once in attempt 0."""
+"""Run by every rank, as `train` is: names what it compiles, and rank 1 kills itself once in attempt 0."""
 
 import json
 import os
@@ -11,22 +11,17 @@ from pathlib import Path
 import jax
 
 from roxxel_dist.cli.train import train
-from roxxel_dist.cluster import executables
 from roxxel_dist.cluster.distributed import process_index
 from roxxel_dist.cluster.exit_codes import attempt_number
 
-if "--as-train" in sys.argv:  # this file is no part of a program, as it only listens
-    sys.argv.remove("--as-train")
-    executables._module_files = lambda files=executables._module_files: [f for f in files() if f != __file__]
 folder, words = Path(sys.argv[1]), sys.argv[2:]
 run = folder / "run"
 log = (folder / f"events-{attempt_number()}-{process_index()}").open("a", buffering=1)
-names = {"/jax/core/compile/backend_compile_duration": "compiled", "/jax/core/compile/jaxpr_trace_duration": "traced"}
 
 
 def listen(event: str, duration_secs: float, **more: str | int) -> None:
-    if event in names:
-        log.write(f"{names[event]} {more.get('fun_name')}\n")
+    if event == "/jax/core/compile/backend_compile_duration":
+        log.write(f"{more.get('fun_name')}\n")
 
 
 def kill_once(step):

@@ -16,6 +16,10 @@ config = Config(
 )
 Experiment(config).fit("text.txt", "run")
 """
+READ = """
+from roxxel_dist import read_run
+read_run("run")
+"""
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
@@ -30,6 +34,9 @@ def test_a_bar_and_a_curve_in_the_output_of_the_cell(tmp_path):
         client.wait_for_ready(timeout=LIMIT_S)
         reply = client.execute_interactive(CELL, timeout=LIMIT_S, output_hook=messages.append)
         assert reply["content"]["status"] == "ok", messages
+        errors, results = ([], [])
+        client.execute_interactive(CELL, timeout=LIMIT_S, output_hook=errors.append)
+        client.execute_interactive(READ, timeout=LIMIT_S, output_hook=results.append)
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
@@ -47,6 +54,13 @@ def test_a_bar_and_a_curve_in_the_output_of_the_cell(tmp_path):
     printed = "".join(message["content"]["text"] for message in messages if message["msg_type"] == "stream")
     assert "run directory: run" in printed
     assert "Step 3/6" not in printed
+    # The same cell again: the mistake is a line, not a traceback.
+    (error,) = (message["content"] for message in errors if message["msg_type"] == "error")
+    (line,) = error["traceback"]
+    assert re.fullmatch(r"(UserError|UsageError|FolderIsHeld): .*run holds a run already.*", line), line
+    (read,) = (message["content"]["data"] for message in results if message["msg_type"] == "execute_result")
+    assert read["text/plain"].startswith("<RunData run: <Columns of 6 rows: step, ")
+    assert read["text/plain"].endswith(">, 1 phase(s), checkpoints of 1, 3, 6>")
 
 
 def test_no_notebook_here():

@@ -189,8 +189,16 @@ def test_read_run(run):
     assert data.checkpoints[-1].step == 10
     with contextlib.nullcontext() if find_spec("pandas") else pytest.raises(ImportError, match="pandas"):
         assert data.metrics.to_pandas()["train_loss"].iloc[-1] == logged[-1]["train_loss"]
+    assert len(repr(data)) < 400
+    assert "0x" not in repr(data)
+    assert repr(data.metrics).startswith(f"<Columns of {len(logged)} rows: step, ")
     with pytest.raises(ValueError, match="did you mean"):
         roxxel_dist.read_run(run.with_name("onee"))
+
+
+def test_what_a_study_shows_at_a_prompt(tmp_path):
+    shown = repr(roxxel_dist.read_study(made_study(tmp_path, 6)))
+    assert re.fullmatch(r"<StudyData .*: minimize val_loss, <Columns of 6 rows: trial, .*>, the best is \d>", shown)
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")

@@ -54,6 +54,11 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.Decode([int(number) for number in ids])
 
     @property
+    def ids(self) -> list[int]:
+        """All ids, sorted."""
+        return list(range(self.vocab_size))
+
+    @property
     def vocab_size(self) -> int:
         """The number of pieces."""
         return self._processor.GetPieceSize()

@@ -10,6 +10,7 @@ The last id of each is `<|endoftext|>`, which ends a document. The same letters 
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -28,11 +29,15 @@ TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 TOKENIZER_NAMES = (TOKENIZER_FILE, "tokenizer.model")
 NAME_THE_END = "Name one that it has: `roxxel-dist data build PATH --out DIR --tokenizer FILE --eos_token TOKEN`"
 SMALLEST_BPE = 257
+BYTE_FALLBACK, BYTE = '"ByteFallback"', re.compile("<0x[0-9A-F]{2}>")
 DEFAULT_BPE = 8192
 
 
 class Tokenizer:
     """A tokenizer of the `tokenizers` library that treats special tokens in a text as text."""
+
+    _open: frozenset[int] = frozenset()
+    """Ids of single bytes that become characters together, and of special tokens, which do not end a run of them."""
 
     def __init__(self, inner: tokenizers.Tokenizer, eos_token: str | None = None) -> None:
         self._inner = inner
@@ -44,6 +49,10 @@ class Tokenizer:
         self._described: dict[str, Any] = json.loads(inner.to_str())
         self.kind: str = _kind(self._described)
         self._characters = frozenset(self._described["model"]["vocab"]) if self.kind == "char" else None
+        if BYTE_FALLBACK in json.dumps(self._described["decoder"]):
+            names = inner.get_vocab(with_added_tokens=True)
+            special = {token["content"] for token in self._described["added_tokens"] if token["special"]}
+            self._open = frozenset(id for name, id in names.items() if BYTE.fullmatch(name) or name in special)
 
     @property
     def cuttable(self) -> bool:
@@ -84,6 +93,15 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids; end-of-text is left out. Bytes that are not UTF-8 become U+FFFD."""
         return self._inner.decode([int(number) for number in ids], skip_special_tokens=True)
+
+    def is_open(self, number: int) -> bool:
+        """Whether the ids behind an id decide what its text is: it is in a run of single bytes."""
+        return number in self._open
+
+    @property
+    def ids(self) -> list[int]:
+        """All ids, sorted."""
+        return sorted(set(self._inner.get_vocab(with_added_tokens=True).values()))
 
     @property
     def vocab_size(self) -> int:

@@ -107,7 +107,7 @@ class Checkpointer:
         """Load a checkpoint that a `Trainer` has saved."""
         model, optimizer = self._objects["model"], self._objects.get("optimizer")
         parts, params, rest, settings = split_module(model)
-        like: dict[str, Any] = {"params": params, "rest": rest, "opt_state": {}}
+        like: dict[str, Any] = {"params": params, "rest": jax.tree.map(jnp.asarray, rest), "opt_state": {}}
         if optimizer is not None:
             like["opt_state"] = optimizer.tx.init(params)
         saved = {name: tree for name, tree in like.items() if jax.tree.leaves(tree)}
@@ -149,4 +149,8 @@ class Checkpointer:
 
 def _named(state: Any) -> dict[str, jax.Array]:
     paths, _ = jax.tree_util.tree_flatten_with_path(state)
-    return {jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf for path, leaf in paths}
+    # A variable may hold a number of Python.
+    return {
+        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): jnp.asarray(leaf)
+        for path, leaf in paths
+    }

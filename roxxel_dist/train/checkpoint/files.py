@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -48,9 +48,10 @@ from roxxel_dist.train.checkpoint.digests import (
 from roxxel_dist.train.checkpoint.metadata import META, MetaFile
 from roxxel_dist.train.checkpoint.ocdbt import places
 
-STATE, PARAMS = "state", "params/"
+STATE, PARAMS, REST = "state", "params/", "rest/"
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the name of a folder that is no complete checkpoint; Orbax's own tools pass over it too."""
+_Value = TypeVar("_Value")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CAUSES = (*FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
@@ -381,22 +382,35 @@ def restore_converted(
     return data_to_keys(jax.tree.unflatten(tree, [made[name] for name in wanted]), like)
 
 
+def below(prefix: str, shapes: Mapping[str, _Value]) -> dict[str, _Value]:
+    """What a train state's `shapes` have of `PARAMS` or `REST`, by name."""
+    return {name.removeprefix(prefix): value for name, value in shapes.items() if name.startswith(prefix)}
+
+
 def parameter_shapes(shapes: Mapping[str, list[Any]]) -> dict[str, jax.ShapeDtypeStruct]:
     """Of a train state's `shapes`, those of the parameters, by name."""
-    mine = {name.removeprefix(PARAMS): shape for name, shape in shapes.items() if name.startswith(PARAMS)}
+    mine = below(PARAMS, shapes)
     return {name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(kind)) for name, (*shape, kind) in mine.items()}
 
 
-def read_params(checkpoint: Path, saved: MetaFile, table: DigestTable | None) -> dict[str, np.ndarray]:
-    """The parameters of a train state, whole and in memory; one process reads them alone, and asks no device.
+def model_bytes(shapes: Mapping[str, list[Any]]) -> int:
+    """Bytes of what `read_model` reads, by a train state's `shapes`; random keys, of a few bytes, are left out."""
+    kept = [shape for name, shape in shapes.items() if name.startswith((PARAMS, REST)) and "key<" not in shape[-1]]
+    return sum(math.prod(shape) * bytes_of(kind) for *shape, kind in kept)
 
-    Raises ValueError where they do not agree with their digests; what Orbax raises passes.
+
+def read_model(
+    checkpoint: Path, saved: MetaFile, table: DigestTable | None
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(parameters, the rest) of a train state, whole and in memory, random keys of the rest as integers.
+
+    One process reads them alone, and asks no device. Raises ValueError where they do not agree with their digests; what
+    Orbax raises passes.
     """
-    params = read_arrays(checkpoint, {"params": parameter_shapes(saved.shapes)})["params"]
-    named = {PARAMS + name: array for name, array in params.items()}
-    if table is not None and (problems := check_whole_arrays(named, table, saved.shapes)):
+    arrays = read_named(checkpoint, {name for name in saved.shapes if name.startswith((PARAMS, REST))})
+    if table is not None and (problems := check_whole_arrays(arrays, table, saved.shapes)):
         raise UserError(in_words(problems))
-    return params
+    return below(PARAMS, arrays), below(REST, arrays)
 
 
 def read_arrays(checkpoint: Path, like: Any) -> Any:

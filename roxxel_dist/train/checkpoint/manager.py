@@ -98,8 +98,7 @@ class Exporter:
         if step_of(path) == step:
             return
         saved, table = read_verified(checkpoint, step)
-        shapes = files.parameter_shapes(saved.shapes)
-        size = sum(shape.size * shape.dtype.itemsize for shape in shapes.values())
+        size = files.model_bytes(saved.shapes)
         if size >= LIMIT:
             self._enabled = False
             self._log(
@@ -108,9 +107,9 @@ class Exporter:
             )
             return
         self._fetch(step)
-        params = files.read_params(checkpoint, saved, table)
+        params, state = files.read_model(checkpoint, saved, table)
         if checkpoint.exists():  # it was there to the end, so all of it was read
-            write_weights(path, step, params)
+            write_weights(path, step, params, state)
 
 
 class CheckpointManager:
@@ -132,7 +131,7 @@ class CheckpointManager:
         self._folder, self._store, self._last_step, self._log = folder, store, last_step, log
         self._requests = SaveRequests(folder, logged)
         enabled = export and is_primary()
-        self._exporter = Exporter(folder, store.folder, log, enabled=enabled, fetch=store.fetch_params)
+        self._exporter = Exporter(folder, store.folder, log, enabled=enabled, fetch=store.fetch_model)
 
     def __enter__(self) -> "CheckpointManager":
         if is_primary():

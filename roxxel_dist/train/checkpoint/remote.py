@@ -261,12 +261,12 @@ class RemoteCheckpoints:
                         file.seek(begin)
                         file.write(self._store.read_range(key, begin, stop))
 
-    def fetch_params(self, step: int) -> list[str]:
-        """Bring what holds the parameters of a checkpoint here, for one process that reads them alone; what is wrong
+    def fetch_model(self, step: int) -> list[str]:
+        """Bring what `files.read_model` reads of a checkpoint here, for one process that reads it alone; what is wrong
         with it. Its `meta.json` and table are here."""
         _, table = read_verified(self._folder / str(step), step)
         assert table is not None  # else it does not count in a bucket
-        return self.check(step, table, table.files, lambda name, _: not name.startswith(files.PARAMS))
+        return self.check(step, table, table.files, lambda name, _: not name.startswith((files.PARAMS, files.REST)))
 
     def fetch_all(self, step: int) -> list[str]:
         """The same of all of a checkpoint."""

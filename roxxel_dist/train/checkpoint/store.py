@@ -339,12 +339,12 @@ class CheckpointStore:
         """The parameters alone, whatever the run's optimizer was; see `restore_model`."""
         return self.restore_model(step, {"params": like})["params"]
 
-    def fetch_params(self, step: int) -> None:
-        """Bring what holds the parameters of a checkpoint in a bucket into the folder, for one process alone.
+    def fetch_model(self, step: int) -> None:
+        """Bring what `files.read_model` reads of a checkpoint in a bucket into the folder, for one process alone.
 
         Raises ValueError where it is damaged, and StoreError.
         """
-        if self._remote is not None and (problems := self._remote.fetch_params(step)):
+        if self._remote is not None and (problems := self._remote.fetch_model(step)):
             raise UserError(in_words(problems))
 
     def check_params(self, step: int, like: dict[str, Any]) -> None:
@@ -354,6 +354,10 @@ class CheckpointStore:
     def param_shapes(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and types of a checkpoint's parameters by name. It raises what `meta` does."""
         return files.parameter_shapes(self._read(step)[0].shapes)
+
+    def rest_shapes(self, step: int) -> dict[str, list[Any]]:
+        """The same of what a checkpoint has beside parameters and moments, as `files.shapes` gives them."""
+        return files.below(files.REST, self._read(step)[0].shapes)
 
     def delete_later(self, step: int, meta: dict[str, Any]) -> None:
         """Make the checkpoint of `step` the newest one: it is kept with another `meta`, and later ones are deleted.
