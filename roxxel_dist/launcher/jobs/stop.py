@@ -32,10 +32,15 @@ def stop(job: JobRecord, *, kill: bool, timeout_s: float) -> JobRecord:
         poll.register(controller, select.POLLIN)
         begun = time.monotonic()
         while (left := begun + timeout_s - time.monotonic()) > 0 and not poll.poll(min(REPORT_S, left) * 1000):
-            now = job.now()
-            step = f", in step {now.step}" if now.step else ""
-            info(f"run {job.run_id} is still {now.state}{step}, {time.monotonic() - begun:.0f} s after the request")
+            info(f"{progress(job.now())}, {time.monotonic() - begun:.0f} s after the request")
     return job.now()
+
+
+def progress(job: JobRecord) -> str:
+    """What a job that was asked to stop does now, for people."""
+    if job.is_over:
+        return f"run {job.run_id} has ended, its launcher (pid {job.controller.pid}) still exits"
+    return f"run {job.run_id} is still {job.state}{f', in step {job.step}' if job.step else ''}"
 
 
 def _request(job: JobRecord, controller: int, *, kill: bool) -> None:
