@@ -96,8 +96,6 @@ class Experiment:
         with usage_errors():
             based, self._base_message = with_base(config)
             self.config: Config = based.with_absolute_paths()
-        # Fields that the caller or the base of the adapters sets; a resumed run keeps its own values of the others.
-        self.config.given = config.given | ({"init_from"} if based.init_from != config.init_from else frozenset())
         self.stopped: bool = False
 
     def fit(

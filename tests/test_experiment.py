@@ -1,5 +1,7 @@
 """What surrounds a run: its folder, its config, what may change, and what is left when it cannot begin."""
 
+import copy
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -94,6 +96,17 @@ def test_a_finished_run_goes_on_dies_and_goes_on_again(finished, monkeypatch):
 
 def dying(self, at_the_end=None):
     raise KeyboardInterrupt
+
+
+def test_a_copy_of_a_config_resumes_as_the_config_does(finished):
+    """A field that nobody gave is that of the run."""
+    again = dataclasses.replace(Config(n_devices=1), max_steps=4)
+    result = Experiment(copy.copy(again)).fit(None, finished, resume=True)
+    assert result.step == 4
+    saved = load_yaml(finished / "config.yaml")
+    assert (saved["dim"], saved["max_steps"]) == (SMALL["dim"], 4)
+    with pytest.raises(UserError, match="dim is 32, and"):
+        Experiment(dataclasses.replace(again, dim=32, max_steps=5)).fit(None, finished, resume=True)
 
 
 def test_the_shape_of_a_model_cannot_change(finished):

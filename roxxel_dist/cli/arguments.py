@@ -11,7 +11,7 @@ import tyro
 from roxxel_dist.cli.help import POSITIONAL, help_text
 from roxxel_dist.cluster.exit_codes import UserError, attempt_number
 from roxxel_dist.component import field_docs
-from roxxel_dist.config import FIELD_TYPES, Config, nearest, yaml_problem
+from roxxel_dist.config import FIELD_TYPES, Config, as_choice, nearest, parse_yaml
 from roxxel_dist.launcher.spec import split_flags
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import CONFIG, check_still_there, default_run_dir
@@ -33,7 +33,7 @@ def _yaml_word(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.P
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="YAML",
-        instance_from_str=lambda words: yaml.safe_load(words[0]),
+        instance_from_str=lambda words: parse_yaml(words[0], "the flag"),  # checked before, with its name
         is_instance=lambda _: True,
         str_from_instance=lambda value: [yaml.safe_dump(value, default_flow_style=True).strip() if value else "None"],
     )
@@ -45,7 +45,8 @@ def _plain_fields(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.S
     if not dataclasses.is_dataclass(info.type):
         return None
     hints = get_type_hints(info.type, include_extras=True)
-    values = {field.name: _default_of(field) for field in dataclasses.fields(info.type)}
+    names = FIELD_TYPES if info.type is Config else {field.name for field in dataclasses.fields(info.type)}
+    values = {field.name: _default_of(field) for field in dataclasses.fields(info.type) if field.name in names}
     if isinstance(info.default, info.type):
         values = {name: getattr(info.default, name) for name in values}
     specs = [
@@ -125,6 +126,8 @@ def normalise_switches(words: list[str], kind: Any) -> list[str]:
         flag = own[0].partition("=")[0]
         if name in fields:
             result += own if value else [flag, "True"]
+        elif has_config and value is not None and (choice := as_choice(FIELD_TYPES.get(name), value)) != value:
+            result += [flag, choice]
         elif name not in defaults:
             result += own
         elif given != defaults[name]:
@@ -322,12 +325,13 @@ def parse_config(
         base = base.with_defaults(values)
         base.of_run = base.of_run if flags.get("config") else saved.of_run
     for name in flags.keys() & set(YAML_FIELDS):
-        _from_yaml(f"--{name}", flags[name])
+        parse_yaml(flags[name], f"--{name}")
     args = parse(kind, words, command, default=kind(fields=base))
     values = args.fields.to_dict()
     if model_args:
         values["model_args"] = _merged(values["model_args"] or {}, model_args)
     config = Config.from_dict(values)
+    config.defaults = base.defaults
     config.given = base.given | (flags.keys() & values.keys()) | ({"model_args"} if model_args else frozenset())
     if "init_from" not in flags:
         config.of_run = base.of_run
@@ -349,17 +353,8 @@ def _without_model_args(words: list[str]) -> tuple[list[str], dict[str, Any]]:
         elif value is None:
             raise UserError(f"{flag} has no value: write {flag} VALUE")
         else:
-            values[flag.partition(".")[2]] = _from_yaml(flag, value)
+            values[flag.partition(".")[2]] = parse_yaml(value, flag)
     return others, values
-
-
-def _from_yaml(flag: str, text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{flag} is not valid YAML: {yaml_problem(error)}") from error
 
 
 def _merged(values: Any, changes: dict[str, Any]) -> dict[str, Any]:
