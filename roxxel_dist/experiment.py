@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import importlib.util
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.determinism import make_deterministic, pin_for_run, pin_threads
 from roxxel_dist.cluster.distributed import barrier, broadcast_from_primary, initialize, is_primary
 from roxxel_dist.cluster.exit_codes import MissingFileError, UserError, attempt_number
+from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.config import Config, usage_errors
 from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
@@ -160,6 +162,7 @@ class Experiment:
             directory = RunDirectory(run, str(bucket or run))
             held.callback(self._release, directory, bucket)
             with _nothing_left_behind(directory), usage_errors(), contextlib.ExitStack() as undo:
+                on_primary("the packages of loggers are installed", self._check_loggers)
                 on_primary("run directory is free", lambda: self._claim(directory, resume, bucket))
                 is_trial = os.environ.get(TRIAL) == "1"
                 if is_trial and past.saved:  # as it was shortened when the trial began
@@ -358,6 +361,19 @@ class Experiment:
 
         return open_corpus(self.config, path, run / DATA, begins=not past.config, share=share)
 
+    def _check_loggers(self) -> None:
+        """Raises UserError for a logger whose package is not installed: a night without its files is lost."""
+        for field, wanted, package in (
+            ("wandb", self.config.wandb != "off", "wandb"),
+            ("tensorboard", self.config.tensorboard, "tensorboardX"),
+        ):
+            if wanted and importlib.util.find_spec(package) is None:
+                value = getattr(self.config, field)
+                raise UserError(
+                    f"{field} is {value}, and the package {package} is not installed: {pip_install(field)}, or leave "
+                    f"{field} out"
+                )
+
     def _trainer(
         self, run: Path, components: RunComponents, amend: bool, origin: ResumeSpec, bucket: BucketRun | None
     ) -> Trainer:
@@ -446,7 +462,7 @@ def _draw(run: Path) -> str:
     try:
         draw_losses(read_runs([run]), run / CURVE)
     except ImportError:
-        return "no loss curve: pip install 'roxxel-dist[plot]' draws one"
+        return f"no loss curve: it needs matplotlib: {pip_install('plot')}"
     except Exception as error:
         return f"no loss curve: {error!r}"
     return f"loss curve: {run / CURVE}"

@@ -99,7 +99,7 @@ def dying(self, at_the_end=None):
 
 
 def test_a_copy_of_a_config_resumes_as_the_config_does(finished):
-    """A field that nobody gave is that of the run."""
+    """A field that was not given is that of the run."""
     again = dataclasses.replace(Config(n_devices=1), max_steps=4)
     result = Experiment(copy.copy(again)).fit(None, finished, resume=True)
     assert result.step == 4
@@ -325,3 +325,16 @@ def test_a_run_that_took_its_time_shows_a_sample_unless_it_is_not_to(finished, m
     before = log_of(finished).count("a sample")
     Experiment(Config(max_steps=4, sample=wish)).fit(run_dir=finished, resume=True)
     assert log_of(finished).count("a sample") - before == samples
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "package"),
+    [("tensorboard", True, "tensorboardX"), ("wandb", "offline", "wandb"), ("wandb", "online", "wandb")],
+)
+def test_a_logger_that_is_not_installed_is_refused_before_the_first_step(
+    text, tmp_path, monkeypatch, field, value, package
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=f"^{field} is {value}, and the package {package} is not installed: pip install"):
+        Experiment(config(**{field: value})).fit(text, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
