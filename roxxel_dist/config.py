@@ -292,6 +292,8 @@ class Config(_Copied):
             ValueError: a key that no field has, a field that is given twice, or a value of another type than its field.
         """
         values = flat_fields(values, source)
+        if "parameters" in values and {"method", "metric"} & values.keys():
+            raise UserError(f"{source}: this is the file of a sweep, not a config: `sweep --sweep_config` takes it")
         for key in values:
             if key not in FIELD_TYPES and key != RECORD:
                 raise UserError(f"{source}: {unknown(key, list(FIELD_TYPES), 'field')}")

@@ -18,6 +18,7 @@ from roxxel_dist.cluster.distributed import barrier, broadcast_from_primary, ini
 from roxxel_dist.cluster.exit_codes import MissingFileError, UserError, attempt_number
 from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.config import Config, usage_errors
+from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import absolute, check_local, is_tokens
@@ -228,10 +229,13 @@ class Experiment:
             options, grad_accum = components.options, components.grad_accum
             stream = sweep_stream(components.curriculum, num_steps, options.seed, components.mesh(), grad_accum)
             load = None if options.init_from is None else partial(load_params, find_checkpoint(options.init_from))
-            losses = sweep(
-                components.build, components.optimizer, stream, components.loss, rates, grad_accum=grad_accum,
-                options=options, load=load,
-            )  # fmt: skip
+            progress = Progress(is_primary())
+            progress.line(f"compiling; then {num_steps} steps with learning rates from {min_lr:.2g} to {max_lr:.2g}")
+            with progress.bar("steps", num_steps) as done:
+                losses = sweep(
+                    components.build, components.optimizer, stream, components.loss, rates, grad_accum=grad_accum,
+                    options=options, load=load, done=done,
+                )  # fmt: skip
             rates = rates[: len(losses)]
             return suggest(rates, losses, num_steps), rates, losses
 
@@ -333,7 +337,8 @@ class Experiment:
         other_data = {"data_path": RunMetadata.of(past.saved).data_path} if is_other_data else {}
         self._check_nothing_new(run, step, changed | other_data)
         if is_primary():
-            print(f"this run is finished: its last step, {step}, is saved in {run}", flush=True)
+            anew = f"to train again from step 1, remove {run} or name another run_dir"
+            print(f"this run is finished: its last step, {step}, is saved in {run}; {anew}", flush=True)
         return True
 
     def _check_nothing_new(self, run: Path, step: int, before: Mapping[str, Any]) -> None:
@@ -439,7 +444,7 @@ class Experiment:
         count, seed = min(SAMPLE_TOKENS, context // 2), self.config.seed
         new = generate(model, prompt, count, max_context=context, seed=seed, eos_id=tokenizer.eos_id)
         text = printable(self.config.sample_prompt + tokenizer.decode(new))
-        return "\n".join(["a sample of what it writes now:", *text.split("\n")[:SAMPLE_LINES]])
+        return "\n".join(["a sample of the text that the model generates:", *text.split("\n")[:SAMPLE_LINES]])
 
 
 @contextlib.contextmanager

@@ -186,7 +186,7 @@ def test_stop_waits_until_the_ranks_have_saved_and_asks_once(desk: Desk) -> None
     (desk.folder / "go").touch()
     _, err = first.communicate(timeout=LIMIT_S)
     asked, ended = err.splitlines()
-    assert asked.endswith("its ranks get 30 s to save and leave; --kill does not wait for them")
+    assert asked.endswith("its ranks get 30 s to save and exit; --kill does not wait for them")
     assert ended.endswith("with 42 (stopped, every rank saved)")
     assert second.communicate(timeout=LIMIT_S)[1] == ended + "\n"
     assert (first.returncode, second.returncode, desk.job()["code"]) == (0, 0, 42)

@@ -18,6 +18,8 @@ from roxxel_dist.run_directory import CONFIG, check_still_there, default_run_dir
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 
 T = TypeVar("T")
+DURATION = re.compile(r"(\d+(?:\.\d*)?)(s|sec|m|min|h|d)")
+UNITS_S = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 BOOLEANS = {"true": True, "false": False}
 YAML_FIELDS = ("phases", "datasets", "validation", "model_args")
 """Fields that are one word of YAML on the command line."""
@@ -99,7 +101,7 @@ def parse(
     if {"-h", "--help"} & set(words):
         print(help_text(kind, name, default=default, underscores=underscores))
         raise SystemExit(0)
-    words = normalise_switches(words, kind)
+    words = in_seconds(normalise_switches(words, kind), kind)
     _check_words(kind, words, name)
     return tyro.cli(
         kind, args=words, prog=f"roxxel-dist {name}", use_underscores=underscores, default=default,
@@ -132,6 +134,18 @@ def normalise_switches(words: list[str], kind: Any) -> list[str]:
             result += own
         elif given != defaults[name]:
             result.append(flag if given else f"--no-{flag[2:]}")
+    return result
+
+
+def in_seconds(words: list[str], kind: Any) -> list[str]:
+    """The words with times such as 5m or 1.5h as numbers, for flags whose docstring says that they are seconds."""
+    result: list[str] = []
+    for name, value, own in split_flags(words):
+        match, hint = DURATION.fullmatch(value or ""), flag_types(kind).get(name)
+        if match and float in (hint, *get_args(hint)) and "econds" in field_docs(kind).get(name, ""):
+            result += [own[0].partition("=")[0], f"{float(match[1]) * UNITS_S[match[2]]:g}"]
+        else:
+            result += own
     return result
 
 
@@ -177,17 +191,23 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
             raise UserError(f"there is no option {flag(name)}: {hint} {all_options}")
         kinds = {hints.get(name)} | set(get_args(hints.get(name)))
         kinds |= {part for each in kinds for part in get_args(each)}
+        if value is None and str in kinds and name not in lists:
+            raise UserError(f"{flag(name)} has no value: write {flag(name)} {name.upper()}")
         if value == "None" or kinds & {str, bool}:
             continue  # the parser knows
         choices = [choice for choice in kinds if isinstance(choice, str)]
+        if choices and not value:
+            raise UserError(f"{flag(name)} has no value: must be one of {', '.join(sorted(choices))}")
         if choices and value and value not in choices:
             raise UserError(f"--{name} {value}: must be one of {', '.join(sorted(choices))}")
         number, what = (float, "a number") if float in kinds else (int, "a whole number")
+        if number is float and "econds" in field_docs(kind).get(name, ""):
+            what = "a number of seconds, or a time such as 5m"
         try:
             if kinds & {int, float}:
                 number(value or "")
         except ValueError:
-            raise UserError(f"--{name} {value or 'has no value'}: must be {what}") from None
+            raise UserError(f"{flag(name)} {value or 'has no value'}: must be {what}") from None
     required = {field.name for field in dataclasses.fields(kind) if _default_of(field) is tyro.MISSING}
     if places and room and given & positional & required:
         names = " and ".join(name.upper() for name in sorted(positional))

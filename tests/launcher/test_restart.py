@@ -103,11 +103,11 @@ CRASHES = [failure(0, step) for step in (5, 6, 7, 8)]
 @pytest.mark.parametrize(
     ("attempts", "limit", "again", "code", "words"),
     [
-        (CRASHES[:1], 3, True, 0, "restart 1 of 3 at once"),
-        (CRASHES[:3], 3, True, 0, "restart 3 of 3 at once"),
-        ([CRASHES[0], failure(1, 4)], 3, True, 0, "restart 2 of 3 in 0.5 s"),
-        ([CRASHES[3], *CRASHES[:3]], 9, True, 0, "restart 4 of 9 in 8 s"),
-        ([CRASHES[0], failure(1, 4), CRASHES[1]], 9, True, 0, "restart 3 of 9 at once"),
+        (CRASHES[:1], 3, True, 0, "restart 1 of 3, at once"),
+        (CRASHES[:3], 3, True, 0, "restart 3 of 3, at once"),
+        ([CRASHES[0], failure(1, 4)], 3, True, 0, "restart 2 of 3, in 0.5 s"),
+        ([CRASHES[3], *CRASHES[:3]], 9, True, 0, "restart 4 of 9, in 8 s"),
+        ([CRASHES[0], failure(1, 4), CRASHES[1]], 9, True, 0, "restart 3 of 9, at once"),
         (CRASHES, 3, False, 75, "no restart is left: --max-restarts is 3"),
         (CRASHES[:1], 0, False, 137, ""),
         ([PREEMPTION] * 20 + CRASHES[:1], 3, True, 0, "restart 1 of 3"),
@@ -120,8 +120,8 @@ CRASHES = [failure(0, step) for step in (5, 6, 7, 8)]
         ),
         ([failure(0, 5), failure(0, 6, 9), failure(1, 6)], 9, True, 0, "restart 3 of 9"),
         ([failure(1, 0)], 3, False, 137, "no rank reached step 1"),
-        ([failure(1, 0, counts=False)], 3, True, 0, "restart 1 of 3 at once"),
-        ([failure(1, 0, counts=False)] * 2, 3, True, 0, "restart 2 of 3 in 0.5 s"),
+        ([failure(1, 0, counts=False)], 3, True, 0, "restart 1 of 3, at once"),
+        ([failure(1, 0, counts=False)] * 2, 3, True, 0, "restart 2 of 3, in 0.5 s"),
         ([failure(None, 0, 4)] * 2, 3, True, 0, "restart 2 of 3"),
         ([failure(1, 5), failure(1, 0)], 3, True, 0, "restart 2 of 3"),
         ([failure(1, 5), failure(1, 0), failure(1, 0)], 3, False, 137, "failed in step 0 in an earlier attempt too"),
@@ -177,9 +177,9 @@ def test_a_killed_rank_is_started_again_on_a_new_port_and_its_log_goes_on(launch
     code, out, err = job.wait()
     assert code == 0
     assert [line for line in err.splitlines() if "restart" in line] == [
-        "roxxel-dist: restart 1 of 3 at once",
+        "roxxel-dist: restart 1 of 3, at once",
         "roxxel-dist: preempted; restart at once (it counts for nothing)",
-        "roxxel-dist: restart 2 of 3 in 0.5 s",
+        "roxxel-dist: restart 2 of 3, in 0.5 s",
     ]
     assert "rank 1 failed first: signal SIGKILL, in step 3" in err
     for rank in (0, 1):

@@ -43,7 +43,7 @@ def test_a_real_run(tmp_path):
         assert scalars[name] == {row["step"]: single(row[name]) for row in logged if name in row}
     (sample,) = events.Tensors("sample/text_summary")
     assert sample.step == 6
-    assert b"a sample of what it writes now" in sample.tensor_proto.string_val[0]
+    assert b"a sample of the text that the model generates" in sample.tensor_proto.string_val[0]
     start = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     fields = plugin_data_pb2.HParamsPluginData.FromString(start).session_start_info.hparams
     assert fields["dim"].number_value == 16

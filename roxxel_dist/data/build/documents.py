@@ -142,7 +142,7 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
     if endings:
         commonest = sorted(endings, key=lambda ending: (-endings[ending], ending))
         more = ", ..." if len(commonest) > SHOWN_ENDINGS else ""
-        left_out.append(f"{endings.total()} that no pattern takes: {', '.join(commonest[:SHOWN_ENDINGS])}{more}")
+        left_out.append(f"{endings.total()} with other endings: {', '.join(commonest[:SHOWN_ENDINGS])}{more}")
     return Corpus(texts, tuple(left_out))
 
 

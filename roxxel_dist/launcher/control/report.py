@@ -24,9 +24,9 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
     if code == 0:
         return []
     if code == EXIT_DRAINED and result.requested is None:
-        text = result.grows or f"the ranks saved and left ({EXIT_DRAINED}), and nobody had asked the launcher for it"
+        text = result.grows or f"the ranks saved and exited ({EXIT_DRAINED}), without a request to the launcher"
     elif code == EXIT_DRAINED:
-        text = "stopped on request; every rank saved and left"
+        text = "stopped on request; every rank saved and exited"
     elif result.hang is not None and code == EXIT_HANG:
         rank = result.hang.rank
         before = [f"roxxel-dist: {hang_report(result.hang, result.hang_host)}"]

@@ -126,7 +126,7 @@ def next_action(attempts: Sequence[AttemptSummary], max_restarts: int) -> Decisi
         why = f"no restart is left: --max-restarts is {max_restarts}"
         return Decision(again=False, code=EXIT_GIVEN_UP, why=why)
     wait = _backoff(_idle(attempts))
-    return Decision(again=True, wait=wait, why=f"restart {len(failures)} of {max_restarts} {_when(wait)}")
+    return Decision(again=True, wait=wait, why=f"restart {len(failures)} of {max_restarts}, {_when(wait)}")
 
 
 def _idle(attempts: Sequence[AttemptSummary]) -> int:

@@ -51,7 +51,7 @@ def _request(job: JobRecord, controller: int, *, kill: bool) -> None:
     if not kill and (state == "stopping" or not claim(f"stop-{job.controller.pid}-{job.controller.start}")):
         info(f"run {job.run_id} was asked to stop before")
         return
-    rest = f"its ranks get {job.grace:g} s to save and leave; --kill does not wait for them"
+    rest = f"its ranks get {job.grace:g} s to save and exit; --kill does not wait for them"
     info(f"run {job.run_id}: {'killing its ranks' if kill else rest}")
     with contextlib.suppress(ProcessLookupError):  # not SIGTERM: so SLURM asks, to go on later
         signal.pidfd_send_signal(controller, signal.SIGQUIT if kill else signal.SIGINT)
