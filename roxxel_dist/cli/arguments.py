@@ -189,30 +189,35 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
             near = nearest(name, list(hints))
             hint = f"did you mean {flag(near)}?" if near else "the command does not have it;"
             raise UserError(f"there is no option {flag(name)}: {hint} {all_options}")
-        kinds = {hints.get(name)} | set(get_args(hints.get(name)))
-        kinds |= {part for each in kinds for part in get_args(each)}
-        if value is None and str in kinds and name not in lists:
-            raise UserError(f"{flag(name)} has no value: write {flag(name)} {name.upper()}")
-        if value == "None" or kinds & {str, bool}:
-            continue  # the parser knows
-        choices = [choice for choice in kinds if isinstance(choice, str)]
-        if choices and not value:
-            raise UserError(f"{flag(name)} has no value: must be one of {', '.join(sorted(choices))}")
-        if choices and value and value not in choices:
-            raise UserError(f"--{name} {value}: must be one of {', '.join(sorted(choices))}")
-        number, what = (float, "a number") if float in kinds else (int, "a whole number")
-        if number is float and "econds" in field_docs(kind).get(name, ""):
-            what = "a number of seconds, or a time such as 5m"
-        try:
-            if kinds & {int, float}:
-                number(value or "")
-        except ValueError:
-            raise UserError(f"{flag(name)} {value or 'has no value'}: must be {what}") from None
+        in_seconds = "econds" in field_docs(kind).get(name, "")
+        _check_value(flag(name), value, hints.get(name), in_seconds=in_seconds, is_list=name in lists)
     required = {field.name for field in dataclasses.fields(kind) if _default_of(field) is tyro.MISSING}
     if places and room and given & positional & required:
         names = " and ".join(name.upper() for name in sorted(positional))
         raise UserError(f"`{command}` needs {names}, {places} words, and has {places - room}. {all_options}")
     _check_missing(kind, command, required - given, positional, flag)
+
+
+def _check_value(flag: str, value: str | None, hint: Any, *, in_seconds: bool, is_list: bool) -> None:
+    """Raises UserError where a flag has no value, or one that is no number, or no choice, of its type."""
+    kinds = {hint} | set(get_args(hint))
+    kinds |= {part for each in kinds for part in get_args(each)}
+    shown = f"{flag} {value}" if value else f"{flag} has no value"
+    choices = [choice for choice in kinds if isinstance(choice, str)]
+    if value is None and str in kinds and not is_list:
+        raise UserError(f"{shown}: write {flag} {flag.strip('-').replace('-', '_').upper()}")
+    if value == "None" or kinds & {str, bool}:
+        return  # the parser knows
+    if choices and value not in choices:
+        raise UserError(f"{shown}: must be one of {', '.join(sorted(choices))}")
+    number, what = (float, "a number") if float in kinds else (int, "a whole number")
+    if number is float and in_seconds:
+        what = "a number of seconds, or a time such as 5m"
+    try:
+        if kinds & {int, float}:
+            number(value or "")
+    except ValueError:
+        raise UserError(f"{shown}: must be {what}") from None
 
 
 def _check_missing(kind: Any, command: str, absent: set[str], positional: set[str], flag: Callable[[str], str]) -> None:
