@@ -21,6 +21,7 @@ _WHERE = {
     "Experiment": "experiment",
     "Generator": "generator",
     "Transformer": "model.transformer",
+    "UserError": "cluster.exit_codes",
     "initialize": "cluster.distributed",
     "read_run": "view.read",
     "read_study": "view.read",
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from roxxel_dist.cluster.distributed import initialize as initialize
+    from roxxel_dist.cluster.exit_codes import UserError as UserError
     from roxxel_dist.config import Config as Config
     from roxxel_dist.curriculum.phases import Curriculum as Curriculum
     from roxxel_dist.curriculum.phases import Phase as Phase
@@ -56,6 +58,7 @@ __all__ = [
     "Roxxel",
     "Trainer",
     "Transformer",
+    "UserError",
     "initialize",
     "read_run",
     "read_study",

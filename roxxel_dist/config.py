@@ -32,6 +32,8 @@ SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop",
 RECORD = "record"
 """The section of a saved config with the run's environment and versions; loading skips it."""
 
+SWITCHES = {"true": "on", "yes": "on", "on": "on", "false": "off", "no": "off", "off": "off"}
+"""Words for on and off, as YAML knows them."""
 EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 CURES = {
@@ -127,18 +129,29 @@ class Fields(OptimizerConfig, ExperimentConfig, LoopOptions, RemoteConfig, DataC
 
 COMPONENTS: tuple[type[Any], ...] = Fields.__bases__[::-1]
 FIELD_TYPES: dict[str, Any] = get_type_hints(Fields)
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Fields)}  # pyright: ignore[reportArgumentType]
 
 
-class Config(Fields):
+@component
+class _Copied(Fields):
+    """What a copy of a `Config`, by `dataclasses.replace` too, has beside the settings."""
+
+    of_run: tuple[str, str | None, bool] | None = dataclasses.field(default=None, compare=False)
+    """If the config was read from a run's config.yaml: the run, its init_from, and whether it has adapters."""
+    given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
+    """The fields that were set, in the constructor, in a file or later; the others have their defaults."""
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+    """The values that `with_defaults` has put in the place of defaults."""
+
+
+COPIED = tuple(field.name for field in dataclasses.fields(_Copied) if field.name not in FIELD_TYPES)
+
+
+class Config(_Copied):
     """Every setting of a run, each with a default; all are given by keyword.
 
     It may be changed freely. Values are checked by `validate`, and when they are used.
     """
-
-    of_run: tuple[str, str | None, bool] | None = None
-    """If the config was read from a run's config.yaml: the run, its init_from, and whether it has adapters."""
-    given: frozenset[str] = frozenset()
-    """The fields that were set, in the constructor, in a file or later; the others have their defaults."""
 
     __hash__ = None
 
@@ -148,13 +161,17 @@ class Config(Fields):
             if unnamed:
                 raise TypeError(f"Config({unnamed[0]!r}): give fields by name, as in Config(dim=256)")
             for name in fields:
-                if name not in FIELD_TYPES:
+                if name not in FIELD_TYPES and name not in COPIED:
                     raise TypeError(f"Config: {unknown(name, list(FIELD_TYPES), 'field')}")
             super().__init__(**fields)
-            self.given = frozenset(fields)
+            settings = fields.keys() & FIELD_TYPES.keys()
+            if "given" in fields:  # `dataclasses.replace` passes every field: those with another value are given too
+                before = {name: self.defaults.get(name, DEFAULTS[name]) for name in settings}
+                settings = fields["given"] | {name for name in settings if fields[name] != before[name]}
+            self.given = frozenset(settings)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if name not in FIELD_TYPES and name not in ("of_run", "given"):
+            if name not in FIELD_TYPES and name not in COPIED:
                 raise AttributeError(f"Config: {unknown(name, list(FIELD_TYPES), 'field')}")
             object.__setattr__(self, name, value)
             if name in FIELD_TYPES:
@@ -162,15 +179,13 @@ class Config(Fields):
 
     def __repr__(self) -> str:
         """The fields that differ from their defaults."""
-        values = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))  # pyright: ignore
-        return f"Config({', '.join(f'{name}={value!r}' for name, value, default in values if value != default)})"
+        values = self.to_dict().items()
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in values if value != DEFAULTS[name])})"
 
     def with_defaults(self, values: Mapping[str, Any]) -> Self:
         """The same settings, and the same fields given, with `values` instead of the defaults of the other fields."""
         defaults = {name: value for name, value in values.items() if name in FIELD_TYPES and name not in self.given}
-        config = dataclasses.replace(self, **defaults)
-        config.given, config.of_run = self.given, self.of_run
-        return config
+        return dataclasses.replace(self, defaults={**self.defaults, **defaults}, **defaults)
 
     def with_absolute_paths(self) -> Self:
         """The same settings with absolute paths, so that a run may be resumed from another folder.
@@ -232,7 +247,7 @@ class Config(Fields):
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name, as plain values for YAML."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
+        return {name: getattr(self, name) for name in FIELD_TYPES}
 
     def save_yaml(self, path: str | Path, record: Mapping[str, Any] | None = None) -> None:
         """Write all fields atomically; `record` is a section of metadata that loading skips."""
@@ -277,6 +292,8 @@ class Config(Fields):
             ValueError: a key that no field has, a field that is given twice, or a value of another type than its field.
         """
         values = flat_fields(values, source)
+        if "parameters" in values and {"method", "metric"} & values.keys():
+            raise UserError(f"{source}: this is the file of a sweep, not a config: `sweep --sweep_config` takes it")
         for key in values:
             if key not in FIELD_TYPES and key != RECORD:
                 raise UserError(f"{source}: {unknown(key, list(FIELD_TYPES), 'field')}")
@@ -302,30 +319,58 @@ def yaml_problem(error: Exception) -> str:
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
-    Raises ValueError for no such file, no YAML, no mapping, or a key that is given twice.
+    Raises UserError for no such file, no YAML, no mapping, or a key that is given twice.
     """
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            plain = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag.endswith(":str")]
-            for i, key in enumerate(plain):  # yaml would silently keep the last one
-                if key.value in [before.value for before in plain[:i]]:
-                    line = key.start_mark.line + 1
-                    raise UserError(f"{path}: line {line}: {key.value!r} is given twice: keep one of the two")
-            return super().construct_mapping(node, deep)
-
     try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)  # a safe one
+        values = parse_yaml(Path(path).read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}): check the path") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise UserError(f"{path}: not valid YAML: {yaml_problem(error)}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected `field: value` lines, found a {type(values).__name__}")
     return values
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value of a YAML text. A word such as `no` or `2024` is text where a field, or a key, is text.
+
+    Raises UserError for no YAML, or a key that is given twice; `source` names the text in messages.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_document(self, node: Any) -> Any:
+            for key, value in _pairs(node):
+                for name, inner in [(key, value), *(_pairs(value) if key.value in SECTIONS else [])]:
+                    if _is_text(FIELD_TYPES.get(name.value)) and isinstance(inner, yaml.ScalarNode):
+                        inner.tag = inner.tag if inner.tag.endswith(":null") else "tag:yaml.org,2002:str"
+            return super().construct_document(node)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            for key, _ in _pairs(node):
+                if key.tag.endswith(":bool"):  # a data set that is called `no`, or `on`
+                    key.tag = "tag:yaml.org,2002:str"
+            plain = [key for key, _ in _pairs(node) if key.tag.endswith(":str")]
+            for i, key in enumerate(plain):  # yaml would silently keep the last one
+                if key.value in [before.value for before in plain[:i]]:
+                    line = key.start_mark.line + 1
+                    raise UserError(f"{source}: line {line}: {key.value!r} is given twice: keep one of the two")
+            return super().construct_mapping(node, deep)
+
+    def _pairs(node: Any) -> list[tuple[Any, Any]]:
+        """(key, value) of a mapping whose keys are plain words."""
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        return [(key, value) for key, value in pairs if isinstance(key, yaml.ScalarNode)]
+
+    try:
+        return yaml.load(text, Loader)  # a safe one
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2024-13-99
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{source}: not valid YAML: {yaml_problem(error)}") from error
 
 
 def flat_fields(values: Mapping[str, Any], source: str = "config") -> dict[str, Any]:
@@ -366,6 +411,12 @@ def _fits(value: Any, kind: Any) -> bool:
     return False
 
 
+def _is_text(kind: Any) -> bool:
+    """Whether a field takes text and no numbers."""
+    options = set(get_args(kind) if isinstance(kind, UnionType) else (kind,))
+    return str in options and options <= {str, type(None)}
+
+
 def _type_name(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
@@ -377,8 +428,23 @@ def _type_name(kind: Any) -> str:
     return " or ".join(names[get_origin(option) or option] for option in options)
 
 
+def as_choice(kind: Any, value: Any) -> Any:
+    """The choice that a value means where it is one: YAML reads off and no as False, on and yes as True.
+
+    Null is the choice "none". Other values are returned unchanged.
+    """
+    if get_origin(kind) is not Literal or value in get_args(kind):
+        return value
+    if isinstance(value, str):
+        meant = SWITCHES.get(value.lower(), value)
+    else:
+        meant = "none" if value is None else {True: "on", False: "off"}.get(value) if isinstance(value, bool) else value
+    return meant if meant in get_args(kind) else value
+
+
 def _read(name: str, value: Any) -> Any:
     """A YAML value for a field. YAML reads 5e-4 as text and only 5.0e-4 as a number."""
+    value = as_choice(FIELD_TYPES[name], value)
     if isinstance(value, str) and _fits(0.5, FIELD_TYPES[name]):
         try:
             return float(value)

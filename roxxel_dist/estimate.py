@@ -523,7 +523,7 @@ def _devices(run: RunEstimate) -> list[str]:
         line += f", in {run.grad_accum} micro-batches" if run.grad_accum > 1 else ""
         match layout.cut:
             case "rows":
-                line += f": its rows are cut over {layout.pieces} devices"
+                line += f": its rows are split over {layout.pieces} devices"
             case "tokens":
                 line += f": its rows are cut along the tokens over {layout.pieces} devices"
             case "nothing":
@@ -539,7 +539,7 @@ def _devices(run: RunEstimate) -> list[str]:
 
 
 def _memory(run: RunEstimate) -> list[str]:
-    rows, limit = [["", "state and batch", "temporaries", "results", "in all", "of its memory"]], run.memory_limit
+    rows, limit = [["", "state and batch", "temporaries", "results", "total", "of its memory"]], run.memory_limit
     for phase in run.phases:
         cells = ["", "", "", "does not fit", ""]
         if (of := phase.memory) is not None:
@@ -575,8 +575,8 @@ def _sharding(run: RunEstimate, every_array: bool) -> list[str]:
     bytes_held, whole = sum(array["device_bytes"] for array in run.arrays), len(run.arrays) - len(cut)
     what = "fsdp: " if run.fsdp else "" if cut else "no fsdp: "
     line = (
-        f"{what}{len(cut)} of {len(run.arrays)} arrays of parameters are cut over the devices, {whole} are whole on "
-        f"each; a device holds {size(bytes_held)} of parameters"
+        f"{what}{len(cut)} of {len(run.arrays)} arrays of parameters are sharded over the devices, {whole} are whole "
+        f"on each; a device holds {size(bytes_held)} of parameters"
     )
     if every_array:
         rows = [["array", "shape", "type", "cut", "on a device"]]
@@ -593,7 +593,7 @@ def _shape_and_cut(array: Mapping[str, Any], *between: str) -> tuple[str, ...]:
 
 
 def _compute(run: RunEstimate) -> list[str]:
-    rows = [["", "FLOPs a token", "a step", "in all"]]
+    rows = [["", "FLOPs per token", "per step", "total"]]
     for of in run.phases:
         rows.append([f"phase {of.phase}", *(f"{n:.3g}" for n in (of.flops_per_token, of.flops / of.steps, of.flops))])
     return aligned([*rows, ["all", "", "", f"{run.flops:.3g}"]])

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import importlib.util
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,9 @@ from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.determinism import make_deterministic, pin_for_run, pin_threads
 from roxxel_dist.cluster.distributed import barrier, broadcast_from_primary, initialize, is_primary
 from roxxel_dist.cluster.exit_codes import MissingFileError, UserError, attempt_number
+from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.config import Config, usage_errors
+from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import absolute, check_local, is_tokens
@@ -97,8 +100,6 @@ class Experiment:
         with usage_errors():
             based, self._base_message = with_base(config)
             self.config: Config = based.with_absolute_paths()
-        # Fields that the caller or the base of the adapters sets; a resumed run keeps its own values of the others.
-        self.config.given = config.given | ({"init_from"} if based.init_from != config.init_from else frozenset())
         self.stopped: bool = False
 
     def fit(
@@ -163,6 +164,7 @@ class Experiment:
             directory = RunDirectory(run, str(bucket or run))
             held.callback(self._release, directory, bucket)
             with _nothing_left_behind(directory), usage_errors(), contextlib.ExitStack() as undo:
+                on_primary("the packages of loggers are installed", self._check_loggers)
                 on_primary("run directory is free", lambda: self._claim(directory, resume, bucket))
                 is_trial = os.environ.get(TRIAL) == "1"
                 if is_trial and past.saved:  # as it was shortened when the trial began
@@ -228,10 +230,13 @@ class Experiment:
             options, grad_accum = components.options, components.grad_accum
             stream = sweep_stream(components.curriculum, num_steps, options.seed, components.mesh(), grad_accum)
             load = None if options.init_from is None else partial(load_params, find_checkpoint(options.init_from))
-            losses = sweep(
-                components.build, components.optimizer, stream, components.loss, rates, grad_accum=grad_accum,
-                options=options, load=load,
-            )  # fmt: skip
+            progress = Progress(is_primary())
+            progress.line(f"compiling; then {num_steps} steps with learning rates from {min_lr:.2g} to {max_lr:.2g}")
+            with progress.bar("steps", num_steps) as done:
+                losses = sweep(
+                    components.build, components.optimizer, stream, components.loss, rates, grad_accum=grad_accum,
+                    options=options, load=load, done=done,
+                )  # fmt: skip
             rates = rates[: len(losses)]
             return suggest(rates, losses, num_steps), rates, losses
 
@@ -333,7 +338,8 @@ class Experiment:
         other_data = {"data_path": RunMetadata.of(past.saved).data_path} if is_other_data else {}
         self._check_nothing_new(run, step, changed | other_data)
         if is_primary():
-            print(f"this run is finished: its last step, {step}, is saved in {run}", flush=True)
+            anew = f"to train again from step 1, remove {run} or name another run_dir"
+            print(f"this run is finished: its last step, {step}, is saved in {run}; {anew}", flush=True)
         return True
 
     def _check_nothing_new(self, run: Path, step: int, before: Mapping[str, Any]) -> None:
@@ -360,6 +366,19 @@ class Experiment:
                 bucket.fetch_data()
 
         return open_corpus(self.config, path, run / DATA, begins=not past.config, share=share)
+
+    def _check_loggers(self) -> None:
+        """Raises UserError for a logger whose package is not installed: a night without its files is lost."""
+        for field, wanted, package in (
+            ("wandb", self.config.wandb != "off", "wandb"),
+            ("tensorboard", self.config.tensorboard, "tensorboardX"),
+        ):
+            if wanted and importlib.util.find_spec(package) is None:
+                value = getattr(self.config, field)
+                raise UserError(
+                    f"{field} is {value}, and the package {package} is not installed: {pip_install(field)}, or leave "
+                    f"{field} out"
+                )
 
     def _trainer(
         self, run: Path, components: RunComponents, amend: bool, origin: ResumeSpec, bucket: BucketRun | None
@@ -428,7 +447,7 @@ class Experiment:
         new = generate(model, prompt, count, max_context=context, seed=seed, **ends)
         before = self.config.sample_prompt
         text = printable(before + "".join(pieces(tokenizer, new, before, prompt)))
-        return "\n".join(["a sample of what it writes now:", *text.split("\n")[:SAMPLE_LINES]])
+        return "\n".join(["a sample of the text that the model generates:", *text.split("\n")[:SAMPLE_LINES]])
 
 
 @contextlib.contextmanager
@@ -451,7 +470,7 @@ def _draw(run: Path) -> str:
     try:
         draw_losses(read_runs([run]), run / CURVE)
     except ImportError:
-        return "no loss curve: pip install 'roxxel-dist[plot]' draws one"
+        return f"no loss curve: it needs matplotlib: {pip_install('plot')}"
     except Exception as error:
         return f"no loss curve: {error!r}"
     return f"loss curve: {run / CURVE}"

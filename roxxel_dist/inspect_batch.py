@@ -28,7 +28,15 @@ def _newest(run: Path) -> Path | None:
 
 
 def _plan_of(checkpoint: Path | None) -> Plan | None:
-    return None if checkpoint is None else Plan.from_state(MetaFile.read(checkpoint).meta["plan"])
+    if checkpoint is None:
+        return None
+    try:
+        return Plan.from_state(MetaFile.read(checkpoint).meta["plan"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{checkpoint / META} has no plan of a run, or is damaged: `roxxel-dist verify {checkpoint.parents[1]}` "
+            f"checks all checkpoints; without the folder {checkpoint} the one before it is used"
+        ) from error
 
 
 def _local(source: str | Path) -> tuple[Path, Path | None]:

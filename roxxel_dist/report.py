@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.config import RECORD, load_yaml
 from roxxel_dist.data.discovery import absolute
 from roxxel_dist.display import aligned, duration, figure
@@ -159,7 +160,11 @@ def _short(value: Any) -> str:
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
-MISSING = "no pictures: pip install 'roxxel-dist[plot]' draws them"
+def no_pictures() -> str:
+    """The message where matplotlib is missing."""
+    return f"no pictures: they need matplotlib: {pip_install('plot')}"
+
+
 COLOURS = ("#2a9d5c", "#a8d5ba", "#9aa0a6", "#f2b134", "#4f86c6", "#8e6bbf", "#d98cb3", "#c8423b")
 """The colours of the kinds of time, in the order of `SPENT`."""
 

@@ -230,7 +230,7 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
     if "fingerprint" in (RunMetadata.of(saved).initialized_from or {}):
         fixed.discard("init_from")  # the base of adapters may be moved: the fingerprint identifies it
     dropouts = {"dropout_rate"} | ({"lora_dropout"} if config.use_lora else set())
-    lines, other = [], fork or "the run that shall be resumed"
+    lines, other = [], fork or "the run to resume"
     kernel = kernel_begun_with(saved)
     if kernel and not fork and config.model is None and config.attention not in ("auto", kernel):
         raise UserError(

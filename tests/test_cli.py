@@ -205,7 +205,7 @@ def test_training_on_a_text_file(tmp_path, monkeypatch, kind, capfd):
     words = ["--tokenizer_type", kind]
     code, out, err = said(capfd, "train", "--data_path", text, "--run_dir", kind, *shape, *more, *words)
     assert code == 0, out + err
-    assert "a sample of what it writes now" in out
+    assert "a sample of the text that the model generates" in out
     assert "lr: 0.01" in (tmp_path / kind / "config.yaml").read_text()
     assert (tmp_path / kind / "logs" / "rank-0.log").exists()
     words = ["generate", kind, "--temperature", 0, "--max_new_tokens", 5, "--prompt"]

@@ -1,9 +1,14 @@
+import copy
+import dataclasses
+import pickle
 from dataclasses import fields
+from typing import Literal, get_args, get_origin
 
 import pytest
 
 from roxxel_dist import Config
 from roxxel_dist.cli.arguments import parse_train
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.component import field_docs
 from roxxel_dist.config import COMPONENTS, FIELD_TYPES
 from roxxel_dist.model.config import ModelConfig
@@ -33,6 +38,126 @@ def test_it_knows_which_fields_were_given(tmp_path):
     assert Config.from_yaml(tmp_path / "c.yaml").given == {"lr"}
     full = config.with_defaults({"lr": 1.0, "epochs": 7, "record": {}})
     assert (full.lr, full.epochs, full.given) == (3e-4, 7, config.given)
+
+
+COPIES = {
+    "replace": dataclasses.replace,
+    "replace by the same": lambda config: dataclasses.replace(config, max_steps=config.max_steps, lr=config.lr),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda config: pickle.loads(pickle.dumps(config)),
+    "paths": lambda config: config.with_absolute_paths(),
+    "defaults": lambda config: config.with_defaults({}),
+    "asdict": lambda config: Config(**dataclasses.asdict(config)),
+    "replace, pickle and copy": lambda config: copy.copy(pickle.loads(pickle.dumps(dataclasses.replace(config)))),
+}
+if hasattr(copy, "replace"):  # from Python 3.13 on
+    COPIES["copy.replace"] = copy.replace
+GIVEN = {
+    "nothing": (Config(), set()),
+    "a value": (Config(dim=64), {"dim"}),
+    "a value that is the default": (Config(lr=3e-4), {"lr"}),
+    "other defaults": (Config(dim=64).with_defaults({"dim": 1, "lr": 1.0, "phases": [{"steps": 1}]}), {"dim"}),
+    "from a file": (Config.from_dict({"model": {"dim": 64}, "seed": 0}), {"dim", "seed"}),
+    "words": (parse_train(["--lr", "3e-4", "--model_args.width", "3"])[1], {"lr", "model_args"}),
+}
+
+
+@pytest.mark.parametrize("made", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize(("config", "given"), GIVEN.values(), ids=GIVEN)
+def test_a_copy_knows_which_fields_were_given(made, config, given):
+    config = copy.copy(config)
+    config.of_run = ("run", None, False)
+    copied = made(config)
+    assert type(copied) is Config
+    assert copied.given == given == config.given
+    assert (copied, copied.of_run, repr(copied)) == (config, config.of_run, repr(config))
+    changed = dataclasses.replace(copied, max_steps=3)
+    assert (changed.given, changed.max_steps, changed.of_run) == (given | {"max_steps"}, 3, config.of_run)
+    copied.kv_heads = 1
+    assert (copied.given, config.given) == (given | {"kv_heads"}, given)
+    assert dataclasses.replace(changed, max_steps=None).given == given | {"max_steps"}, "it was given once"
+
+
+SWITCHES = {  # as YAML 1.1 reads them, which knows on and off as true and false
+    "on": ["on", "On", "ON", "yes", "true", "True", '"on"', "'on'"],
+    "off": ["off", "Off", "OFF", "no", "No", "false", '"off"', "'off'"],
+    "none": ["none", '"none"', "null", "~", ""],
+}
+CHOICES = [
+    (name, choice, written)
+    for name, kind in FIELD_TYPES.items()
+    if get_origin(kind) is Literal
+    for choice in get_args(kind)
+    for written in SWITCHES.get(choice, [choice, f'"{choice}"'])
+]
+TEXTS = [name for name, kind in FIELD_TYPES.items() if kind in (str, str | None)]
+
+
+@pytest.mark.parametrize(("name", "choice", "written"), CHOICES)
+def test_each_choice_of_a_field_is_read_from_yaml_and_words(tmp_path, name, choice, written):
+    path = tmp_path / "c.yaml"
+    for text in (f"{name}: {written}\n", f"train:\n  {name}: {written}\n"):
+        path.write_text(text)
+        config = Config.from_yaml(path)
+        assert (getattr(config, name), config.given) == (choice, {name})
+        config.save_yaml(tmp_path / "saved.yaml")
+        assert Config.from_yaml(tmp_path / "saved.yaml").to_dict() == config.to_dict()
+    word, more = written.strip("\"'"), ["--base_dim", "64"] if choice == "mup" else []
+    if word not in ("null", "~", ""):
+        flag = f"--{name.replace('_', '-')}={word}"
+        for words in ([f"--{name}", word], [f"--{name}={word}"], ["--config", str(path), flag]):
+            _, config = parse_train(words + more)
+            assert getattr(config, name) == choice
+            assert name in config.given
+
+
+def test_the_choices_have_on_off_and_none():
+    """So that the table above has them."""
+    assert {choice for _, choice, _ in CHOICES} >= set(SWITCHES)
+    assert {name for name, choice, _ in CHOICES if choice == "off"} == {"verify_data", "wandb", "sample"}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("word", ["no", "off", "On", "yes", "2024", "1.5", "2024-01-01", "007"])
+def test_a_word_is_text_where_the_field_is_text(tmp_path, name, word):
+    path = tmp_path / "c.yaml"
+    for text in (f"{name}: {word}\n", f"loop: {{{name}: {word}}}\n"):
+        path.write_text(text)
+        config = Config.from_yaml(path)
+        assert getattr(config, name) == word
+        config.save_yaml(tmp_path / "saved.yaml")
+        assert getattr(Config.from_yaml(tmp_path / "saved.yaml"), name) == word
+
+
+def test_a_data_set_may_be_called_no(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "datasets: {no: norwegian, on: b}\nphases: [{steps: 1, batch_size: 8, seq_len: 9, weights: {no: 1}}]\n"
+    )
+    config = Config.from_yaml(path)
+    assert config.datasets == {"no": "norwegian", "on": "b"}
+    assert config.phases is not None
+    assert config.phases[0]["weights"] == {"no": 1}
+    _, config = parse_train(["--datasets", "{no: norwegian}"])
+    assert config.datasets == {"no": "norwegian"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("wandb: on", "wandb is True: it must be one of off, offline, online"),
+        ("sample: maybe", "sample is 'maybe': it must be one of auto, on, off"),
+        ("sample: 1", "sample is 1: it must be one of"),
+        ("fsdp: 'off'", "fsdp is 'off': it must be True or False"),
+        ("memory_checkpoint_every: off", "memory_checkpoint_every is False"),
+        ("sample: 2024-13-45", "not valid YAML: month must be in 1..12"),
+    ],
+)
+def test_a_word_that_is_no_choice_is_refused(tmp_path, text, message):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        Config.from_yaml(tmp_path / "c.yaml").validate()
 
 
 def test_a_resumed_run_keeps_what_neither_words_nor_a_file_give(tmp_path):

@@ -1,5 +1,7 @@
 """What surrounds a run: its folder, its config, what may change, and what is left when it cannot begin."""
 
+import copy
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -96,9 +98,20 @@ def dying(self, at_the_end=None):
     raise KeyboardInterrupt
 
 
+def test_a_copy_of_a_config_resumes_as_the_config_does(finished):
+    """A field that was not given is that of the run."""
+    again = dataclasses.replace(Config(n_devices=1), max_steps=4)
+    result = Experiment(copy.copy(again)).fit(None, finished, resume=True)
+    assert result.step == 4
+    saved = load_yaml(finished / "config.yaml")
+    assert (saved["dim"], saved["max_steps"]) == (SMALL["dim"], 4)
+    with pytest.raises(UserError, match="dim is 32, and"):
+        Experiment(dataclasses.replace(again, dim=32, max_steps=5)).fit(None, finished, resume=True)
+
+
 def test_the_shape_of_a_model_cannot_change(finished):
     before = (finished / "config.yaml").read_bytes()
-    with pytest.raises(UserError, match="n_heads is 4, and the run that shall be resumed has 2"):
+    with pytest.raises(UserError, match="n_heads is 4, and the run to resume has 2"):
         Experiment(Config(n_heads=4, max_steps=5)).fit(run_dir=finished, resume=True)
     assert (finished / "config.yaml").read_bytes() == before
 
@@ -112,7 +125,7 @@ def begun_with(run, kernel):
 
 
 def test_a_run_keeps_its_kernel_of_attention(finished):
-    with pytest.raises(UserError, match="attention is cudnn, and the run that shall be resumed began with xla"):
+    with pytest.raises(UserError, match="attention is cudnn, and the run to resume began with xla"):
         Experiment(Config(attention="cudnn", max_steps=5)).fit(run_dir=finished, resume=True)
     Experiment(Config(attention="xla", max_steps=4)).fit(run_dir=finished, resume=True)
     assert "changed since the run began: attention auto -> xla" in log_of(finished)
@@ -123,7 +136,7 @@ def test_a_run_of_a_kernel_that_is_not_here(finished, tmp_path):
     begun_with(finished, "cudnn")
     with pytest.raises(UserError, match="the run began with attention cudnn, which a resume keeps, and cuDNN is"):
         Experiment(Config(max_steps=5)).fit(run_dir=finished, resume=True)
-    with pytest.raises(UserError, match="attention is xla, and the run that shall be resumed began with cudnn"):
+    with pytest.raises(UserError, match="attention is xla, and the run to resume began with cudnn"):
         Experiment(Config(attention="xla", max_steps=5)).fit(run_dir=finished, resume=True)
     fork = Experiment(Config(attention="xla", max_steps=4)).fit(run_dir=tmp_path / "fork", fork=f"{finished}@3")
     assert load_yaml(fork / "config.yaml")["record"]["bits"]["attention"] == "xla"
@@ -187,7 +200,7 @@ def test_a_run_at_the_end_of_its_phases_is_made_longer_by_phases_alone(text, tmp
 
 def test_a_sample_is_shown_where_it_is_asked_for_and_commands_no_terminal(trained):
     log = log_of(trained)
-    assert "a sample of what it writes now:" in log
+    assert "a sample of the text that the model generates:" in log
     assert log.count("| one\n") == 8 - 1
     assert r"\x1b[2Jone" in log
     assert "\x1b" not in log
@@ -312,3 +325,18 @@ def test_a_run_that_took_its_time_shows_a_sample_unless_it_is_not_to(finished, m
     before = log_of(finished).count("a sample")
     Experiment(Config(max_steps=4, sample=wish)).fit(run_dir=finished, resume=True)
     assert log_of(finished).count("a sample") - before == samples
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "package"),
+    [("tensorboard", True, "tensorboardX"), ("wandb", "offline", "wandb"), ("wandb", "online", "wandb")],
+)
+def test_a_logger_that_is_not_installed_is_refused_before_the_first_step(
+    text, tmp_path, monkeypatch, field, value, package
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        UserError, match=f"^{field} is {value}, and the package {package} is not installed: pip install"
+    ):
+        Experiment(config(**{field: value})).fit(text, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

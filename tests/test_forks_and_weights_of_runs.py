@@ -105,7 +105,7 @@ def test_weights_and_tokenizer_of_another_run(parent, tmp_path):
     assert saved["record"]["initialized_from"] == {"run": str(parent), "step": 6}
     config.init_from = None
     config.max_steps = 3
-    with pytest.raises(UserError, match="init_from is None, and the run that shall be resumed has"):
+    with pytest.raises(UserError, match="init_from is None, and the run to resume has"):
         Experiment(config).fit(run_dir=run, resume=True)
 
 

@@ -1,10 +1,12 @@
 """Jobs without a terminal: real detached launchers, and the commands that control them."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,9 @@ from pathlib import Path
 import pytest
 from commands import gone, wait_for
 from job_desk import LIMIT_S, Desk, words_of_all_processes
+
+from roxxel_dist.launcher.jobs import record
+from roxxel_dist.launcher.jobs import stop as stop_jobs
 
 WAIT = "echo up $ROXXEL_PROCESS_ID; touch up.$ROXXEL_PROCESS_ID; while :; do sleep 0.05; done"
 DRAIN = "trap 'echo saving; until [ -e go ]; do sleep 0.02; done; echo saved; exit 42' TERM; " + WAIT
@@ -51,9 +56,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
         yield made
 
 
-def spec(run_id: str, *words: str) -> str:
+def spec(run_id: str, *words: str, log_dir: str = "logs") -> str:
     """What a detached launcher reads."""
-    job = {"command": words, "nprocs": 1, "run_id": run_id, "log_dir": "logs", "max_restarts": 0}
+    job = {"command": words, "nprocs": 1, "run_id": run_id, "log_dir": log_dir, "max_restarts": 0}
     return json.dumps({"job": job, "backend": {"kind": "local"}, "host": "h"}) + "\n"
 
 
@@ -88,11 +93,13 @@ def test_ps(desk: Desk) -> None:
     assert desk.run("ps") == (0, "", "roxxel-dist: no job runs\n")
     run = desk.launch(DRAIN.replace("until [ -e go ]; do sleep 0.02; done", ":"), nprocs=2)
     desk.up(2)
+    wait_for(lambda: len(desk.job()["ranks"]) == 2, LIMIT_S, "the ranks in the record")
     code, out, err = desk.run("ps")
     head, line = out.splitlines()
     assert (code, err) == (0, "")
-    assert head.split() == ["RUN", "STATE", "HOST", "RANKS", "ATTEMPT", "STEP", "SINCE", "COMMAND"]
-    assert line.split()[:6] == [run, "running", socket.gethostname(), "2", "0", "-"]
+    assert head.split() == ["RUN", "STATE", "HOST", "RANKS", "PIDS", "ATTEMPT", "STEP", "SINCE", "COMMAND"]
+    pids = ",".join(str(rank["pid"]) for rank in desk.job()["ranks"])
+    assert line.split()[:7] == [run, "running", socket.gethostname(), "2", pids, "0", "-"]
     assert "bash -c 'trap" in line
     assert desk.run("stop", run[:-2])[0] == 0
     assert desk.run("ps") == (0, "", "roxxel-dist: no job runs; --all lists 1 that ended\n")
@@ -179,7 +186,7 @@ def test_stop_waits_until_the_ranks_have_saved_and_asks_once(desk: Desk) -> None
     (desk.folder / "go").touch()
     _, err = first.communicate(timeout=LIMIT_S)
     asked, ended = err.splitlines()
-    assert asked.endswith("its ranks get 30 s to save and leave; --kill does not wait for them")
+    assert asked.endswith("its ranks get 30 s to save and exit; --kill does not wait for them")
     assert ended.endswith("with 42 (stopped, every rank saved)")
     assert second.communicate(timeout=LIMIT_S)[1] == ended + "\n"
     assert (first.returncode, second.returncode, desk.job()["code"]) == (0, 0, 42)
@@ -254,7 +261,7 @@ def test_the_list_tells_attempt_and_step(desk: Desk) -> None:
     desk.up()
     wait_for(lambda: desk.job()["step"] == 13, LIMIT_S, "the next step")
     assert (desk.job()["attempt"], desk.job()["state"]) == (1, "running")
-    assert desk.run("ps")[1].splitlines()[1].split()[4:6] == ["1", "13"]
+    assert desk.run("ps")[1].splitlines()[1].split()[5:7] == ["1", "13"]
     assert desk.run("stop", desk.job()["run_id"], "--kill")[0] == 1
     assert desk.job()["step"] == 13
 
@@ -316,3 +323,85 @@ def test_two_runs_in_one_directory_have_their_own_lines(desk: Desk) -> None:
             assert f"run {run}: bash -c 'echo {run}'" in head
             assert line.endswith(f"0 | {run}")
     assert desk.run("logs", ".")[1].endswith("0 | two\n"), "a run directory is its newest job"
+
+
+TRAIN = """
+import os, time
+from pathlib import Path
+from roxxel_dist.cluster.folder_lock import hold_folder
+Path("{run}/logs").mkdir(parents=True, exist_ok=True)
+Path("{run}/config.yaml").write_text("dim: 64")
+release = hold_folder(Path("{run}"), "training in")
+Path("up.0").touch()
+time.sleep(1000)
+"""
+"""A process that has the lock of a run directory, as one that trains there has."""
+
+
+def test_a_run_directory_means_the_job_that_trains_there(desk: Desk) -> None:
+    """A second launch is refused; the directory is moved while the first one trains."""
+    job = spec(
+        "one", "env", sys.executable, "-uc", f"print('begun'){TRAIN.format(run='runs/a')}", log_dir="runs/a/logs"
+    )
+    desk.controller().communicate(job, timeout=LIMIT_S)
+    desk.up()
+    wait_for(lambda: desk.job()["ranks"], LIMIT_S, "the rank in the record")
+    (desk.folder / "runs" / "a").rename(desk.folder / "runs" / "b")
+    (desk.folder / "runs" / "link").symlink_to("b")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert desk.run("launch", "local", "--port", taken.getsockname()[1], "--", "true")[0] == 69
+    for name in ("runs/b", "runs/link", str(desk.folder / "runs" / "b")):
+        assert desk.run("logs", name, "-n", 1)[1].endswith(" 0 | begun\n")
+    assert desk.run("stop", "runs/link", "--kill")[0] == 1
+    assert {job["state"] for job in desk.jobs()} == {"ended"}
+
+
+@pytest.mark.parametrize("launched_before", [False, True])
+def test_a_training_that_was_not_launched_is_named_by_its_process(desk: Desk, launched_before: bool) -> None:
+    if launched_before:  # in the same directory, and over
+        done, _ = desk.controller().communicate(spec("one", "true"), timeout=LIMIT_S)
+        assert json.loads(done)["entry"]["run_dir"] == str(desk.folder)
+        desk.over()
+    else:
+        desk.launch("true")
+    run = "." if launched_before else "runs/b"
+    script = TRAIN.format(run=run)
+    trains = subprocess.Popen([sys.executable, "-c", script], cwd=desk.folder)
+    try:
+        desk.up()
+        (desk.folder / run / "logs" / "rank-0.log").touch()
+        log = Path(run, "logs", "rank-0.log")
+        who = f"roxxel-dist: pid {trains.pid} trains in {Path(run)} and was not launched from here"
+        assert desk.run("logs", run) == (2, "", f"{who}: its log is {log}\n")
+        assert desk.run("attach", run) == (2, "", f"{who}: its log is {log}\n")
+        assert desk.run("stop", run) == (2, "", f"{who}: `kill -INT {trains.pid}` makes it save and exit\n")
+    finally:
+        trains.kill()
+        trains.wait()
+    if not launched_before:
+        code, _, err = desk.run("stop", run)
+        assert (code, "it was not launched, it was moved, or its record is older than a week" in err) == (2, True)
+        assert f"nothing trains there now: its log is {log}" in err
+
+
+@pytest.mark.parametrize("command", ["stop", "attach"])
+def test_without_a_job_that_runs_no_job_is_listed(desk: Desk, command: str) -> None:
+    assert desk.run(command) == (2, "", "roxxel-dist: no job runs\n")
+    run = desk.launch("true")
+    desk.over()
+    assert desk.run(command) == (2, "", "roxxel-dist: no job runs; `roxxel-dist ps --all` lists 1 that ended\n")
+    code, _, err = desk.run(command, "runs/other")
+    assert (code, "and no job runs; `roxxel-dist ps --all` lists 1 that ended" in err) == (2, True)
+    assert run not in err
+
+
+def test_a_launcher_that_still_exits_is_not_said_to_run(desk: Desk) -> None:
+    """Between the end of the job and the end of its launcher."""
+    run = desk.launch(DRAIN)
+    desk.up()
+    job = record.from_values(desk.job())
+    assert stop_jobs.progress(job) == f"run {run} is still running"
+    ended = dataclasses.replace(job, state="ended", step=7)
+    assert stop_jobs.progress(ended) == f"run {run} has ended, its launcher (pid {desk.pid()}) still exits"

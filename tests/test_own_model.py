@@ -180,7 +180,7 @@ def test_another_shape_is_refused_on_resume_and_other_arguments_are_told(here, t
     assert "is of another model" in capsys.readouterr().err
     assert main([*resume, "--model", "netpkg.net:build_pooled"]) == 2
     said = capsys.readouterr().err
-    assert "model is netpkg.net:build_pooled, and the run that shall be resumed has netpkg.net:build" in said
+    assert "model is netpkg.net:build_pooled, and the run to resume has netpkg.net:build" in said
     assert main([*resume, "--model_args.dropout", "0.3"]) == 0
     said = capsys.readouterr().out
     assert "changed since the run began: model_args {'width': 64} -> {'width': 64, 'dropout': 0.3}" in said

@@ -14,6 +14,7 @@ from runs import rows as logged
 
 from roxxel_dist import Config, Experiment, Phase
 from roxxel_dist.cli import main
+from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.report import differences, read_runs, table
 from roxxel_dist.train.timeline import SPENT
@@ -209,5 +210,5 @@ def test_without_matplotlib_there_is_the_table_and_jax_is_never_imported(here):
     assert result.returncode == 0, result.stderr
     assert lines(result.stdout)["steps"] == ["8", "8"]
     assert result.stdout.endswith("False\n")
-    assert result.stderr == "roxxel-dist: no pictures: pip install 'roxxel-dist[plot]' draws them\n"
+    assert result.stderr == f"roxxel-dist: no pictures: they need matplotlib: {pip_install('plot')}\n"
     assert [path.name for path in (here / "report").iterdir()] == ["report.html"]

@@ -164,10 +164,10 @@ def test_an_amended_run(work, call, cut):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--use_bf16", "True"], "use_bf16 is True, and the run that shall be resumed has False"),
-        (["--optimizer", "lion"], "optimizer is lion, and the run that shall be resumed has adamw"),
-        (["--dim", 64], "dim is 64, and the run that shall be resumed has 32"),
-        (["--seed", 7], "seed is 7, and the run that shall be resumed has 42"),
+        (["--use_bf16", "True"], "use_bf16 is True, and the run to resume has False"),
+        (["--optimizer", "lion"], "optimizer is lion, and the run to resume has adamw"),
+        (["--dim", 64], "dim is 64, and the run to resume has 32"),
+        (["--seed", 7], "seed is 7, and the run to resume has 42"),
         (["--warmup_steps", 30], "warmup_steps is 30: it must be below the run's 22 steps"),
     ],
 )

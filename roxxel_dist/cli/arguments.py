@@ -11,13 +11,15 @@ import tyro
 from roxxel_dist.cli.help import POSITIONAL, help_text
 from roxxel_dist.cluster.exit_codes import UserError, attempt_number
 from roxxel_dist.component import field_docs
-from roxxel_dist.config import FIELD_TYPES, Config, nearest, yaml_problem
+from roxxel_dist.config import FIELD_TYPES, Config, as_choice, nearest, parse_yaml
 from roxxel_dist.launcher.spec import split_flags
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import CONFIG, check_still_there, default_run_dir
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 
 T = TypeVar("T")
+DURATION = re.compile(r"(\d+(?:\.\d*)?)(s|sec|m|min|h|d)")
+UNITS_S = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 BOOLEANS = {"true": True, "false": False}
 YAML_FIELDS = ("phases", "datasets", "validation", "model_args")
 """Fields that are one word of YAML on the command line."""
@@ -33,7 +35,7 @@ def _yaml_word(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.P
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="YAML",
-        instance_from_str=lambda words: yaml.safe_load(words[0]),
+        instance_from_str=lambda words: parse_yaml(words[0], "the flag"),  # checked before, with its name
         is_instance=lambda _: True,
         str_from_instance=lambda value: [yaml.safe_dump(value, default_flow_style=True).strip() if value else "None"],
     )
@@ -45,7 +47,8 @@ def _plain_fields(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.S
     if not dataclasses.is_dataclass(info.type):
         return None
     hints = get_type_hints(info.type, include_extras=True)
-    values = {field.name: _default_of(field) for field in dataclasses.fields(info.type)}
+    names = FIELD_TYPES if info.type is Config else {field.name for field in dataclasses.fields(info.type)}
+    values = {field.name: _default_of(field) for field in dataclasses.fields(info.type) if field.name in names}
     if isinstance(info.default, info.type):
         values = {name: getattr(info.default, name) for name in values}
     specs = [
@@ -98,7 +101,7 @@ def parse(
     if {"-h", "--help"} & set(words):
         print(help_text(kind, name, default=default, underscores=underscores))
         raise SystemExit(0)
-    words = normalise_switches(words, kind)
+    words = in_seconds(normalise_switches(words, kind), kind)
     _check_words(kind, words, name)
     return tyro.cli(
         kind, args=words, prog=f"roxxel-dist {name}", use_underscores=underscores, default=default,
@@ -125,10 +128,24 @@ def normalise_switches(words: list[str], kind: Any) -> list[str]:
         flag = own[0].partition("=")[0]
         if name in fields:
             result += own if value else [flag, "True"]
+        elif has_config and value is not None and (choice := as_choice(FIELD_TYPES.get(name), value)) != value:
+            result += [flag, choice]
         elif name not in defaults:
             result += own
         elif given != defaults[name]:
             result.append(flag if given else f"--no-{flag[2:]}")
+    return result
+
+
+def in_seconds(words: list[str], kind: Any) -> list[str]:
+    """The words with times such as 5m or 1.5h as numbers, for flags whose docstring says that they are seconds."""
+    result: list[str] = []
+    for name, value, own in split_flags(words):
+        match, hint = DURATION.fullmatch(value or ""), flag_types(kind).get(name)
+        if match and float in (hint, *get_args(hint)) and "econds" in field_docs(kind).get(name, ""):
+            result += [own[0].partition("=")[0], f"{float(match[1]) * UNITS_S[match[2]]:g}"]
+        else:
+            result += own
     return result
 
 
@@ -172,24 +189,35 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
             near = nearest(name, list(hints))
             hint = f"did you mean {flag(near)}?" if near else "the command does not have it;"
             raise UserError(f"there is no option {flag(name)}: {hint} {all_options}")
-        kinds = {hints.get(name)} | set(get_args(hints.get(name)))
-        kinds |= {part for each in kinds for part in get_args(each)}
-        if value == "None" or kinds & {str, bool}:
-            continue  # the parser knows
-        choices = [choice for choice in kinds if isinstance(choice, str)]
-        if choices and value and value not in choices:
-            raise UserError(f"--{name} {value}: must be one of {', '.join(sorted(choices))}")
-        number, what = (float, "a number") if float in kinds else (int, "a whole number")
-        try:
-            if kinds & {int, float}:
-                number(value or "")
-        except ValueError:
-            raise UserError(f"--{name} {value or 'has no value'}: must be {what}") from None
+        in_seconds = "econds" in field_docs(kind).get(name, "")
+        _check_value(flag(name), value, hints.get(name), in_seconds=in_seconds, is_list=name in lists)
     required = {field.name for field in dataclasses.fields(kind) if _default_of(field) is tyro.MISSING}
     if places and room and given & positional & required:
         names = " and ".join(name.upper() for name in sorted(positional))
         raise UserError(f"`{command}` needs {names}, {places} words, and has {places - room}. {all_options}")
     _check_missing(kind, command, required - given, positional, flag)
+
+
+def _check_value(flag: str, value: str | None, hint: Any, *, in_seconds: bool, is_list: bool) -> None:
+    """Raises UserError where a flag has no value, or one that is no number, or no choice, of its type."""
+    kinds = {hint} | set(get_args(hint))
+    kinds |= {part for each in kinds for part in get_args(each)}
+    shown = f"{flag} {value}" if value else f"{flag} has no value"
+    choices = [choice for choice in kinds if isinstance(choice, str)]
+    if value is None and str in kinds and not is_list:
+        raise UserError(f"{shown}: write {flag} {flag.strip('-').replace('-', '_').upper()}")
+    if value == "None" or kinds & {str, bool}:
+        return  # the parser knows
+    if choices and value not in choices:
+        raise UserError(f"{shown}: must be one of {', '.join(sorted(choices))}")
+    number, what = (float, "a number") if float in kinds else (int, "a whole number")
+    if number is float and in_seconds:
+        what = "a number of seconds, or a time such as 5m"
+    try:
+        if kinds & {int, float}:
+            number(value or "")
+    except ValueError:
+        raise UserError(f"{shown}: must be {what}") from None
 
 
 def _check_missing(kind: Any, command: str, absent: set[str], positional: set[str], flag: Callable[[str], str]) -> None:
@@ -322,12 +350,13 @@ def parse_config(
         base = base.with_defaults(values)
         base.of_run = base.of_run if flags.get("config") else saved.of_run
     for name in flags.keys() & set(YAML_FIELDS):
-        _from_yaml(f"--{name}", flags[name])
+        parse_yaml(flags[name], f"--{name}")
     args = parse(kind, words, command, default=kind(fields=base))
     values = args.fields.to_dict()
     if model_args:
         values["model_args"] = _merged(values["model_args"] or {}, model_args)
     config = Config.from_dict(values)
+    config.defaults = base.defaults
     config.given = base.given | (flags.keys() & values.keys()) | ({"model_args"} if model_args else frozenset())
     if "init_from" not in flags:
         config.of_run = base.of_run
@@ -349,17 +378,8 @@ def _without_model_args(words: list[str]) -> tuple[list[str], dict[str, Any]]:
         elif value is None:
             raise UserError(f"{flag} has no value: write {flag} VALUE")
         else:
-            values[flag.partition(".")[2]] = _from_yaml(flag, value)
+            values[flag.partition(".")[2]] = parse_yaml(value, flag)
     return others, values
-
-
-def _from_yaml(flag: str, text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{flag} is not valid YAML: {yaml_problem(error)}") from error
 
 
 def _merged(values: Any, changes: dict[str, Any]) -> dict[str, Any]:

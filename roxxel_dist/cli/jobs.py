@@ -2,24 +2,33 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 from roxxel_dist.cli.arguments import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, OK_CODES, UserError
+from roxxel_dist.cluster.file_lock import holding_process
+from roxxel_dist.cluster.folder_lock import LOCK
 from roxxel_dist.config import usage_errors
 from roxxel_dist.launcher.jobs import record, tail
 from roxxel_dist.launcher.jobs.record import JobRecord
 from roxxel_dist.launcher.jobs.stop import stop as stop_job
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.objects.url import is_url
+from roxxel_dist.run_directory import LOGS, is_run
 
 LINES = 40
+PIDS = 4
+"""Ranks whose process ids `ps` shows; `ps --json` and `top` have all."""
 SLACK_S = 60.0
 
 
@@ -61,7 +70,7 @@ def ps(words: list[str]) -> int:
         values = [dataclasses.asdict(job) | ({} if job.is_known else {"state": "unknown"}) for job in shown]
         print(json.dumps(values, indent=2))
     elif shown:
-        rows = [("RUN", "STATE", "HOST", "RANKS", "ATTEMPT", "STEP", "SINCE", "COMMAND"), *map(_row, shown)]
+        rows = [("RUN", "STATE", "HOST", "RANKS", "PIDS", "ATTEMPT", "STEP", "SINCE", "COMMAND"), *map(_row, shown)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         for row in rows:
@@ -82,7 +91,8 @@ def _row(job: JobRecord) -> tuple[str, ...]:
         worst = max(rank.slow or 0 for rank in slow)
         state += f", slow: rank {','.join(str(rank.rank) for rank in slow[:3])}{'…' * (len(slow) > 3)} {worst:.1f}x"
     host = job.controller.host + (f" +{len(job.hosts) - 1}" if len(job.hosts) > 1 else "")
-    counts = (str(job.nprocs), str(job.attempt), str(job.step or "-"))
+    pids = ",".join(str(rank.pid) for rank in job.ranks[:PIDS]) + "…" * (len(job.ranks) > PIDS)
+    counts = (str(job.nprocs), pids or "-", str(job.attempt), str(job.step or "-"))
     return job.run_id, state, host, *counts, _clock(job.begun), job.command.replace("\n", "\\n")
 
 
@@ -188,16 +198,41 @@ def stop(words: list[str]) -> int:
 
 
 def _find(name: str, command: str) -> JobRecord:
-    """The job meant. Raises ValueError where there is none, or where `command` needs another machine."""
-    job = record.find(name, record.entries())
+    """The job meant. Raises UserError where there is none, or where `command` needs another machine."""
+    run, jobs = Path(name), record.entries()
+    trainer = None if is_url(name) or not name else holding_process(run / LOCK)
+    if not name and command != "logs" and all(job.is_over for job in jobs):
+        raise UserError(f"no job runs{f'; `roxxel-dist ps --all` lists {len(jobs)} that ended' if jobs else ''}")
+    try:
+        job = record.find(name, jobs, (trainer["host"], trainer["pid"]) if trainer else None)
+    except UserError as error:
+        if name and not is_url(name) and (trainer or is_run(run)):
+            raise UserError(_not_launched(run, command, trainer)) from error
+        raise
+    if trainer and job.is_over and name not in (job.run_id, job.path.stem):
+        raise UserError(_not_launched(run, command, trainer))
+    if not os.path.exists(job.log_dir) and (run / LOGS).is_dir():  # the run directory was moved
+        job = dataclasses.replace(job, log_dir=str(run / LOGS))
     if job.is_known or (command != "stop" and not job.copied):  # its files are here: machines share them
         return job
     if job.slurm_job and command == "stop":
         raise UserError(
             f"run {job.run_id} is SLURM job {job.slurm_job}: `scancel --batch --signal=INT {job.slurm_job}` asks its "
-            f"ranks to save and leave; `scancel {job.slurm_job}` ends it, also where it waits to be started again"
+            f"ranks to save and exit; `scancel {job.slurm_job}` ends it, also where it waits to be started again"
         )
     raise UserError(f"the launcher of run {job.run_id} runs on {job.controller.host}: use `{job.line(command)}`")
+
+
+def _not_launched(run: Path, command: str, trainer: Mapping[str, Any] | None) -> str:
+    """Why a run directory has no job here, with what a person can do in its place."""
+    log = run / LOGS / "rank-0.log"
+    where = f"its log is {log}" if log.exists() else f"it has no log {log}"
+    if trainer is None:
+        no_record = "it was not launched, it was moved, or its record is older than a week"
+        return f"no job of {run} is known here ({no_record}), and nothing trains there now: {where}"
+    there = "" if trainer["host"] == socket.gethostname() else f" on {trainer['host']}"
+    cure = f": `kill -INT {trainer['pid']}`{there} makes it save and exit" if command == "stop" else f": {where}"
+    return f"pid {trainer['pid']}{there} trains in {run} and was not launched from here{cure}"
 
 
 def _clock(when: float) -> str:

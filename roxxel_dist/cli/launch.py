@@ -36,7 +36,7 @@ def command_of(name: str) -> Callable[[list[str]], int]:
             if "--" not in words and not {"-h", "--help"} & set(words):
                 example = f"`launch {name} {kind.example} -- train --data_path DIR`"
                 raise UserError(f"no command: write it after `--`, as in {example}")
-            passed, own = kind.split_words(words[:end])
+            passed, own = kind.split_words([_as_ours(word, kind) for word in words[:end]])
         options = plain_options(kind, own)
         if options is None:
             import tyro
@@ -85,6 +85,15 @@ def plain_options(kind: type[T], words: Sequence[str]) -> T | None:
     missing = dataclasses.MISSING
     needed = {name for name, field in fields.items() if field.default is field.default_factory is missing}
     return kind(**values) if needed <= values.keys() else None
+
+
+def _as_ours(word: str, kind: Any) -> str:
+    """The flag of torchrun for the processes of a host as the launcher calls it."""
+    name, equals, value = word.partition("=")
+    if name.replace("-", "_") != "__nproc_per_node":
+        return word
+    fields = {field.name for field in dataclasses.fields(kind)}
+    return f"--{'nprocs' if 'nprocs' in fields else 'procs-per-host'}{equals}{value}"
 
 
 @contextlib.contextmanager

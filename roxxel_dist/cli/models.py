@@ -9,7 +9,7 @@ import tyro
 
 from roxxel_dist.cli.arguments import parse
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.config import usage_errors, yaml_problem
+from roxxel_dist.config import parse_yaml, usage_errors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,7 @@ def evaluate(words: list[str]) -> int:
 def _named_sets(text: str | None) -> dict[str, str] | None:
     if text is None:
         return None
-    import yaml
-
-    try:
-        sets = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"--validation is not valid YAML: {yaml_problem(error)}") from error
+    sets = parse_yaml(text, "--validation")
     if not isinstance(sets, dict) or not sets:
         raise UserError(f"--validation is {text!r}: write names and paths, such as '{{code: data/code}}'")
     return sets

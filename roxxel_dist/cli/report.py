@@ -60,7 +60,7 @@ def report(words: list[str]) -> int:
 
 def _runs(args: ReportArgs) -> str:
     """Tell of runs; returns what to say of pictures that could not be drawn."""
-    from roxxel_dist.report import MISSING, differences, draw, read_runs, table
+    from roxxel_dist.report import differences, draw, no_pictures, read_runs, table
     from roxxel_dist.view.web.report import write_runs
 
     runs, folder = read_runs(args.runs), Path(args.out or "report")
@@ -68,7 +68,7 @@ def _runs(args: ReportArgs) -> str:
     try:
         pictures = [str(path) for path in draw(runs, folder)]
     except ImportError:
-        missing = MISSING
+        missing = no_pictures()
     page = write_runs(runs, folder)
     if args.json:
         numbers = [{"name": run.name, "path": str(run.path), **run.numbers()} for run in runs]

@@ -39,12 +39,12 @@ def top(words: list[str]) -> int:
     """Show runs, studies and jobs while they run, in the terminal or a browser."""
     args = parse(TopArgs, words, "top")
     with usage_errors():
-        from roxxel_dist.view.items import Jobs, items_of, read
+        from roxxel_dist.view.items import Jobs, Watched, read
 
         if args.web:
             return _web(args)
-        items, jobs = items_of(args.names), Jobs()
-        states = [read(item, jobs, brief=len(items) > 1 and not args.json) for item in items]
+        watched, jobs = Watched(args.names), Jobs()
+        states = [read(item, jobs, brief=len(watched.items) > 1 and not args.json) for item in watched.items]
     if args.json:
         import json
 
@@ -60,7 +60,7 @@ def top(words: list[str]) -> int:
     if args.once or console.is_dumb_terminal or not (console.is_terminal and sys.stdin.isatty()):
         live.show(console, states)
     else:
-        live.run(console, items)
+        live.run(console, watched)
     return 0
 
 

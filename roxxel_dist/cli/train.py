@@ -11,6 +11,7 @@ import tyro
 
 from roxxel_dist.cli.arguments import ConfigArgs, as_flags, parse, parse_config, parse_train, steps_to_skip
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED, UserError
+from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.config import Config, usage_errors
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.run_directory import CONFIG
@@ -175,7 +176,7 @@ def _coordinates(args: PlanArgs, config: Config) -> int:
     else:
         print(table(check))
     if importlib.util.find_spec("matplotlib") is None:
-        info("no picture: it needs matplotlib (pip install 'roxxel-dist[plot]')")
+        info(f"no picture: it needs matplotlib: {pip_install('plot')}")
     else:
         with usage_errors():
             draw(check, Path(args.out))
@@ -206,7 +207,7 @@ def find_lr(words: list[str]) -> int:
     with usage_errors():
         args, config = parse_config(FindLrArgs, words, "find-lr")
         if args.plot and importlib.util.find_spec("matplotlib") is None:  # known before the sweep, not after it
-            raise UserError("--plot needs matplotlib: pip install 'roxxel-dist[plot]'")
+            raise UserError(f"--plot needs matplotlib: {pip_install('plot')}")
     from roxxel_dist.cluster.distributed import is_primary
     from roxxel_dist.experiment import Experiment
     from roxxel_dist.train.lr_finder import plot_sweep, smooth

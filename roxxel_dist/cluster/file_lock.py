@@ -122,6 +122,11 @@ def is_held(path: Path, *, unknown: bool) -> bool:
     return False
 
 
+def holding_process(path: Path) -> dict[str, Any] | None:
+    """The process that holds the lock of a file now, as `process_record`; None for none, or one that is unknown."""
+    return _owner(path) if is_held(path, unknown=False) else None
+
+
 def holder(path: Path) -> str:
     """The holder of the lock of a file, for people."""
     owner = _owner(path)

@@ -1,7 +1,8 @@
-"""A request to stop: one rank hears it, and all of them save and leave after the same step."""
+"""A request to stop: one rank hears it, and all of them save and exit after the same step."""
 
 import contextlib
 import itertools
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from roxxel_dist.cluster import interrupt
-from roxxel_dist.cluster.exit_codes import SCHEDULER_SIGNALS
+from roxxel_dist.cluster.exit_codes import SCHEDULER_SIGNALS, STATUS_ENV
 
 _stop, _stepped = threading.Event(), threading.Event()
 _calls = itertools.count(1)
@@ -49,6 +50,9 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         interrupt.leave(number)
     if again:
         raise KeyboardInterrupt
+    if not _stop.is_set() and os.environ.get(STATUS_ENV) != "1":  # else the launcher says it
+        line = f"{signal.Signals(number).name}: finishing this step and saving it; another Ctrl-C ends without saving"
+        os.write(2, f"\nroxxel-dist: {line}\n".encode())  # print may not be called here: the handler interrupts one
     _stop.set()
     if jax.process_count() > 1:
         # Tell everybody by the way that jax knows: all ranks must leave after the same step.

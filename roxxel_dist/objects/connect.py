@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.objects.aws_profile import read_aws_profile
 from roxxel_dist.objects.errors import MissingLibraryError, StoreDeniedError
 from roxxel_dist.objects.url import ObjectUrl
@@ -35,9 +36,7 @@ def connect(url: ObjectUrl, *, request_s: float, retry_s: float, environ: Mappin
     try:
         import obstore.store
     except ImportError as error:
-        raise MissingLibraryError(
-            f"{url}: a path in a bucket needs a package: pip install 'roxxel-dist[cloud]'"
-        ) from error
+        raise MissingLibraryError(f"{url}: a path in a bucket needs a package: {pip_install('cloud')}") from error
     options: dict[str, Any] = {"timeout": timedelta(seconds=request_s)}
     options["connect_timeout"] = timedelta(seconds=min(CONNECT_S, request_s))
     if path := environ.get("AWS_CA_BUNDLE") if url.scheme == "s3" else None:

@@ -27,7 +27,7 @@ def preview(run: SweepRun) -> str:
         [
             f"study {run.study.place}: {run.description}",
             f"trials: {run.extent}",
-            *(f"  for instance {', '.join(f'{k} {short(v)}' for k, v in flat(sample).items())}" for sample in samples),
+            *(f"  example: {', '.join(f'{k} {short(v)}' for k, v in flat(sample).items())}" for sample in samples),
             f"devices: {options.hosts_per_trial} host(s) and {options.procs_per_trial} process(es) a trial"
             f"{'' if gpus is None else f', {gpus} GPU(s) on each host'}, in {where}",
             _hours(run),

@@ -11,6 +11,7 @@ from secrets import token_hex
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, UserError
+from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.cluster.file_lock import say
 from roxxel_dist.config import FIELD_TYPES, SECTIONS, flat_fields, load_yaml, unknown, usage_errors
 from roxxel_dist.display import counted
@@ -169,7 +170,7 @@ def open_sweep(
     """The sweep of a study that is there, or begins; the arguments are fields of SweepRun, and `definition` counts for
     `options.sweep_config`. Nothing is written. Raises ValueError where something cannot be."""
     if config.wandb != "off" and find_spec("wandb") is None:
-        raise UserError("W&B is not installed: pip install 'roxxel-dist[sweep]', or use --wandb off")
+        raise UserError(f"W&B is not installed: {pip_install('sweep')}, or use --wandb off")
     config, study = config.with_absolute_paths(), StudyDir(options.folder) if bucket is None else bucket.files
     server = study.wandb_sweep_id(server)
     sweep, data = study.open(definition, options.extras, config, options.data_path)

@@ -53,12 +53,14 @@ def sweep(
     grad_accum: int = 1,
     options: LoopOptions,
     load: Callable[[Leaves, Leaves], Leaves] | None = None,
+    done: Callable[[int], None] = lambda _: None,
 ) -> list[float]:
     """The loss of each step of a training with these learning rates, one a step; fewer where it diverges.
 
     The program is the one that training compiles. Nothing is written to disk, beside compiled programs. The rate, warm-
     up and decay of the `optimizer` are left aside; `stream` has at least as many batches as there are rates, all of one
     shape, on a mesh; of the `options` types and `fsdp` count; `load` is as `init_state` takes it.
+    `done` is called with 1 after each step.
     """
     enable_compilation_cache()
     sharding = stream.sharding
@@ -90,6 +92,7 @@ def sweep(
                 in_flight.wait_for_all()
                 return losses
         waiting = metrics.scalars["loss"]
+        done(1)
     return [*losses, fetch(waiting)]
 
 

@@ -139,11 +139,12 @@ def _phases(run: RunState, look: Look) -> list[Text]:
     now, phase = run.phase, run.phases[run.phase]
     columns = min(LONG, look.width - 20)
     full, empty, cut = ("#", "-", "|") if look.ascii_only else ("█", "░", "│")
-    ends = {round(part.last / run.last_step * columns) for part in run.phases[:-1]}
+    ends = {round(part.last / run.last_step * columns) for part in run.phases[:-1] if part.last < run.last_step}
     done = round(min(run.step, run.last_step) / run.last_step * columns)
     bar = "".join(cut if i in ends else full if i < done else empty for i in range(columns))
-    text = f"steps {phase.first:,} to {phase.last:,}, {phase.batch_size} rows x {phase.seq_len} tokens"
-    if now + 1 < len(run.phases) and run.step < run.last_step:
+    end = min(phase.last, run.last_step)
+    text = f"steps {phase.first:,} to {end:,}, {phase.batch_size} rows x {phase.seq_len} tokens"
+    if phase.last < run.last_step and run.step < run.last_step:
         text += f"; the next one begins in {max(0, phase.last - run.step):,}"
     return [Text(f"phase {now + 1} of {len(run.phases)}  ").append(bar, "cyan"), Text(f"  {text}", "dim")]
 
@@ -195,13 +196,13 @@ def _ranks(ranks: Sequence[RankState]) -> list[Text]:
         return []
     worst = sorted(ranks, key=lambda rank: (rank.state != "stopped", -rank.behind, -(rank.slow or 0), rank.rank))
     shown = sorted(worst[:MOST_RANKS], key=lambda rank: rank.rank)
-    rows = [["rank", "host", "state", "step", "behind", "ms/step"]]
+    rows = [["rank", "host", "pid", "state", "step", "behind", "ms/step"]]
     for rank in shown:
         still_s = rank.still_s or 0.0
         state = rank.state + (f" for {clock(still_s)}" if still_s > STILL_S else "")
         state += f", slow {rank.slow:.1f}x" if rank.slow is not None else ""
         speed = _number(rank.ms_per_step, "{:.0f}")
-        rows.append([str(rank.rank), rank.host, state, f"{rank.step:,}", str(rank.behind), speed])
+        rows.append([str(rank.rank), rank.host, str(rank.pid), state, f"{rank.step:,}", str(rank.behind), speed])
     head, *table = aligned(rows, right=False)
     styles = ["bold red" if rank.state == "stopped" or rank.slow is not None else "" for rank in shown]
     lines = [Text(head, "dim"), *(Text(line, style) for line, style in zip(table, styles, strict=True))]

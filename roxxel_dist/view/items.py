@@ -21,6 +21,8 @@ RUNS, STUDIES = Path("runs"), Path("studies")
 NOTHING = f"there is no run in {RUNS} and no study in {STUDIES}: name a run, a study, a job or a folder"
 JOBS_S = 5.0
 """Seconds between searches for new jobs."""
+LOOK_S = 2.0
+"""Seconds between searches for new items, while `top` is open."""
 
 State = RunState | StudyState | JobState
 
@@ -38,15 +40,17 @@ class Jobs:
 
     def __init__(self) -> None:
         self._looked = float("-inf")
-        self._by_run: dict[str, JobRecord] = {}
+        self._by_run: dict[str, list[JobRecord]] = {}
 
     def of(self, run: Path) -> JobRecord | None:
-        """The current state of the newest job of a run."""
+        """The current state of the job that a run directory means."""
         if time.monotonic() - self._looked >= JOBS_S:
             self._looked = time.monotonic()
-            self._by_run = {os.path.realpath(job.run_dir): job for job in known_jobs()}
-        job = self._by_run.get(os.path.realpath(run))
-        return job and job.now()
+            self._by_run = {}
+            for job in known_jobs():
+                self._by_run.setdefault(os.path.realpath(job.run_dir), []).append(job)
+        jobs = record.meant(self._by_run.get(os.path.realpath(run), []))
+        return jobs[-1].now() if jobs else None
 
 
 def known_jobs() -> list[JobRecord]:
@@ -71,7 +75,54 @@ def items_of(names: Sequence[str]) -> list[Item]:
     if not names:
         return _newest()
     items = [item for name in names for item in _named(name)]
-    return list({(type(item.reader), item.name): item for item in items}.values())
+    return list({_key(item): item for item in items}.values())
+
+
+class Watched:
+    """The items that `top` shows while it is open. They are searched again, and readers keep what they have read.
+
+    Without names it shows one living run and changes to a newer one only after that has ended.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names: Sequence[str] = names
+        self._find = finder(names)
+        self.items: list[Item] = self._find() if names else _newest()
+        self._looked = time.monotonic()
+
+    def look(self, states: Sequence[State] = ()) -> None:
+        """Search for new items every `LOOK_S` seconds; `states` are the last ones of the items."""
+        if time.monotonic() < self._looked + LOOK_S:
+            return
+        self._looked = time.monotonic()
+        with suppress(OSError, ValueError):  # a folder that is deleted or created now: the items stay
+            found = self._find() if self._names or len(self.items) > 1 else self._successor(states)
+            before = {_key(item): item for item in self.items}
+            self.items = [before.get(_key(item), item) for item in found]
+
+    def _successor(self, states: Sequence[State]) -> list[Item]:
+        """What follows on one item: the run of a job, once it has a folder, and a living run on one that has ended."""
+        (item,) = self.items
+        if (
+            isinstance(item.reader, JobReader)
+            and (found := _of_job(item.reader.record))
+            and _key(found[0]) != _key(item)
+        ):
+            return found
+        ended = bool(states) and not is_active(states[0])
+        found = _newest() if ended else []
+        return found if len(found) == 1 and is_active(read(found[0], Jobs(), brief=True)) else [item]
+
+
+def _key(item: Item) -> tuple[type, str]:
+    return type(item.reader), item.name
+
+
+def is_active(state: State) -> bool:
+    """Whether a run trains, a study searches, or a job is not over."""
+    if isinstance(state, JobState):
+        return not state.record.is_over
+    return state.state not in ("finished", "stopped", "done")
 
 
 def everything() -> list[Item]:
@@ -136,12 +187,12 @@ def _in_folder(folder: Path) -> list[Item]:
 def _newest() -> list[Item]:
     """The runs of the newest active job, else the last written active run or study, else all here."""
     living = [job for job in known_jobs() if not job.is_over and job.is_here]
-    if living:
+    if living := [job for job in living if job.ran] or living:
         return _of_job(living[-1])
     items = [item for folder in (RUNS, STUDIES) for item in _in_folder(folder)]
     none = Jobs()
     for item in items:
-        if getattr(read(item, none, brief=True), "state", "") in ("training", "searching"):
+        if is_active(read(item, none, brief=True)):
             return [item]
     if not items:
         raise UserError(NOTHING)

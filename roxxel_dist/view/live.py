@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from roxxel_dist.view.frame import Look, frame
-from roxxel_dist.view.items import Item, Jobs, State, read
+from roxxel_dist.view.items import Jobs, State, Watched, read
 
 REFRESH_S, LIST_S = 1.0, 2.0
 """Seconds between readings of one item, and of a list."""
@@ -38,22 +38,27 @@ def show(console: Console, states: list[State]) -> None:
         console.print(line)
 
 
-def run(console: Console, items: list[Item]) -> None:
+def run(console: Console, watched: Watched) -> None:
     """Show the items until the user quits or presses Ctrl-C. Standard input and output are a terminal."""
-    jobs, opened, chosen, zoom = Jobs(), len(items) == 1, 0, False
+    jobs, opened, chosen, zoom = Jobs(), len(watched.items) == 1, watched.items[0], False
     states: list[State] = []
+    items = shown = watched.items
     due, drawn = 0.0, (0, 0)
     with _keys_at_once(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             if (now := time.monotonic()) >= due:
                 before = time.process_time()
-                shown = [items[chosen]] if opened else items
-                states = [read(item, jobs, brief=not opened and i != chosen) for i, item in enumerate(shown)]
-                pause = max(REFRESH_S if opened else LIST_S, (time.process_time() - before) / SHARE)
+                watched.look(states)
+                items = watched.items
+                if chosen not in items:
+                    chosen = items[0]
+                shown = [chosen] if opened or len(items) == 1 else items
+                states = [read(item, jobs, brief=len(shown) > 1 and item != chosen) for item in shown]
+                pause = max(REFRESH_S if len(shown) == 1 else LIST_S, (time.process_time() - before) / SHARE)
                 due, drawn = now + min(pause, 60.0), (0, 0)
             if drawn != console.size:
-                look = replace(look_of(console), zoom=zoom, chosen=0 if opened else chosen)
-                live.update(Group(*frame(states, look, _footer(len(items), opened, zoom))), refresh=True)
+                look = replace(look_of(console), zoom=zoom, chosen=shown.index(chosen))
+                live.update(Group(*frame(states, look, _footer(len(items), len(shown) == 1, zoom))), refresh=True)
                 drawn = console.size
             key = _key()
             if key in (b"q", b"\x03", b"\x04"):
@@ -61,7 +66,7 @@ def run(console: Console, items: list[Item]) -> None:
             if not key:
                 continue
             if key in NEXT or key in BEFORE:
-                chosen = (chosen + (1 if key in NEXT else -1)) % len(items)
+                chosen = items[(items.index(chosen) + (1 if key in NEXT else -1)) % len(items)]
             elif key in (b"\r", b"\n") and len(items) > 1:
                 opened = not opened
             elif key == b"z":

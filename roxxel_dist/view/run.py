@@ -51,6 +51,7 @@ class RankState:
 
     rank: int
     host: str
+    pid: int
     state: str
     """"stopped" if the process is stopped, otherwise its activity."""
     step: int
@@ -129,10 +130,10 @@ class RunState:
         rate = self.row.get("tokens_per_s")
         if self.state != "training" or not rate or not self.phases:
             return None
-        left = sum(
-            max(0, phase.last - max(self.step, phase.first - 1)) * phase.batch_size * phase.seq_len
-            for phase in self.phases
-        )
+        left, end = 0, self.last_step or self.phases[-1].last
+        for phase in self.phases:
+            steps = max(0, min(phase.last, end) - max(self.step, phase.first - 1))
+            left += steps * phase.batch_size * phase.seq_len
         return left / rate
 
     @property
@@ -199,8 +200,12 @@ class RunReader:
         plan, best = _plan(self.path, checkpoints)
         phases = _phases_of(plan["amendments"][-1]["shapes"]) if plan else () if brief else _planned(self.path)
         step = max(int(row.get("step", 0)), 0 if job is None or job.is_over else job.step - 1)
+        if state == "stopped":  # it has saved a step after its last row, because not every step has a row
+            step = max(step, *(checkpoint.step for checkpoint in checkpoints if not checkpoint.set_aside), 0)
         losses = [loss for _, loss in metrics.curves.get("val_loss", [])]
-        last = phases[-1].last if phases else cursor.get("last_step")
+        last = cursor.get("last_step")  # max_steps may end a run before its phases do
+        if phases and not (last and step <= last):  # no checkpoint yet, or none since a resume with more steps
+            last = phases[-1].last
         now = RunState(
             name=self.name,
             path=str(self.path),
@@ -260,6 +265,7 @@ class RankRates:
                 RankState(
                     rank=rank.rank,
                     host=rank.host,
+                    pid=rank.pid,
                     state=state,
                     step=rank.step,
                     behind=most - rank.step,

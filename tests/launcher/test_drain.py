@@ -1,4 +1,4 @@
-"""Requests to the ranks to save and leave: which processes get them, and what the launcher reports."""
+"""Requests to the ranks to save and exit: which processes get them, and what the launcher reports."""
 
 import os
 import re
@@ -47,11 +47,11 @@ def test_a_slow_host_of_a_run_that_was_over_ends_nothing() -> None:
 @pytest.mark.parametrize(
     ("exits", "words"),
     [
-        (ends(42, 42), "every rank saved and left (42)"),
-        (ends(42, 0), "every rank saved and left (42)"),
-        (ends(42, -15), "1 of 2 ranks saved and left (rank 1: signal SIGTERM)"),
-        (ends(143, 143), "0 of 2 ranks saved and left (rank 0: exit code 143; rank 1: exit code 143)"),
-        (ends(-9, killed=True), "0 of 1 ranks saved and left (rank 0: killed after the grace)"),
+        (ends(42, 42), "every rank saved and exited (42)"),
+        (ends(42, 0), "every rank saved and exited (42)"),
+        (ends(42, -15), "1 of 2 ranks saved and exited (rank 1: signal SIGTERM)"),
+        (ends(143, 143), "0 of 2 ranks saved and exited (rank 0: exit code 143; rank 1: exit code 143)"),
+        (ends(-9, killed=True), "0 of 1 ranks saved and exited (rank 0: killed after the grace period)"),
     ],
 )
 def test_what_is_said_of_saving_is_what_was_seen(exits: list[RankExit], words: str) -> None:
@@ -120,7 +120,7 @@ def test_signals_of_batch_systems_are_requests(where: str, number: int, launch: 
         os.kill(pid, number)
     code, _, err = job.wait()
     assert code == 42, err
-    assert f"{signal.Signals(number).name}: the ranks get 30 s to save and leave" in err
+    assert f"{signal.Signals(number).name}: the ranks get 30 s to save and exit" in err
 
 
 def test_a_rank_that_a_batch_system_has_ended_was_preempted(launch: Launch, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from roxxel_dist.launcher.control.restart import Cause, classify
 from roxxel_dist.launcher.preflight.lost_hosts import LOOK_S
 
 Until = Callable[[Callable[[], Any], str], None]
-WORDS = "every rank saved and left (42), to go on with h2"
+WORDS = "every rank saved and exited (42); the job continues with h2"
 
 
 def ended(*codes: int, killed: bool = False, **more: Any) -> AttemptResult:
@@ -98,7 +98,7 @@ def test_a_host_that_is_back_is_taken_in_again(
     assert len(list(tmp_path.glob("up.2.2.*"))) == 2
     screen = (tmp_path / "screen.txt").read_text()
     assert "going on without h2: 1 of 2 devices" in screen
-    assert "h2 can be used again: the ranks get 30 s to save and leave" in screen
+    assert "h2 can be used again: the ranks get 30 s to save and exit" in screen
     assert WORDS in screen
     assert "(it counts for nothing)" in screen
 

@@ -18,6 +18,7 @@ from machines import missing
 from ray_nodes import RAY, STAY, RayNodes, begin, launch, ray_nodes, words
 
 from roxxel_dist.cli import main
+from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.launcher.backends.ray import cluster
 from roxxel_dist.launcher.backends.ray.actor import environment
 from roxxel_dist.launcher.backends.ray.backend import unique
@@ -286,7 +287,7 @@ def test_dry_run_asks_nobody(ask: Ask) -> None:
 def test_without_ray_it_says_what_to_install(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     code, _, err = ask("--address", "auto", "--hosts", 1, "--", "true")
-    assert (code, err) == (2, "roxxel-dist: Ray is not installed: pip install 'roxxel-dist[ray]'\n")
+    assert (code, err) == (2, f"roxxel-dist: Ray is not installed: {pip_install('ray')}\n")
 
 
 def test_what_is_told_where_there_is_no_room() -> None:

@@ -260,9 +260,9 @@ def test_a_run_is_found_by_id_beginning_and_directory(tmp_path: Path, monkeypatc
     ("name", "words"),
     [
         ("20260103_000000", ["there is no run '20260103_000000': did you mean 2026010"]),
-        ("runs/none", ["there is no run 'runs/none': they are\n", "20260102_000000  ended"]),
+        ("runs/none", ["there is no run 'runs/none', and no job runs; `roxxel-dist ps --all` lists 2 that ended"]),
         ("2026", ["2 runs are meant by '2026': say which", "20260101_000000"]),
-        ("", ["say which run:\n", "20260101_000000", "runs/two"]),
+        ("", ["no job runs; say which run:\n", "20260101_000000", "runs/two"]),
     ],
 )
 def test_a_run_that_is_not_there(name: str, words: list[str]) -> None:
@@ -271,6 +271,74 @@ def test_a_run_that_is_not_there(name: str, words: list[str]) -> None:
     with pytest.raises(ValueError, match="run") as problem:
         find(name, record.entries())
     assert all(word in str(problem.value) for word in words)
+
+
+HERE, ELSEWHERE = {"state": "running", "code": None, "ran": True}, {"host": "h9"}
+JOBS: dict[str, list[tuple[str, dict[str, object]]]] = {
+    "one that runs, and a later one that was refused": [("a", HERE), ("b", {"code": 69})],
+    "one that runs, and a later one that failed in its ranks": [("a", HERE), ("b", {"code": 2, "ran": True})],
+    "one that runs, and a later one in preflight": [("a", HERE), ("b", {"state": "starting", "code": None})],
+    "one that restarts, and a later one that was refused": [("a", HERE | {"state": "restarting"}), ("b", {"code": 69})],
+    "the newest of those that were started": [("x", {"ran": True}), ("a", {"ran": True}), ("b", {"code": 69})],
+    "a later one that runs": [("b", {"ran": True}), ("a", HERE)],
+    "one in preflight after one that ended": [("b", {"ran": True}), ("a", {"state": "starting", "code": None})],
+    "one that runs here after one elsewhere": [("b", HERE | ELSEWHERE), ("a", HERE)],
+    "one that ended here after one elsewhere": [("b", HERE | ELSEWHERE), ("a", {"ran": True})],
+    "one elsewhere, and a later one that was refused here": [("a", HERE | ELSEWHERE), ("b", {"code": 69})],
+    "a lost one, and a later one that was refused": [("a", HERE | {"pid": -1}), ("b", {"code": 69})],
+    "refused ones alone": [("b", {"code": 69}), ("a", {"code": 69})],
+}
+
+
+@pytest.mark.parametrize("jobs", JOBS.values(), ids=JOBS)
+@pytest.mark.parametrize("name", ["runs/one", "runs/../runs/one/", "{here}/runs/one", "link", "linked/one"])
+def test_a_run_directory_means_its_living_job(
+    jobs: list[tuple[str, dict[str, object]]], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("runs/one")
+    (tmp_path / "linked").symlink_to("runs")
+    me = record.this_process()
+    for number, (run_id, given) in enumerate(jobs):
+        start = 0 if "pid" in given else me.start  # another process has its number by now
+        controller = dataclasses.replace(me, host=str(given.get("host", me.host)), start=start)
+        changes = {key: value for key, value in given.items() if key not in ("host", "pid")}
+        made = enter(run_id, "runs/one", begun=float(number))
+        made.path.unlink()
+        record.write(dataclasses.replace(made, controller=controller, **changes))  # pyright: ignore[reportArgumentType]
+    enter("other", "runs/two", begun=99.0, **HERE)
+    assert find(name.format(here=tmp_path), record.entries()).run_id == "a"
+
+
+def test_several_jobs_that_run_in_a_directory_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run_id in "abc":
+        enter(run_id, "runs/one", **(HERE if run_id != "c" else {"code": 69}))
+    with pytest.raises(UserError, match=r"^2 jobs run in runs/one: say which, by its id:\n  b .*\n  a [^\n]*$"):
+        find("runs/one", record.entries())
+    assert find("a", record.entries()).run_id == "a"
+
+
+def test_the_process_that_trains_in_a_directory_tells_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory was moved, or a link of its path leads to another one now."""
+    monkeypatch.chdir(tmp_path)
+    ranks = tuple(record.RankProcess(rank=rank, host="h1", pid=70 + rank, step=1) for rank in range(2))
+    enter("a", "runs/old", ranks=ranks, **HERE)
+    enter("b", "runs/new", ran=True)
+    assert find("runs/new", record.entries(), ("h1", 71)).run_id == "a"
+    assert find("runs/new", record.entries(), ("h2", 71)).run_id == "b", "a process of another host"
+    assert find("runs/old", record.entries(), ("h1", 99)).run_id == "a"
+
+
+def test_the_address_of_a_run_in_a_bucket_means_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    enter("a", "runs/run_a", command="train --run_dir s3://bucket/one --lr 1", **HERE)
+    enter("b", "runs/run_b", command="train --run-dir=s3://bucket/two", **HERE)
+    assert find("s3://bucket/one/", record.entries()).run_id == "a"
+    assert find("s3://bucket/two", record.entries()).run_id == "b"
+    with pytest.raises(UserError, match="there is no run 's3://bucket/three'"):
+        find("s3://bucket/three", record.entries())
 
 
 def test_no_run_at_all() -> None:

@@ -329,7 +329,7 @@ def test_a_spare_host_takes_the_place_of_a_slow_one(lockstep: Callable[..., Lock
     (job.job.folder / "stop").touch()
     code, _, err = job.job.wait()
     assert code == 0
-    assert "a spare host takes the place of b: the ranks get 30 s to save and leave" in err
+    assert "a spare host takes the place of b: the ranks get 30 s to save and exit" in err
     assert re.search(r"rank 1 on host b is slow, .* x the others, .*; it is replaced \(--replace-slow\)", err)
     assert "restart 1 of 3" in err
     assert "going on without b, with c instead" in err

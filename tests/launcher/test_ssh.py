@@ -208,7 +208,7 @@ def test_a_request_to_stop_reaches_all_hosts(ssh: Callable[[int], Ssh]) -> None:
     out, err = launch.communicate(timeout=60)
     assert launch.returncode == 42
     assert out.count(b"| saved\n") == 2
-    assert b"stopped on request; every rank saved and left" in err
+    assert b"stopped on request; every rank saved and exited" in err
     assert not two.left()
 
 

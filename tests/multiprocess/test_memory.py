@@ -96,7 +96,7 @@ def test_a_lost_host_comes_back_from_its_neighbour(killed, hosts, whole):
     step, rest = resumed(said)
     assert int(step) in (10, 12)
     assert rest.startswith(
-        f"the copy in shared memory, in part that of a neighbour; {13 - int(step)} steps are done again"
+        f"the copy in shared memory, partly from the copy on another host; {13 - int(step)} steps are done again"
     )
     assert result(killed) == whole
 

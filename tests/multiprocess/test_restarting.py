@@ -26,7 +26,7 @@ def test_a_killed_rank_and_a_preemption_cost_nothing_but_time(tmp_path):
         launcher.wait()
     told = (tmp_path / "started.log").read_text()
     assert "rank 1 failed first: signal SIGKILL" in told
-    assert "restart 1 of 3 at once" in told
+    assert "restart 1 of 3, at once" in told
     assert "preempted; restart at once" in told
     assert told.count("resuming after step") == 2
     assert losses(tmp_path / "torn") == losses(tmp_path / "whole")
@@ -56,7 +56,7 @@ def test_a_run_whose_file_system_comes_back_goes_on(tmp_path):
         mount("bare")
         told("mounted/run/config.yaml is not there, and this job has come to step")
         told("rank 0 failed first: exit code 74")
-        told("restart 2 of 3 in 0.5 s")
+        told("restart 2 of 3, in 0.5 s")
         mount("disk")
         assert launcher.wait(120) == 0, (tmp_path / "started.log").read_text()
     finally:

@@ -193,7 +193,7 @@ def test_what_it_would_take(desk, sweep):
     assert "bayes search over 2 parameters, minimize val_loss" in out
     assert "trials: 8 trials; 2 at once" in out
     assert "devices: 1 host(s) and 1 process(es) a trial, in a private Ray on this machine" in out
-    assert len(re.findall(r"^  for instance dim (16|32), lr 0\.\d+$", out, re.MULTILINE)) == 2
+    assert len(re.findall(r"^  example: dim (16|32), lr 0\.\d+$", out, re.MULTILINE)) == 2
     assert "hours: not known before the first trial has ended (--max_trial_time would bound them)" in out
     assert sorted(desk.rglob("*")) == before
 

@@ -10,6 +10,7 @@ import time
 import pytest
 from wandb_server import WandbServer
 
+from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.train.loggers.base import LogQueue
 from roxxel_dist.train.loggers.wandb import WandbTracker
 
@@ -138,7 +139,7 @@ def test_without_the_package_one_line_says_so(tmp_path, monkeypatch, capsys):
         for step in (1, 2):
             log.row({"step": step, "train_loss": 1.0})
     assert capsys.readouterr().err == (
-        "W&B is off now: the package wandb is missing: pip install 'roxxel-dist[wandb]'. Training continues, and the "
+        f"W&B is off now: the package wandb is missing: {pip_install('wandb')}. Training continues, and the "
         "rows are in metrics.jsonl\n"
     )
 

@@ -22,9 +22,15 @@ from runs import rows, train
 
 import roxxel_dist
 from roxxel_dist.cli import main
+from roxxel_dist.cluster.folder_lock import hold_folder
 from roxxel_dist.curriculum.phases import Phase
+from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.jobs.record import JobRecorder
+from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.sweep.journal import Journal
+from roxxel_dist.view import items
 from roxxel_dist.view.frame import Look, frame
+from roxxel_dist.view.items import Jobs, Watched, read
 from roxxel_dist.view.run import RunReader
 from roxxel_dist.view.tail import Tail
 
@@ -199,6 +205,108 @@ def test_read_run(run):
 def test_what_a_study_shows_at_a_prompt(tmp_path):
     shown = repr(roxxel_dist.read_study(made_study(tmp_path, 6)))
     assert re.fullmatch(r"<StudyData .*: minimize val_loss, <Columns of 6 rows: trial, .*>, the best is \d>", shown)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with an empty list of jobs, in which `top` looks again at once."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(items, "LOOK_S", 0.0)
+    monkeypatch.setattr(items, "JOBS_S", 0.0)
+    return tmp_path
+
+
+def begin_job(name):
+    """A job that runs in runs/NAME, of this process as its launcher."""
+    job = JobSpec(run_id=name, command=("train",), nprocs=1, log_dir=Path("runs", name, "logs"))
+    recorder = JobRecorder(job, LocalBackend())
+    recorder.update(state="running")
+    return recorder
+
+
+def begin_run(name, step=1):
+    """A run that has logged a step; returns the function that ends its training."""
+    release = hold_folder(Path("runs", name), "training in")
+    with Path("runs", name, "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": {step}, "train_loss": 2.5}}\n')
+    return release
+
+
+def names(watched):
+    jobs = Jobs()
+    watched.look([read(item, jobs, brief=True) for item in watched.items])
+    return [item.name for item in watched.items]
+
+
+@pytest.mark.parametrize("words", [(), ("one",)])
+def test_top_that_was_opened_before_the_first_row_shows_the_curve(place, words):
+    job = begin_job("one")
+    watched = Watched(words)
+    assert names(watched) == ["one"], "the job, which has no run directory yet"
+    end = begin_run("one")
+    assert names(watched) == ["runs/one"]
+    (state,) = [read(item, Jobs()) for item in watched.items]
+    assert (state.losses, state.job) == ([(1, 2.5)], "one")
+    reader = watched.items[0].reader
+    end()
+    job.end(0)
+    begin_run("one", step=2)
+    begin_job("one")
+    assert names(watched) == ["runs/one"], "the job is launched again"
+    assert watched.items[0].reader is reader, "what was read is kept"
+    assert read(watched.items[0], Jobs()).step == 2
+
+
+def test_top_goes_on_to_a_newer_run_when_its_own_has_ended(place):
+    end = begin_run("one")
+    watched = Watched(())
+    assert names(watched) == ["runs/one"]
+    begin_job("two")
+    begin_run("two")
+    assert names(watched) == ["runs/one"], "it lives"
+    end()
+    assert names(watched) == ["runs/two"]
+
+
+def test_top_stays_at_a_run_that_has_ended_where_none_lives(place):
+    begin_run("old")()
+    end = begin_run("one")
+    watched = Watched(())
+    end()
+    assert names(watched) == ["runs/one"]
+    shutil.rmtree("runs")
+    assert names(watched) == ["runs/one"]
+
+
+@pytest.mark.parametrize("words", [(), ("runs",)])
+def test_a_list_has_the_runs_that_begin_while_it_is_open(place, words):
+    for name in ("one", "two"):
+        begin_run(name)()
+    watched = Watched(words)
+    assert sorted(names(watched)) == ["runs/one", "runs/two"]
+    begin_run("three")
+    assert sorted(names(watched)) == ["runs/one", "runs/three", "runs/two"]
+
+
+@pytest.mark.parametrize(
+    ("last_step", "phases", "rows", "saved", "seen"),
+    [
+        (20, 22, 20, 20, "stopped  step 20 of 20 (100%)"),  # max_steps ends it before its phases do
+        (400, 400, 270, 279, "stopped  step 279 of 400 (70%)"),  # a step that was saved and not logged
+        (0, 22, 5, 0, "stopped  step 5 of 22 (23%)"),  # no checkpoint yet
+        (20, 30, 25, 20, "stopped  step 25 of 30 (83%)"),  # it was resumed with more steps
+    ],
+)
+def test_the_step_and_the_last_step_of_a_run_are_those_of_its_training(place, last_step, phases, rows, saved, seen):
+    begin_run("one", rows)()
+    run = Path("runs/one")
+    (run / "config.yaml").write_text(f"phases: [{{steps: {phases}, batch_size: 8, seq_len: 17}}]")
+    if last_step:
+        cursor = {"step": saved, "last_step": last_step, "finished": False}
+        (run / "training_cursor.json").write_text(json.dumps(cursor))
+    (run / "checkpoints" / str(saved)).mkdir(parents=True)
+    assert f"runs/one  {seen}" in text(RunReader(run).read(), 100, 24)
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")

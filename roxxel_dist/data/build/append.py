@@ -117,7 +117,7 @@ def _folder(out: PathLike) -> Path:
 
 
 def _record(out: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, KeyError, TypeError):
         record = json.loads((out / BUILD_FILE).read_bytes())
         if "max_shard_bytes" in record["settings"]:
             return record

@@ -22,6 +22,7 @@ from typing import Any
 import xxhash
 
 from roxxel_dist.cluster.exit_codes import MissingFileError, UserError
+from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.data.format import checksum
 from roxxel_dist.display import size
 
@@ -141,7 +142,7 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
     if endings:
         commonest = sorted(endings, key=lambda ending: (-endings[ending], ending))
         more = ", ..." if len(commonest) > SHOWN_ENDINGS else ""
-        left_out.append(f"{endings.total()} that no pattern takes: {', '.join(commonest[:SHOWN_ENDINGS])}{more}")
+        left_out.append(f"{endings.total()} with other endings: {', '.join(commonest[:SHOWN_ENDINGS])}{more}")
     return Corpus(texts, tuple(left_out))
 
 
@@ -301,7 +302,7 @@ def _pyarrow(module: str, path: Path) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(f"{path}: to read it takes pyarrow: pip install 'roxxel-dist[parquet]'") from error
+        raise UserError(f"{path}: to read it takes pyarrow: {pip_install('parquet')}") from error
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.data.build.tokenizer import NAME_THE_END, Tokenizer
 
 KEY = "sentencepiece"
@@ -25,9 +26,7 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             import sentencepiece
         except ImportError as error:
-            raise UserError(
-                f"{path}: a SentencePiece model needs a package: pip install 'roxxel-dist[sentencepiece]'"
-            ) from error
+            raise UserError(f"{path}: a SentencePiece model needs a package: {pip_install('sentencepiece')}") from error
         self.kind: str = "sentencepiece"
         self._characters, self._model, self._eos_token = None, model, eos_token
         self._processor: Any = sentencepiece.SentencePieceProcessor()

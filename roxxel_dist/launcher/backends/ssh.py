@@ -82,7 +82,7 @@ class SshBackend(base.Backend):
 def check_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
     """The hosts, if each can be one. Raises ValueError for a name that cannot, for one given twice, and for none."""
     if not hosts:
-        raise UserError("no hosts: give --hosts a,b,c, or a --hostfile with a host a line")
+        raise UserError("no hosts: give --hosts a,b,c, or a --hostfile with one host in each line")
     for host in hosts:
         if not HOST.fullmatch(host):
             raise UserError(
@@ -137,7 +137,7 @@ class SshOptions(HostOptions):
     hosts: str | None = None
     """Names as ssh takes them, separated by commas: a,b,user@c. The first one has rank 0."""
     hostfile: str | None = None
-    """A file with a host a line, or `host slots=N`."""
+    """A file with one host in each line, or `host slots=N`."""
     procs_per_host: int | None = None
     """Processes to start on each host; the slots of the host file, or 1."""
     ssh_config: str | None = None

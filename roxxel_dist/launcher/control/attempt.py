@@ -185,7 +185,7 @@ class Attempt:
             self.console.info(f"{name}{' again' * again}: killing the ranks")
             self._kill()
         else:
-            self.console.info(f"{name}: the ranks get {self.job.grace:g} s to save and leave; once more kills them")
+            self.console.info(f"{name}: the ranks get {self.job.grace:g} s to save and exit; a second one kills them")
             self.pool.order({"type": "stop", "grace": self.job.grace}, within=self.job.grace)
 
     def _on_clock(self, now: float) -> None:
@@ -225,7 +225,7 @@ class Attempt:
             self.console.info(f"host {slow.host} stays: {self.keeps_slow}")
             return
         grace = self.job.grace
-        self.console.info(f"a spare host takes the place of {slow.host}: the ranks get {grace:g} s to save and leave")
+        self.console.info(f"a spare host takes the place of {slow.host}: the ranks get {grace:g} s to save and exit")
         text = f"{report}; it is replaced (--replace-slow)"
         self._result.lost = HostLost(host=slow.host, code=EXIT_LOST, text=text, slow=True)
         self.pool.order({"type": "stop", "grace": grace}, within=grace)
@@ -236,8 +236,10 @@ class Attempt:
         if not back or self._is_ending():
             return
         grace, names = self.job.grace, ", ".join(back)
-        self.console.info(f"{names} can be used again: the ranks get {grace:g} s to save and leave, to go on with it")
-        self._result.grows = f"to go on with {names}"
+        self.console.info(
+            f"{names} can be used again: the ranks get {grace:g} s to save and exit; the job continues with it"
+        )
+        self._result.grows = f"the job continues with {names}"
         self.pool.order({"type": "stop", "grace": grace}, within=grace)
 
     def _end_dump(self, dump: StackDump, now: float) -> None:

@@ -31,7 +31,7 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
     if code == 0:
         return []
     if code == EXIT_DRAINED and result.requested is None:
-        text = f"{saved(result)}, {result.grows or 'and nobody had asked the launcher for it'}"
+        text = f"{saved(result)}{f'; {result.grows}' if result.grows else ', without a request to the launcher'}"
     elif code == EXIT_DRAINED:
         text = f"stopped on request; {saved(result)}"
     elif result.hang is not None and code == EXIT_HANG:
@@ -66,14 +66,15 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
 
 
 def saved(result: AttemptResult) -> str:
-    """How the ranks left that were asked to save: only the code 42 says that a rank has saved."""
+    """How the ranks ended that were asked to save: only the code 42 says that a rank has saved."""
     others = [end for end in result.exits if end.code not in OK_CODES]
     if not others:
-        return f"every rank saved and left ({EXIT_DRAINED})"
+        return f"every rank saved and exited ({EXIT_DRAINED})"
     names = "; ".join(
-        f"rank {end.rank}: " + ("killed after the grace" if end.killed_by_us else how(end.code)) for end in others
+        f"rank {end.rank}: " + ("killed after the grace period" if end.killed_by_us else how(end.code))
+        for end in others
     )
-    return f"{len(result.exits) - len(others)} of {len(result.exits)} ranks saved and left ({names})"
+    return f"{len(result.exits) - len(others)} of {len(result.exits)} ranks saved and exited ({names})"
 
 
 def how(code: int) -> str:

@@ -164,7 +164,7 @@ def next_action(
         why = f"no restart is left: --max-restarts is {max_restarts}"
         return Decision(again=False, code=EXIT_GIVEN_UP, why=why)
     wait = _backoff(_idle(attempts))
-    why = f"restart {len(failures)} of {max_restarts} {_when(wait)}"
+    why = f"restart {len(failures)} of {max_restarts}, {_when(wait)}"
     if replaced:
         why += f", without host {replaced}, whose ranks failed in {len(same_host)} attempts"
     return Decision(again=True, wait=wait, why=why, set_aside=replaced)

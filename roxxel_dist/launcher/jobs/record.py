@@ -23,7 +23,7 @@ from roxxel_dist.launcher.environment import masked_words
 from roxxel_dist.launcher.host.process_tree import STARTED, STATE, stat
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.preflight.host_info import boot_id
-from roxxel_dist.launcher.spec import JobSpec
+from roxxel_dist.launcher.spec import JobSpec, flag, trains_in_bucket
 
 State = Literal["starting", "running", "restarting", "stopping", "ended", "lost"]
 """`lost`: a controller that is gone without having said `ended`. It never says so itself."""
@@ -115,6 +115,8 @@ class JobRecord:
     """The words before a command that run it on the machine of the controller, from elsewhere; empty for `local`."""
     slurm_job: str = ""
     """The number of its SLURM job."""
+    ran: bool = False
+    """Whether its ranks were started; False for a job that preflight refused."""
     copied: bool = False
     """Copied from another machine when the job began: it is not kept up to date."""
 
@@ -319,7 +321,8 @@ class JobRecorder:
         Step 0 changes nothing: a new attempt has come to no step yet.
         """
         ranks = self.entry.ranks if ranks is None else ranks
-        self.entry = replace(self.entry, step=step or self.entry.step, ranks=ranks, **changes)
+        ran = self.entry.ran or changes.get("state") == "running"
+        self.entry = replace(self.entry, step=step or self.entry.step, ranks=ranks, ran=ran, **changes)
         if self.entry != self._kept and (changes or time.monotonic() >= self._wrote + WRITE_S):
             self._kept = self.entry = replace(self.entry, updated=time.time())
             self._wrote = time.monotonic()
@@ -347,30 +350,72 @@ class JobRecorder:
         return code
 
 
-def find(name: str, among: Sequence[JobRecord]) -> JobRecord:
-    """The job that a person means: a run id, the beginning of one, or a run directory (its newest job).
+def find(name: str, among: Sequence[JobRecord], trainer: tuple[str, int] | None = None) -> JobRecord:
+    """The job that a person means: a run id, the beginning of one, or a run directory (see `of_directory`).
 
-    Raises ValueError for none, and for several; names the nearest one, or those that there are.
+    Raises UserError for none, and for several; names the nearest one, or those that run.
     """
     if not among:
         raise UserError(f"there is no run {name!r}: no job of this user is known here")
+    living = [record for record in among if not record.is_over]
+    ended = len(among) - len(living)
     if not name:
-        raise UserError(f"say which run:{_list(among)}")
+        raise UserError(f"{'' if living else 'no job runs; '}say which run:{_list(living or among)}")
     matches = [record for record in among if name in (record.run_id, record.path.stem)]
-    if not matches:
-        directory = os.path.realpath(name)
-        matches = [record for record in among if os.path.realpath(record.run_dir) == directory][-1:]
+    if not matches and (matches := of_directory(name, among, trainer)) and len(matches) > 1:
+        raise UserError(f"{len(matches)} jobs run in {name}: say which, by its id:{_list(matches)}")
     if not matches:
         matches = [record for record in among if record.run_id.startswith(name)]
     if len({(record.run_id, record.run_dir) for record in matches}) == 1:
-        return matches[-1]  # a SLURM job that was queued again has a record a launch
+        return meant(matches)[-1]  # a SLURM job that was queued again has a record a launch
     if matches:
         what = f"{len(matches)} runs are meant by {name!r}: say which, by its id or its run directory"
         raise UserError(f"{what}:{_list(matches)}")
     import difflib  # slow, and no launch needs it
 
-    near = difflib.get_close_matches(name, [record.run_id for record in among], n=1, cutoff=0.5)
-    raise UserError(f"there is no run {name!r}: {f'did you mean {near[0]}?' if near else f'they are{_list(among)}'}")
+    if near := difflib.get_close_matches(name, [record.run_id for record in among], n=1, cutoff=0.5):
+        raise UserError(f"there is no run {name!r}: did you mean {near[0]}?")
+    if living:
+        raise UserError(f"there is no run {name!r}: these run:{_list(living)}")
+    raise UserError(f"there is no run {name!r}, and no job runs; `roxxel-dist ps --all` lists {ended} that ended")
+
+
+def of_directory(
+    directory: str, among: Sequence[JobRecord], trainer: tuple[str, int] | None = None
+) -> Sequence[JobRecord]:
+    """The jobs that a person means by a run directory: none, one, or several that run there at the same time.
+
+    Args:
+        directory: its path, or the address of a run in a bucket.
+        among: the jobs, in the order in which they began.
+        trainer: (host, pid) of the process that trains there now. The job of this process is meant, also where its
+            record has another path: the directory was moved, or a link to it leads elsewhere now.
+    """
+    for job in among:
+        if trainer and not job.is_over and trainer in [(rank.host, rank.pid) for rank in job.ranks]:
+            return [job]
+    if trains_in_bucket(("train", "--run_dir", directory)):
+        address = directory.rstrip("/")
+        return meant([job for job in among if (_bucket(job) or "").rstrip("/") == address])
+    path = os.path.realpath(directory)
+    return meant([job for job in among if os.path.realpath(job.run_dir) == path])
+
+
+def meant(jobs: Sequence[JobRecord]) -> Sequence[JobRecord]:
+    """Those of the jobs of one run directory that its name means: all that run there now, else the newest one.
+
+    A job whose ranks were started counts before one that was refused, or that may be refused still.
+    """
+    living = [job for job in jobs if job.is_here and not job.is_over]
+    if living:
+        return [job for job in living if job.ran] or living
+    return ([job for job in jobs if job.ran] or jobs)[-1:]
+
+
+def _bucket(job: JobRecord) -> str | None:
+    """The address of the run in a bucket that a job trains; None for another job."""
+    words = tuple(shlex.split(job.command))
+    return flag(words, "run_dir") if trains_in_bucket(words) else None
 
 
 def _list(among: Sequence[JobRecord]) -> str:

@@ -32,10 +32,15 @@ def stop(job: JobRecord, *, kill: bool, timeout_s: float) -> JobRecord:
         poll.register(controller, select.POLLIN)
         begun = time.monotonic()
         while (left := begun + timeout_s - time.monotonic()) > 0 and not poll.poll(min(REPORT_S, left) * 1000):
-            now = job.now()
-            step = f", in step {now.step}" if now.step else ""
-            info(f"run {job.run_id} is still {now.state}{step}, {time.monotonic() - begun:.0f} s after the request")
+            info(f"{progress(job.now())}, {time.monotonic() - begun:.0f} s after the request")
     return job.now()
+
+
+def progress(job: JobRecord) -> str:
+    """What a job that was asked to stop does now, for people."""
+    if job.is_over:
+        return f"run {job.run_id} has ended, its launcher (pid {job.controller.pid}) still exits"
+    return f"run {job.run_id} is still {job.state}{f', in step {job.step}' if job.step else ''}"
 
 
 def _request(job: JobRecord, controller: int, *, kill: bool) -> None:
@@ -46,7 +51,7 @@ def _request(job: JobRecord, controller: int, *, kill: bool) -> None:
     if not kill and (state == "stopping" or not claim(f"stop-{job.controller.pid}-{job.controller.start}")):
         info(f"run {job.run_id} was asked to stop before")
         return
-    rest = f"its ranks get {job.grace:g} s to save and leave; --kill does not wait for them"
+    rest = f"its ranks get {job.grace:g} s to save and exit; --kill does not wait for them"
     info(f"run {job.run_id}: {'killing its ranks' if kill else rest}")
     with contextlib.suppress(ProcessLookupError):  # not SIGTERM: so SLURM asks, to go on later
         signal.pidfd_send_signal(controller, signal.SIGQUIT if kill else signal.SIGINT)

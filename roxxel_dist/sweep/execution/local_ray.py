@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError, ray_variables
 
 PREFIX = "roxxel-ray-"
@@ -46,7 +47,7 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
     Raises ValueError if Ray is not installed or in use by this process, ClusterError if it does not start.
     """
     if find_spec("ray") is None:
-        raise UserError("Ray is not installed: pip install 'roxxel-dist[sweep]'")
+        raise UserError(f"Ray is not installed: {pip_install('sweep')}")
     sweep_leftovers()
     handler = signal.getsignal(signal.SIGTERM)
     with _held_folder() as folder, ray_variables({**ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(folder / "token")}):

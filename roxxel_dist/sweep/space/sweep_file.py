@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.config import yaml_problem
+from roxxel_dist.config import FIELD_TYPES, SECTIONS, yaml_problem
 from roxxel_dist.sweep.space.constraints import Expression, InfeasibleError, Rules
 from roxxel_dist.sweep.space.distributions import Distribution, distribution
 
@@ -168,6 +168,11 @@ def _load(path: str | Path) -> tuple[Mapping[str, Any], YamlLocator]:
         raise UserError(f"{path}: not valid YAML: {yaml_problem(error)}") from error
     if not isinstance(content, Mapping):
         raise UserError(f"{path}: must be a mapping of keys to values")
+    if "parameters" not in content and content.keys() & {*FIELD_TYPES, *SECTIONS}:
+        raise UserError(
+            f"{path}: this is a config, not the file of a sweep, which has `parameters`: give it with --config, and "
+            f"the file of the sweep with --sweep_config"
+        )
     return content, YamlLocator(str(path), dict(_lines(tree)))
 
 

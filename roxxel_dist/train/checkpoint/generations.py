@@ -56,7 +56,7 @@ class Generation:
     @property
     def whence(self) -> str:
         """Where it is taken from, in words."""
-        return "the copy in shared memory" + (", in part that of a neighbour" if self._fetched else "")
+        return "the copy in shared memory" + (", partly from the copy on another host" if self._fetched else "")
 
     def restore(self, like: Any) -> Any:
         """The state, where `like` lies. All ranks call it together.

@@ -230,4 +230,6 @@ def read_cursor(run: Path) -> dict[str, Any]:
         cursor = json.loads((run / CURSOR).read_text())
     except (OSError, ValueError):
         return {}
-    return cursor if isinstance(cursor, dict) else {}
+    if not isinstance(cursor, dict) or not all(isinstance(cursor.get(name, 0), int) for name in ("step", "last_step")):
+        return {}
+    return cursor

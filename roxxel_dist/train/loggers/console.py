@@ -13,7 +13,7 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import STATUS_ENV
 from roxxel_dist.cluster.progress import agent_pipe
-from roxxel_dist.launcher.output.bar import Bar
+from roxxel_dist.launcher.output.bar import Bar, clock
 
 LINE = {
     "vram_gb": "VRAM: {:.2f}GB",
@@ -106,6 +106,8 @@ def format_row(row: Mapping[str, Any], total_steps: int) -> str:
     for name, form in LINE.items():
         if row.get(name) is not None:
             parts.append(form.format(row[name]))
+    if total_steps > row["step"] and row.get("ms_per_step"):
+        parts.append(f"{clock((total_steps - row['step']) * row['ms_per_step'] / 1000)} left")
     own = (name for name in row if name not in USUAL and name not in LINE and "/" not in name)
     parts += [_plain(name, row[name]) for name in own if row[name] is not None]
     return " | ".join(parts)

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.train.loggers.base import TrackerError
 
 FOLDER = "tensorboard"
 FLUSH_S = 10
-MISSING = "the package tensorboardX is missing: pip install 'roxxel-dist[tensorboard]'"
 
 
 class TensorboardTracker:
@@ -63,7 +63,7 @@ class TensorboardTracker:
             from tensorboardX import SummaryWriter
             from tensorboardX.summary import hparams
         except ImportError as error:
-            raise TrackerError(f"no TensorBoard: {MISSING}") from error
+            raise TrackerError(f"no TensorBoard: {pip_install('tensorboard')}") from error
         name = f".{time.time_ns()}"  # else a file that is begun within the same second replaces another
         self._writer = SummaryWriter(str(self._folder), purge_step=first, flush_secs=FLUSH_S, filename_suffix=name)
         fields = {name: _plain(value) for name, value in self._config.items() if value is not None}

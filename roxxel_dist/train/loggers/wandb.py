@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.train.loggers.base import TrackerError
 from roxxel_dist.train.loggers.csv_jsonl import read_rows
 
@@ -118,7 +119,7 @@ class WandbTracker:
         try:
             import wandb
         except ImportError as error:
-            raise ImportError("the package wandb is missing: pip install 'roxxel-dist[wandb]'") from error
+            raise ImportError(f"the package wandb is missing: {pip_install('wandb')}") from error
 
         wandb.setup(settings=wandb.Settings(silent=True))  # else it asks for a login on the terminal
         settings: dict[str, Any] = {"silent": True, "console": "off", "disable_git": True}

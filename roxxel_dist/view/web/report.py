@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from roxxel_dist.report import MISSING, Run
+from roxxel_dist.report import Run, no_pictures
 from roxxel_dist.sweep.report.importance import importances
 from roxxel_dist.sweep.study import Study
 from roxxel_dist.view.items import State
@@ -41,7 +41,7 @@ def write_study(study: Study, folder: Path, say: Callable[[str], None]) -> tuple
     try:
         draw(study, folder, shares)
     except ImportError:
-        missing = MISSING
+        missing = no_pictures()
     more = {"importance": json.dumps(shares)} if shares else {}
     return _write(folder, study.name, [(state_of(study), more)]), missing
 

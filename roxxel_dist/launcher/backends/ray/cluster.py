@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.extras import pip_install
 
 HOST_PORT = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9A-Fa-f:]+\]:\d{1,5}")
 MAX_NODES = 8
@@ -41,7 +42,7 @@ def connected(address: str, *, insecure: bool) -> Iterator[Any]:
     """
     check_address(address)
     if find_spec("ray") is None:
-        raise UserError("Ray is not installed: pip install 'roxxel-dist[ray]'")
+        raise UserError(f"Ray is not installed: {pip_install('ray')}")
     # A head that is gone does not come back. Ray would end this process, with code 1 and its own words, after 60 s;
     # 600 s later the launcher has ended itself.
     values = {RECONNECT: os.environ.get(RECONNECT, "600")}

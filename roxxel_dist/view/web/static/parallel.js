@@ -36,7 +36,7 @@ class Parallel {
     this.canvas = h("div", { class: "scroll" });
     this.said = h("p", { class: "note", "aria-live": "polite" });
     this.element = h("figure", { class: "chart" }, h("figcaption", {}, h("strong", {}, "All trials over all parameters"),
-      h("button", { type: "button", class: "small", onclick: () => this.clear() }, "Clear bands")), this.canvas, this.said);
+      h("button", { type: "button", class: "small", onclick: () => this.clear() }, "Clear selection")), this.canvas, this.said);
   }
 
   clear() {
@@ -77,7 +77,7 @@ class Parallel {
     const chosen = this.chosen();
     const numbers = chosen && new Set(chosen.map(({ number }) => number));
     for (const [number, line] of this.lines) line.classList.toggle("out", Boolean(numbers) && !numbers.has(number));
-    this.said.textContent = chosen ? `${chosen.length} of ${this.trials.length} trials are in all bands` : "Draw along an axis to choose trials; with the keyboard: Tab to an axis, arrow keys move a band, Shift makes it larger or smaller, Delete takes it away.";
+    this.said.textContent = chosen ? `${chosen.length} of ${this.trials.length} trials are in all bands` : "Drag along an axis to select trials; with the keyboard: Tab to an axis, arrow keys move a band, Shift makes it larger or smaller, Delete removes it.";
     this.onchoose(numbers);
   }
 

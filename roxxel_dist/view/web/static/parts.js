@@ -84,7 +84,7 @@ function checkpointsCard({ checkpoints, tier }) {
     mark: one.set_aside ? "bad" : "",
     cells: [one.name, format.time(one.saved), tier, verified(one)],
   }));
-  return card("Checkpoints", plainTable("Checkpoints", ["Step", "Saved", "Tier", "Verified by"], rows));
+  return card("Checkpoints", plainTable("Checkpoints", ["Step", "Saved", "Kept", "Verified by"], rows));
 }
 
 /** The fields in which runs differ: a column a run. */

@@ -92,7 +92,7 @@ class ListView {
     for (const [kind, element] of Object.entries(this.cards)) element.hidden = !of(kind).length;
     const living = rows.filter(({ head }) => LIVING.has(head.state)).length;
     const many = (count, name, names) => (count ? [`${count} ${count === 1 ? name : names}`] : []);
-    this.summary.textContent = [...many(of("run").length, "run", "runs"), ...many(of("study").length, "study", "studies"), ...many(of("job").length, "job", "jobs"), `${living} living`].join(" · ");
+    this.summary.textContent = [...many(of("run").length, "run", "runs"), ...many(of("study").length, "study", "studies"), ...many(of("job").length, "job", "jobs"), `${living} active`].join(" · ");
     this.none.hidden = rows.length > 0;
     this.draw();
   }
