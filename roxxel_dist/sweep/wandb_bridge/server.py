@@ -23,7 +23,8 @@ from roxxel_dist.sweep.execution.task import Ranks, TrialTask
 from roxxel_dist.sweep.execution.trial import Event, Objective, failed, follow, wait_until_free
 from roxxel_dist.sweep.space.sweep_file import Params
 from roxxel_dist.sweep.train_sweep import CONFIG_ENV, DATA_ENV, RANKS_ENV, RUN_DIR_ENV
-from roxxel_dist.sweep.wandb_bridge.program import WandbTail, command_of
+from roxxel_dist.sweep.wandb_bridge.program import command_of
+from roxxel_dist.sweep.wandb_bridge.tail import WandbTail
 from roxxel_dist.train.checkpoint.metadata import read_cursor
 from roxxel_dist.train.config import SHARE_COMPILATION
 
@@ -135,13 +136,14 @@ def agent_trial(trial: Mapping[str, Any]) -> Iterator[Event]:
     _put_aside(folder)  # the server never hands out a lost trial again
     folder.mkdir(parents=True)
     words = [sys.executable, "-m", "wandb", "agent", "--count", "1", "--forward-signals", str(task.wandb_sweep)]
-    objective = Objective(task, tail := WandbTail(folder, task.metric))
+    tail = WandbTail(folder, task.metric, task.directory or os.getcwd(), lambda: run_of(folder))
+    objective = Objective(task, tail)
     code, output, stopped = yield from follow(task, words, _environment(task, folder), objective)
     agent = AgentEnd(folder, output)
     state = agent.state(objective, tail)
     if state == "no run" and code == 0:
         yield {"exhausted": {"reason": f"the W&B server has no more trials for {task.wandb_sweep}"}}
-    elif state in ("finished", "stopped") or stopped or objective.is_nan:
+    elif state in ("finished", "stopped") or stopped or objective.is_over:
         event = objective.result(stopped or ("hyperband" if state == "stopped" else None))
         if "result" in event:
             event["result"]["params"] = agent.params
@@ -182,6 +184,17 @@ def _put_aside(folder: Path) -> None:
         folder.rename(other)
 
 
+def run_of(folder: Path) -> str | None:
+    """The id of the run that the agent was given for a trial; None before it was given one."""
+    files = _run_configs(folder)
+    return files[-1].stem.removeprefix("config-") if files else None
+
+
+def _run_configs(folder: Path) -> list[Path]:
+    """The files of parameters that the agent writes, one a run."""
+    return sorted(folder.glob("wandb/sweep-*/config-*.yaml"))
+
+
 State = Literal["no run", "stopped", "finished", "failed", "silent"]
 
 
@@ -204,10 +217,9 @@ class AgentEnd:
         import yaml
 
         self._folder, self._output = folder, output
-        self._run: str | None = None
+        self._run: str | None = run_of(folder)
         self.params: Params = {}
-        if files := sorted(folder.glob("wandb/sweep-*/config-*.yaml")):
-            self._run = files[-1].stem.removeprefix("config-")
+        if files := _run_configs(folder):
             config = yaml.safe_load(files[-1].read_text(encoding="utf-8"))
             self.params = {name: value["value"] for name, value in config.items() if isinstance(value, Mapping)}
         program, _, _ = output.partition(self.CLEANING)  # the client may raise errors of its own when it ends
@@ -224,5 +236,4 @@ class AgentEnd:
             return "stopped"
         # It raised, or ended its W&B run; or never began one, and said something: python: can't open file …
         said = TRACEBACK in self.program_output or OURS in self.program_output or exit_code is not None
-        begun = any(self._folder.glob("wandb/*run-*/*.wandb"))
-        return "failed" if said or (self.program_output.strip() and not begun) else "silent"
+        return "failed" if said or (self.program_output.strip() and not tail.has_begun) else "silent"
