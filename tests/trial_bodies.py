@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,9 @@ def main() -> int:
 
     study, told = Path(sys.argv[1]), json.loads(sys.argv[2])
     sweep = sweep_of(told["sweep"])
+    for name, seconds in told.get("times", {}).items():
+        module, _, constant = name.rpartition(".")
+        setattr(import_module(f"roxxel_dist.{module}"), constant, seconds)
     if told["options"]["ray_address"] == process_ray.ADDRESS:
         controller.connected = process_ray.connected
 

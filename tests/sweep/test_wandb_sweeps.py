@@ -182,7 +182,7 @@ def test_a_cancelled_trial_of_the_servers_leaves_nothing(tmp_path, server, env):
 def test_a_sweep_that_is_not_there_is_named(tmp_path, server, env):
     words = [sys.executable, "-c", CREATE, '"local/tests/nosuch"']
     result = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert "ValueError: the W&B sweep 'local/tests/nosuch' cannot be joined: " in result.stderr
+    assert "UserError: the W&B sweep 'local/tests/nosuch' cannot be joined: " in result.stderr
 
 
 def test_wandb_sync_sends_a_trial_that_was_offline(tmp_path, server, env):

@@ -11,6 +11,7 @@ from collections.abc import Collection, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.awake_clock import AwakeClock
 from roxxel_dist.cluster.file_lock import holder
 from roxxel_dist.config import Config, flat_fields
 from roxxel_dist.run_directory import LOCK, is_held
@@ -187,9 +188,9 @@ def failed(task: TrialTask, kind: str, reason: str) -> Event:
 
 def wait_until_free(folder: Path) -> str | None:
     """Wait until no process trains in a run directory; after the limit, returns the reason that names the process."""
-    end = time.monotonic() + LOCK_LIMIT_S
+    clock = AwakeClock()
     while is_held(folder, unknown=False):
-        if time.monotonic() >= end:
+        if clock.now() >= LOCK_LIMIT_S:
             return (
                 f"{holder(folder / LOCK)} holds {folder} for more than {LOCK_LIMIT_S:g} s: wait for its end, or end it"
             )
