@@ -127,6 +127,11 @@ def test_wandb_sweep_and_wandb_agent_work_from_the_shell(tmp_path, server, env):
     (folder,) = tmp_path.glob("runs/sweep_*/*")
     assert folder.name == run_id
     assert json.loads((folder / "wandb.json").read_text())["id"] == run_id
+    # A run that is handed out again is the same one, whatever the client has put among its parameters.
+    server.resume = run_id
+    wandb("agent", "--count", 1, path, cwd=tmp_path, env=env)
+    assert server.resume is None
+    assert (server.runs[run_id].exit_code, [path.name for path in tmp_path.glob("runs/sweep_*/*")]) == (0, [run_id])
     # The heads of the base config gave way.
     assert yaml.safe_load((folder / "trial.yaml").read_text())["head_size"] is None
 
