@@ -149,6 +149,16 @@ def served(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"result": {"value": 1.0, "params": {"x": task["trial"] / 10}}}
 
 
+def unserved(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Somebody else chooses, and is away after two trials, until the file "back" is there."""
+    yield _start()
+    if task["trial"] >= 2 and not Path(task["folder"], "back").exists():
+        yield {"note": {"text": "the server is away"}}
+        yield {"unserved": {"reason": "the server gave no trial"}}
+    else:
+        yield {"result": {"value": 1.0, "params": {"x": task["trial"] / 10}}}
+
+
 def devices(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Which GPUs it sees, and when it had them."""
     yield _start()

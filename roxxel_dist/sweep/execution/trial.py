@@ -7,14 +7,14 @@ run as any other: its directory can be looked at, continued, evaluated and expor
 import math
 import os
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.awake_clock import AwakeClock
 from roxxel_dist.cluster.file_lock import holder
 from roxxel_dist.config import Config, flat_fields
-from roxxel_dist.run_directory import LOCK, is_held
+from roxxel_dist.run_directory import CHECKPOINTS, LOCK, is_held
 from roxxel_dist.sweep.execution.metrics import MetricsTail
 from roxxel_dist.sweep.execution.outcome import classify_exit, disk_full
 from roxxel_dist.sweep.execution.process import (
@@ -66,8 +66,8 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
 
     Yields `{"start": {"pid"}}`, `{"report": {"step", "value"}}` within a fraction of a second of each evaluation, and
     last one of `result`, `fail` (its own fault: kind, reason, log), `lost` (a machine's fault: it can resume from its
-    checkpoint) and `fatal` (the disk is full: no trial can go on). A finished run yields its reports and its result at
-    once. When the generator is closed, or interrupted, the training is asked to stop, saves, and is killed after 15 s.
+    checkpoint) and `fatal` (the disk is full: no trial can go on). `{"note": {"text"}}` is a line for people. A finished
+    run yields its reports and its result at once. When the generator is closed, or interrupted, the training is asked to stop, saves, and is killed after 15 s.
     Relative paths start at the task's "directory", or else at that of this process.
     """
     task = TrialTask(**fields)
@@ -94,6 +94,8 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
             if reason := wait_for_shards(task, config_file(task)):
                 yield failed(task, "fatal" if disk_full(reason) else "error", disk_full(reason) or reason)
                 return
+        if task.attempt and not own and task.run_url is None and not any((folder / CHECKPOINTS).glob("*")):
+            yield {"note": {"text": f"it starts from step 1 again: there is no checkpoint in {folder / CHECKPOINTS}"}}
         code, output, stopped = yield from follow(task, command, env, objective)
         if code == 0 and own and not (stopped or objective.is_over):
             note_end(folder)
@@ -106,9 +108,15 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
 
 
 def follow(
-    task: TrialTask, command: list[str], env: Mapping[str, str], objective: "Objective"
+    task: TrialTask,
+    command: list[str],
+    env: Mapping[str, str],
+    objective: "Objective",
+    look: Callable[[], Event | None] = lambda: None,
 ) -> Generator[Event, None, tuple[int, str, str | None]]:
-    """Run a program; yield its start and its reports. Returns (exit code, output, "time" where its time was over).
+    """Run a program; yield its start, its reports, and what `look` has to say while it runs.
+
+    Returns (exit code, output, "time" where its time was over).
 
     It is ended when its time is over, when the metric is no number or comes from several runs, and when this generator
     is closed or interrupted.
@@ -125,6 +133,8 @@ def follow(
         while code is None and stopped is None and not objective.is_over:
             code = process.wait(POLL_S)
             yield from objective.reports()
+            if event := look():
+                yield event
             stopped = "time" if code is None and time.monotonic() >= limit else None
     finally:
         code = process.end()  # at once where it has ended

@@ -4,11 +4,13 @@ Server, account and entity are those of the user's own settings (`wandb login`, 
 """
 
 import json
+import math
 import netrc
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +19,7 @@ from urllib.parse import urlparse
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import flat_fields
 from roxxel_dist.data.discovery import absolute
-from roxxel_dist.sweep.execution.outcome import OURS, TRACEBACK, classify_exit
+from roxxel_dist.sweep.execution.outcome import OURS, TRACEBACK, classify_exit, last_words
 from roxxel_dist.sweep.execution.process import environment
 from roxxel_dist.sweep.execution.task import Ranks, TrialTask
 from roxxel_dist.sweep.execution.trial import Event, Objective, failed, follow, wait_until_free
@@ -30,6 +32,10 @@ from roxxel_dist.train.config import SHARE_COMPILATION
 
 LOGIN = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 PROJECT = "roxxel-dist"
+PAUSES_S = (5.0, 15.0, 45.0)
+"""Between the tries to get a trial of a server that cannot be reached."""
+GIVES_NOTHING_S = 20.0
+"""After so long without a trial a line says that the server gives none; a client needs some seconds to begin."""
 COMMAND = ["${env}", "${interpreter}", "-m", "roxxel_dist.sweep.train_sweep", "${args}"]
 
 
@@ -125,8 +131,9 @@ def agent_trial(trial: Mapping[str, Any]) -> Iterator[Event]:
     """Run one trial of a sweep of a W&B server with `wandb agent --count 1`, as a process tree that dies with this.
 
     As `trial.run`, but the parameters are the server's: the result has them as "params", and reports come as W&B's
-    client writes them to its file, every 15 s. `{"exhausted": {"reason"}}` comes where the server has no more trials.
-    Its `wandb_sweep` is the sweep, as `create_or_join` returns it.
+    client writes them to its file, every 15 s. `{"exhausted": {"reason"}}` comes where the server has no more trials,
+    `{"unserved": {"reason"}}` where it could not be asked for one, in several tries, and `{"note": {"text"}}` where it
+    does not give one. Its `wandb_sweep` is the sweep, as `create_or_join` returns it.
     """
     task = TrialTask(**trial)
     folder = Path(task.run_dir).absolute()
@@ -138,10 +145,21 @@ def agent_trial(trial: Mapping[str, Any]) -> Iterator[Event]:
     words = [sys.executable, "-m", "wandb", "agent", "--count", "1", "--forward-signals", str(task.wandb_sweep)]
     tail = WandbTail(folder, task.metric, task.directory or os.getcwd(), lambda: run_of(folder))
     objective = Objective(task, tail)
-    code, output, stopped = yield from follow(task, words, _environment(task, folder), objective)
-    agent = AgentEnd(folder, output)
-    state = agent.state(objective, tail)
-    if state == "no run" and code == 0:
+    pauses, tries = iter(PAUSES_S), 0
+    while True:
+        code, output, stopped = yield from _ask_server(task, words, objective, folder, has_started=tries > 0)
+        agent = AgentEnd(folder, output)
+        state = agent.state(objective, tail)
+        if state != "no run" or code == 0:
+            break
+        tries += 1
+        reason = f"the W&B server gave no trial of {task.wandb_sweep} ({last_words(output)})"
+        if (pause_s := next(pauses, None)) is None:
+            yield {"unserved": {"reason": f"{reason}, asked {tries} times"}}
+            return
+        yield {"note": {"text": f"{reason}: it is asked again in {pause_s:g} s"}}
+        time.sleep(pause_s)
+    if state == "no run":
         yield {"exhausted": {"reason": f"the W&B server has no more trials for {task.wandb_sweep}"}}
     elif state in ("finished", "stopped") or stopped or objective.is_over:
         event = objective.result(stopped or ("hyperband" if state == "stopped" else None))
@@ -154,6 +172,31 @@ def agent_trial(trial: Mapping[str, Any]) -> Iterator[Event]:
         if state == "silent" and kind != "lost":
             kind, reason = "lost", "its program ended without a word"
         yield failed(task, kind, reason)
+
+
+def _ask_server(
+    task: TrialTask, words: list[str], objective: Objective, folder: Path, *, has_started: bool
+) -> Generator[Event, None, tuple[int, str, str | None]]:
+    """As `follow`, with a line where the server gives no trial for long; the start is yielded the first time alone."""
+    limit = time.monotonic() + GIVES_NOTHING_S
+
+    def look() -> Event | None:
+        nonlocal limit
+        if time.monotonic() < limit:
+            return None
+        limit = math.inf
+        if run_of(folder) is not None:
+            return None
+        return {"note": {"text": f"the W&B server gives no trial: {task.wandb_sweep} is paused there, or busy"}}
+
+    events = follow(task, words, _environment(task, folder), objective, look)
+    while True:
+        try:
+            event = next(events)
+        except StopIteration as end:
+            return end.value
+        if not (has_started and "start" in event):
+            yield event
 
 
 def _environment(task: TrialTask, folder: Path) -> dict[str, str]:
