@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
@@ -168,7 +168,8 @@ class RayExecutor:
         threads = os.environ.get("OMP_NUM_THREADS")
         self._driver = {"process": asdict(this_process()), "namespace": _namespace(), "threads": threads}
         self._resources = resources
-        self._body = ray.remote(max_calls=1, max_retries=0, num_returns="streaming", **_options(resources))(body)
+        with _refusals(resources):
+            self._body = ray.remote(max_calls=1, max_retries=0, num_returns="streaming", **_options(resources))(body)
         self.running: list[Attempt] = []
         self._free: Mapping[str, float] = {}
         # What is waited for counts only while this process runs: it may be stopped, and so may all that it waits for.
@@ -203,8 +204,9 @@ class RayExecutor:
         return self._died or now - self._answered >= LOST_S
 
     def submit(self, trial: int, attempt: int, losses: int, task: Item) -> None:
-        """Start an attempt; it waits in Ray for room."""
-        stream = self._body.options(name=f"trial-{trial}").remote(self._run, task, self._driver)
+        """Start an attempt; it waits in Ray for room. Raises UserError where Ray refuses its resources."""
+        with _refusals(self._resources):
+            stream = self._body.options(name=f"trial-{trial}").remote(self._run, task, self._driver)
         self.running.append(Attempt(trial=trial, attempt=attempt, losses=losses, stream=stream))
 
     def wait(self, seconds: float) -> list[tuple[Attempt, Item]]:
@@ -280,6 +282,18 @@ def _options(resources: Mapping[str, float]) -> dict[str, Any]:
     own = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     named = {own[name]: amount for name, amount in resources.items() if name in own}
     return named | {"resources": {name: amount for name, amount in resources.items() if name not in own}}
+
+
+@contextmanager
+def _refusals(resources: Mapping[str, float]) -> Iterator[None]:
+    """Raises UserError for what Ray says of amounts that it cannot give: each version has rules of its own."""
+    try:
+        yield
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(
+            f"resources: Ray refuses {amounts(resources, resources)} for a trial ({' '.join(str(error).split())}): "
+            "change `resources` of --extras, --cpus_per_trial or --gpus_per_trial"
+        ) from error
 
 
 def check_room(nodes: Sequence[Mapping[str, Any]], resources: Mapping[str, float]) -> None:
