@@ -66,8 +66,9 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
 
     Yields `{"start": {"pid"}}`, `{"report": {"step", "value"}}` within a fraction of a second of each evaluation, and
     last one of `result`, `fail` (its own fault: kind, reason, log), `lost` (a machine's fault: it can resume from its
-    checkpoint) and `fatal` (the disk is full: no trial can go on). `{"note": {"text"}}` is a line for people. A finished
-    run yields its reports and its result at once. When the generator is closed, or interrupted, the training is asked to stop, saves, and is killed after 15 s.
+    checkpoint) and `fatal` (the disk is full: no trial can go on). `{"note": {"text"}}` is a line for people. A
+    finished run yields its reports and its result at once. When the generator is closed, or interrupted, the training
+    is asked to stop, saves, and is killed after 15 s.
     Relative paths start at the task's "directory", or else at that of this process.
     """
     task = TrialTask(**fields)
