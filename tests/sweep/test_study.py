@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 from browser import data_of
-from made_study import SWEEP, loss, made_study
+from made_study import EVERY_KIND, SWEEP, every_kind, loss, made_study
 
 from roxxel_dist.cli import main
 from roxxel_dist.config import Config
@@ -21,6 +21,7 @@ from roxxel_dist.sweep.samplers import gp, make
 from roxxel_dist.sweep.space.distributions import distribution
 from roxxel_dist.sweep.space.sweep_file import sweep_of
 from roxxel_dist.sweep.study import LEFT_OUT, Study, flat, read_study
+from roxxel_dist.view.study import state_of
 from roxxel_dist.view.web.report import write_study
 
 NAMES = ["dim", "use_moe", "optimizer", "lr"]
@@ -260,48 +261,29 @@ def test_names_that_begin_alike_are_shortened_in_their_middle():
     assert shortened("lr", 28) == "lr"
 
 
+def test_a_study_whose_trials_have_all_ended_is_finished(tmp_path):
+    path = every_kind(tmp_path / "study")
+    assert state_of(read_study(path)).state == "finished"
+    with (path / "journal.jsonl").open("a") as journal:
+        asked = {"event": "ask", "time": 1.0, "trial": 12, "params": {}, "point": []}
+        journal.write(json.dumps(asked) + "\n")
+    assert state_of(read_study(path)).state == "stopped"  # one is to go on
+    capped = yaml.safe_load((path / "study.yaml").read_text()) | {"run_cap": 20}
+    (tmp_path / "capped").mkdir()
+    every = every_kind(tmp_path / "capped" / "study")
+    (every / "study.yaml").write_text(yaml.safe_dump(capped))
+    assert state_of(read_study(every)).state == "stopped"  # more are to come
+    nothing = every_kind(tmp_path / "nothing", 0)
+    assert state_of(read_study(nothing)).state == "stopped"
+
+
 def test_pictures_of_values_of_every_kind(tmp_path):
     """Null, texts, truth values, lists and nested names are curves and points as numbers are, of every trial."""
     from matplotlib.axes import Axes
 
-    values = {
-        "warmup_steps": [None, 1, 3],
-        "kind": ["a", "b"],
-        "deep": [True, False],
-        "shape": [[1, 2], [3]],
-        "a/b." + "very_long_name_" * 4: [None, 2],
-    }
-    sweep = {"method": "grid", "parameters": {name: {"values": given} for name, given in values.items()}}
-    path = tmp_path / "study"
-    path.mkdir()
-    (path / "study.yaml").write_text(yaml.safe_dump(sweep))
-    events = [
-        {
-            "event": "study",
-            "time": 0.0,
-            "version": 1,
-            "seed": 0,
-            "metric": "val_loss",
-            "goal": "minimize",
-            "method": "grid",
-        }
-    ]
-    for number in range(12):
-        params = {name: given[number % len(given)] for name, given in values.items()}
-        loss = 1e30 if number == 7 else 2.0 + number / 10
-        point = [0.0] * len(values)
-        events.append({"event": "ask", "time": 1.0, "trial": number, "params": params, "point": point})
-        events.append({"event": "start", "time": 1.0, "trial": number, "attempt": 0, "node": None, "pid": 1})
-        more = {"params": params, "metric": "val_loss", "value": loss, "seconds": 1.0, "stopped": None, "more": {}}
-        events.append({"event": "result", "time": 2.0, "trial": number, **more})
-        run = path / "trials" / str(number)
-        run.mkdir(parents=True)
-        (run / "config.yaml").write_text("dim: 8\n")
-        rows = [{"step": step, "tokens": 8 * step, "val_loss": loss / step} for step in (1, 2)]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (path / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    values, path = EVERY_KIND, every_kind(tmp_path / "study")
     study = read_study(path)
-    assert {*varied(study)} == {*values}
+    assert {*varied(study)} == {*values, "lr"}
     with pytest.MonkeyPatch.context() as patch:
         labels, points = noted_labels(patch), []
         scatter = Axes.scatter
@@ -312,7 +294,7 @@ def test_pictures_of_values_of_every_kind(tmp_path):
 
         patch.setattr(Axes, "scatter", noted)
         pictures = draw(study, tmp_path / "report", {})
-    assert points.count(12) == 1 + len(values)  # of the trials in their order, and over each parameter
+    assert points.count(12) == 2 + len(values)  # of the trials in their order, and over each parameter
     for name, given in values.items():
         for value in given:
             assert any(label.startswith(f"{name} {value}: median of ") for label in labels), (name, value)
