@@ -1,7 +1,7 @@
 """A clock that stands still while this process does not run.
 
 A process that was stopped (Ctrl-Z, SIGSTOP, a frozen container, a paused virtual machine) finds, when it goes on, that
-much time has gone by. In that time it asked nobody and read no answer, so it says nothing about the others.
+much time has gone by. It read no answer in that time, which therefore says nothing about other processes.
 """
 
 import time
