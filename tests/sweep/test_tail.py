@@ -35,6 +35,12 @@ FOUND = {
     "only its summary": "run = wandb.init(dir='.'); run.summary['loss'] = run.config.lr; run.finish()",
     "the parameters alone in its config": "run = wandb.init(); assert dict(run.config) == {'lr': 3}\nLOG",
 }
+FORKED = """
+def child():
+    run = wandb.init(dir='.'); run.log({'loss': 1.0})
+import multiprocessing
+process = multiprocessing.get_context('fork').Process(target=child); process.start(); process.join()
+"""
 AT_ONCE = """
 run, other = wandb.init(id='a'), wandb.init(id='b', reinit='create_new')
 other.log({'loss': 1.0}); LOG; other.finish()
@@ -44,6 +50,10 @@ SEVERAL = r"2 W&B runs of the trial logged 'loss' \(\w+, \w+\), and a trial has 
 NOT_FOUND = {
     "no run": ("print('done')", NO_RUN),
     "a run that is off": ("run = wandb.init(mode='disabled'); LOG", NO_RUN),
+    "a child that does not finish it": (
+        FORKED,
+        r"wrote nothing there: call finish\(\) on the run before its process ends",
+    ),
     "a folder far away": ("os.makedirs('a/b/c'); run = wandb.init(dir='a/b/c'); LOG", NO_RUN),
     "another name": ("run = wandb.init(dir='.'); run.log({'score': 1.0}); run.finish()", r"it logged score; name one"),
     "two runs in turn": ("run = wandb.init(id='a'); LOG\nrun = wandb.init(id='b', dir='.'); LOG", SEVERAL),

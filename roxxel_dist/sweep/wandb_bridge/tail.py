@@ -52,7 +52,7 @@ class WandbTail(MetricsTail):
         self._token = "" if agents_run else trial_token(run)
         self._files: dict[Path, tuple[int, WandbFile]] = {}
         self._foreign: set[Path] = set()
-        self._searched = -math.inf
+        self._searched, self._made = -math.inf, time.time()
         self._elsewhere: list[Path] = []
         self._other_ranks: set[int] = set()
         self._reporting: dict[str, set[str]] = {}
@@ -101,6 +101,12 @@ class WandbTail(MetricsTail):
         if self._other_ranks:
             ranks = ", ".join(map(str, sorted(self._other_ranks)))
             return f"only rank {ranks} called wandb.init: call it, and log {self._metric!r}, on rank 0"
+        empty = [path for path in self._files if path.exists() and path.stat().st_mtime >= self._made]
+        if empty:
+            return (
+                f"the W&B client began {empty[0].parent} and wrote nothing there: call finish() on the run before its "
+                "process ends, which a process of multiprocessing does not do by itself"
+            )
         return (
             f"no W&B run of it was found in {self._run}/wandb, {self._directory}/wandb or {self._directory}/*/wandb: "
             "call wandb.init without `dir` and without `mode`"
