@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 from roxxel_dist.cluster import interrupt
+from roxxel_dist.cluster.exit_guard import limit_the_end
 
 
 def main() -> None:
@@ -39,6 +40,7 @@ def main() -> None:
             raise
         print(f"roxxel-dist: the output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    limit_the_end(code)
     sys.exit(code)
 
 

@@ -73,3 +73,37 @@ def _train(run: Path, base: Any, params: dict[str, Any], journal: Journal, trial
             row = {"step": step, "tokens": 1000 * step, "val_loss": loss(params, step), "ram_gb": params["dim"] / 32}
             file.write(json.dumps(row) + "\n")
             journal.append({"event": "report", "trial": trial, "step": step, "value": row["val_loss"]})
+
+
+EVERY_KIND: dict[str, list[Any]] = {
+    "warmup_steps": [None, 1, 3],
+    "kind": ["a", "b"],
+    "deep": [True, False],
+    "shape": [[1, 2], [3]],
+    "a/b." + "very_long_name_" * 4: [None, 2],
+}
+RATES = [3.88e-4, 0.00169, 0.00299]
+
+
+def every_kind(path: Path, count: int = 12) -> Path:
+    """A study with values of every kind and a logarithmic parameter, whose trial 7 is far worse than all others."""
+    space: dict[str, Any] = {name: {"values": given} for name, given in EVERY_KIND.items()}
+    space["lr"] = {"distribution": "log_uniform_values", "min": 1e-4, "max": 1e-2}
+    path.mkdir()
+    (path / "study.yaml").write_text(yaml.safe_dump({"method": "random", "parameters": space}))
+    about = {"seed": 0, "metric": "val_loss", "goal": "minimize", "method": "random"}
+    events: list[dict[str, Any]] = [{"event": "study", "time": 0.0, "version": 1, **about}]
+    for number in range(count):
+        params = {name: given[number % len(given)] for name, given in {**EVERY_KIND, "lr": RATES}.items()}
+        value = 1e30 if number == 7 else 2.0 + number / 10
+        events.append({"event": "ask", "time": 1.0, "trial": number, "params": params, "point": [0.0] * len(space)})
+        events.append({"event": "start", "time": 1.0, "trial": number, "attempt": 0, "node": None, "pid": 1})
+        more = {"params": params, "metric": "val_loss", "value": value, "seconds": 1.0, "stopped": None, "more": {}}
+        events.append({"event": "result", "time": 2.0, "trial": number, **more})
+        run = path / "trials" / str(number)
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text("dim: 8\n")
+        rows = [{"step": step, "tokens": 8 * step, "val_loss": value / step} for step in (1, 2)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return path

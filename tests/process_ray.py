@@ -78,12 +78,17 @@ class ProcessRay:
 
     def __init__(self) -> None:
         self._streams: list[Stream] = []
+        self._gpus = 0.0
 
     def remote(self, *arguments: Any, **options: Any) -> Any:
         """In the order in which a pool uses it: the decorator, what it makes of the body, and a start."""
         if not options and len(arguments) > 1:
+            if self._gpus > 1 and self._gpus % 1:  # Ray's own words, when a task is sent
+                raise ValueError(f"GPU resource quantities >1 must be whole numbers. {self._gpus} is invalid.")
             self._streams.append(Stream(arguments))
             return self._streams[-1]
+        import_ray().remote(**options)(ray_executor.body)  # which checks the amounts
+        self._gpus = options.get("num_gpus", 0.0)
         return lambda body: self
 
     def options(self, **options: Any) -> "ProcessRay":
@@ -102,7 +107,13 @@ class ProcessRay:
             stream.pipe.send("cancel")
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"Alive": True, "NodeManagerAddress": "127.0.0.1", "Resources": {"CPU": float(CPUS)}}]
+        return [
+            {
+                "Alive": True,
+                "NodeManagerAddress": "127.0.0.1",
+                "Resources": {"CPU": float(CPUS), "GPU": 2.0, "slot": 1.0},
+            }
+        ]
 
     def available_resources(self) -> dict[str, float]:
         return {"CPU": float(CPUS)}

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,16 @@ def served(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"result": {"value": 1.0, "params": {"x": task["trial"] / 10}}}
 
 
+def unserved(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Somebody else chooses, and is away after two trials, until the file "back" is there."""
+    yield _start()
+    if task["trial"] >= 2 and not Path(task["folder"], "back").exists():
+        yield {"note": {"text": "the server is away"}}
+        yield {"unserved": {"reason": "the server gave no trial"}}
+    else:
+        yield {"result": {"value": 1.0, "params": {"x": task["trial"] / 10}}}
+
+
 def devices(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Which GPUs it sees, and when it had them."""
     yield _start()
@@ -213,6 +224,9 @@ def main() -> int:
 
     study, told = Path(sys.argv[1]), json.loads(sys.argv[2])
     sweep = sweep_of(told["sweep"])
+    for name, seconds in told.get("times", {}).items():
+        module, _, constant = name.rpartition(".")
+        setattr(import_module(f"roxxel_dist.{module}"), constant, seconds)
     if told["options"]["ray_address"] == process_ray.ADDRESS:
         controller.connected = process_ray.connected
 

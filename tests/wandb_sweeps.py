@@ -44,6 +44,7 @@ class SweepServer(WandbServer):
         agents: the sweep of each.
         params: of each run that an agent was given.
         stop: runs whose agents get the order to stop them.
+        resume: a run that is handed out again, as W&B does with one that was preempted.
     """
 
     def __init__(self) -> None:
@@ -51,6 +52,7 @@ class SweepServer(WandbServer):
         self.agents: dict[str, str] = {}
         self.params: dict[str, dict[str, Any]] = {}
         self.stop: set[str] = set()
+        self.resume: str | None = None
         super().__init__()
 
     def answer(self, operation: str, query: str, variables: dict[str, Any]) -> dict[str, Any] | None:
@@ -105,12 +107,17 @@ class SweepServer(WandbServer):
         sweep = self.sweeps[self.agents[variables["id"]]]
         running = json.loads(variables["runState"] or "{}")
         commands: list[dict[str, Any]] = [{"type": "stop", "run_id": name} for name in running if name in self.stop]
-        if not running:
+        if not running and sweep.state != "PAUSED":
             commands = [self._next(sweep)]
         return {"agentHeartbeat": {"agent": {"id": variables["id"]}, "commands": json.dumps(commands)}}
 
     def _next(self, sweep: ServedSweep) -> dict[str, Any]:
         config = sweep.config
+        if self.resume is not None:
+            name, self.resume = self.resume, None
+            given = {**self.params[name], "_wandb": {"cli_version": "0.31.0", "m": [], "t": {"1": [1, 5]}}}
+            args = {key: {"value": value} for key, value in given.items()}
+            return {"type": "resume", "run_id": name, "args": args, "program": config.get("program")}
         if len(sweep.runs) >= config.get("run_cap", 1000):
             sweep.state = "FINISHED"
             return {"type": "exit"}

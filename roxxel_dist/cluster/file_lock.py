@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.awake_clock import AwakeClock
 from roxxel_dist.cluster.exit_codes import UserError
 
 POLL_S = 0.1
@@ -87,15 +88,16 @@ def wait_for_lock(
     From the name of the holder, `waiting` makes the line to show after `silent_s`, and `failed` the message of the
     `error` after `limit_s` without progress of the holder: `progress` returned the same value all the time.
     """
-    begin = changed = time.monotonic()
+    clock = AwakeClock()  # the holder may be stopped together with this process
+    changed = 0.0
     state, said = progress(), False
     while (lock := take_lock(path, say)) is None:
-        now = time.monotonic()
+        now = clock.now()
         if (new := progress()) != state:
             state, changed = new, now
         if now - changed >= limit_s:
             raise error(failed(holder(path)))
-        if not said and now - begin >= silent_s:
+        if not said and now >= silent_s:
             say(waiting(holder(path)))
             said = True
         time.sleep(POLL_S)

@@ -57,7 +57,7 @@ class Lease:
         self._record, self._etag = record, etag
         self._renewed, self._trouble = began, ""
         self._lost: str | None = None
-        self._over = threading.Event()
+        self._over, self._renewing = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._renew_until_over, name="lease", daemon=True)
 
     @classmethod
@@ -157,6 +157,8 @@ class Lease:
     def check(self) -> None:
         """Call it before a write without a condition. Raises LeaseLostError if another process has taken the lease, or
         may have, because it was not renewed for 60 s."""
+        if self._lost is None and self.age_s >= STALE_S and not self._trouble:
+            self._renew()  # this process did not run: the store says whether the lease is still its own
         if self._lost is not None:
             raise LeaseLostError(self._lost)
         if self.age_s >= STALE_S:
@@ -184,13 +186,18 @@ class Lease:
 
     def _renew_until_over(self) -> None:
         while not self._over.wait(max(POLL_S, RENEW_S - self.age_s)):
+            self._renew()
+            if self._lost is not None:
+                return
+
+    def _renew(self) -> None:
+        with self._renewing:
             began = time.monotonic()
             try:
                 self._write(released=False)
             except (StorePreconditionError, StoreNotFoundError):
                 self._lost = self._taken()
                 logger.error("%s", self._lost)
-                return
             except StoreError as error:  # try again: the lease is still ours unless another process can take it
                 self._trouble = str(error)
             else:

@@ -43,6 +43,11 @@ LOST = (
     f"Ray was lost: the head of its cluster has not answered for {LOST_S:g} s, or it has ended on this machine. All "
     "results are kept: once Ray is there again the same command goes on, trials from their checkpoints"
 )
+GOES_ON = "All results are kept: the same command goes on"
+FOLDER_LOST = (
+    "the folder of the sweep's Ray, {}, was removed, so no more trials can begin: name a folder that nothing cleans up "
+    f"(TMPDIR). {GOES_ON}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,8 @@ class Controller:
 
     sweep: Sweep
     decisions: Decisions
+    ray_folder: Path | None
+    """The folder of a Ray of the sweep's own."""
     task_of: Callable[[int, Params, int], Item]
     options: SweepOptions
     journal: Journal
@@ -73,6 +80,8 @@ class Controller:
     _hours_spent: bool = field(init=False, default=False)
     _ending: Ending | None = field(init=False, default=None)
     """Why running trials were asked to end."""
+    _last: Ending | None = field(init=False, default=None)
+    """Why no more trials begin, while running ones go on to their ends."""
 
     def run(self) -> Ending:
         """Run until every trial has ended, or was asked to end; returns the reason."""
@@ -83,6 +92,7 @@ class Controller:
             if self.executor.is_lost:
                 return Ending(code=EXIT_PREFLIGHT, reason=LOST)
             self._look_at_clock()
+            self._look_at_ray()
             self._submit()
             if not self.executor.running:
                 return self._ended()
@@ -118,7 +128,7 @@ class Controller:
 
     def _submit(self) -> None:
         """Keep as many trials running as there are workers."""
-        while self._ending is None and not self._hours_spent and len(self.executor.running) < self.options.workers:
+        while self._may_begin and len(self.executor.running) < self.options.workers:
             if self._queue:
                 trial, attempt, losses = self._queue.popleft()
             elif (event := self.decisions.next()) is not None:
@@ -131,6 +141,24 @@ class Controller:
                 self.kept.forget(trial)
             task = self.task_of(trial, self._history.trials[trial].params, attempt)
             self.executor.submit(trial, attempt, losses, task)
+
+    @property
+    def _may_begin(self) -> bool:
+        return self._ending is None and self._last is None and not self._hours_spent
+
+    def _look_at_ray(self) -> None:
+        """Begin no more trials where the folder of the sweep's own Ray is gone: Ray would never start them."""
+        if self.ray_folder is not None and self._last is None and not self.ray_folder.exists():
+            self._begin_no_more(Ending(code=EXIT_PREFLIGHT, reason=FOLDER_LOST.format(self.ray_folder)))
+
+    def _begin_no_more(self, ending: Ending) -> None:
+        """Let trials that run go on to their ends; those that wait for Ray are left to the next start."""
+        if self._last is None:
+            self._last = ending
+            self.log(ending.reason)
+        for attempt in self.executor.running:
+            if not attempt.heard and attempt.cancel_reason is None:
+                self.executor.cancel(attempt, "drain")
 
     def _look_at_clock(self) -> None:
         """Pause all where the time of the search is over."""
@@ -149,6 +177,8 @@ class Controller:
             self._gone(attempt)
         elif attempt.cancel_reason == "ended":
             return
+        elif name == "note":
+            self.log(f"trial {trial}: {event['text']}")
         elif name == "start":
             self._write("start", trial, attempt=attempt.attempt, node=event.get("node"), pid=event["pid"])
         elif name == "report":
@@ -165,11 +195,19 @@ class Controller:
         elif name == "fail":
             self._write_failure(trial, event["kind"], event["reason"], event.get("log"))
             self.executor.await_exit(attempt)
-        elif name == "lost":
+        else:
+            self._has_not_run(attempt, name, event)
+
+    def _has_not_run(self, attempt: Attempt, name: str, event: Mapping[str, Any]) -> None:
+        """Act on a trial that ended by no fault of its own."""
+        if name == "lost":
             self._lost(attempt, event["reason"])
         elif name == "exhausted":
             self.decisions.exhausted = event["reason"]
             self.executor.await_exit(attempt)
+        elif name == "unserved":
+            self.executor.await_exit(attempt)
+            self._begin_no_more(Ending(code=EXIT_PREFLIGHT, reason=f"{event['reason']}. {GOES_ON}"))
         elif name == "fatal":
             self._drain(Ending(code=1, reason=event["reason"]))
 
@@ -295,8 +333,8 @@ class Controller:
             )
 
     def _ended(self) -> Ending:
-        if self._ending is not None:
-            return self._ending
+        if (ending := self._ending or self._last) is not None:
+            return ending
         trials, failed = len(self._history.trials), self._history.count("failed")
         if failed and self._history.best is None:
             return Ending(code=1, reason=f"none of {trials} trials gave a value: {failed} failed")
@@ -333,7 +371,9 @@ def run_sweep(
         run: the body of a trial: a generator function that Ray's workers can import. It yields {"start": {"pid"}},
             {"report": {"step", "value"}}, and last one of {"result": {"value", "params", "stopped", "more"}} (all but
             the value may be missing), {"fail": {"kind", "reason", "log"}}, {"lost": {"reason"}} (run it again),
-            {"exhausted": {"reason"}} (there are no more trials) and {"fatal": {"reason"}} (none can run as things are).
+            {"exhausted": {"reason"}} (there are no more trials), {"unserved": {"reason"}} (it was given no parameters,
+            and later ones would be given none) and {"fatal": {"reason"}} (none can run as things are); {"note":
+            {"text"}} is a line for people.
             It ends soon after a KeyboardInterrupt, or when it is closed.
         task_of: what `run` is called with, for a trial, its parameters, and its attempt (0, 1, …).
         options: how.
@@ -362,28 +402,30 @@ def run_sweep(
             sweep, options.sweep_seed, journal.history, make_engine,
             count=options.count, max_steps=options.max_steps_total,
         )  # fmt: skip
-        with _ray(options, resources) as ray, SignalPipe(log) as signals:
+        with _ray(options, resources, log) as (ray, folder), SignalPipe(log) as signals:
             check_room(ray.nodes(), resources)
             with RayExecutor(ray, run, resources) as executor:
                 return Controller(
                     sweep=sweep, decisions=decisions, task_of=task_of, options=options, journal=journal,
-                    executor=executor, signals=signals, kept=kept, on_change=on_change, log=log,
+                    ray_folder=folder, executor=executor, signals=signals, kept=kept, on_change=on_change, log=log,
                 ).run()  # fmt: skip
 
 
 @contextmanager
-def _ray(options: SweepOptions, resources: Mapping[str, float]) -> Iterator[Any]:
-    """Ray, of its own or the cluster's."""
+def _ray(
+    options: SweepOptions, resources: Mapping[str, float], log: Callable[[str], None]
+) -> Iterator[tuple[Any, Path | None]]:
+    """Ray, of the sweep's own with its folder, or the cluster's."""
     if options.ray_address is None:
         cores = os.cpu_count() or 1
         if resources["CPU"] > cores:
             raise UserError(f"a trial needs {resources['CPU']:g} CPU (`resources`), and this machine has {cores}")
-        with local_ray(options.workers, resources["CPU"]) as ray:
-            yield ray
+        with local_ray(options.workers, resources["CPU"], log) as (ray, folder):
+            yield ray, folder
         return
     with ExitStack() as held:
         try:
             ray = held.enter_context(connected(options.ray_address, insecure=options.insecure))
         except (ValueError, ClusterError) as error:
             raise type(error)(str(error).replace("--address", "--ray_address", 1)) from error
-        yield ray
+        yield ray, None

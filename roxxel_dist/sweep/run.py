@@ -274,7 +274,8 @@ def search(run: SweepRun, write_page: WritePage) -> int:
                 )  # fmt: skip
         except (ClusterError, UserError) as error:
             # Nothing is left of a first start in which nothing ran.
-            if run.created is not None and run.server is None and not run.history().trials:
+            began = any(trial.attempts for trial in run.history().trials.values())
+            if run.created is not None and run.server is None and not began:
                 run.study.rollback(run.created)
                 if run.bucket is not None:
                     run.bucket.rollback()

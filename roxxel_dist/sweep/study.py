@@ -80,6 +80,16 @@ def flat(params: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return values
 
 
+class _LeftOut:
+    """Instead of the value of a parameter that a trial does not have, because `when` left it out; null is a value."""
+
+    def __str__(self) -> str:
+        return "-"
+
+
+LEFT_OUT = _LeftOut()
+
+
 def short(value: Any) -> str:
     """A value for people."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -49,7 +49,7 @@ def _command(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
     params = _parameters(words)
     if path := env.get("WANDB_SWEEP_PARAM_PATH"):
         items = {name: item["value"] for name, item in load_yaml(path).items() if isinstance(item, Mapping)}
-        params |= {name: value for name, value in items.items() if not name.startswith("_")}  # `_wandb` is the client's
+        params |= {name: value for name, value in items.items() if not _is_clients(name)}
     config_file = params.pop("config", None) or env.get(CONFIG_ENV)
     if config_file is None and Path(DEFAULT_CONFIG).exists():
         config_file = DEFAULT_CONFIG
@@ -69,25 +69,53 @@ def _command(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
 
 
 def _parameters(words: Sequence[str]) -> dict[str, Any]:
-    """Names and values of `--name=value`, `--name value`, `name=value`, and `--name` for true; values as in YAML."""
-    import yaml
+    """Names and values of the words that W&B's agent makes of parameters, by any of its macros; values as in YAML.
 
-    def value_of(text: str) -> Any:
-        return None if text == "None" else yaml.safe_load(text)
-
-    params: dict[str, Any] = {}
+    The words are `--name=value`, `--name value`, `name=value`, `+name=value`, `--name` for true, and a JSON object or
+    the path of a file with one.
+    """
+    texts: dict[str, Any] = {}
     waiting: str | None = None
     for word in words:
-        name, equals, value = word.lstrip("-").partition("=")
-        if waiting is not None and not word.startswith("--") and not equals:
-            params[waiting], waiting = value_of(word), None
+        name, equals, value = word.lstrip("-+").partition("=")
+        names = bool(equals) and name.replace(".", "_").isidentifier()
+        if waiting is not None and not word.startswith("--") and not names:
+            texts[waiting], waiting = word, None
+        elif word.startswith("{"):
+            texts |= _object_in(word)
+        elif word.endswith(".json") and Path(word).is_file():
+            texts |= _object_in(Path(word).read_text(encoding="utf-8"))
         elif equals:
-            params[name], waiting = value_of(value), None
+            texts[name], waiting = value, None
         elif word.startswith("--"):
-            params[name], waiting = True, name
+            texts[name], waiting = True, name
         else:
             raise UserError(f"{word!r} is no parameter: write --name=value")
-    return params
+    return {name: _value_of(name, text) for name, text in texts.items() if not _is_clients(name)}
+
+
+def _is_clients(name: str) -> bool:
+    """Whether W&B has put this among the parameters: `_wandb` of a run that is handed out again, `wandb_version`."""
+    return name.startswith("_") or name == "wandb_version"
+
+
+def _object_in(word: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(word))
+    except ValueError as error:
+        raise UserError(f"{word!r} is no JSON object of parameters ({error})") from error
+
+
+def _value_of(name: str, text: Any) -> Any:
+    """The value of a word: as in YAML, and None as Python writes it."""
+    import yaml
+
+    if not isinstance(text, str) or text == "None":
+        return None if text == "None" else text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"--{name}={text}: this is no value in YAML ({' '.join(str(error).split())})") from error
 
 
 def _folder(env: Mapping[str, str]) -> Path:

@@ -17,7 +17,7 @@ class StudyState:
 
     study: Study
     state: str
-    """"searching", or "stopped"."""
+    """"searching", "finished" (nothing is left to do), or "stopped"."""
     workers: int
     """The number of running trials."""
     began: float | None
@@ -54,12 +54,20 @@ def state_of(study: Study) -> StudyState:
     longest = max((_steps(trial) for trial in trials if trial.state == "done"), default=None)
     return StudyState(
         study=study,
-        state="searching" if held else "stopped",
+        state="searching" if held else "finished" if _is_finished(study) else "stopped",
         workers=len(running),
         began=min((trial.began for trial in trials if trial.began), default=None),
         left_s=_left(study, running) if held else None,
         steps_left=None if longest is None else sum(max(0, longest - _steps(trial)) for trial in running),
     )
+
+
+def _is_finished(study: Study) -> bool:
+    """Whether every trial that was asked for has ended, one with a value, and no more trials are known to come."""
+    history, sweep = study.history, study.sweep
+    grid = sweep.space.size if (history.method or sweep.method) == "grid" else None
+    count = min((n for n in (sweep.run_cap, grid) if n is not None), default=0)
+    return history.best is not None and not (history.running or history.paused) and len(history.trials) >= count
 
 
 def _left(study: Study, running: list[Trial]) -> float | None:

@@ -134,6 +134,25 @@ def test_a_process_that_was_stopped_for_too_long_notices_that_another_has_it(hol
         lease.check()
 
 
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_lease_that_was_not_renewed_in_time_is_asked_for_before_it_is_given_up(url, monkeypatch, taken):
+    """The first thing that runs in a process that goes on after a stop may be a check, and not a renewal."""
+    monkeypatch.setattr(lease_module, "RENEW_S", 600.0)
+    monkeypatch.setattr(lease_module, "STALE_S", 0.5)
+    with take(url) as lease:
+        store = ObjectStore.open(url)
+        record = json.loads(store.read("it.lease"))
+        if taken:
+            store.write("it.lease", json.dumps({**record, "id": "another", "host": "elsewhere"}).encode())
+        wait_for(lambda: lease.age_s >= lease_module.STALE_S)
+        if taken:
+            with pytest.raises(LeaseLostError, match="was taken away"):
+                lease.check()
+        else:
+            lease.check()
+            assert json.loads(store.read("it.lease"))["renewals"] == record["renewals"] + 1
+
+
 def test_whoever_has_lost_it_is_told(url):
     with take(url) as lease:
         store = ObjectStore.open(url)

@@ -124,6 +124,20 @@ def test_a_server_without_more_trials_ends_the_sweep(study):
     assert [trial.params for trial in study.history.trials.values()][:3] == [{"x": 0.0}, {"x": 0.1}, {"x": 0.2}]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_server_that_is_away_ends_the_sweep_without_failed_trials(study, workers):
+    ending = study.run(trial_bodies.unserved, count=4, workers=workers)
+    assert (ending.code, ending.reason) == (
+        69,
+        "the server gave no trial. All results are kept: the same command goes on",
+    )
+    assert "trial 2: the server is away" in study.said
+    assert (study.ends(), study.of("fail")) == ([0, 1], [])
+    (study.path / "back").touch()
+    ending = study.run(trial_bodies.unserved, count=4, workers=workers)
+    assert (ending.code, study.ends(), study.of("fail")) == (0, [0, 1, 2, 3], [])
+
+
 def test_a_space_that_is_used_up_ends_the_sweep(study):
     sweep = {"method": "grid", "parameters": {"x": {"values": [0.25, 0.5, 0.75]}}}
     ending = study.run(trial_bodies.square, sweep, count=9, workers=2)

@@ -22,7 +22,7 @@ import psutil
 from roxxel_dist.sweep.execution.local_ray import local_ray
 before = dict(os.environ)
 for _ in range(2):
-    with local_ray(3, 0.5) as ray:
+    with local_ray(3, 0.5, print) as (ray, _):
         assert ray.get(ray.remote(lambda: 3).remote(), timeout=60) == 3
         assert ray.cluster_resources()["CPU"] == 2
         mine = [psutil.Process(), *psutil.Process().children(recursive=True)]
@@ -105,6 +105,29 @@ def test_what_a_killed_driver_left_is_taken_away_and_nothing_that_is_somebodys(t
         assert {path.name for path in temporary.iterdir()} == {held.name, other.name}
     sweep_leftovers()
     assert [path.name for path in temporary.iterdir()] == [other.name]
+
+
+@pytest.mark.cluster
+def test_a_sweep_whose_ray_has_no_folder_any_more_ends_with_its_running_trials(study, temporary):
+    driver = study.start("leaves", count=3, workers=1)
+    until((study.path / "up.0").exists, "the trial")
+    (folder,) = temporary.glob(f"{PREFIX}*")
+    folder.rename(temporary / "cleaned")
+    (study.path / "go").touch()
+    said, _ = driver.communicate(timeout=LIMIT_S)
+    assert driver.returncode == 69, said
+    assert f"the folder of the sweep's Ray, {folder}, was removed, so no more trials can begin: name a folder" in said
+    assert (study.ends(), study.of("fail")) == ([0], [])
+    (temporary / "cleaned").rename(folder)  # for its processes, which end
+
+
+@pytest.mark.cluster
+def test_a_ray_that_does_not_start_is_started_again_and_names_the_fix(study, temporary, monkeypatch):
+    monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "0")
+    driver = study.start("leaves", count=1)
+    said, _ = driver.communicate(timeout=2 * LIMIT_S)
+    assert "it is started once more" in said
+    assert "set RAY_gcs_server_port_wait_time_s to more than 0 s, or use a cluster that runs (--ray_address)" in said
 
 
 @pytest.mark.cluster

@@ -12,8 +12,9 @@ from trials import program, split, task
 
 from roxxel_dist.sweep.execution import trial as trial_module
 from roxxel_dist.sweep.execution.trial import run
-from roxxel_dist.sweep.wandb_bridge.program import WandbTail, command_of, expand
+from roxxel_dist.sweep.wandb_bridge.program import command_of, expand
 from roxxel_dist.sweep.wandb_bridge.run_file import BLOCK, PIECE, WandbFile
+from roxxel_dist.sweep.wandb_bridge.tail import WandbTail
 
 PARAMS = {"lr": 0.001, "deep": True, "wide": False, "name": "a b", "nested": {"a": 1}}
 LOGS = """
@@ -99,7 +100,7 @@ def test_the_objective_is_what_it_logs(tmp_path):
     assert reports == [(0, 2.25), (1, 1.25), (2, 0.25), (3, 1.25)]
     assert last["result"]["value"] == 0.25
     assert (last["result"]["more"]["steps"], last["result"]["more"]["train_loss"]) == (3, 0.25)
-    reader = WandbTail(tmp_path / "study" / "trials" / "0", "only")
+    reader = WandbTail(tmp_path / "study" / "trials" / "0", "only", tmp_path)
     assert reader.read() == []
     assert reader.read(last=True) == [(3, 7.5)]
     assert {"only", "args", "score.val"} <= reader.names

@@ -4,21 +4,24 @@ import json
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import yaml
 from browser import data_of
-from made_study import SWEEP, loss, made_study
+from made_study import EVERY_KIND, SWEEP, every_kind, loss, made_study
 
 from roxxel_dist.cli import main
 from roxxel_dist.config import Config
 from roxxel_dist.sweep.journal import History, Trial
 from roxxel_dist.sweep.live_view import LiveView
 from roxxel_dist.sweep.report.importance import importances
-from roxxel_dist.sweep.report.plots import draw, draw_ablations, median_curve, plot_scale
+from roxxel_dist.sweep.report.plots import draw, draw_ablations, limits, median_curve, plot_scale, shortened
 from roxxel_dist.sweep.report.text import as_json, table, varied, write_best_config
 from roxxel_dist.sweep.samplers import gp, make
 from roxxel_dist.sweep.space.distributions import distribution
 from roxxel_dist.sweep.space.sweep_file import sweep_of
-from roxxel_dist.sweep.study import Study, flat, read_study
+from roxxel_dist.sweep.study import LEFT_OUT, Study, flat, read_study
+from roxxel_dist.view.study import state_of
 from roxxel_dist.view.web.report import write_study
 
 NAMES = ["dim", "use_moe", "optimizer", "lr"]
@@ -217,14 +220,85 @@ def test_a_parameter_that_no_ended_trial_has_is_not_drawn(tmp_path):
         ([True, False], ("False", "True"), False),
         ([1e-5 * 2**i for i in range(13)], None, True),
         ([1 + i / 10 for i in range(13)], None, False),
-        ([1, None, 2], ("1", "2"), False),
+        ([1, LEFT_OUT, 2], ("1", "2"), False),
+        ([3, None, 1], ("1", "3", "None"), False),
+        ([None, "a", True, 2, [1, 2]], ("2", "None", "True", "[1, 2]", "a"), False),
+        ([None, *range(20)], (*map(str, range(20)), "None"), False),
+        ([None, None], ("None",), False),
     ],
 )
 def test_axes(values, names, is_log):
+    """Null is a value as any other; a parameter that `when` leaves out has none."""
     found = plot_scale("x", values)
     assert (found.names, found.is_log) == (names, is_log)
-    assert found.position(None) is None
-    assert all(found.position(value) is not None for value in values if value is not None)
+    assert found.position(LEFT_OUT) is None
+    there = [value for value in values if value is not LEFT_OUT]
+    assert all(found.position(value) is not None for value in there)
+    assert [bool(np.isnan(height)) for height in found.heights(values)] == [value is LEFT_OUT for value in values]
+    assert len(found.ticks(values)) <= 24
+
+
+@pytest.mark.parametrize(
+    ("values", "ends"),
+    [
+        ([2.0, 2.1, 2.2, 1e30], (2.0, 2.2)),
+        ([-1e30, 2.0, 2.1, 2.2, 2.3], (2.0, 2.3)),
+        ([2.0, 2.1, 2.2, 2.5, 6.0], (2.0, 6.0)),  # a poor one is none
+        ([1.0, 1.0, 1.0, 2.0], (1.0, 2.0)),
+        ([1.0, 1.0], (1.0, 1.0)),
+        ([1.0, 9.0], (1.0, 9.0)),
+        ([5.0], (5.0, 5.0)),
+    ],
+)
+def test_one_value_far_away_does_not_flatten_an_axis(values, ends):
+    assert limits(values) == ends
+
+
+def test_names_that_begin_alike_are_shortened_in_their_middle():
+    names = [f"optimizer.schedule.of_the_learning_rate.number_{i:02}" for i in range(3)]
+    short = [shortened(name, 28) for name in names]
+    assert (len({*short}), {len(name) for name in short}) == (3, {28})
+    assert shortened("lr", 28) == "lr"
+
+
+def test_a_study_whose_trials_have_all_ended_is_finished(tmp_path):
+    path = every_kind(tmp_path / "study")
+    assert state_of(read_study(path)).state == "finished"
+    with (path / "journal.jsonl").open("a") as journal:
+        asked = {"event": "ask", "time": 1.0, "trial": 12, "params": {}, "point": []}
+        journal.write(json.dumps(asked) + "\n")
+    assert state_of(read_study(path)).state == "stopped"  # one is to go on
+    capped = yaml.safe_load((path / "study.yaml").read_text()) | {"run_cap": 20}
+    (tmp_path / "capped").mkdir()
+    every = every_kind(tmp_path / "capped" / "study")
+    (every / "study.yaml").write_text(yaml.safe_dump(capped))
+    assert state_of(read_study(every)).state == "stopped"  # more are to come
+    nothing = every_kind(tmp_path / "nothing", 0)
+    assert state_of(read_study(nothing)).state == "stopped"
+
+
+def test_pictures_of_values_of_every_kind(tmp_path):
+    """Null, texts, truth values, lists and nested names are curves and points as numbers are, of every trial."""
+    from matplotlib.axes import Axes
+
+    values, path = EVERY_KIND, every_kind(tmp_path / "study")
+    study = read_study(path)
+    assert {*varied(study)} == {*values, "lr"}
+    with pytest.MonkeyPatch.context() as patch:
+        labels, points = noted_labels(patch), []
+        scatter = Axes.scatter
+
+        def noted(axes, x, *more, **how):
+            points.append(np.size(x))
+            return scatter(axes, x, *more, **how)
+
+        patch.setattr(Axes, "scatter", noted)
+        pictures = draw(study, tmp_path / "report", {})
+    assert points.count(12) == 2 + len(values)  # of the trials in their order, and over each parameter
+    for name, given in values.items():
+        for value in given:
+            assert any(label.startswith(f"{name} {value}: median of ") for label in labels), (name, value)
+    assert {"by_warmup_steps.png", "by_deep.png"} <= {picture.name for picture in pictures}
 
 
 def test_the_middle_of_lines_that_end_early():

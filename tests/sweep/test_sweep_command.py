@@ -238,13 +238,23 @@ def test_a_cluster_that_does_not_answer_leaves_nothing_behind(desk, sweep, monke
     assert sorted(desk.rglob("*")) == before
 
 
-def test_a_first_start_that_was_refused_can_be_mended(desk, sweep, monkeypatch):
+@pytest.mark.parametrize(
+    ("resources", "said"),
+    [
+        ("none_such: 1", "0 none_such"),
+        ("CPU: 0.00001", "resources"),  # finer than Ray counts
+        ("slot: 0.00001", "resources"),
+        ("GPU: 1.5", "resources"),  # Ray divides one GPU alone
+    ],
+)
+def test_a_first_start_that_was_refused_can_be_mended(desk, sweep, monkeypatch, resources, said):
     monkeypatch.setattr(controller, "connected", process_ray.connected)
-    (desk / "more.yaml").write_text("resources: {none_such: 1}")
+    (desk / "more.yaml").write_text(f"resources: {{{resources}}}")
     words = ("--extras", "more.yaml", "--count", 1, "--ray_address", process_ray.ADDRESS)
     code, _, err = sweep(*words)
     assert code == 2, err
-    assert "0 none_such" in err
+    assert said in err.splitlines()[-1]
+    assert "Traceback" not in err
     assert not (desk / "studies").exists()
     (desk / "more.yaml").write_text("resources: {CPU: 1}")
     code, _, err = sweep(*words, "--dry_run", "--procs_per_host", 2)

@@ -62,6 +62,21 @@ def done(study):
     return list(run(task(study, params={"lr": 1e-3, "warmup_steps": 200})))
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_trial_that_goes_on_without_its_checkpoint_says_that_it_starts_again(study, kept):
+    """As one that was paused, whose checkpoints were deleted by hand."""
+    number = 40 + kept
+    checkpoints = study / "trials" / str(number) / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    if kept:
+        (checkpoints / "6").mkdir()
+    events = run(endless(study, number, attempt=1))
+    first = next(events)
+    events.close()
+    note = {"note": {"text": f"it starts from step 1 again: there is no checkpoint in {checkpoints}"}}
+    assert (first == note) == (not kept)
+
+
 def test_a_trial_reports_every_validation_and_then_its_best(study, done):
     pid, reports, last = split(done)
     assert pid is not None

@@ -14,6 +14,7 @@ from trials import program, split, task
 from wandb_sweeps import SweepServer
 
 from roxxel_dist.sweep.execution.trial import run
+from roxxel_dist.sweep.wandb_bridge import server as module
 from roxxel_dist.sweep.wandb_bridge.server import agent_trial
 
 ROOT = Path(__file__).parent.parent.parent
@@ -127,6 +128,11 @@ def test_wandb_sweep_and_wandb_agent_work_from_the_shell(tmp_path, server, env):
     (folder,) = tmp_path.glob("runs/sweep_*/*")
     assert folder.name == run_id
     assert json.loads((folder / "wandb.json").read_text())["id"] == run_id
+    # A run that is handed out again is the same one, whatever the client has put among its parameters.
+    server.resume = run_id
+    wandb("agent", "--count", 1, path, cwd=tmp_path, env=env)
+    assert server.resume is None
+    assert (server.runs[run_id].exit_code, [path.name for path in tmp_path.glob("runs/sweep_*/*")]) == (0, [run_id])
     # The heads of the base config gave way.
     assert yaml.safe_load((folder / "trial.yaml").read_text())["head_size"] is None
 
@@ -177,6 +183,27 @@ def test_a_cancelled_trial_of_the_servers_leaves_nothing(tmp_path, server, env):
     events.close()
     assert gone(pid)
     assert not [name for name in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path / "own.py") in _read(name)]
+
+
+@pytest.mark.long
+def test_a_server_that_gives_nothing_or_goes_away_is_named(tmp_path, server, env, monkeypatch):
+    """A sweep that is paused there is waited for; a server that is gone is asked again, and then given up."""
+    monkeypatch.setattr(module, "GIVES_NOTHING_S", 0.5)
+    monkeypatch.setattr(module, "PAUSES_S", (0.1,))
+    path = own_sweep(tmp_path, env, "end")
+    (sweep,) = server.sweeps.values()
+    sweep.state = "PAUSED"
+    events = []
+    for event in agent_trial(agent_task(tmp_path, env, path)):
+        events.append(event)
+        sweep.state = "RUNNING" if "note" in event else sweep.state
+    assert f"the W&B server gives no trial: {path} is paused there, or busy" in str(events[1])
+    assert "result" in events[-1]
+    server.close()
+    *events, last = agent_trial(agent_task(tmp_path, env, path, trial=1))
+    assert last["unserved"]["reason"].endswith("asked 2 times")
+    assert [next(iter(event)) for event in events].count("start") == 1
+    assert "it is asked again in 0.1 s" in str(events)
 
 
 def test_a_sweep_that_is_not_there_is_named(tmp_path, server, env):

@@ -13,7 +13,7 @@ from browser import CHROMIUM, DESK, PHONE, Browser
 from commands import command, environment, wait_for
 from job_desk import LIMIT_S
 from made_rows import made_run
-from made_study import made_study
+from made_study import EVERY_KIND, every_kind, made_study
 from ranks import RANK
 from runs import train
 from served_page import serve
@@ -190,6 +190,39 @@ def test_a_study(browser, place):
         assert len(browser.find(".parallel polyline.out")) == 35 - chosen
         axis.send_keys(Keys.DELETE)
         browser.wait(lambda: len(browser.find("tbody tr")) == 40, "all trials")
+
+
+def test_a_study_with_values_of_every_kind(browser, tmp_path):
+    """Null is a value, one trial far away flattens nothing, rates have a logarithmic axis, and nothing scrolls."""
+    path = every_kind(tmp_path / "study")
+    with serve(path) as server:
+        browser.open(server.link)
+        browser.wait(lambda: len(browser.find(".parallel polyline")) == 12, "a line a trial")
+        axes = {axis.get_attribute("aria-label"): axis for axis in browser.find(".parallel .axis")}
+        assert len(axes) == len(EVERY_KIND) + 2  # the rate and the loss too
+        lines = [line.get_attribute("points").split() for line in browser.find(".parallel polyline")]
+        assert {len(points) for points in lines} == {len(axes)}
+        ends = [float(points[-1].split(",")[1]) for points in lines]
+        assert len({*ends}) == 11  # all others are apart, and it is beside the worst of them
+        ticks = axes["Band of warmup_steps"].text.split()
+        assert {"null", "1", "3"} <= {*ticks}
+        middle = axes["Band of lr"].text.split()[3]
+        assert float(middle) == pytest.approx((3.88e-4 * 0.00299) ** 0.5, rel=0.01)
+        assert "finished" in browser.text()
+        assert browser.run(
+            "return [...document.querySelectorAll('.chart .scroll')].every((one) => one.clientWidth >= 600)"
+        )
+
+
+def test_three_axes_need_no_scroll_bar(browser, place):
+    with serve(place / "study") as server:
+        browser.open(server.link)
+        box = "document.querySelector('.parallel').parentElement"
+        fits = f"return {box}.scrollWidth <= {box}.clientWidth"
+        for size in ((1300, 900), (1200, 900), (1400, 900)):
+            browser.look_like(size, "light")
+            browser.wait(lambda: browser.find(".parallel polyline") and browser.run(fits), f"no scroll bar at {size}")
+        browser.look_like(DESK)
 
 
 def test_a_job_whose_rank_is_stopped_and_which_is_restarted(browser, tmp_path, monkeypatch):

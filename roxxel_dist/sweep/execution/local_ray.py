@@ -8,7 +8,7 @@ import secrets
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,12 +20,16 @@ from roxxel_dist.launcher.backends.ray.cluster import ClusterError, ray_variable
 
 PREFIX = "roxxel-ray-"
 HELD = "held"
+FOLDERS = ("ray", "ra2")
+"""Of the two tries to start it."""
 TOKEN = secrets.token_hex(32)
 """Of all that this process starts: Ray keeps the first token that a process has used."""
 LONGEST = 40
 """Characters of the temporary directory: Ray makes sockets some 63 characters below it, and 107 are the most."""
 STORE_BYTES = 80_000_000
 """Ray's least is 75 MB; trials send numbers."""
+WAIT_ENV, WAIT_S = "RAY_gcs_server_port_wait_time_s", 120
+"""Ray's variable for the seconds that its head may take to start, and what it is here; Ray gives it 30."""
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
@@ -39,8 +43,8 @@ ENVIRONMENT = {
 
 
 @contextmanager
-def local_ray(workers: int, cpus: float) -> Iterator[Any]:
-    """The module ray, with a new cluster that has room for so many trials of so many CPUs.
+def local_ray(workers: int, cpus: float, log: Callable[[str], None]) -> Iterator[tuple[Any, Path]]:
+    """The module ray, with a new cluster that has room for so many trials of so many CPUs, and the cluster's folder.
 
     Its ports accept only clients with the token, which is in its directory, readable for this user alone.
 
@@ -49,8 +53,11 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
     if find_spec("ray") is None:
         raise UserError(f"Ray is not installed: {pip_install('sweep')}")
     sweep_leftovers()
-    handler = signal.getsignal(signal.SIGTERM)
-    with _held_folder() as folder, ray_variables({**ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(folder / "token")}):
+    handler, wait = signal.getsignal(signal.SIGTERM), os.environ.get(WAIT_ENV, str(WAIT_S))
+    with (
+        _held_folder() as folder,
+        ray_variables({**ENVIRONMENT, WAIT_ENV: wait, "RAY_AUTH_TOKEN_PATH": str(folder / "token")}),
+    ):
         (folder / "token").touch(mode=0o600)
         (folder / "token").write_text(TOKEN)
         os.environ.pop("RAY_AUTH_TOKEN", None)
@@ -59,8 +66,14 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
         if ray.is_initialized():
             raise UserError("this process has a Ray already: end it first (ray.shutdown())")
         try:
-            _start(ray, folder, max(1, math.ceil(workers * cpus)))
-            yield ray
+            first, second = (folder / name for name in FOLDERS)
+            try:
+                _start(ray, first, max(1, math.ceil(workers * cpus)))
+            except ClusterError as error:
+                log(f"Ray did not start on this machine ({error.__cause__}): it is started once more")
+                ray.shutdown()
+                _start(ray, second, max(1, math.ceil(workers * cpus)))
+            yield ray, folder
         finally:
             ray.shutdown()
             with suppress(ValueError):  # not in the main thread: Ray has left it alone
@@ -68,6 +81,7 @@ def local_ray(workers: int, cpus: float) -> Iterator[Any]:
 
 
 def _start(ray: Any, folder: Path, cpus: int) -> None:
+    """Start Ray, with its files in a folder. Raises ClusterError."""
     # Its processes inherit what is blocked. A terminal that is closed tells all of its processes, and those of Ray
     # would end before their driver has told its trials to save.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
@@ -80,11 +94,15 @@ def _start(ray: Any, folder: Path, cpus: int) -> None:
             log_to_driver=False,
             configure_logging=False,
             logging_level=logging.ERROR,
-            _temp_dir=str(folder / "ray"),  # Ray lets everybody write to it
+            _temp_dir=str(folder),  # Ray lets everybody write to it
             _node_ip_address="127.0.0.1",
         )
     except Exception as error:  # a bare one, where its processes took too long
-        raise ClusterError(f"Ray does not start on this machine: {error}") from error
+        why = " ".join(str(error).split())
+        raise ClusterError(
+            f"Ray does not start on this machine ({why}): start the sweep again when the machine has less to do, set "
+            f"{WAIT_ENV} to more than {os.environ[WAIT_ENV]} s, or use a cluster that runs (--ray_address)"
+        ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

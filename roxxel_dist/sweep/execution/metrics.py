@@ -64,6 +64,16 @@ class MetricsTail:
             reports, self._first = (self._first if counts else []) + reports, []
         return reports
 
+    @property
+    def problem(self) -> str | None:
+        """Why the run has no value that can be relied on; None where it may have one."""
+        return None
+
+    def missing(self) -> str:
+        """What the run logged instead of the metric, and what to change."""
+        logged = f"it logged {', '.join(sorted(self.names))}" if self.names else "it logged nothing"
+        return f"{logged}; name one of those under `metric`, or log {self._metric!r}"
+
     def _add(self, step: int, row: Mapping[str, Any], value: float | None) -> list[Report]:
         """Keep a row; the report in it, unless its step was reported: a run goes back to its checkpoint."""
         self._rows.setdefault(step, {}).update(row)

@@ -1,7 +1,6 @@
 """The outcome of a trial's program: whose fault its end was, and the line that says why."""
 
 import re
-from collections.abc import Collection
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FILES, EXIT_HANG, EXIT_PREFLIGHT
 
@@ -76,11 +75,3 @@ def last_words(output: str) -> str:
         if error := next((line for line in after if line and not line[0].isspace()), ""):
             return error
     return next((line.removeprefix(OURS) for line in reversed(lines) if line.strip()), "")
-
-
-def unreported(metric: str, names: Collection[str]) -> str:
-    """The reason of a trial that ended well and never logged the metric."""
-    logged = f"it logged {', '.join(sorted(names))}" if names else "it logged nothing"
-    return (
-        f"the trial ended and never reported {metric!r}: {logged}; name one of those under `metric`, or log {metric!r}"
-    )

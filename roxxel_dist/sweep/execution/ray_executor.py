@@ -11,13 +11,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
 from types import TracebackType
 from typing import Any, Literal
 
+from roxxel_dist.cluster.awake_clock import AwakeClock
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.ray.cluster import amounts, capacities
 from roxxel_dist.launcher.jobs.record import Process, is_alive, this_process
@@ -32,6 +33,8 @@ GET_S = 0.5
 """Seconds to wait for a value before signals are checked; then the wait continues."""
 ASK_S, LOST_S = 2.0, 30.0
 """How often the cluster is asked whether it is there, and after how long without an answer it is lost."""
+LOOK_S = 1.0
+"""How often a worker reads the clock while a trial ends."""
 CancelReason = Literal["stop", "pause", "drain", "ended"]
 
 
@@ -105,14 +108,14 @@ def _watch(wakes: int, driver: Mapping[str, Any], over: threading.Event) -> None
     pidfd = _pidfd(process) if (process.boot, driver["namespace"]) == (this_process().boot, _namespace()) else None
     if pidfd is not None:
         poll.register(pidfd, select.POLLIN)
-    end = math.inf
+    end, clock = math.inf, AwakeClock()  # a program that was stopped with this process gets its time to save
     while True:
-        left = end - time.monotonic()
-        ready = [fd for fd, _ in poll.poll(None if left == math.inf else max(left, 0.0) * 1000)]
-        if pidfd in ready or (time.monotonic() >= end and not over.is_set()):
+        left = end - clock.now()
+        ready = [fd for fd, _ in poll.poll(None if left == math.inf else min(max(left, 0.0), LOOK_S) * 1000)]
+        if pidfd in ready or (clock.now() >= end and not over.is_set()):
             os.kill(os.getpid(), signal.SIGKILL)
         if wakes in ready and signal.SIGINT in os.read(wakes, 64):
-            end = min(end, time.monotonic() + END_S)
+            end = min(end, clock.now() + END_S)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
         if over.is_set():
             end = math.inf
@@ -148,7 +151,7 @@ class Attempt:
     cancel_reason: CancelReason | None = None
     """The decision about it: stopped early, paused, to be run again by the next start, or already reported as ended."""
     end: float = math.inf
-    """When its process must be gone."""
+    """When its process must be gone, by the executor's clock."""
     cancelled: bool = False
     announced: bool = False
     """That it waits for room."""
@@ -165,10 +168,13 @@ class RayExecutor:
         threads = os.environ.get("OMP_NUM_THREADS")
         self._driver = {"process": asdict(this_process()), "namespace": _namespace(), "threads": threads}
         self._resources = resources
-        self._body = ray.remote(max_calls=1, max_retries=0, num_returns="streaming", **_options(resources))(body)
+        with _refusals(resources):
+            self._body = ray.remote(max_calls=1, max_retries=0, num_returns="streaming", **_options(resources))(body)
         self.running: list[Attempt] = []
         self._free: Mapping[str, float] = {}
-        self._answered, self._died = time.monotonic(), False
+        # What is waited for counts only while this process runs: it may be stopped, and so may all that it waits for.
+        self._clock = AwakeClock()
+        self._answers, self._seen, self._answered, self._died = 0, 0, 0.0, False
         self._closed = threading.Event()
         # In a thread of its own: with a cluster that is gone the call lasts ten minutes, in which no signal is heard.
         self._asks = threading.Thread(target=self._ask, name="ray-health", daemon=True)
@@ -187,16 +193,20 @@ class RayExecutor:
         """Ask the cluster what is free, again and again."""
         while not self._closed.wait(ASK_S):
             with suppress(Exception):  # whatever Ray raises, it is no answer
-                self._free, self._answered = self._ray.available_resources(), time.monotonic()
+                self._free, self._answers = self._ray.available_resources(), self._answers + 1
 
     @property
     def is_lost(self) -> bool:
         """Whether the cluster has not answered for too long, or this machine's part of it has died."""
-        return self._died or time.monotonic() - self._answered >= LOST_S
+        now = self._clock.now()
+        if self._seen != self._answers:
+            self._seen, self._answered = self._answers, now
+        return self._died or now - self._answered >= LOST_S
 
     def submit(self, trial: int, attempt: int, losses: int, task: Item) -> None:
-        """Start an attempt; it waits in Ray for room."""
-        stream = self._body.options(name=f"trial-{trial}").remote(self._run, task, self._driver)
+        """Start an attempt; it waits in Ray for room. Raises UserError where Ray refuses its resources."""
+        with _refusals(self._resources):
+            stream = self._body.options(name=f"trial-{trial}").remote(self._run, task, self._driver)
         self.running.append(Attempt(trial=trial, attempt=attempt, losses=losses, stream=stream))
 
     def wait(self, seconds: float) -> list[tuple[Attempt, Item]]:
@@ -234,16 +244,17 @@ class RayExecutor:
 
     def cancel(self, attempt: Attempt, reason: CancelReason) -> None:
         """Tell an attempt to end: its body sees KeyboardInterrupt, and is killed where that does not help."""
-        attempt.cancel_reason, attempt.end, attempt.cancelled = reason, time.monotonic() + GIVE_UP_S, True
+        attempt.cancel_reason, attempt.end, attempt.cancelled = reason, self._clock.now() + GIVE_UP_S, True
         self._ray.cancel(attempt.stream)
 
     def await_exit(self, attempt: Attempt) -> None:
         """An attempt has sent its last event: it ends by itself."""
-        attempt.cancel_reason, attempt.end = "ended", time.monotonic() + END_S
+        attempt.cancel_reason, attempt.end = "ended", self._clock.now() + END_S
 
     def expire(self) -> list[Attempt]:
         """Attempts that did not end although they were cancelled; cancels those that did not end by themselves."""
-        late = [attempt for attempt in self.running if time.monotonic() >= attempt.end]
+        now = self._clock.now()
+        late = [attempt for attempt in self.running if now >= attempt.end]
         lost = [attempt for attempt in late if attempt.cancelled]
         for attempt in late:
             if not attempt.cancelled:
@@ -271,6 +282,18 @@ def _options(resources: Mapping[str, float]) -> dict[str, Any]:
     own = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     named = {own[name]: amount for name, amount in resources.items() if name in own}
     return named | {"resources": {name: amount for name, amount in resources.items() if name not in own}}
+
+
+@contextmanager
+def _refusals(resources: Mapping[str, float]) -> Iterator[None]:
+    """Raises UserError for what Ray says of amounts that it cannot give: each version has rules of its own."""
+    try:
+        yield
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(
+            f"resources: Ray refuses {amounts(resources, resources)} for a trial ({' '.join(str(error).split())}): "
+            "change `resources` of --extras, --cpus_per_trial or --gpus_per_trial"
+        ) from error
 
 
 def check_room(nodes: Sequence[Mapping[str, Any]], resources: Mapping[str, float]) -> None:

@@ -5,16 +5,18 @@ run as any other: its directory can be looked at, continued, evaluated and expor
 """
 
 import math
+import os
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.awake_clock import AwakeClock
 from roxxel_dist.cluster.file_lock import holder
 from roxxel_dist.config import Config, flat_fields
-from roxxel_dist.run_directory import LOCK, is_held
+from roxxel_dist.run_directory import CHECKPOINTS, LOCK, is_held
 from roxxel_dist.sweep.execution.metrics import MetricsTail
-from roxxel_dist.sweep.execution.outcome import classify_exit, disk_full, unreported
+from roxxel_dist.sweep.execution.outcome import classify_exit, disk_full
 from roxxel_dist.sweep.execution.process import (
     LOCK_LIMIT_S,
     POLL_S,
@@ -24,7 +26,8 @@ from roxxel_dist.sweep.execution.process import (
     launch_command,
 )
 from roxxel_dist.sweep.execution.task import TrialTask
-from roxxel_dist.sweep.wandb_bridge.program import WandbTail, has_ended, note_end, prepare
+from roxxel_dist.sweep.wandb_bridge.program import has_ended, note_end, prepare
+from roxxel_dist.sweep.wandb_bridge.tail import WandbTail
 from roxxel_dist.train.checkpoint.metadata import read_cursor
 from roxxel_dist.train.config import SHARE_COMPILATION, TRIAL
 
@@ -63,8 +66,9 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
 
     Yields `{"start": {"pid"}}`, `{"report": {"step", "value"}}` within a fraction of a second of each evaluation, and
     last one of `result`, `fail` (its own fault: kind, reason, log), `lost` (a machine's fault: it can resume from its
-    checkpoint) and `fatal` (the disk is full: no trial can go on). A finished run yields its reports and its result at
-    once. When the generator is closed, or interrupted, the training is asked to stop, saves, and is killed after 15 s.
+    checkpoint) and `fatal` (the disk is full: no trial can go on). `{"note": {"text"}}` is a line for people. A
+    finished run yields its reports and its result at once. When the generator is closed, or interrupted, the training
+    is asked to stop, saves, and is killed after 15 s.
     Relative paths start at the task's "directory", or else at that of this process.
     """
     task = TrialTask(**fields)
@@ -72,7 +76,9 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
     if reason := wait_until_free(folder):
         yield {"lost": {"reason": reason}}
         return
-    objective = Objective(task, (WandbTail if own else MetricsTail)(folder, task.metric))
+    directory = task.directory or os.getcwd()
+    tail = WandbTail(folder.absolute(), task.metric, directory) if own else MetricsTail(folder, task.metric)
+    objective = Objective(task, tail)
     try:
         if has_ended(folder) if own else read_cursor(folder).get("finished"):  # its end is not yet in the journal
             yield from objective.reports(last=True)
@@ -89,10 +95,12 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
             if reason := wait_for_shards(task, config_file(task)):
                 yield failed(task, "fatal" if disk_full(reason) else "error", disk_full(reason) or reason)
                 return
+        if task.attempt and not own and task.run_url is None and not any((folder / CHECKPOINTS).glob("*")):
+            yield {"note": {"text": f"it starts from step 1 again: there is no checkpoint in {folder / CHECKPOINTS}"}}
         code, output, stopped = yield from follow(task, command, env, objective)
-        if code == 0 and own and not (stopped or objective.is_nan):
+        if code == 0 and own and not (stopped or objective.is_over):
             note_end(folder)
-        if code == 0 or stopped or objective.is_nan:
+        if code == 0 or stopped or objective.is_over:
             yield objective.result(stopped)
         else:
             yield failed(task, *classify_exit(code, output, ours=not own or task.count > 1))
@@ -101,11 +109,18 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
 
 
 def follow(
-    task: TrialTask, command: list[str], env: Mapping[str, str], objective: "Objective"
+    task: TrialTask,
+    command: list[str],
+    env: Mapping[str, str],
+    objective: "Objective",
+    look: Callable[[], Event | None] = lambda: None,
 ) -> Generator[Event, None, tuple[int, str, str | None]]:
-    """Run a program; yield its start and its reports. Returns (exit code, output, "time" where its time was over).
+    """Run a program; yield its start, its reports, and what `look` has to say while it runs.
 
-    It is ended when its time is over, when the metric is no number, and when this generator is closed or interrupted.
+    Returns (exit code, output, "time" where its time was over).
+
+    It is ended when its time is over, when the metric is no number or comes from several runs, and when this generator
+    is closed or interrupted.
     """
     limit = time.monotonic() + (task.max_time_s or math.inf)
     title = f"trial {task.trial}, attempt {task.attempt}"
@@ -116,9 +131,11 @@ def follow(
     stopped, code = None, None
     try:
         yield {"start": {"pid": process.pid}}
-        while code is None and stopped is None and not objective.is_nan:
+        while code is None and stopped is None and not objective.is_over:
             code = process.wait(POLL_S)
             yield from objective.reports()
+            if event := look():
+                yield event
             stopped = "time" if code is None and time.monotonic() >= limit else None
     finally:
         code = process.end()  # at once where it has ended
@@ -141,6 +158,11 @@ class Objective:
         self.best: float | None = None
         self.is_nan: bool = False
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the trial has failed, whatever comes now."""
+        return self.is_nan or self.tail.problem is not None
+
     def reports(self, *, last: bool = False) -> Iterator[Event]:
         """The reports since the last call."""
         better = min if self._task.goal == "minimize" else max
@@ -154,13 +176,16 @@ class Objective:
     def result(self, stopped: str | None) -> Event:
         """The result, or a failure where nothing was reported."""
         metric = self._task.metric
+        if self.tail.problem is not None:
+            return failed(self._task, "error", self.tail.problem)
         if self.is_nan:
             return failed(self._task, "nan", f"{metric} is not a finite number")
         if self.best is None and stopped == "time":
             reason = f"it reported no {metric!r} within its {self._task.max_time_s:g} s"
             return failed(self._task, "time", f"{reason}: evaluate earlier (eval_every), or give it more time")
         if self.best is None:
-            return failed(self._task, "error", unreported(metric, self.tail.names))
+            reason = f"the trial ended and never reported {metric!r}: {self.tail.missing()}"
+            return failed(self._task, "error", reason)
         more = {**self.tail.summarize(), "seconds": round(time.monotonic() - self._began, 3)}
         return {"result": {"value": self.best, "more": more, **({"stopped": stopped} if stopped else {})}}
 
@@ -174,9 +199,9 @@ def failed(task: TrialTask, kind: str, reason: str) -> Event:
 
 def wait_until_free(folder: Path) -> str | None:
     """Wait until no process trains in a run directory; after the limit, returns the reason that names the process."""
-    end = time.monotonic() + LOCK_LIMIT_S
+    clock = AwakeClock()
     while is_held(folder, unknown=False):
-        if time.monotonic() >= end:
+        if clock.now() >= LOCK_LIMIT_S:
             return (
                 f"{holder(folder / LOCK)} holds {folder} for more than {LOCK_LIMIT_S:g} s: wait for its end, or end it"
             )

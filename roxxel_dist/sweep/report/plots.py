@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from roxxel_dist.run_directory import METRICS, SUMMARY, is_run
 from roxxel_dist.sweep.journal import Trial
 from roxxel_dist.sweep.report.text import STATES, varied
 from roxxel_dist.sweep.space.distributions import Distribution, is_number
-from roxxel_dist.sweep.study import BASE, Study, flat, short
+from roxxel_dist.sweep.study import BASE, LEFT_OUT, Study, flat, short
 from roxxel_dist.train.loggers.csv_jsonl import read_rows
 
 MANY = 12
@@ -30,6 +31,12 @@ COMPARED = 6
 """Values of a parameter whose curves are compared at most."""
 POINTS = 60
 """Of a median curve."""
+FENCE = 30.0
+"""Times the median distance from the median that a value may be away from it, before it is drawn at the edge."""
+LABELS = 24
+"""Names that have room along an axis."""
+LONGEST, LONGEST_VALUE = 28, 14
+"""Characters of a parameter's name, and of a value, beside an axis."""
 COLOURS = {"done": "#4f86c6", "stopped": "#f2b134", "paused": "#9a9a9a", "failed": "#c8423b"}
 MAP = ("viridis", "viridis_r")
 """Of colours: where less is better, and where more is; good ones are dark."""
@@ -68,9 +75,9 @@ class PlotScale:
 
     def position(self, value: Any) -> float | None:
         """Where a value lies: its index among names, or itself. None for one that was left out."""
-        if self.names is None:
-            return float(value) if is_number(value) else None
-        return float(self.names.index(short(value))) if short(value) in self.names else None
+        if value is LEFT_OUT:
+            return None
+        return float(value) if self.names is None else float(self.names.index(short(value)))
 
     def heights(self, values: Sequence[Any]) -> np.ndarray:
         """Positions from 0 to 1, float64[n]; NaN for a value that was left out."""
@@ -80,17 +87,23 @@ class PlotScale:
         least, span = np.nanmin(positions), np.nanmax(positions) - np.nanmin(positions)
         return (positions - least) / span if span else positions - least + 0.5
 
+    @property
+    def every(self) -> int:
+        """Of the names, every which one has room for a label."""
+        return math.ceil(len(self.names or ()) / LABELS)
+
     def ticks(self, values: Sequence[Any]) -> list[tuple[str, float]]:
         """The labels along the axis, and their heights."""
         if self.names is not None:
-            return list(zip(self.names, self.heights(self.names), strict=True))
+            labels = list(zip(self.names, self.heights(self.names), strict=True))
+            return [(shortened(name, LONGEST_VALUE), height) for name, height in labels[:: self.every]]
         known = [position for position in map(self.position, values) if position is not None]
         return [(f"{min(known):.3g}", 0.0), (f"{max(known):.3g}", 1.0)]
 
 
 def plot_scale(name: str, values: Sequence[Any], distribution: Distribution | None = None) -> PlotScale:
     """The axis on which these values lie; of a parameter with endless values one of numbers, however few were tried."""
-    known = [value for value in values if value is not None]
+    known = [value for value in values if value is not LEFT_OUT]
     distinct = {short(value): value for value in known}
     numeric = bool(known) and all(map(is_number, known))
     endless = distribution is not None and distribution.choices is None
@@ -98,15 +111,37 @@ def plot_scale(name: str, values: Sequence[Any], distribution: Distribution | No
         least, most = min(known), max(known)
         is_log = distribution is not None and "log" in distribution.name
         return PlotScale(name=name, names=None, is_log=least > 0 and (is_log or most / least >= SPREAD))
-    ordered = sorted(distinct, key=distinct.__getitem__) if numeric else sorted(distinct)
-    return PlotScale(name=name, names=tuple(ordered), is_log=False)
+    return PlotScale(name=name, names=tuple(sorted(distinct, key=lambda key: _order(key, distinct[key]))), is_log=False)
+
+
+def _order(name: str, value: Any) -> tuple[bool, float, str]:
+    """Numbers by their size, before all else by its name: null, texts, truth values, lists."""
+    return (False, float(value), name) if is_number(value) else (True, 0.0, name)
+
+
+def shortened(text: str, most: int) -> str:
+    """A text of so many characters at most, without its middle: names differ at their ends."""
+    return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-(most - most // 2) :]}"
+
+
+def limits(values: Sequence[float]) -> tuple[float, float]:
+    """The ends of an axis on which most of the values can be told apart, however far away some are.
+
+    The distance of a value from the median may be `FENCE` times the median distance; where most values are equal, the
+    least distance of another one.
+    """
+    middle = statistics.median(values)
+    distances = [abs(value - middle) for value in values]
+    usual = statistics.median(distances) or min((distance for distance in distances if distance), default=0.0)
+    inside = [value for value, distance in zip(values, distances, strict=True) if distance <= FENCE * usual]
+    return min(inside), max(inside)
 
 
 def _columns(study: Study, trials: Sequence[Trial], names: Sequence[str]) -> list[tuple[PlotScale, list[Any]]]:
     """The scale of each parameter that any of the trials has, and its value in each; None where a trial has none."""
     kinds = {parameter.name: parameter.distribution for parameter in study.sweep.space.parameters}
     rows = [flat(trial.params) for trial in trials]
-    columns = {name: [row.get(name) for row in rows] for name in names if any(name in row for row in rows)}
+    columns = {name: [row.get(name, LEFT_OUT) for row in rows] for name in names if any(name in row for row in rows)}
     return [(plot_scale(name, values, kinds.get(name)), values) for name, values in columns.items()]
 
 
@@ -114,23 +149,35 @@ def _values(trials: Sequence[Trial]) -> np.ndarray:
     return np.array([trial.value for trial in trials], dtype=float)
 
 
+def _at_the_edge(values: np.ndarray) -> tuple[np.ndarray, str]:
+    """The values within the limits of their axis, and the words about those that are drawn at its edge."""
+    low, high = limits(values.tolist())
+    beyond = int(np.sum((values < low) | (values > high)))
+    return np.clip(values, low, high), f"; {beyond} lie beyond the axis, and are drawn at its edge" if beyond else ""
+
+
 def _best_so_far(study: Study, picture: Path) -> Path:
     """The value of every trial in the order in which they were asked for, and the best up to each."""
     trials = sorted(study.history.trials.values(), key=lambda trial: trial.number)
     valued, first = [trial for trial in trials if trial.value is not None], study.done[0]
     better = np.minimum if study.sweep.sign > 0 else np.maximum
+    drawn, beyond = _at_the_edge(_values(valued))
+    heights = dict(zip([trial.number for trial in valued], drawn, strict=True))
     with figure(picture, inches=(9, 5)) as axes:
         for state in ("done", "stopped", "paused"):
             if those := [trial for trial in valued if trial.state == state]:
                 numbers, label = [trial.number for trial in those], STATES[state]
-                axes.scatter(numbers, _values(those), s=22, color=COLOURS[state], label=label, zorder=3)
-        best = better.accumulate(_values(valued))
+                axes.scatter(
+                    numbers, [heights[number] for number in numbers], s=22, color=COLOURS[state], label=label, zorder=3
+                )
+        best = better.accumulate(drawn)
         axes.step([trial.number for trial in valued], best, where="post", color="#2a9d5c", lw=2, label="best so far")
         if failed := [trial.number for trial in trials if trial.state == "failed"]:
-            worst = [_values(study.done[-1:])[0]] * len(failed)
+            worst = [heights[study.done[-1].number]] * len(failed)
             axes.scatter(failed, worst, marker="x", color=COLOURS["failed"], label="failed (at the worst)")
-        axes.scatter(first.number, first.value, s=160, zorder=4, label=f"best: trial {first.number}", **STAR)
-        axes.set(xlabel="trial", ylabel=study.sweep.metric)
+        axes.scatter(first.number, heights[first.number], s=160, zorder=4, label=f"best: trial {first.number}", **STAR)
+        axes.set(xlabel=f"trial{beyond}", ylabel=study.sweep.metric)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(fontsize=8, loc="upper right" if study.sweep.sign > 0 else "lower right")
     return picture
 
@@ -151,7 +198,8 @@ def _parallel(study: Study, names: Sequence[str], picture: Path) -> Path:
         from matplotlib.colors import Normalize
 
         trials = study.done[::-1]
-        values, ordered, cut = _values(trials), np.sort(_values(trials)), len(trials) // 10
+        values, beyond = _at_the_edge(_values(trials))
+        ordered, cut = np.sort(values), len(trials) // 10
         # The worst tenth shares one colour.
         ends = (ordered[0], ordered[-1 - cut]) if study.sweep.sign > 0 else (ordered[cut], ordered[-1])
         columns = [*_columns(study, trials, names), (plot_scale(study.sweep.metric, values.tolist()), values.tolist())]
@@ -167,11 +215,11 @@ def _parallel(study: Study, names: Sequence[str], picture: Path) -> Path:
             axes.axvline(x, color="#444444", lw=0.8)
             for label, height in scale.ticks(column):
                 axes.annotate(label, (x, height), xytext=(3, 0), textcoords="offset points", fontsize=7, va="center")
-        labels = [scale.name for scale, _ in columns]
+        labels = [shortened(scale.name, LONGEST) for scale, _ in columns]
         axes.set_xticks(range(len(columns)), labels, rotation=30, ha="right", fontsize=8)
         axes.set(yticks=[], xlim=(-0.2, len(columns) - 0.4), ylim=(-0.05, 1.05))
         axes.grid(visible=False)
-        axes.figure.colorbar(lines, ax=axes, label=study.sweep.metric)
+        axes.figure.colorbar(lines, ax=axes, label=f"{study.sweep.metric}{beyond}")
     return picture
 
 
@@ -182,7 +230,7 @@ def _slices(study: Study, names: Sequence[str], picture: Path) -> Path:
     with figure(picture, inches=(3.2 * wide, 2.6 * tall)) as whole:
         drawing = whole.figure
         drawing.clear()
-        values, numbers = _values(trials), np.array([trial.number for trial in trials])
+        (values, beyond), numbers = _at_the_edge(_values(trials)), np.array([trial.number for trial in trials])
         for index, (scale, column) in enumerate(_columns(study, trials, names)):
             axes = drawing.add_subplot(tall, wide, index + 1)
             positions = np.array([scale.position(value) for value in column], dtype=float)
@@ -195,13 +243,15 @@ def _slices(study: Study, names: Sequence[str], picture: Path) -> Path:
             if scale.is_log:
                 axes.set_xscale("log")
             if scale.names is not None:
-                axes.set_xticks(range(len(scale.names)), scale.names, fontsize=7)
+                names = [shortened(value, LONGEST_VALUE) for value in scale.names]
+                shown, turned = range(0, len(names), scale.every), len("".join(names)) > LONGEST
+                axes.set_xticks(shown, [names[i] for i in shown], fontsize=7, rotation=30 if turned else 0)
                 axes.set_xlim(-0.5, len(scale.names) - 0.5)
-            axes.set_xlabel(scale.name, fontsize=8)
+            axes.set_xlabel(shortened(scale.name, LONGEST), fontsize=8)
             axes.tick_params(labelsize=7)
             axes.grid(alpha=0.25)
         drawing.supylabel(study.sweep.metric, fontsize=9)
-        drawing.suptitle("a point a trial: the darker, the later; the star is the best", fontsize=9)
+        drawing.suptitle(f"a point a trial: the darker, the later; the star is the best{beyond}", fontsize=9)
     return picture
 
 
@@ -214,11 +264,11 @@ def draw_ablations(study: Study, folder: Path) -> list[Path]:
     for scale, values in _columns(study, trials, varied(study)):
         groups: dict[str, list[Curve]] = {}
         for value, curve in zip(values, curves, strict=True):
-            if value is not None and curve:
+            if value is not LEFT_OUT and curve:
                 groups.setdefault(short(value), []).append(curve)
         few = 1 < len(groups) <= COMPARED and any(len(group) > 1 for group in groups.values())
         if few and not any(isinstance(value, float) for value in values):
-            name = f"by_{scale.name.replace('.', '_')}.png"
+            name = f"by_{re.sub(r'[^A-Za-z0-9-]', '_', scale.name)}.png"
             pictures.append(_curves(metric, scale.name, groups, folder / name))
     used = [[[row[key] for row in rows if key in row] for key in MEMORY] for rows in logs]
     if peaks := [(trial, max(gpu or ram)) for trial, (gpu, ram) in zip(trials, used, strict=True) if gpu or ram]:
@@ -243,6 +293,8 @@ def _curves(metric: str, name: str, groups: dict[str, list[Curve]], picture: Pat
             label = f"{name} {value}: median of {len(lines)}"
             axes.plot(*zip(*median_curve(lines), strict=True), color=f"C{index}", lw=2.4, label=label, zorder=3)
         axes.autoscale_view()
+        low, high = limits([y for lines in groups.values() for line in lines for _, y in line])
+        axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low)) if high > low else None
         axes.set(xlabel="tokens", ylabel=metric)
         axes.legend(fontsize=8, loc="upper right")
     return picture

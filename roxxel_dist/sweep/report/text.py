@@ -8,7 +8,7 @@ from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.display import aligned
 from roxxel_dist.run_directory import CONFIG
 from roxxel_dist.sweep.journal import State, Trial
-from roxxel_dist.sweep.study import Study, flat, short
+from roxxel_dist.sweep.study import LEFT_OUT, Study, flat, short
 
 MOST = 20
 """Trials that the table shows; the page has all."""
@@ -28,7 +28,7 @@ def varied(study: Study) -> list[str]:
     rows = [flat(trial.params) for trial in study.history.trials.values()]
     searched = [parameter.name for parameter in study.sweep.space.free]
     names = dict.fromkeys([*searched, *(name for row in rows for name in row)])
-    return [name for name in names if any(row.get(name) != rows[0].get(name) for row in rows)]
+    return [name for name in names if any(row.get(name, LEFT_OUT) != rows[0].get(name, LEFT_OUT) for row in rows)]
 
 
 def summary(study: Study) -> str:

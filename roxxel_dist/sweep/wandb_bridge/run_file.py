@@ -23,6 +23,8 @@ class WandbFile:
     """Follows one file.
 
     Attributes:
+        run_id: of the run; None until the client has written it.
+        config: of the run as it began, with the entries that begin with `_`.
         summary: of the run, as it stands.
         exit_code: of the program, once the client has written it.
     """
@@ -30,11 +32,13 @@ class WandbFile:
     def __init__(self, path: Path) -> None:
         self._path, self._position = path, HEAD_SIZE
         self._step = -1
+        self.run_id: str | None = None
+        self.config: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
         self.exit_code: int | None = None
 
     def rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(step, what was logged) of all that has come since the last call.
+        """(step, what was logged) of all that has come since the last call; the run's id and config come before these.
 
         Raises:
             ValueError: this is no such file, or a damaged one.
@@ -48,40 +52,40 @@ class WandbFile:
                 row = flattened(record.history.item)
                 self._step = int(row.get("_step", max(record.history.step.num, self._step)))
                 yield self._step, row
+            elif kind == "run" and self.run_id is None:
+                self.run_id, self.config = record.run.run_id, flattened(record.run.config.update)
             elif kind == "summary":
                 self.summary |= flattened(record.summary.update)
             elif kind == "exit":
                 self.exit_code = record.exit.exit_code
 
     def _records(self) -> Iterator[bytes]:
-        """The records that are complete; the position is kept behind the last one."""
+        """The records that are complete; the position is kept behind the last one that was taken."""
         with self._path.open("rb") as file:
             head = file.read(HEAD_SIZE)
             if not HEAD.startswith(head[:4]):
                 raise UserError(f"{self._path} is no file of a W&B client")
-            file.seek(self._position)
-            data = file.read()
-        record, offset, end = b"", 0, 0
-        while True:
-            left = BLOCK - (self._position + offset) % BLOCK
-            if left < PIECE.size:
-                offset += left
-            if len(data) < offset + PIECE.size:
-                break
-            _, length, kind = PIECE.unpack_from(data, offset)
-            if (length, kind) == (0, 0):
-                break  # zeros: what was written there cannot be seen from this host yet
-            piece = data[offset + PIECE.size : offset + PIECE.size + length]
-            if len(piece) < length:
-                break
-            if kind not in (FULL, FIRST, MIDDLE, LAST):
-                raise UserError(f"{self._path} is damaged at byte {self._position + offset:,}")
-            offset += PIECE.size + length
-            record = piece if kind in (FULL, FIRST) else record + piece
-            if kind in (FULL, LAST):
-                end = offset
-                yield record
-        self._position += end
+            record, position = b"", self._position
+            while True:
+                left = BLOCK - position % BLOCK
+                position += left if left < PIECE.size else 0
+                file.seek(position)
+                header = file.read(PIECE.size)
+                if len(header) < PIECE.size:
+                    return
+                _, length, kind = PIECE.unpack(header)
+                if (length, kind) == (0, 0):
+                    return  # zeros: what was written there cannot be seen from this host yet
+                piece = file.read(length)
+                if len(piece) < length:
+                    return
+                if kind not in (FULL, FIRST, MIDDLE, LAST):
+                    raise UserError(f"{self._path} is damaged at byte {position:,}")
+                position += PIECE.size + length
+                record = piece if kind in (FULL, FIRST) else record + piece
+                if kind in (FULL, LAST):
+                    self._position = position
+                    yield record
 
 
 def flattened(items: Any) -> dict[str, Any]:

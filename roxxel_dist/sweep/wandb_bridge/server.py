@@ -4,11 +4,13 @@ Server, account and entity are those of the user's own settings (`wandb login`, 
 """
 
 import json
+import math
 import netrc
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -17,18 +19,23 @@ from urllib.parse import urlparse
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import flat_fields
 from roxxel_dist.data.discovery import absolute
-from roxxel_dist.sweep.execution.outcome import OURS, TRACEBACK, classify_exit
+from roxxel_dist.sweep.execution.outcome import OURS, TRACEBACK, classify_exit, last_words
 from roxxel_dist.sweep.execution.process import environment
 from roxxel_dist.sweep.execution.task import Ranks, TrialTask
 from roxxel_dist.sweep.execution.trial import Event, Objective, failed, follow, wait_until_free
 from roxxel_dist.sweep.space.sweep_file import Params
 from roxxel_dist.sweep.train_sweep import CONFIG_ENV, DATA_ENV, RANKS_ENV, RUN_DIR_ENV
-from roxxel_dist.sweep.wandb_bridge.program import WandbTail, command_of
+from roxxel_dist.sweep.wandb_bridge.program import command_of
+from roxxel_dist.sweep.wandb_bridge.tail import WandbTail
 from roxxel_dist.train.checkpoint.metadata import read_cursor
 from roxxel_dist.train.config import SHARE_COMPILATION
 
 LOGIN = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 PROJECT = "roxxel-dist"
+PAUSES_S = (5.0, 15.0, 45.0)
+"""Between the tries to get a trial of a server that cannot be reached."""
+GIVES_NOTHING_S = 20.0
+"""After so long without a trial a line says that the server gives none; a client needs some seconds to begin."""
 COMMAND = ["${env}", "${interpreter}", "-m", "roxxel_dist.sweep.train_sweep", "${args}"]
 
 
@@ -124,8 +131,9 @@ def agent_trial(trial: Mapping[str, Any]) -> Iterator[Event]:
     """Run one trial of a sweep of a W&B server with `wandb agent --count 1`, as a process tree that dies with this.
 
     As `trial.run`, but the parameters are the server's: the result has them as "params", and reports come as W&B's
-    client writes them to its file, every 15 s. `{"exhausted": {"reason"}}` comes where the server has no more trials.
-    Its `wandb_sweep` is the sweep, as `create_or_join` returns it.
+    client writes them to its file, every 15 s. `{"exhausted": {"reason"}}` comes where the server has no more trials,
+    `{"unserved": {"reason"}}` where it could not be asked for one, in several tries, and `{"note": {"text"}}` where it
+    does not give one. Its `wandb_sweep` is the sweep, as `create_or_join` returns it.
     """
     task = TrialTask(**trial)
     folder = Path(task.run_dir).absolute()
@@ -135,13 +143,25 @@ def agent_trial(trial: Mapping[str, Any]) -> Iterator[Event]:
     _put_aside(folder)  # the server never hands out a lost trial again
     folder.mkdir(parents=True)
     words = [sys.executable, "-m", "wandb", "agent", "--count", "1", "--forward-signals", str(task.wandb_sweep)]
-    objective = Objective(task, tail := WandbTail(folder, task.metric))
-    code, output, stopped = yield from follow(task, words, _environment(task, folder), objective)
-    agent = AgentEnd(folder, output)
-    state = agent.state(objective, tail)
-    if state == "no run" and code == 0:
+    tail = WandbTail(folder, task.metric, task.directory or os.getcwd(), lambda: run_of(folder))
+    objective = Objective(task, tail)
+    pauses, tries = iter(PAUSES_S), 0
+    while True:
+        code, output, stopped = yield from _ask_server(task, words, objective, folder, has_started=tries > 0)
+        agent = AgentEnd(folder, output)
+        state = agent.state(objective, tail)
+        if state != "no run" or code == 0:
+            break
+        tries += 1
+        reason = f"the W&B server gave no trial of {task.wandb_sweep} ({last_words(output)})"
+        if (pause_s := next(pauses, None)) is None:
+            yield {"unserved": {"reason": f"{reason}, asked {tries} times"}}
+            return
+        yield {"note": {"text": f"{reason}: it is asked again in {pause_s:g} s"}}
+        time.sleep(pause_s)
+    if state == "no run":
         yield {"exhausted": {"reason": f"the W&B server has no more trials for {task.wandb_sweep}"}}
-    elif state in ("finished", "stopped") or stopped or objective.is_nan:
+    elif state in ("finished", "stopped") or stopped or objective.is_over:
         event = objective.result(stopped or ("hyperband" if state == "stopped" else None))
         if "result" in event:
             event["result"]["params"] = agent.params
@@ -152,6 +172,31 @@ def agent_trial(trial: Mapping[str, Any]) -> Iterator[Event]:
         if state == "silent" and kind != "lost":
             kind, reason = "lost", "its program ended without a word"
         yield failed(task, kind, reason)
+
+
+def _ask_server(
+    task: TrialTask, words: list[str], objective: Objective, folder: Path, *, has_started: bool
+) -> Generator[Event, None, tuple[int, str, str | None]]:
+    """As `follow`, with a line where the server gives no trial for long; the start is yielded the first time alone."""
+    limit = time.monotonic() + GIVES_NOTHING_S
+
+    def look() -> Event | None:
+        nonlocal limit
+        if time.monotonic() < limit:
+            return None
+        limit = math.inf
+        if run_of(folder) is not None:
+            return None
+        return {"note": {"text": f"the W&B server gives no trial: {task.wandb_sweep} is paused there, or busy"}}
+
+    events = follow(task, words, _environment(task, folder), objective, look)
+    while True:
+        try:
+            event = next(events)
+        except StopIteration as end:
+            return end.value
+        if not (has_started and "start" in event):
+            yield event
 
 
 def _environment(task: TrialTask, folder: Path) -> dict[str, str]:
@@ -182,6 +227,17 @@ def _put_aside(folder: Path) -> None:
         folder.rename(other)
 
 
+def run_of(folder: Path) -> str | None:
+    """The id of the run that the agent was given for a trial; None before it was given one."""
+    files = _run_configs(folder)
+    return files[-1].stem.removeprefix("config-") if files else None
+
+
+def _run_configs(folder: Path) -> list[Path]:
+    """The files of parameters that the agent writes, one a run."""
+    return sorted(folder.glob("wandb/sweep-*/config-*.yaml"))
+
+
 State = Literal["no run", "stopped", "finished", "failed", "silent"]
 
 
@@ -204,10 +260,9 @@ class AgentEnd:
         import yaml
 
         self._folder, self._output = folder, output
-        self._run: str | None = None
+        self._run: str | None = run_of(folder)
         self.params: Params = {}
-        if files := sorted(folder.glob("wandb/sweep-*/config-*.yaml")):
-            self._run = files[-1].stem.removeprefix("config-")
+        if files := _run_configs(folder):
             config = yaml.safe_load(files[-1].read_text(encoding="utf-8"))
             self.params = {name: value["value"] for name, value in config.items() if isinstance(value, Mapping)}
         program, _, _ = output.partition(self.CLEANING)  # the client may raise errors of its own when it ends
@@ -224,5 +279,4 @@ class AgentEnd:
             return "stopped"
         # It raised, or ended its W&B run; or never began one, and said something: python: can't open file …
         said = TRACEBACK in self.program_output or OURS in self.program_output or exit_code is not None
-        begun = any(self._folder.glob("wandb/*run-*/*.wandb"))
-        return "failed" if said or (self.program_output.strip() and not begun) else "silent"
+        return "failed" if said or (self.program_output.strip() and not tail.has_begun) else "silent"

@@ -14,12 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
+from roxxel_dist.cluster.exit_guard import expect_a_hang
+
 CLOSE_LIMIT_S = 30.0
 CRASH_LIMIT_S = 5.0
 """Shorter: the other ranks learn of a crash only when this process has gone."""
 QUEUE_LIMIT = 10_000
 """Rows and texts that may wait for a tracker; further ones are dropped and counted."""
 STATUS_EVERY_S = 0.2
+ABANDON_LIMIT_S = 5.0
 
 
 class TrackerError(Exception):
@@ -34,7 +37,8 @@ class Tracker(Protocol):
     at most; `crash(text)` for a traceback, which the process prints on its standard error itself but a file would miss;
     `digest(text)` for one that keeps the running digest: that of the row which comes next; `rewind(step)` for one that
     keeps rows: those after `step` are void; `sample(text)` for one that keeps what the model wrote; `log`, a function
-    that the queue sets, to tell people a line.
+    that the queue sets, to show people a line; `abandon(hangs)`, called once when a call has failed or still runs at
+    the end (`hangs`), so that nothing of it is waited for when the process ends.
     """
 
     def row(self, row: Mapping[str, Any]) -> None:
@@ -122,6 +126,8 @@ class LogQueue:
                 if worker.is_alive() and not last:  # the last one that shows lines cannot report itself
                     name = type(worker.tracker).__name__
                     self.text(f"{name} is still busy after {limit_s:.0f} s: going on without it")
+                if worker.is_alive():
+                    worker.abandon()
         self._workers = []
         self._call("close")
         self._durable = []
@@ -189,10 +195,19 @@ class _Worker(threading.Thread):
             if call == "close":
                 self._make(call)
 
+    def abandon(self) -> None:
+        """Its tracker hangs: whatever it says now comes too late, and nothing of it may hold up this process."""
+        self._failed, self._log = True, lambda text: None
+        expect_a_hang(type(self.tracker).__name__)
+        helper = threading.Thread(target=_failure, args=(self.tracker, "abandon", True), daemon=True)
+        helper.start()
+        helper.join(ABANDON_LIMIT_S)
+
     def _make(self, call: str, *values: Any) -> None:
         if not self._failed and (failure := _failure(self.tracker, call, *values)):
             self._failed = True
             self._log(failure)
+            _failure(self.tracker, "abandon", False)
 
 
 def _failure(tracker: Tracker, call: str, *values: Any) -> str:

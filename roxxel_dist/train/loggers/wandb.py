@@ -12,17 +12,23 @@ import json
 import math
 import os
 import secrets
+import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.extras import pip_install
+from roxxel_dist.launcher.host.process_tree import is_ending
 from roxxel_dist.train.loggers.base import TrackerError
 from roxxel_dist.train.loggers.csv_jsonl import read_rows
 
 LIMITS_S = {"init_timeout": 30.0, "finish_timeout": 20.0}
+SERVICE = "wandb-core"
+"""The program that the client starts to write and to send."""
 
 
 class WandbTracker:
@@ -99,6 +105,23 @@ class WandbTracker:
         if self._mode == "offline":
             self.log(f"W&B: `wandb sync {self._folder / 'wandb'}/offline-run-*` sends this run")
 
+    def abandon(self, hangs: bool) -> None:
+        """The client has failed, or hangs: where its service is dead or hangs too, end both.
+
+        Otherwise the client waits for its service at the end of the process, or shows a traceback about it.
+        """
+        services = _services()
+        if services and not hangs:
+            return  # a run of the user's own in this process may use it
+        for pid in services:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        while any(not is_ending(pid) for pid in services):
+            time.sleep(0.05)
+        if (wandb := sys.modules.get("wandb")) is not None:
+            with suppress(Exception):  # it misses its service
+                wandb.teardown()
+
     def _begin(self) -> None:
         """Start the client's run, or continue it."""
         try:
@@ -146,6 +169,17 @@ class WandbTracker:
         if best.get("val_loss", math.inf) < self._best:
             self._best = best["val_loss"]
             self._run.summary.update({"best_val_loss": self._best, "best_step": int(best["step"])})
+
+
+def _services() -> list[int]:
+    """The services of W&B's client that this process has started, and that live."""
+    found: list[int] = []
+    for children in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has ended
+            for pid in map(int, children.read_text().split()):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == SERVICE and not is_ending(pid):
+                    found.append(pid)
+    return found
 
 
 def _run_id(record: Path) -> str:

@@ -4,6 +4,8 @@
 const settings = { x: "step", log: false, smooth: 0 };
 const charts = new Set();
 const SHOWN_IN_TIP = 8;
+/** Steps of an axis of whole numbers. */
+const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000];
 /** Curves behind whose smooth form the plain one is drawn faintly, at most. */
 const MOST_BEHIND = 6;
 
@@ -42,8 +44,8 @@ function along(steps, curve) {
  * whether each is drawn, only: whether no line is}.
  */
 class Chart {
-  constructor(title, { height = 260, axis = null, form = format.number, plain = false, logX = false } = {}) {
-    Object.assign(this, { title, height, axis, form, plain, logX, series: [], marks: [], hidden: new Set(), index: null });
+  constructor(title, { height = 260, axis = null, form = format.number, plain = false, logX = false, whole = false } = {}) {
+    Object.assign(this, { title, height, axis, form, plain, logX, whole, series: [], marks: [], hidden: new Set(), index: null });
     this.note = h("span", { class: "note" });
     this.legend = h("div", { class: "legend", role: "group", "aria-label": `Curves of ${title}` });
     this.plot = h("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart", onkeydown: (event) => this.key(event) });
@@ -128,7 +130,7 @@ class Chart {
       width, height: this.height, padding: [8, 12, 0, 0],
       scales: { x: { time: false, distr: this.logX ? 3 : 1 }, y: { distr: this.isLog ? 3 : 1 } },
       axes: [
-        { ...axis, space: 70, size: 28, label: this.axisName, labelSize: 20, labelFont: "12px system-ui, sans-serif", labelGap: 0, values: (_, ticks) => ticks.map((at) => (at === null ? "" : tick(at))) },
+        { ...axis, ...(this.whole ? { incrs: WHOLE } : {}), space: 70, size: 28, label: this.axisName, labelSize: 20, labelFont: "12px system-ui, sans-serif", labelGap: 0, values: (_, ticks) => ticks.map((at) => (at === null ? "" : tick(at))) },
         { ...axis, size: 58, values: (_, ticks) => ticks.map((at) => (at === null ? "" : this.form === format.share ? `${+(100 * at).toPrecision(3)}%` : tick(at))) },
       ],
       series: [{}, ...this.series.map((one) => line(one)), ...(this.behind ? this.series.map((one) => line(one, { alpha: one.points ? 0 : 0.25, width: 1, points: { show: false } })) : [])],

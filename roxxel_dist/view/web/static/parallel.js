@@ -4,19 +4,30 @@
 const PARALLEL = { height: 300, top: 46, bottom: 26, side: 60, apart: 118 };
 const MOST_NAMES = 14;
 
-/** An axis: where a value lies, from 0 at the bottom to 1, and the ticks. */
-function scaleOf(name, values) {
-  const there = values.filter((value) => value !== undefined && value !== null);
+/** The ends of an axis on which most values can be told apart; one that is far away is drawn at its edge. */
+function limitsOf(values) {
+  const median = (list) => { const sorted = [...list].sort((a, b) => a - b), half = sorted.length >> 1; return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2; };
+  const middle = median(values), distances = values.map((value) => Math.abs(value - middle));
+  const usual = median(distances) || Math.min(...distances.filter((distance) => distance > 0));
+  const inside = values.filter((_, i) => !(distances[i] > 30 * usual));
+  return [Math.min(...inside), Math.max(...inside)];
+}
+
+/** An axis: where a value lies, from 0 at the bottom to 1, and the ticks. Null is a value; `undefined` is none. */
+function scaleOf(name, values, isLog = false, isMetric = false) {
+  const there = values.filter((value) => value !== undefined);
   const names = [...new Set(there.map(String))];
-  if (!there.every(isNumber) || names.length <= 3) {
-    const sorted = there.every(isNumber) ? names.sort((a, b) => a - b) : names.sort();
+  if (!there.every(isNumber) || (names.length <= 3 && !isLog && !isMetric)) {
+    const number = (text) => (text.trim() !== "" && Number.isFinite(Number(text)) ? Number(text) : null);
+    const sorted = names.sort((a, b) => (number(a) === null) - (number(b) === null) || number(a) - number(b) || (a < b ? -1 : 1));
     const place = (value) => (sorted.length === 1 ? 0.5 : sorted.indexOf(String(value)) / (sorted.length - 1));
     return { name, place: (value) => (names.includes(String(value)) ? place(value) : null), ticks: sorted.slice(0, MOST_NAMES).map((text) => [place(text), text]), text: (at) => sorted[Math.round(at * (sorted.length - 1))] ?? "" };
   }
-  const [low, high] = [Math.min(...there), Math.max(...there)];
-  const log = low > 0 && high / low > 30;
+  const [low, high] = isMetric ? limitsOf(there) : [Math.min(...there), Math.max(...there)];
+  const log = low > 0 && (isLog || high / low > 30);
   const to = log ? Math.log : (value) => value, from = log ? Math.exp : (value) => value;
-  const place = (value) => (isNumber(value) ? (to(value) - to(low)) / (to(high) - to(low) || 1) : null);
+  const inside = (value) => Math.min(high, Math.max(low, value));
+  const place = (value) => (!isNumber(value) ? null : high === low ? 0.5 : (to(inside(value)) - to(low)) / (to(high) - to(low)));
   const text = (at) => format.number(Number(from(to(low) + at * (to(high) - to(low))).toPrecision(3)));
   return { name, place, text, ticks: [0, 0.25, 0.5, 0.75, 1].map((at) => [at, text(at)]) };
 }
@@ -37,6 +48,9 @@ class Parallel {
     this.said = h("p", { class: "note", "aria-live": "polite" });
     this.element = h("figure", { class: "chart" }, h("figcaption", {}, h("strong", {}, "All trials over all parameters"),
       h("button", { type: "button", class: "small", onclick: () => this.clear() }, "Clear selection")), this.canvas, this.said);
+    this.drawn = 0;
+    this.observer = new ResizeObserver(() => { if (this.trials && this.canvas.clientWidth !== this.drawn) this.draw(); });
+    this.observer.observe(this.canvas);
   }
 
   clear() {
@@ -45,13 +59,13 @@ class Parallel {
     this.choose();
   }
 
-  update(trials, names, metric, goal) {
-    const key = JSON.stringify([trials.map(({ number, value, params, state }) => [number, value, params, state]), names, metric]);
+  update(trials, names, metric, goal, log) {
+    const key = JSON.stringify([trials.map(({ number, value, params, state }) => [number, value, params, state]), names, metric, log]);
     if (key === this.key) return;
     this.key = key;
     this.trials = trials.filter(({ value }) => isNumber(value));
     this.best = this.trials.reduce((best, one) => (!best || (goal === "maximize" ? one.value > best.value : one.value < best.value) ? one : best), null);
-    this.scales = [...names.map((name) => scaleOf(name, this.trials.map(({ params }) => params[name]))), scaleOf(metric, this.trials.map(({ value }) => value))];
+    this.scales = [...names.map((name) => scaleOf(name, this.trials.map(({ params }) => params[name]), log.includes(name))), scaleOf(metric, this.trials.map(({ value }) => value), false, true)];
     const order = [...this.trials].sort((a, b) => (goal === "maximize" ? a.value - b.value : b.value - a.value));
     this.rank = new Map(order.map((one, i) => [one.number, order.length < 2 ? 1 : i / (order.length - 1)]));
     this.order = order;
@@ -83,7 +97,8 @@ class Parallel {
 
   draw() {
     const { height, top, bottom, side, apart } = PARALLEL, count = this.scales.length;
-    const width = Math.max(2 * side + apart * (count - 1), Math.min(this.canvas.clientWidth || 0, 1600) - 2);
+    this.drawn = this.canvas.clientWidth;
+    const width = Math.max(2 * side + apart * (count - 1), Math.min(this.drawn, 1600) - 2);
     const x = (i) => (count === 1 ? width / 2 : side + (i * (width - 2 * side)) / (count - 1));
     const y = (at) => top + (1 - at) * (height - top - bottom);
     const picture = svg("svg", { class: "parallel", width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `Parallel coordinates of ${this.trials.length} trials over ${this.scales.map(({ name }) => name).join(", ")}` });

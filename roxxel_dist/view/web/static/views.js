@@ -254,7 +254,7 @@ class StudyView {
     this.lead = h("p", { class: "note" });
     this.tiles = h("dl", { class: "tiles" });
     this.chosen = null;
-    this.best = new Chart("Best so far", { axis: "trial", plain: true });
+    this.best = new Chart("Best so far", { axis: "trial", plain: true, whole: true });
     this.curves = new Chart("Curves of the trials", { axis: "step", height: 300 });
     this.parallel = new Parallel((numbers) => { this.chosen = numbers; if (this.trials) this.list(); });
     this.slices = h("div", { class: "grid" });
@@ -288,7 +288,8 @@ class StudyView {
     ]));
     if (sections.importance) fill(this.importance, sections.importance, importanceCard);
     this.parallelCard.hidden = !this.names.length || !this.trials.some(({ value }) => isNumber(value));
-    if (!this.parallelCard.hidden) this.parallel.update(this.trials, this.names, head.metric, head.goal);
+    if (!this.parallelCard.hidden) this.parallel.update(this.trials, this.names, head.metric, head.goal, sections.log ?? []);
+    this.logNames = new Set(sections.log ?? []);
     this.draw();
     this.list();
   }
@@ -298,12 +299,14 @@ class StudyView {
     let best = null;
     const lowest = ended.map(({ value }) => (best = best === null ? value : this.head.goal === "maximize" ? Math.max(best, value) : Math.min(best, value)));
     const numbers = ended.map(({ number }) => number);
-    this.best.update(ended.length ? [{ label: "best so far", curve: [numbers, lowest], number: 0, step: true }, { label: "trial", curve: [numbers, ended.map(({ value }) => value)], number: 1, only: true }] : []);
+    const [low, high] = ended.length ? limitsOf(ended.map(({ value }) => value)) : [0, 0];
+    const inside = (value) => Math.min(high, Math.max(low, value));
+    this.best.update(ended.length ? [{ label: "best so far", curve: [numbers, lowest.map(inside)], number: 0, step: true }, { label: "trial", curve: [numbers, ended.map(({ value }) => inside(value))], number: 1, only: true }] : []);
     for (const name of this.names) {
-      const dots = ended.filter(({ params }) => isNumber(params[name])).map(({ params, value }) => [params[name], value]).sort(([a], [b]) => a - b);
+      const dots = ended.filter(({ params }) => isNumber(params[name])).map(({ params, value }) => [params[name], inside(value)]).sort(([a], [b]) => a - b);
       if (new Set(dots.map(([x]) => x)).size < 4) continue;
       if (!this.sliceCharts.has(name)) {
-        const chart = new Chart(`${this.head.metric} over ${name}`, { height: 200, axis: name, plain: true, logX: dots[0][0] > 0 && dots.at(-1)[0] / dots[0][0] > 30 });
+        const chart = new Chart(`${this.head.metric} over ${name}`, { height: 200, axis: name, plain: true, logX: dots[0][0] > 0 && (this.logNames.has(name) || dots.at(-1)[0] / dots[0][0] > 30) });
         this.sliceCharts.set(name, chart);
         this.slices.append(h("div", { class: "card" }, chart.element));
       }
