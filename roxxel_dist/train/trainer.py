@@ -34,6 +34,7 @@ from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.train.bad_steps import BadStep, BadStepMonitor
 from roxxel_dist.train.bucket_run import BucketRun
+from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
 from roxxel_dist.train.checkpoint.generations import run_identity
 from roxxel_dist.train.checkpoint.manager import CheckpointManager
@@ -171,19 +172,9 @@ class Trainer:
         self._let_go = hold_together(self._folder)
         with contextlib.ExitStack() as undo:
             undo.callback(self._let_go)
+            self.store: CheckpointStore = self._open_store(checkpointer)
             if checkpointer is None:
-                self.store: CheckpointStore = CheckpointStore(
-                    self._folder / "checkpoints", self.options.max_to_keep,
-                    keep_every=self.options.keep_every, keep_steps=self.options.keep_steps,
-                    remote=None if bucket is None else bucket.checkpoints,
-                )  # fmt: skip
                 undo.callback(self.store.close)
-            elif self.options.keep_every or self.options.keep_steps:
-                raise UserError(
-                    "keep_every and keep_steps are of the run's own checkpoints: leave them out, or checkpointer"
-                )
-            else:
-                self.store = checkpointer.store
             self.checkpointer: Checkpointer | CheckpointStore = checkpointer or self.store
             self._compiler = AotCompiler(self.mesh)
             undo.callback(self._compiler.close)
@@ -199,6 +190,24 @@ class Trainer:
                     self._set_aside(damage)
             self._init_reporting()
             undo.pop_all()
+
+    def _open_store(self, checkpointer: Checkpointer | None) -> CheckpointStore:
+        """The run's checkpoints, or those of a given checkpointer, of which this process becomes the writer."""
+        options = self.options
+        if checkpointer is not None:
+            if options.keep_every or options.keep_steps:
+                raise UserError(
+                    "keep_every and keep_steps are of the run's own checkpoints: leave them out, or checkpointer"
+                )
+            checkpointer.store.begin_writing()
+            return checkpointer.store
+        return CheckpointStore(
+            self._folder / files.CHECKPOINTS,
+            options.max_to_keep,
+            keep_every=options.keep_every,
+            keep_steps=options.keep_steps,
+            remote=None if self._bucket is None else self._bucket.checkpoints,
+        )
 
     def _open_memory(self) -> MemoryTier | None:
         """The copies in memory, where the job has a place for them."""

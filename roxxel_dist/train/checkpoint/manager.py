@@ -166,6 +166,8 @@ class CheckpointManager:
                 self._log(f"{ended.problem}. Training continues, and the next save is tried")
                 self._requests.failed(ended.step, ended.problem)
             else:
+                if ended.warning:
+                    self._log(ended.warning)
                 self._requests.saved(ended.step)
                 if is_primary():
                     agent_pipe().tell({"saved": ended.step})

@@ -172,7 +172,8 @@ class RemoteCheckpoints:
         """Delete what this host has of other checkpoints than those that are kept."""
         steps = [int(path.name) for path in self._folder.iterdir() if path.name.isdecimal()]
         for step in set(steps) - {*kept}:
-            files.delete(self._folder / str(step))
+            with contextlib.suppress(OSError):  # a copy, which the next call deletes
+                files.delete(self._folder / str(step))
 
     def delete(self, step: int) -> None:
         """Take a checkpoint away; it does not count from the first moment on."""
