@@ -127,7 +127,7 @@ def test_a_second_writer_of_the_same_process_is_refused_until_the_first_is_close
     first = roxxel_dist.Checkpointer(tmp_path / "c", small())
     first.save(1)
     second = roxxel_dist.Checkpointer(tmp_path / "c", small())
-    with pytest.raises(UserError, match="this process is saving checkpoints in .* already: close that one first"):
+    with pytest.raises(UserError, match=r"this process is saving checkpoints in .* already: close that one first"):
         second.save(2)
     first.close()
     second.save(2)
