@@ -67,6 +67,7 @@ from roxxel_dist.train.resume import (
     run_fingerprint,
     with_adapters,
 )
+from roxxel_dist.train.run_files import check_run_folder
 from roxxel_dist.train.throughput import InflightThrottler, StepTimer
 from roxxel_dist.train.timeline import Timeline
 from roxxel_dist.train.train_state import TrainState, TrainView, init_state
@@ -625,13 +626,15 @@ def loop_options(options: LoopKeywords) -> LoopOptions:
 def hold_together(run: Path) -> Callable[[], None]:
     """Hold a run directory on rank 0 for all ranks; returns what lets it go.
 
-    Raises ValueError, on every rank, where another process trains in it, or it cannot be written.
+    Raises ValueError, on every rank, where another process trains in it, it cannot be written, or it has files that no
+    run made and a run would replace.
     """
     let_go, problem = lambda: None, ""
     if is_primary():
         try:
+            check_run_folder(run)
             let_go = hold_folder(run, "training in")
-        except ValueError as error:
+        except UserError as error:
             problem = str(error)
     if problem := broadcast_from_primary("run directory is free", problem):
         raise UserError(problem)

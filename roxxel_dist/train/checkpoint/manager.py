@@ -14,6 +14,7 @@ from roxxel_dist.train.checkpoint.digests import read_verified
 from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, write_cursor
 from roxxel_dist.train.checkpoint.store import CheckpointStore, SaveError
 from roxxel_dist.train.loggers.base import CRASH_LIMIT_S
+from roxxel_dist.train.run_files import leftovers_of
 from roxxel_dist.train.train_state import TrainState
 from roxxel_dist.train.weight_files import BEST, LIMIT, NEWEST, step_of, write_weights
 
@@ -51,7 +52,7 @@ class Exporter:
             # The run went back, and these steps never were; at once, for the same step may come again.
             void = (step_of(path) or 0) > newest or (name == BEST and best is None)
             with contextlib.suppress(OSError):
-                for left in (*self._run.glob(f".{name}*.tmp"), *([path] if void else [])):
+                for left in (*leftovers_of(path), *([path] if void else [])):
                     left.unlink(missing_ok=True)
         if best is not None:
             self.want(BEST, best)
