@@ -91,8 +91,8 @@ class BucketFolder:
     def pull(self) -> Path:
         """Bring what a reader, or a rank that begins, needs beside checkpoints into the folder, and return that.
 
-        Local files that the bucket lacks are removed, except logs. A file that has grown here since it was sent stays:
-        it is the newer one. While another process trains in the folder, nothing changes.
+        Local files that the bucket lacks are removed, except logs. A file that has grown here since it was sent stays,
+        unless the run is only read: it is the newer one. While another process trains in the folder, nothing changes.
 
         Raises ValueError where a data set is there, and no run.
         """
@@ -151,9 +151,11 @@ class BucketFolder:
                 self._store.download(info.key, path)
                 return state_of(path)
             data = self._store.read(info.key)
-            here = path.read_bytes() if path.is_file() else b""
-            if here.startswith(data) and path.is_file():
-                return state_of(path) if here == data else None
+            here = path.read_bytes() if path.is_file() else None
+            if here == data:
+                return state_of(path)
+            if here is not None and here.startswith(data) and not self._read_only:
+                return None
             write_file(path, data)
             return state_of(path)
         path.unlink(missing_ok=True)

@@ -24,8 +24,14 @@ RUN_FILES = (
     "plots/loss.png",
 )
 """Files that a run replaces, or drops rows from."""
-RUN_FOLDERS = ("checkpoints", "data")
-"""Folders from which a run deletes what it takes for its own; it only adds to others, such as `logs`."""
+IN_FOLDERS = (
+    "checkpoints/[0-9]*",
+    "checkpoints/*.orbax-checkpoint-tmp*",
+    "data/*.rox",
+    "data/tokenizer.json",
+    "data/build.json",
+)
+"""What a run takes for its own in its folders, and deletes; it only adds to others, such as `logs`."""
 STUDY = "study.yaml"
 
 
@@ -44,7 +50,9 @@ def check_run_folder(run: Path, name: str = "") -> None:
     names += [f"{part}/{file.name}" for part in ("train", "val") for file in (run / part).glob("*.rox")]
     what = "a data set" if names else "a study" if (run / STUDY).exists() else ""
     if not names and not what and not (run / LOCK).exists():  # with it, they may be of a run that ended at its start
-        names = [file for file in (*RUN_FILES, *RUN_FOLDERS) if _has(run / file)]
+        names = [name for name in RUN_FILES if os.path.lexists(run / name)]
+        inside = dict.fromkeys(path for pattern in IN_FOLDERS for path in sorted(run.glob(pattern)))
+        names += [str(path.relative_to(run)) for path in inside]
     elif (run / RUN_FILES[0]).exists():  # a run writes its cursor before its config
         names = [RUN_FILES[0], *names]
     if what or names:
@@ -62,7 +70,3 @@ def leftovers_of(path: Path) -> Iterator[Path]:
     """The temporary files that killed writers of `path` left beside it; see `durable.write_file`."""
     pattern = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{8}.tmp")
     return (file for file in path.parent.glob(".*.tmp") if pattern.fullmatch(file.name))
-
-
-def _has(path: Path) -> bool:
-    return any(path.iterdir()) if path.is_dir() else os.path.lexists(path)

@@ -178,8 +178,9 @@ def test_small_files_follow_and_are_there_at_the_end(url, tmp_path, quick):
     rows = run.folder / "metrics.jsonl"
     rows.write_text('{"step": 1}\n')
     wait_for(lambda: "metrics.jsonl" in keys(url, ""))
-    (run.folder / "config.yaml").unlink()
-    wait_for(lambda: "config.yaml" not in keys(url, ""))
+    (run.folder / "config.yaml").unlink()  # as a cleaner of caches does
+    run._mirror.flush()
+    assert other.read("config.yaml") == b"dim: 32\n"
     (run.folder / "config.yaml").write_text("dim: 33\n")
     (run.folder / ".hidden.tmp").write_text("")
     (run.folder / "plots").mkdir()

@@ -44,8 +44,13 @@ FOREIGN = {
     "several": (["training_log.csv", "model_summary.json"], r"has model_summary.json, training_log.csv, which"),
     "weights": (["model_weights.msgpack"], r"has model_weights.msgpack, which no run made"),
     "picture": (["plots/loss.png"], r"has plots/loss.png, which no run made"),
-    "checkpoints": (["checkpoints/model.pt"], r"has checkpoints, which no run made"),
-    "data": (["data/text.txt"], r"has data, which no run made"),
+    "checkpoints": (["checkpoints/7/model.pt"], r"has checkpoints/7, which no run made"),
+    "a save of another program": (
+        ["checkpoints/7.orbax-checkpoint-tmp-1/model.pt"],
+        r"has checkpoints/7.orbax-checkpoint-tmp-1, which no run made",
+    ),
+    "data": (["data/shard_00000.rox"], r"has data/shard_00000.rox, which no run made"),
+    "tokenizer of data": (["data/tokenizer.json"], r"has data/tokenizer.json, which no run made"),
     "study": (["study.yaml", "journal.jsonl"], r"holds a study \(study.yaml\)"),
 }
 
@@ -94,7 +99,17 @@ def test_neither_the_root_nor_the_home_is_a_run(tmp_path, text, monkeypatch, pla
     assert os.listdir(run) == before
 
 
-UNRELATED = [".git/HEAD", "notes.md", "train.py", "logs/mine.log", ".draft.tmp", ".config.yaml.tmp", "plots/mine.png"]
+UNRELATED = [
+    ".git/HEAD",
+    "notes.md",
+    "train.py",
+    "logs/mine.log",
+    "checkpoints/model.pt",
+    "data/notes.csv",
+    ".draft.tmp",
+    ".config.yaml.tmp",
+    "plots/mine.png",
+]
 
 
 def test_a_run_beside_other_files_leaves_them_as_they_are(tmp_path, text):

@@ -36,10 +36,10 @@ class Exporter:
 
     def __init__(
         self, run: Path, checkpoints: Path, log: Callable[[str], None], *, enabled: bool,
-        fetch: Callable[[int], None] = lambda step: None,
+        fetch: Callable[[int], None] = lambda step: None, delete_in_bucket: Callable[[str], None] = lambda name: None,
     ) -> None:  # fmt: skip
         self._run, self._checkpoints, self._log, self._enabled = run, checkpoints, log, enabled
-        self._fetch = fetch
+        self._fetch, self._delete_in_bucket = fetch, delete_in_bucket
         self._steps: dict[str, int] = {}
         """By file, the step that it shall hold and does not yet."""
         self._lock = threading.Lock()
@@ -50,10 +50,12 @@ class Exporter:
         for name in (NEWEST, BEST):
             path = self._run / name
             # The run went back, and these steps never were; at once, for the same step may come again.
-            void = (step_of(path) or 0) > newest or (name == BEST and best is None)
+            void = path.exists() and ((step_of(path) or 0) > newest or (name == BEST and best is None))
             with contextlib.suppress(OSError):
                 for left in (*leftovers_of(path), *([path] if void else [])):
                     left.unlink(missing_ok=True)
+                if void:
+                    self._delete_in_bucket(name)
         if best is not None:
             self.want(BEST, best)
 
@@ -133,7 +135,14 @@ class CheckpointManager:
         self._folder, self._store, self._last_step, self._log = folder, store, last_step, log
         self._requests = SaveRequests(folder, logged)
         enabled = export and is_primary()
-        self._exporter = Exporter(folder, store.folder, log, enabled=enabled, fetch=store.fetch_params)
+        self._exporter = Exporter(
+            folder,
+            store.folder,
+            log,
+            enabled=enabled,
+            fetch=store.fetch_params,
+            delete_in_bucket=store.delete_in_bucket,
+        )
 
     def __enter__(self) -> "CheckpointManager":
         if is_primary():

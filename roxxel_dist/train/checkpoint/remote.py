@@ -180,6 +180,10 @@ class RemoteCheckpoints:
         self._store.delete([_key(step, TABLE)])
         self._store.delete([info.key for info in self._store.list(f"{CHECKPOINTS}/{step}/")])
 
+    def delete_file(self, name: str) -> None:
+        """Delete a file of the run that is void; beside this nothing but checkpoints is deleted in the bucket."""
+        self._store.delete([name])
+
     def set_aside(self, step: int) -> None:
         """Let a damaged checkpoint no longer count; its files stay until a later save of the step."""
         self._store.write(_key(step, TABLE + DAMAGED), self._store.read(_key(step, TABLE)))

@@ -25,7 +25,7 @@ from roxxel_dist.cluster.distributed import (
     process_count,
     process_index,
 )
-from roxxel_dist.cluster.durable import sync_folder
+from roxxel_dist.cluster.durable import make_folder, sync_folder
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.folder_lock import hold_folder, is_held_here
 from roxxel_dist.data.discovery import check_local
@@ -274,11 +274,16 @@ class CheckpointStore:
         temporary = self.folder / f"{step}{files.TEMPORARY}-{self._count}"
         state = files.keys_to_data(state)
         # In the thread: Orbax wants an event loop, and the caller's thread may run one, as in a notebook.
-        begun = self._thread.submit(files.begin, self._handler, temporary, state)
+        begun = self._thread.submit(self._begin, temporary, state)
         save = _Save(step=step, val_loss=val_loss, meta=text, temporary=temporary, begun=begun)
         self._pending = save, self._thread.submit(self._finish, save)
         self.unreported += 1
         begun.exception()
+
+    def _begin(self, temporary: Path, state: Any) -> files.Begun:
+        if self._remote is not None:  # the folder is a copy, which a cleaner may have deleted
+            make_folder(self.folder)
+        return files.begin(self._handler, temporary, state)
 
     def _finish(self, save: _Save) -> _Ending:
         """In the background: how the save ended, the same on all ranks."""
@@ -457,6 +462,11 @@ class CheckpointStore:
         """
         if self._remote is not None and (problems := self._remote.fetch_params(step)):
             raise UserError(in_words(problems))
+
+    def delete_in_bucket(self, name: str) -> None:
+        """Delete a void file of the run, by its name, in the bucket of the run if it has one. Raises OSError."""
+        if self._remote is not None:
+            self._remote.delete_file(name)
 
     def check_params(self, step: int, like: dict[str, Any]) -> None:
         """Raises ValueError where `restore_params` would find another model; `like` may be shapes alone."""
