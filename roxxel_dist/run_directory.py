@@ -42,6 +42,10 @@ class RunResult(PosixPath):
         result.stopped, result.step = stopped, step
         return result
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies, and pickles, keep how the training ended."""
+        return _run_result, (str(self), self.stopped, self.step)
+
     def with_segments(self, *segments: Any) -> Path:
         """A path below or beside it, as a plain path."""
         return Path(*segments)
@@ -51,6 +55,12 @@ class RunResult(PosixPath):
         if self.step is None:
             return repr(Path(self))
         return f"<run {self}: {'stopped' if self.stopped else 'ended'} after step {self.step}>"
+
+
+def _run_result(path: str, stopped: bool, step: int | None) -> RunResult:
+    result = RunResult(path)
+    result.stopped, result.step = stopped, step
+    return result
 
 
 class RunDirectory:

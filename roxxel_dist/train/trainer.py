@@ -426,9 +426,10 @@ class Trainer:
                 idle_since = self._memory.clock() if self._memory is not None else 0.0
                 if not self._flush_metrics(losses):
                     self._take(self._fetch(metrics._replace(scalars={}, row_loss=None)))
-                best = "val_loss" in losses and self._metadata.early_stopping.update(losses["val_loss"])
+                better = "val_loss" in losses and self._metadata.early_stopping.update(losses["val_loss"])
+                save = save or (better and self.options.keep_best)
                 out_of_patience = self._metadata.early_stopping.should_stop(self.options.patience)
-                self._keep(done, losses.get("val_loss"), idle_since, save=save or best or out_of_patience, copy=copy)
+                self._keep(done, losses.get("val_loss"), idle_since, save=save or out_of_patience, copy=copy)
                 self._timer.resume()
             self.step = done
             if out_of_patience:

@@ -192,7 +192,11 @@ class CheckpointManager:
 
     def finish(self, step: int) -> None:
         """Wait for the last save; SaveError if it failed."""
-        self._store.wait()
+        try:
+            self._store.wait()
+        except SaveError as error:
+            newest = self._store.latest_step()
+            raise SaveError(f"{error}, then continue the run from step {newest} with --resume (resume=True)") from None
         self.poll()
         self._requests.finish(step)
         if (newest := self._store.latest_step()) is not None:

@@ -7,6 +7,7 @@ waiting for it. Here every rank says how its part went, rank 0 decides, and all 
 import contextlib
 import itertools
 import json
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Set
@@ -395,6 +396,8 @@ class CheckpointStore:
             newest = self.latest_step()
             rest = "there is none yet" if newest is None else f"the newest complete one is of step {newest}"
             text = f"the checkpoint of step {save.step} could not be saved in {self.folder} ({text}); {rest}"
+            if any(os.strerror(code) in ending.problem.text for code in files.FULL):
+                text += f"; make room in {self.folder.parent}"
         else:
             kept = self._kept(save) | {*ending.left}
             saved = self._saved | {save.step: save.val_loss}

@@ -64,7 +64,7 @@ class JsonlTracker:
 
     def _put_back(self) -> None:
         """Write the file again where a cleaner has deleted it: while it is open its rows can be read."""
-        if os.fstat(self._file.fileno()).st_nlink:
+        if self._path.exists():
             return
         self._file.seek(0)
         rows = self._file.read()
