@@ -17,7 +17,7 @@ from roxxel_dist.cluster.determinism import make_deterministic, pin_for_run, pin
 from roxxel_dist.cluster.distributed import barrier, broadcast_from_primary, initialize, is_primary
 from roxxel_dist.cluster.exit_codes import MissingFileError, UserError, attempt_number
 from roxxel_dist.cluster.extras import pip_install
-from roxxel_dist.config import Config, usage_errors
+from roxxel_dist.config import RECORD, Config, usage_errors
 from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
@@ -57,6 +57,7 @@ from roxxel_dist.train.loggers.console import printable
 from roxxel_dist.train.loggers.tensorboard import TensorboardTracker
 from roxxel_dist.train.loggers.wandb import WandbTracker
 from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
+from roxxel_dist.train.run_files import check_run_folder
 from roxxel_dist.train.trainer import Trainer
 
 LAST_WORDS_LIMIT_S = 1800.0
@@ -142,7 +143,8 @@ class Experiment:
         with usage_errors():
             bucket = self._bucket(run_dir, local_dir)
             # A launched run without a name has the launcher's run id, so a restart continues the same run.
-            past = self._past(bucket.pull() if bucket else Path(run_dir or default_run_dir()), resume, fork)
+            place = bucket.pull() if bucket else Path(run_dir or default_run_dir())
+            past = self._past(place, resume, fork, in_bucket=bucket is not None)
             # A resumed fork goes back to a checkpoint of its own; `ResumeSpec` refuses `fork` with `from_step`.
             goes_back = from_step is not None and fork is None
             origin = ResumeSpec(fork=None if goes_back else past.fork, from_step=from_step, skip_steps=skip_steps)
@@ -251,10 +253,14 @@ class Experiment:
         check_local("run_dir", run_dir)
         return None
 
-    def _past(self, run: Path, resume: bool, fork: str | None) -> _Past:
+    def _past(self, run: Path, resume: bool, fork: str | None, *, in_bucket: bool) -> _Past:
         """The run to continue from. The config takes the fields that it does not give from there."""
         check_still_there(run)
+        if not in_bucket:
+            check_run_folder(run)  # before a config there is read that is not of a run
         saved = saved_config(run) if resume else {}
+        if in_bucket and saved and RECORD not in saved:
+            raise UserError(f"run_dir has a {CONFIG} which no run made: name another prefix in the bucket")
         parent = forked_from(fork, saved, run)
         past = _Past(
             saved=saved, fork=parent, config=saved_config(local_run(parent.run)) if parent and not saved else saved

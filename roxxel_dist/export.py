@@ -19,7 +19,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.build.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.huggingface import hf_config, take_out, tensors_of, their_shapes
-from roxxel_dist.run_directory import CONFIG, METRICS, TOKENIZER
+from roxxel_dist.run_directory import CONFIG, TOKENIZER
 from roxxel_dist.train.checkpoint.digests import TABLE, DigestTable, FileDigest
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 from roxxel_dist.train.hf_folder import HF_CONFIG
@@ -53,7 +53,7 @@ def export_run(
         merge_lora: for a run that trained adapters, write the plain model with the adapters merged in.
         dtype: of the parameters; default: unchanged.
         max_shard_size: largest size of a safetensors file, such as "500MB".
-        overwrite: replace an existing folder. A run, or a folder that contains folders, is never replaced.
+        overwrite: replace the folder of an earlier export. A folder with any other file is never replaced.
 
     Returns:
         A line that describes the written files.
@@ -89,16 +89,25 @@ def export_run(
 
 def _check_out(out: Path, overwrite: bool, *read: Path) -> None:
     """Raises ValueError if `out` may not be replaced: it contains a folder that is read, or is not from an export."""
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not overwrite)):
-        raise UserError(f"--out {out} is there already: name another folder, or replace it with --overwrite")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file: name a folder")
     for folder in map(Path.resolve, read):
         if out.resolve() in (folder, *folder.parents):
             raise UserError(f"--out {out} holds the run, or what its adapters stand on: name another folder")
-    for path in sorted(out.iterdir()) if out.is_dir() else []:
-        if path.is_dir() or path.name == METRICS:
-            raise UserError(
-                f"--out {out} has {path.name} in it, which no export has: it may be a run; name another folder"
-            )
+    made = _files_of_export(out)
+    for path in sorted(out.iterdir(), key=lambda path: path.name in made) if out.is_dir() else []:
+        if path.name not in made:
+            raise UserError(f"--out {out} has {path.name} in it, which no export made: name another folder")
+        if not overwrite:
+            raise UserError(f"--out {out} has an export already: name another folder, or replace it with --overwrite")
+
+
+def _files_of_export(out: Path) -> set[str]:
+    """The names of the files that an export wrote into a folder, by its table; empty without one."""
+    try:
+        return {TABLE, *DigestTable.read(out / TABLE).files}
+    except (OSError, ValueError):
+        return set()
 
 
 def _write_own(folder: Path, weights: Weights, params: dict[str, np.ndarray], format: str, limit: int) -> None:
@@ -181,9 +190,8 @@ def _put(folder: Path, out: Path) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     sync_folder(folder)
-    old = out.with_name(f".{out.name}.replaced")
+    old = folder.with_name(f"{folder.name}.replaced")  # no name that a folder of the user may have
     if out.exists():
-        shutil.rmtree(old, ignore_errors=True)
         out.rename(old)
     folder.rename(out)
     shutil.rmtree(old, ignore_errors=True)

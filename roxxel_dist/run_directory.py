@@ -16,6 +16,7 @@ from roxxel_dist.cluster.folder_lock import LOCK, FolderIsHeld, hold_folder
 from roxxel_dist.data.atomic_dir import COMMIT, SUFFIX
 from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.objects.url import is_url
+from roxxel_dist.train.run_files import RUN_FILES, check_run_folder, has_begun, leftovers_of
 
 CONFIG, TOKENIZER, DATA, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", "checkpoints"
 PREFLIGHT_STORE_S = 20.0
@@ -41,6 +42,10 @@ class RunResult(PosixPath):
         result.stopped, result.step = stopped, step
         return result
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies, and pickles, keep how the training ended."""
+        return _run_result, (str(self), self.stopped, self.step)
+
     def with_segments(self, *segments: Any) -> Path:
         """A path below or beside it, as a plain path."""
         return Path(*segments)
@@ -50,6 +55,12 @@ class RunResult(PosixPath):
         if self.step is None:
             return repr(Path(self))
         return f"<run {self}: {'stopped' if self.stopped else 'ended'} after step {self.step}>"
+
+
+def _run_result(path: str, stopped: bool, step: int | None) -> RunResult:
+    result = RunResult(path)
+    result.stopped, result.step = stopped, step
+    return result
 
 
 class RunDirectory:
@@ -67,7 +78,8 @@ class RunDirectory:
     def claim(self, resume: bool) -> None:
         """Make the folder and hold it until `release`.
 
-        Raises ValueError if it is not a folder, cannot be written, is held, or has a run and `resume` is off.
+        Raises ValueError if it is not a folder, cannot be written, is held, has files that no run made and a run would
+        replace, or has a run and `resume` is off.
         """
         if os.path.exists(self.path) and not self.path.is_dir():
             raise UserError(f"run_dir is {self.path}, a file: name a folder")
@@ -77,13 +89,16 @@ class RunDirectory:
         except FolderIsHeld:
             self._new = []
             raise
+        self.check_new(resume)  # again, under the lock
         save_requests.sweep(self.path)
-        for temporary in self.path.glob(".*.tmp"):  # of a writer that was killed
-            temporary.unlink(missing_ok=True)
+        for name in RUN_FILES:
+            for temporary in leftovers_of(self.path / name):
+                temporary.unlink(missing_ok=True)
 
     def check_new(self, resume: bool) -> None:
-        """Raises ValueError if the folder has a run and `resume` is off."""
-        if os.path.exists(self.path / CONFIG) and not resume:
+        """Raises ValueError if the folder is no place for a run, or has one and `resume` is off."""
+        check_run_folder(self.path, self._name)
+        if not resume and (os.path.exists(self.path / CONFIG) or has_begun(self.path)):
             raise UserError(f"{self._name} holds a run already: continue it with resume=True, or name another run_dir")
 
     def release(self) -> None:
@@ -144,6 +159,15 @@ def data_to_read(data_path: str | None, run_dir: str | None, *, resume: bool) ->
             return {"path": path, "fingerprint": data.fingerprint}
     except (OSError, ValueError) as error:
         return {"path": data_path, "why": str(error)}
+
+
+def why_no_run(run_dir: str) -> str | None:
+    """Why no run can begin, or go on, in a folder of this host, for preflight; None where it can."""
+    try:
+        check_run_folder(Path(run_dir))
+    except (OSError, UserError) as error:
+        return str(error)
+    return None
 
 
 def _must_be_finished(path: Path) -> bool:

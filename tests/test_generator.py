@@ -241,21 +241,54 @@ def test_too_much_for_msgpack(made, tmp_path, monkeypatch):
 
 
 def test_the_folder_to_write_into(made, tmp_path):
-    (tmp_path / "mine.txt").write_text("of the user")
-    with pytest.raises(ValueError, match="is there already: name another folder, or replace it with --overwrite"):
-        export_run(made, "hf", tmp_path)
     with pytest.raises(ValueError, match="holds the run"):
         export_run(made, "hf", made, overwrite=True)
     for name in ("checkpoints", "export"):  # of a run, and somewhere above one
         (tmp_path / "other" / name / "1").mkdir(parents=True)
-        with pytest.raises(ValueError, match="which no export has: it may be a run"):
+        with pytest.raises(ValueError, match="has 1 in it, which no export made: name another folder"):
             export_run(made, "hf", tmp_path / "other" / name, overwrite=True)
     with pytest.raises(ValueError, match="holds the run"):
         export_run(f"{made}@7", "hf", made, overwrite=True)
     assert (made / NEWEST).exists()
     with pytest.raises(ValueError, match="max_shard_size is '5 bananas'"):
         export_run(made, "hf", tmp_path / "out", max_shard_size="5 bananas")
-    assert (tmp_path / "mine.txt").exists()
+
+
+FOLDERS_OF_OTHERS = {
+    "plain files": ["thesis.txt"],
+    "a hidden file": [".notes"],
+    "an export with a file of the user": ["digests.json", "model.safetensors", "README.md"],
+    "a table of another program": ["digests.json"],
+    "a run of a Trainer": ["metrics.jsonl"],
+}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", FOLDERS_OF_OTHERS)
+def test_an_export_never_replaces_what_no_export_made(made, tmp_path, name, overwrite):
+    out, files = tmp_path / "out", FOLDERS_OF_OTHERS[name]
+    if len(files) == 3:
+        export_run(made, "safetensors", out)
+        assert set(files[:2]) <= {path.name for path in out.iterdir()}
+    for file in files[-1:]:
+        out.mkdir(exist_ok=True)
+        (out / file).write_text("of the user")
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(ValueError, match=f"has {files[-1]} in it, which no export made: name another folder"):
+        export_run(made, "hf", out, overwrite=overwrite)
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_export_is_replaced_when_that_is_asked_for(made, tmp_path):
+    (tmp_path / ".out.replaced").mkdir()  # of the user, by chance
+    (tmp_path / "out").mkdir()
+    export_run(made, "safetensors", tmp_path / "out")
+    with pytest.raises(ValueError, match="has an export already: name another folder, or replace it with --overwrite"):
+        export_run(made, "msgpack", tmp_path / "out")
+    export_run(made, "msgpack", tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.replaced", "out"]
 
 
 def test_what_adapters_stand_on_is_not_replaced(made, tmp_path):

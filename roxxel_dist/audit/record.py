@@ -25,7 +25,7 @@ from roxxel_dist.train.loggers.csv_jsonl import DIGEST, JsonlReader
 
 FREE_FIELDS = {
     "log_every", "eval_every", "checkpoint_every", "memory_checkpoint_every", "memory_replicas", "max_to_keep",
-    "keep_every", "keep_steps", "export_weights", "max_steps", "patience", "verify_data", "max_rewinds",
+    "keep_best", "keep_every", "keep_steps", "export_weights", "max_steps", "patience", "verify_data", "max_rewinds",
     "profile_steps", "wandb", "wandb_project", "tensorboard", "sample_prompt", "sample", "cache_dir",
     "cache_gb", "store_timeout",
 }  # fmt: skip

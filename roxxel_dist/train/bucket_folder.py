@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectInfo
 
 LEASE = "run.lease"
-CONFIG, DATA, LOGS, CHECKPOINTS = "config.yaml", "data", "logs", "checkpoints"
+CONFIG, TOKENIZER, DATA, LOGS, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", "logs", "checkpoints"
 SAVE_REQUESTS, SAVE_ANSWERS = ".save-requests/", ".save-answers/"
 """Where requests to save, and the answers to them, are in a bucket."""
 NOT_FETCHED = ("profile/", "plots/")
@@ -91,8 +91,8 @@ class BucketFolder:
     def pull(self) -> Path:
         """Bring what a reader, or a rank that begins, needs beside checkpoints into the folder, and return that.
 
-        Local files that the bucket lacks are removed, except logs. A file that has grown here since it was sent stays:
-        it is the newer one. While another process trains in the folder, nothing changes.
+        Local files that the bucket lacks are removed, except logs. A file that has grown here since it was sent stays,
+        unless the run is only read: it is the newer one. While another process trains in the folder, nothing changes.
 
         Raises ValueError where a data set is there, and no run.
         """
@@ -103,6 +103,11 @@ class BucketFolder:
         if CONFIG not in objects:
             if shards := [key for key in objects if key.endswith(ENDING) and "/" not in key]:
                 raise UserError(f"{self.url} holds a data set ({shards[0]}), and no run: name the address of a run")
+            if TOKENIZER in objects and not self._read_only:  # a run sends its config before
+                raise UserError(
+                    f"run_dir is {self.url}, which has {TOKENIZER}, which no run made and a run would replace: name "
+                    f"another prefix"
+                )
             # No config: a run that never began left these objects, and those that lie deeper belong to other runs.
             objects = {key: info for key, info in objects.items() if "/" not in key or key.startswith(f"{LOGS}/")}
         for path in self._local_files():
@@ -146,9 +151,11 @@ class BucketFolder:
                 self._store.download(info.key, path)
                 return state_of(path)
             data = self._store.read(info.key)
-            here = path.read_bytes() if path.is_file() else b""
-            if here.startswith(data) and path.is_file():
-                return state_of(path) if here == data else None
+            here = path.read_bytes() if path.is_file() else None
+            if here == data:
+                return state_of(path)
+            if here is not None and here.startswith(data) and not self._read_only:
+                return None
             write_file(path, data)
             return state_of(path)
         path.unlink(missing_ok=True)

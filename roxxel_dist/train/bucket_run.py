@@ -84,7 +84,7 @@ class BucketRun(BucketFolder):
             self._pull(info)
 
     def check(self) -> None:
-        """Raises StoreError where files could not be sent in time, and LeaseLostError where another job has the run."""
+        """Raises what ended the mirror, such as StoreError, and LeaseLostError where another job has the run."""
         if self._mirror is not None:
             self._mirror.check()
         if self._lease is not None and self._lease.lost is not None:

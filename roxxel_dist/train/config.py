@@ -115,6 +115,9 @@ class LoopOptions:
     process. Default: 1 with several hosts. Data that other hosts have anyway is not sent."""
     max_to_keep: int | None = 3
     """Number of newest checkpoints to keep. The checkpoint with the lowest val_loss is also kept."""
+    keep_best: bool = False
+    """Save a checkpoint after each validation with a lower val_loss, also between the steps of checkpoint_every.
+    False: the best checkpoint is the one with the lowest val_loss among those that are saved anyway."""
     keep_every: int | None = None
     """Steps between checkpoints that are never deleted."""
     keep_steps: list[int] | None = None
@@ -213,6 +216,7 @@ class LoopKeywords(TypedDict, total=False):
     memory_checkpoint_every: int | str
     memory_replicas: int | None
     max_to_keep: int | None
+    keep_best: bool
     keep_every: int | None
     keep_steps: list[int] | None
     export_weights: bool

@@ -1,4 +1,7 @@
-"""The small files of a run directory in its bucket: what changes is sent every few seconds, and all at the end."""
+"""The small files of a run directory in its bucket: what changes is sent every few seconds, and all at the end.
+
+Nothing is deleted there because a local file is gone: the local folder is a copy, from which cleaners may delete files.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +48,9 @@ class RunMirror:
         """The state of each file that was sent, and when it is to be looked at again."""
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._problem: StoreError | None = None
+        self._problem: Exception | None = None
+        self._unreadable: dict[str, str] = {}
+        """By file, the error of the disk that kept it from being sent, and is logged."""
         self._thread = threading.Thread(target=self._work, name="run mirror", daemon=True)
 
     def fetched(self, name: str, state: FileState | None) -> None:
@@ -61,7 +66,7 @@ class RunMirror:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises StoreError where files could not be sent within the store's time limit."""
+        """Raises what ended the thread: StoreError where files could not be sent within the store's time limit."""
         if self._problem is not None:
             raise self._problem
 
@@ -70,7 +75,7 @@ class RunMirror:
         self._pass(everything=True)
 
     def flush_rows(self) -> None:
-        """Send the rows of the log; nothing large waits in between. Raises StoreError."""
+        """Send the rows of the log; nothing large waits in between. Raises StoreError, and OSError of the disk."""
         for name in ROWS:
             if (self._folder / name).is_file() and self._is_mine(name):
                 self._send(name, self._folder / name)
@@ -78,11 +83,10 @@ class RunMirror:
     def close(self, limit_s: float | None = None) -> None:
         """Send all that has changed and end, within so many seconds where given. Raises StoreError where it failed."""
         self._over.set()
-        if limit_s is not None:  # after a failure: the thread sends the rest, as far as it comes
+        if self._thread.ident is not None:  # else it never began
             self._thread.join(limit_s)
+        if limit_s is not None:  # after a failure: the thread sends the rest, as far as it comes
             return
-        if self._thread.ident is not None:
-            self._thread.join()
         self.check()
         self.flush()
 
@@ -90,21 +94,37 @@ class RunMirror:
         try:
             while not self._over.wait(INTERVAL_S):
                 self._pass(everything=False)
-                self._take_requests()
+                with self._readable("requests to save"):
+                    self._take_requests()
             self._pass(everything=True)
-        except StoreError as error:
+        except Exception as error:  # `check` raises it in the run's own thread
             self._problem = error
 
+    @contextlib.contextmanager
+    def _readable(self, name: str) -> Iterator[None]:
+        """Log an error of the disk once; the next pass tries again. Errors of the store pass."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except OSError as error:
+            text = error.strerror or str(error)
+            if self._unreadable.get(name) != text:
+                log.warning("%s: %s cannot be sent to the bucket (%s): it is tried again", self._folder, name, text)
+            self._unreadable[name] = text
+        else:
+            self._unreadable.pop(name, None)
+
     def _pass(self, *, everything: bool) -> None:
-        now = time.monotonic()
-        there = {str(path.relative_to(self._folder)): path for path in self._files()}
+        now, there = time.monotonic(), dict[str, Path]()
+        with self._readable("its list of files"):
+            there = {str(path.relative_to(self._folder)): path for path in self._files()}
         for name, path in sorted(there.items()):
             if everything or now >= self._sent.get(name, (None, 0.0))[1]:
-                self._send(name, path)
-        for name in [name for name in self._sent if name not in there]:
-            self._store.delete([name])
-            del self._sent[name]
-        self._send_answers()
+                with self._readable(name):
+                    self._send(name, path)
+        with self._readable("answers to requests to save"):
+            self._send_answers()
 
     def _files(self) -> list[Path]:
         """What this rank sends: no checkpoints, which have their own way, and nothing hidden."""

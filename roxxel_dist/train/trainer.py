@@ -32,6 +32,7 @@ from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.train.bad_steps import BadStep, BadStepMonitor
 from roxxel_dist.train.bucket_run import BucketRun
+from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
 from roxxel_dist.train.checkpoint.generations import run_identity
 from roxxel_dist.train.checkpoint.manager import CheckpointManager
@@ -64,6 +65,7 @@ from roxxel_dist.train.resume import (
     run_fingerprint,
     with_adapters,
 )
+from roxxel_dist.train.run_files import check_run_folder
 from roxxel_dist.train.throughput import InflightThrottler, StepTimer
 from roxxel_dist.train.timeline import Timeline
 from roxxel_dist.train.train_state import TrainState, TrainView, init_state
@@ -170,19 +172,9 @@ class Trainer:
         self._let_go = hold_together(self._folder)
         with contextlib.ExitStack() as undo:
             undo.callback(self._let_go)
+            self.store: CheckpointStore = self._open_store(checkpointer)
             if checkpointer is None:
-                self.store: CheckpointStore = CheckpointStore(
-                    self._folder / "checkpoints", self.options.max_to_keep,
-                    keep_every=self.options.keep_every, keep_steps=self.options.keep_steps,
-                    remote=None if bucket is None else bucket.checkpoints,
-                )  # fmt: skip
                 undo.callback(self.store.close)
-            elif self.options.keep_every or self.options.keep_steps:
-                raise UserError(
-                    "keep_every and keep_steps are of the run's own checkpoints: leave them out, or checkpointer"
-                )
-            else:
-                self.store = checkpointer.store
             self.checkpointer: Checkpointer | CheckpointStore = checkpointer or self.store
             self._compiler = AotCompiler(self.mesh)
             undo.callback(self._compiler.close)
@@ -198,6 +190,24 @@ class Trainer:
                     self._set_aside(damage)
             self._init_reporting()
             undo.pop_all()
+
+    def _open_store(self, checkpointer: Checkpointer | None) -> CheckpointStore:
+        """The run's checkpoints, or those of a given checkpointer, of which this process becomes the writer."""
+        options = self.options
+        if checkpointer is not None:
+            if options.keep_every or options.keep_steps:
+                raise UserError(
+                    "keep_every and keep_steps are of the run's own checkpoints: leave them out, or checkpointer"
+                )
+            checkpointer.store.begin_writing()
+            return checkpointer.store
+        return CheckpointStore(
+            self._folder / files.CHECKPOINTS,
+            options.max_to_keep,
+            keep_every=options.keep_every,
+            keep_steps=options.keep_steps,
+            remote=None if self._bucket is None else self._bucket.checkpoints,
+        )
 
     def _open_memory(self) -> MemoryTier | None:
         """The copies in memory, where the job has a place for them."""
@@ -407,9 +417,10 @@ class Trainer:
                 idle_since = self._memory.clock() if self._memory is not None else 0.0
                 if not self._flush_metrics(losses):
                     self._take(self._fetch(metrics._replace(scalars={}, row_loss=None)))
-                best = "val_loss" in losses and self._metadata.early_stopping.update(losses["val_loss"])
+                better = "val_loss" in losses and self._metadata.early_stopping.update(losses["val_loss"])
+                save = save or (better and self.options.keep_best)
                 out_of_patience = self._metadata.early_stopping.should_stop(self.options.patience)
-                self._keep(done, losses.get("val_loss"), idle_since, save=save or best or out_of_patience, copy=copy)
+                self._keep(done, losses.get("val_loss"), idle_since, save=save or out_of_patience, copy=copy)
                 self._timer.resume()
             self.step = done
             if out_of_patience:
@@ -607,13 +618,15 @@ def loop_options(options: LoopKeywords) -> LoopOptions:
 def hold_together(run: Path) -> Callable[[], None]:
     """Hold a run directory on rank 0 for all ranks; returns what lets it go.
 
-    Raises ValueError, on every rank, where another process trains in it, or it cannot be written.
+    Raises ValueError, on every rank, where another process trains in it, it cannot be written, or it has files that no
+    run made and a run would replace.
     """
     let_go, problem = lambda: None, ""
     if is_primary():
         try:
+            check_run_folder(run)
             let_go = hold_folder(run, "training in")
-        except ValueError as error:
+        except UserError as error:
             problem = str(error)
     if problem := broadcast_from_primary("run directory is free", problem):
         raise UserError(problem)

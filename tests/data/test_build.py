@@ -91,6 +91,19 @@ def test_a_second_build_returns_the_first(texts, tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("val_fraction", [0.0, 0.5])
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "build.json"])
+def test_files_that_no_build_made_are_never_replaced(texts, tmp_path, file, val_fraction, overwrite):
+    """As in the folder of a run, or of a model of Hugging Face."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / file).write_text("of the user")
+    with pytest.raises(ValueError, match=f"has {file} and no shards, so no build made it: choose another folder"):
+        build(texts, out, tokenizer="byte", progress=False, val_fraction=val_fraction, overwrite=overwrite)
+    assert snapshot(out) == {file: b"of the user"}
+
+
 @pytest.mark.parametrize("change", ["text", "name", "setting", "appended", "tokenizer", "damaged"])
 def test_another_corpus_in_out_is_refused_and_replaced_on_request(texts, tmp_path, change):
     out, options = tmp_path / "out", {"tokenizer": "byte", "progress": False}

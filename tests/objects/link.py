@@ -34,6 +34,7 @@ class Link:
         down: connections are refused, and those that are there are cut.
         status: each request is answered by this status, and not passed on; 0 for none.
         body: of these answers; b"" for what S3 says.
+        keep: the rights to the bucket lack deletion, which is answered by 403.
         cut: each body of an answer ends after so many bytes, and its connection; None for no cut.
         lose: the answers to requests of this method are lost, after the server has done them; "" for none.
         trickle: bodies of answers come by one byte in so many seconds; 0 for no trickle.
@@ -51,6 +52,7 @@ class Link:
         self.rate = rate
         self.status = 0
         self.body = b""
+        self.keep = False
         self.cut: int | None = None
         self.lose = ""
         self.trickle = 0.0
@@ -145,7 +147,8 @@ class Link:
             self.requests.append(Request(method.decode(), path.decode(), span.decode()))
         body = b"".join(_body(asked, head))
         time.sleep(self.delay_s)
-        if status := self.status:
+        is_deletion = method == b"DELETE" or (method == b"POST" and path.partition(b"?")[2].startswith(b"delete"))
+        if status := self.status or (403 if self.keep and is_deletion else 0):
             text = self.body or UNAVAILABLE % REASONS.get(status, b"Test")
             lines = b"HTTP/1.1 %d Test\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % (status, len(text))
             client.sendall(lines + (b"" if method == b"HEAD" else text))

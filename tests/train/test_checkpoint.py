@@ -18,7 +18,7 @@ def state():
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
 def test_what_is_saved_comes_back(tmp_path, state):

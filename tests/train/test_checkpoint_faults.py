@@ -1,16 +1,21 @@
 """What happens to checkpoints when disks are full, files are damaged and processes are killed."""
 
+import errno
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import jax.numpy as jnp
 import pytest
 from commands import wait_for
+from leftovers import MARK, MOUNT
 from small_disks import mounted_disk
 
+from roxxel_dist.train.checkpoint import files, store
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 
 
@@ -22,7 +27,7 @@ def small_disk(tmp_path):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
 def run_script(source, *words):
@@ -93,7 +98,7 @@ try:
     store.wait()
 except SaveError as error:
     told.append(["wait", str(error)])
-left = sorted(path.name for path in (disk / "c").iterdir())
+left = sorted(path.name for path in (disk / "c").iterdir() if path.name != ".lock")
 known = store.steps()
 filler.unlink()
 store.save(3, {name: leaf + 1 for name, leaf in state.items()}, {})
@@ -120,7 +125,7 @@ def test_a_full_disk(small_disk):
     done = run_script(FULL, small_disk)
     assert done.returncode == 0, done.stderr
     told, left, known, exact = json.loads(done.stdout)
-    full = r"could not be saved in .*/c \(rank 0: No space left on device\); the newest complete one is of step 1"
+    full = r"could not be saved in .*/c \(rank 0: No space left on device\); the newest complete one is of step 1; make room in .*"
     assert [what for what, _ in told] == [1, 2, 3, "wait", "close"]
     assert told[0][1] == ""
     for step, (_, said) in zip((2, 3, 3), told[1:4], strict=True):
@@ -137,7 +142,7 @@ def test_a_folder_that_cannot_be_written(small_disk):
     saver.close()
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     for folder in (small_disk / "c", small_disk / "new"):
-        with pytest.raises(ValueError, match=r"cannot be used .Read-only file system.: choose another run directory"):
+        with pytest.raises(ValueError, match=r"cannot be written .Read-only file system.: choose another folder"):
             CheckpointStore(folder)
     reader = CheckpointStore(small_disk / "c", read_only=True)
     assert int(reader.restore(1, state)["step"]) == 3
@@ -146,7 +151,7 @@ def test_a_folder_that_cannot_be_written(small_disk):
 
 def test_a_file_in_its_place(tmp_path):
     (tmp_path / "c").write_text("")
-    with pytest.raises(ValueError, match=r"c cannot be used .File exists."):
+    with pytest.raises(ValueError, match=r"c cannot be written .File exists."):
         CheckpointStore(tmp_path / "c")
 
 
@@ -189,3 +194,57 @@ def test_killed_in_the_midst_of_a_save(tmp_path):
     assert names(folder) == left  # a reader removes nothing
     CheckpointStore(folder).close()
     assert names(folder) == [name for name in left if name.isdecimal()]
+
+
+@contextmanager
+def an_old_one_that_stays(folder, monkeypatch):
+    """A file system is mounted on an old checkpoint: it cannot be renamed."""
+    mount = ["mount", "-t", "tmpfs", f"{MOUNT}{os.environ[MARK]}"]
+    subprocess.run([*mount, folder / "1"], check=True)
+    yield r"older ones \(step 1\) could not be deleted \(.*: Device or resource busy\): the next save tries again"
+    subprocess.run(["umount", folder / "1"], check=True)
+
+
+@contextmanager
+def a_folder_that_cannot_be_synced(folder, monkeypatch):
+    def fails(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "sync_folder", fails)
+        yield r"the folder of the checkpoint of step 2 could not be synced \(Input/output error\)"
+
+
+@pytest.mark.parametrize("fault", [an_old_one_that_stays, a_folder_that_cannot_be_synced])
+def test_what_fails_after_a_checkpoint_is_complete_is_no_failure_of_the_save(small_disk, monkeypatch, fault):
+    state = {"step": jnp.int32(3)}
+    saver = CheckpointStore(small_disk / "c", max_to_keep=1)
+    saver.save(1, state, {})
+    saver.wait()
+    saver.poll()
+    with fault(small_disk / "c", monkeypatch) as line:
+        saver.save(2, state, {})
+        saver.wait()
+        ended = saver.poll()
+        assert (ended.step, ended.problem) == (2, "")
+        assert re.search(line, ended.warning)
+        assert saver.steps() == [1, 2]
+        assert names(small_disk / "c") == ["1", "2"]
+    saver.save(3, state, {})
+    saver.wait()
+    assert saver.poll().warning == ""
+    assert saver.steps() == [3]
+    assert names(small_disk / "c") == ["3"]
+    saver.close()
+
+
+def test_a_folder_that_cannot_be_swept_keeps_no_rank_from_the_end_of_a_save(tmp_path, monkeypatch):
+    def stale(folder):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    saver = CheckpointStore(tmp_path / "c")
+    monkeypatch.setattr(files, "sweep", stale)
+    saver.save(1, {"step": jnp.int32(3)}, {})
+    saver.wait()
+    assert saver.steps() == [1]
+    saver.close()

@@ -166,7 +166,11 @@ def test_a_checkpointer_takes_the_next_older_one(tmp_path, caplog):
     with Checkpointer(tmp_path / "c", model) as checkpointer:
         assert checkpointer.restore() == 1
         assert (model.kernel[...] == 1).all()
-    assert "the checkpoint of step 2" in caplog.text
+        assert "the checkpoint of step 2" in caplog.text
+        assert not (tmp_path / "c" / "2.damaged").exists()  # it only reads until it saves
+        checkpointer.save(2)
+        checkpointer.wait()
+        assert checkpointer.store.steps() == [1, 2]
     assert (tmp_path / "c" / "2.damaged").is_dir()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 
 import jax.numpy as jnp
@@ -75,7 +76,9 @@ def test_a_host_that_has_nothing_restores_what_another_one_has_saved(url, tmp_pa
     assert first.steps() == [1, 3, 4]  # the best one too
     assert {key.split("/")[1] for key in keys(url)} == {"1", "3", "4"}
     folder = BucketFolder(url, tmp_path / "first").folder
-    assert keys(url) == sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    assert keys(url) == sorted(
+        str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != ".lock"
+    )
 
     other = opened(url, tmp_path / "other")
     assert (other.steps(), other.best_step()) == ([1, 3, 4], 1)
@@ -125,6 +128,24 @@ def test_a_damaged_object_is_set_aside_and_a_damaged_copy_is_fetched_again(url, 
         opened(url, tmp_path / "fourth").meta(1)
 
 
+def test_rights_that_lack_deletion_cost_no_checkpoint(url, link, tmp_path):
+    store = opened(url, tmp_path / "first", max_to_keep=1)
+    saved(store, 1)
+    assert not store.poll().warning
+    link.keep = True
+    saved(store, 2)
+    assert re.search(
+        r"step 2 is saved .*, and older ones \(step 1\) could not be deleted .*s3://", store.poll().warning
+    )
+    assert store.steps() == [1, 2] == opened(url, tmp_path / "reader", read_only=True).steps()
+    link.keep = False
+    saved(store, 3)  # the next save deletes what was left
+    assert not store.poll().warning
+    store.close()
+    assert store.steps() == [3]
+    assert {key.split("/")[1] for key in keys(url)} == {"3"}
+
+
 def test_a_store_that_is_away_for_a_moment_costs_no_save_and_one_that_stays_away_ends_the_run(url, link, tmp_path):
     store = opened(url, tmp_path / "first")
     saved(store, 1)
@@ -157,8 +178,9 @@ def test_small_files_follow_and_are_there_at_the_end(url, tmp_path, quick):
     rows = run.folder / "metrics.jsonl"
     rows.write_text('{"step": 1}\n')
     wait_for(lambda: "metrics.jsonl" in keys(url, ""))
-    (run.folder / "config.yaml").unlink()
-    wait_for(lambda: "config.yaml" not in keys(url, ""))
+    (run.folder / "config.yaml").unlink()  # as a cleaner of caches does
+    run._mirror.flush()
+    assert other.read("config.yaml") == b"dim: 32\n"
     (run.folder / "config.yaml").write_text("dim: 33\n")
     (run.folder / ".hidden.tmp").write_text("")
     (run.folder / "plots").mkdir()

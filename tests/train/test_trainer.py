@@ -33,7 +33,7 @@ def test_what_was_logged_after_the_last_checkpoint_is_logged_once(corpus, finish
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module, "stop_requested", die)
-        made = make(corpus, tmp_path / "cut")
+        made = make(corpus, tmp_path / "cut", keep_best=True)
         with pytest.raises(RuntimeError, match="power cut"):
             made.run()
         made.close()

@@ -48,8 +48,27 @@ def test_a_validation_loss_of_ones_own_decides_which_is_best(corpus, tmp_path):
     def evaluate(state):
         return {"val_loss": abs(int(state.step) - 5)}
 
-    made = train(corpus, tmp_path, eval_fn=evaluate, val_fraction=0.0, max_to_keep=1, checkpoint_every=100)
+    made = train(
+        corpus, tmp_path, eval_fn=evaluate, val_fraction=0.0, max_to_keep=1, checkpoint_every=100, keep_best=True
+    )
     assert (made.store.best_step(), saved(tmp_path)) == (5, [5, 13])
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "best"),
+    [
+        ({"checkpoint_every": 100}, [1, 13], 1),
+        ({"checkpoint_every": 5}, [1, 5, 10, 13], 5),
+        ({"checkpoint_every": 100, "keep_best": True}, [1, 3, 5, 7, 13], 7),
+        ({"checkpoint_every": 100, "patience": 2}, [1, 11], 1),
+    ],
+)
+def test_a_better_validation_is_saved_where_that_is_asked_for(corpus, tmp_path, options, steps, best):
+    def evaluate(state):
+        return {"val_loss": abs(int(state.step) - 7)}
+
+    made = train(corpus, tmp_path, eval_fn=evaluate, val_fraction=0.0, max_to_keep=None, **{"eval_every": 2, **options})
+    assert (saved(tmp_path), made.store.best_step()) == (steps, best)
 
 
 def test_named_sets_and_their_weighted_mean(corpus, tmp_path):
@@ -150,7 +169,14 @@ def test_a_better_checkpoint_takes_the_place_of_the_best(corpus, tmp_path):
     def evaluate(state):
         return {"val_loss": abs(int(state.step) - 9)}
 
-    options = {"eval_fn": evaluate, "val_fraction": 0.0, "max_to_keep": 1, "checkpoint_every": 4, "eval_every": 3}
+    options = {
+        "eval_fn": evaluate,
+        "val_fraction": 0.0,
+        "max_to_keep": 1,
+        "checkpoint_every": 4,
+        "eval_every": 3,
+        "keep_best": True,
+    }
     first = train(corpus, tmp_path, max_steps=7, **options)
     assert (first.store.best_step(), saved(tmp_path)) == (7, [7])
     made = train(corpus, tmp_path, **options)

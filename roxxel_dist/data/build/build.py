@@ -131,6 +131,8 @@ def _build(
     replaced = {
         split: _files_of(out / split) for split in ("", *SPLITS) if split in missing or split not in inputs.splits
     }
+    for name in replaced.get("", []) if not any(out.glob("*.rox")) else []:
+        raise UserError(f"{out} has {name} and no shards, so no build made it: choose another folder, or move it away")
     names = [f"{split}/{name}".lstrip("/") for split in replaced for name in replaced[split]]
     if names and not overwrite:
         raise UserError(

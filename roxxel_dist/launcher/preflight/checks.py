@@ -149,6 +149,8 @@ def _disk(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
         level: Level = "warning" if why is None and free >= MIN_FREE_BYTES else "error"
         if why == IS_FILE:
             text = f"{path} is a file: name a folder with --run_dir"
+        elif place["foreign"] is not None:
+            level, text = "error", place["foreign"]
         elif why is not None:
             text = f"{path} cannot be written ({why}); change its permissions, {fix}"
         elif free < MIN_FREE_BYTES:

@@ -42,7 +42,7 @@ def gather(question: HostInfo) -> HostInfo:
         "tpus": len(glob("/dev/accel[0-9]*")),
         "cores": os.cpu_count() or 1,
         "platforms": os.environ.get("JAX_PLATFORMS"),
-        "run_dir": folder(run_dir) if run_dir is not None else None,
+        "run_dir": folder(run_dir, is_run=question["shared"]) if run_dir is not None else None,
         "left": stale_ranks(question["run_id"], run_dir),
     }
     if question["compare"]:
@@ -90,8 +90,11 @@ def existing(path: str) -> Path:
     return next(each for each in (place, *place.parents) if os.path.exists(each))
 
 
-def folder(path: str) -> HostInfo:
-    """Free bytes where a folder is or would be, and why no file can be made there (None: one was, and is gone)."""
+def folder(path: str, *, is_run: bool) -> HostInfo:
+    """Free bytes where a folder is or would be, and why no file can be made there (None: one was, and is gone).
+
+    Of a folder that `is_run`, or is to be one, `foreign` is why no run may write there; else None.
+    """
     place, free, why = existing(path), 0, None
     try:
         room = os.statvfs(place)
@@ -101,7 +104,9 @@ def folder(path: str) -> HostInfo:
         why = IS_FILE
     except OSError as error:
         why = error.strerror or str(error)
-    return {"path": str(place), "free": free, "why": why}
+    # By its name: the launcher imports nothing of the trainer.
+    foreign = import_module("roxxel_dist.run_directory").why_no_run(path) if is_run else None
+    return {"path": str(place), "free": free, "why": why, "foreign": foreign}
 
 
 def touch(path: str) -> Path:

@@ -24,14 +24,17 @@ class Checkpointer:
     All state of both is kept: parameters, running statistics, random streams, moments, step. Several processes make the
     same calls, on arrays that lie over all of them.
 
+    It only reads until its first `save`: to open the folder and to restore changes no file, even while another program
+    saves there. From the first `save` until `close` it holds the lock of the folder, so no other program saves there.
+
     Args:
-        checkpoint_path: the folder of the checkpoints; made where it is missing.
+        checkpoint_path: the folder of the checkpoints; the first `save` makes it where it is missing.
         model: the module to save, and to load into.
         optimizer: its optimizer, or None.
         max_to_keep: how many checkpoints to keep, the newest ones; the one with the lowest "val_loss" stays too.
 
     Raises:
-        ValueError: the folder cannot be written.
+        ValueError: the folder cannot be read, or `max_to_keep` is below 1.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class Checkpointer:
         max_to_keep: int | None = 3,
     ) -> None:
         self._objects: dict[str, Any] = {"model": model} | ({} if optimizer is None else {"optimizer": optimizer})
-        self.store: CheckpointStore = CheckpointStore(checkpoint_path, max_to_keep)
+        self.store: CheckpointStore = CheckpointStore(checkpoint_path, max_to_keep, writes_later=True)
         """The checkpoints themselves; those of the run, of a checkpointer that was given to a `Trainer`."""
 
     def save(self, step: int, metrics_dict: Mapping[str, Any] | None = None) -> None:
@@ -55,9 +58,22 @@ class Checkpointer:
             metrics_dict: numbers to keep with the checkpoint; "val_loss" decides which checkpoint is the best.
 
         Raises:
-            ValueError: there is a checkpoint of that step already, perhaps of an earlier training in this folder.
+            ValueError: there is a checkpoint of that step already, perhaps of an earlier training in this folder;
+                another program saves there; or the folder cannot be written.
         """
         self.store.settle()
+        self._check_free(step)  # before the folder is touched
+        if not self.store.writes:
+            self.store.begin_writing(nested=False)
+            self._check_free(step)  # under the lock
+        metrics = {name: float(value) for name, value in (metrics_dict or {}).items()}
+        self.store.save(step, self._leaves(), {"metrics": metrics}, metrics.get("val_loss"))
+        while ended := self.store.poll():
+            if text := ended.problem or ended.warning:
+                log.warning("%s", text)
+
+    def _check_free(self, step: int) -> None:
+        """Raises UserError where the folder is of a Trainer, or has a checkpoint of that step."""
         if (newest := self.store.latest_step()) is not None and self._is_of_trainer(newest):
             raise UserError(f"{self.store.folder} has the checkpoints of a Trainer, which alone saves there")
         if step in self.store.steps():
@@ -65,20 +81,18 @@ class Checkpointer:
                 f"{self.store.folder} has a checkpoint of step {step} already: call restore() first to continue from "
                 f"the newest one ({self.store.latest_step()}), or use another folder"
             )
-        metrics = {name: float(value) for name, value in (metrics_dict or {}).items()}
-        self.store.save(step, self._leaves(), {"metrics": metrics}, metrics.get("val_loss"))
-        while ended := self.store.poll():
-            if ended.problem:
-                log.warning("%s", ended.problem)
 
     def restore(self) -> int:
         """Load the newest complete checkpoint into model and optimizer, and return its step; 0 where none is kept.
 
-        It may be one of a `Trainer`. One that is damaged is renamed to `<step>.damaged`, with a warning.
+        It may be one of a `Trainer`. One that is damaged is passed over with a warning; the next `save` renames it to
+        `<step>.damaged`.
 
         Raises:
             ValueError: the checkpoint is of another model or optimizer, or all that are kept are damaged.
         """
+        if not self.store.writes:
+            self.store.refresh()
         self.store.settle()
         self.store.check_not_all_damaged()
         while (step := self.store.latest_step()) is not None:
@@ -128,7 +142,7 @@ class Checkpointer:
         self.store.wait()
 
     def close(self) -> None:
-        """Finish what is being saved and let go of the thread.
+        """Finish what is being saved; release the folder and the thread.
 
         Raises:
             SaveError: the last save failed.

@@ -29,6 +29,7 @@ from etils import epath
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_index
 from roxxel_dist.cluster.durable import make_folder, sync_folder, write_file
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.folder_lock import LOCK
 from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.train.checkpoint import layout
 from roxxel_dist.train.checkpoint.digests import (
@@ -48,6 +49,8 @@ from roxxel_dist.train.checkpoint.digests import (
 from roxxel_dist.train.checkpoint.metadata import META, MetaFile
 from roxxel_dist.train.checkpoint.ocdbt import places
 
+CHECKPOINTS = "checkpoints"
+"""The name of the folder of checkpoints in a run directory."""
 STATE, PARAMS, REST = "state", "params/", "rest/"
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the name of a folder that is no complete checkpoint; Orbax's own tools pass over it too."""
@@ -73,20 +76,25 @@ def quiet_orbax() -> Iterator[None]:
 
 
 def open_folder(
-    folder: Path, *, read_only: bool, in_bucket: Callable[[], dict[int, float | None]] | None = None
+    folder: Path,
+    *,
+    read_only: bool,
+    sweeps: bool = True,
+    in_bucket: Callable[[], dict[int, float | None]] | None = None,
 ) -> dict[int, float | None]:
     """The complete checkpoints and the val_loss of each, as rank 0 sees them; called by all ranks together.
 
-    Unless `read_only`, the folder is made if it is missing, and the remains of dead saves in it are removed.
-    Those of a run in a bucket are what `in_bucket` says, and the folder is each host's own. Raises ValueError where it
-    cannot be written, or a rank does not see it.
+    Unless `read_only`, rank 0 holds the lock of the folder, which is made if it is missing; if it `sweeps`, what
+    interrupted saves left there is removed. Those of a run in a bucket are what `in_bucket` says, and the folder is
+    each host's own. Raises ValueError where it cannot be written, or a rank does not see it.
     """
     saved, problem = {}, ""
     if process_index() == 0 or in_bucket is not None:
         try:
             if not read_only:
                 make_folder(folder)
-                sweep(folder)
+                if sweeps:
+                    sweep(folder)
             if process_index() == 0:
                 saved = complete(folder) if in_bucket is None else in_bucket()
         except StoreTimeoutError:  # no fault of the folder
@@ -101,6 +109,12 @@ def open_folder(
             f"the checkpoint folder {folder} cannot be used ({problem}): choose another run directory, or mend it"
         )
     return {int(step): val_loss for step, val_loss in saved}
+
+
+def lock_folder(folder: Path) -> Path:
+    """The folder whose lock a writer of checkpoints holds: the run directory that they are in, or their own folder."""
+    run = folder.parent
+    return run if folder.name == CHECKPOINTS and (run / LOCK).exists() else folder
 
 
 def _unusable(folder: Path) -> str:
@@ -155,19 +169,19 @@ def kept(
 
 
 def sweep(folder: Path) -> None:
-    """Take away what is neither complete nor being written."""
+    """Delete the temporary folders of interrupted saves; the caller must hold the lock of `folder`. Raises OSError."""
     for path in folder.glob(f"*{TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def delete(checkpoint: Path) -> None:
-    """Take a checkpoint away; at no moment does a part of it look like the whole."""
+    """Delete a checkpoint; at no moment does a part of it look like the whole. Raises OSError where it stays."""
     doomed = checkpoint.with_name(checkpoint.name + TEMPORARY)
     try:
         checkpoint.rename(doomed)
-    except OSError:  # it is gone, or stays; neither concerns the save that made it superfluous
+    except FileNotFoundError:
         return
-    shutil.rmtree(doomed, ignore_errors=True)
+    shutil.rmtree(doomed, ignore_errors=True)  # `sweep` deletes the rest
 
 
 def array_handler() -> ocp.PyTreeCheckpointHandler:
@@ -275,13 +289,15 @@ def write_table(temporary: Path, step: int, ranks: int, meta: str) -> None:
 
 
 def commit(handler: ocp.PyTreeCheckpointHandler, temporary: Path, checkpoint: Path, meta: str, ranks: int) -> None:
-    """Make a complete checkpoint from the files of all `ranks`; 0: without digests."""
+    """Make a complete checkpoint from the files of all `ranks`; 0: without digests.
+
+    It is complete from the rename on, with which this ends; the caller brings its name to the disk (`sync_folder`).
+    """
     handler.finalize(epath.Path(temporary / STATE))
     write_file(temporary / META, meta)
     if ranks:
         write_table(temporary, int(checkpoint.name), ranks, meta)
     os.rename(temporary, checkpoint)
-    sync_folder(checkpoint.parent)
 
 
 def replace_meta(checkpoint: Path, meta: str) -> None:

@@ -14,6 +14,7 @@ from roxxel_dist.train.checkpoint.digests import read_verified
 from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, write_cursor
 from roxxel_dist.train.checkpoint.store import CheckpointStore, SaveError
 from roxxel_dist.train.loggers.base import CRASH_LIMIT_S
+from roxxel_dist.train.run_files import leftovers_of
 from roxxel_dist.train.train_state import TrainState
 from roxxel_dist.train.weight_files import BEST, LIMIT, NEWEST, step_of, write_weights
 
@@ -35,10 +36,10 @@ class Exporter:
 
     def __init__(
         self, run: Path, checkpoints: Path, log: Callable[[str], None], *, enabled: bool,
-        fetch: Callable[[int], None] = lambda step: None,
+        fetch: Callable[[int], None] = lambda step: None, delete_in_bucket: Callable[[str], None] = lambda name: None,
     ) -> None:  # fmt: skip
         self._run, self._checkpoints, self._log, self._enabled = run, checkpoints, log, enabled
-        self._fetch = fetch
+        self._fetch, self._delete_in_bucket = fetch, delete_in_bucket
         self._steps: dict[str, int] = {}
         """By file, the step that it shall hold and does not yet."""
         self._lock = threading.Lock()
@@ -49,10 +50,12 @@ class Exporter:
         for name in (NEWEST, BEST):
             path = self._run / name
             # The run went back, and these steps never were; at once, for the same step may come again.
-            void = (step_of(path) or 0) > newest or (name == BEST and best is None)
+            void = path.exists() and ((step_of(path) or 0) > newest or (name == BEST and best is None))
             with contextlib.suppress(OSError):
-                for left in (*self._run.glob(f".{name}*.tmp"), *([path] if void else [])):
+                for left in (*leftovers_of(path), *([path] if void else [])):
                     left.unlink(missing_ok=True)
+                if void:
+                    self._delete_in_bucket(name)
         if best is not None:
             self.want(BEST, best)
 
@@ -131,7 +134,14 @@ class CheckpointManager:
         self._folder, self._store, self._last_step, self._log = folder, store, last_step, log
         self._requests = SaveRequests(folder, logged)
         enabled = export and is_primary()
-        self._exporter = Exporter(folder, store.folder, log, enabled=enabled, fetch=store.fetch_model)
+        self._exporter = Exporter(
+            folder,
+            store.folder,
+            log,
+            enabled=enabled,
+            fetch=store.fetch_model,
+            delete_in_bucket=store.delete_in_bucket,
+        )
 
     def __enter__(self) -> "CheckpointManager":
         if is_primary():
@@ -165,6 +175,8 @@ class CheckpointManager:
                 self._log(f"{ended.problem}. Training continues, and the next save is tried")
                 self._requests.failed(ended.step, ended.problem)
             else:
+                if ended.warning:
+                    self._log(ended.warning)
                 self._requests.saved(ended.step)
                 if is_primary():
                     agent_pipe().tell({"saved": ended.step})
@@ -179,7 +191,11 @@ class CheckpointManager:
 
     def finish(self, step: int) -> None:
         """Wait for the last save; SaveError if it failed."""
-        self._store.wait()
+        try:
+            self._store.wait()
+        except SaveError as error:
+            newest = self._store.latest_step()
+            raise SaveError(f"{error}, then continue the run from step {newest} with --resume (resume=True)") from None
         self.poll()
         self._requests.finish(step)
         if (newest := self._store.latest_step()) is not None:

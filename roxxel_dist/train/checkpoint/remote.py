@@ -172,12 +172,17 @@ class RemoteCheckpoints:
         """Delete what this host has of other checkpoints than those that are kept."""
         steps = [int(path.name) for path in self._folder.iterdir() if path.name.isdecimal()]
         for step in set(steps) - {*kept}:
-            files.delete(self._folder / str(step))
+            with contextlib.suppress(OSError):  # a copy, which the next call deletes
+                files.delete(self._folder / str(step))
 
     def delete(self, step: int) -> None:
         """Take a checkpoint away; it does not count from the first moment on."""
         self._store.delete([_key(step, TABLE)])
         self._store.delete([info.key for info in self._store.list(f"{CHECKPOINTS}/{step}/")])
+
+    def delete_file(self, name: str) -> None:
+        """Delete a file of the run that is void; beside this nothing but checkpoints is deleted in the bucket."""
+        self._store.delete([name])
 
     def set_aside(self, step: int) -> None:
         """Let a damaged checkpoint no longer count; its files stay until a later save of the step."""

@@ -5,10 +5,10 @@ waiting for it. Here every rank says how its part went, rank 0 decides, and all 
 """
 
 import contextlib
-import errno
 import itertools
 import json
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,7 +26,9 @@ from roxxel_dist.cluster.distributed import (
     process_count,
     process_index,
 )
+from roxxel_dist.cluster.durable import make_folder, sync_folder
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.folder_lock import hold_folder, is_held_here
 from roxxel_dist.data.discovery import check_local
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.train.checkpoint import files
@@ -66,6 +68,8 @@ class SaveResult:
     step: int
     problem: str = ""
     """Why there is no such checkpoint; empty where there is one."""
+    warning: str = ""
+    """Of a checkpoint that is saved: what else failed, such as the deletion of an older one. It is tried again."""
 
 
 class _Problem(NamedTuple):
@@ -78,6 +82,16 @@ class _Problem(NamedTuple):
     @classmethod
     def of(cls, rank: int, error: BaseException) -> "_Problem":
         return cls(f"rank {rank}: {files.cause(error)}", isinstance(error, StoreTimeoutError))
+
+
+class _Ending(NamedTuple):
+    """How a save ended, as rank 0 decides it and all ranks read it."""
+
+    problem: _Problem = _Problem()
+    left: tuple[int, ...] = ()
+    """Steps of checkpoints that are no longer kept, and could not be deleted."""
+    warning: str = ""
+    """What failed after the checkpoint was complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +113,17 @@ class CheckpointStore:
     answer within its time limit, all ranks raise StoreTimeoutError when they next save, poll or wait.
 
     Args:
-        folder: where they are; made where it is missing. Every rank must see the same folder, if not for `remote`.
+        folder: where they are. Every rank must see the same folder, if not for `remote`.
         max_to_keep: how many to keep, the newest ones; None for all. The one with the lowest val_loss stays too.
         keep_every: every so many steps, one is kept for ever.
         keep_steps: these steps are kept for ever.
         read_only: look, and change nothing; the folder may belong to a run that is still going on.
+        writes_later: the same until `begin_writing` is called; without both the store begins to write at once.
         digests: hash what is saved, and compare what is restored. Off, checkpoints prove nothing.
         remote: the same checkpoints in a bucket, which alone count; the folder has what this host needs of them.
 
     Raises:
-        ValueError: the folder cannot be written, or an option is below 1.
+        ValueError: the folder cannot be written, another process saves there, or an option is below 1.
     """
 
     def __init__(
@@ -119,6 +134,7 @@ class CheckpointStore:
         keep_every: int | None = None,
         keep_steps: Collection[int] | None = None,
         read_only: bool = False,
+        writes_later: bool = False,
         digests: bool = True,
         remote: RemoteCheckpoints | None = None,
     ) -> None:
@@ -129,25 +145,78 @@ class CheckpointStore:
         self.folder: Path = Path(folder).absolute()
         self._keep = max_to_keep, keep_every, frozenset(keep_steps or ())
         self._name = f"checkpoint {next(_opened)}"
-        self._read_only, self._digests = read_only, digests
+        self._read_only, self._writes, self._digests = read_only, False, digests
         self._remote = remote
         self.check_run: Callable[[], None] | None = None if remote is None else remote.check_run
         """Raises what keeps the run from its bucket; None where it has none."""
-        in_bucket = None if remote is None else partial(remote.saved, read_only=read_only)
-        self._saved = files.open_folder(self.folder, read_only=read_only, in_bucket=in_bucket)
-        if remote is not None and not read_only:
-            remote.keep_local(self._saved)
+        self._release: Callable[[], Any] = lambda: None
+        self._saved: dict[int, float | None] = {}
+        self._passed_over: list[int] = []
+        """Steps of damaged checkpoints, which `begin_writing` renames."""
         self._read_last: tuple[int, MetaFile, DigestTable | None] | None = None
+        self._pending: tuple[_Save, Future[_Ending]] | None = None
+        if read_only or writes_later:
+            self.refresh()
+        else:
+            self.begin_writing()
         self._quiet = contextlib.ExitStack()
         self._quiet.enter_context(files.quiet_orbax())
         self._handler = files.array_handler()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: tuple[_Save, Future[_Problem]] | None = None
         self._ended: deque[SaveResult] = deque()
         self.unreported: int = 0
         """Saves whose end `poll` has not reported yet."""
         self._problem = ""
         self._count = 0
+
+    def refresh(self) -> None:
+        """Look again which checkpoints there are; all ranks together. It changes nothing on the disk."""
+        self.settle()
+        self._read_last = None
+        self._saved = self._open_folder()
+
+    def begin_writing(self, *, nested: bool = True) -> None:
+        """Hold the lock of the folder, made if it is missing, until `close`, and look again what it has.
+
+        The lock of a run directory is that of the checkpoints in it too. All ranks call it together, rank 0 holds the
+        lock. Of a store that writes already it changes nothing.
+
+        Args:
+            nested: whether another store of this process may write there too.
+
+        Raises:
+            UserError: another process writes there; the message names it. Or the folder cannot be written.
+        """
+        if self._writes:
+            return
+        problem, sweeps = "", True
+        if is_primary():
+            held = files.lock_folder(self.folder)
+            # A temporary folder may be of another store of this process, which saves now.
+            sweeps = not is_held_here(held) or held != self.folder
+            try:
+                release = hold_folder(held, "saving checkpoints in", nested=nested)
+                self._release = weakref.finalize(self, release)  # also for a store that nobody closes
+            except UserError as error:
+                problem = str(error)
+        problem, sweeps = json.loads(broadcast_from_primary(self._name, json.dumps([problem, sweeps])))
+        if problem:
+            raise UserError(problem)
+        try:
+            self._saved, self._read_last = self._open_folder(writes=True, sweeps=sweeps), None
+            if self._remote is not None:
+                self._remote.keep_local(self._saved)
+            for step in self._passed_over:
+                if step in self._saved:
+                    self._rename_damaged(step)
+        except BaseException:
+            self._release()
+            raise
+        self._writes, self._passed_over = True, []
+
+    def _open_folder(self, *, writes: bool = False, sweeps: bool = False) -> dict[int, float | None]:
+        in_bucket = None if self._remote is None else partial(self._remote.saved, read_only=not writes)
+        return files.open_folder(self.folder, read_only=not writes, sweeps=sweeps, in_bucket=in_bucket)
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, as far as `poll`, `settle` or `save` has heard of them."""
@@ -156,6 +225,11 @@ class CheckpointStore:
     def latest_step(self) -> int | None:
         """The newest of `steps`, or None."""
         return max(self._saved, default=None)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process saves in the folder, and no other one can."""
+        return self._writes
 
     @property
     def pending_step(self) -> int | None:
@@ -201,14 +275,19 @@ class CheckpointStore:
         temporary = self.folder / f"{step}{files.TEMPORARY}-{self._count}"
         state = files.keys_to_data(state)
         # In the thread: Orbax wants an event loop, and the caller's thread may run one, as in a notebook.
-        begun = self._thread.submit(files.begin, self._handler, temporary, state)
+        begun = self._thread.submit(self._begin, temporary, state)
         save = _Save(step=step, val_loss=val_loss, meta=text, temporary=temporary, begun=begun)
         self._pending = save, self._thread.submit(self._finish, save)
         self.unreported += 1
         begun.exception()
 
-    def _finish(self, save: _Save) -> _Problem:
-        """In the background: why the ranks have not saved it, the same text on all of them; or nothing."""
+    def _begin(self, temporary: Path, state: Any) -> files.Begun:
+        if self._remote is not None:  # the folder is a copy, which a cleaner may have deleted
+            make_folder(self.folder)
+        return files.begin(self._handler, temporary, state)
+
+    def _finish(self, save: _Save) -> _Ending:
+        """In the background: how the save ended, the same on all ranks."""
         problem, rank = _Problem(), process_index()
         try:
             writes, blocks = save.begun.result()
@@ -226,14 +305,23 @@ class CheckpointStore:
             problems = [_Problem(*json.loads(text)) for text in texts]
         except TimeoutError as error:
             problems = [_Problem(str(error))]
+        ending = _Ending()
         if is_primary():
             problem = next((each for each in problems if each.text), None) or self._commit(save)
-            files.sweep(self.folder)  # now: the others begin the next save when they have read what follows
-        problem = _Problem(*json.loads(broadcast_from_primary(self._name, json.dumps(problem), SAVE_LIMIT_S)))
+            ending = _Ending(problem) if problem.text else self._prune(save)
+            # Now: the others begin the next save when they have read what follows. The next save sweeps again.
+            with contextlib.suppress(OSError):
+                files.sweep(self.folder)
+        problem, left, warning = json.loads(broadcast_from_primary(self._name, json.dumps(ending), SAVE_LIMIT_S))
+        ending = _Ending(_Problem(*problem), tuple(left), warning)
         if self._remote is not None and not is_primary():
-            kept = None if problem.text else files.kept(self._saved | {save.step: save.val_loss}, *self._keep)
-            self._remote.keep_part(save.temporary, save.step, rank, kept)
-        return problem
+            kept = None if ending.problem.text else self._kept(save)
+            with contextlib.suppress(OSError):  # the local folder only holds copies; the next save tries again
+                self._remote.keep_part(save.temporary, save.step, rank, kept)
+        return ending
+
+    def _kept(self, save: _Save) -> set[int]:
+        return files.kept(self._saved | {save.step: save.val_loss}, *self._keep)
 
     def _commit(self, save: _Save) -> _Problem:
         """On rank 0, when every rank has written its part: the problem, or nothing."""
@@ -245,14 +333,42 @@ class CheckpointStore:
             files.commit(self._handler, save.temporary, self.folder / str(save.step), save.meta, ranks)
             if self._remote is not None:
                 self._remote.commit(save.step, ranks)
-            saved = self._saved | {save.step: save.val_loss}
-            for step in saved.keys() - files.kept(saved, *self._keep):
-                if self._remote is not None:
-                    self._remote.delete(step)
-                files.delete(self.folder / str(step))
         except Exception as error:
             return _Problem.of(0, error)
         return _Problem()
+
+    def _prune(self, save: _Save) -> _Ending:
+        """On rank 0, when the checkpoint is complete: delete what is no longer kept. A failure of that is no failure of
+        the save; what could not be deleted stays in `steps`, so the next save tries again."""
+        superfluous = sorted(self._saved.keys() - self._kept(save))
+        try:
+            sync_folder(self.folder)
+        except OSError as error:  # a power failure may take the new checkpoint, so no older one is deleted
+            text = f"the folder of the checkpoint of step {save.step} could not be synced ({files.cause(error)})"
+            return _Ending(left=tuple(superfluous), warning=f"{text}: the disk may lose it in a power failure")
+        left, causes = list[int](), dict[str, None]()
+        for step in superfluous:
+            try:
+                if self._remote is not None:
+                    self._remote.delete(step)
+            except Exception as error:
+                causes[files.cause(error)] = None
+                left.append(step)
+            try:
+                files.delete(self.folder / str(step))
+            except OSError as error:
+                causes[files.cause(error)] = None
+                if self._remote is None:
+                    left.append(step)
+        if not causes:
+            return _Ending()
+        which = f"step{'s' if len(left) > 1 else ''} {', '.join(map(str, left))}" if left else "local copies"
+        why = "; ".join(causes)
+        return _Ending(
+            left=tuple(left),
+            warning=f"the checkpoint of step {save.step} is saved in {self.folder}, and older ones ({which}) could not "
+            f"be deleted ({why}): the next save tries again",
+        )
 
     def poll(self) -> SaveResult | None:
         """The result of a save that has ended since the last call, each once; else None. Costs nothing."""
@@ -272,21 +388,23 @@ class CheckpointStore:
             return
         self._pending = None
         try:
-            problem = finished.result()
+            ending = finished.result()
         except Exception as error:  # the other ranks could not be asked
-            problem = _Problem(files.cause(error))
-        text = problem.text
+            ending = _Ending(_Problem(files.cause(error)))
+        text = ending.problem.text
         if text:
             newest = self.latest_step()
             rest = "there is none yet" if newest is None else f"the newest complete one is of step {newest}"
             text = f"the checkpoint of step {save.step} could not be saved in {self.folder} ({text}); {rest}"
+            if any(os.strerror(code) in ending.problem.text for code in files.FULL):
+                text += f"; make room in {self.folder.parent}"
         else:
-            self._saved[save.step] = save.val_loss
-            kept = files.kept(self._saved, *self._keep)
-            self._saved = {step: val_loss for step, val_loss in self._saved.items() if step in kept}
+            kept = self._kept(save) | {*ending.left}
+            saved = self._saved | {save.step: save.val_loss}
+            self._saved = {step: val_loss for step, val_loss in saved.items() if step in kept}
         self._problem = text
-        self._ended.append(SaveResult(step=save.step, problem=text))
-        if problem.store_away:
+        self._ended.append(SaveResult(step=save.step, problem=text, warning=ending.warning))
+        if ending.problem.store_away:
             raise StoreTimeoutError(text)
 
     def wait(self) -> None:
@@ -307,6 +425,7 @@ class CheckpointStore:
         if self._pending is None:
             self._handler.close()
             self._quiet.close()
+            self._release()
 
     def meta(self, step: int) -> dict[str, Any]:
         """The `meta` that a checkpoint was saved with.
@@ -347,6 +466,11 @@ class CheckpointStore:
         if self._remote is not None and (problems := self._remote.fetch_model(step)):
             raise UserError(in_words(problems))
 
+    def delete_in_bucket(self, name: str) -> None:
+        """Delete a void file of the run, by its name, in the bucket of the run if it has one. Raises OSError."""
+        if self._remote is not None:
+            self._remote.delete_file(name)
+
     def check_params(self, step: int, like: dict[str, Any]) -> None:
         """Raises ValueError where `restore_params` would find another model; `like` may be shapes alone."""
         self._check(step, {"params": like}, whole=False)
@@ -375,8 +499,6 @@ class CheckpointStore:
                     if self._remote is not None:
                         self._remote.delete(other)
                     files.delete(self.folder / str(other))
-                    if (self.folder / str(other)).exists():
-                        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             except (OSError, ValueError) as error:
                 problem = files.cause(error)
         self._read_last = None
@@ -403,11 +525,27 @@ class CheckpointStore:
     def set_aside(self, damage: DamagedCheckpoint) -> str:
         """Rename a damaged checkpoint, and older ones that are damaged too; those that stay are as `steps` says.
 
+        A store that does not write yet only passes over them, and renames them when it begins to write.
+
         Returns what was done, in a line for each. Raises ValueError, and renames nothing, where none is whole, and
         `damage` itself in a folder of another run.
         """
         if self._read_only:
             raise damage
+        lines = []
+        for wrong in self._newer_than_whole(damage):
+            if self._writes:
+                lines.append(f"{wrong}; it is kept as {self._rename_damaged(wrong.step)}")
+            else:
+                del self._saved[wrong.step]
+                self._passed_over.append(wrong.step)
+                lines.append(f"{wrong}; it is passed over, and the next save renames it")
+        self._read_last = None
+        newest = self.latest_step()
+        return "\n".join([*lines, f"going on from step {newest}, the newest complete checkpoint"])
+
+    def _newer_than_whole(self, damage: DamagedCheckpoint) -> list[DamagedCheckpoint]:
+        """A damaged checkpoint, and those below it that are damaged too, to the newest one that is whole."""
         damages = [damage]
         while (step := max((s for s in self.steps() if s < damages[-1].step), default=None)) is not None:
             try:
@@ -417,24 +555,26 @@ class CheckpointStore:
                 damages.append(another)
         if len(damages) == len(self._saved):
             raise UserError(self._nothing_whole([f"step {wrong.step}: {wrong.why}" for wrong in damages]))
-        lines = []
-        for wrong in damages:
-            name, problem = "", ""
-            if is_primary():
-                try:
-                    if self._remote is not None:
-                        self._remote.set_aside(wrong.step)
-                    name = files.set_aside(self.folder / str(wrong.step)).name
-                except OSError as error:
-                    problem = files.cause(error)
-            name, problem = json.loads(broadcast_from_primary(self._name, json.dumps([name, problem])))
-            if problem:
-                raise UserError(f"{wrong}; it cannot be renamed ({problem}): the folder must be writable")
-            del self._saved[wrong.step]
-            lines.append(f"{wrong}; it is kept as {name}")
-        self._read_last = None
-        newest = self.latest_step()
-        return "\n".join([*lines, f"going on from step {newest}, the newest complete checkpoint"])
+        return damages
+
+    def _rename_damaged(self, step: int) -> str:
+        """Rename a damaged checkpoint, so that it does not count; returns its new name."""
+        name, problem = "", ""
+        if is_primary():
+            try:
+                if self._remote is not None:
+                    self._remote.set_aside(step)
+                name = files.set_aside(self.folder / str(step)).name
+            except OSError as error:
+                problem = files.cause(error)
+        name, problem = json.loads(broadcast_from_primary(self._name, json.dumps([name, problem])))
+        if problem:
+            raise UserError(
+                f"the damaged checkpoint of step {step} in {self.folder} cannot be renamed ({problem}): the folder "
+                f"must be writable"
+            )
+        del self._saved[step]
+        return name
 
     def check_not_all_damaged(self) -> None:
         """Raises ValueError where there are no checkpoints but damaged ones: a run never begins again beside them."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.durable import make_folder, write_file
 from roxxel_dist.cluster.exit_codes import UserError
 
 COLUMNS = (
@@ -37,11 +37,13 @@ class JsonlTracker:
 
     def rewind(self, step: float) -> None:
         """Drop the rows after `step`."""
+        self._put_back()
         self._file.close()
         self._file = self._continue(step)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Append one row."""
+        self._put_back()
         line = self._line(row)  # it may replace the file
         self._file.write(line)
         self._file.flush()
@@ -60,10 +62,21 @@ class JsonlTracker:
             values[DIGEST] = self._digest
         return json.dumps(values) + "\n"
 
+    def _put_back(self) -> None:
+        """Write the file again where a cleaner has deleted it: while it is open its rows can be read."""
+        if self._path.exists():
+            return
+        self._file.seek(0)
+        rows = self._file.read()
+        self._file.close()
+        make_folder(self._path.parent)
+        write_file(self._path, rows)
+        self._file = self._continue(math.inf)
+
     def _continue(self, last_step: float) -> TextIO:
         """The file, at its end."""
         keep_rows(self._path, last_step, lambda line: json.loads(line)["step"])
-        return self._path.open("a", encoding="utf-8")
+        return self._path.open("a+", encoding="utf-8")
 
 
 class CsvTracker(JsonlTracker):
