@@ -217,8 +217,8 @@ def test_a_long_document_is_one_document(tmp_path, monkeypatch):
         ({"max_shard_bytes": 0}, ValueError, "max_shard_bytes=0"),
         ({"workers": 0}, ValueError, "workers=0"),
         ({"out": "texts/a.md"}, ValueError, "is a file"),
-        ({"out": "texts/a.md/out"}, ValueError, "cannot write there"),
-        ({"out": "/proc/out"}, ValueError, "/proc/out: cannot write there"),
+        ({"out": "texts/a.md/out"}, ValueError, "cannot be written"),
+        ({"out": "/proc/out"}, ValueError, "the folder /proc/out cannot be written"),
     ],
 )
 def test_mistakes_are_named_and_leave_nothing(texts, tmp_path, monkeypatch, options, error, message):
