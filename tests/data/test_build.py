@@ -166,10 +166,10 @@ def test_what_no_pattern_takes_is_told(texts, tmp_path, capsys):
     named = [texts, texts / "x.a3"]
     build(named, tmp_path / "out", tokenizer="byte", exclude=["excluded", "*.a2"])
     said = capsys.readouterr().err
-    told = "left out: 1 empty, 1 not UTF-8, 5 that no pattern takes: .log, .a1, .png, no ending)"
+    told = "left out: 1 empty, 1 not UTF-8, 5 of other kinds: .log, .a1, .png, no ending)"
     assert f"5 text files, 503 B ({told}\n" in said
     build(named, tmp_path / "out", tokenizer="byte", include=["*.log"], overwrite=True)
-    assert "10 that no pattern takes: .txt, .a1, .a2, .md, ...)" in capsys.readouterr().err
+    assert "10 of other kinds: .txt, .a1, .a2, .md, ...)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fraction", [0, 0.5])
