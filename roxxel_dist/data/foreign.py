@@ -182,7 +182,7 @@ def _check_whole_elements(path: Path, size: int, dtype: np.dtype, what: str) -> 
         raise UserError(
             f"{path}: {what} has {size} bytes, which is not a multiple of the {dtype.itemsize} bytes of {dtype}: it "
             "was truncated or has another dtype. Write it again, or give the right one: "
-            + GIVE_THE_DTYPE.format("uint8")
+            + GIVE_THE_DTYPE.format("uint8" if size % 2 else "uint16")
         )
 
 

@@ -96,6 +96,8 @@ def check_sampled_ids(data: Roxxel, vocab_size: int) -> None:
             if len(ids) and (ids.max() >= vocab_size or ids.min() < 0):
                 wrong = int(np.argmax((ids >= vocab_size) | (ids < 0)))
                 cure = "use a larger vocab_size, or the tokenizer of the model"
+                if ids[wrong] < 0:
+                    cure = "no id is negative, so they were saved in too small a type: save them in uint16 or uint32"
                 if isinstance(file, ForeignFile) and file.is_headerless:
                     other = "uint16" if file.dtype.itemsize > 2 else "uint32"
                     cure += f"; or give another dtype than {file.dtype}: {GIVE_THE_DTYPE.format(other)}"

@@ -152,6 +152,7 @@ PLANNED = {
     "negative": (-IDS.astype("<i4"), ["--vocab_size", "50257", "--data_dtype", "int32"], "is the id -"),
     "the wrong one": (IDS.astype("<u2"), ["--vocab_size", "50257", "--data_dtype", "uint32"], "another dtype"),
     "no dtype": (IDS.astype("<u2"), ["--vocab_size", "50257", "--data_dtype", "float"], "data_dtype"),
+    "a size of uint16": (IDS[:101].astype("<u2"), ["--vocab_size", "50257", "--data_dtype", "uint32"], "_dtype uint16"),
     "odd": (np.arange(4001, dtype="u1"), ["--vocab_size", "50257"], "4001 bytes, which is not a multiple of"),
 }  # fmt: skip
 
@@ -181,6 +182,12 @@ def test_a_run_remembers_the_dtype(tmp_path, capsys, monkeypatch):
     assert main(["data", "build", "train.bin", "--out", "set", "--dtype", "uint32", "--vocab_size", "128256"]) == 0
     capsys.readouterr()
     assert main(["eval", "run", "--data_path", "set"]) == 0, "the shards have the same dtype"
+
+
+def test_ids_that_were_saved_in_too_small_a_type(tmp_path, capsys):
+    np.save(tmp_path / "ids.npy", IDS.astype("<i2"))
+    assert main(["plan", "--data_path", str(tmp_path / "ids.npy"), "--vocab_size", "50257", *TINY]) == 2
+    assert "no id is negative, so they were saved in too small a type" in capsys.readouterr().err
 
 
 def test_what_is_guessed_is_said(tmp_path, capsys, monkeypatch):

@@ -32,7 +32,7 @@ SMALLEST_BPE = 257
 DEFAULT_BPE = 8192
 
 
-LONGEST_WORD = 256
+LONGEST_WORD = 128
 """Characters of a word when a tokenizer is trained; longer ones are cut."""
 _LONG_RUN = re.compile(rf"\S{{{LONGEST_WORD + 1},}}|\s{{{LONGEST_WORD + 1},}}")
 _LONG_WORD = re.compile(
