@@ -1,4 +1,4 @@
-"""Token files are read as what they are, or refused with their name and the fix; nothing is guessed in silence."""
+"""A token file is read correctly, or refused with its format and the fix; nothing is guessed in silence."""
 
 import bz2
 import gzip
