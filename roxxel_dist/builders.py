@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_count, process_index
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.file_lock import say
 from roxxel_dist.cluster.mesh import make_mesh, row_shards
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.config import Config, usage_errors
@@ -31,6 +32,7 @@ from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.data.verify import check_sampled_ids
 from roxxel_dist.model.attention_kernels import kernel_for, key_size
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.loss import token_losses
@@ -114,7 +116,7 @@ def build_components(
     optimizer = NamedOptimizer(config.part(OptimizerConfig), widths=parameter_widths(config, build))
     optimizer.settings(curriculum.total_steps)  # raises if warm-up and decay do not fit
     validation = open_data_sets(config, "validation", data)
-    check_vocabularies({**curriculum.mix_streamers, **validation}, vocab_size)
+    check_vocabularies({"self": data, **curriculum.mix_streamers, **validation}, vocab_size)
     return RunComponents(
         config=config,
         vocab_size=vocab_size,
@@ -246,10 +248,16 @@ def open_corpus(
     if data_path is None:
         raise UserError("no data: name a text file, a folder or shards with data_path=PATH (a run's config names none)")
     if is_tokens(data_path):
-        data = Roxxel(data_path, remote=config.part(RemoteConfig))
+        data = Roxxel(data_path, dtype=config.data_dtype, remote=config.part(RemoteConfig))
+        if data.guessed_dtype is not None and is_primary():
+            say(f"{data.shards[0].path} has no header: its tokens are taken for {data.dtype} (data_dtype)")
         if config.init_from is not None:
             check_tokenizer(config.init_from, data)
         return data
+    if config.data_dtype != "auto":
+        raise UserError(
+            f"data_dtype is {config.data_dtype}, and {data_path} is text: leave it out; it is of .bin files of tokens"
+        )
     tokenizer, vocab_size = config.tokenizer_type, config.vocab_size
     if config.init_from is not None:
         tokenizer, vocab_size = str(tokenizer_of(config.init_from)), None
@@ -341,6 +349,7 @@ def check_vocabularies(sets: Mapping[str, Roxxel], vocab_size: int) -> None:
                 f"the data {name!r} has {data_set.vocab_size} tokens, and vocab_size is {vocab_size}: build it with "
                 f"the tokenizer of the data to train on, or use a larger vocab_size"
             )
+        check_sampled_ids(data_set, vocab_size)
 
 
 def check_division(curriculum: Curriculum, devices: int, grad_accum: int) -> None:

@@ -35,7 +35,8 @@ def open_data_sets(config: Config, field: SetField, data: Roxxel) -> dict[str, R
     Raises ValueError if a path has no data set, or one made with another tokenizer than `data`.
     """
     remote = config.part(RemoteConfig)
-    sets = {name: Roxxel(path, remote=remote) for name, path in shard_paths(config, field).items()}
+    paths = shard_paths(config, field)
+    sets = {name: Roxxel(path, dtype=config.data_dtype, remote=remote) for name, path in paths.items()}
     for name, data_set in sets.items():
         prints = data.tokenizer_fingerprint, data_set.tokenizer_fingerprint
         if None not in prints and prints[0] != prints[1]:

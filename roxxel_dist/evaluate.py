@@ -65,6 +65,7 @@ def evaluate(
     data_path: str | None = None,
     validation: Mapping[str, str] | None = None,
     eval_iters: int | None = None,
+    data_dtype: str | None = None,
 ) -> Evaluation:
     """The validation of a run at a kept checkpoint, on all the processes this one belongs to.
 
@@ -77,6 +78,7 @@ def evaluate(
         data_path: shards instead of those that the run remembers.
         validation: data sets to validate on, name: path, instead of the run's.
         eval_iters: batches to read of each data set, instead of as many as the run does.
+        data_dtype: of the tokens in `.bin` files without a header, instead of the run's; "auto": uint16.
 
     Raises:
         UserError: there is no such run, checkpoint or data, or they do not fit each other.
@@ -104,7 +106,9 @@ def evaluate(
             plan, base = Plan.from_state(metadata.plan), metadata.base
             shape = plan.segment(step - 1).shape
             config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
-            data = held.enter_context(open_data(folder, saved, data_path, config.part(RemoteConfig)))
+            if data_dtype is not None:
+                config = dataclasses.replace(config, data_dtype=data_dtype)
+            data = held.enter_context(open_data(folder, saved, data_path, config))
             if eval_iters is not None:
                 config = dataclasses.replace(config, eval_iters=eval_iters)
             config = _with_kernel(config, plan, saved)
@@ -159,13 +163,13 @@ def _checkpoint(checkpoint: CheckpointRef, best: bool) -> Iterator[tuple[Checkpo
             ) from error
 
 
-def open_data(run: Path, saved: Mapping[str, Any], data_path: str | None, remote: RemoteConfig) -> Roxxel:
-    """The primary data set of the run, or its replacement `data_path`."""
+def open_data(run: Path, saved: Mapping[str, Any], data_path: str | None, config: Config) -> Roxxel:
+    """The primary data set of the run, or its replacement `data_path`, read with the data_dtype of `config`."""
     path = data_path or data_of(saved, run)
     data = None
     with contextlib.suppress(NoShardsError):
         if path is not None and is_tokens(path):
-            opened = Roxxel(path, remote=remote)
+            opened = Roxxel(path, dtype=config.data_dtype, remote=config.part(RemoteConfig))
             _ = opened.shards  # raises if there are no shards
             data = opened
     if data is None:

@@ -308,7 +308,7 @@ class Experiment:
             return False
         if not is_tokens(path):
             return True
-        with Roxxel(path, remote=self.config.part(RemoteConfig)) as data:
+        with Roxxel(path, dtype=self.config.data_dtype, remote=self.config.part(RemoteConfig)) as data:
             return data.fingerprint != before.corpus
 
     def _data_path(

@@ -71,7 +71,7 @@ def describe_batch(source: str | Path, step: int, data_path: str | Path | None =
         data_path = config.primary_path(None) or recorded.get("data_path")
     if data_path is None or not is_tokens(data_path):
         raise UserError(f"{named} does not say which shards it reads: name them with data_path=PATH")
-    with Roxxel(data_path, remote=config.part(RemoteConfig)) as data:
+    with Roxxel(data_path, dtype=config.data_dtype, remote=config.part(RemoteConfig)) as data:
         plan = _plan_of(newest) or build_curriculum(config, data)[0].plan(config.seed)
         if not 1 <= step <= plan.total_steps:
             raise UserError(f"step {step}: the plan has steps 1 to {plan.total_steps}")

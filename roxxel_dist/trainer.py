@@ -14,6 +14,7 @@ from roxxel_dist.config import Config
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import absolute
+from roxxel_dist.data.foreign import ForeignFile
 from roxxel_dist.experiment import Experiment
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
@@ -53,15 +54,19 @@ class Trainer(Loop):
 
     def _write_config(self, model: Transformer) -> None:
         """Write the config.yaml that commands look for in a run directory."""
-        run, source = self._folder, self._curriculum.primary_streamer.filepath
+        run, primary = self._folder, self._curriculum.primary_streamer
+        source, file = primary.filepath, primary.shards[0]
+        is_headerless = isinstance(file, ForeignFile) and file.is_headerless
         fields = dataclasses.asdict(model.config) | dataclasses.asdict(self.options)
         phases = [_plain(phase) for phase in self._curriculum.phases]
+        known: Any = primary.dtype.name if is_headerless and primary.guessed_dtype is None else "auto"
         config = Config(
             **fields | {"phases": phases, "grad_accum": self._grad_accum, "loss": _name_of(self._loss_fn)},
             datasets=_paths(self._curriculum.mix_streamers),
             validation=_paths(self._given_validation),
+            data_dtype=known,
         )
-        with Roxxel(source) as data:
+        with Roxxel(source, dtype=primary.dtype) as data:
             if data.tokenizer is not None:
                 data.tokenizer.save(run / TOKENIZER)
             made = RunMetadata.now(

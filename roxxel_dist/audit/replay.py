@@ -21,7 +21,6 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import CPU_DEVICES, simulate_devices
 from roxxel_dist.config import RECORD, Config
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.evaluate import open_data
 from roxxel_dist.run_metadata import RunMetadata, kernel_begun_with
 from roxxel_dist.train.bad_steps import BadStep
@@ -170,7 +169,7 @@ def trainer_of(
         config = dataclasses.replace(config, n_devices=1 << (count.bit_length() - 1))
     with contextlib.ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="roxxel-audit-")))
-        data = held.enter_context(open_data(run.folder, saved, None, config.part(RemoteConfig)))
+        data = held.enter_context(open_data(run.folder, saved, None, config))
         components = build_components(config, data, begun_with=kernel_begun_with(saved))
         if interval.start:
             held.enter_context(run.fetched(interval.start))

@@ -122,6 +122,8 @@ class InfoArgs:
 
     path: tyro.conf.Positional[str]
     """A folder, a file, or a pattern of files."""
+    dtype: str | None = None
+    """Type of the tokens in .bin files without a header. Default: uint16."""
 
 
 def data_info(words: list[str]) -> int:
@@ -131,7 +133,7 @@ def data_info(words: list[str]) -> int:
         from roxxel_dist.data.dataset import Roxxel
         from roxxel_dist.data.verify import info
 
-        with Roxxel(args.path) as dataset:
+        with Roxxel(args.path, dtype=args.dtype) as dataset:
             print(info(dataset))
     return 0
 
@@ -163,6 +165,8 @@ class VerifyArgs:
 
     path: tyro.conf.Positional[str]
     """A folder, a file, or a pattern of files."""
+    dtype: str | None = None
+    """Type of the tokens in .bin files without a header. Default: uint16."""
     workers: int | None = None
     """Number of processes. Default: one for each core if the data is large."""
 
@@ -171,12 +175,12 @@ def data_verify(words: list[str]) -> int:
     """Check every block of every shard."""
     args = parse(VerifyArgs, words, "data verify")
     with usage_errors():
-        whole, lines = verify_shards(args.path, args.workers)
+        whole, lines = verify_shards(args.path, args.workers, args.dtype)
         print(*lines, sep="\n")
     return 0 if whole else EXIT_FAILED
 
 
-def verify_shards(path: str, workers: int | None = None) -> tuple[bool, list[str]]:
+def verify_shards(path: str, workers: int | None = None, dtype: str | None = None) -> tuple[bool, list[str]]:
     """(Whether all shards are whole, what to say of them). Raises ValueError where there are none."""
     from roxxel_dist.data.build.progress import Progress
     from roxxel_dist.data.dataset import Roxxel
@@ -189,12 +193,16 @@ def verify_shards(path: str, workers: int | None = None) -> tuple[bool, list[str
         problems, whole = verify_objects(path, Progress(True))
         return not problems, problems or [whole]
     try:
-        opened = Roxxel(path)
+        opened = Roxxel(path, dtype=dtype)
     except NoShardsError:
         raise
     except ValueError as error:  # the files are there, and what opening checks is wrong already
         return False, [str(error)]
     with opened as dataset:
         damage = list(find_damage(dataset.shards, Progress(True), workers))
+        try:
+            _ = dataset.tokenizer  # the file beside the shards decides what their ids mean
+        except ValueError as error:
+            damage.append(str(error))
         whole = f"{len(dataset.shards)} shards, {dataset.num_tokens:,} tokens: complete"
     return not damage, damage or [whole]

@@ -23,6 +23,8 @@ class EvalArgs:
     """The checkpoint with the lowest val_loss."""
     data_path: str | None = None
     """Shards. Default: the data of the run."""
+    data_dtype: str | None = None
+    """Type of the tokens in `.bin` files without a header; auto: uint16. Default: that of the run."""
     validation: str | None = None
     """Validation data sets that replace those of the run: '{name: PATH}'."""
     eval_iters: int | None = None
@@ -40,7 +42,12 @@ def evaluate(words: list[str]) -> int:
     from roxxel_dist.evaluate import evaluate, table
 
     evaluation = evaluate(
-        args.run, best=args.best, data_path=args.data_path, validation=validation, eval_iters=args.eval_iters
+        args.run,
+        best=args.best,
+        data_path=args.data_path,
+        validation=validation,
+        eval_iters=args.eval_iters,
+        data_dtype=args.data_dtype,
     )
     if is_primary():
         print(json.dumps(_as_json(evaluation)) if args.json else table(evaluation), flush=True)

@@ -5,13 +5,16 @@ file (`.NAME.lock`). When all are complete and on disk, the writer adds a small 
 then on they count as written. The writer moves them to their place, and removes the files that they replace. If it dies
 after the commit, the next reader or writer finishes the move; if it dies earlier, the next writer deletes the folder.
 Only the holder of the lock changes the folder and the lock file, and it removes both.
+
+That lock protects the half-made files. The data set itself has the lock of its folder (`writing`): a writer holds it
+from its first look at the data to its last change, so that what it continues is what it has read.
 """
 
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,10 +22,54 @@ from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.durable import make_folder, sync_folder, write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.file_lock import holder, is_held, is_lock_of, take_lock
+from roxxel_dist.cluster.folder_lock import LOCK, hold_folder, is_held_here
 
 COMMIT = "commit.json"
 SUFFIX, LOCK_SUFFIX = ".writing", ".lock"
 FINISH_LIMIT_S = 30.0
+
+
+@contextmanager
+def writing(folder: Path, *, nested: bool = False, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold the lock of a folder of data sets, without unfinished work of dead writers in it.
+
+    The folder is made if it is missing; an empty one that was made is removed afterwards.
+
+    Args:
+        folder: the folder.
+        nested: whether this process may hold the lock already.
+        wait_s: how many seconds to wait for another holder.
+
+    Raises:
+        FolderIsHeld: another writer, of this process or another, holds it.
+        UserError: the folder cannot be written.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file: name a folder for the shards")
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    is_outer = not is_held_here(folder)
+    release: Callable[[], None] | None = None
+
+    def take_away() -> None:
+        if is_outer and release is not None:
+            (folder / LOCK).unlink(missing_ok=True)  # by its holder: the file of a data set's lock is no file of it
+        for path in absent:
+            with suppress(OSError):  # it has files
+                path.rmdir()
+
+    try:
+        release = hold_folder(folder, "writing a data set in", nested=nested, wait_s=wait_s)
+        with interrupt.cleanup(take_away):
+            finish_interrupted(folder)
+            _remove_abandoned(folder)
+            yield
+        take_away()  # if an interrupt stops this call, the one below follows
+    finally:
+        try:
+            take_away()
+        finally:
+            if release is not None:
+                release()
 
 
 @contextmanager
@@ -115,6 +162,18 @@ def finish_interrupted(folder: Path) -> None:
                     f"{folder}: {holder(lock_file)} has held {staged.name} for {FINISH_LIMIT_S:.0f} s; end it first"
                 )
             time.sleep(0.01)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Delete what dead writers have begun in `folder` and not committed. For the holder of its lock."""
+    for staged in folder.glob(f".*{SUFFIX}"):
+        lock = take_lock(_lock_file(staged))
+        if lock is not None:  # else a writer of a single file lives
+            try:
+                _leave(staged)
+                _lock_file(staged).unlink(missing_ok=True)
+            finally:
+                os.close(lock)
 
 
 def _lock_file(staged: Path) -> Path:

@@ -27,7 +27,7 @@ from roxxel_dist.data.remote.open import open_shards, read_beside
 from roxxel_dist.data.remote.reader import RemoteReader
 from roxxel_dist.data.remote.shard import RemoteShard
 from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE
-from roxxel_dist.data.slices import ShardSlice, TokenFile, open_slices, slices_of, split_slice
+from roxxel_dist.data.slices import ShardSlice, TokenFile, check_dtype, open_slices, slices_of, split_slice
 from roxxel_dist.data.units import steps_in_a_pass
 from roxxel_dist.objects.url import ObjectUrl
 
@@ -40,7 +40,7 @@ class Roxxel:
             `wiki_00000.rox` and so on), or a list of those. It need not exist before `write`. Files of other systems
             are read in place and named in the same ways: see `data.foreign`. Or the address of shards in an object
             store (`s3://`, `gs://`, `az://`), which are read through a cache: see `data.remote`.
-        dtype: of the tokens in headerless `.bin` files; default: uint16.
+        dtype: of the tokens in headerless `.bin` files; None or "auto": uint16. In other files it must be theirs.
         overwrite: a damaged or empty existing file is not an error, and `write` replaces it.
         remote: the cache of shards in an object store, and the time limit of the store.
 
@@ -53,7 +53,7 @@ class Roxxel:
         self, filepath: DataPath, *, dtype: Any = None, overwrite: bool = False, remote: RemoteConfig | None = None
     ) -> None:
         self.filepath = filepath
-        self._dtype = dtype
+        self._dtype = None if isinstance(dtype, str) and dtype == "auto" else dtype
         self._remote_config = remote or RemoteConfig()
         self._is_view = False
         self._closed = False
@@ -68,6 +68,7 @@ class Roxxel:
         if names_objects(self.filepath):
             self._forget()
             shards = open_shards(self.filepath, self._remote_config)
+            check_dtype(shards[0], self._dtype)
             self._opened = slices_of(shards, alone=str(shards[0].path) == str(self.filepath))
             return
         paths = find_shards(self.filepath)
@@ -126,6 +127,13 @@ class Roxxel:
     def dtype(self) -> np.dtype:
         """The dtype of the tokens."""
         return self._slices[0].shard.dtype
+
+    @property
+    def guessed_dtype(self) -> np.dtype | None:
+        """The dtype, if the files do not say it and it was not given."""
+        file = self.shards[0]
+        is_guessed = isinstance(file, ForeignFile) and file.is_headerless and self._dtype is None
+        return file.dtype if is_guessed else None
 
     @property
     def vocab_size(self) -> int | None:

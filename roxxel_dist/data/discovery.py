@@ -163,6 +163,11 @@ class Target:
             return cls(path.parent, path.stem, ENDING, numbered=False)
         return cls(path.parent, f"{path.name}_", ENDING)
 
+    @property
+    def is_folder(self) -> bool:
+        """Whether the shards are named as those of a folder, which is how `build` names them."""
+        return (self.numbered, self.prefix, self.suffix) == (True, "shard_", ENDING)
+
     def name(self, index: int) -> str:
         """The file name of shard `index`; ValueError if the target is one file and `index` is not 0."""
         if self.numbered:

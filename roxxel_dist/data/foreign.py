@@ -4,9 +4,10 @@
   bytes of tokens, the dtype's name (8 bytes, NUL-padded) and "ROXXEL02". Document ends were not saved, the end of each
   file is padded to a block, and a one-byte separator between wider tokens cannot be recognized.
 - **npy**: a one-dimensional array.
-- **bin**: only tokens, as nanoGPT writes them. The dtype must be known: uint16 unless another is given.
-- **llm.c** (`.bin`): 1024 bytes of header, which begins with the numbers 20240520, 1 and how many tokens there are
-  (int32), and the tokens (uint16).
+- **bin**: only tokens, as nanoGPT writes them. The dtype must be known: uint16 unless another is given. Files whose
+  first bytes are those of another format (`data.magic`), and files that can only be wider numbers, are refused.
+- **llm.c** (`.bin`): 1024 bytes of header, which begins with three numbers (int32): 20240520 and 1 for tokens of GPT-2
+  (uint16), or 20240801 and 7 for tokens of Llama 3 (uint32); and how many tokens there are.
 - **Megatron**: `NAME.bin`, the tokens, and `NAME.idx`: the 9 bytes "MMIDIDX", NUL, NUL; the version (uint64, 1); the
   dtype's number (uint8); how many sequences and how many document indices (uint64 each); the sequences' lengths in
   tokens (int32) and first bytes (int64); and the number of the first sequence of each document, from 0, followed by the
@@ -29,6 +30,7 @@ import xxhash
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.format import DTYPES, Metadata
+from roxxel_dist.data.magic import refuse_known, wider_dtype
 from roxxel_dist.data.reader import map_files
 from roxxel_dist.data.token_types import storage_dtype
 
@@ -36,7 +38,10 @@ OLD_MAGIC = b"ROXXEL02"
 OLD_FOOTER = struct.Struct("<qq8s8s")
 DEFAULT_DTYPE = np.dtype("<u2")
 NPY_MAGIC = b"\x93NUMPY"
-LLMC_MAGIC, LLMC_VERSION = struct.pack("<i", 20240520), 1
+OTHER_DTYPE = "{path}: dtype={dtype} was given, and the file says {there}: leave it out (data_dtype=auto)"
+GIVE_THE_DTYPE = "--data_dtype {0} of `train`, --dtype {0} of `data build`, Roxxel(PATH, dtype='{0}')"
+LLMC_DTYPES = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
+"""By the magic number of llm.c: the version and the dtype."""
 LLMC_HEADER_BYTES = 1024
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEAD = struct.Struct("<9sQBQQ")
@@ -70,6 +75,11 @@ class ForeignFile:
     def dtype(self) -> np.dtype:
         """The dtype of the tokens."""
         return self.tokens.dtype
+
+    @property
+    def is_headerless(self) -> bool:
+        """Whether the file holds tokens alone, so that it does not say their dtype."""
+        return self.kind == "bin"
 
     @cached_property
     def document_ends(self) -> np.ndarray:
@@ -123,9 +133,9 @@ def open_foreign(path: str | os.PathLike[str], dtype: Any = None) -> ForeignFile
     elif path.with_suffix(".idx").exists():
         file = _open_megatron(path)
     else:
-        file = _open_bin(path, given or DEFAULT_DTYPE)
+        file = _open_bin(path, given)
     if given not in (None, file.dtype):
-        raise UserError(f"{path}: dtype={dtype} was given, and the file says {file.dtype}. Leave dtype out")
+        raise UserError(OTHER_DTYPE.format(path=path, dtype=dtype, there=file.dtype))
     return file
 
 
@@ -155,7 +165,7 @@ def _file(
     for data in maps.values():
         digest.update(struct.pack("<q", len(data)))
         last = max(0, len(data) - SAMPLE_BYTES)
-        for number in range(SAMPLED_BLOCKS + 2):
+        for number in range(SAMPLED_BLOCKS + 2):  # each, even where two are the same: fingerprints are saved in runs
             start = last * number // (SAMPLED_BLOCKS + 1)
             digest.update(data[start : start + SAMPLE_BYTES])
     metadata = Metadata(
@@ -171,7 +181,8 @@ def _check_whole_elements(path: Path, size: int, dtype: np.dtype, what: str) -> 
     if size % dtype.itemsize:
         raise UserError(
             f"{path}: {what} has {size} bytes, which is not a multiple of the {dtype.itemsize} bytes of {dtype}: it "
-            "was truncated or has another dtype. Write it again, or give the right dtype"
+            "was truncated or has another dtype. Write it again, or give the right one: "
+            + GIVE_THE_DTYPE.format("uint8" if size % 2 else "uint16")
         )
 
 
@@ -202,6 +213,12 @@ def _open_old(path: Path) -> ForeignFile:
 
 def _open_npy(path: Path) -> ForeignFile:
     mapped = _map(path)
+    if mapped[: len(NPY_MAGIC)] != NPY_MAGIC:
+        refuse_known(path, mapped)
+        raise UserError(
+            f"{path}: the file has no .npy header. If it has tokens alone, as OLMo writes them, name it "
+            f"{path.stem}.bin and give their dtype: {GIVE_THE_DTYPE.format('uint16')}, or uint32"
+        )
     with path.open("rb") as file:
         try:
             version = np.lib.format.read_magic(file)
@@ -227,22 +244,47 @@ def _open_npy(path: Path) -> ForeignFile:
     return _file("npy", {path: mapped}, dtype, shape[0], offset)
 
 
-def _open_bin(path: Path, dtype: np.dtype) -> ForeignFile:
-    """A file of llm.c, which begins with its magic number, or a file of tokens only."""
+def _open_bin(path: Path, given: np.dtype | None) -> ForeignFile:
+    """A file of llm.c, which begins with its magic number, or a file of tokens only, of the dtype `given`."""
     mapped = _map(path)
-    if mapped[: len(LLMC_MAGIC)] == LLMC_MAGIC:
+    magic = int.from_bytes(mapped[:4], "little")
+    if magic in LLMC_DTYPES:
+        right, dtype = LLMC_DTYPES[magic]
         version, count = struct.unpack_from("<2i", mapped, 4) if len(mapped) >= 12 else (0, 0)
-        expected = LLMC_HEADER_BYTES + count * DEFAULT_DTYPE.itemsize
-        if version != LLMC_VERSION or count < 1 or len(mapped) != expected:
+        expected = LLMC_HEADER_BYTES + count * dtype.itemsize
+        if version != right or count < 1 or len(mapped) != expected:
             raise UserError(
-                f"{path}: {len(mapped)} bytes, but its llm.c header says version {version} and {count} tokens; it "
-                f"has to be version {LLMC_VERSION}, at least 1 token and {expected} bytes. Write it again"
+                f"{path}: {len(mapped)} bytes, but its llm.c header says version {version} and {count} tokens; with "
+                f"{magic} it has to be version {right}, at least 1 token and {expected} bytes. Write it again"
             )
-        return _file("llm.c", {path: mapped}, DEFAULT_DTYPE, count, LLMC_HEADER_BYTES)
-    if mapped[: len(NPY_MAGIC)] == NPY_MAGIC:
-        raise UserError(f"{path}: a .npy file, not a headerless .bin. Name it .npy")
+        return _file("llm.c", {path: mapped}, dtype, count, LLMC_HEADER_BYTES)
+    refuse_known(path, mapped, text=given is None or given.itemsize > 1)
+    dtype = given or DEFAULT_DTYPE
     _check_whole_elements(path, len(mapped), dtype, "the file")
-    return _file("bin", {path: mapped}, dtype, len(mapped) // dtype.itemsize)
+    file = _file("bin", {path: mapped}, dtype, len(mapped) // dtype.itemsize)
+    if given is None and (wider := _wider(file.tokens)) is not None:
+        raise UserError(
+            f"{path}: without a header its tokens are taken for uint16, and they look like {wider}: of each "
+            f"{4 if wider == 'uint64' else 2} numbers only the first varies. Give the dtype: "
+            f"{GIVE_THE_DTYPE.format(wider)}; or uint16, if it is that"
+        )
+    return file
+
+
+def sample_starts(count: int, length: int) -> list[int]:
+    """Where the pieces of a sample begin: the first and the last `length` of `count`, and 16 evenly between them."""
+    last = max(0, count - length)
+    return sorted({last * number // (SAMPLED_BLOCKS + 1) for number in range(SAMPLED_BLOCKS + 2)})
+
+
+def _wider(tokens: np.ndarray) -> str | None:
+    """The dtype that all pieces of a sample of uint16 tokens agree on, if it is a wider one."""
+    if len(tokens) % 2:
+        return None
+    length = SAMPLE_BYTES // tokens.itemsize
+    pieces = [tokens[start // 4 * 4 :][:length] for start in sample_starts(len(tokens), length)]
+    found = {wider_dtype(piece) for piece in pieces}
+    return "uint32" if found == {"uint32", "uint64"} else found.pop() if len(found) == 1 else None
 
 
 def _open_megatron(path: Path) -> ForeignFile:

@@ -31,7 +31,7 @@ MAGIC = b"ROXXEL03"
 HEADER_BYTES = 4096
 FOOTER = struct.Struct("<q8s6q3Q8s")
 SIGNED_BYTES = FOOTER.size - 16
-REPLACE = "Write it again (overwrite=True replaces it), or take it away"
+REPLACE = "Build the data again, replace it with Roxxel(PATH, overwrite=True).write(DOCUMENTS), or take the file away"
 DTYPES = frozenset({"|u1", "<u2", "<u4", "<u8", "|i1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8"})
 
 
@@ -128,7 +128,7 @@ def parse(path: object, data: bytes | memoryview) -> Layout:
     view = memoryview(data)
     layout = parse_end(path, len(view), view)
     if bytes(view[:HEADER_BYTES]) != npy_header(layout.dtype, layout.metadata.tokens):
-        raise UserError(f"{path}: the .npy header is damaged: it does not agree with the footer. Write the file again")
+        raise UserError(f"{path}: the .npy header is damaged: it does not agree with the footer. {REPLACE}")
     return layout
 
 
@@ -156,10 +156,10 @@ def parse_end(path: object, size: int, end: bytes | memoryview) -> Layout:
         )
     dtype_name = name.rstrip(b"\0").decode("ascii", "replace")
     if dtype_name not in DTYPES:
-        raise UserError(f"{path}: the footer is damaged (dtype {dtype_name!r}). Write the file again")
+        raise UserError(f"{path}: the footer is damaged (dtype {dtype_name!r}). {REPLACE}")
     dtype = np.dtype(dtype_name)
     if block_size < 1 or min(tokens, documents, meta_length) < 0:
-        raise UserError(f"{path}: the footer is damaged (a negative size). Write the file again")
+        raise UserError(f"{path}: the footer is damaged (a negative size). {REPLACE}")
     expected_ends = end_of_tokens(dtype, tokens)
     expected_sums = expected_ends + 8 * documents
     expected_meta = expected_sums + 8 * block_count(tokens * dtype.itemsize, block_size)
@@ -172,13 +172,13 @@ def parse_end(path: object, size: int, end: bytes | memoryview) -> Layout:
     at = meta - size  # counted from the end
     text = bytes(end[at : at + meta_length])
     if checksum(text + footer[:SIGNED_BYTES]) != signature:
-        raise UserError(f"{path}: the footer or the metadata is damaged (its checksum is wrong). Write the file again")
+        raise UserError(f"{path}: the footer or the metadata is damaged (its checksum is wrong). {REPLACE}")
     try:
         metadata = Metadata(**json.loads(text))
     except (ValueError, TypeError) as error:
-        raise UserError(f"{path}: the metadata is not what ROXXEL03 has ({error}). Write the file again") from error
+        raise UserError(f"{path}: the metadata is not what ROXXEL03 has ({error}). {REPLACE}") from error
     if (metadata.tokens, metadata.documents) != (tokens, documents):
-        raise UserError(f"{path}: the metadata and the footer disagree about tokens or documents. Write it again")
+        raise UserError(f"{path}: the metadata and the footer disagree about tokens or documents. {REPLACE}")
     return Layout(
         metadata=metadata,
         dtype=dtype,

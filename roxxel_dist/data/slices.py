@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.data.foreign import OLD_MAGIC, ForeignFile, last_bytes, open_foreign
+from roxxel_dist.data.foreign import NPY_MAGIC, OLD_MAGIC, OTHER_DTYPE, ForeignFile, last_bytes, open_foreign
 from roxxel_dist.data.format import MAGIC
+from roxxel_dist.data.magic import refuse_known
 from roxxel_dist.data.reader import map_files, read_tokens
 from roxxel_dist.data.shard import Shard
 from roxxel_dist.data.token_types import storage_dtype
@@ -129,11 +130,19 @@ def open_files(paths: Sequence[Path], dtype: Any = None) -> list[TokenFile]:
         if path not in mapped:
             files.append(open_foreign(path, dtype))
             continue
+        data = mapped[path].data
+        if bytes(data[-len(MAGIC) :]) != MAGIC and bytes(data[: len(NPY_MAGIC)]) != NPY_MAGIC:
+            refuse_known(path, data)  # with a header of .npy it is a shard whose end is missing
         shard = Shard.of(path, mapped[path])
-        if dtype is not None and storage_dtype(dtype) != shard.dtype:
-            raise UserError(f"{path}: dtype={dtype} was given, and the file says {shard.dtype}. Leave dtype out")
+        check_dtype(shard, dtype)
         files.append(shard)
     return files
+
+
+def check_dtype(shard: Shard, dtype: Any) -> None:
+    """Raises ValueError if a shard has another dtype than the one that was given, if one was."""
+    if dtype is not None and storage_dtype(dtype) != shard.dtype:
+        raise UserError(OTHER_DTYPE.format(path=shard.path, dtype=dtype, there=shard.dtype))
 
 
 def _is_foreign(path: Path) -> bool:

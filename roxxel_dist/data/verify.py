@@ -13,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.foreign import GIVE_THE_DTYPE, ForeignFile, sample_starts
 from roxxel_dist.data.remote.shard import RemoteShard
 from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, DamagedData, Shard
 from roxxel_dist.data.slices import TokenFile
@@ -69,6 +71,40 @@ def _check(path: Path, blocks: np.ndarray) -> list[int]:
 @lru_cache(maxsize=1)
 def _open(path: Path) -> Shard:
     return Shard.open(path)
+
+
+def check_sampled_ids(data: Roxxel, vocab_size: int) -> None:
+    """Compare ids of files that do not say their vocabulary with `vocab_size`: 18 blocks of 4 KiB of each local file.
+
+    The other blocks are compared when they are read (`VerifiedBlocks`).
+
+    Raises:
+        ValueError: an id is not below `vocab_size`, or the vocabulary cannot be in the dtype that was guessed.
+    """
+    guessed = data.guessed_dtype
+    if guessed is not None and vocab_size > np.iinfo(guessed).max + 1:
+        raise UserError(
+            f"{data.shards[0].path}: without a header its tokens are taken for {guessed}, which has no ids of a "
+            f"vocabulary of {vocab_size}: give another: {GIVE_THE_DTYPE.format('uint32')}; or {guessed} itself"
+        )
+    for file in data.shards:
+        if file.metadata.vocab_size is not None or file.dtype.kind not in "iu" or isinstance(file, RemoteShard):
+            continue
+        length = DEFAULT_BLOCK_SIZE // file.dtype.itemsize
+        for start in sample_starts(len(file.tokens), length):
+            ids = file.read(start, min(start + length, len(file.tokens)))
+            if len(ids) and (ids.max() >= vocab_size or ids.min() < 0):
+                wrong = int(np.argmax((ids >= vocab_size) | (ids < 0)))
+                cure = "use a larger vocab_size, or the tokenizer of the model"
+                if ids[wrong] < 0:
+                    cure = "no id is negative, so they were saved in too small a type: save them in uint16 or uint32"
+                if isinstance(file, ForeignFile) and file.is_headerless:
+                    other = "uint16" if file.dtype.itemsize > 2 else "uint32"
+                    cure += f"; or give another dtype than {file.dtype}: {GIVE_THE_DTYPE.format(other)}"
+                raise UserError(
+                    f"{file.path}: token {start + wrong} is the id {ids[wrong]}, and the vocabulary has the ids 0 to "
+                    f"{vocab_size - 1}: {cure}"
+                )
 
 
 @dataclass(eq=False)
@@ -176,7 +212,9 @@ def info(ds: Roxxel) -> str:
     """A summary of a data set, one fact per line, and the beginning of its first document."""
     tokenizer, tokens = ds.tokenizer, ds.num_tokens
     size = sum(_bytes_of(shard) for shard in ds.shards)
-    made_by = f"no tokenizer.json in the folder; the shards were made with {ds.tokenizer_fingerprint or 'no tokenizer'}"
+    made_by = "no tokenizer.json beside the shards"
+    if ds.tokenizer_fingerprint is not None:
+        made_by += f"; they were made with {ds.tokenizer_fingerprint}"
     ids = ds[0][: 4 * SHOWN_CHARACTERS] if len(ds) else None  # a character has at most 4 bytes, so at most 4 ids
     if tokenizer is not None:
         made_by = f"{tokenizer.kind}, {tokenizer.fingerprint}"
@@ -193,7 +231,7 @@ def info(ds: Roxxel) -> str:
         ("format", "ROXXEL03" if isinstance(ds.shards[0], Shard) else f"{ds.shards[0].kind}, read in place"),
         ("tokens", f"{tokens:,}"),
         ("documents", f"{ds.documents:,} (mean {tokens / max(1, ds.documents):,.1f} tokens)"),
-        ("dtype", str(ds.dtype)),
+        ("dtype", str(ds.dtype) if ds.guessed_dtype is None else f"{ds.dtype}, because no other was given"),
         ("vocabulary", "not known" if ds.vocab_size is None else f"{ds.vocab_size:,} ids"),
         ("tokenizer", made_by),
         ("bytes", f"{size:,}" if ds.fetcher else f"{size:,} on disk"),

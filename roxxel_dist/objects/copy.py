@@ -111,8 +111,7 @@ def copy_to_folder(source: BucketSource, folder: Path, files: Sequence[SourceFil
         ValueError: the folder is not empty, or another process copies to it.
         StoreError: the store fails, or the received bytes are damaged.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists already: choose another place, or remove it")
+    _check_free(folder)
     make_folder(folder.absolute().parent)
     staged, lock_file = folder.with_name(f".{folder.name}{SUFFIX}"), folder.with_name(f".{folder.name}.lock")
     lock = take_lock(lock_file)
@@ -121,10 +120,12 @@ def copy_to_folder(source: BucketSource, folder: Path, files: Sequence[SourceFil
             f"{folder}: {holder(lock_file)} is copying to it now: wait until it ends, or choose another place"
         )
     try:
+        _check_free(folder)  # again under the lock: another copy may have ended meanwhile
         copied = _fill(source, staged, files, advance)
         (staged / RECORD).unlink(missing_ok=True)
         for path, _, _ in os.walk(staged):
             sync_folder(Path(path))
+        _check_free(folder)  # a data set may have been written there meanwhile
         with suppress(FileNotFoundError):
             folder.rmdir()
         staged.rename(folder)
@@ -134,6 +135,11 @@ def copy_to_folder(source: BucketSource, folder: Path, files: Sequence[SourceFil
             lock_file.unlink()
         os.close(lock)
     return copied
+
+
+def _check_free(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists already: choose another place, or remove it")
 
 
 def _fill(source: BucketSource, staged: Path, files: Sequence[SourceFile], advance: Advance) -> Copied:

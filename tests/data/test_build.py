@@ -179,10 +179,10 @@ def test_what_no_pattern_takes_is_told(texts, tmp_path, capsys):
     named = [texts, texts / "x.a3"]
     build(named, tmp_path / "out", tokenizer="byte", exclude=["excluded", "*.a2"])
     said = capsys.readouterr().err
-    told = "left out: 1 empty, 1 not UTF-8, 5 with other endings: .log, .a1, .png, no ending)"
+    told = "left out: 1 empty, 1 not UTF-8, 5 of other kinds: .log, .a1, .png, no ending)"
     assert f"5 text files, 503 B ({told}\n" in said
     build(named, tmp_path / "out", tokenizer="byte", include=["*.log"], overwrite=True)
-    assert "10 with other endings: .txt, .a1, .a2, .md, ...)" in capsys.readouterr().err
+    assert "10 of other kinds: .txt, .a1, .a2, .md, ...)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fraction", [0, 0.5])
@@ -230,8 +230,8 @@ def test_a_long_document_is_one_document(tmp_path, monkeypatch):
         ({"max_shard_bytes": 0}, ValueError, "max_shard_bytes=0"),
         ({"workers": 0}, ValueError, "workers=0"),
         ({"out": "texts/a.md"}, ValueError, "is a file"),
-        ({"out": "texts/a.md/out"}, ValueError, "cannot write there"),
-        ({"out": "/proc/out"}, ValueError, "/proc/out: cannot write there"),
+        ({"out": "texts/a.md/out"}, ValueError, "cannot be written"),
+        ({"out": "/proc/out"}, ValueError, "the folder /proc/out cannot be written"),
     ],
 )
 def test_mistakes_are_named_and_leave_nothing(texts, tmp_path, monkeypatch, options, error, message):

@@ -228,9 +228,9 @@ DAMAGED = {
     "head.bin": (llmc(TOKENS)[:11], "11 bytes, but its llm"),
     "odd.bin": (b"abc", r"not a multiple of the 2 bytes of uint16"),
     "empty.bin": (b"", "is empty"),
-    "really.bin": (b"\x93NUMPY\x01\x00", r"a \.npy file, not a headerless"),
+    "really.bin": (b"\x93NUMPY\x01\x00", r"the file is a NumPy array"),
     "cut.npy": (b"\x93NUMPY\x01\x00", r"not a \.npy file"),
-    "text.npy": (b"hello" * 30, r"not a \.npy file"),
+    "text.npy": (b"hello" * 30, r"has no \.npy header"),
     "short.rox": (b"ROXXEL02", "too short"),
     "alone.idx": (b"MMIDIDX", r"alone\.bin: missing"),
 }

@@ -9,14 +9,13 @@ from typing import Any
 
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.data.atomic_dir import finish_interrupted, publish, staging
+from roxxel_dist.data.atomic_dir import publish, staging, writing
 from roxxel_dist.data.build.documents import TEXT_FILES
 from roxxel_dist.data.build.encode import PARALLEL_BYTES, encode_documents
 from roxxel_dist.data.build.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs
 from roxxel_dist.data.build.progress import Progress
-from roxxel_dist.data.build.to_bucket import BUILD_FILE
 from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, Tokenizer
-from roxxel_dist.data.build.writer import write_shards
+from roxxel_dist.data.build.writer import BUILD_FILE, write_shards
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import NoShardsError
 from roxxel_dist.data.shard import Shard
@@ -63,37 +62,37 @@ def append(
     """
     log, out = Progress(progress), _folder(out)
     sources = check_settings(paths, out, workers, 0)
-    record = _record(out)
-    tokens, corpus = find_inputs(sources, include, exclude, out, dtype, log)
-    limit = max_shard_bytes or record["settings"]["max_shard_bytes"]
-    with Roxxel(out) as dataset:
-        last = dataset.shards[-1]
-        tokenizer = dataset.tokenizer
-        if corpus is not None and tokenizer is None:
-            raise UserError(f"{out} has no {TOKENIZER_FILE}: it was made of tokens, so append tokens, not text")
-        before, documents = dataset.num_tokens, dataset.documents
-    inputs = BuildInputs(
-        corpus=corpus, tokens=tokens, tokenizer=tokenizer, kind="none", vocab_size=None,
-        eos=True, val_fraction=0, text_key=text_key, max_shard_bytes=limit,
-    )  # fmt: skip
-    added = {name: value for name, value in json.loads(inputs.record()).items() if name != "settings"}["inputs"]
-    if added in record.get(APPENDED, []):
-        log.line(f"{out} has these very inputs already: nothing to do")
-        return Roxxel(out)
-    with staging(out, "build") as staged:  # the same lock as for a build
-        separator = last.metadata.separator
-        options = inputs.options(tokenizer if corpus is not None else None, separator).continuing(last)
-        items = _items(inputs, tokenizer, out / TOKENIZER_FILE, workers, log)
-        if not write_shards(staged, SHARD_NAME, items, options, after=last.metadata):
-            raise UserError("nothing to append: every document is empty")
-        shards = [Shard.open(path) for path in sorted(staged.glob("*.rox"))]
-        if damage := list(find_damage(shards, Progress(False), workers)):
-            raise UserError(f"{damage[0]}: the disk did not store the shard correctly; nothing was changed")
-        record[APPENDED] = [*record.get(APPENDED, []), added]
-        record.pop("fingerprint", None)  # the folder is no longer the result of `build` alone
-        write_file(staged / BUILD_FILE, json.dumps(record, indent=1, sort_keys=True).encode())
-        publish(staged, ())
-    whole = Roxxel(out)
+    with writing(out):  # from the first look: another append continues these shards, or a copy of their record
+        record = _record(out)
+        tokens, corpus = find_inputs(sources, include, exclude, out, dtype, log)
+        limit = max_shard_bytes or record["settings"]["max_shard_bytes"]
+        with Roxxel(out) as dataset:
+            last, before, documents = dataset.shards[-1], dataset.num_tokens, dataset.documents
+            tokenizer = dataset.tokenizer
+            if corpus is not None and tokenizer is None:
+                raise UserError(f"{out} has no {TOKENIZER_FILE}: it was made of tokens, so append tokens, not text")
+        inputs = BuildInputs(
+            corpus=corpus, tokens=tokens, tokenizer=tokenizer, kind="none", vocab_size=None,
+            eos=True, val_fraction=0, text_key=text_key, max_shard_bytes=limit,
+        )  # fmt: skip
+        added = {name: value for name, value in json.loads(inputs.record()).items() if name != "settings"}["inputs"]
+        if added in record.get(APPENDED, []):
+            log.line(f"{out} has these very inputs already: nothing to do")
+            return Roxxel(out)
+        with staging(out, "build") as staged:
+            separator = last.metadata.separator
+            options = inputs.options(tokenizer if corpus is not None else None, separator).continuing(last)
+            items = _items(inputs, tokenizer, out / TOKENIZER_FILE, workers, log)
+            if not write_shards(staged, SHARD_NAME, items, options, after=last.metadata):
+                raise UserError("nothing to append: every document is empty")
+            shards = [Shard.open(path) for path in sorted(staged.glob("*.rox"))]
+            if damage := list(find_damage(shards, Progress(False), workers)):
+                raise UserError(f"{damage[0]}: the disk did not store the shard correctly; nothing was changed")
+            record[APPENDED] = [*record.get(APPENDED, []), added]
+            record.pop("fingerprint", None)  # the folder is no longer the result of `build` alone
+            write_file(staged / BUILD_FILE, json.dumps(record, indent=1, sort_keys=True).encode())
+            publish(staged, ())
+        whole = Roxxel(out)
     new = f"{whole.num_tokens - before:,} tokens of {whole.documents - documents:,} documents"
     log.line(f"appended {new} in {len(shards)} shard(s)")
     return whole
@@ -106,8 +105,6 @@ def _folder(out: PathLike) -> Path:
             f"`roxxel-dist copy DIR {out}`"
         )
     folder = Path(out)
-    if folder.is_dir():
-        finish_interrupted(folder)
     if any(folder.glob("*.rox")):
         return folder
     parts = [str(folder / split) for split in SPLITS if any((folder / split).glob("*.rox"))]

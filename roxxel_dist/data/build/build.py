@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -13,14 +13,14 @@ from typing import Any, get_args
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.data.atomic_dir import finish_interrupted, publish, staging
+from roxxel_dist.data.atomic_dir import publish, staging, writing
 from roxxel_dist.data.build.documents import TEXT_FILES, pieces
 from roxxel_dist.data.build.encode import PARALLEL_BYTES, encode_documents, train_on
 from roxxel_dist.data.build.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs, load_tokenizer
 from roxxel_dist.data.build.progress import Progress
-from roxxel_dist.data.build.to_bucket import BUILD_FILE, BucketOut
+from roxxel_dist.data.build.to_bucket import BucketOut
 from roxxel_dist.data.build.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer
-from roxxel_dist.data.build.writer import write_shards
+from roxxel_dist.data.build.writer import BUILD_FILE, write_shards
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import check_local
 from roxxel_dist.data.format import Metadata
@@ -120,9 +120,24 @@ def _build(
     log: Progress,
     finished: Callable[[str, Path], None] = lambda split, path: None,
 ) -> None:
-    for folder in (out, *(out / split for split in SPLITS)):
-        if folder.is_dir():
-            finish_interrupted(folder)
+    if all(_is_built(out / split, inputs) for split in inputs.splits):  # who only reads takes no lock
+        log.line(f"{out} holds this very data set already: nothing to do")
+        return
+    with ExitStack() as held:
+        for folder in (out, *(out / split for split in SPLITS if split in inputs.splits or (out / split).is_dir())):
+            held.enter_context(writing(folder))
+        _build_held(inputs, out, workers, overwrite, log, finished)
+
+
+def _build_held(
+    inputs: BuildInputs,
+    out: Path,
+    workers: int,
+    overwrite: bool,
+    log: Progress,
+    finished: Callable[[str, Path], None],
+) -> None:
+    """`_build` by the holder of the locks of all folders that it reads and changes."""
     # A build that was killed between its splits keeps the finished one, and makes the other.
     missing = [split for split in inputs.splits if not _is_built(out / split, inputs)]
     if not missing:

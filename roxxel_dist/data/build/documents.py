@@ -10,7 +10,7 @@ import importlib
 import json
 import os
 import re
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +37,7 @@ _SUFFIXES = (
 TEXT_FILES = (*(f"*.{suffix}" for suffix in _SUFFIXES.split()), *(f"*{ending}" for ending in KINDS))
 """Patterns of the names of files that are taken from folders."""
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
+TABLES = (".csv", ".tsv", ".json")
 SHOWN_ENDINGS = 4
 ROWS_A_BATCH = 256
 PIECE_CHARACTERS = 1 << 18
@@ -84,6 +85,8 @@ class Corpus:
     files: tuple[TextFile, ...]
     left_out: tuple[str, ...]
     """The skipped files as text: how many, and why."""
+    tables: tuple[str, ...] = ()
+    """How many files are tables, by their endings: they are read as plain text."""
 
     @property
     def size(self) -> int:
@@ -99,7 +102,10 @@ class Corpus:
     def __str__(self) -> str:
         files = "1 text file" if len(self.files) == 1 else f"{len(self.files)} text files"
         left_out = f" (left out: {', '.join(self.left_out)})" if self.left_out else ""
-        return f"{files}, {size(self.size)}{left_out}"
+        tables = (
+            f"; {', '.join(self.tables)} as plain text, not as a table with a column of text" if self.tables else ""
+        )
+        return f"{files}, {size(self.size)}{left_out}{tables}"
 
 
 def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence[str], out: Path) -> Corpus:
@@ -117,6 +123,11 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
         for file, name in walked:
             names.setdefault(file.resolve(), name)
     shown = ", ".join(map(str, paths))
+    if not names and not passed_by:
+        raise UserError(
+            f"{shown}: no file is there to read; hidden files and excluded ones are left out. Name text files, or a "
+            f"folder that has some"
+        )
     if not names:
         raise UserError(
             f"{shown}: no file there matches the patterns; name the files themselves, or the patterns that take them: "
@@ -130,20 +141,35 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
     files = [_text_file(path, name) for path, name in names.items()]
     texts = tuple(file for file in files if file is not None and file.size)
     not_utf8 = files.count(None)
+    converted = (_how_to_convert(path) for path, file in zip(names, files, strict=True) if file is None)
+    advice = next(filter(None, converted), "")
     empty = len(files) - not_utf8 - len(texts)
     if not texts:
         counts = (empty, "empty"), (not_utf8, "not UTF-8 text")
         why = ", ".join(f"{n} {'file is' if n == 1 else 'files are'} {what}" for n, what in counts if n)
         raise UserError(
-            f"{shown}: nothing to build from: {why}: name text files, .jsonl, .parquet, or token files (.npy, .bin)"
+            f"{shown}: nothing to build from: {why}: {advice}name text files, .jsonl, .parquet, or token files (.npy, "
+            f".bin)"
         )
     left_out = [f"{count} {what}" for count, what in ((empty, "empty"), (not_utf8, "not UTF-8")) if count]
+    if advice:
+        left_out[-1] += f" ({advice.removesuffix('; ')})"
     endings = Counter(path.suffix or "no ending" for path in passed_by if path.resolve() not in names)
     if endings:
         commonest = sorted(endings, key=lambda ending: (-endings[ending], ending))
         more = ", ..." if len(commonest) > SHOWN_ENDINGS else ""
-        left_out.append(f"{endings.total()} with other endings: {', '.join(commonest[:SHOWN_ENDINGS])}{more}")
-    return Corpus(texts, tuple(left_out))
+        left_out.append(f"{endings.total()} of other kinds: {', '.join(commonest[:SHOWN_ENDINGS])}{more}")
+    tables = Counter(suffix for file in texts if (suffix := Path(file.name).suffix.lower()) in TABLES)
+    return Corpus(texts, tuple(left_out), tuple(f"{count} {suffix}" for suffix, count in sorted(tables.items())))
+
+
+def _how_to_convert(path: Path) -> str | None:
+    """How to make a file with the byte order mark of another coding into UTF-8, with "; "; None for other files."""
+    with path.open("rb") as file:
+        head = file.read(4)
+    marks = {BOM_UTF32_LE: "UTF-32", BOM_UTF32_BE: "UTF-32", BOM_UTF16_LE: "UTF-16", BOM_UTF16_BE: "UTF-16"}
+    coding = next((name for mark, name in marks.items() if head.startswith(mark)), None)
+    return coding and f"{path.name} is {coding}: convert with `iconv -f {coding} -t UTF-8 {path} > NEW.txt`; "
 
 
 def kind_of(name: str) -> str:

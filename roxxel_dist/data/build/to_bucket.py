@@ -15,6 +15,7 @@ import xxhash
 from roxxel_dist.cluster.durable import cache_folder
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.build.progress import Progress
+from roxxel_dist.data.build.writer import BUILD_FILE
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import ENDING
 from roxxel_dist.data.remote.config import RemoteConfig
@@ -27,7 +28,6 @@ from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.tree import FolderSource
 
 BUILDS = "builds"
-BUILD_FILE = "build.json"
 FIRST = "00000" + ENDING
 
 

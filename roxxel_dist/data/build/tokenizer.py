@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -31,6 +31,15 @@ NAME_THE_END = "Name one that it has: `roxxel-dist data build PATH --out DIR --t
 SMALLEST_BPE = 257
 BYTE_FALLBACK, BYTE = '"ByteFallback"', re.compile("<0x[0-9A-F]{2}>")
 DEFAULT_BPE = 8192
+
+
+LONGEST_WORD = 128
+"""Characters of a word when a tokenizer is trained; longer ones are cut."""
+_LONG_RUN = re.compile(rf"\S{{{LONGEST_WORD + 1},}}|\s{{{LONGEST_WORD + 1},}}")
+_LONG_WORD = re.compile(
+    "|".join(f"{kind}{{{LONGEST_WORD + 1},}}" for kind in (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s"))
+)
+"""What byte-level BPE takes for one word: letters, digits, other characters, or spaces."""
 
 
 class Tokenizer:
@@ -229,9 +238,25 @@ def train_tokenizer(
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=progress,
         )
-        inner.train_from_iterator(texts, trainer)
+        inner.train_from_iterator((piece for text in texts for piece in bounded(text)), trainer)
     inner.add_special_tokens([AddedToken(EOS, special=True, normalized=False)])
     return Tokenizer(inner)
+
+
+def bounded(text: str) -> Iterator[str]:
+    """A text for training, in pieces without words above `LONGEST_WORD` characters.
+
+    The time of a training grows with the square of the length of its words, and base64 or DNA is one word. The pieces
+    cut nothing but such words, so all other texts give the same tokenizer as before, and every tokenizer encodes and
+    decodes every text as it did.
+    """
+    start = 0
+    for run in _LONG_RUN.finditer(text):  # a first, cheap look: most texts have none
+        for word in _LONG_WORD.finditer(text, *run.span()):
+            for cut in range(word.start() + LONGEST_WORD, word.end(), LONGEST_WORD):
+                yield text[start:cut]
+                start = cut
+    yield text[start:]
 
 
 def _char(texts: Iterable[str], vocab_size: int | None) -> tokenizers.Tokenizer:

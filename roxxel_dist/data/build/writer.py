@@ -1,19 +1,22 @@
 """From a stream of documents to shards, with one document and no shard in memory."""
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.data.atomic_dir import publish, staging
+from roxxel_dist.data.atomic_dir import FINISH_LIMIT_S, publish, staging, writing
 from roxxel_dist.data.discovery import Target
 from roxxel_dist.data.format import Metadata
 from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, ShardSettings, ShardWriter
 from roxxel_dist.data.slices import TokenFile, open_slices
 from roxxel_dist.data.token_types import as_array, cast_lossless, separator_value, smallest_dtype, storage_dtype
+
+BUILD_FILE = "build.json"
+"""The record of a build beside its shards: inputs and settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +115,19 @@ def write_shards(
 
 
 def write_data_set(target: Target, items: Iterable[Any], options: WriteOptions, *, append: bool) -> None:
-    """Write documents as the shards of a target: all of them appear at once, or none. Errors as of `Roxxel.write`."""
+    """Write documents as the shards of a target: all of them appear at once, or none. Errors as of `Roxxel.write`.
+
+    Numbered shards are a data set of their folder: its lock is held from the first look on. A single file depends on no
+    other, so many may be made in one folder at the same time; the lock is held while one takes its place.
+    """
+    if target.numbered or append:
+        with writing(target.folder):
+            _write(target, items, options, append)
+    else:
+        _write(target, items, options, append)
+
+
+def _write(target: Target, items: Iterable[Any], options: WriteOptions, append: bool) -> None:
     with staging(target.folder, target.name(0)) as staged:
         existing = target.shards()
         after = None
@@ -121,4 +136,8 @@ def write_data_set(target: Target, items: Iterable[Any], options: WriteOptions, 
             options, after = options.continuing(last), last.metadata
         if not write_shards(staged, target.name, items, options, after=after) and after is None:
             raise UserError(f"{target.folder / target.name(0)}: there were no items to write; nothing was changed")
-        publish(staged, () if append else [path.name for path in existing])
+        replaced = [] if append else [path.name for path in existing]
+        if replaced and target.is_folder:
+            replaced.append(BUILD_FILE)  # it describes shards that are no more
+        with nullcontext() if target.numbered or append else writing(target.folder, nested=True, wait_s=FINISH_LIMIT_S):
+            publish(staged, replaced)
