@@ -32,7 +32,7 @@ SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop",
 RECORD = "record"
 """The section of a saved config with the run's environment and versions; loading skips it."""
 
-EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+")
 
 CURES = {
     errno.ENOENT: "check the path",
@@ -302,30 +302,63 @@ def yaml_problem(error: Exception) -> str:
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
-    Raises ValueError for no such file, no YAML, no mapping, or a key that is given twice.
+    Raises UserError for no such file, no YAML, no mapping, or a key that is given twice.
     """
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            plain = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag.endswith(":str")]
-            for i, key in enumerate(plain):  # yaml would silently keep the last one
-                if key.value in [before.value for before in plain[:i]]:
-                    line = key.start_mark.line + 1
-                    raise UserError(f"{path}: line {line}: {key.value!r} is given twice: keep one of the two")
-            return super().construct_mapping(node, deep)
-
-    try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)  # a safe one
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}): check the path") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {yaml_problem(error)}") from error
+    values = read_yaml(path)[0]
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected `field: value` lines, found a {type(values).__name__}")
     return values
+
+
+def read_yaml(path: str | Path, *, unique: bool = True) -> tuple[Any, Any]:
+    """(the value, the tree of nodes with their lines) of a YAML file; `unique` is that of `parse_yaml`.
+
+    Raises UserError as `parse_yaml`, or where the file cannot be read.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}): check the path") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not valid YAML: {yaml_problem(error)}") from error
+    return parse_yaml(text, str(path), unique=unique)
+
+
+def parse_yaml(text: str, source: str, *, unique: bool = True) -> tuple[Any, Any]:
+    """(the value, the tree of nodes) of a YAML text.
+
+    Args:
+        text: the YAML text.
+        source: its name in messages.
+        unique: whether a key that is given twice in a mapping is refused; YAML itself keeps the last.
+
+    Raises UserError for no YAML, or a key that is given twice.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            # Before `<<` puts the keys of other mappings in, which may be given again.
+            node = super().compose_mapping_node(anchor)  # pyright: ignore[reportUnknownMemberType]
+            keys: list[Any] = []
+            for key, _ in node.value if unique else ():
+                if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":merge"):
+                    continue
+                value = self.construct_object(key)  # 1 and 1.0 are one key
+                if value in keys:
+                    line = key.start_mark.line + 1
+                    raise UserError(f"{source}: line {line}: {key.value!r} is given twice: keep one of the two")
+                keys.append(value)
+            return node
+
+    try:
+        loader = Loader(text)
+        node = loader.get_single_node()
+        return None if node is None else loader.construct_document(node), node
+    except yaml.YAMLError as error:
+        raise UserError(f"{source}: not valid YAML: {yaml_problem(error)}") from error
 
 
 def flat_fields(values: Mapping[str, Any], source: str = "config") -> dict[str, Any]:
@@ -384,13 +417,13 @@ def _read(name: str, value: Any) -> Any:
             return float(value)
         except ValueError:
             return value
-    return _with_numbers(value) if name == "model_args" else value
+    return with_numbers(value) if name == "model_args" else value
 
 
-def _with_numbers(value: Any) -> Any:
-    """The same with text such as 5e-4 converted to numbers at any depth."""
-    if isinstance(value, dict):
-        return {key: _with_numbers(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_with_numbers(inner) for inner in value]
+def with_numbers(value: Any) -> Any:
+    """The same with text such as 5e-4, which YAML does not take for a number, converted to numbers at any depth."""
+    if isinstance(value, Mapping):
+        return {key: with_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_numbers(inner) for inner in value]
     return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value

@@ -56,7 +56,7 @@ def hold_folder(
 
     try:
         make_folder(folder)
-        lock = take_lock(path)
+        lock = take_lock(path, log)
         if lock is None and wait_s > 0:
             lock = wait_for_lock(
                 path,
@@ -69,7 +69,8 @@ def hold_folder(
             )
     except OSError as error:
         raise UserError(
-            f"the folder {folder} cannot be written ({error.strerror}): choose another folder, or change its permissions"
+            f"the folder {folder} cannot be written ({error.strerror}): choose another folder, or change its "
+            "permissions"
         ) from error
     if lock is None:
         raise FolderIsHeld(is_held_by(holder(path)))

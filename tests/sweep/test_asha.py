@@ -43,7 +43,6 @@ def test_the_highest_rung_goes_first_and_the_best_of_it():
     history = history_of([[5.0], [4.0], [3.0], [2.0, 2.0], [1.0, 1.0]], paused={0, 1, 2, 3, 4})
     asha = scheduler_of(history)
     assert asha.choose(history, can_ask=True) == (4, "1 of 2 at report 2, of which the best 1/2 go on")
-    assert asha.rank(history) == [0, 1, 2, 3, 4]
     assert asha.estimate(history) == {0: 5.0, 1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0}
 
 
@@ -72,4 +71,3 @@ def test_the_order_in_which_it_learned_decides_nothing(curves, data):
     for number in history.trials:
         assert first.judge(history, number) == again.judge(history, number)
     assert first.estimate(history) == again.estimate(history)
-    assert first.rank(history) == again.rank(history)
