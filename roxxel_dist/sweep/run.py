@@ -233,8 +233,8 @@ def _check_command(sweep: Sweep) -> None:
 def _check_effect(run: SweepRun) -> None:
     """Raises UserError for a parameter, or a chosen field of the base, that does nothing in every configuration.
 
-    A switch may be a parameter too, and `when` leaves parameters out, so configurations decide: all of a small space, or
-    some at random. There each value of a list is as likely as any other, whatever its probability in the search.
+    A switch may be a parameter too, and `when` leaves parameters out, so configurations decide: all of a small space,
+    or some at random. There each value of a list is as likely as any other, whatever its probability in the search.
     """
     names, reasons = run.swept_fields | chosen(run.config), dict[str, str]()
     base = {**Config().to_dict(), **flat_fields(run.base)}
