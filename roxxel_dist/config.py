@@ -190,7 +190,9 @@ class Config(Fields):
                 sets[field] = {name: absolute(f"{field} {name!r}", path) for name, path in paths.items()}
         check_local("cache_dir", self.cache_dir)
         init_from, cache_dir = absolute("init_from", self.init_from), absolute("cache_dir", self.cache_dir)
-        return dataclasses.replace(self, init_from=init_from, cache_dir=cache_dir, **sets)
+        config = dataclasses.replace(self, init_from=init_from, cache_dir=cache_dir, **sets)
+        config.given = self.given
+        return config
 
     def primary_path(self, data_path: str | Path | None) -> str | Path | None:
         """The path of the data set "self": `data_path`, or "self" in `datasets`; None if neither is given."""
