@@ -10,7 +10,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import FIELD_TYPES, Config
 
 SAVED_SHARE = 2 / 3
-"""A file with at least this share of all fields was written by `Config.save_yaml`: its values are not choices of a person."""
+"""A file with at least this share of all fields was written by `Config.save_yaml`, and not by a person."""
 
 
 class Rule(NamedTuple):
