@@ -34,7 +34,7 @@ RECORD = "record"
 
 SWITCHES = {"true": "on", "yes": "on", "on": "on", "false": "off", "no": "off", "off": "off"}
 """Words for on and off, as YAML knows them."""
-EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+")
 
 CURES = {
     errno.ENOENT: "check the path",
@@ -205,7 +205,9 @@ class Config(_Copied):
                 sets[field] = {name: absolute(f"{field} {name!r}", path) for name, path in paths.items()}
         check_local("cache_dir", self.cache_dir)
         init_from, cache_dir = absolute("init_from", self.init_from), absolute("cache_dir", self.cache_dir)
-        return dataclasses.replace(self, init_from=init_from, cache_dir=cache_dir, **sets)
+        config = dataclasses.replace(self, init_from=init_from, cache_dir=cache_dir, **sets)
+        config.given = self.given
+        return config
 
     def primary_path(self, data_path: str | Path | None) -> str | Path | None:
         """The path of the data set "self": `data_path`, or "self" in `datasets`; None if neither is given."""
@@ -321,12 +323,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
     Raises UserError for no such file, no YAML, no mapping, or a key that is given twice.
     """
-    try:
-        values = parse_yaml(Path(path).read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}): check the path") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not valid YAML: {yaml_problem(error)}") from error
+    values = read_yaml(path)[0]
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -334,14 +331,54 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def parse_yaml(text: str, source: str) -> Any:
-    """The value of a YAML text. A word such as `no` or `2024` is text where a field, or a key, is text.
+def read_yaml(path: str | Path, *, unique: bool = True) -> tuple[Any, Any]:
+    """(the value, the tree of nodes with their lines) of a YAML file; `unique` is that of `parse_nodes`.
 
-    Raises UserError for no YAML, or a key that is given twice; `source` names the text in messages.
+    Raises UserError as `parse_nodes`, or where the file cannot be read.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}): check the path") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not valid YAML: {yaml_problem(error)}") from error
+    return parse_nodes(text, str(path), unique=unique)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value of a YAML text, as `parse_nodes` gives it."""
+    return parse_nodes(text, source)[0]
+
+
+def parse_nodes(text: str, source: str, *, unique: bool = True) -> tuple[Any, Any]:
+    """(the value, the tree of nodes) of a YAML text. A word such as `no` or `2024` is text where a field, or a key, is.
+
+    Args:
+        text: the YAML text.
+        source: its name in messages.
+        unique: whether a key that is given twice in a mapping is refused; YAML itself keeps the last.
+
+    Raises UserError for no YAML, or a key that is given twice.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            # Before `<<` puts the keys of other mappings in, which may be given again.
+            node = super().compose_mapping_node(anchor)  # pyright: ignore[reportUnknownMemberType]
+            keys: list[Any] = []
+            for key, _ in _pairs(node):
+                if key.tag.endswith(":bool"):  # a data set that is called `no`, or `on`
+                    key.tag = "tag:yaml.org,2002:str"
+                if not unique or key.tag.endswith(":merge"):
+                    continue
+                value = self.construct_object(key)  # 1 and 1.0 are one key
+                if value in keys:
+                    line = key.start_mark.line + 1
+                    raise UserError(f"{source}: line {line}: {key.value!r} is given twice: keep one of the two")
+                keys.append(value)
+            return node
+
         def construct_document(self, node: Any) -> Any:
             for key, value in _pairs(node):
                 for name, inner in [(key, value), *(_pairs(value) if key.value in SECTIONS else [])]:
@@ -349,24 +386,15 @@ def parse_yaml(text: str, source: str) -> Any:
                         inner.tag = inner.tag if inner.tag.endswith(":null") else "tag:yaml.org,2002:str"
             return super().construct_document(node)
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            for key, _ in _pairs(node):
-                if key.tag.endswith(":bool"):  # a data set that is called `no`, or `on`
-                    key.tag = "tag:yaml.org,2002:str"
-            plain = [key for key, _ in _pairs(node) if key.tag.endswith(":str")]
-            for i, key in enumerate(plain):  # yaml would silently keep the last one
-                if key.value in [before.value for before in plain[:i]]:
-                    line = key.start_mark.line + 1
-                    raise UserError(f"{source}: line {line}: {key.value!r} is given twice: keep one of the two")
-            return super().construct_mapping(node, deep)
-
     def _pairs(node: Any) -> list[tuple[Any, Any]]:
         """(key, value) of a mapping whose keys are plain words."""
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
         return [(key, value) for key, value in pairs if isinstance(key, yaml.ScalarNode)]
 
     try:
-        return yaml.load(text, Loader)  # a safe one
+        loader = Loader(text)
+        node = loader.get_single_node()
+        return None if node is None else loader.construct_document(node), node
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2024-13-99
         if isinstance(error, UserError):
             raise
@@ -450,13 +478,13 @@ def _read(name: str, value: Any) -> Any:
             return float(value)
         except ValueError:
             return value
-    return _with_numbers(value) if name == "model_args" else value
+    return with_numbers(value) if name == "model_args" else value
 
 
-def _with_numbers(value: Any) -> Any:
-    """The same with text such as 5e-4 converted to numbers at any depth."""
-    if isinstance(value, dict):
-        return {key: _with_numbers(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_with_numbers(inner) for inner in value]
+def with_numbers(value: Any) -> Any:
+    """The same with text such as 5e-4, which YAML does not take for a number, converted to numbers at any depth."""
+    if isinstance(value, Mapping):
+        return {key: with_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_numbers(inner) for inner in value]
     return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value

@@ -254,7 +254,6 @@ def opened(url: str, timeout_s: float) -> Iterator[Any]:
 
     lease.RENEW_S, lease.STALE_S, lease.POLL_S, lease.SETTLE_S = 0.5, 5.0, 0.1, 0.1
     with driver_bucket(ObjectUrl.parse(url), print, None, timeout_s) as bucket:
-        bucket.hold(lambda line: print(line, flush=True))
         if not bucket.is_there:
             (bucket.path / DEFINITION).write_text("{}")
             bucket.create()

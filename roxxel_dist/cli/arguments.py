@@ -12,6 +12,7 @@ from roxxel_dist.cli.help import POSITIONAL, help_text
 from roxxel_dist.cluster.exit_codes import UserError, attempt_number
 from roxxel_dist.component import field_docs
 from roxxel_dist.config import FIELD_TYPES, Config, as_choice, nearest, parse_yaml
+from roxxel_dist.config_effect import check_effect, chosen, without_effect
 from roxxel_dist.launcher.spec import split_flags
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import CONFIG, check_still_there, default_run_dir
@@ -353,6 +354,7 @@ def parse_config(
         parse_yaml(flags[name], f"--{name}")
     args = parse(kind, words, command, default=kind(fields=base))
     values = args.fields.to_dict()
+    defaults = Config().to_dict()
     if model_args:
         values["model_args"] = _merged(values["model_args"] or {}, model_args)
     config = Config.from_dict(values)
@@ -361,9 +363,13 @@ def parse_config(
     if "init_from" not in flags:
         config.of_run = base.of_run
     config.validate()
-    for name in ("epochs", "batch_size"):
-        if name in flags and config.phases:
-            raise UserError(f"--{name} does nothing here, because phases are given: change it in each phase")
+    if command != "sweep":  # its parameters may turn on what a field of the base sets
+        from_flags = {name for name in flags.keys() & values.keys() if values[name] != defaults[name]}
+        from_flags |= {"epochs", "batch_size"} & flags.keys()
+        from_flags |= {"model_args"} if model_args else set()
+        # A flag may turn off what the file turns on: the fields that go with it may stay in the file.
+        from_file = chosen(base) & without_effect(base.to_dict()).keys()
+        check_effect(config, from_file | from_flags, from_flags)
     return args, config
 
 

@@ -45,9 +45,16 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
 
     with usage_errors():
         flags = dict(flags_in(words))
+        if "keep_gb" in flags:
+            raise UserError(
+                "--keep_gb does not exist any more, and paused trials keep their checkpoints: leave it out; max_to_keep"
+                " and --count limit what they take"
+            )
         named: dict[str, Any] = {name: flags.get(name) for name in ("study", "sweep_config", "sweep_id")}
         bucket = _bucket(flags, held)
         study = StudyDir(SweepOptions(**named).folder) if bucket is None else bucket.files
+        if bucket is None and "dry_run" not in flags:
+            held.enter_context(study.hold(info))
         args, config = parse_config(SweepArgs, words, "sweep", study.base_file)
         if args.sweep_config is None and args.study is None and args.sweep_id is None:
             raise UserError("nothing to search: name a file with --sweep_config, or a study with --study")

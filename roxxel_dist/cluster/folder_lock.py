@@ -56,7 +56,7 @@ def hold_folder(
 
     try:
         make_folder(folder)
-        lock = take_lock(path)
+        lock = take_lock(path, log)
         if lock is None and wait_s > 0:
             lock = wait_for_lock(
                 path,

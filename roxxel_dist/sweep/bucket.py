@@ -5,7 +5,7 @@ for the journal, which is a folder of segments.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
-from roxxel_dist.objects.errors import StoreNotFoundError
+from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
 from roxxel_dist.objects.lease import Lease
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.url import ObjectUrl
@@ -79,18 +79,21 @@ class StudyBucket:
     def hold(self, say: Callable[[str], None]) -> None:
         """Be the only driver from now on, until `release`; makes the copy again.
 
-        Raises LeaseHeldError if there is another one, ValueError if another began the study meanwhile.
+        Raises LeaseHeldError if there is another one.
         """
-        was_there = self.is_there
         self._lease = Lease.take(self._store, LEASE, "sweep", wait_s=WAIT_S, say=say)
         self.fetch()
-        if self.is_there != was_there:
-            raise UserError(f"--study {self.url}: another sweep has created it in the meantime: start again")
 
     def release(self) -> None:
-        """Let others have it."""
-        if self._lease is not None:
+        """Let others have it; of a study that was not begun nothing stays."""
+        if self._lease is None:
+            return
+        if self.is_there:
             self._lease.release()
+        else:
+            with suppress(StoreError):  # it expires by itself
+                self._lease.discard()
+        self._lease = None
 
     def create(self) -> None:
         """Send the files of a study that begins, once `hold` was called. Raises StoreError."""
@@ -100,12 +103,10 @@ class StudyBucket:
         self.is_there = True
 
     def rollback(self) -> None:
-        """Undo `create` and `hold`."""
-        if self._lease is not None:
-            self._lease.discard()
-            self._lease = None
+        """Undo `create`; the lease is held until all is deleted."""
         journal = [info.key for info in self._store.list("journal/")]
         self._store.delete([DEFINITION, EXTRAS, BASE, *journal])
+        self.is_there = False
 
     @contextmanager
     def journal(self, log: Callable[[str], None]) -> Iterator[Journal]:
@@ -174,6 +175,7 @@ def driver_bucket(
         bucket.fetch()
         bucket.check_free()
         try:
+            bucket.hold(say)
             yield bucket
         finally:
             bucket.release()

@@ -24,20 +24,20 @@ from roxxel_dist.launcher.backends.ray.cluster import ClusterError, connected
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.sweep.bucket import StudyBucket
 from roxxel_dist.sweep.decisions import STEPS_SPENT, Decisions, Event
-from roxxel_dist.sweep.execution.kept import KEEP_GB, KeptCheckpoints
 from roxxel_dist.sweep.execution.local_ray import local_ray
 from roxxel_dist.sweep.execution.ray_executor import LOST_S, Attempt, Item, RayExecutor, check_room
 from roxxel_dist.sweep.journal import VERSION, History, Journal
 from roxxel_dist.sweep.options import SweepOptions
 from roxxel_dist.sweep.samplers import Engine
 from roxxel_dist.sweep.space.sweep_file import Params, Sweep
-from roxxel_dist.sweep.study import TRIALS
 
 POLL_S = 0.5
 """How soon a signal is heard."""
 WAITS_S = 30.0
 """How long a trial waits for room before the user sees a message."""
 
+KEEP_GB = "keep_gb"
+"""A rule of earlier versions: it ended paused trials whose checkpoints took too much of the disk."""
 HOURS_SPENT = "the hours of the search are over (--max_hours)"
 LOST = (
     f"Ray was lost: the head of its cluster has not answered for {LOST_S:g} s, or it has ended on this machine. All "
@@ -72,7 +72,6 @@ class Controller:
     journal: Journal
     executor: RayExecutor
     signals: SignalPipe
-    kept: KeptCheckpoints | None
     on_change: Callable[[History, int | None], None]
     log: Callable[[str], None]
     _queue: deque[tuple[int, int, int]] = field(init=False, default_factory=deque)
@@ -124,7 +123,7 @@ class Controller:
                 self._queue.append((trial.number, trial.attempts, 0))
         for trial in list(self._history.paused.values()):
             if trial.stop is not None and trial.stop["rule"] == KEEP_GB:
-                self._drop(trial.number)
+                self._write_stopped(trial.number, None)
 
     def _submit(self) -> None:
         """Keep as many trials running as there are workers."""
@@ -137,8 +136,6 @@ class Controller:
                 attempt, losses = self._history.trials[trial].attempts, 0
             else:
                 return
-            if self.kept is not None:
-                self.kept.forget(trial)
             task = self.task_of(trial, self._history.trials[trial].params, attempt)
             self.executor.submit(trial, attempt, losses, task)
 
@@ -220,13 +217,22 @@ class Controller:
             self._decided(self.decisions.reported(trial.number, step))
 
     def _decided(self, events: list[Event]) -> None:
-        """Write down which trials stop or pause, and tell them."""
+        """Write which trials stop or pause, all in one piece, and ask their attempts to end.
+
+        A driver that is killed between two of these lines would never write the second: the next one decides again only
+        where the last line is a report.
+        """
+        if not events:
+            return
         attempts = {attempt.trial: attempt for attempt in self.executor.running}
         for event in events:
-            number, attempt = event["trial"], attempts.get(event["trial"])
             if event["event"] == "pause":
+                attempt = attempts.get(event["trial"])
                 event["seconds"] = None if attempt is None else round(time.monotonic() - attempt.since, 3)
-            self._write(**event)
+        self.journal.append(*events)
+        for event in events:
+            number, attempt = event["trial"], attempts.get(event["trial"])
+            self.on_change(self._history, number)
             waiting = [entry for entry in self._queue if entry[0] == number]
             for entry in waiting:  # it was lost, and is to be run again
                 self._queue.remove(entry)
@@ -275,27 +281,8 @@ class Controller:
         self.executor.running.remove(attempt)
         if attempt.cancel_reason == "stop":
             self._write_stopped(attempt.trial, attempt)
-        elif attempt.cancel_reason == "pause":
-            self._trim()
         elif attempt.cancel_reason is None:
             self._write_failure(attempt.trial, "error", "its body ended without a result", None)
-
-    def _trim(self) -> None:
-        """End the least promising paused trials, as long as checkpoints take more of the disk than they may."""
-        if self.kept is None:
-            return
-        for number in self.decisions.hopeless()[:-1]:  # one is kept in any case
-            if not self.kept.exceed(self._history.paused):
-                return
-            reason = f"the checkpoints of paused trials took more than {self.options.keep_gb:g} GB (--keep_gb)"
-            self._write(**self.decisions.dropped(number, KEEP_GB, reason))
-            self._drop(number)
-
-    def _drop(self, number: int) -> None:
-        """Take away the checkpoints of a paused trial, which ends."""
-        if self.kept is not None:
-            self.kept.delete(number)
-        self._write_stopped(number, None)
 
     def _take_signal(self) -> bool:
         """Follow Ctrl-C and SIGTERM: trials end and save. True: asked again; they die with this process."""
@@ -387,9 +374,6 @@ def run_sweep(
         OSError: the journal cannot be written; of one in a bucket, StoreError.
         LeaseLostError: another driver has taken a study in a bucket.
     """
-    kept = None
-    if options.keep_gb is not None and isinstance(study, Path):
-        kept = KeptCheckpoints(study / TRIALS, options.keep_gb)
     place = study if isinstance(study, Path) else study.url
     with Journal(study, log) if isinstance(study, Path) else study.journal(log) as journal:
         before, now = (journal.history.goal, journal.history.metric), (sweep.goal, sweep.metric)
@@ -407,7 +391,7 @@ def run_sweep(
             with RayExecutor(ray, run, resources) as executor:
                 return Controller(
                     sweep=sweep, decisions=decisions, task_of=task_of, options=options, journal=journal,
-                    ray_folder=folder, executor=executor, signals=signals, kept=kept, on_change=on_change, log=log,
+                    ray_folder=folder, executor=executor, signals=signals, on_change=on_change, log=log,
                 ).run()  # fmt: skip
 
 
@@ -417,9 +401,6 @@ def _ray(
 ) -> Iterator[tuple[Any, Path | None]]:
     """Ray, of the sweep's own with its folder, or the cluster's."""
     if options.ray_address is None:
-        cores = os.cpu_count() or 1
-        if resources["CPU"] > cores:
-            raise UserError(f"a trial needs {resources['CPU']:g} CPU (`resources`), and this machine has {cores}")
         with local_ray(options.workers, resources["CPU"], log) as (ray, folder):
             yield ray, folder
         return

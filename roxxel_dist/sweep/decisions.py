@@ -11,7 +11,6 @@ from typing import Any
 from roxxel_dist.sweep.journal import History
 from roxxel_dist.sweep.samplers import Engine, SpaceExhausted
 from roxxel_dist.sweep.schedulers import PAUSING, Scheduler, make_scheduler
-from roxxel_dist.sweep.schedulers.base import by_value
 from roxxel_dist.sweep.space.sweep_file import Sweep
 
 Event = dict[str, Any]
@@ -101,14 +100,6 @@ class Decisions:
         """All running trials pause."""
         running = [trial.number for trial in self._history.running.values() if trial.stop is None]
         return [self._event("pause", number, rule, reason) for number in running]
-
-    def dropped(self, number: int, rule: str, reason: str) -> Event:
-        """A paused trial will not go on any more."""
-        return self._event("stop", number, rule, reason)
-
-    def hopeless(self) -> list[int]:
-        """The paused trials, the least promising first."""
-        return by_value(self._history) if self._scheduler is None else self._scheduler.rank(self._history)
 
     def _event(self, kind: str, number: int, rule: str, reason: str) -> Event:
         trial = self._history.trials[number]

@@ -20,15 +20,16 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from roxxel_dist.cluster.durable import make_folder, sync_folder
+from roxxel_dist.cluster.durable import sync_folder
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
+from roxxel_dist.cluster.folder_lock import hold_folder
 from roxxel_dist.run_directory import JOURNAL
 
 if TYPE_CHECKING:
     from roxxel_dist.sweep.segments import SegmentWriter
 
-LOCK = ".lock"
+SEARCHING = "searching in"
+"""What the holder of a study's lock does, for messages."""
 WAIT_S = 30.0
 """How long a start waits for the driver before it, which may be ending its trials."""
 VERSION = 2
@@ -72,6 +73,8 @@ class Trial:
     log: str | None = None
     seconds: float | None = None
     """How long it ran, from start to end or pause, over all of its slices."""
+    pause_seconds: float = 0.0
+    """How long the slice had run when its last pause was decided."""
     more: dict[str, Any] = field(default_factory=dict)
     began: float | None = None
     """Unix seconds, as `ended`."""
@@ -183,18 +186,24 @@ class History:
         elif kind in ("stop", "pause", "thaw"):
             self._decide(trial, event)
         elif kind == "result":
-            trial.state = "stopped" if event["stopped"] else "done"
-            trial.params, trial.value, trial.more = event["params"], event["value"], event["more"]
-            if event["seconds"] is not None:
-                trial.seconds = (trial.seconds or 0.0) + event["seconds"]
-            trial.ended = event["time"]
-            self.failures_in_row = 0
+            self._end(trial, event)
         elif kind == "fail":
             trial.state, trial.ended, trial.value = "failed", event["time"], None
             trial.kind, trial.reason, trial.log = event["kind"], event["reason"], event["log"]
             self.failures_in_row += 1
         if kind in ("ask", "result", "fail"):
             self._note(trial)
+
+    def _end(self, trial: Trial, event: Mapping[str, Any]) -> None:
+        """Follow the result of a trial."""
+        if event["seconds"] is not None:
+            # If it came to its end before it paused, these seconds are those of the whole slice.
+            counted = trial.pause_seconds if trial.state == "paused" else 0.0
+            trial.seconds = (trial.seconds or 0.0) - counted + event["seconds"]
+        trial.state = "stopped" if event["stopped"] else "done"
+        trial.params, trial.value, trial.more = event["params"], event["value"], event["more"]
+        trial.ended = event["time"]
+        self.failures_in_row = 0
 
     def _decide(self, trial: Trial, event: Mapping[str, Any]) -> None:
         """Follow a scheduler: a trial is to stop, pauses, or goes on."""
@@ -204,7 +213,8 @@ class History:
             return
         trial.stop = {name: event[name] for name in ("step", "value", "rule", "reason")}
         if event["event"] == "pause":
-            trial.seconds = (trial.seconds or 0.0) + (event["seconds"] or 0.0)
+            trial.pause_seconds = event["seconds"] or 0.0
+            trial.seconds = (trial.seconds or 0.0) + trial.pause_seconds
             self._pause(trial)
 
     def _note(self, trial: Trial) -> None:
@@ -310,24 +320,7 @@ class Journal:
 
     def __enter__(self) -> "Journal":
         with ExitStack() as held:
-            try:
-                make_folder(self._study)
-                lock = wait_for_lock(
-                    self._study / LOCK,
-                    lambda holder: f"waiting up to {self._wait_s:g} s for {holder}, which runs {self._study}",
-                    lambda holder: (
-                        f"--study {self._study}: {holder} runs this study, and did not end within {self._wait_s:g} s: "
-                        "stop it, or name another folder"
-                    ),
-                    limit_s=self._wait_s,
-                    say=self._log,
-                )
-            except OSError as error:
-                raise UserError(
-                    f"--study {self._study}: cannot be written ({error.strerror}): choose another folder, or change "
-                    "its permissions"
-                ) from error
-            held.callback(release_lock, lock)
+            held.callback(hold_folder(self._study, SEARCHING, wait_s=self._wait_s, log=self._log))
             path = self._study / JOURNAL
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             held.callback(os.close, self._file)

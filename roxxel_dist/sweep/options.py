@@ -9,6 +9,10 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.ray.cluster import check_address
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+LEAST_AMOUNT = 1e-4
+"""The smallest amount of a resource that Ray counts."""
+BUILT_IN = {"CPU", "GPU", "memory", "object_store_memory"}
+"""Resources that Ray finds on every machine."""
 LEAST = {
     "count": 1, "workers": 1, "hosts_per_trial": 1, "procs_per_host": 1, "gpus_per_trial": 1, "max_failures": 1,
     "max_retries": 0, "max_steps_total": 1,
@@ -71,8 +75,6 @@ class SweepOptions:
     """Budget of steps of all trials together, by their reports. After that all trials pause, and the sweep ends."""
     max_hours: float | None = None
     """Budget of hours, those of earlier starts included. After that all trials pause, and the sweep ends."""
-    keep_gb: float | None = None
-    """GB (10^9 bytes) that checkpoints of paused trials may take. If they take more, the least promising trials end."""
     max_failures: int = 5
     """Number of trials that fail one after the other before the sweep ends."""
     max_retries: int = 3
@@ -94,13 +96,12 @@ class SweepOptions:
             raise UserError(f"--cpus_per_trial {self.cpus_per_trial:g}: must be more than 0")
         if self.max_hours is not None and not 0 < self.max_hours < float("inf"):
             raise UserError(f"--max_hours {self.max_hours:g}: must be more than 0, and finite")
-        if self.keep_gb is not None and not self.keep_gb >= 0:
-            raise UserError(f"--keep_gb {self.keep_gb:g}: must be 0 or more")
         if self.ray_address is not None:
             try:
                 check_address(self.ray_address)
             except ValueError as error:
-                raise UserError(str(error).replace("--address", "--ray_address", 1)) from None
+                message = str(error).replace("--address", "--ray_address", 1)
+                raise UserError(message.replace("launch ray --address", "sweep --ray_address")) from None
         if self.hosts_per_trial > 1 and self.ray_address is None:
             raise UserError(
                 f"--hosts_per_trial {self.hosts_per_trial}: this machine is one host: name a cluster with --ray_address"
@@ -135,6 +136,24 @@ class SweepOptions:
         except ValueError:
             return 0.0
 
+    def _check_amounts(self, amounts: Mapping[str, float]) -> None:
+        """Raises UserError for amounts that Ray does not take, and for those that this machine can never have."""
+        for name, amount in amounts.items():
+            if 0 < amount < LEAST_AMOUNT:
+                raise UserError(f"resources.{name}: {amount:g} is too little: Ray counts from {LEAST_AMOUNT:g} on")
+            if name == "GPU" and amount > 1 and amount != int(amount):
+                raise UserError(f"resources.GPU: {amount:g}: only a part of one GPU can be shared: use a whole number")
+        if self.ray_address is not None:
+            return
+        cores = os.cpu_count() or 1
+        if amounts["CPU"] > cores:
+            raise UserError(f"a trial needs {amounts['CPU']:g} CPU (`resources`), and this machine has {cores}")
+        if custom := sorted(name for name in amounts.keys() - BUILT_IN if amounts[name]):
+            raise UserError(
+                f"resources.{custom[0]}: this machine has no such resource: leave it out, or name a cluster that has it"
+                " with --ray_address"
+            )
+
     def trial_resources(self, rules: Mapping[str, float]) -> TrialResources:
         """What each trial takes.
 
@@ -148,6 +167,7 @@ class SweepOptions:
         # A CPU a process; on this machine not more than there are: they are shared, as with `launch local`.
         each = self.procs_per_host if self.ray_address else min(self.procs_per_host, os.cpu_count() or 1)
         cpus = rules.get("CPU", each) if self.cpus_per_trial is None else self.cpus_per_trial
+        self._check_amounts({**rules, "CPU": cpus})
         gpus, amount = None, rules.get("GPU", 0) if self.gpus_per_trial is None else self.gpus_per_trial
         if self.gpus_per_trial is not None or (amount and self.procs_per_trial > 1):
             if amount % self.procs_per_trial:

@@ -12,8 +12,9 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, UserError
 from roxxel_dist.cluster.extras import pip_install
-from roxxel_dist.cluster.file_lock import say
-from roxxel_dist.config import FIELD_TYPES, SECTIONS, flat_fields, load_yaml, unknown, usage_errors
+from roxxel_dist.config import FIELD_TYPES, SECTIONS, Config, flat_fields, load_yaml, unknown, usage_errors
+from roxxel_dist.config_effect import chosen, without_effect
+from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.display import counted
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError
 from roxxel_dist.objects.lease import LeaseLostError
@@ -31,8 +32,8 @@ from roxxel_dist.sweep.live_view import LiveView
 from roxxel_dist.sweep.options import SweepOptions, TrialResources
 from roxxel_dist.sweep.report.text import table
 from roxxel_dist.sweep.samplers import Engine, SpaceExhausted, make
-from roxxel_dist.sweep.schedulers import PAUSING
-from roxxel_dist.sweep.space.sweep_file import Params, Sweep, nearest
+from roxxel_dist.sweep.schedulers import PAUSING, make_scheduler
+from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Params, Sweep, nearest
 from roxxel_dist.sweep.study import (
     CORPUS,
     DATA_PATH,
@@ -55,6 +56,8 @@ LOGGED = (
     "phase", "lr", "grad_norm", "update_norm", "vram_gb", "ram_gb", "mfu",
 )  # fmt: skip
 """What a training logs; besides, with `/`, losses by data set."""
+CONFIGURATIONS = 500
+"""So many configurations of a search are looked at for one in which a parameter does something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +83,8 @@ class SweepRun:
     """The study's, of which `study` is the copy."""
     wide: Any = None
     """The `Config` of the wider model that gets the best parameters, read before the search begins."""
-    created: tuple[Path, ...] | None = None
-    """The folders that this start has made; None where the study was there."""
+    is_new: bool = False
+    """Whether this start has made the study."""
 
     @cached_property
     def base(self) -> dict[str, Any]:
@@ -108,6 +111,13 @@ class SweepRun:
     def swept(self) -> set[str]:
         """The names of all parameters, of derived ones too; of nested ones the outermost."""
         return {parameter.path[0] for parameter in self.sweep.space.parameters} | set(self.sweep.rules.derived)
+
+    @property
+    def swept_fields(self) -> set[str]:
+        """The fields of a Config that are parameters; of those in a section the name within it."""
+        paths = [list(parameter.path) for parameter in self.sweep.space.parameters]
+        fields = {path[1] if len(path) > 1 and path[0] in SECTIONS else path[0] for path in paths}
+        return fields | set(self.sweep.rules.derived)
 
     @property
     def description(self) -> str:
@@ -173,7 +183,7 @@ def open_sweep(
         raise UserError(f"W&B is not installed: {pip_install('sweep')}, or use --wandb off")
     config, study = config.with_absolute_paths(), StudyDir(options.folder) if bucket is None else bucket.files
     server = study.wandb_sweep_id(server)
-    sweep, data = study.open(definition, options.extras, config, options.data_path)
+    sweep, data = study.open(definition, options.extras, config, options.data_path, strict=server is None)
     began = study.metadata(DIRECTORY)
     directory = began if began and os.path.isdir(began) else os.getcwd()
     run = SweepRun(
@@ -202,9 +212,49 @@ def open_sweep(
     if is_ours and run.server is None and not own and metric not in LOGGED and "/" not in metric:
         raise UserError(f"metric.name: no training logs {metric!r}: {nearest(metric, LOGGED)}")
     _check_pauses(run)
+    if is_ours and run.server is None:
+        _check_command(run.sweep)
+        _check_effect(run)
     if run.server is None:
         run.sampler()
+        make_scheduler(run.sweep, options.sweep_seed)
     return run
+
+
+def _check_command(sweep: Sweep) -> None:
+    """Raises UserError for flags in the `command` of a sweep whose trials are trainings: nothing reads them."""
+    for word in sweep.command or ():
+        if word.startswith("--"):
+            raise UserError(
+                f"command: {word} does nothing here, because each trial is a training of the config: make it a "
+                "parameter with one value"
+            )
+
+
+def _check_effect(run: SweepRun) -> None:
+    """Raises UserError for a parameter, or a chosen field of the base, that does nothing in every configuration.
+
+    A switch may be a parameter too, and `when` leaves parameters out, so configurations decide: all of a small space,
+    or some at random. There each value of a list is as likely as any other, whatever its probability in the search.
+    """
+    names, reasons = run.swept_fields | chosen(run.config), dict[str, str]()
+    base = {**Config().to_dict(), **flat_fields(run.base)}
+    is_read = {"tokenizer_type"} if is_tokens(run.config.primary_path(run.data_path) or ()) else set()
+    for point in run.sweep.space.sample(CONFIGURATIONS):
+        try:
+            params = flat_fields(run.sweep.rules.resolve(run.sweep.space.point(point)), "parameters")
+        except InfeasibleError:
+            continue
+        idle = without_effect({**base, **params})
+        idle |= dict.fromkeys(is_read, "the data is tokens already, and no text: leave it out")
+        # A parameter that `when` leaves out here does nothing here either; the reason is that of another configuration.
+        reasons |= {name: why for name, why in idle.items() if name in names}
+        names = {name for name in names if name in idle or (name in run.swept_fields and name not in params)}
+        if not names:
+            return
+    for name in sorted(names & reasons.keys()):
+        place = "parameters." if name in run.swept_fields else ""
+        raise UserError(f"{place}{name} does nothing here, because {reasons[name]}")
 
 
 def _check_pauses(run: SweepRun) -> None:
@@ -219,14 +269,9 @@ def _check_pauses(run: SweepRun) -> None:
             else "it pauses trials, and a program of your own does not go on from a checkpoint: use hyperband"
         )
         raise UserError(f"early_terminate.type: {rule}: {why}")
-    for name in ("max_steps_total", "max_hours", "keep_gb"):
+    for name in ("max_steps_total", "max_hours"):
         if is_led and getattr(options, name) is not None:
             raise UserError(f"--{name}: W&B's server leads this sweep, and its trials cannot be paused: leave it out")
-    if options.keep_gb is not None and run.bucket is not None:
-        raise UserError(
-            f"--keep_gb {options.keep_gb:g}: {run.study.place} is in a bucket, and checkpoints of paused trials are "
-            "deleted in folders alone: leave it out"
-        )
 
 
 def create_study(run: SweepRun, wandb_project: str | None) -> SweepRun:
@@ -236,21 +281,17 @@ def create_study(run: SweepRun, wandb_project: str | None) -> SweepRun:
             run.sampler().ask()
         except SpaceExhausted as error:
             raise UserError(str(error)) from error
-    if run.bucket is not None:
-        run.bucket.hold(say)
     if run.server == "":
         definition = {} if run.definition is None else load_yaml(run.definition)
         run = replace(run, server=create_or_join(definition, wandb_project))
     if run.definition is None or run.study.is_there:
         return run
-    folder = run.study.path.absolute()
-    created = tuple(path for path in (folder, *folder.parents) if not path.exists())
     metadata = {DATA_PATH: run.data_path, DIRECTORY: run.directory, SERVER: run.server}
     metadata |= {} if run.bucket is None else {IDENTITY: token_hex(4)}
     run.study.create(run.definition, run.options.extras, run.config, metadata)
     if run.bucket is not None:
         run.bucket.create()
-    return replace(run, created=created)
+    return replace(run, is_new=True)
 
 
 WritePage = Callable[[Study, Path, Callable[[str], None]], tuple[Path, str]]
@@ -275,10 +316,10 @@ def search(run: SweepRun, write_page: WritePage) -> int:
         except (ClusterError, UserError) as error:
             # Nothing is left of a first start in which nothing ran.
             began = any(trial.attempts for trial in run.history().trials.values())
-            if run.created is not None and run.server is None and not began:
-                run.study.rollback(run.created)
+            if run.is_new and run.server is None and not began:
                 if run.bucket is not None:
                     run.bucket.rollback()
+                run.study.rollback()
             if isinstance(error, UserError):
                 raise
             view.log(str(error))

@@ -1,20 +1,19 @@
 """The folder of a study: made, taken up again, and read."""
 
-import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.durable import make_folder, write_file
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.file_lock import take_lock
+from roxxel_dist.cluster.folder_lock import LOCK, hold_folder
 from roxxel_dist.config import RECORD, load_yaml
 from roxxel_dist.data.discovery import absolute
 from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.run_directory import DEFINITION, JOURNAL, is_study
-from roxxel_dist.sweep.journal import LOCK, History, Trial, read_history
+from roxxel_dist.sweep.journal import SEARCHING, WAIT_S, History, Trial, read_history
 from roxxel_dist.sweep.space.sweep_file import Sweep, read_sweep
 
 EXTRAS, BASE = "extras.yaml", "config.yaml"
@@ -143,23 +142,29 @@ class StudyDir:
         return known
 
     def sweep(self) -> Sweep:
-        """What it searches."""
-        return read_sweep(self._definition, self._extras if self._extras.exists() else None)
+        """What it searches. An earlier version may have begun it, which ignored keys that are refused now."""
+        return read_sweep(self._definition, self._extras if self._extras.exists() else None, strict=False)
 
     def open(
-        self, sweep_config: str | None, extras: str | None, config: Any, data_path: str | None
+        self,
+        sweep_config: str | None,
+        extras: str | None,
+        config: Any,
+        data_path: str | None,
+        *,
+        strict: bool = True,
     ) -> tuple[Sweep, str | None]:
         """(the sweep, the data) of a study that is there, or begins. Nothing is written.
 
         A study that is there has its own `sweep_config`, `extras` and `data_path`: they may be left out, and are else
-        compared. Raises ValueError for a file that cannot be used, and where the study is that of another sweep.
+        compared. `strict` is that of `read_sweep`, for a study that begins. Raises UserError for a file that cannot be
+        used, and where the study is that of another sweep.
         """
         if not self.is_there:
             if sweep_config is None:
                 raise UserError(f"{self.place} is not a study yet: name a file with --sweep_config")
-            if self._holds_other_files():
-                raise UserError(f"--study {self.place} exists and is not a study: name another folder")
-            return read_sweep(sweep_config, extras), None if data_path is None else absolute(data_path)
+            self.check_free()
+            return read_sweep(sweep_config, extras, strict=strict), None if data_path is None else absolute(data_path)
         for flag, file, own in (("--sweep_config", sweep_config, self._definition), ("--extras", extras, self._extras)):
             if file is not None:
                 self._compare(flag, file, own)
@@ -180,6 +185,35 @@ class StudyDir:
         if data_path is not None and known is not None and absolute(data_path) != absolute(known):
             raise UserError(f"--data_path {data_path}: {self.place} was started with {known}; name another --study")
         return self.sweep(), known
+
+    @contextmanager
+    def hold(self, log: Callable[[str], None]) -> Iterator[None]:
+        """Hold the lock of the folder: taken before the first look at it, released after the last change.
+
+        At the end, a folder that this start has made and in which no study was begun is removed again.
+
+        Raises FolderIsHeld where another process still searches there after 30 s, UserError where the folder holds
+        something else or cannot be written.
+        """
+        self.check_free()
+        folder = self.path.absolute()
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        was_locked = (folder / LOCK).exists()
+        release = hold_folder(folder, SEARCHING, wait_s=WAIT_S, log=log)
+        try:
+            yield
+        finally:
+            if not self.is_there and not was_locked:
+                with suppress(OSError):  # a folder with other files stays
+                    (folder / LOCK).unlink()
+                    for path in made:
+                        path.rmdir()
+            release()
+
+    def check_free(self) -> None:
+        """Raises UserError where no study is there, and something else is."""
+        if not self.is_there and self._holds_other_files():
+            raise UserError(f"--study {self.place} exists and is not a study: name another folder")
 
     def _holds_other_files(self) -> bool:
         """Whether there is more than a start may have left that was killed before the study was there."""
@@ -208,18 +242,10 @@ class StudyDir:
             write_file(self._extras, Path(extras).read_bytes())
         write_file(self._definition, Path(sweep_config).read_bytes())
 
-    def rollback(self, created: Sequence[Path]) -> None:
-        """Undo `create` after a refused first start, since the error may be in these files: remove them and the folders
-        `created`, the innermost first."""
-        for name in (DEFINITION, EXTRAS, BASE, JOURNAL):
+    def rollback(self) -> None:
+        """Undo `create` after a refused first start, since the error may be in these files: remove them.
+
+        Only for who holds the study since before it was there.
+        """
+        for name in (JOURNAL, DEFINITION, EXTRAS, BASE):
             (self.path / name).unlink(missing_ok=True)
-        with suppress(OSError):  # a folder with other files stays
-            lock = take_lock(self.path / LOCK)
-            if lock is None:
-                return  # another process waited for it, and begins
-            try:
-                (self.path / LOCK).unlink()
-            finally:
-                os.close(lock)
-            for folder in created:
-                folder.rmdir()

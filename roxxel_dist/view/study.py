@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roxxel_dist.cluster.file_lock import is_held
+from roxxel_dist.cluster.folder_lock import LOCK
 from roxxel_dist.run_directory import JOURNAL
-from roxxel_dist.sweep.journal import LOCK, History, Trial
+from roxxel_dist.sweep.journal import History, Trial
 from roxxel_dist.sweep.study import Study, StudyDir
 from roxxel_dist.view.tail import Tail
 

@@ -43,7 +43,6 @@ def test_the_highest_rung_goes_first_and_the_best_of_it():
     history = history_of([[5.0], [4.0], [3.0], [2.0, 2.0], [1.0, 1.0]], paused={0, 1, 2, 3, 4})
     asha = scheduler_of(history)
     assert asha.choose(history, can_ask=True) == (4, "1 of 2 at report 2, of which the best 1/2 go on")
-    assert asha.rank(history) == [0, 1, 2, 3, 4]
     assert asha.estimate(history) == {0: 5.0, 1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0}
 
 
@@ -72,4 +71,19 @@ def test_the_order_in_which_it_learned_decides_nothing(curves, data):
     for number in history.trials:
         assert first.judge(history, number) == again.judge(history, number)
     assert first.estimate(history) == again.estimate(history)
-    assert first.rank(history) == again.rank(history)
+
+
+def test_failed_trials_keep_no_place_at_a_rung():
+    history = history_of([[0.1], [0.4], [0.5]], paused={1, 2})
+    asha = Asha({"type": "asha", "min_iter": 1, "eta": 3}, 1.0)
+    for number in range(3):
+        asha.note(history, number, 1)
+    history.apply({"event": "fail", "trial": 0, "time": 1.0, "kind": "nan", "reason": "", "log": None})
+    assert asha.choose(history, can_ask=False) == (1, "1 of 2 at report 1, of which the best 1/3 go on")
+
+
+def test_a_trial_that_ends_before_it_pauses_counts_its_seconds_once():
+    history = history_of([[0.1]], paused={0})
+    result = {"params": {}, "value": 0.1, "more": {}, "stopped": None, "seconds": 1.5, "time": 2.0}
+    history.apply({"event": "result", "trial": 0, **result})
+    assert history.trials[0].seconds == 1.5

@@ -147,7 +147,6 @@ def test_a_formula_that_cannot_be_worked_out_makes_a_point_infeasible() -> None:
         ("  name: val_loss", "  nam: val_loss", "line 3: metric: must have a `name`"),
         ("parameters:", "parameter:", "line 6: parameter: there is no such key: did you mean 'parameters'?"),
         ("min: 0.0001", "min: 0", "line 15: parameters.lr: min: 0 must be more than 0"),
-        ("min: 0.0001", "min: 1e-4", "write it with a point (1.0e-4)"),
         ("    value: 256", "    vale: 256", "line 19: parameters.dim: there is no key 'vale'"),
         ("command:", "run_cap: 0\ncommand:", "run_cap: 0 must be 1 or more"),
         ("command:", "early_terminate: {type: median}\ncommand:", "type 'median' does not exist"),

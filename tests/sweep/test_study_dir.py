@@ -7,7 +7,6 @@ from sweep_desk import write_sweep
 
 from roxxel_dist.config import Config
 from roxxel_dist.run_directory import is_held
-from roxxel_dist.sweep.journal import Journal
 from roxxel_dist.sweep.study import SERVER, StudyDir
 
 SWEEP = {"method": "random", "metric": {"name": "val_loss"}, "parameters": {"lr": {"min": 0.001, "max": 0.01}}}
@@ -90,14 +89,18 @@ def test_what_a_killed_start_has_left_is_no_hindrance(tmp_path):
         StudyDir(study).open(str(tmp_path / "sweep.yaml"), None, Config(), None)
 
 
-def test_what_is_taken_back_leaves_the_folders_of_others(begun, tmp_path):
-    study = begun(None)
-    with Journal(study.path, pytest.fail):
-        study.rollback([study.path, tmp_path])  # somebody holds the lock
-        assert study.path.exists()
-    study.rollback([study.path, tmp_path])
-    assert not study.path.exists()
-    assert (tmp_path / "sweep.yaml").exists()
+@pytest.mark.parametrize("others", [(), ("notes.txt",)])
+def test_a_start_that_begins_nothing_leaves_what_was_there(tmp_path, others):
+    folder = tmp_path / "new" / "study"
+    if others:
+        folder.mkdir(parents=True)
+    with StudyDir(folder).hold(pytest.fail):
+        assert is_held(folder)
+        for name in others:  # of somebody else, meanwhile
+            (folder / name).touch()
+    assert folder.exists() == bool(others)
+    assert (tmp_path / "new").exists() == bool(others)
+    assert not (folder / ".lock").exists()
 
 
 def test_who_waits_for_a_study_that_is_taken_back_has_it_after_that(begun):
@@ -106,14 +109,17 @@ def test_who_waits_for_a_study_that_is_taken_back_has_it_after_that(begun):
 
     def take_it_back(line):
         said.append(line)
+        study.rollback()
+        (study.path / ".lock").unlink()
+        study.path.rmdir()
         os.close(lock)
-        study.rollback([study.path])
-        assert not study.path.exists()
 
     lock = os.open(study.path / ".lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    with Journal(study.path, take_it_back) as journal:
-        journal.append({"event": "study", "metric": "a", "goal": "minimize", "method": "random", "seed": 1})
+    with study.hold(take_it_back):
+        assert not study.is_there
         assert is_held(study.path)
     assert len(said) == 1
-    assert (study.path / "journal.jsonl").exists()
+    assert (
+        not study.path.exists() or not list(study.path.iterdir()) or [*study.path.iterdir()] == [study.path / ".lock"]
+    )

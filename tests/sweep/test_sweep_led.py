@@ -105,7 +105,6 @@ def test_no_login_searches_here(desk, monkeypatch, capsys):
         ({"type": "asha", "min_iter": 1}, (), "early_terminate.type: asha: W&B's server leads this sweep"),
         ({"type": "freeze_thaw"}, (), "early_terminate.type: freeze_thaw: W&B's server leads this sweep"),
         (None, ("--max_steps_total", "9"), "--max_steps_total: W&B's server leads this sweep"),
-        (None, ("--keep_gb", "1"), "--keep_gb: W&B's server leads this sweep"),
     ],
 )
 def test_a_server_that_leads_cannot_pause_trials(desk, server, monkeypatch, capsys, rule, words, said):

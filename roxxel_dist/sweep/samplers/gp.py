@@ -104,7 +104,7 @@ def _bounds(dims: int) -> list[tuple[float, float]]:
 
 
 def fit_hyperparameters(points: np.ndarray, values: np.ndarray, noise: float = USUAL_NOISE) -> np.ndarray:
-    """The log scales, log signal and log noise that explain values best: float64[d + 2]; see `condition`.
+    """The log scales, log signal, log noise and log trend that explain values best: float64[d + 3]; see `condition`.
 
     Args:
         points: float64[n, d].

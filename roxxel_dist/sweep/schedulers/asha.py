@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from roxxel_dist.sweep.journal import History, Trial
-from roxxel_dist.sweep.schedulers.base import Verdict, as_far_behind, by_value
+from roxxel_dist.sweep.schedulers.base import Verdict, as_far_behind
 from roxxel_dist.sweep.schedulers.hyperband import ETA, bands
 
 
@@ -44,9 +44,9 @@ class Asha:
         reported = history.trials[trial]
         count, level = len(reported.reports), self._level(reported)
         is_at_rung = level > 0 and count == self._rungs[level - 1]
-        if reported.state != "running" or reported.stop or not is_at_rung or trial in self._best(level):
+        if reported.state != "running" or reported.stop or not is_at_rung or trial in self._best(history, level):
             return {}
-        return {trial: Verdict(kind="pause", reason=self._place(trial, level))}
+        return {trial: Verdict(kind="pause", reason=self._place(history, trial, level))}
 
     def choose(self, history: History, *, can_ask: bool) -> tuple[int, str] | None:
         """The best paused trial of the highest rung that lets one go on."""
@@ -56,36 +56,32 @@ class Asha:
         for level in sorted(waiting, reverse=True):
             if level == 0:  # paused for a reason of others
                 return min(waiting[0]), "it was paused before its first rung"
-            best = self._best(level, least=0 if can_ask else 1)
+            best = self._best(history, level, least=0 if can_ask else 1)
             if those := [number for number in waiting[level] if number in best]:
                 number = min(those, key=lambda number: (self._values[level - 1][number], number))
-                return number, self._place(number, level)
+                return number, self._place(history, number, level)
         return None
 
     def estimate(self, history: History) -> dict[int, float]:
         """Each is as far behind the best trial as it was at its last report behind the best one there."""
         return as_far_behind(history)
 
-    def rank(self, history: History) -> list[int]:
-        """The paused trials: those of the lowest rung first, and the worst of each."""
-
-        def place(number: int) -> tuple[int, float, int]:
-            level = self._level(history.paused[number])
-            return level, -self._values[level - 1][number] if level else 0.0, -number
-
-        return sorted(by_value(history), key=place)
-
     def _level(self, trial: Trial) -> int:
         """How many rungs a trial has reached."""
         return bisect_right(self._rungs, len(trial.reports))
 
-    def _best(self, level: int, least: int = 0) -> set[int]:
-        """The best `1/eta` of all trials that have reached a rung."""
-        at = self._values[level - 1]
+    def _values_at(self, history: History, level: int) -> dict[int, float]:
+        """The values at a rung, of the trials that have reached it and have not failed: a failed one never goes on."""
+        values = self._values[level - 1]
+        return {number: value for number, value in values.items() if history.trials[number].state != "failed"}
+
+    def _best(self, history: History, level: int, least: int = 0) -> set[int]:
+        """The best `1/eta` of all trials that have reached a rung and have not failed."""
+        at = self._values_at(history, level)
         count = max(least, math.floor(len(at) / self._eta))
         return set(sorted(at, key=lambda number: (at[number], number))[:count])
 
-    def _place(self, number: int, level: int) -> str:
-        at = self._values[level - 1]
+    def _place(self, history: History, number: int, level: int) -> str:
+        at = self._values_at(history, level)
         rank = sorted(at.values()).index(at[number]) + 1
         return f"{rank} of {len(at)} at report {self._rungs[level - 1]}, of which the best 1/{self._eta:g} go on"

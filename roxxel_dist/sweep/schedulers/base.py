@@ -41,10 +41,6 @@ class Scheduler(Protocol):
         """Estimates of the results of unfinished trials, for the sampler."""
         ...
 
-    def rank(self, history: History) -> list[int]:
-        """The paused trials that have reported, the least promising first."""
-        ...
-
 
 def by_value(history: History) -> list[int]:
     """The paused trials that have reported, those with the worst value first."""

@@ -130,14 +130,6 @@ class FreezeThaw:
         known = [number for number in history.paused | history.running if number in model.index]
         return {number: history.sign * model.end_of(number) for number in known}
 
-    def rank(self, history: History) -> list[int]:
-        """The paused trials, those that are expected to win the least first."""
-        paused = by_value(history)
-        if not paused or not self._transform.dims:
-            return paused
-        model = self._model(history)
-        return sorted(paused, key=lambda number: (model.gain_of(number), -number))
-
     def _model(self, history: History) -> "_Model":
         """Of the reports and ends so far; several questions in a row are about the same ones."""
         ends = [history.count(state) for state in ("done", "stopped", "failed")]

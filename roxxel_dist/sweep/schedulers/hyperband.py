@@ -12,7 +12,7 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.sweep.journal import History
-from roxxel_dist.sweep.schedulers.base import Verdict, by_value
+from roxxel_dist.sweep.schedulers.base import Verdict
 
 ETA = 3
 MAX_BANDS = 100
@@ -88,10 +88,6 @@ class Hyperband:
     def estimate(self, history: History) -> dict[int, float]:
         """Nothing: a trial that runs will have a value."""
         return {}
-
-    def rank(self, history: History) -> list[int]:
-        """The paused trials, those with the worst value first."""
-        return by_value(history)
 
     def report(self, trial: int, reports: Sequence[tuple[int, float]], step: int) -> None:
         """Note that a trial has reported for a step; `reports` are all of its own, by step."""

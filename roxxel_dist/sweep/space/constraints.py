@@ -152,24 +152,23 @@ class Rules:
     """In an order in which each needs only earlier ones."""
     constraints: tuple[Expression, ...] = ()
     when: Mapping[str, Expression] = field(default_factory=dict)
+    """In an order in which each needs only earlier ones."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Of each trial, as Ray counts them: CPU (on each of its hosts), GPU (over all of them), and custom ones."""
 
     def resolve(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters of a trial: those whose condition does not hold are left out, derived ones are added.
 
-        A derived parameter, a condition or a constraint that uses a left-out parameter is left out too.
+        A constraint that names a left-out parameter counts as true. A derived parameter or a condition whose result
+        needs a left-out parameter is left out too; `top_k if use_moe else 1` needs top_k only if use_moe is true.
 
         Raises:
             InfeasibleError: a constraint does not hold, or a formula cannot be worked out for these values.
         """
         active = dict(params)
-        for _ in self.when:  # a condition may ask for a parameter that has one itself
-            active = {
-                name: value
-                for name, value in params.items()
-                if name not in self.when or _value(self.when[name], active, missing=False)
-            }
+        for name, condition in self.when.items():
+            if not _value(condition, active, missing=False):
+                active.pop(name, None)
         for name, formula in self.derived.items():
             value = _value(formula, active, missing=MISSING)
             if value is MISSING:
@@ -177,7 +176,7 @@ class Rules:
             else:
                 active[name] = value
         for rule in self.constraints:
-            if not _value(rule, active, missing=True):
+            if rule.names <= active.keys() and not _value(rule, active, missing=True):
                 shown = ", ".join(f"{name} {active[name]!r}" for name in sorted(rule.names))
                 raise InfeasibleError(f"the constraint {rule.text!r} does not hold for {shown}")
         return active

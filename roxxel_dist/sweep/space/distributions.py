@@ -179,6 +179,15 @@ def _categorical(name: str, given: Mapping[str, Any]) -> Distribution:
     valid = all(is_number(weight) and weight >= 0 for weight in weights)
     if is_weighted and not (valid and math.isclose(sum(weights), 1, abs_tol=1e-6)):
         raise UserError(f"probabilities: {weights!r} must be 0 or more each, and their sum must be 1")
+    first: dict[str, int] = {}
+    """The index of each different value: 1, 1.0 and true are three."""
+    for number, value in enumerate(values):
+        first.setdefault(f"{type(value).__name__} {value!r}", number)
+    if len(first) < len(values):  # a value that is given twice is one configuration, and twice as likely
+        shares = dict.fromkeys(first.values(), 0.0)
+        for value, weight in zip(values, weights, strict=True):
+            shares[first[f"{type(value).__name__} {value!r}"]] += float(weight) / sum(weights)
+        values, weights, is_weighted = [values[number] for number in shares], list(shares.values()), len(shares) > 1
     order = [number for number, weight in enumerate(weights) if weight > 0]
     if all(map(is_number, values)):
         order.sort(key=lambda number: values[number])
@@ -210,7 +219,7 @@ def _continuous(name: str, given: Mapping[str, Any]) -> Distribution:
     _check_keys(name, given, allowed)
     for key, value in given.items():
         if not is_number(value) or not math.isfinite(value):
-            raise UserError(f"{key}: {value!r} must be a number{_hint(value)}")
+            raise UserError(f"{key}: {value!r} must be a number")
     numbers = {key: float(given.get(key, default)) for key, default in allowed.items()}
     if "min" in numbers and numbers["min"] > numbers["max"]:
         raise UserError(f"min {numbers['min']:g} is larger than max {numbers['max']:g}")
@@ -252,17 +261,6 @@ def _quantized(base: str, numbers: Numbers, step: float) -> tuple[int, Callable[
         return (value - low if base == "uniform" else math.log(value / low)) / width if width else 0.0
 
     return last - first + 1, unit
-
-
-def _hint(value: Any) -> str:
-    """YAML 1.1 takes 1e-4 for text."""
-    if not isinstance(value, str):
-        return ""
-    try:
-        float(value)
-    except ValueError:
-        return ""
-    return f": YAML reads {value} as text, write it with a point (1.0e-4)"
 
 
 def is_number(value: Any) -> bool:

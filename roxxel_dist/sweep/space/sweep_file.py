@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.config import FIELD_TYPES, SECTIONS, yaml_problem
+from roxxel_dist.config import FIELD_TYPES, SECTIONS, read_yaml, with_numbers
 from roxxel_dist.sweep.space.constraints import Expression, InfeasibleError, Rules
 from roxxel_dist.sweep.space.distributions import Distribution, distribution
 
@@ -23,9 +24,11 @@ KEYS = (
 RULES = {
     "hyperband": ("type", "min_iter", "max_iter", "s", "eta", "strict"),
     "asha": ("type", "min_iter", "max_iter", "s", "eta", "strict"),
-    "freeze_thaw": ("type", "max_iter"),
+    "freeze_thaw": ("type",),
 }
 """The keys of each `early_terminate.type`; hyperband is W&B's own."""
+METRIC, SERVER_METRIC = ("name", "goal"), ("impute", "impute_while_running", "target")
+"""The keys of `metric`, and those that only W&B's server reads."""
 EXTRAS = ("constraints", "derived", "resources", "when")
 Params = dict[str, Any]
 
@@ -71,6 +74,22 @@ class Space:
                 inner = inner.setdefault(name, {})
             inner[parameter.path[-1]] = kind.quantile(0.0 if kind.is_constant else next(rest))
         return params
+
+    def sample(self, limit: int) -> Iterator[list[float]]:
+        """Points of all parts of the space: every point if there are at most `limit`, else as many at random.
+
+        At random each choice of a parameter is as likely as any other, whatever its probability in the search.
+        """
+        if self.size is not None and self.size <= limit:
+            yield from self.grid()
+            return
+        rng = random.Random(0)
+        kinds = [parameter.distribution for parameter in self.free]
+        for _ in range(limit):
+            yield [
+                rng.random() if kind.choices is None else kind.to_unit(rng.randrange(len(kind.choices)))
+                for kind in kinds
+            ]
 
     def grid(self) -> Iterator[list[float]]:
         """Every point, in the order of W&B: names sorted, values as listed, the last name changing fastest.
@@ -120,8 +139,8 @@ class Sweep:
 class YamlLocator:
     """Errors about the keys of a file, with their lines."""
 
-    def __init__(self, file: str, lines: Mapping[tuple[str, ...], int]) -> None:
-        self._file, self._lines = file, lines
+    def __init__(self, file: str, lines: Mapping[tuple[str, ...], int], *, strict: bool = True) -> None:
+        self._file, self._lines, self.strict = file, lines, strict
 
     def error(self, path: Sequence[str], text: str) -> ValueError:
         """An error about a key, with the line of the nearest key above it that has one."""
@@ -142,30 +161,29 @@ def nearest(name: Any, names: Sequence[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
 
 
-def read_sweep(path: str | Path, extras: str | Path | None = None) -> Sweep:
-    """The sweep of a file. Raises ValueError that names file, line and key."""
-    sweep, locator = _load(path)
-    more, other = _load(extras) if extras is not None else ({}, locator)
+def read_sweep(path: str | Path, extras: str | Path | None = None, *, strict: bool = True) -> Sweep:
+    """The sweep of a file.
+
+    Args:
+        path: the YAML file of the sweep.
+        extras: the second file.
+        strict: whether a key is refused that only W&B's server reads, or that earlier versions ignored.
+
+    Raises UserError that names file, line and key.
+    """
+    sweep, locator = _load(path, strict=strict)
+    more, other = _load(extras, strict=strict) if extras is not None else ({}, locator)
     return _sweep(sweep, locator, _rules(more, other, sweep.get("parameters")))
 
 
 def sweep_of(sweep: Mapping[str, Any], extras: Mapping[str, Any] | None = None) -> Sweep:
-    """The sweep of a dictionary, as `wandb.sweep` takes one. Raises ValueError that names the key."""
+    """The sweep of a dictionary, as `wandb.sweep` takes one. Raises UserError that names the key."""
     locator = YamlLocator("sweep", {})
     return _sweep(sweep, locator, _rules(extras or {}, locator, sweep.get("parameters")))
 
 
-def _load(path: str | Path) -> tuple[Mapping[str, Any], YamlLocator]:
-    import yaml
-
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
-        content = yaml.safe_load(text)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}): check the path") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {yaml_problem(error)}") from error
+def _load(path: str | Path, *, strict: bool) -> tuple[Mapping[str, Any], YamlLocator]:
+    content, tree = read_yaml(path, unique=strict)
     if not isinstance(content, Mapping):
         raise UserError(f"{path}: must be a mapping of keys to values")
     if "parameters" not in content and content.keys() & {*FIELD_TYPES, *SECTIONS}:
@@ -173,7 +191,7 @@ def _load(path: str | Path) -> tuple[Mapping[str, Any], YamlLocator]:
             f"{path}: this is a config, not the file of a sweep, which has `parameters`: give it with --config, and "
             f"the file of the sweep with --sweep_config"
         )
-    return content, YamlLocator(str(path), dict(_lines(tree)))
+    return content, YamlLocator(str(path), dict(_lines(tree)), strict=strict)
 
 
 def _lines(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
@@ -194,10 +212,12 @@ def _sweep(content: Mapping[str, Any], locator: YamlLocator, rules: Rules) -> Sw
     metric = content.get("metric", {"name": "val_loss"})
     if not isinstance(metric, Mapping) or not isinstance(metric.get("name"), str):
         raise locator.error(["metric"], "must have a `name`, for instance val_loss, and may have a `goal`")
+    _check_unread(content, metric, locator)
     goal = metric.get("goal", "minimize")
     if goal not in GOALS:
         raise locator.error(["metric", "goal"], f"{goal!r} is not a goal: {nearest(goal, GOALS)}")
     parameters = content.get("parameters")
+    parameters = with_numbers(parameters)
     if not isinstance(parameters, Mapping) or not parameters:
         raise locator.error(["parameters"], "there must be at least one, such as `lr: {min: 1.0e-4, max: 1.0e-2}`")
     run_cap = content.get("run_cap")
@@ -219,10 +239,27 @@ def _sweep(content: Mapping[str, Any], locator: YamlLocator, rules: Rules) -> Sw
         space=Space(parameters=tuple(_parameters(parameters, ("parameters",), locator))),
         command=None if command is None else tuple(map(str, command)),
         run_cap=run_cap,
-        early_terminate=_early_terminate(content.get("early_terminate"), locator),
+        early_terminate=_early_terminate(with_numbers(content.get("early_terminate")), locator),
         rules=rules,
         **texts,
     )
+
+
+def _check_unread(content: Mapping[str, Any], metric: Mapping[str, Any], locator: YamlLocator) -> None:
+    """Raises UserError for keys that nothing reads where the search is made here."""
+    if not locator.strict:
+        return
+    for key in metric:
+        if key in SERVER_METRIC:
+            why = "only W&B's server reads this key, and here this machine chooses the trials: leave it out"
+            raise locator.error(["metric", str(key)], why)
+    locator.check_keys(metric, METRIC, "metric")
+    controller = content.get("controller")
+    if controller not in (None, {"type": "local"}):
+        why = (
+            f"{controller!r}: only W&B's server reads this key, and here this machine chooses the trials: leave it out"
+        )
+        raise locator.error(["controller"], why)
 
 
 def _parameters(specs: Mapping[str, Any], path: tuple[str, ...], locator: YamlLocator) -> Iterator[Parameter]:
@@ -251,10 +288,15 @@ def _early_terminate(spec: Any, locator: YamlLocator) -> Mapping[str, Any] | Non
             else f"type {kind!r} does not exist: it must be one of {types}"
         )
         raise locator.error(["early_terminate"], why)
-    locator.check_keys(spec, RULES[kind], "early_terminate")
+    if locator.strict:
+        locator.check_keys(spec, RULES[kind], "early_terminate")
+    if locator.strict and "min_iter" in spec and (more := sorted({"max_iter", "s"} & set(spec))):
+        raise locator.error(["early_terminate"], f"min_iter and {more[0]}: give min_iter, or max_iter and s")
+    if locator.strict and type(spec.get("strict", False)) is not bool:
+        raise locator.error(["early_terminate", "strict"], f"{spec['strict']!r} must be true or false")
     if kind != "freeze_thaw" and "min_iter" not in spec and not {"max_iter", "s"} <= set(spec):
         raise locator.error(["early_terminate"], "needs `min_iter`, or `max_iter` and `s`")
-    for key in set(spec) - {"type", "strict"}:
+    for key in sorted(set(spec) - {"type", "strict"}):
         if not _is_amount(spec[key]) or not spec[key]:
             raise locator.error(["early_terminate", str(key)], f"{spec[key]!r} must be a number above 0")
     return spec
@@ -271,6 +313,7 @@ def _rules(content: Mapping[str, Any], locator: YamlLocator, parameters: Any) ->
         {str(name): value for name, value in (content.get(key) or {}).items()}
         for key in ("derived", "when", "resources")
     )
+    resources = with_numbers(resources)
     names = [str(name) for name in (parameters if isinstance(parameters, Mapping) else ())]
 
     def formula(path: Sequence[str], text: Any, known: Sequence[str]) -> Expression:
@@ -292,18 +335,25 @@ def _rules(content: Mapping[str, Any], locator: YamlLocator, parameters: Any) ->
     formulas = {name: formula(["derived", name], text, every) for name, text in derived.items()}
     # A formula that asks for its own name means the parameter of that name.
     needed = {name: (each.names & set(derived)) - ({name} & set(names)) for name, each in formulas.items()}
-    try:
-        order = list(TopologicalSorter(needed).static_order())
-    except CycleError as error:
-        raise locator.error(
-            ["derived"], f"each of these formulas needs the other: {', '.join(map(str, error.args[1]))}"
-        ) from None
+    conditions = {name: formula(["when", name], text, names) for name, text in when.items()}
+    depends = {name: each.names & set(when) for name, each in conditions.items()}
     return Rules(
-        derived={name: formulas[name] for name in order},
+        derived={name: formulas[name] for name in _in_order("derived", needed, locator)},
         constraints=tuple(formula(["constraints"], text, every) for text in content.get("constraints") or ()),
-        when={name: formula(["when", name], text, names) for name, text in when.items()},
+        when={name: conditions[name] for name in _in_order("when", depends, locator)},
         resources=resources,
     )
+
+
+def _in_order(key: str, needed: Mapping[str, set[str]], locator: YamlLocator) -> list[str]:
+    """The names of formulas, each after those that it needs. Raises UserError where some need each other."""
+    try:
+        return list(TopologicalSorter(needed).static_order())
+    except CycleError as error:
+        cycle = ", ".join(dict.fromkeys(map(str, error.args[1])))
+        raise locator.error(
+            [key], f"each of these formulas needs the other: {cycle}: take one of these names out of a formula"
+        ) from None
 
 
 def _is_amount(value: Any) -> bool:
