@@ -241,7 +241,7 @@ def test_a_build_killed_between_its_halves_is_finished(tmp_path, capsys, publish
     fresh = built(tmp_path / "a.jsonl", tmp_path / "fresh", **options)
     if published:
         assert Roxxel(out / "val").fingerprint == Roxxel(tmp_path / "fresh/val").fingerprint
-    val = {path: path.stat().st_mtime_ns for path in out.glob("val/*")}
+    val = {path: path.stat().st_mtime_ns for path in out.glob("val/[!.]*")}
     if earlier == "overwrite":
         with pytest.raises(ValueError, match=rf"holds another data set \({'train' if published else ''}"):
             built(tmp_path / "a.jsonl", out, **options)
@@ -249,7 +249,7 @@ def test_a_build_killed_between_its_halves_is_finished(tmp_path, capsys, publish
     ds = built(tmp_path / "a.jsonl", out, **options, overwrite=earlier == "overwrite", progress=True)
     assert "training" not in capsys.readouterr().err, "the tokenizer was there"
     if published:
-        assert {path: path.stat().st_mtime_ns for path in out.glob("val/*")} == val
+        assert {path: path.stat().st_mtime_ns for path in out.glob("val/[!.]*")} == val
     assert ds.fingerprint == fresh.fingerprint
     for half in ("train", "val"):
         files, expected = (

@@ -124,7 +124,7 @@ def _build(
         log.line(f"{out} holds this very data set already: nothing to do")
         return
     with ExitStack() as held:
-        for folder in (out, *(out / split for split in SPLITS if split in inputs.splits or (out / split).is_dir())):
+        for folder in (out, *(out / split for split in SPLITS if (out / split).is_dir())):
             held.enter_context(writing(folder))
         _build_held(inputs, out, workers, overwrite, log, finished)
 
@@ -161,7 +161,11 @@ def _build_held(
                 _make(parts, missing, inputs, workers, log, finished)
                 # The validation split first: if the training split exists, the data set is complete.
                 for split in sorted({*missing, *(split for split in replaced if replaced[split])}, reverse=True):
-                    with staging(out / split, "build") if split else nullcontext(staged) as target:
+                    # The lock of a split is held already, unless the build makes its folder.
+                    with (
+                        writing(out / split, nested=True),
+                        staging(out / split, "build") if split else nullcontext(staged) as target,
+                    ):
                         if split in missing:
                             _move(parts, split, target, inputs)
                         publish(target, replaced[split])
