@@ -125,7 +125,8 @@ def test_a_full_disk(small_disk):
     done = run_script(FULL, small_disk)
     assert done.returncode == 0, done.stderr
     told, left, known, exact = json.loads(done.stdout)
-    full = r"could not be saved in .*/c \(rank 0: No space left on device\); the newest complete one is of step 1; make room in .*"
+    full = r"could not be saved in .*/c \(rank 0: No space left on device\); the newest complete one is of step 1"
+    full += "; make room in .*"
     assert [what for what, _ in told] == [1, 2, 3, "wait", "close"]
     assert told[0][1] == ""
     for step, (_, said) in zip((2, 3, 3), told[1:4], strict=True):

@@ -1,7 +1,10 @@
 """Which folders a run may begin in, and which files of others in them stay as they are."""
 
+import copy
 import os
+import pickle
 import shutil
+from pathlib import Path
 
 import pytest
 from runs import make, saved, train
@@ -9,7 +12,7 @@ from runs import make, saved, train
 from roxxel_dist import Config, Experiment
 from roxxel_dist.cli import main
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.run_directory import RunDirectory, why_no_run
+from roxxel_dist.run_directory import RunDirectory, RunResult, why_no_run
 
 TINY = {
     "dim": 16, "num_blocks": 1, "head_size": 8, "kv_heads": 1, "max_context": 16, "batch_size": 2, "max_steps": 1,
@@ -153,6 +156,12 @@ def test_files_of_others_in_a_run_do_not_end_it(corpus, run):
 def test_a_run_of_a_trainer_is_no_place_for_a_new_run(text, run):
     with pytest.raises(UserError, match="holds a run already"):
         Experiment(Config(**TINY)).fit(text, run)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))])
+def test_a_copy_of_a_result_keeps_how_the_training_ended(copied):
+    result = copied(RunResult.of(Path("runs/first"), 7, stopped=True))
+    assert (type(result), result, result.step, result.stopped) == (RunResult, Path("runs/first"), 7, True)
 
 
 def test_a_fork_never_begins_over_files_that_no_run_made(tmp_path, text):

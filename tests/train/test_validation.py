@@ -58,9 +58,9 @@ def test_a_validation_loss_of_ones_own_decides_which_is_best(corpus, tmp_path):
     ("options", "steps", "best"),
     [
         ({"checkpoint_every": 100}, [1, 13], 1),
-        ({"checkpoint_every": 5}, [1, 5, 10, 13], 5),
-        ({"checkpoint_every": 100, "keep_best": True}, [1, 3, 5, 7, 13], 7),
-        ({"checkpoint_every": 100, "patience": 2}, [1, 11], 1),
+        ({"checkpoint_every": 5}, [1, 5, 10, 13], 10),
+        ({"checkpoint_every": 100, "keep_best": True}, [1, 2, 4, 6, 13], 6),
+        ({"checkpoint_every": 100, "patience": 2}, [1, 10], 10),
     ],
 )
 def test_a_better_validation_is_saved_where_that_is_asked_for(corpus, tmp_path, options, steps, best):

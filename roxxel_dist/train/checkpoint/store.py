@@ -196,7 +196,7 @@ class CheckpointStore:
             sweeps = not is_held_here(held) or held != self.folder
             try:
                 release = hold_folder(held, "saving checkpoints in", nested=nested)
-                self._release = weakref.finalize(self, release)  # also for a store that nobody closes
+                self._release = weakref.finalize(self, release)  # also for a store that is never closed
             except UserError as error:
                 problem = str(error)
         problem, sweeps = json.loads(broadcast_from_primary(self._name, json.dumps([problem, sweeps])))
