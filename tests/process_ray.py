@@ -84,7 +84,7 @@ class ProcessRay:
         """In the order in which a pool uses it: the decorator, what it makes of the body, and a start."""
         if not options and len(arguments) > 1:
             if self._gpus > 1 and self._gpus % 1:  # Ray's own words, when a task is sent
-                raise ValueError(f"GPU resource quantities >1 must be whole numbers. {self._gpus} is invalid.")
+                raise ValueError("GPU resource quantities >1 must", f" be whole numbers. {self._gpus} is invalid.")
             self._streams.append(Stream(arguments))
             return self._streams[-1]
         import_ray().remote(**options)(ray_executor.body)  # which checks the amounts
