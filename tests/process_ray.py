@@ -18,6 +18,8 @@ from roxxel_dist.sweep.execution import ray_executor
 ADDRESS = "processes:0"
 """What stands for the address of a cluster."""
 CPUS = 4
+MORE: dict[str, float] = {}
+"""What its one node has besides."""
 CONTEXT = multiprocessing.get_context("forkserver")  # a process with jax has threads: it is not forked
 CONTEXT.set_forkserver_preload(["ray", "trial_bodies", "roxxel_dist.sweep.execution.ray_executor"])
 
@@ -111,7 +113,7 @@ class ProcessRay:
             {
                 "Alive": True,
                 "NodeManagerAddress": "127.0.0.1",
-                "Resources": {"CPU": float(CPUS), "GPU": 2.0, "slot": 1.0},
+                "Resources": {"CPU": float(CPUS), **MORE},
             }
         ]
 
