@@ -18,6 +18,8 @@ from roxxel_dist.sweep.execution import ray_executor
 ADDRESS = "processes:0"
 """What stands for the address of a cluster."""
 CPUS = 4
+MORE: dict[str, float] = {}
+"""What its one node has besides."""
 CONTEXT = multiprocessing.get_context("forkserver")  # a process with jax has threads: it is not forked
 CONTEXT.set_forkserver_preload(["ray", "trial_bodies", "roxxel_dist.sweep.execution.ray_executor"])
 
@@ -84,7 +86,7 @@ class ProcessRay:
         """In the order in which a pool uses it: the decorator, what it makes of the body, and a start."""
         if not options and len(arguments) > 1:
             if self._gpus > 1 and self._gpus % 1:  # Ray's own words, when a task is sent
-                raise ValueError(f"GPU resource quantities >1 must be whole numbers. {self._gpus} is invalid.")
+                raise ValueError("GPU resource quantities >1 must", f" be whole numbers. {self._gpus} is invalid.")
             self._streams.append(Stream(arguments))
             return self._streams[-1]
         import_ray().remote(**options)(ray_executor.body)  # which checks the amounts
@@ -111,7 +113,7 @@ class ProcessRay:
             {
                 "Alive": True,
                 "NodeManagerAddress": "127.0.0.1",
-                "Resources": {"CPU": float(CPUS), "GPU": 2.0, "slot": 1.0},
+                "Resources": {"CPU": float(CPUS), **MORE},
             }
         ]
 

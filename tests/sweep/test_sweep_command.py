@@ -249,6 +249,7 @@ def test_a_cluster_that_does_not_answer_leaves_nothing_behind(desk, sweep, monke
 )
 def test_a_first_start_that_was_refused_can_be_mended(desk, sweep, monkeypatch, resources, said):
     monkeypatch.setattr(controller, "connected", process_ray.connected)
+    monkeypatch.setattr(process_ray, "MORE", {"GPU": 2.0, "slot": 1.0})
     (desk / "more.yaml").write_text(f"resources: {{{resources}}}")
     words = ("--extras", "more.yaml", "--count", 1, "--ray_address", process_ray.ADDRESS)
     code, _, err = sweep(*words)

@@ -290,8 +290,9 @@ def _refusals(resources: Mapping[str, float]) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OverflowError) as error:
+        why = " ".join("".join(map(str, error.args)).split())  # Ray gives some of its texts in pieces
         raise UserError(
-            f"resources: Ray refuses {amounts(resources, resources)} for a trial ({' '.join(str(error).split())}): "
+            f"resources: Ray refuses {amounts(resources, resources)} for a trial ({why}): "
             "change `resources` of --extras, --cpus_per_trial or --gpus_per_trial"
         ) from error
 
