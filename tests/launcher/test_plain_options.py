@@ -1,15 +1,18 @@
 """The flags of `launch` that are read without tyro: as tyro reads them, or not at all."""
 
+import json
 import shlex
+from importlib import import_module
 
 import pytest
 import tyro
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roxxel_dist.cli.arguments import normalise_switches, parse
+from roxxel_dist.cli import main
+from roxxel_dist.cli.arguments import in_seconds, normalise_switches, parse
 from roxxel_dist.cli.launch import plain_options
-from roxxel_dist.launcher.backends import options
+from roxxel_dist.launcher.backends import BACKENDS, options
 
 KINDS = options()
 VALUES = [
@@ -74,3 +77,23 @@ def test_usual_command_lines_are_read_without_tyro(name: str, line: str) -> None
 def test_the_rest_is_left_to_tyro(line: str) -> None:
     """It has the messages."""
     assert plain_options(KINDS["ssh"], shlex.split(line)) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [("5m", "300"), ("30s", "30"), ("2h", "7200"), ("1.5min", "90"), ("1d", "86400"), ("90", "90"), ("5x", "5x")],
+)
+@pytest.mark.parametrize("form", ["--step-timeout {}", "--step-timeout={}", "--grace {}"])
+def test_a_time_may_have_a_unit(given, seconds, form):
+    kind = import_module(BACKENDS["local"].partition(":")[0]).Options
+    words = in_seconds(form.format(given).split(), kind)
+    assert words[-1].rpartition("=")[2] == seconds
+    assert in_seconds(["--nprocs", "5m"], kind) == ["--nprocs", "5m"], "it is no time"
+
+
+@pytest.mark.parametrize("flag", ["--nproc_per_node=2", "--nproc-per-node=2", "--nproc_per_node 2"])
+@pytest.mark.parametrize(("backend", "ranks"), [("local", 2), ("ssh --hosts a,b", 4)])
+def test_the_flag_of_torchrun_is_known(capsys, flag, backend, ranks):
+    words = f"launch {backend} {flag} --dry-run --json -- true".split()
+    assert main(words) == 0
+    assert len(json.loads(capsys.readouterr().out)["ranks"]) == ranks
