@@ -127,7 +127,7 @@ def evaluate(
             state = state._replace(**store.restore_model(step, weights))
         # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.
         compiler.wait_together()
-        means = evaluator.summarize(fetch(evaluator.run(state, hparams, shape)), shape)
+        means = evaluator.summarize(fetch(evaluator.run(state, hparams, shape)))
         rows = read_rows(folder / METRICS)
         return Evaluation(
             run=checkpoint.run,

@@ -69,7 +69,8 @@ def hold_folder(
             )
     except OSError as error:
         raise UserError(
-            f"the folder {folder} cannot be written ({error.strerror}): choose another folder, or change its permissions"
+            f"the folder {folder} cannot be written ({error.strerror}): choose another folder, or change its "
+            "permissions"
         ) from error
     if lock is None:
         raise FolderIsHeld(is_held_by(holder(path)))

@@ -35,7 +35,7 @@ def test_it_is_found_at_the_next_logged_step_and_named(corpus, tmp_path):
     made.close()
     first = int(made.plan.rows(6).offset[0])
     assert f"self token {first:,}" in str(caught.value)
-    assert "last good checkpoint is of step 6" in str(caught.value)
+    assert "known to be good is of step 3 (the weights of step 6 may be ruined" in str(caught.value)
     assert saved(tmp_path)[-1] == 6
     assert "step 7 went wrong" in told(tmp_path)
 

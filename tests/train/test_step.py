@@ -206,6 +206,6 @@ def test_a_balance_loss_is_minimised_and_shown_apart(grad_accum):
     assert scalars["balance_loss"] == pytest.approx(0.1 * 32 * 4)
     assert scalars["loss"] + scalars["balance_loss"] == pytest.approx(total["loss"], rel=1e-6)
     assert seen == pytest.approx(scalars["loss"], rel=1e-6)
-    assert set(told) == {"loss", "balance_loss"}
+    assert set(told) == {"loss", "loss_weight", "balance_loss"}
     assert set(told_together) == {"loss"}
     assert told["loss"] == pytest.approx(scalars["loss"], rel=1e-6)
