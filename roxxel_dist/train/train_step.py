@@ -94,13 +94,13 @@ def unpack_loss(result: Any) -> Loss:
             f"the loss function returned an array of shape {jnp.shape(loss)}: take its mean, a loss is one number"
         )
     scalars = {str(k): v for k, v in aux.items() if jnp.shape(v) == () and k != WEIGHT}
-    weight = aux.get(WEIGHT)
-    if jnp.shape(weight) != () and weight is not None:
-        raise UserError(
-            f"{WEIGHT} of the loss function is an array of shape {jnp.shape(weight)}: take its sum, a weight is one "
-            f"number for each batch"
-        )
-    weight = None if weight is None else jnp.float32(weight)
+    if (weight := aux.get(WEIGHT)) is not None:
+        if jnp.shape(weight) != ():
+            raise UserError(
+                f"{WEIGHT} of the loss function is an array of shape {jnp.shape(weight)}: take its sum, a weight is "
+                f"one number for each batch"
+            )
+        weight = jnp.float32(weight)
     return Loss(loss, scalars, aux.get("row_loss"), weight, aux.get("row_weight"))
 
 
