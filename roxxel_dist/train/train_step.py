@@ -68,6 +68,15 @@ class Loss(NamedTuple):
         return loss + jnp.float32(self.scalars[BALANCE]) if BALANCE in self.scalars else loss
 
 
+def measure(loss_fn: LossFn, model: Any, batch: Any) -> Loss:
+    """The result of a loss function for a batch, taken apart."""
+    if loss_fn is not next_token_loss:
+        return unpack_loss(loss_fn(model, batch))
+    # The same number, and its weight, which one number has no place for.
+    losses = token_losses(model, batch)
+    return Loss(losses["loss"] + losses.get(BALANCE, 0.0), {}, None, losses.get(WEIGHT))
+
+
 def unpack_loss(result: Any) -> Loss:
     """From a scalar, (loss, aux) or a dict with "loss": the loss, every scalar to log, and "loss_weight",
     "row_loss" [B] and "row_weight" [B] if given.
@@ -130,7 +139,7 @@ def make_step(
 
     def loss_of(params: Leaves, rest: Leaves, hparams: Hparams, batch: Any) -> tuple[jax.Array, Any]:
         model = split.merge(params, rest, hparams, training=True, dtype=compute_dtype)
-        loss = unpack_loss(loss_fn(model, batch))
+        loss = measure(loss_fn, model, batch)
         return loss.minimized, (split.rest_of(model), loss)
 
     gradient, optimizer = jax.grad(loss_of, has_aux=True), for_model(optimizer, split.params.matrices)
@@ -275,7 +284,7 @@ def make_eval_step(
 
     def evaluate(params: Leaves, rest: Leaves, hparams: Hparams, batch: Any) -> dict[str, jax.Array]:
         model = split.merge(params, rest, hparams, training=False, dtype=compute_dtype)
-        loss = unpack_loss(loss_fn(model, batch))
+        loss = measure(loss_fn, model, batch)
         losses = {"loss": loss.loss} | {name: v for name, v in loss.scalars.items() if name == BALANCE}
         losses[WEIGHT] = jnp.float32(predicted(batch) if loss.weight is None else loss.weight)
         return jax.tree.map(jnp.float32, losses)

@@ -531,7 +531,7 @@ class Trainer:
         return program
 
     def _rewind(self, bad: BadStep) -> None:
-        """Restore the last checkpoint, and leave the rows of the bad step out."""
+        """Restore the newest checkpoint that is known to be good, and leave the rows of the bad step out."""
         self._wait_for_devices()
         self._progress.say("restore")
         while True:

@@ -23,9 +23,9 @@ from roxxel_dist.train.train_step import (
     Metrics,
     apply_gradient,
     divisor,
+    measure,
     micro_batches,
     predicted,
-    unpack_loss,
     weighted,
 )
 from roxxel_dist.train.virtual_shards.packing import Packed, pack, unpack, wide
@@ -68,7 +68,7 @@ class ShardPrograms:
 
         def loss_of(params: Leaves, rest: Leaves, rows: Any) -> tuple[jax.Array, Any]:
             model = self.split.merge(params, rest, hparams, training=True, dtype=self.compute_dtype)
-            loss = unpack_loss(self.loss_fn(model, rows))
+            loss = measure(self.loss_fn, model, rows)
             after = self.split.rest_of(model)
             changed.update(name for name in after if after[name] is not rest[name])
             return loss.minimized, (after, loss)
@@ -133,7 +133,7 @@ class ShardPrograms:
     def losses(self, params: Leaves, rest: Leaves, hparams: Hparams, rows: Any) -> Packed:
         """The packed sums of the losses of a virtual shard, dropout off: see `mean_losses`."""
         model = self.split.merge(params, rest, hparams, training=False, dtype=self.compute_dtype)
-        loss = unpack_loss(self.loss_fn(model, rows))
+        loss = measure(self.loss_fn, model, rows)
         weight = jnp.float32(predicted(rows) if loss.weight is None else loss.weight)
         balance = weighted(jnp.float32(loss.scalars[BALANCE]), weight) if BALANCE in loss.scalars else None
         return pack((weighted(jnp.float32(loss.loss), weight), weight, balance))
