@@ -185,8 +185,9 @@ def apply_gradient(
     if skip_bad:
         old, new = (state.params, state.rest, state.opt_state), (params, rest, opt_state)
         params, rest, opt_state = jax.tree.map(partial(jnp.where, bad), old, new)
-    rows = (None if values is None else jnp.float32(values) for values in (loss.row_loss, loss.row_weight))
-    return TrainState(state.step + 1, params, rest, opt_state, health), Metrics(scalars, *rows, health)
+    row_loss, row_weight = jax.tree.map(jnp.float32, (loss.row_loss, loss.row_weight))
+    metrics = Metrics(scalars, row_loss, row_weight, health)
+    return TrainState(state.step + 1, params, rest, opt_state, health), metrics
 
 
 def micro_batches(grad_accum: int, rows: int) -> int:
@@ -244,8 +245,8 @@ def accumulate(
         means = {name: weighted(values, losses.weight).sum(0) / counted for name, values in numbers.items()}
         total = jax.tree.map(lambda t: t / counted, total)
     grads = jax.tree.map(lambda t, p: t.astype(p.dtype), total, state.params)
-    rows = (None if v is None else v.swapaxes(0, 1).reshape(-1) for v in (losses.row_loss, losses.row_weight))
-    row_loss, row_weight = rows
+    of_rows = losses.row_loss, losses.row_weight
+    row_loss, row_weight = jax.tree.map(lambda values: values.swapaxes(0, 1).reshape(-1), of_rows)
     return grads, rest, Loss(means.pop("loss"), means, row_loss, row_weight=row_weight)
 
 
