@@ -103,19 +103,20 @@ class Validation:
         plans = {name: self._stream(name, shape).plan for name in self._sets}
         return {name: (plan.total_steps, plan.tokens(plan.total_steps)) for name, plan in plans.items()}
 
-    def summarize(self, losses: Mapping[str, list[dict[str, float]]]) -> dict[str, float]:
-        """{"val_loss", "val_loss/<name>", "train_eval_loss", "val_bal"}: means over what `run` gave.
 
-        Each is a mean over predicted tokens: with the loss l and the weight w of a batch (the tokens that it predicts),
-        sum(w l) / sum(w). "val_loss" and "val_bal", the balance loss and 0 without one, are of all sets. Where nothing
-        is predicted, the mean is NaN.
-        """
-        result = {}
-        for name, batches in losses.items():
-            if name != HELD_OUT:
-                result["train_eval_loss" if name == TRAIN else f"val_loss/{name}"] = _mean(batches, "loss")
-        every = [batch for name, batches in losses.items() if name != TRAIN for batch in batches]
-        return {"val_loss": _mean(every, "loss"), "val_bal": _mean(every, BALANCE), **result} if every else {}
+def summarize(losses: Mapping[str, list[dict[str, float]]]) -> dict[str, float]:
+    """{"val_loss", "val_loss/<name>", "train_eval_loss", "val_bal"}: means over what `Validation.run` gave.
+
+    Each is a mean over predicted tokens: with the loss l and the weight w of a batch (the tokens that it predicts),
+    sum(w l) / sum(w). "val_loss" and "val_bal", the balance loss and 0 without one, are of all sets. Where nothing
+    is predicted, the mean is NaN.
+    """
+    result = {}
+    for name, batches in losses.items():
+        if name != HELD_OUT:
+            result["train_eval_loss" if name == TRAIN else f"val_loss/{name}"] = _mean(batches, "loss")
+    every = [batch for name, batches in losses.items() if name != TRAIN for batch in batches]
+    return {"val_loss": _mean(every, "loss"), "val_bal": _mean(every, BALANCE), **result} if every else {}
 
 
 def _mean(batches: Sequence[Mapping[str, float]], name: str) -> float:

@@ -49,7 +49,7 @@ from roxxel_dist.train.checkpoint.store import CheckpointStore, DamagedCheckpoin
 from roxxel_dist.train.compile import AotCompiler, abstract, batch_key
 from roxxel_dist.train.config import LoopKeywords, LoopOptions
 from roxxel_dist.train.digest_chain import DigestChain, in_hex
-from roxxel_dist.train.evaluator import HELD_OUT, Validation, run_eval_fn
+from roxxel_dist.train.evaluator import HELD_OUT, Validation, run_eval_fn, summarize
 from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, LogQueue, Tracker, TrackerSource
 from roxxel_dist.train.loggers.choose import trackers_for
 from roxxel_dist.train.loggers.metrics import MetricsLogger
@@ -472,7 +472,7 @@ class Trainer:
             self._compiler.get_together(key)
         self._progress.say("eval")
         losses = self._validation.run(self._state, self._hparams, shape)
-        means = self._validation.summarize(self._fetch(losses)) if losses else {}
+        means = summarize(self._fetch(losses)) if losses else {}
         return means | run_eval_fn(self._eval_fn, self.state, self.logger.text)
 
     def _save_and_copy_due(self, done: int) -> tuple[bool, bool]:
