@@ -87,8 +87,8 @@ class Program:
         from roxxel_dist.builders import build_components
         from roxxel_dist.cluster.mesh import batch_sharding
         from roxxel_dist.config import Config
+        from roxxel_dist.curriculum.even_rows import SpreadRows
         from roxxel_dist.data.loader import Stream
-        from roxxel_dist.train.evaluator import validation_plan
         from roxxel_dist.train.lr_finder import sweep_stream
         from roxxel_dist.train.optimizer import InitialState
         from roxxel_dist.train.train_state import init_state
@@ -113,7 +113,7 @@ class Program:
         self._batches = [stream.batch(step) for step in range(STEPS)]
         [held_out] = components.validation.values()
         shape = replace(components.curriculum.shapes[0], steps=EVAL_BATCHES, batch_size=EVAL_ROWS)
-        plan = validation_plan(held_out, shape, EVAL_BATCHES)
+        plan = SpreadRows(held_out.ranges, shape, EVAL_BATCHES)
         validation = Stream(plan, {"self": held_out}, sharding)
         self._held_out = [validation.batch(step) for step in range(plan.total_steps)]
 

@@ -31,7 +31,7 @@ from roxxel_dist.train.bucket_folder import local_run
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.compile import AotCompiler
-from roxxel_dist.train.evaluator import Validation
+from roxxel_dist.train.evaluator import Validation, summarize
 from roxxel_dist.train.init_from import load_base_params, open_checkpoint
 from roxxel_dist.train.loggers.csv_jsonl import read_rows
 from roxxel_dist.train.train_state import init_state
@@ -131,7 +131,7 @@ def evaluate(
             state = state._replace(**store.restore_model(step, weights))
         # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.
         compiler.wait_together()
-        means = evaluator.summarize(fetch(evaluator.run(state, hparams, shape)), shape)
+        means = summarize(fetch(evaluator.run(state, hparams, shape)))
         rows = read_rows(folder / METRICS)
         return Evaluation(
             run=checkpoint.run,

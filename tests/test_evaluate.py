@@ -261,3 +261,50 @@ def test_a_run_that_validates_on_nothing(work, capsys):
 
 def test_the_perplexity_of_a_large_loss():
     assert perplexity(1e9) == float("inf")
+
+
+def sources(path, *, shuffled=False, one_file=True, count=60):
+    """Four sources, one behind the other: documents of random tokens below 2, 8, 32 and 128."""
+    rng = np.random.default_rng(7)
+    documents = [rng.integers(1, 2 * 4**k + 1, 700).astype(np.uint8) for k in range(4) for _ in range(count)]
+    if shuffled:
+        rng.shuffle(documents)
+    with Roxxel(path) as data:
+        data.write(documents, separator=None, vocab_size=256, max_shard_bytes=1 << 30 if one_file else 9000)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"validation": {"v": "val.rox"}},
+        {"validation": {"v": "val_*.rox"}},
+        {"validation": {"v": "val.rox"}, "packing": "documents"},
+        {"validation": {"v": "val.rox"}, "datasets": {"more": "train.rox"}, "weights": {"self": 0.5, "more": 0.5}},
+        {"data": "val.rox", "val_fraction": 0.5},
+    ],
+    ids=["one shard", "many shards", "packed", "a blend", "the training data"],
+)
+def test_a_few_batches_give_the_losses_of_the_whole_set(tmp_path, monkeypatch, capsys, fields):
+    """Whatever lies where in a set: 10 batches of 16 rows are within 4 standard errors of all of its rows."""
+    monkeypatch.chdir(tmp_path)
+    sources("train.rox", shuffled=True)
+    sources("val.rox")
+    sources("val_*.rox", one_file=False)
+    fields = dict(fields)
+    phase = {name: fields.pop(name) for name in ("packing", "weights") if name in fields}
+    train(
+        "--data_path", fields.pop("data", "train.rox"), "--run_dir", "run", "--sample", "off",
+        **{"lr": 1e-2, "optimizer": "adamw", "max_steps": 30, "eval_every": 30, "eval_iters": 10} | fields,
+        phases=[{"steps": 30, "batch_size": 16, "seq_len": 33, **phase}], checkpoint_every=30, keep_steps=[],
+    )  # fmt: skip
+    whole = evaluated(capsys, "run", "--eval_iters", 10_000)
+    read = whole["data"][0]["tokens"]
+    for iters in (5, 10, 50):
+        few = evaluated(capsys, "run", "--eval_iters", iters)
+        assert few["data"][0]["tokens"] < read or iters == 50
+        # The rows of a source deviate by less than 0.3, those of a shuffled set by less than 1.5; stretches take the
+        # differences between sources away.
+        for name, deviation in (("val_loss", 0.3), ("train_eval_loss", 1.5)):
+            assert few[name] == pytest.approx(whole[name], abs=4 * deviation / np.sqrt(iters * 16)), (iters, name)
+        if iters == 10:
+            assert few["val_loss"] == validations(tmp_path / "run")[30]["val_loss"]

@@ -13,7 +13,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.loader import Stream
 from roxxel_dist.display import aligned
 from roxxel_dist.train.train_state import split_module
-from roxxel_dist.train.train_step import unpack_loss
+from roxxel_dist.train.train_step import measure
 
 SHOWN = 12
 """Token ids per row in the table."""
@@ -40,7 +40,7 @@ def dump(run: RunRecord, interval: Interval, folder: str | Path) -> str:
     split, params, rest, hparams = split_module(model)
 
     def loss_of(params: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        loss = unpack_loss(parts.loss(split.merge(params, rest, hparams, training=True, dtype=dtype), batch))
+        loss = measure(parts.loss, split.merge(params, rest, hparams, training=True, dtype=dtype), batch)
         return loss.minimized, jnp.float32(loss.loss)
 
     (_, loss), grads = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)

@@ -270,6 +270,24 @@ class Plan:
             first = end
         return rows
 
+    def shape_at(self, step: int) -> Shape:
+        """The shape of the phase that holds `step`, counted from 0.
+
+        Raises:
+            IndexError: the plan has no such step.
+        """
+        return self.segment(step).shape
+
+    def datasets_from(self, step: int) -> set[str]:
+        """The names of the data sets that `step` and those after it may read."""
+        ends = [*(amendment.from_step for amendment in self.amendments[1:]), ENDLESS]
+        spans = zip(self.amendments, ends, strict=True)
+        return {name for amendment, end in spans if step < end for name in amendment.sources}
+
+    def copy(self) -> "Plan":
+        """The same plan for another thread: one caches the rows that it computed last, and serves one reader."""
+        return Plan.from_state(self.state(0))
+
     # -- state and description
 
     def state(self, step: int) -> dict[str, Any]:

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import Curriculum, Phase
-from roxxel_dist.curriculum.plan import ENDLESS, Plan, Rows
+from roxxel_dist.curriculum.plan import ENDLESS, Rows
+from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel, locate_token
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.data.remote.ahead import FetchAhead, Windows
@@ -25,6 +26,37 @@ if TYPE_CHECKING:
 
 STEPS_AHEAD = 4
 ALL_ROWS = slice(None)
+
+
+class RowPlan(Protocol):
+    """Which rows each step reads: a `Plan`, or rows spread over a set."""
+
+    datasets: tuple[str, ...]
+    total_steps: int
+
+    def rows(self, step: int) -> Rows:
+        """The rows of a step."""
+        ...
+
+    def shape_at(self, step: int) -> Shape:
+        """The shape of the phase of a step."""
+        ...
+
+    def shape(self, step: int) -> tuple[int, int]:
+        """(rows, tokens of a row) of a step's batch."""
+        ...
+
+    def tokens(self, step: int) -> int:
+        """How many tokens the steps before `step` read."""
+        ...
+
+    def datasets_from(self, step: int) -> set[str]:
+        """The names of the data sets that a step and those after it may read."""
+        ...
+
+    def copy(self) -> "RowPlan":
+        """One for another thread."""
+        ...
 
 
 class Stream:
@@ -47,15 +79,13 @@ class Stream:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RowPlan,
         dataset: Roxxel | Mapping[str, Roxxel],
         sharding: "NamedSharding | None",
         start_step: int = 0,
     ) -> None:
         named = dataset if isinstance(dataset, Mapping) else {plan.datasets[0]: dataset}
-        ends = [*(amendment.from_step for amendment in plan.amendments[1:]), ENDLESS]
-        spans = zip(plan.amendments, ends, strict=True)
-        read = {name for amendment, end in spans if start_step < end for name in amendment.sources}
+        read = plan.datasets_from(start_step)
         if missing := [name for name in plan.datasets if name in read and name not in named]:
             raise UserError(f"the plan reads {', '.join(plan.datasets)}; give the data sets {', '.join(missing)} too")
         self.plan = plan
@@ -129,10 +159,9 @@ class Stream:
                     yield Windows(self.plan.datasets[number], self.datasets[number], offset[chosen], length, packed)
 
     def twin(self) -> "Stream":
-        """The same stream for another thread: a plan caches the last computed rows, and serves one reader."""
-        plan = Plan.from_state(self.plan.state(0))
+        """The same stream for another thread."""
         named = {self.plan.datasets[number]: dataset for number, dataset in self.datasets.items()}
-        return Stream(plan, named, self.sharding, self.step)
+        return Stream(self.plan.copy(), named, self.sharding, self.step)
 
     def verify(self, first: int, stop: int, blocks: VerifiedBlocks) -> None:
         """Verify the blocks that this process reads in the steps [first, stop), except those verified before.
@@ -154,7 +183,7 @@ class Stream:
         """Shape, dtype and sharding of the next batch, for compiling ahead: `jax.ShapeDtypeStruct`s."""
         import jax
 
-        phase = self.plan.segment(self.step).shape
+        phase = self.plan.shape_at(self.step)
         shape = (phase.batch_size, phase.seq_len)
         array = jax.ShapeDtypeStruct(shape, np.int32, sharding=local_row_ranges(self.sharding, shape)[0])
         return Packed(array, array, array) if phase.packing == "documents" else array

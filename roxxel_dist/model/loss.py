@@ -30,8 +30,8 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
     """{"loss": the mean cross-entropy as in `next_token_loss`, "row_loss": float32[B], the mean of each row}.
 
     With packed documents also "loss_weight": float32[], the number of tokens in the mean, which is its weight in
-    gradient accumulation. With a `Transformer` with experts also "balance_loss": float32[], which training adds to the
-    loss.
+    gradient accumulation, and "row_weight": float32[B], the same of each row. With a `Transformer` with experts also
+    "balance_loss": float32[], which training adds to the loss.
     """
     balance: dict[str, jax.Array] = {}
 
@@ -53,7 +53,8 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
     counted = segments[:, 1:] == segments[:, :-1]
     sums, counts = jnp.where(counted, losses, 0).sum(1), counted.sum(1)
     mean, rows = sums.sum() / jnp.maximum(counts.sum(), 1), sums / jnp.maximum(counts, 1)
-    return {"loss": mean, "row_loss": rows, "loss_weight": jnp.float32(counts.sum())} | balance
+    weights = {"loss_weight": jnp.float32(counts.sum()), "row_weight": jnp.float32(counts)}
+    return {"loss": mean, "row_loss": rows} | weights | balance
 
 
 def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:

@@ -4,7 +4,8 @@ Each step updates a few scalars in the train state, which are fetched with the m
 costs nothing, and no bad step is missed. The host then ends the run, reports skipped updates, or rewinds.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,10 +58,12 @@ def update_monitor(
 ) -> tuple[LossMonitorState, jax.Array]:
     """(monitor state after a step, bool[] whether the step is bad), of int32[] and float32[] scalars.
 
-    The step counts from 1. A loss above `spike_factor` times the running mean is bad too, never for 0. With `skip`, bad
-    steps are left out, so that there may be many, and the latest one is noted.
+    The step counts from 1. A loss l above m + (f - 1) |m| is bad too, with the running mean m and the `spike_factor` f:
+    f m for a positive mean, as far above the mean for a negative one; never for f = 0. With `skip`, bad steps are left
+    out, so that there may be many, and the latest one is noted.
     """
-    spike = (spike_factor > 0) & (health.good >= WARM) & (loss > spike_factor * health.mean)
+    highest = health.mean + (spike_factor - 1) * jnp.abs(health.mean)
+    spike = (spike_factor > 0) & (health.good >= WARM) & (loss > highest)
     bad = ~jnp.isfinite(loss) | ~jnp.isfinite(grad_norm) | spike
     good = health.good + jnp.where(bad, 0, 1)
     towards = (loss - health.mean) / jnp.minimum(good, MEMORY)
@@ -95,35 +98,62 @@ class BadStepMonitor:
     def __init__(self, log: Callable[[str], None], *, skip: bool) -> None:
         self._log, self._skip, self._skipped = log, skip, 0
 
-    def check(self, health: Any, plan: Plan, latest_good: Callable[[], int | None]) -> None:
-        """Check the (fetched) monitor state after a step; `latest_good` gives the step of the newest checkpoint.
+    def check(self, health: Any, plan: Plan, checkpoints: Callable[[], Sequence[int]]) -> None:
+        """Check the (fetched) monitor state after a step; `checkpoints` gives the steps that are saved.
 
         Raises BadStep where a step was bad and not skipped, or too many were.
         """
         skipped, self._skipped = health.skipped - self._skipped, health.skipped
         ends = health.bad_step and (not self._skip or health.in_a_row >= MOST_SKIPPED)
-        if not (ends or skipped):  # a skipped step stays noted: `latest_good` would wait for the save at each row
+        if not (ends or skipped):  # a skipped step stays noted: `checkpoints` would wait for the save at each row
             return
-        bad = BadStep(health.bad_step, describe(health, plan, latest_good()))
+        bad = BadStep(health.bad_step, describe(health, plan, checkpoints()))
         if ends:
             raise bad
         self._log(f"{skipped} step(s) were left out. {bad}")
 
 
-def describe(health: LossMonitorState, plan: Plan, latest_good: int | None) -> str:
-    """The bad step of a (fetched) monitor state, its rows, and the way back."""
+def known_good(bad_step: int, checkpoints: Sequence[int]) -> int | None:
+    """The newest checkpoint whose weights are known to be good: the step after it went well. None if there is none.
+
+    The weights of the last step before a bad one have computed nothing but the bad step: its own update may have ruined
+    them.
+    """
+    return max((step for step in checkpoints if step < bad_step - 1), default=None)
+
+
+def describe(health: LossMonitorState, plan: Plan, checkpoints: Sequence[int]) -> str:
+    """The bad step of a (fetched) monitor state, its rows, and the way back; `checkpoints` are the saved steps."""
     step: Any = health.bad_step
+    # Where steps are skipped, the one noted is the last of a row: nothing went well since the first.
+    first = step - health.in_a_row + 1 if health.skipped and health.in_a_row else step
     rows = plan.rows(step - 1)
     named = [
         f"{plan.datasets[which]} token {offset:,}"
         for which, offset in zip(rows.dataset.tolist()[:NAMED_ROWS], rows.offset.tolist(), strict=False)
     ]
     more = len(rows.offset) - len(named)
+    if math.isfinite(health.bad_loss) and not math.isfinite(health.bad_norm):
+        what = f"its gradient is not finite (norm {health.bad_norm:g}), although its loss is {health.bad_loss:g}"
+    else:
+        what = f"its loss is {health.bad_loss:g}, its gradient norm {health.bad_norm:g}"
     return (
-        f"step {step} went wrong: its loss is {health.bad_loss:g}, its gradient norm {health.bad_norm:g}, "
-        f"the mean loss before {health.mean:g}. "
+        f"step {step} went wrong: {what}; the mean loss before is {health.mean:g}. "
         f"Its rows begin at {', '.join(named)}{f' and {more} more' if more > 0 else ''}. "
-        f"The last good checkpoint is of step {latest_good or 'none'}: go on from it with a smaller lr, "
-        f"or let on_bad_step skip or rewind deal with such steps; if the data may be damaged, "
-        f"`roxxel-dist data verify` looks at every token"
+        f"{_way_back(first, checkpoints)}, or let on_bad_step skip or rewind deal with such steps; if the data may be "
+        f"damaged, `roxxel-dist data verify` looks at every token"
+    )
+
+
+def _way_back(first_bad: int, checkpoints: Sequence[int]) -> str:
+    good, last = known_good(first_bad, checkpoints), max(checkpoints, default=None)
+    ruined = f"the weights of step {last} may be ruined, because no step after it went well"
+    if good is None:
+        what = "There is no checkpoint to go back to" if last is None else ruined[0].upper() + ruined[1:]
+        return f"{what}: start a new run with a smaller lr"
+    if good == last:
+        return f"The newest checkpoint is of step {good}, and is known to be good: go on from it with a smaller lr"
+    return (
+        f"The newest checkpoint that is known to be good is of step {good} ({ruined}): go back to it with "
+        f"from_step={good} and a smaller lr"
     )

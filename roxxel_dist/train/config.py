@@ -103,7 +103,7 @@ class LoopOptions:
     eval_every: int = 50
     """Steps between validations."""
     eval_iters: int = 10
-    """Batches that a validation reads of each data set, the same ones each time."""
+    """Batches that a validation reads of each data set: the same ones each time, with rows from the whole set."""
     checkpoint_every: int = 50
     """Steps between checkpoints."""
     memory_checkpoint_every: int | str = "auto"
@@ -143,9 +143,11 @@ class LoopOptions:
     document."""
     on_bad_step: Literal["raise", "skip", "rewind"] = "raise"
     """Reaction to a loss or gradient that is NaN or infinite, or to a loss spike. raise: end the run. skip: do not
-    apply the update. rewind: go back to the last checkpoint and skip the rows of that step."""
+    apply the update. rewind: go back to the newest checkpoint known to be good, and skip the rows of
+    that step."""
     spike_factor: float = 0.0
-    """Loss spike: a loss above this factor of its running mean is a bad step. 0: never."""
+    """Loss spike: a loss above this factor of its running mean is a bad step; for a negative mean m above m +
+    (factor - 1) |m|. 0: never."""
     max_rewinds: int = 3
     """Maximum number of rewinds. After that a bad step ends the run."""
     use_bf16: bool = False

@@ -1,7 +1,8 @@
-"""Validation: the same batches each time, dropout off."""
+"""Validation: the same rows each time, spread over the whole set; dropout off."""
 
 import json
-from collections.abc import Callable, Hashable, Mapping
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,44 +11,20 @@ from jax.sharding import NamedSharding
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.curriculum.even_rows import SpreadRows
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.loader import Stream
-from roxxel_dist.data.units import Units, unit_size
 from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.train.compile import AotCompiler, batch_key
 from roxxel_dist.train.throughput import InflightThrottler
 from roxxel_dist.train.train_state import TrainState
-from roxxel_dist.train.train_step import BALANCE, Hparams
+from roxxel_dist.train.train_step import BALANCE, WEIGHT, Hparams
 
-SHORTEST = 2
 HELD_OUT, TRAIN = "", "(training data)"
 """The names of the split held out of the training data, and of the training data; a user's set may be "train"."""
 EVAL_LIMIT_S = 3600.0
 """Seconds that the user's evaluation may take longer on rank 0 than on another rank."""
-
-
-def validation_plan(data: Roxxel, shape: Shape, iters: int) -> Plan:
-    """Up to `iters` batches in the shape of a phase, none read twice. Raises ValueError where a batch has no tokens.
-
-    Where the data holds less than one batch of such windows, the windows are halved until it does.
-    """
-    length = shape.seq_len
-    while (fit := _windows(data, length) // shape.batch_size) == 0:
-        if length == SHORTEST:
-            raise UserError(
-                f"{data.num_tokens} tokens are held out, too few for a batch of {shape.batch_size} rows: "
-                f"use a larger val_fraction, a smaller batch_size or more text, or val_fraction 0 for no validation"
-            )
-        length = max(SHORTEST, length // 2)
-    shape = replace(shape, steps=min(iters, fit), seq_len=length, weights=(("self", 1.0),), blend="step")
-    return Plan([shape], {"self": data.ranges}, seed=0)
-
-
-def _windows(data: Roxxel, length: int) -> int:
-    unit = unit_size(data.ranges, length)
-    return Units(data.ranges, unit).count * (unit // length)
 
 
 class Validation:
@@ -90,10 +67,10 @@ class Validation:
         if key not in self._streams:
             data = self._sets[name]
             try:
-                plan = validation_plan(data, shape, self._iters)
-            except ValueError as error:
+                rows = SpreadRows(data.ranges, shape, self._iters)
+            except UserError as error:
                 raise UserError(f"validation {name!r}: {error}" if name else str(error)) from error
-            self._streams[key] = Stream(plan, {"self": data}, self._sharding)
+            self._streams[key] = Stream(rows, {"self": data}, self._sharding)
         return self._streams[key]
 
     def prepare(self, state: TrainState, hparams: Hparams, shape: Shape) -> list[Hashable]:
@@ -126,23 +103,27 @@ class Validation:
         plans = {name: self._stream(name, shape).plan for name in self._sets}
         return {name: (plan.total_steps, plan.tokens(plan.total_steps)) for name, plan in plans.items()}
 
-    def summarize(self, losses: Mapping[str, list[dict[str, float]]], shape: Shape) -> dict[str, float]:
-        """{"val_loss", "val_loss/<name>", "train_eval_loss", "val_bal"}: means over what `run` gave.
 
-        "val_loss" and "val_bal", the balance loss and 0 without one, are of all sets, weighted by the tokens read.
-        """
-        result, total, balance, weight = {}, 0.0, 0.0, 0
-        for name, batches in losses.items():
-            mean = sum(batch["loss"] for batch in batches) / len(batches)
-            if name == TRAIN:
-                result["train_eval_loss"] = mean
-                continue
-            if name != HELD_OUT:
-                result[f"val_loss/{name}"] = mean
-            rows, length = self._stream(name, shape).plan.shape(0)
-            total, weight = total + mean * rows * length * len(batches), weight + rows * length * len(batches)
-            balance += sum(batch.get(BALANCE, 0.0) for batch in batches) * rows * length
-        return {"val_loss": total / weight, "val_bal": balance / weight, **result} if weight else {}
+def summarize(losses: Mapping[str, list[dict[str, float]]]) -> dict[str, float]:
+    """{"val_loss", "val_loss/<name>", "train_eval_loss", "val_bal"}: means over what `Validation.run` gave.
+
+    Each is a mean over predicted tokens: with the loss l and the weight w of a batch (the tokens that it predicts),
+    sum(w l) / sum(w). "val_loss" and "val_bal", the balance loss and 0 without one, are of all sets. Where nothing
+    is predicted, the mean is NaN.
+    """
+    result = {}
+    for name, batches in losses.items():
+        if name != HELD_OUT:
+            result["train_eval_loss" if name == TRAIN else f"val_loss/{name}"] = _mean(batches, "loss")
+    every = [batch for name, batches in losses.items() if name != TRAIN for batch in batches]
+    return {"val_loss": _mean(every, "loss"), "val_bal": _mean(every, BALANCE), **result} if every else {}
+
+
+def _mean(batches: Sequence[Mapping[str, float]], name: str) -> float:
+    """The mean of a number of the batches by their weights. A batch without weight counts nothing, whatever it has."""
+    counted = [batch for batch in batches if batch[WEIGHT] != 0]
+    weight = math.fsum(batch[WEIGHT] for batch in counted)
+    return math.fsum(batch.get(name, 0.0) * batch[WEIGHT] for batch in counted) / weight if counted else math.nan
 
 
 def run_eval_fn(eval_fn: Callable[[Any], Any] | None, state: Any, log: Callable[[str], None]) -> dict[str, float]:

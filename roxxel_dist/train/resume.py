@@ -17,7 +17,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.discovery import absolute
-from roxxel_dist.train.bad_steps import BadStep
+from roxxel_dist.train.bad_steps import BadStep, known_good
 from roxxel_dist.train.checkpoint.generations import Generation
 from roxxel_dist.train.checkpoint.metadata import (
     BaseModelRef,
@@ -138,7 +138,8 @@ class _Run:
         notes: tuple[str, ...] = ()
         if len(plan.amendments) > len(before.amendments):
             notes = self._plan_notes(saved, before, plan, step)
-            saved.early_stopping.evals_since_best = 0  # else a run that ended by `patience` would end again at once
+            # Else a run that ended by `patience` would end again at once.
+            saved = replace(saved, early_stopping=saved.early_stopping.patient())
         return ResumePoint(step, plan, replace(saved, **self.fingerprint), notes, copy=copy)
 
     def _check_unchanged(self, saved: CheckpointMetadata, plan: Plan) -> None:
@@ -204,7 +205,7 @@ class _Run:
             )
         metadata = self.store.metadata(step)
         if self.amend:
-            metadata.early_stopping.evals_since_best = 0
+            metadata = replace(metadata, early_stopping=metadata.early_stopping.patient())
         metadata = replace(metadata, went_back=job, **self.fingerprint)
         return ResumePoint(
             step,
@@ -310,11 +311,13 @@ def _without(plan: Plan, first: int, last: int) -> Plan:
 def rewind(
     store: CheckpointStore, bad: BadStep, plan: Plan, metadata: CheckpointMetadata, options: LoopOptions
 ) -> tuple[int, Plan, CheckpointMetadata]:
-    """(step of the last checkpoint, the plan without the rows of a bad step, the metadata of later checkpoints).
+    """(step of a checkpoint, the plan without the rows of a bad step, the metadata of later checkpoints).
 
-    Raises `bad` where the run shall not go back, or cannot.
+    The checkpoint is the newest that is known to be good, or else the newest. Raises `bad` where the run shall not go
+    back, or cannot.
     """
-    good = store.latest_of_all()
+    newest = store.latest_of_all()
+    good = known_good(bad.step, store.steps()) or newest
     if options.on_bad_step != "rewind" or good is None or metadata.rewinds >= options.max_rewinds:
         raise bad
     try:

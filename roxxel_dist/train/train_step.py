@@ -30,7 +30,8 @@ BALANCE = "balance_loss"
 """A loss function's name for a further loss, added for the gradient and logged apart: it keeps the experts of a model
 equally busy."""
 WEIGHT = "loss_weight"
-"""A loss function's name for the number of tokens of its mean loss, if that differs between batches."""
+"""A loss function's name for the weight of its mean loss and of its other numbers, if that differs between batches: the
+number of tokens that it is a mean of, or anything in proportion to it."""
 
 
 class Metrics(NamedTuple):
@@ -40,6 +41,8 @@ class Metrics(NamedTuple):
     """float32[]: "loss" and what else the loss function returned, "grad_norm", "update_norm", "lr" if it is known."""
     row_loss: jax.Array | None
     """float32[B]: the loss of each row, where the loss function returned "row_loss"."""
+    row_weight: jax.Array | None
+    """float32[B]: how much each row counts in a mean of `row_loss`; None where all count the same."""
     health: LossMonitorState
     digest: jax.Array | None = None
     """uint32[4], see `digest_chain.py`: added by the loop, not by the step."""
@@ -53,7 +56,10 @@ class Loss(NamedTuple):
     scalars: dict[str, jax.Array]
     row_loss: jax.Array | None
     weight: jax.Array | None = None
-    """float32[]: what the loss is the mean of, such as tokens; None where all micro-batches count the same."""
+    """float32[]: how much the loss and the scalars count beside those of other micro-batches: the tokens that the loss
+    is a mean of, or any share of them; None where all micro-batches count the same."""
+    row_weight: jax.Array | None = None
+    """float32[B]: the same of each row of `row_loss`."""
 
     @property
     def minimized(self) -> jax.Array:
@@ -62,11 +68,20 @@ class Loss(NamedTuple):
         return loss + jnp.float32(self.scalars[BALANCE]) if BALANCE in self.scalars else loss
 
 
-def unpack_loss(result: Any) -> Loss:
-    """From a scalar, (loss, aux) or a dict with "loss": the loss, every scalar to log, "row_loss" [B] and "loss_weight"
-    if given.
+def measure(loss_fn: LossFn, model: Any, batch: Any) -> Loss:
+    """The result of a loss function for a batch, taken apart."""
+    if loss_fn is not next_token_loss:
+        return unpack_loss(loss_fn(model, batch))
+    # The same number, and its weight, which one number has no place for.
+    losses = token_losses(model, batch)
+    return Loss(losses["loss"] + losses.get(BALANCE, 0.0), {}, None, losses.get(WEIGHT))
 
-    Raises ValueError where it is none of these, or the loss is not a scalar.
+
+def unpack_loss(result: Any) -> Loss:
+    """From a scalar, (loss, aux) or a dict with "loss": the loss, every scalar to log, and "loss_weight",
+    "row_loss" [B] and "row_weight" [B] if given.
+
+    Raises UserError where it is none of these, or the loss or its weight is not a scalar.
     """
     loss, aux = result, {}
     if isinstance(result, Mapping):
@@ -88,7 +103,14 @@ def unpack_loss(result: Any) -> Loss:
             f"the loss function returned an array of shape {jnp.shape(loss)}: take its mean, a loss is one number"
         )
     scalars = {str(k): v for k, v in aux.items() if jnp.shape(v) == () and k != WEIGHT}
-    return Loss(loss, scalars, aux.get("row_loss"), aux.get(WEIGHT))
+    if (weight := aux.get(WEIGHT)) is not None:
+        if jnp.shape(weight) != ():
+            raise UserError(
+                f"{WEIGHT} of the loss function is an array of shape {jnp.shape(weight)}: take its sum, a weight is "
+                f"one number for each batch"
+            )
+        weight = jnp.float32(weight)
+    return Loss(loss, scalars, aux.get("row_loss"), weight, aux.get("row_weight"))
 
 
 def make_step(
@@ -117,7 +139,7 @@ def make_step(
 
     def loss_of(params: Leaves, rest: Leaves, hparams: Hparams, batch: Any) -> tuple[jax.Array, Any]:
         model = split.merge(params, rest, hparams, training=True, dtype=compute_dtype)
-        loss = unpack_loss(loss_fn(model, batch))
+        loss = measure(loss_fn, model, batch)
         return loss.minimized, (split.rest_of(model), loss)
 
     gradient, optimizer = jax.grad(loss_of, has_aux=True), for_model(optimizer, split.params.matrices)
@@ -126,6 +148,7 @@ def make_step(
         count = micro_batches(grad_accum, jax.tree.leaves(batch)[0].shape[0])
         if count == 1:
             grads, (rest, loss) = gradient(state.params, state.rest, hparams, batch)
+            grads, loss = without_nothing(grads, loss)
         else:
             grads, rest, loss = accumulate(gradient, state, hparams, batch, count, sharding)
         return apply_gradient(optimizer, state, hparams, grads, rest, loss, skip_bad=skip_bad)
@@ -162,8 +185,9 @@ def apply_gradient(
     if skip_bad:
         old, new = (state.params, state.rest, state.opt_state), (params, rest, opt_state)
         params, rest, opt_state = jax.tree.map(partial(jnp.where, bad), old, new)
-    row_loss = None if loss.row_loss is None else jnp.float32(loss.row_loss)
-    return TrainState(state.step + 1, params, rest, opt_state, health), Metrics(scalars, row_loss, health)
+    row_loss, row_weight = jax.tree.map(jnp.float32, (loss.row_loss, loss.row_weight))
+    metrics = Metrics(scalars, row_loss, row_weight, health)
+    return TrainState(state.step + 1, params, rest, opt_state, health), metrics
 
 
 def micro_batches(grad_accum: int, rows: int) -> int:
@@ -189,8 +213,9 @@ def accumulate(
 ) -> tuple[Leaves, Leaves, Loss]:
     """Mean gradients and metrics over `count` micro-batches, one after another in a scan.
 
-    Where they tell the weights of their losses, gradients and losses are weighed by these: so the loss of packed
-    documents, a mean over tokens of which each micro-batch counts others, is that of the whole batch.
+    With the weights w_i of the micro-batches (all 1 where the loss function returns none), the gradient, the loss and
+    every scalar x are sum(w_i x_i) / sum(w_i): so a mean over tokens, of which each micro-batch counts others, is that
+    of the whole batch.
 
     Micro-batch i takes every count-th row from i: each device then finds its part among the rows that it holds already.
     """
@@ -206,33 +231,63 @@ def accumulate(
         grads, (rest, loss) = gradient(state.params, rest, hparams, piece)
         if loss.weight is None:
             return (jax.tree.map(lambda t, g: t + g / count, total, grads), rest), loss
-        return (jax.tree.map(lambda t, g: t + g * loss.weight, total, grads), rest), loss
+        return (jax.tree.map(lambda t, g: t + weighted(g, loss.weight), total, grads), rest), loss
 
     # Sums of bfloat16 lose what is small: they are kept in float32.
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
     (total, rest), losses = jax.lax.scan(add, (zeros, state.rest), jax.tree.map(pieces, batch))
-    loss, row_loss = losses.loss.mean(), losses.row_loss
-    if losses.weight is not None:
-        counted = jnp.maximum(losses.weight.sum(), 1)
-        loss = (losses.loss * losses.weight).sum() / counted
+    # A mean in bfloat16 has three digits.
+    numbers = jax.tree.map(jnp.float32, {"loss": losses.loss, **losses.scalars})
+    if losses.weight is None:
+        means = {name: values.mean(0) for name, values in numbers.items()}
+    else:
+        counted = divisor(losses.weight.sum())
+        means = {name: weighted(values, losses.weight).sum(0) / counted for name, values in numbers.items()}
         total = jax.tree.map(lambda t: t / counted, total)
     grads = jax.tree.map(lambda t, p: t.astype(p.dtype), total, state.params)
-    row_loss = None if row_loss is None else row_loss.swapaxes(0, 1).reshape(-1)
-    return grads, rest, Loss(loss, {k: v.mean(0) for k, v in losses.scalars.items()}, row_loss)
+    of_rows = losses.row_loss, losses.row_weight
+    row_loss, row_weight = jax.tree.map(lambda values: values.swapaxes(0, 1).reshape(-1), of_rows)
+    return grads, rest, Loss(means.pop("loss"), means, row_loss, row_weight=row_weight)
+
+
+def without_nothing(grads: Leaves, loss: Loss) -> tuple[Leaves, Loss]:
+    """The gradient and the loss of a whole batch; 0 where its weight is 0: it predicts nothing, and its mean is NaN."""
+    if loss.weight is None:
+        return grads, loss
+    nothing = loss.weight == 0
+    grads, numbers, scalars = jax.tree.map(lambda x: jnp.where(nothing, 0, x), (grads, loss.loss, loss.scalars))
+    return grads, loss._replace(loss=numbers, scalars=scalars)
+
+
+def weighted(value: jax.Array, weight: jax.Array | None) -> jax.Array:
+    """A value times its weight, if there is one; 0 for a weight of 0, also of a NaN (the mean of no tokens)."""
+    return value if weight is None else jnp.where(weight == 0, 0, value * weight)
+
+
+def divisor(weight: jax.Array) -> jax.Array:
+    """A sum of weights to divide by: 1 where nothing counts, so that the mean is 0."""
+    return jnp.where(weight == 0, 1, weight)
+
+
+def predicted(batch: Any) -> int:
+    """How many tokens a batch of B rows of L tokens predicts where its loss function does not say: B (L - 1)."""
+    rows, length = jax.tree.leaves(batch)[0].shape
+    return rows * (length - 1)
 
 
 def make_eval_step(
     split: ModuleSplit, loss_fn: LossFn, compute_dtype: Any = None
 ) -> Callable[[Leaves, Leaves, Hparams, Any], dict[str, jax.Array]]:
-    """A jitted (params, rest, hparams, batch) -> float32[] "loss", and "balance_loss" where there is one.
+    """A jitted (params, rest, hparams, batch) -> float32[] "loss", "loss_weight", and "balance_loss" if there is one.
 
     Dropout is off, and nothing is donated.
     """
 
     def evaluate(params: Leaves, rest: Leaves, hparams: Hparams, batch: Any) -> dict[str, jax.Array]:
         model = split.merge(params, rest, hparams, training=False, dtype=compute_dtype)
-        loss = unpack_loss(loss_fn(model, batch))
+        loss = measure(loss_fn, model, batch)
         losses = {"loss": loss.loss} | {name: v for name, v in loss.scalars.items() if name == BALANCE}
+        losses[WEIGHT] = jnp.float32(predicted(batch) if loss.weight is None else loss.weight)
         return jax.tree.map(jnp.float32, losses)
 
     return jax.jit(evaluate)

@@ -48,7 +48,7 @@ from roxxel_dist.train.checkpoint.store import CheckpointStore, DamagedCheckpoin
 from roxxel_dist.train.compile import AotCompiler, abstract, batch_key
 from roxxel_dist.train.config import LoopKeywords, LoopOptions
 from roxxel_dist.train.digest_chain import DigestChain, in_hex
-from roxxel_dist.train.evaluator import HELD_OUT, Validation, run_eval_fn
+from roxxel_dist.train.evaluator import HELD_OUT, Validation, run_eval_fn, summarize
 from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, LogQueue, Tracker, TrackerSource
 from roxxel_dist.train.loggers.choose import trackers_for
 from roxxel_dist.train.loggers.metrics import MetricsLogger
@@ -416,10 +416,9 @@ class Trainer:
                 losses = self._evaluate(step) if due("eval", done) else {}
                 idle_since = self._memory.clock() if self._memory is not None else 0.0
                 if not self._flush_metrics(losses):
-                    self._take(self._fetch(metrics._replace(scalars={}, row_loss=None)))
-                better = "val_loss" in losses and self._metadata.early_stopping.update(losses["val_loss"])
+                    self._take(self._fetch(metrics._replace(scalars={}, row_loss=None, row_weight=None)))
+                better, out_of_patience = self._note_validation(losses.get("val_loss"))
                 save = save or (better and self.options.keep_best)
-                out_of_patience = self._metadata.early_stopping.should_stop(self.options.patience)
                 self._keep(done, losses.get("val_loss"), idle_since, save=save or out_of_patience, copy=copy)
                 self._timer.resume()
             self.step = done
@@ -438,17 +437,24 @@ class Trainer:
         (done, metrics), self._deferred = self._deferred, None
         self._verification.wait(done)
         blended = len(self.plan.datasets) > 1 and self.plan.segment(done - 1).shape.blend == "row"
-        metrics = metrics if blended else metrics._replace(row_loss=None)
+        metrics = metrics if blended else metrics._replace(row_loss=None, row_weight=None)
         metrics = self._fetch(metrics)
         self._take(metrics)
         self._metrics.log_row(self.plan, done, metrics, losses)
         return True
 
+    def _note_validation(self, val_loss: float | None) -> tuple[bool, bool]:
+        """(whether this is the lowest val_loss, if there is one; whether the run ends, out of patience)."""
+        before = self._metadata.early_stopping
+        after = before if val_loss is None else before.after(val_loss)
+        self._metadata = replace(self._metadata, early_stopping=after)
+        return after.best_loss != before.best_loss, after.should_stop(self.options.patience)
+
     def _take(self, metrics: Metrics) -> None:
         """Keep the digest of (fetched) metrics for a checkpoint; raises BadStep."""
         assert metrics.digest is not None
         self._metadata = replace(self._metadata, digest=in_hex(metrics.digest))
-        self._monitor.check(metrics.health, self.plan, self._checkpoints.latest_good)
+        self._monitor.check(metrics.health, self.plan, self._checkpoints.steps)
 
     def _fetch(self, values: Any) -> Any:
         self.fetches += 1
@@ -468,7 +474,7 @@ class Trainer:
             self._compiler.get_together(key)
         self._progress.say("eval")
         losses = self._validation.run(self._state, self._hparams, shape)
-        means = self._validation.summarize(self._fetch(losses), shape) if losses else {}
+        means = summarize(self._fetch(losses)) if losses else {}
         return means | run_eval_fn(self._eval_fn, self.state, self.logger.text)
 
     def _save_and_copy_due(self, done: int) -> tuple[bool, bool]:
@@ -527,7 +533,7 @@ class Trainer:
         return program
 
     def _rewind(self, bad: BadStep) -> None:
-        """Restore the last checkpoint, and leave the rows of the bad step out."""
+        """Restore the newest checkpoint that is known to be good, and leave the rows of the bad step out."""
         self._wait_for_devices()
         self._progress.say("restore")
         while True:

@@ -3,12 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from runs import losses, make, rows, saved, told, train
 
 from roxxel_dist import Curriculum, Phase
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.train.bad_steps import BadStep
+from roxxel_dist.train.bad_steps import BadStep, LossMonitorState, describe
 
 PHASES = [Phase(14, 8, 17)]
 
@@ -35,9 +36,75 @@ def test_it_is_found_at_the_next_logged_step_and_named(corpus, tmp_path):
     made.close()
     first = int(made.plan.rows(6).offset[0])
     assert f"self token {first:,}" in str(caught.value)
-    assert "last good checkpoint is of step 6" in str(caught.value)
+    assert "known to be good is of step 3 (the weights of step 6 may be ruined" in str(caught.value)
     assert saved(tmp_path)[-1] == 6
     assert "step 7 went wrong" in told(tmp_path)
+
+
+RUINED = "may be ruined, because no step after it went well"
+
+
+@pytest.mark.parametrize(
+    ("bad_step", "in_a_row", "skipped", "checkpoints", "words"),
+    [
+        (2, 1, 0, [1], f"The weights of step 1 {RUINED}: start a new run with a smaller lr"),
+        (1, 1, 0, [], "There is no checkpoint to go back to: start a new run"),
+        (9, 1, 0, [3, 6], "The newest checkpoint is of step 6, and is known to be good: go on from it"),
+        (8, 1, 0, [3, 6], "The newest checkpoint is of step 6, and is known to be good: go on from it"),
+        (
+            7,
+            1,
+            0,
+            [3, 6],
+            f"known to be good is of step 3 (the weights of step 6 {RUINED}): go back to it with from_step",
+        ),
+        (9, 3, 3, [3, 6, 8], f"known to be good is of step 3 (the weights of step 8 {RUINED})"),  # 7 to 9 were skipped
+        (9, 0, 3, [3, 6], "The newest checkpoint is of step 6, and is known"),  # skipped, and all is well again
+    ],
+)
+def test_the_way_back_is_a_checkpoint_behind_which_a_step_went_well(
+    corpus, bad_step, in_a_row, skipped, checkpoints, words
+):
+    health = LossMonitorState(2.0, 9, bad_step, float("nan"), float("nan"), skipped, in_a_row)
+    assert words in describe(health, Curriculum(corpus, PHASES).plan(42), checkpoints)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "words"),
+    [
+        (float("nan"), float("nan"), "its loss is nan, its gradient norm nan; the mean"),
+        (6.25, float("nan"), "its gradient is not finite (norm nan), although its loss is 6.25; the mean"),
+        (6.25, float("inf"), "its gradient is not finite (norm inf), although its loss is 6.25; the mean"),
+        (60.0, 3.0, "its loss is 60, its gradient norm 3; the mean loss before is 2"),
+    ],
+)
+def test_what_is_wrong_is_named(corpus, loss, norm, words):
+    health = LossMonitorState(2.0, 9, 10, loss, norm, 0, 1)
+    assert words in describe(health, Curriculum(corpus, PHASES).plan(42), [6])
+
+
+@pytest.mark.parametrize("action", ["raise", "rewind"])
+def test_a_ruined_checkpoint_is_not_gone_on_from(corpus, tmp_path, action):
+    """The update of step 6 ruins the weights, and each step after it fails, whatever it reads."""
+    curriculum, _ = Curriculum(corpus, PHASES).hold_out(0.1)
+    ruin = corpus.read(curriculum.plan(42).rows(5).offset, 17, np.int32)
+
+    def loss_fn(model, batch):
+        weights = model.head.kernel[...]
+        loss = next_token_loss(model, batch) + jnp.where((batch == ruin).all(), 1e12, 0.0) * weights.sum()
+        return loss + jnp.where(jnp.abs(weights).max() > 1e6, jnp.nan, 0.0)
+
+    made = make(
+        corpus, tmp_path, PHASES, loss_fn=loss_fn, optimizer=optax.sgd(0.1), on_bad_step=action, val_fraction=0.1,
+        log_every=1, eval_every=100, checkpoint_every=3,
+    )  # fmt: skip
+    with pytest.raises(BadStep, match="step 7 went wrong") as caught:
+        made.run()
+    made.close()
+    if action == "raise":
+        assert "is of step 3 (the weights of step 6 may be ruined" in str(caught.value)
+    else:
+        assert "going back to step 3" in told(tmp_path)
 
 
 def test_a_bad_state_is_never_saved(corpus, tmp_path):

@@ -4,9 +4,11 @@ from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, EarlyStopp
 
 
 def test_the_best_loss_and_the_validations_since():
-    stopping = EarlyStopping()
-    assert [stopping.update(loss) for loss in (3.0, 2.0, 2.5, float("nan"), 2.0)] == [True, True, False, False, False]
-    assert (stopping.best_loss, stopping.evals_since_best) == (2.0, 3)
+    stopping, found = EarlyStopping(), []
+    for loss in (3.0, 2.0, 2.5, float("nan"), 2.0, -1.0):
+        stopping = stopping.after(loss)
+        found.append((stopping.best_loss, stopping.evals_since_best))
+    assert found == [(3.0, 0), (2.0, 0), (2.0, 1), (2.0, 2), (2.0, 3), (-1.0, 0)]
 
 
 def test_patience():

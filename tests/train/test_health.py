@@ -50,5 +50,22 @@ def test_a_spike_is_a_loss_far_above_the_mean_of_those_before():
     assert watch([*calm, 600.0])[1][-1] is False  # a factor of 0 looks for none
 
 
+@pytest.mark.parametrize(
+    ("mean", "factor", "usual", "spike"),
+    [
+        (2.0, 3, 5.9, 6.1),
+        (-3.0, 2, -3.0, 0.1),
+        (-3.0, 2, -0.1, 0.1),
+        (-3.0, 1.5, -1.6, -1.4),
+        (-3.0, 3, 2.9, 3.1),
+        (-0.01, 2, -0.005, 0.1),
+    ],
+)
+def test_a_spike_is_as_far_above_a_negative_mean_as_above_a_positive_one(mean, factor, usual, spike):
+    calm = [mean] * (3 * WARM)
+    assert not any(watch([*calm, usual], factor=factor)[1])
+    assert watch([*calm, spike], factor=factor)[1].index(True) == len(calm)
+
+
 def test_no_spike_is_called_before_there_is_a_mean():
     assert not any(watch([2.0, 100.0, 50.0], factor=2)[1])

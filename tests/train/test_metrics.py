@@ -3,9 +3,11 @@ import pytest
 from runs import PHASES, train
 
 from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.train.bad_steps import LossMonitorState
 from roxxel_dist.train.loggers import metrics as report
 from roxxel_dist.train.loggers.base import LogQueue
 from roxxel_dist.train.loggers.metrics import loss_by_dataset, make_row
+from roxxel_dist.train.train_step import Metrics
 
 
 def test_a_row_begins_with_what_the_csv_promises():
@@ -20,9 +22,21 @@ def test_a_loss_functions_own_numbers_are_no_validation():
     assert row == {"step": 3, "train_loss": 2.0, "train_bal": 0.0, "lr": 0.1, "accuracy": 0.5}
 
 
-def test_the_mean_loss_of_the_rows_of_each_data_set():
-    found = loss_by_dataset(np.float32([1, 2, 3, 6]), np.int32([0, 2, 0, 2]), ("self", "code", "math"))
-    assert found == {"loss/self": pytest.approx(2.0), "loss/math": pytest.approx(4.0)}
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        (None, {"loss/self": 2.0, "loss/math": 4.0}),
+        ([1, 1, 1, 1], {"loss/self": 2.0, "loss/math": 4.0}),
+        ([3, 1, 1, 0], {"loss/self": 1.5, "loss/math": 2.0}),  # tokens that each row predicts
+        ([1, 0, 1, 0], {"loss/self": 2.0}),  # no token of math is predicted
+    ],
+)
+def test_the_mean_loss_of_the_rows_of_each_data_set(weights, expected):
+    row_loss = np.float32([1, 2, 3, 6 if weights is None or weights[3] else np.nan])
+    metrics = Metrics(
+        {}, row_loss, None if weights is None else np.float32(weights), LossMonitorState.initial(np.zeros)
+    )
+    assert loss_by_dataset(metrics, np.int32([0, 2, 0, 2]), ("self", "code", "math")) == pytest.approx(expected)
 
 
 def test_the_time_that_is_left_is_that_of_the_tokens_that_are_left(corpus, tmp_path, monkeypatch):

@@ -72,13 +72,14 @@ def test_accumulation_changes_nothing_but_rounding():
         np.testing.assert_allclose(one, two, atol=1e-6)
 
 
-def test_accumulation_changes_no_mean_over_the_tokens_that_count():
+@pytest.mark.parametrize("loss_fn", [token_losses, next_token_loss])
+def test_accumulation_changes_no_mean_over_the_tokens_that_count(loss_fn):
     """Packed documents: one micro-batch has many starts of documents, which do not count, and the other has none."""
     rows = jnp.arange(16)[:, None]
     segments = jnp.where(rows % 2, jnp.arange(33)[None] // 2, 0)  # micro-batch i takes every second row from i
     results = []
     for count in (1, 2):
-        state, step, batch, _ = prepare(small(), optax.sgd(0.1), token_losses, grad_accum=count)
+        state, step, batch, _ = prepare(small(), optax.sgd(0.1), loss_fn, grad_accum=count)
         places = [
             jax.device_put(jnp.broadcast_to(array, (16, 33)), batch.sharding) for array in (segments, jnp.arange(33))
         ]
@@ -206,6 +207,6 @@ def test_a_balance_loss_is_minimised_and_shown_apart(grad_accum):
     assert scalars["balance_loss"] == pytest.approx(0.1 * 32 * 4)
     assert scalars["loss"] + scalars["balance_loss"] == pytest.approx(total["loss"], rel=1e-6)
     assert seen == pytest.approx(scalars["loss"], rel=1e-6)
-    assert set(told) == {"loss", "balance_loss"}
-    assert set(told_together) == {"loss"}
+    assert set(told) == {"loss", "loss_weight", "balance_loss"}
+    assert set(told_together) == {"loss", "loss_weight"}
     assert told["loss"] == pytest.approx(scalars["loss"], rel=1e-6)

@@ -11,6 +11,7 @@ from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.train import compile as programs
 from roxxel_dist.train import trainer as trainer_module
 from roxxel_dist.train.digest_chain import absorb
+from roxxel_dist.train.evaluator import HELD_OUT, TRAIN, summarize
 
 STILL = optax.sgd(0.0)
 """Learns nothing, so that no validation is better than the first."""
@@ -20,6 +21,32 @@ def write(pattern, documents):
     with Roxxel(pattern) as data:
         data.write((np.asarray(one, np.uint16) for one in documents), vocab_size=500)
     return Roxxel(pattern)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("batches", "expected"),
+    [
+        ({"v": [(2.0, 1), (10.0, 9)]}, {"val_loss": 9.2, "val_loss/v": 9.2, "val_bal": 0.0}),  # no mean of means
+        ({"v": [(2.0, 0.1), (10.0, 0.9)]}, {"val_loss": 9.2, "val_loss/v": 9.2, "val_bal": 0.0}),  # shares
+        ({"v": [(2.0, 3), (NAN, 0), (0.0, 0)]}, {"val_loss": 2.0, "val_loss/v": 2.0, "val_bal": 0.0}),
+        ({"v": [(2.0, 3), (NAN, 1)]}, {"val_loss": NAN, "val_loss/v": NAN, "val_bal": 0.0}),  # a real NaN is seen
+        ({"v": [(NAN, 0)], "w": [(1.0, 2)]}, {"val_loss": 1.0, "val_loss/v": NAN, "val_loss/w": 1.0, "val_bal": 0.0}),
+        (
+            {"v": [(1.0, 2), (4.0, 1)], "w": [(7.0, 1)], TRAIN: [(5.0, 1), (1.0, 3)]},
+            {"val_loss": 3.25, "val_loss/v": 2.0, "val_loss/w": 7.0, "train_eval_loss": 2.0, "val_bal": 0.0},
+        ),
+        ({HELD_OUT: [(-2.0, 1), (-4.0, 3)]}, {"val_loss": -3.5, "val_bal": 0.0}),
+        ({}, {}),
+    ],
+)
+def test_a_validation_is_a_mean_over_the_tokens_that_are_predicted(batches, expected):
+    losses = {
+        name: [{"loss": loss, "loss_weight": weight} for loss, weight in pairs] for name, pairs in batches.items()
+    }
+    assert summarize(losses) == pytest.approx(expected, nan_ok=True)
 
 
 def test_text_is_said_and_a_dictionary_is_logged(corpus, tmp_path):

@@ -184,10 +184,10 @@ class CheckpointManager:
                 if self._store.best_step() == ended.step:
                     self._exporter.want(BEST, ended.step)
 
-    def latest_good(self) -> int | None:
-        """The newest checkpoint's step; one that is under way counts too, if it ends well."""
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints; one that is under way counts too, if it ends well."""
         self._store.settle()
-        return self._store.latest_step()
+        return self._store.steps()
 
     def finish(self, step: int) -> None:
         """Wait for the last save; SaveError if it failed."""

@@ -102,18 +102,21 @@ RESUME_LATEST = ResumeSpec()
 """A new run, or one that resumes from its newest checkpoint."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
     """The lowest val_loss of a run, and how long ago that was."""
 
     best_loss: float | None = None
     evals_since_best: int = 0
 
-    def update(self, val_loss: float) -> bool:
-        """Take in the loss of a validation; returns whether it is the lowest until now."""
+    def after(self, val_loss: float) -> "EarlyStopping":
+        """With the loss of one more validation."""
         best = not isnan(val_loss) and (self.best_loss is None or val_loss < self.best_loss)
-        self.best_loss, self.evals_since_best = (val_loss, 0) if best else (self.best_loss, self.evals_since_best + 1)
-        return best
+        return EarlyStopping(best_loss=val_loss) if best else self.patient(self.evals_since_best + 1)
+
+    def patient(self, evals_since_best: int = 0) -> "EarlyStopping":
+        """The same lowest loss, so many validations ago."""
+        return replace(self, evals_since_best=evals_since_best)
 
     def should_stop(self, patience: int) -> bool:
         """Whether so many validations have passed without a lower loss; never for 0."""

@@ -56,7 +56,7 @@ class MetricsLogger:
         if speed and (used := mfu(speed["tokens_per_s"], self._flops(length), self._devices)) is not None:
             more["mfu"] = used
         if metrics.row_loss is not None:
-            more |= loss_by_dataset(metrics.row_loss, plan.rows(done - 1).dataset, plan.datasets)
+            more |= loss_by_dataset(metrics, plan.rows(done - 1).dataset, plan.datasets)
         digest = "" if metrics.digest is None else in_hex(metrics.digest)
         self._log.row(make_row(done, metrics.scalars, losses, more), digest)
         if done == self._last_step:
@@ -126,7 +126,14 @@ def make_row(
     return own | {name: value for name, value in values.items() if name not in own and not OF_VALIDATION.match(name)}
 
 
-def loss_by_dataset(row_loss: Any, dataset: Any, names: Sequence[str]) -> dict[str, float]:
-    """{"loss/<name>"} of each data set that has rows in a batch: the mean of float32[B] over its rows, int[B]."""
-    losses, which = np.asarray(row_loss), np.asarray(dataset)
-    return {f"loss/{names[i]}": float(losses[which == i].mean()) for i in np.unique(which).tolist()}
+def loss_by_dataset(metrics: Metrics, dataset: Any, names: Sequence[str]) -> dict[str, float]:
+    """{"loss/<name>"} of each data set that predicts tokens in a batch: the mean of `row_loss` over its rows, by
+    `row_weight`. `dataset`, int[B], is that of each row."""
+    losses, which = np.asarray(metrics.row_loss, np.float64), np.asarray(dataset)
+    weights = np.ones(losses.shape) if metrics.row_weight is None else np.asarray(metrics.row_weight, np.float64)
+    counted = {name: (which == i) & (weights != 0) for i, name in enumerate(names)}
+    return {
+        f"loss/{name}": float(np.average(losses[rows], weights=weights[rows]))
+        for name, rows in counted.items()
+        if rows.any()
+    }

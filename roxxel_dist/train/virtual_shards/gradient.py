@@ -16,13 +16,17 @@ from roxxel_dist.train.optimizer import Optimizer, for_model
 from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState
 from roxxel_dist.train.train_step import (
     BALANCE,
+    WEIGHT,
     Hparams,
     Loss,
     LossFn,
     Metrics,
     apply_gradient,
+    divisor,
+    measure,
     micro_batches,
-    unpack_loss,
+    predicted,
+    weighted,
 )
 from roxxel_dist.train.virtual_shards.packing import Packed, pack, unpack, wide
 
@@ -36,8 +40,11 @@ class Sums(NamedTuple):
     weight: jax.Array
     """float32[]: what the losses are means of; 1 for each micro-batch where they do not say."""
     scalars: dict[str, jax.Array]
+    """Each times the weight of its micro-batch where there are weights."""
     row_loss: jax.Array | None
     """float32[rows of the batch], 0 where the rows are another shard's."""
+    row_weight: jax.Array | None
+    """Likewise."""
     statistics: Leaves
     """What a call of the model changed of its state, but for random streams."""
 
@@ -61,7 +68,7 @@ class ShardPrograms:
 
         def loss_of(params: Leaves, rest: Leaves, rows: Any) -> tuple[jax.Array, Any]:
             model = self.split.merge(params, rest, hparams, training=True, dtype=self.compute_dtype)
-            loss = unpack_loss(self.loss_fn(model, rows))
+            loss = measure(self.loss_fn, model, rows)
             after = self.split.rest_of(model)
             changed.update(name for name in after if after[name] is not rest[name])
             return loss.minimized, (after, loss)
@@ -84,17 +91,20 @@ class ShardPrograms:
             zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, wide(param.dtype)), params)
             (grads, after), losses = jax.lax.scan(add, (zeros, streams), pieces)
         loss, weight = jnp.float32(losses.loss), losses.weight
-        scalars = {name: jnp.float32(value).mean() for name, value in losses.scalars.items()}
+        scalars = {name: weighted(jnp.float32(value), weight).sum() for name, value in losses.scalars.items()}
         counted = jnp.float32(count) if weight is None else jnp.float32(weight).sum()
-        row_loss = None
-        if losses.row_loss is not None:
-            own = jnp.float32(losses.row_loss).reshape(-1)
-            row_loss = jax.lax.dynamic_update_slice(jnp.zeros(own.size * self.shards), own, (shard * own.size,))
+
+        def of_all_rows(values: jax.Array | None) -> jax.Array | None:
+            if values is None:
+                return None
+            own = jnp.float32(values).reshape(-1)
+            return jax.lax.dynamic_update_slice(jnp.zeros(own.size * self.shards), own, (shard * own.size,))
+
         # A key goes through a scan over layers as another array, and stays what it is: a stream changes its count.
         counts, statistics = random_counts(self.split) & changed, changed - random_keys(rest)
         sums = Sums(
-            grads, weighted(loss, weight).sum(), counted, scalars, row_loss,
-            {name: after[name] for name in sorted(statistics - counts)},
+            grads, weighted(loss, weight).sum(), counted, scalars, of_all_rows(losses.row_loss),
+            of_all_rows(losses.row_weight), {name: after[name] for name in sorted(statistics - counts)},
         )  # fmt: skip
         check_statistics(sums.statistics)
         return sums, {name: after[name] for name in sorted(counts)}
@@ -111,11 +121,11 @@ class ShardPrograms:
     ) -> tuple[TrainState, Metrics]:
         """The state after a step, of the packed sums of all shards; `like` has the shapes of the sums."""
         sums: Sums = unpack(total, like)
-        counted = jnp.where(sums.weight > 0, sums.weight, 1)
+        counted = divisor(sums.weight)
         grads = {name: (grad / counted).astype(state.params[name].dtype) for name, grad in sums.grads.items()}
         means = {name: (leaf / self.shards).astype(state.rest[name].dtype) for name, leaf in sums.statistics.items()}
-        scalars = {name: value / self.shards for name, value in sums.scalars.items()}
-        loss = Loss(sums.loss / counted, scalars, sums.row_loss)
+        scalars = {name: value / counted for name, value in sums.scalars.items()}
+        loss = Loss(sums.loss / counted, scalars, sums.row_loss, row_weight=sums.row_weight)
         optimizer = for_model(self.optimizer, self.split.params.matrices)
         rest = {**state.rest, **counts, **means}
         return apply_gradient(optimizer, state, hparams, grads, rest, loss, skip_bad=self.skip_bad)
@@ -123,21 +133,16 @@ class ShardPrograms:
     def losses(self, params: Leaves, rest: Leaves, hparams: Hparams, rows: Any) -> Packed:
         """The packed sums of the losses of a virtual shard, dropout off: see `mean_losses`."""
         model = self.split.merge(params, rest, hparams, training=False, dtype=self.compute_dtype)
-        loss = unpack_loss(self.loss_fn(model, rows))
-        weight = jnp.float32(1 if loss.weight is None else loss.weight)
-        balance = jnp.float32(loss.scalars[BALANCE]) if BALANCE in loss.scalars else None
-        return pack((jnp.float32(loss.loss) * weight, weight, balance))
+        loss = measure(self.loss_fn, model, rows)
+        weight = jnp.float32(predicted(rows) if loss.weight is None else loss.weight)
+        balance = weighted(jnp.float32(loss.scalars[BALANCE]), weight) if BALANCE in loss.scalars else None
+        return pack((weighted(jnp.float32(loss.loss), weight), weight, balance))
 
     def mean_losses(self, total: Packed) -> dict[str, jax.Array]:
-        """float32[] "loss", and "balance_loss" where there is one, of the packed sums of all shards."""
+        """float32[] "loss", "loss_weight", and "balance_loss" if there is one, of the packed sums of all shards."""
         loss, weight, *balance = total["float32"][0]
-        means = {"loss": loss / jnp.where(weight > 0, weight, 1)}
-        return means | ({BALANCE: balance[0] / self.shards} if balance else {})
-
-
-def weighted(value: jax.Array, weight: jax.Array | None) -> jax.Array:
-    """A value times its weight, if there is one."""
-    return value if weight is None else value * weight
+        means = {"loss": loss / divisor(weight), WEIGHT: weight}
+        return means | ({BALANCE: balance[0] / divisor(weight)} if balance else {})
 
 
 def fold_in_shard(rest: Leaves, shard: jax.Array) -> Leaves:
