@@ -270,7 +270,7 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
         plan = curriculum.plan(config.seed)
         # The saved plan of a run includes amendments and skipped steps.
         kept = None if request.run is None else saved_plan(request.run)
-        if kept is not None and (kept.shapes, kept.seed) == (plan.shapes, plan.seed):
+        if kept is not None and (kept.shapes, kept.seed) == (curriculum.as_begun(kept, plan.seed)[0], plan.seed):
             plan = kept
         weights = None if options.init_from is None else find_checkpoint(options.init_from)
         split, state, hparams = abstract_train_state(components, mesh, plan.total_steps)
