@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.builders import RunComponents, build_components, open_corpus, temporary_folder
-from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_threads
+from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_for_run
 from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import TENSOR, batch_sharding, fit_sharding, simulate_devices
@@ -44,12 +44,12 @@ from roxxel_dist.train.throughput import device_bytes, peak_flops
 from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState, TrainView, abstract_state
 from roxxel_dist.train.train_step import (
     SPIKE_FACTOR,
-    check_batches,
     check_vocabulary,
     make_eval_step,
     make_step,
     micro_batches,
 )
+from roxxel_dist.train.virtual_shards.layout import check_shapes
 
 USUAL_MFU = 0.4
 """Model FLOPs utilisation if no speed was measured: that of a dense model on a few accelerators."""
@@ -217,7 +217,7 @@ def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest
                 make_deterministic()
             if request.devices:
                 simulate_devices(request.devices)
-        pin_threads()
+            pin_for_run(config.virtual_shards, None)
         initialize()
         with usage_errors():
             devices, here = request.devices, jax.device_count()
@@ -266,12 +266,17 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
     with usage_errors():
         mesh, config, curriculum = components.mesh(request.processes), components.config, components.curriculum
         options, grad_accum, sharding = components.options, components.grad_accum, batch_sharding(mesh)
-        check_batches(curriculum.shapes, grad_accum)
+        check_shapes(curriculum.shapes, grad_accum, options.virtual_shards, mesh)
         plan = curriculum.plan(config.seed)
         # The saved plan of a run includes amendments and skipped steps.
         kept = None if request.run is None else saved_plan(request.run)
         if kept is not None and (kept.shapes, kept.seed) == (curriculum.as_begun(kept, plan.seed)[0], plan.seed):
             plan = kept
+        last = last_step(plan, options)
+        if options.virtual_shards:
+            notes.append(
+                "memory is that of steps without virtual_shards: with them a device keeps a few gradients more"
+            )
         weights = None if options.init_from is None else find_checkpoint(options.init_from)
         split, state, hparams = abstract_train_state(components, mesh, plan.total_steps)
         if weights is not None:
@@ -288,7 +293,6 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
             split, components.loss, components.optimizer, state, sharding,
             grad_accum=grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
         )  # fmt: skip
-    last = last_step(plan, options)
     steps = spans(plan, last)
     batches = [Stream(plan, curriculum.datasets, sharding, stop - 1).abstract() for _, stop in steps]
     # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.

@@ -1,5 +1,6 @@
 """What a person writes down: phases, and the curriculum they make with a data set."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import floor
@@ -13,6 +14,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.units import SPREAD, rows_in_a_pass
 
 HEAVIEST = 1e12
+EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 LEAST_SHARE = 1e-4
 """Of a data set in a blend: rarer ones would make the blocks in which shares are exact too long."""
 
@@ -128,7 +130,18 @@ class Phase:
         names = [f.name for f in fields(cls)]
         if unknown := [key for key in phase if key not in names]:
             raise UserError(f"phases: {unknown[0]!r} is not a field of a phase: they are {', '.join(names)}")
-        return cls(**phase)
+        read: dict[str, Any] = {key: _as_number(value) for key, value in phase.items()}
+        if isinstance(weights := read.get("weights"), Mapping):
+            read["weights"] = {name: _as_number(weight) for name, weight in weights.items()}
+        return cls(**read)
+
+
+def _as_number(value: Any) -> Any:
+    """1e-3 is text in YAML, which asks for a point in a number with an exponent; other values as they are."""
+    if not (isinstance(value, str) and EXPONENT.fullmatch(value)):
+        return value
+    number = float(value)
+    return int(number) if number.is_integer() else number
 
 
 class Curriculum:

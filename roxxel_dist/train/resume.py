@@ -42,6 +42,9 @@ from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState
 JOB_ENV = "ROXXEL_RUN_ID"
 
 
+MOST_STEPS = (1 << 31) - 1
+
+
 @dataclass(frozen=True)
 class ResumePoint:
     """Where a process begins to train."""
@@ -272,8 +275,14 @@ def _check_ranges(name: str, sources: Mapping[str, Any], now: Sequence[tuple[int
 
 
 def last_step(plan: Plan, options: LoopOptions) -> int:
-    """The step after which a run ends."""
-    return min(plan.total_steps, options.max_steps or plan.total_steps)
+    """The step after which a run ends. Raises UserError for one that the counter of steps (int32) cannot hold."""
+    last = min(plan.total_steps, options.max_steps or plan.total_steps)
+    if last > MOST_STEPS:
+        raise UserError(
+            f"phases: the run has {last:,} steps, and may have at most {MOST_STEPS:,} (steps are counted in int32): use "
+            f"fewer steps or epochs, a larger batch_size, or max_steps"
+        )
+    return last
 
 
 def max_steps_note(plan: Plan, options: LoopOptions) -> str:

@@ -34,7 +34,7 @@ def test_errors_name_field_value_and_rule(fields, message):
         Phase(**fields)
 
 
-@pytest.mark.parametrize("make", [lambda **fields: Phase(**fields), lambda **fields: Phase.of(fields)])
+@pytest.mark.parametrize("make", [Phase, lambda **fields: Phase.of(fields)])
 def test_a_phase_has_steps_or_epochs(make):
     with pytest.raises(UserError, match="steps is 3 and epochs is 7: give one of them"):
         make(steps=3, epochs=7, batch_size=2, seq_len=17)
@@ -131,3 +131,11 @@ def test_epochs_count_passes_over_self_in_a_blend(corpus, tmp_path, name, epochs
 def test_epochs_of_a_phase_that_does_not_read_self(weights):
     with pytest.raises(UserError, match="the weight of self is 0: give steps instead of epochs"):
         Phase(epochs=1, batch_size=4, seq_len=65, weights=weights)
+
+
+def test_exponents_of_yaml_are_numbers():
+    read = Phase.of({"steps": "1e3", "batch_size": 4, "seq_len": 65, "weights": {"self": 1, "b": "1e-3"}})
+    assert (read.steps, read.weights) == (1000, {"self": 1, "b": 0.001})
+    assert Phase.of({"epochs": "5e-1", "batch_size": 4, "seq_len": 65}).epochs == 0.5
+    with pytest.raises(UserError, match="steps is 0.15, and must be a whole number"):
+        Phase.of({"steps": "1.5e-1", "batch_size": 4, "seq_len": 65})

@@ -86,13 +86,14 @@ def test_a_long_run_reads_few_places_of_a_large_corpus_at_a_time():
     assert stretches <= 3 * 1024  # of 38 million; at random each of the 204,800 rows would be in one of its own
 
 
+BOTH = [["self", 0.7], ["code", 0.3]]
 STATE = {
     "step": 0, "seed": 3, "max_passes": None,
     "amendments": [
         {
             "from_step": 0, "skip": 0,
             "shapes": [
-                {"steps": 60, "batch_size": 4, "seq_len": 65, "weights": [["self", 0.7], ["code", 0.3]], "blend": "row"},
+                {"steps": 60, "batch_size": 4, "seq_len": 65, "weights": BOTH, "blend": "row"},
                 {"steps": 60, "batch_size": 2, "seq_len": 257, "weights": [["self", 1.0]], "blend": "step"},
             ],
             "datasets": {
