@@ -167,7 +167,10 @@ def test_the_devices_that_repeat_the_work_of_others_are_told(corpus):
     assert [phase.rows_a_process for phase in found.phases] == [1]
     text = table(found)
     assert "8 cpu device(s) in 4 processes" in text
-    assert "phase 1: a batch of 1 rows x 17 tokens: each device has all of it; 7 of 8 devices repeat the work" in text
+    assert (
+        "phase 1: a batch of 1 rows x 17 tokens: each device computes the whole batch; 7 of 8 devices repeat the work"
+        in text
+    )
 
 
 def test_passes_are_what_the_rows_read(corpus, tmp_path):

@@ -158,7 +158,7 @@ def test_a_plan_as_text_and_as_json(work, capsys):
     ):
         assert line in text
     for name in ("embedding.embedding", "blocks.attention.qkv.kernel", "norm.scale"):
-        assert re.search(rf"^{re.escape(name)}  .*whole", text, re.MULTILINE)
+        assert re.search(rf"^{re.escape(name)}  .*replicated", text, re.MULTILINE)
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) < 180
     assert main([*words, "--json"]) == 0

@@ -279,7 +279,7 @@ def last_step(plan: Plan, options: LoopOptions) -> int:
     last = min(plan.total_steps, options.max_steps or plan.total_steps)
     if last > MOST_STEPS:
         raise UserError(
-            f"phases: the run has {last:,} steps, and may have at most {MOST_STEPS:,} (steps are counted in int32): use "
+            f"phases: the run has {last:,} steps, and may have at most {MOST_STEPS:,} (the counter is an int32): use "
             f"fewer steps or epochs, a larger batch_size, or max_steps"
         )
     return last

@@ -137,5 +137,5 @@ def test_exponents_of_yaml_are_numbers():
     read = Phase.of({"steps": "1e3", "batch_size": 4, "seq_len": 65, "weights": {"self": 1, "b": "1e-3"}})
     assert (read.steps, read.weights) == (1000, {"self": 1, "b": 0.001})
     assert Phase.of({"epochs": "5e-1", "batch_size": 4, "seq_len": 65}).epochs == 0.5
-    with pytest.raises(UserError, match="steps is 0.15, and must be a whole number"):
+    with pytest.raises(UserError, match=r"steps is 0\.15, and must be a whole number"):
         Phase.of({"steps": "1.5e-1", "batch_size": 4, "seq_len": 65})

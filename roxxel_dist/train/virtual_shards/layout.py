@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.segments import Shape
-from roxxel_dist.train.train_step import check_batches
 from roxxel_dist.train.train_state import TrainState
+from roxxel_dist.train.train_step import check_batches
 
 SHARDS = "shards"
 """The one axis of `Layout.line`."""
