@@ -230,7 +230,7 @@ def test_the_kernel_of_attention_and_its_scores(corpus):
     assert (phase.attention, phase.score_bytes) == ("xla", rows * heads * (512 * 512 + 2048) * 4)
     assert "attention by cudnn is not simulated: the memory of phases is that of xla, in its place" in found.notes
     told = table(found)
-    assert f"attention of phase 1: xla, scores in blocks, {size(phase.score_bytes)} a layer" in told
+    assert f"attention of phase 1: xla, scores in blocks, {size(phase.score_bytes)} per layer" in told
     with pytest.raises(UserError, match="attention is cudnn: cuDNN is for GPUs, and the devices here are cpu"):
         estimate(config, corpus_path(corpus), EstimateRequest())
 

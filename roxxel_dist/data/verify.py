@@ -176,7 +176,8 @@ def info(ds: Roxxel) -> str:
     """A summary of a data set, one fact per line, and the beginning of its first document."""
     tokenizer, tokens = ds.tokenizer, ds.num_tokens
     size = sum(_bytes_of(shard) for shard in ds.shards)
-    made_by = f"none beside the shards; their ids are from {ds.tokenizer_fingerprint or 'none'}"
+    made_with = ds.tokenizer_fingerprint
+    made_by = "unknown" if made_with is None else f"not in the folder; the shards were made with {made_with}"
     ids = ds[0][: 4 * SHOWN_CHARACTERS] if len(ds) else None  # a character has at most 4 bytes, so at most 4 ids
     if tokenizer is not None:
         made_by = f"{tokenizer.kind}, {tokenizer.fingerprint}"
