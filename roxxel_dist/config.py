@@ -328,6 +328,10 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected `field: value` lines, found a {type(values).__name__}")
+    if RECORD in values:  # older runs could have both in a phase, and steps counted
+        for phase in values.get("phases") or []:
+            if phase.get("steps") is not None:
+                phase.pop("epochs", None)
     return values
 
 

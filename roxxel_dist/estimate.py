@@ -18,11 +18,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.builders import RunComponents, build_components, open_corpus, temporary_folder
-from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_threads
+from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_for_run
 from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import TENSOR, batch_sharding, fit_sharding, simulate_devices
 from roxxel_dist.config import usage_errors
+from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.discovery import is_tokens
@@ -44,12 +45,12 @@ from roxxel_dist.train.throughput import device_bytes, peak_flops
 from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState, TrainView, abstract_state
 from roxxel_dist.train.train_step import (
     SPIKE_FACTOR,
-    check_batches,
     check_vocabulary,
     make_eval_step,
     make_step,
     micro_batches,
 )
+from roxxel_dist.train.virtual_shards.layout import check_shapes
 
 USUAL_MFU = 0.4
 """Model FLOPs utilisation if no speed was measured: that of a dense model on a few accelerators."""
@@ -217,7 +218,7 @@ def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest
                 make_deterministic()
             if request.devices:
                 simulate_devices(request.devices)
-        pin_threads()
+            pin_for_run(config.virtual_shards, None)
         initialize()
         with usage_errors():
             devices, here = request.devices, jax.device_count()
@@ -266,12 +267,13 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
     with usage_errors():
         mesh, config, curriculum = components.mesh(request.processes), components.config, components.curriculum
         options, grad_accum, sharding = components.options, components.grad_accum, batch_sharding(mesh)
-        check_batches(curriculum.shapes, grad_accum)
-        plan = curriculum.plan(config.seed)
-        # The saved plan of a run includes amendments and skipped steps.
-        kept = None if request.run is None else saved_plan(request.run)
-        if kept is not None and (kept.shapes, kept.seed) == (plan.shapes, plan.seed):
-            plan = kept
+        check_shapes(curriculum.shapes, grad_accum, options.virtual_shards, mesh)
+        plan = _plan(curriculum, config.seed, request.run)
+        last = last_step(plan, options)
+        if options.virtual_shards:
+            notes.append(
+                "memory is that of steps without virtual_shards: with them a device keeps a few gradients more"
+            )
         weights = None if options.init_from is None else find_checkpoint(options.init_from)
         split, state, hparams = abstract_train_state(components, mesh, plan.total_steps)
         if weights is not None:
@@ -288,7 +290,6 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
             split, components.loss, components.optimizer, state, sharding,
             grad_accum=grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
         )  # fmt: skip
-    last = last_step(plan, options)
     steps = spans(plan, last)
     batches = [Stream(plan, curriculum.datasets, sharding, stop - 1).abstract() for _, stop in steps]
     # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.
@@ -357,6 +358,14 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
         tokens_per_s=tokens_per_s, speed=speed,
         problems=tuple(text for phase in phases if (text := _problem(phase, limit, config, mesh.size))),
     )  # fmt: skip
+
+
+def _plan(curriculum: Curriculum, seed: int, run: Path | None) -> Plan:
+    """The plan; that of a run, if it is of these phases: it includes amendments and skipped steps."""
+    kept = None if run is None else saved_plan(run)
+    if kept is not None and (kept.shapes, kept.seed) == (curriculum.as_begun(kept, seed)[0], seed):
+        return kept
+    return curriculum.plan(seed)
 
 
 def _score_bytes(shape: Shape, layout: BatchLayout, components: RunComponents) -> int | None:
@@ -489,7 +498,7 @@ def table(run: RunEstimate, *, every_array: bool = False) -> str:
         "data": _data(run),
         "model": _model(run),
         "devices": _devices(run),
-        "memory of a device": _memory(run),
+        "memory of each device": _memory(run),
         "sharding": _sharding(run, every_array),
         "compute": _compute(run),
         "time": _time(run),
@@ -509,7 +518,7 @@ def _model(run: RunEstimate) -> list[str]:
     rows = [["parameters", f"{run.parameters:,}", ""]]
     rows += [[name, f"{count:,}", f"{count / run.parameters:.1%}"] for name, count in run.parts.items()]
     if (trained := run.trainable_parameters) < run.parameters:
-        rows.append(["of them trained", f"{trained:,}", f"{trained / run.parameters:.2%}"])
+        rows.append(["trainable", f"{trained:,}", f"{trained / run.parameters:.2%}"])
     return aligned(rows)
 
 
@@ -525,10 +534,10 @@ def _devices(run: RunEstimate) -> list[str]:
             case "rows":
                 line += f": its rows are split over {layout.pieces} devices"
             case "tokens":
-                line += f": its rows are cut along the tokens over {layout.pieces} devices"
+                line += f": each row is split along its tokens over {layout.pieces} devices"
             case "nothing":
-                line += ": each device has all of it"
-        line += f", {layout.together} devices for each" if layout.together > 1 else ""
+                line += ": each device computes the whole batch"
+        line += f", {layout.together} devices (tensor) compute each part" if layout.together > 1 else ""
         if layout.repeated:
             groups, who = layout.pieces + layout.repeated, "devices" if layout.together == 1 else "groups of devices"
             line += f"; {layout.repeated} of {groups} {who} repeat the work of others: use a batch_size "
@@ -556,7 +565,7 @@ def _memory(run: RunEstimate) -> list[str]:
         "state: " + ", ".join(f"{name} {size(count)}" for name, count in run.state.items()),
         *aligned(rows),
         *map(_scores, (phase for phase in run.phases if phase.score_bytes is not None)),
-        "the memory of a device is not known: give --device_memory_gb"
+        "the memory of a device is unknown: give --device_memory_gb"
         if limit is None
         else f"a device has {size(limit)}",
         f"source: XLA's memory analysis of the compiled step, for {device}",
@@ -567,7 +576,7 @@ def _scores(phase: PhaseEstimate) -> str:
     """The memory of the attention kernel, which is part of the temporaries."""
     is_whole = phase.attention == "xla" and phase.seq_len - 1 <= LONGEST_WHOLE
     how = "all scores of a row at once" if is_whole else "scores in blocks"
-    return f"attention of phase {phase.phase}: {phase.attention}, {how}, {size(phase.score_bytes or 0)} a layer"
+    return f"attention of phase {phase.phase}: {phase.attention}, {how}, {size(phase.score_bytes or 0)} per layer"
 
 
 def _sharding(run: RunEstimate, every_array: bool) -> list[str]:
@@ -575,11 +584,11 @@ def _sharding(run: RunEstimate, every_array: bool) -> list[str]:
     bytes_held, whole = sum(array["device_bytes"] for array in run.arrays), len(run.arrays) - len(cut)
     what = "fsdp: " if run.fsdp else "" if cut else "no fsdp: "
     line = (
-        f"{what}{len(cut)} of {len(run.arrays)} arrays of parameters are sharded over the devices, {whole} are whole "
-        f"on each; a device holds {size(bytes_held)} of parameters"
+        f"{what}{len(cut)} of {len(run.arrays)} parameter arrays are sharded over the devices, {whole} are replicated; "
+        f"each device holds {size(bytes_held)} of parameters"
     )
     if every_array:
-        rows = [["array", "shape", "type", "cut", "on a device"]]
+        rows = [["array", "shape", "type", "sharding", "per device"]]
         rows += [[of["name"], *_shape_and_cut(of, of["dtype"]), size(of["device_bytes"])] for of in run.arrays]
     else:
         ways = Counter(_shape_and_cut(array) for array in cut)
@@ -589,11 +598,11 @@ def _sharding(run: RunEstimate, every_array: bool) -> list[str]:
 
 def _shape_and_cut(array: Mapping[str, Any], *between: str) -> tuple[str, ...]:
     cut = [f"dimension {i} over {axis}" for i, axis in enumerate(array["cut"]) if axis]
-    return " x ".join(map(str, array["shape"])) or "1", *between, ", ".join(cut) or "whole"
+    return " x ".join(map(str, array["shape"])) or "1", *between, ", ".join(cut) or "replicated"
 
 
 def _compute(run: RunEstimate) -> list[str]:
-    rows = [["", "FLOPs per token", "per step", "total"]]
+    rows = [["FLOPs", "per token", "per step", "total"]]
     for of in run.phases:
         rows.append([f"phase {of.phase}", *(f"{n:.3g}" for n in (of.flops_per_token, of.flops / of.steps, of.flops))])
     return aligned([*rows, ["all", "", "", f"{run.flops:.3g}"]])

@@ -166,7 +166,6 @@ class Experiment:
             directory = RunDirectory(run, str(bucket or run))
             held.callback(self._release, directory, bucket)
             with _nothing_left_behind(directory), usage_errors(), contextlib.ExitStack() as undo:
-                on_primary("the packages of loggers are installed", self._check_loggers)
                 on_primary("run directory is free", lambda: self._claim(directory, resume, bucket))
                 is_trial = os.environ.get(TRIAL) == "1"
                 if is_trial and past.saved:  # as it was shortened when the trial began
@@ -277,9 +276,9 @@ class Experiment:
         self.config = with_shape_of(self.config)
         return past
 
-    @staticmethod
-    def _claim(directory: RunDirectory, resume: bool, bucket: BucketRun | None) -> None:
+    def _claim(self, directory: RunDirectory, resume: bool, bucket: BucketRun | None) -> None:
         """On rank 0: hold the run directory, and the run in its bucket."""
+        self._check_loggers()
         directory.claim(resume)
         if bucket is not None:
             bucket.take()

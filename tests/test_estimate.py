@@ -167,7 +167,10 @@ def test_the_devices_that_repeat_the_work_of_others_are_told(corpus):
     assert [phase.rows_a_process for phase in found.phases] == [1]
     text = table(found)
     assert "8 cpu device(s) in 4 processes" in text
-    assert "phase 1: a batch of 1 rows x 17 tokens: each device has all of it; 7 of 8 devices repeat the work" in text
+    assert (
+        "phase 1: a batch of 1 rows x 17 tokens: each device computes the whole batch; 7 of 8 devices repeat the work"
+        in text
+    )
 
 
 def test_passes_are_what_the_rows_read(corpus, tmp_path):
@@ -227,7 +230,7 @@ def test_the_kernel_of_attention_and_its_scores(corpus):
     assert (phase.attention, phase.score_bytes) == ("xla", rows * heads * (512 * 512 + 2048) * 4)
     assert "attention by cudnn is not simulated: the memory of phases is that of xla, in its place" in found.notes
     told = table(found)
-    assert f"attention of phase 1: xla, scores in blocks, {size(phase.score_bytes)} a layer" in told
+    assert f"attention of phase 1: xla, scores in blocks, {size(phase.score_bytes)} per layer" in told
     with pytest.raises(UserError, match="attention is cudnn: cuDNN is for GPUs, and the devices here are cpu"):
         estimate(config, corpus_path(corpus), EstimateRequest())
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 from commands import command, environment, run
 
@@ -34,6 +35,12 @@ def made(tmp_path_factory):
     build([folder / "text.txt"], folder / "data", tokenizer="byte").close()
     build([folder / "text.txt"], folder / "chars", tokenizer="char").close()
     (folder / "small.yaml").write_text(SMALL)
+    (folder / "short").mkdir()
+    for number in range(20):  # each shorter than a row of 17 tokens
+        np.save(folder / "short" / f"{number:02d}.npy", np.full(12, 7, np.uint16))
+    np.save(folder / "empty.npy", np.zeros(0, np.uint16))
+    np.save(folder / "one.npy", np.ones(17, np.uint16))
+    np.save(folder / "floats.npy", np.ones(5000, np.float32))
     config = Config.from_yaml(folder / "small.yaml")
     config.phases, config.n_devices = [{"steps": 1, "batch_size": 8, "seq_len": 17}], 1
     Experiment(config).fit(folder / "data", folder / "run")
@@ -53,6 +60,10 @@ def tree(folder):
 
 
 WORDS = ["--config", "small.yaml", "--data_path", "data"]
+FOUR = ["--n_devices", "4"]
+SHARDED = [*WORDS, "--virtual_shards"]
+BLEND = [*WORDS, "--datasets", "{other: short}", "--phases", "["]
+W = "weights: {self: 1, other: 1}, batch_size: 8, seq_len"
 PHASE = "[{{steps: 2, batch_size: {}, seq_len: {}}}]"
 MISTAKES = [
     ([*WORDS, "--config", "none.yaml"], "none.yaml: cannot be read"),
@@ -81,11 +92,49 @@ MISTAKES = [
     ([*WORDS, "--model", "own_model:missing"], "has no 'missing'"),
     ([*WORDS, "--model", "own_model:build", "--model_args.depth", "0"], "model_args.depth is 0: it must be at least 1"),
     ([*WORDS, "--data_path", "chars", "--sample_prompt", "π"], "π"),
+    ([*SHARDED, "8", "--phases", PHASE.format(16, 17), "--grad_accum", "4", *FOUR], "of virtual_shards (8) x"),
+    ([*SHARDED, "16"], "virtual_shards is 16 and needs a thread pool of 32 in XLA"),
+    ([*SHARDED, "2"], "virtual_shards is 2, which 8 device(s) do not divide"),
+    ([*SHARDED, "8", "--phases", PHASE.format(12, 17), *FOUR], "not a multiple of virtual_shards (8): use"),
+    ([*SHARDED, "8", "--tensor_devices", "2"], "virtual_shards is 8, and the mesh is"),
+    ([*SHARDED, "8", "--fsdp", "True"], "virtual_shards is 8 and fsdp is true"),
+    ([*SHARDED, "6"], "virtual_shards is 6: it must be a power of two"),
+    ([*WORDS, "--phases", "[{steps: 5000000000, batch_size: 8, seq_len: 17}]"], "the run has 5,000,000,000 steps"),
+    ([*WORDS, "--phases", "[{epochs: 900000000, batch_size: 8, seq_len: 17}]"], "and may have at most 2,147,483,647"),
+    ([*WORDS, "--phases", "[{steps: 2, epochs: 1, batch_size: 8, seq_len: 17}]"], "steps is 2 and epochs is 1"),
+    ([*BLEND, "{steps: 2, " + W + ": 17}]"], "and the data 'other' does not"),
+    ([*BLEND, "{steps: 2, weights: {other: 1}, batch_size: 8, seq_len: 17}]"], "does not hold one such row"),
+    ([*BLEND, "{steps: 2, " + W + ": 17, packing: documents}]"], "'other'"),
+    ([*BLEND, "{steps: 2, " + W + ": 17, blend: row}]"], "one such row"),
+    (
+        [*BLEND, "{steps: 2, " + W + ": 5}, "
+         "{steps: 1, " + W + ": 17}]"],
+        "phase 2: seq_len is 17, and the data 'other' does not hold one such row",
+    ),
+    ([*BLEND, "{steps: 2, weights: {self: 1, other: 1}, batch_size: 800, seq_len: 9}]"], "which holds 20 such"),
+    ([*BLEND, "{epochs: 1, weights: {self: 0, other: 1}, batch_size: 8, seq_len: 9}]"], "give steps instead of epochs"),
+    ([*BLEND, "{steps: 1, weights: {self: 1, other: .nan}, batch_size: 8, seq_len: 9}]"], "of 'other' is nan"),
+    ([*BLEND, "{steps: 1, weights: {self: 1, other: 1e-4}, batch_size: 8, seq_len: 9}]"], "is 9.999e-05 of the sum"),
+    ([*WORDS, "--phases", "[]"], "phases is an empty list"),
+    ([*WORDS, "--phases", "[3]"], "phases"),
+    ([*WORDS, "--seed", "-1"], "seed is -1: it must be at least 0 and below 2^31"),
+    ([*WORDS, "--max_steps", "0"], "max_steps is 0: it must be at least 1"),
+    ([*WORDS, "--data_path", "empty.npy", "--vocab_size", "300"], "empty.npy"),
+    ([*WORDS, "--data_path", "one.npy", "--vocab_size", "300"], "'self' does not hold one such row"),
+    ([*WORDS, "--data_path", "floats.npy", "--vocab_size", "300"], "float32"),
+    ([*WORDS, "--attention", "cudnn"], "attention"),
+    ([*WORDS, "--optimizer", "sgdd"], "optimizer"),
+    ([*WORDS, "--n_heads", "3"], "heads"),
+    ([*WORDS, "--use_bf16", "True", "--bf16_compute", "True"], "choose one"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[" ".join(words)[-50:] for words, _ in MISTAKES])
-def test_plan_refuses_what_train_refuses(work, capsys, words, message):
+def test_plan_refuses_what_train_refuses(work, capsys, monkeypatch, words, message):
+    if words[-2] == "[":
+        words = [*words[:-2], words[-2] + words[-1]]
+    if "thread pool" not in message:
+        monkeypatch.setenv("PJRT_NPROC", "16")  # what 8 virtual shards ask for before jax starts
     said = []
     for name in ("train", "plan"):
         more = ["--run_dir", "new"] if name == "train" else []
@@ -109,7 +158,7 @@ def test_a_plan_as_text_and_as_json(work, capsys):
     ):
         assert line in text
     for name in ("embedding.embedding", "blocks.attention.qkv.kernel", "norm.scale"):
-        assert re.search(rf"^{re.escape(name)}  .*whole", text, re.MULTILINE)
+        assert re.search(rf"^{re.escape(name)}  .*replicated", text, re.MULTILINE)
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) < 180
     assert main([*words, "--json"]) == 0

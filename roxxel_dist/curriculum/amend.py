@@ -7,7 +7,7 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.segments import Cursor, Key, Shape, UnitSource
-from roxxel_dist.data.units import Ranges, Units, unit_size
+from roxxel_dist.data.units import LARGE_UNITS, SPREAD, Ranges, Units, unit_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,14 @@ class Amendment:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> "Amendment":
-        """The amendment that `state` was taken from."""
+    def from_state(cls, state: Mapping[str, Any], order: int) -> "Amendment":
+        """The amendment, of a plan in this order, that `state` was taken from."""
         shapes = [
             Shape(**{**shape, "weights": tuple((name, weight) for name, weight in shape["weights"])})
             for shape in state["shapes"]
         ]
         sources = {
-            name: UnitSource(name=name, units=Units([(s, n) for s, n in kept["ranges"]], kept["unit"]))
+            name: UnitSource(name=name, units=Units([(s, n) for s, n in kept["ranges"]], kept["unit"]), order=order)
             for name, kept in state["datasets"].items()
         }
         return cls(from_step=state["from_step"], skip=state["skip"], shapes=tuple(shapes), sources=sources)
@@ -55,20 +55,28 @@ def _shape_state(shape: Shape) -> dict[str, Any]:
     return state
 
 
+def longest_window(shapes: Sequence[Shape], name: str, order: int = SPREAD) -> int:
+    """The longest `seq_len` of the phases that read a data set; of all phases, if none does."""
+    if order == LARGE_UNITS:
+        return max(shape.seq_len for shape in shapes)
+    reading = [shape.seq_len for shape in shapes if name in dict(shape.weights)]
+    return max(reading or [shape.seq_len for shape in shapes])
+
+
 def cut_in_units(
-    datasets: Mapping[str, Ranges], shapes: Sequence[Shape], before: Mapping[str, UnitSource]
+    datasets: Mapping[str, Ranges], shapes: Sequence[Shape], before: Mapping[str, UnitSource], order: int
 ) -> dict[str, UnitSource]:
-    """Data sets cut in units for the longest window; one that was there before keeps its units."""
-    longest = max(shape.seq_len for shape in shapes)
-    sizes = {name: before[name].units.size if name in before else None for name in datasets}
-    return {
-        name: UnitSource(name=name, units=Units(ranges, sizes[name] or unit_size(ranges, longest)))
-        for name, ranges in datasets.items()
-    }
+    """Data sets cut in units for their longest window; one that was there before keeps its units."""
+    sources = {}
+    for name, ranges in datasets.items():
+        size = before[name].units.size if name in before else None
+        size = size or unit_size(ranges, longest_window(shapes, name, order), order)
+        sources[name] = UnitSource(name=name, units=Units(ranges, size), order=order)
+    return sources
 
 
 def check(shapes: Sequence[Shape], sources: Mapping[str, UnitSource]) -> None:
-    """Raises ValueError for weights of unknown data sets, and windows longer than a unit."""
+    """Raises UserError for a phase that reads an unknown data set, or one that gives it less than one batch."""
     for number, shape in enumerate(shapes):
         for name, weight in shape.weights:
             if name not in sources:
@@ -77,11 +85,32 @@ def check(shapes: Sequence[Shape], sources: Mapping[str, UnitSource]) -> None:
                 )
             if not weight > 0:
                 raise UserError(f"phase {number + 1}: the weight of {name!r} is {weight}: it must be above 0")
-            if shape.seq_len > sources[name].units.size:
+            units = sources[name].units
+            longest = max((length for _, length in units.ranges), default=0)
+            if shape.seq_len > longest:
+                raise UserError(
+                    f"phase {number + 1}: seq_len is {shape.seq_len}, and the data {name!r} does not hold one such "
+                    f"row: the training part of its longest shard has {longest} tokens. Use a smaller seq_len, give "
+                    f"{name!r} the weight 0, or join its files with `roxxel-dist data build`"
+                )
+            if shape.seq_len > units.size:
                 raise UserError(
                     f"phase {number + 1}: seq_len is {shape.seq_len}, and {name!r} was cut in units of "
-                    f"{sources[name].units.size} tokens when the run began: use at most that, or start a new plan"
+                    f"{units.size} tokens when the run began: use at most that, or start a new plan"
                 )
+    for number, shape in enumerate(shapes):
+        for name, _ in shape.weights:
+            check_batch(number, shape, sources[name])
+
+
+def check_batch(phase: int, shape: Shape, source: UnitSource) -> None:
+    """Raises UserError if a whole pass over a data set gives less than one batch of a phase (counted from 0)."""
+    rows = source.units.count * (source.units.size // shape.seq_len)
+    if rows < shape.batch_size:
+        raise UserError(
+            f"phase {phase + 1}: a batch of {shape.batch_size} rows of {shape.seq_len} tokens does not fit in "
+            f"the data {source.name!r}, which holds {rows} such rows: use a smaller batch_size or seq_len, or more text"
+        )
 
 
 def carried_over(before: Cursor | None, earlier: Sequence[UnitSource], source: UnitSource, key: Key) -> Cursor:

@@ -106,18 +106,21 @@ def digest(key: Sequence[int], size: int) -> bytes:
     return hashlib.shake_128(" ".join(map(str, key)).encode()).digest(size)
 
 
+def mixed(word: np.ndarray | np.unsignedinteger, number: np.ndarray) -> np.ndarray:
+    """splitmix64 (Steele, Lea and Flood, 2014): uint64 that look random, one for each number, by the key `word`."""
+    x = word + number.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
 def shuffled_blocks(first: int, count: int, length: int, key: Sequence[int]) -> np.ndarray:
     """A permutation of [0, length) for each of the blocks first, first + 1, …: int64[count, length].
 
     Block b's depends on (key, b) alone. For short blocks: it sorts `length` random numbers each.
     """
-    word = np.frombuffer(digest(key, 8), "<u8")
     block, place = np.arange(first, first + count, dtype=np.uint64)[:, None], np.arange(length, dtype=np.uint64)
-    x = word + ((block << np.uint64(32)) + place) * np.uint64(0x9E3779B97F4A7C15)
-    # splitmix64 (Steele, Lea and Flood, 2014)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
+    x = mixed(np.frombuffer(digest(key, 8), "<u8"), (block << np.uint64(32)) + place)
     # With its place in the lowest bits no number comes twice, and sorting is faster than asking for the order.
     bits = np.uint64((length - 1).bit_length())
     x = (x >> bits << bits) | place

@@ -1,16 +1,20 @@
 """What a person writes down: phases, and the curriculum they make with a data set."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from math import floor, isfinite
-from typing import Any, ClassVar, Literal
+from math import floor
+from typing import Any, Literal
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.curriculum.amend import longest_window
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.units import steps_in_a_pass
+from roxxel_dist.data.units import SPREAD, rows_in_a_pass
 
+HEAVIEST = 1e12
+EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 LEAST_SHARE = 1e-4
 """Of a data set in a blend: rarer ones would make the blocks in which shares are exact too long."""
 
@@ -19,8 +23,8 @@ LEAST_SHARE = 1e-4
 class Phase:
     """A stretch of training in which batches have one shape.
 
-    `steps` or `epochs` says how long it lasts; `steps`, where both do. A phase that was given to a `Curriculum` with
-    `epochs` alone has its `steps` from then on: those in all of that data, nothing held out.
+    `steps` or `epochs` says how long it lasts. `Curriculum.phases` has the same phases with the steps that epochs
+    come to.
 
     Raises:
         ValueError: a field breaks its rule; the message names the phase and the field.
@@ -33,7 +37,8 @@ class Phase:
     seq_len: int | None = None
     """Tokens read for a row, the last target included: a model sees `seq_len - 1` positions."""
     epochs: float | None = None
-    """Passes over the primary data set, fractions allowed, instead of `steps`."""
+    """Passes over the primary data set ("self"), fractions allowed, instead of `steps`: the phase ends when its rows of
+    "self" come to so many passes, whatever it reads besides."""
     weights: Mapping[str, float] | None = None
     """Share of each data set, "self" being the primary one; they are normalised. None: all of it is "self"."""
     blend: Literal["step", "row"] = "step"
@@ -42,38 +47,55 @@ class Phase:
     """"documents": batches say which document each token is of (`data.packing.Packed`), and attention stops where a
     document ends. The rows are the same tokens either way."""
 
-    counted: ClassVar[bool] = False
-    """Of a phase: whether a `Curriculum` has counted `steps`, from `epochs`; one of other data counts again."""
-
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
             raise UserError(f"{self!r}: give steps or epochs")
+        if self.steps is not None and self.epochs is not None:
+            raise UserError(
+                f"{self!r}: steps is {self.steps!r} and epochs is {self.epochs!r}: give one of them, each says how "
+                f"long the phase lasts"
+            )
         if self.batch_size is None or self.seq_len is None:
             raise UserError(f"{self!r}: batch_size and seq_len must be given")
         for name, least in (("steps", 1), ("batch_size", 1), ("seq_len", 2)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise UserError(f"{self!r}: {name} is {value!r}, and must be a whole number of at least {least}")
-        if self.epochs is not None and not (isinstance(self.epochs, int | float) and 0 < self.epochs < 1e9):
-            raise UserError(f"{self!r}: epochs is {self.epochs!r}, and must be a number above 0")
+        is_number = isinstance(self.epochs, int | float) and not isinstance(self.epochs, bool)
+        if self.epochs is not None and not (is_number and 0 < self.epochs < 1e9):
+            raise UserError(f"{self!r}: epochs is {self.epochs!r}, and must be a number above 0 and below 1e9")
         for name, (first, second) in {"blend": ("step", "row"), "packing": ("contiguous", "documents")}.items():
             if getattr(self, name) not in (first, second):
                 raise UserError(f"{self!r}: {name} is {getattr(self, name)!r}, and must be {first!r} or {second!r}")
         if self.weights is not None:
             self._check_weights(self.weights)
+            if self.epochs is not None and not self.weights.get("self"):
+                raise UserError(
+                    f"{self!r}: epochs is {self.epochs!r}, which counts passes over self, and the weight of self is 0: "
+                    f"give steps instead of epochs"
+                )
 
     def _check_weights(self, weights: object) -> None:
         if not isinstance(weights, Mapping) or not weights:
             raise UserError(f"{self!r}: weights must be a mapping such as {{self: 0.9, code: 0.1}}")
         for name, weight in weights.items():
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or weight < 0:
-                raise UserError(f"{self!r}: the weight of {name!r} is {weight!r}: it must be a number >= 0")
-        total = sum(weights.values())
+            is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if not is_number or not 0 <= weight < HEAVIEST:
+                raise UserError(
+                    f"{self!r}: the weight of {name!r} is {weight!r}: it must be a number of at least 0 and below "
+                    f"{HEAVIEST:g}"
+                )
+        total = float(sum(weights.values()))
         if total <= 0:
             raise UserError(f"{self!r}: all weights are 0: at least one must be above")
-        least = min(weight for weight in weights.values() if weight > 0) / total
-        if least < LEAST_SHARE:
-            raise UserError(f"{self!r}: a share is {least:.1e}: it must be 0, or at least {LEAST_SHARE:g}")
+        weight, name = min((weight, name) for name, weight in weights.items() if weight > 0)
+        if weight / total < LEAST_SHARE:
+            least = LEAST_SHARE * (total - weight) / (1 - LEAST_SHARE)
+            raise UserError(
+                f"{self!r}: the weight of {name!r} is {weight:g}, which is {weight / total:.6g} of the sum of all "
+                f"weights ({total:.6g}): this share must be 0, or at least {LEAST_SHARE:g}: use a weight of at least "
+                f"{1.001 * least:.4g}, or 0"
+            )
 
     @property
     def shape(self) -> Shape:
@@ -108,7 +130,18 @@ class Phase:
         names = [f.name for f in fields(cls)]
         if unknown := [key for key in phase if key not in names]:
             raise UserError(f"phases: {unknown[0]!r} is not a field of a phase: they are {', '.join(names)}")
-        return cls(**phase)
+        read: dict[str, Any] = {key: _as_number(value) for key, value in phase.items()}
+        if isinstance(weights := read.get("weights"), Mapping):
+            read["weights"] = {name: _as_number(weight) for name, weight in weights.items()}
+        return cls(**read)
+
+
+def _as_number(value: Any) -> Any:
+    """1e-3 is text in YAML, which asks for a point in a number with an exponent; other values as they are."""
+    if not (isinstance(value, str) and EXPONENT.fullmatch(value)):
+        return value
+    number = float(value)
+    return int(number) if number.is_integer() else number
 
 
 class Curriculum:
@@ -147,36 +180,59 @@ class Curriculum:
                     f"mix_streamers: {name!r} was made with tokenizer {other}, the primary data set with {primary}: "
                     f"build both with the same tokenizer.json"
                 )
-        given = [Phase.of(phase) for phase in phases]
-        self._given = [replace(phase, steps=None) if phase.counted else phase for phase in given]
-        self._longest = max(phase.seq_len or 0 for phase in self._given)
-        self.phases: tuple[Phase, ...] = tuple(self._with_steps(phase) for phase in self._given)
-        for phase, counted in zip(given, self.phases, strict=True):
-            if phase.steps is None or phase.counted:  # programs add up the steps of their phases, for a schedule
-                object.__setattr__(phase, "steps", counted.steps)
-                object.__setattr__(phase, "counted", True)
+        self._given = [Phase.of(phase) for phase in phases]
+        self.phases: tuple[Phase, ...] = self._with_steps(SPREAD)
+        """With their steps; those that were given with epochs are new objects."""
 
     def __repr__(self) -> str:
         """The phases, and the data sets by name."""
         others = f", others={list(self.mix_streamers)}" if self.mix_streamers else ""
         return f"Curriculum({list(self.phases)}, steps={self.total_steps}{others})"
 
-    def _with_steps(self, phase: Phase) -> Phase:
-        if phase.steps is not None or phase.epochs is None:
-            return replace(phase, epochs=None)
-        assert phase.batch_size is not None
-        assert phase.seq_len is not None
+    def _with_steps(self, order: int) -> tuple[Phase, ...]:
+        """The phases with the steps that `epochs` come to, in a plan of this order."""
+        phases: list[Phase] = []
+        for phase in self._given:
+            phases.append(phase if phase.epochs is None else self._counted(phase, phases, order))
+        return tuple(phases)
+
+    def _counted(self, phase: Phase, before: Sequence[Phase], order: int) -> Phase:
+        """A phase that begins after others, with steps instead of epochs."""
+        assert phase.epochs is not None
+        shape = phase.shape
         # In the units that the whole curriculum uses, or phases that add up to a pass would read more than one.
-        ranges, longest = self.primary_streamer.ranges, self._longest
-        pass_steps = steps_in_a_pass(ranges, phase.seq_len, phase.batch_size, longest)
+        longest = longest_window([each.shape for each in self._given], "self", order)
+        rows = rows_in_a_pass(self.primary_streamer.ranges, shape.seq_len, longest, order)
+        pass_steps = rows // shape.batch_size
         steps = floor(pass_steps * phase.epochs + 1e-9)  # 0.29 of 100 is 28.999999999999996
         if steps < 1:
             raise UserError(
-                f"{phase!r}: one pass over the text to train on has {pass_steps} step(s) of {phase.batch_size} "
-                f"rows of {phase.seq_len} tokens. These epochs are less than one step: use a smaller batch_size or "
+                f"{phase!r}: one pass over the text to train on has {pass_steps} step(s) of {shape.batch_size} "
+                f"rows of {shape.seq_len} tokens. These epochs are less than one step: use a smaller batch_size or "
                 f"seq_len, or more text"
             )
+        if order == SPREAD and len(shape.weights) > 1:
+            # A pass of a blend by row leaves less than a batch of rows unread.
+            lost = int(phase.epochs) * (rows % shape.batch_size + shape.batch_size - 1) if phase.blend == "row" else 0
+            steps = self._steps_until(max(1, steps * shape.batch_size - lost), phase, before)
         return replace(phase, steps=steps, epochs=None)
+
+    def _steps_until(self, rows: int, phase: Phase, before: Sequence[Phase]) -> int:
+        """The fewest steps of a phase, after others, that read so many rows of the primary data set."""
+        first, low, high = sum(each.steps or 0 for each in before), 0, 1
+        while self._rows_of_self(phase, before, first, high) < rows:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._rows_of_self(phase, before, first, middle) >= rows else (middle, high)
+        return high
+
+    def _rows_of_self(self, phase: Phase, before: Sequence[Phase], first: int, steps: int) -> int:
+        """Rows of the primary data set in the first steps of a phase; `first` steps are before it."""
+        rest = [replace(each, steps=1, epochs=None).shape for each in self._given[len(before) + 1 :]]
+        shapes = [*(each.shape for each in before), replace(phase, steps=steps, epochs=None).shape, *rest]
+        plan = Plan(shapes, {name: data.ranges for name, data in self.datasets.items()}, 0)
+        return plan.rows_read(first, first + steps)["self"]
 
     def hold_out(self, fraction: float) -> "tuple[Curriculum, Roxxel]":
         """The same phases without the last part of every shard of the primary data set.
@@ -223,3 +279,14 @@ class Curriculum:
         """
         ranges = {name: streamer.ranges for name, streamer in self.datasets.items()}
         return Plan(self.shapes, ranges, seed, max_passes=max_passes)
+
+    def as_begun(self, plan: Plan, seed: int) -> tuple[tuple[Shape, ...], str]:
+        """(the phases, the fingerprint of their plan) in the order of the plan that a run began with.
+
+        In the order of older runs `epochs` came to other steps.
+        """
+        shapes = self.shapes
+        if plan.order != SPREAD:
+            shapes = tuple(phase.shape for phase in self._with_steps(plan.order))
+        ranges = {name: streamer.ranges for name, streamer in self.datasets.items()}
+        return shapes, Plan(shapes, ranges, seed, order=plan.order).fingerprint

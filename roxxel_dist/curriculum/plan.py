@@ -20,7 +20,7 @@ import numpy as np
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.amend import Amendment, carried_over, check, cut_in_units
 from roxxel_dist.curriculum.segments import Cursor, Key, Segment, SegmentBuilder, Shape
-from roxxel_dist.data.units import Ranges
+from roxxel_dist.data.units import LARGE_UNITS, SPREAD, Ranges
 
 ROWS_AHEAD = 8192
 ENDLESS = 1 << 62
@@ -48,17 +48,25 @@ class Plan:
         datasets: name to readable ranges; the first is named "self".
         seed: of all orders, 0 or more.
         max_passes: the most passes over a data set; None for as many as the steps take.
+        order: `SPREAD`; `LARGE_UNITS` for the order of runs that began with it.
 
     Raises:
         ValueError: a data set cannot fill one batch of a phase in a whole pass, or the passes are not enough.
     """
 
     def __init__(
-        self, phases: Sequence[Shape], datasets: Mapping[str, Ranges], seed: int, *, max_passes: int | None = None
+        self,
+        phases: Sequence[Shape],
+        datasets: Mapping[str, Ranges],
+        seed: int,
+        *,
+        max_passes: int | None = None,
+        order: int = SPREAD,
     ) -> None:
         if not isinstance(seed, int) or seed < 0:
             raise UserError(f"seed is {seed!r}: it must be a whole number of at least 0")
-        sources = cut_in_units(datasets, phases, {})
+        self.order: int = order
+        sources = cut_in_units(datasets, phases, {}, order)
         check(phases, sources)
         self._build(seed, max_passes, [Amendment(from_step=0, skip=0, shapes=tuple(phases), sources=sources)])
 
@@ -153,12 +161,13 @@ class Plan:
         if skip < 0:
             raise UserError(f"skip is {skip}: it must be 0 or more steps")
         shapes = tuple(phases) if phases is not None else last.shapes
-        sources = last.sources if datasets is None else cut_in_units(datasets, shapes, last.sources)
+        sources = last.sources if datasets is None else cut_in_units(datasets, shapes, last.sources, self.order)
         check(shapes, sources)
         total = sum(shape.steps for shape in shapes)
         if total <= step:
             raise UserError(f"the phases end at step {total}, and step {step} was to be amended: give longer ones")
         plan = object.__new__(Plan)
+        plan.order = self.order
         amendment = Amendment(from_step=step, skip=skip, shapes=shapes, sources=sources)
         plan._build(self.seed, self.max_passes, [*self.amendments, amendment])
         return plan
@@ -293,13 +302,17 @@ class Plan:
     def state(self, step: int) -> dict[str, Any]:
         """The state in a checkpoint from which the plan continues: a few numbers per phase and shard, of any size."""
         amendments = [amendment.state() for amendment in self.amendments]
-        return {"step": step, "seed": self.seed, "max_passes": self.max_passes, "amendments": amendments}
+        state = {"step": step, "seed": self.seed, "max_passes": self.max_passes, "amendments": amendments}
+        # Plans in large units were saved without their order, and keep their fingerprint.
+        return state if self.order == LARGE_UNITS else state | {"order": self.order}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Plan":
         """The plan that `state` was taken from."""
         plan = object.__new__(cls)
-        plan._build(state["seed"], state["max_passes"], [Amendment.from_state(a) for a in state["amendments"]])
+        plan.order = state.get("order", LARGE_UNITS)
+        amendments = [Amendment.from_state(amendment, plan.order) for amendment in state["amendments"]]
+        plan._build(state["seed"], state["max_passes"], amendments)
         return plan
 
     @cached_property

@@ -15,7 +15,8 @@ import numpy as np
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.mixture import Mixture, cumulative_weights, quota
 from roxxel_dist.curriculum.permutation import Permutation
-from roxxel_dist.data.units import Units
+from roxxel_dist.curriculum.spread import SpreadOrder
+from roxxel_dist.data.units import LARGE_UNIT, SPREAD, Units
 
 MAX_CHUNK, MIN_CHUNK, CHUNKS = 256, 16, 8
 
@@ -60,8 +61,10 @@ class RemainingUnits:
     """
 
     size: int
-    order: Permutation | None
+    order: Permutation | SpreadOrder | None
     """Of the positions [0, size); None where there are none."""
+    block: int = 0
+    """Of a `SpreadOrder`: its argument; 0: orders are plain permutations."""
     parent: "RemainingUnits | None" = None
     consumed: int = 0
     """Units that the parent gave out before: its positions below this."""
@@ -73,9 +76,9 @@ class RemainingUnits:
     """Sorted places among the added units of those that this pass has read before they were taken away."""
 
     @classmethod
-    def first(cls, units: int, key: Sequence[int]) -> "RemainingUnits":
+    def first(cls, units: int, key: Sequence[int], block: int = 0) -> "RemainingUnits":
         """All of so many units."""
-        return cls(size=units, order=Permutation(units, key) if units else None)
+        return cls(size=units, order=_order(units, key, block), block=block)
 
     def amended(self, used: int, kept: int, units: int, key: Sequence[int], *, known: int = 0) -> "RemainingUnits":
         """The remaining units after `used` were given out, those from `kept` on removed, and [kept, units) added.
@@ -87,9 +90,15 @@ class RemainingUnits:
         returning = np.arange(kept, known)
         already_read = np.flatnonzero(self._given_out(returning, used))
         size = self.size - used - len(removed) + units - kept - len(already_read)
-        order = Permutation(size, key) if size else None
         return RemainingUnits(
-            size=size, order=order, parent=self, consumed=used, removed=removed, added=kept, already_read=already_read
+            size=size,
+            order=_order(size, key, self.block),
+            block=self.block,
+            parent=self,
+            consumed=used,
+            removed=removed,
+            added=kept,
+            already_read=already_read,
         )
 
     @property
@@ -136,6 +145,12 @@ class RemainingUnits:
         return given | self.parent._given_out(unit, self.consumed) if self.parent is not None else given
 
 
+def _order(size: int, key: Sequence[int], block: int) -> Permutation | SpreadOrder | None:
+    if not size:
+        return None
+    return SpreadOrder(size, key, block) if block else Permutation(size, key)
+
+
 def _nth_without(removed: np.ndarray, n: np.ndarray) -> np.ndarray:
     """The n-th (from 0) whole number that is not in the sorted `removed`."""
     return n + np.searchsorted(removed - np.arange(len(removed)), n, side="right")
@@ -147,6 +162,8 @@ class UnitSource:
 
     name: str
     units: Units
+    order: int = SPREAD
+    """`SPREAD` or `LARGE_UNITS`: that of its plan."""
 
     @cached_property
     def number(self) -> int:
@@ -155,7 +172,9 @@ class UnitSource:
 
     def new_pass(self, key: Key, pass_index: int) -> "Cursor":
         """Before the first token of a pass."""
-        remaining = RemainingUnits.first(self.units.count, key.new_pass(self.number, pass_index))
+        # Stretches of 2^18 tokens are read at about the same time: on a small corpus all of it, on a large one not.
+        block = max(1, LARGE_UNIT // self.units.size) if self.order == SPREAD else 0
+        remaining = RemainingUnits.first(self.units.count, key.new_pass(self.number, pass_index), block)
         return Cursor(pass_index=pass_index, remaining=remaining)
 
     @property
@@ -331,8 +350,8 @@ class SegmentBuilder:
     def build(self, shapes: Sequence[Shape], first_step: int) -> Iterator[Segment]:
         """The segments of the steps from `first_step` to the end of the last phase; `shapes` begin with step 0.
 
-        Where whole passes repeat, those of the first stand for all of them; see `Segment.repeated`. Raises ValueError
-        where a whole pass holds less than one batch of a phase, or `max_passes` are not enough.
+        Where whole passes repeat, those of the first stand for all of them; see `Segment.repeated`. A whole pass over
+        each data set of a phase must give a batch of it. Raises UserError where `max_passes` are not enough.
         """
         step, end = first_step, 0
         for phase, shape in enumerate(shapes):
@@ -380,12 +399,6 @@ class SegmentBuilder:
         """The beginning of a new pass over a data set."""
         source, passes = self.sources[name], self.cursors[name].pass_index + 1
         cursor = source.new_pass(self.key, passes)
-        if shape.capacity(source, cursor) == 0:
-            held = source.units.count * (source.units.size // shape.seq_len)
-            raise UserError(
-                f"phase {phase + 1}: a batch of {shape.batch_size} rows of {shape.seq_len} tokens does not fit in "
-                f"the data {name!r}, which holds {held} such rows: use a smaller batch_size or seq_len, or more text"
-            )
         if self.max_passes is not None and passes >= self.max_passes:
             raise UserError(
                 f"phase {phase + 1}: all of its data is used up at step {step + 1}, and max_passes is "

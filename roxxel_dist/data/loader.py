@@ -258,8 +258,8 @@ def stream_of(
         raise UserError(f"steps={steps} and passes={passes}: give one of them, steps are counted whatever the passes")
     if passes is not None and passes < 1:
         raise UserError(f"passes={passes}: passes over the data set, at least 1, or None for a stream without an end")
-    steps = ENDLESS if steps is None and passes is None else steps  # steps override epochs
-    phase = Phase(steps, batch_size, seq_len, epochs=passes, weights=weights)
+    steps = ENDLESS if steps is None and passes is None else steps
+    phase = Phase(steps, batch_size, seq_len, epochs=passes if steps is None else None, weights=weights)
     plan = Curriculum(dataset, [phase], mix_datasets).plan(seed)
     if mesh is not None and data_sharding is None:
         from roxxel_dist.cluster.mesh import batch_sharding

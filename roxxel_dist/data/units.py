@@ -16,33 +16,44 @@ LARGE_UNIT = 1 << 18
 WINDOWS_A_UNIT = 8
 FEW_UNITS = 256
 TOLERATED_LOSS = 0.03
+LARGE_UNITS, SPREAD = 1, 2
+"""Orders of a plan. Runs that began with large units, in a random order, keep them; new runs have small ones, of which
+every stretch is spread over the whole data set."""
 
 
-def unit_size(ranges: Ranges, longest: int) -> int:
+def unit_size(ranges: Ranges, longest: int, order: int = SPREAD) -> int:
     """Tokens per unit for windows of at most `longest` tokens.
 
-    Large units (8 windows, 2^18 tokens) keep reads local. On a small corpus, or one of many small shards, that would
-    leave much of it unread, so the unit shrinks until at least 97 % of the tokens that fit in any window are in a unit.
+    A unit of 8 windows can be read by a later phase of longer rows. On a small corpus, or one of many small shards, it
+    would leave much unread, so it shrinks until at least 97 % of the tokens that fit in any window are in a unit.
 
     Args:
         ranges: (start, length) of each range, in tokens.
         longest: the longest `seq_len` that will be read, in tokens.
+        order: `SPREAD`, or `LARGE_UNITS`, whose units have up to 2^18 tokens.
 
     Returns:
         A multiple of `longest`: at least `longest` itself, even if no range has that many tokens.
     """
     lengths = np.array([length for _, length in ranges], np.int64)
     best = int((lengths // longest).sum()) * longest  # the coverage of units of one window
-    windows = max(WINDOWS_A_UNIT, min(LARGE_UNIT, int(lengths.sum()) // FEW_UNITS) // longest)
+    windows = WINDOWS_A_UNIT
+    if order == LARGE_UNITS:
+        windows = max(windows, min(LARGE_UNIT, int(lengths.sum()) // FEW_UNITS) // longest)
     while windows > 1 and int((lengths // (windows * longest)).sum()) * windows * longest < (1 - TOLERATED_LOSS) * best:
         windows //= 2
     return windows * longest
 
 
-def steps_in_a_pass(ranges: Ranges, seq_len: int, batch_size: int, longest: int | None = None) -> int:
-    """Batches of `batch_size` windows of `seq_len` tokens in one pass, if no window is longer than `longest` tokens."""
-    unit = unit_size(ranges, longest or seq_len)
-    return Units(ranges, unit).count * (unit // seq_len) // batch_size
+def rows_in_a_pass(ranges: Ranges, seq_len: int, longest: int | None = None, order: int = SPREAD) -> int:
+    """Windows of `seq_len` tokens in one pass, if no window is longer than `longest` tokens."""
+    unit = unit_size(ranges, longest or seq_len, order)
+    return Units(ranges, unit).count * (unit // seq_len)
+
+
+def steps_in_a_pass(ranges: Ranges, seq_len: int, batch_size: int) -> int:
+    """Batches of `batch_size` windows of `seq_len` tokens in one pass."""
+    return rows_in_a_pass(ranges, seq_len) // batch_size
 
 
 class Units:

@@ -17,6 +17,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.discovery import absolute
+from roxxel_dist.data.units import SPREAD
 from roxxel_dist.train.bad_steps import BadStep, known_good
 from roxxel_dist.train.checkpoint.generations import Generation
 from roxxel_dist.train.checkpoint.metadata import (
@@ -39,6 +40,9 @@ from roxxel_dist.train.optimizer import NamedOptimizer, Optimizer, schedule_chan
 from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState
 
 JOB_ENV = "ROXXEL_RUN_ID"
+
+
+MOST_STEPS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,7 @@ class _Run:
         self.store, self.folder, self.copy = store, store.folder.parent, copy
         self.curriculum, self.optimizer, self.options, self.amend = curriculum, optimizer, options, amend
         self.fingerprint = run_fingerprint(curriculum, options.seed)
+        self.shapes = curriculum.shapes
 
     def resume_latest(self) -> ResumePoint:
         """The newest checkpoint of the run, or copy in memory, or its beginning."""
@@ -129,7 +134,7 @@ class _Run:
         if step is None:
             return ResumePoint(0, self.curriculum.plan(options.seed), CheckpointMetadata(**self.fingerprint))
         saved = self.store.metadata(step) if copy is None else copy.metadata
-        before = Plan.from_state(saved.plan)
+        before = self._begun_with(saved)
         finished = step >= last_step(before, options) or saved.early_stopping.should_stop(options.patience)
         if finished and not self.amend:
             self._check_unchanged(saved, before)
@@ -141,6 +146,14 @@ class _Run:
             # Else a run that ended by `patience` would end again at once.
             saved = replace(saved, early_stopping=saved.early_stopping.patient())
         return ResumePoint(step, plan, replace(saved, **self.fingerprint), notes, copy=copy)
+
+    def _begun_with(self, saved: CheckpointMetadata) -> Plan:
+        """The plan of a checkpoint; the curriculum is taken in its order from now on."""
+        plan = Plan.from_state(saved.plan)
+        if plan.order != SPREAD:
+            self.shapes, curriculum = self.curriculum.as_begun(plan, self.options.seed)
+            self.fingerprint["curriculum"] = curriculum
+        return plan
 
     def _check_unchanged(self, saved: CheckpointMetadata, plan: Plan) -> None:
         """Raises ValueError where a run that is finished is made with other parts, for which nothing would be done."""
@@ -159,7 +172,7 @@ class _Run:
         """A checkpoint of another run."""
         with open_checkpoint("fork", source) as (store, step):
             saved = store.metadata(step)
-        before, seed = Plan.from_state(saved.plan), self.options.seed
+        before, seed = self._begun_with(saved), self.options.seed
         if before.seed != seed:
             raise UserError(f"seed is {seed}, and {source} has {before.seed}: a fork keeps it, or reads twice")
         plan = self._plan_to_follow(saved, step, source.run, amend=True)
@@ -193,7 +206,7 @@ class _Run:
             raise UserError(
                 "skip_steps counts the steps of the plan as it is, and amend changes it: do one, then the other"
             )
-        before, record = Plan.from_state(newest.plan), {"back_from": kept[-1]}
+        before, record = self._begun_with(newest), {"back_from": kept[-1]}
         plan = self._plan_to_follow(newest, step, self.folder, amend=self.amend)
         note = f"going back from step {kept[-1]} to step {step}"
         if skip_steps:
@@ -238,7 +251,7 @@ class _Run:
         before = Plan.from_state({**saved.plan, "amendments": known})
         for name, mine in ranges.items():
             _check_ranges(name, before.amendments[-1].sources, mine)
-        return before.amend(step, self.curriculum.shapes, datasets=ranges)
+        return before.amend(step, self.shapes, datasets=ranges)
 
     def _plan_notes(self, saved: CheckpointMetadata, before: Plan, plan: Plan, step: int) -> tuple[str, ...]:
         """The plan that is followed after `step` steps, and the learning rate; both, where a checkpoint has others."""
@@ -263,8 +276,14 @@ def _check_ranges(name: str, sources: Mapping[str, Any], now: Sequence[tuple[int
 
 
 def last_step(plan: Plan, options: LoopOptions) -> int:
-    """The step after which a run ends."""
-    return min(plan.total_steps, options.max_steps or plan.total_steps)
+    """The step after which a run ends. Raises UserError for one that the counter of steps (int32) cannot hold."""
+    last = min(plan.total_steps, options.max_steps or plan.total_steps)
+    if last > MOST_STEPS:
+        raise UserError(
+            f"phases: the run has {last:,} steps, and may have at most {MOST_STEPS:,} (the counter is an int32): use "
+            f"fewer steps or epochs, a larger batch_size, or max_steps"
+        )
+    return last
 
 
 def max_steps_note(plan: Plan, options: LoopOptions) -> str:

@@ -73,14 +73,13 @@ from roxxel_dist.train.train_step import (
     SPIKE_FACTOR,
     LossFn,
     Metrics,
-    check_batches,
     check_vocabulary,
     fetch,
     make_eval_step,
     make_step,
 )
 from roxxel_dist.train.verification import Verification
-from roxxel_dist.train.virtual_shards.layout import DeviceStates, check_virtual_shards
+from roxxel_dist.train.virtual_shards.layout import DeviceStates, check_shapes
 from roxxel_dist.train.virtual_shards.step import init_state_of_copies, make_sharded_steps
 
 
@@ -152,9 +151,7 @@ class Trainer:
         self.mesh: Mesh = mesh or make_mesh()
         self._sharding = data_sharding or batch_sharding(self.mesh)
         self._curriculum, held_out = curriculum.hold_out(0 if validation else self.options.val_fraction)
-        check_batches(self._curriculum.shapes, grad_accum_steps)
-        if self.options.virtual_shards:
-            check_virtual_shards(self.options.virtual_shards, self._curriculum.shapes, grad_accum_steps, self.mesh)
+        check_shapes(self._curriculum.shapes, grad_accum_steps, self.options.virtual_shards, self.mesh)
         self._folder, self._loss_fn, self._eval_fn = Path(save_path), loss_fn, eval_fn
         self._trackers, self._user_logger, self._bucket = trackers, logger, bucket
         self._given_validation = validation

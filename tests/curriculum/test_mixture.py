@@ -206,7 +206,17 @@ def test_the_curriculum_of_a_blend(two):
         ({"self": float("nan")}, "the weight of 'self' is nan"),
         ({"self": 0.0}, "all weights are 0"),
         ({}, "weights must be a mapping"),
-        ({"self": 1, "b": 1e-7}, "a share is 1.0e-07: it must be 0, or at least 0.0001"),
+        ({"self": 1, "b": 1e-7}, "the weight of 'b' is 1e-07, which is 1e-07 of the sum of all weights"),
+        (
+            {"self": 1, "b": 1e-4},
+            r"which is 9.999e-05 of the sum of all weights \(1.0001\): this share must be 0, or at",
+        ),
+        ({"self": 1, "b": 1e-4}, "use a weight of at least 0.0001001, or 0"),
+        ({"self": 9999, "b": 0.9999, "c": 1}, "the weight of 'b' is 0.9999"),
+        ({"self": 10**400, "b": 1}, "the weight of 'self' is 1000000"),
+        ({"self": 1e308, "b": 1e308}, "must be a number of at least 0 and below"),
+        ({"self": True}, "the weight of 'self' is True"),
+        ({"self": "1"}, "the weight of 'self' is '1'"),
     ],
 )
 def test_weights_that_cannot_be(weights, message):

@@ -4,7 +4,8 @@ import json
 import numpy as np
 import pytest
 
-from roxxel_dist import Curriculum, Phase, Plan
+from roxxel_dist import Curriculum, Phase, Plan, Roxxel
+from roxxel_dist.cluster.exit_codes import UserError
 
 
 def test_positional_order_is_steps_batch_seq_len_epochs():
@@ -33,21 +34,25 @@ def test_errors_name_field_value_and_rule(fields, message):
         Phase(**fields)
 
 
-def test_steps_win_over_epochs(corpus):
-    curriculum = Curriculum(corpus, [Phase(steps=3, epochs=7, batch_size=2, seq_len=17)])
-    assert (curriculum.total_steps, curriculum.hold_out(0.5)[0].total_steps) == (3, 3)
+@pytest.mark.parametrize("make", [Phase, lambda **fields: Phase.of(fields)])
+def test_a_phase_has_steps_or_epochs(make):
+    with pytest.raises(UserError, match="steps is 3 and epochs is 7: give one of them"):
+        make(steps=3, epochs=7, batch_size=2, seq_len=17)
 
 
-def test_a_phase_knows_its_steps_once_a_curriculum_has_counted_them(corpus):
-    """A schedule over `sum(phase.steps for phase in phases)`; another curriculum counts in its own data."""
-    phases = [Phase(epochs=0.5, batch_size=2, seq_len=17), Phase(steps=5, batch_size=2, seq_len=17)]
-    curriculum = Curriculum(corpus, phases)
+def test_the_phases_of_the_caller_stay_as_they_are(corpus):
+    """`Curriculum.phases` has the steps, as new objects; another curriculum counts in its own data."""
+    given = [Phase(epochs=0.5, batch_size=2, seq_len=17), Phase(steps=5, batch_size=2, seq_len=17)]
+    texts, known = [repr(phase) for phase in given], {phase: number for number, phase in enumerate(given)}
+    curriculum = Curriculum(corpus, given)
     whole = curriculum.total_steps
-    assert [phase.steps for phase in phases] == [whole - 5, 5]
+    assert [repr(phase) for phase in given] == texts
+    assert [known[phase] for phase in given] == [0, 1]
+    assert [(phase.steps, phase.epochs) for phase in curriculum.phases] == [(whole - 5, None), (5, None)]
     part, _ = curriculum.hold_out(0.5)
     assert part.total_steps < whole
-    assert Curriculum(part.primary_streamer, phases).total_steps == part.total_steps
-    assert Curriculum(corpus, phases).total_steps == whole
+    assert Curriculum(part.primary_streamer, given).total_steps == part.total_steps
+    assert Curriculum(corpus, given).total_steps == whole
 
 
 def test_mappings_stand_for_phases(corpus):
@@ -92,3 +97,45 @@ def test_epochs_become_steps(corpus, epochs):
 def test_epochs_of_less_than_a_step(corpus):
     with pytest.raises(ValueError, match="less than one step"):
         Curriculum(corpus, [Phase(epochs=0.001, batch_size=64, seq_len=65)])
+
+
+BLENDS = {
+    "half": ({"self": 0.5, "code": 0.5}, "step", 60_000),
+    "half by row": ({"self": 0.5, "code": 0.5}, "row", 60_000),
+    "rare self": ({"self": 0.02, "code": 0.98}, "step", 60_000),
+    "rare self by row": ({"self": 0.02, "code": 0.98}, "row", 60_000),
+    "the other is soon used up": ({"self": 0.5, "code": 0.5}, "step", 2_000),
+    "the other is soon used up, by row": ({"self": 0.5, "code": 0.5}, "row", 2_000),
+    "the other is large": ({"self": 0.9, "code": 0.1}, "step", 400_000),
+    "of weight 0": ({"self": 2, "code": 0}, "step", 60_000),
+    "three": ({"self": 0.4, "code": 0.3, "books": 0.3}, "row", 60_000),
+}
+
+
+@pytest.mark.parametrize("epochs", [0.5, 1, 2])
+@pytest.mark.parametrize("name", BLENDS)
+def test_epochs_count_passes_over_self_in_a_blend(corpus, tmp_path, name, epochs):
+    weights, blend, tokens = BLENDS[name]
+    others = {}
+    for other in set(weights) - {"self"}:
+        others[other] = Roxxel(tmp_path / f"{other}.rox")
+        others[other].write([np.ones(tokens, np.uint16)], separator=None, vocab_size=300)
+    alone = corpus.estimate_steps(seq_len=65, batch_size=4) * 4
+    phases = [Phase(3, 4, 65), Phase(epochs=epochs, batch_size=4, seq_len=65, weights=weights, blend=blend)]
+    curriculum = Curriculum(corpus, phases, others)
+    rows = curriculum.plan(0).rows_read(3, curriculum.total_steps)["self"]
+    assert abs(rows - epochs * alone) <= 4 * (2 * epochs + 2), (rows, alone)
+
+
+@pytest.mark.parametrize("weights", [{"self": 0, "b": 1}, {"b": 1}, {"self": 0.0, "b": 0.5, "c": 2}])
+def test_epochs_of_a_phase_that_does_not_read_self(weights):
+    with pytest.raises(UserError, match="the weight of self is 0: give steps instead of epochs"):
+        Phase(epochs=1, batch_size=4, seq_len=65, weights=weights)
+
+
+def test_exponents_of_yaml_are_numbers():
+    read = Phase.of({"steps": "1e3", "batch_size": 4, "seq_len": 65, "weights": {"self": 1, "b": "1e-3"}})
+    assert (read.steps, read.weights) == (1000, {"self": 1, "b": 0.001})
+    assert Phase.of({"epochs": "5e-1", "batch_size": 4, "seq_len": 65}).epochs == 0.5
+    with pytest.raises(UserError, match=r"steps is 0\.15, and must be a whole number"):
+        Phase.of({"steps": "1.5e-1", "batch_size": 4, "seq_len": 65})

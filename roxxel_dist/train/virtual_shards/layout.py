@@ -13,9 +13,17 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.train.train_state import TrainState
+from roxxel_dist.train.train_step import check_batches
 
 SHARDS = "shards"
 """The one axis of `Layout.line`."""
+
+
+def check_shapes(shapes: Sequence[Shape], grad_accum: int, virtual_shards: int, mesh: Mesh) -> None:
+    """Raises UserError for a phase whose batch cannot be divided as the run asks for; `plan` and `train` share it."""
+    check_batches(shapes, grad_accum)
+    if virtual_shards:
+        check_virtual_shards(virtual_shards, shapes, grad_accum, mesh)
 
 
 def check_virtual_shards(count: int, shapes: Sequence[Shape], grad_accum: int, mesh: Mesh) -> None:
