@@ -82,7 +82,8 @@ def folder(tmp_path_factory):
     prepare(place / "desk")
     (place / "desk" / "bad.yaml").write_text("lrr: 1\n")
     (place / "desk" / "old").mkdir()
-    (place / "desk" / "old" / "config.yaml").write_text((place / "desk" / "run.yaml").read_text())
+    text = (place / "desk" / "run.yaml").read_text()
+    (place / "desk" / "old" / "config.yaml").write_text(f"{text}record: {{data_path: my_data}}\n")
     return place / "desk"
 
 
