@@ -82,8 +82,8 @@ def folder(tmp_path_factory):
     prepare(place / "desk")
     (place / "desk" / "bad.yaml").write_text("lrr: 1\n")
     (place / "desk" / "old").mkdir()
-    text = (place / "desk" / "run.yaml").read_text()
-    (place / "desk" / "old" / "config.yaml").write_text(f"{text}record: {{data_path: my_data}}\n")
+    (place / "desk" / "old" / "config.yaml").write_text((place / "desk" / "run.yaml").read_text())
+    (place / "desk" / "old" / "training_cursor.json").write_text('{"step": 1, "last_step": 5, "finished": false}')
     return place / "desk"
 
 
