@@ -109,6 +109,8 @@ def test_damage_ends_the_run_with_1(server, folders, cache, tmp_path):
     assert re.search(rf"roxxel-dist: .*{url}/{path.name}: block \d+ \(tokens .*document.*\) is damaged", done.stderr)
     last = max(rows(tmp_path / "run"), default=0)
     assert last < 12
+    if not last:  # a sample of each file is read before the first step, and had a damaged block in it
+        return
     # The first step without a row is the one that reads damage, and no other before it does.
     config = tmp_path / "local.yaml"
     config.write_text(CONFIG.format(self=folders / "self", more=folders / "more"))

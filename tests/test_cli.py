@@ -79,7 +79,7 @@ MISTAKES = [
     ([*TRAIN, "--config", "none.yaml"], "none.yaml: cannot be read"),
     ([*TRAIN, "--data_path", "nowhere*.rox"], "nowhere"),
     ([*TRAIN, "--data_path", "empty"], "empty"),
-    ([*TRAIN, "--data_path", "short.txt", "--vocab_size", 300], "use a smaller batch_size or seq_len, or more text"),
+    ([*TRAIN, "--data_path", "short.txt", "--vocab_size", 300], "does not hold one such row"),
     ([*TRAIN, "--grad_accum", 3], "batch_size is 8, which is not a multiple of grad_accum (3)"),
     ([*TRAIN, "--max_context", 32], "seq_len is 65, and the model reads at most max_context + 1 = 33"),
     ([*TRAIN, "--vocab_size", 100], "vocab_size is 100, but the data has"),
@@ -158,12 +158,17 @@ def test_a_port_in_use(work):
 def test_an_existing_run_directory(work, tmp_path, words):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.yaml").write_text("dim: 32\n")
+    (tmp_path / "old" / "training_cursor.json").write_text('{"step": 1, "last_step": 5, "finished": false}')
     result = run(*words, *TRAIN, "--run_dir", tmp_path / "old", cwd=work)
     assert result.returncode == 2
     text = result.stdout + result.stderr
     assert "old holds a run already: continue it with --resume, or name another run_dir" in text
     assert "Traceback" not in text
-    assert [path for path in tree(tmp_path) if not path.startswith("old/logs")] == ["old", "old/config.yaml"]
+    assert [path for path in tree(tmp_path) if not path.startswith("old/logs")] == [
+        "old",
+        "old/config.yaml",
+        "old/training_cursor.json",
+    ]
 
 
 def test_a_folder_that_cannot_be_written(work, tmp_path, monkeypatch, capfd):

@@ -59,7 +59,10 @@ GIVEN = {
     "a value that is the default": (Config(lr=3e-4), {"lr"}),
     "other defaults": (Config(dim=64).with_defaults({"dim": 1, "lr": 1.0, "phases": [{"steps": 1}]}), {"dim"}),
     "from a file": (Config.from_dict({"model": {"dim": 64}, "seed": 0}), {"dim", "seed"}),
-    "words": (parse_train(["--lr", "3e-4", "--model_args.width", "3"])[1], {"lr", "model_args"}),
+    "words": (
+        parse_train(["--lr", "3e-4", "--model", "net:build", "--model_args.width", "3"])[1],
+        {"lr", "model", "model_args"},
+    ),
 }
 
 
@@ -104,6 +107,7 @@ def test_each_choice_of_a_field_is_read_from_yaml_and_words(tmp_path, name, choi
         config.save_yaml(tmp_path / "saved.yaml")
         assert Config.from_yaml(tmp_path / "saved.yaml").to_dict() == config.to_dict()
     word, more = written.strip("\"'"), ["--base_dim", "64"] if choice == "mup" else []
+    more += ["--use_lora", "True", "--init_from", "base"] if name == "lora_targets" else []  # else it does nothing
     if word not in ("null", "~", ""):
         flag = f"--{name.replace('_', '-')}={word}"
         for words in ([f"--{name}", word], [f"--{name}={word}"], ["--config", str(path), flag]):

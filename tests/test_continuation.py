@@ -261,7 +261,7 @@ def test_the_sample_of_a_run(tmp_path):
     )
     run = Experiment(config).fit(tmp_path / "data", tmp_path / "run")
     (sample,) = re.findall(
-        "a sample of what it writes now:(.*?)[0-9:]{8} . loss curve", (run / LOG).read_text(), re.DOTALL
+        "a sample of the text that the model generates:(.*?)[0-9:]{8} . loss curve", (run / LOG).read_text(), re.DOTALL
     )
     text = Generator(run, best=False).generate("the quick", 32, seed=config.seed)
     assert [re.sub("^[0-9:]{8} . ", "", line) for line in sample.strip().splitlines()] == printable(

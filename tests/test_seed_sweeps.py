@@ -44,7 +44,7 @@ def test_it_is_planned_as_it_stands(desk, file, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert f"bayes search over {SWEEPS[file]} parameters, minimize val_loss" in said
     assert "trials: 50 trials" in said
-    assert said.count("  for instance ") == 2
+    assert said.count("  example: ") == 2
 
 
 @pytest.mark.docs

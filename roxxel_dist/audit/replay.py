@@ -100,8 +100,8 @@ def interval_of(run: RunRecord, steps: tuple[int, int] | None) -> Interval:
         changes = [f"after step {segment.start}" for segment in chosen[1:]]
         raise UserError(
             f"{run.name} was resumed with another config or on other devices ({', '.join(changes)}), and steps "
-            f"{start + 1} to {last} are on both sides of that: audit them in two commands, with --steps "
-            f"{first}:{chosen[1].start} and --steps {chosen[1].start + 1}:{last}"
+            f"{start + 1} to {last} are on both sides of that: audit them apart, with steps="
+            f"{first}:{chosen[1].start} and steps={chosen[1].start + 1}:{last}"
         )
     return Interval(start=start, first=first, last=last, segment=chosen[0])
 

@@ -47,8 +47,8 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
         flags = dict(flags_in(words))
         if "keep_gb" in flags:
             raise UserError(
-                "--keep_gb does not exist any more, and paused trials keep their checkpoints: leave it out; max_to_keep"
-                " and --count limit what they take"
+                "the option keep_gb was removed, and paused trials keep their checkpoints: leave it out; max_to_keep "
+                "and --count limit what they take"
             )
         named: dict[str, Any] = {name: flags.get(name) for name in ("study", "sweep_config", "sweep_id")}
         bucket = _bucket(flags, held)

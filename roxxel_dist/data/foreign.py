@@ -39,7 +39,7 @@ OLD_FOOTER = struct.Struct("<qq8s8s")
 DEFAULT_DTYPE = np.dtype("<u2")
 NPY_MAGIC = b"\x93NUMPY"
 OTHER_DTYPE = "{path}: dtype={dtype} was given, and the file says {there}: leave it out (data_dtype=auto)"
-GIVE_THE_DTYPE = "--data_dtype {0} of `train`, --dtype {0} of `data build`, Roxxel(PATH, dtype='{0}')"
+GIVE_THE_DTYPE = "the option data_dtype {0} of train, dtype {0} of data build, Roxxel(PATH, dtype='{0}')"
 LLMC_DTYPES = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 """By the magic number of llm.c: the version and the dtype."""
 LLMC_HEADER_BYTES = 1024

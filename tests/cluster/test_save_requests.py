@@ -41,12 +41,13 @@ def test_what_is_withdrawn_is_not_asked(tmp_path):
 def test_a_run_that_begins_does_not_see_what_a_dead_one_was_asked(tmp_path):
     keep = tmp_path / "config.yaml"
     keep.touch()
+    (tmp_path / "training_cursor.json").touch()
     post_request(tmp_path)
     post_answer(tmp_path, "0123", {"step": 1})
     (tmp_path / ".save-answer-4567.part").touch()
     run = RunDirectory(tmp_path)
     run.claim(resume=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.yaml", "training_cursor.json"]
     second = post_request(tmp_path)
     with pytest.raises(ValueError, match=r"this process is training in .* already"):
         RunDirectory(tmp_path).claim(resume=True)

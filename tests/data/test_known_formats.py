@@ -137,7 +137,7 @@ def test_wide_numbers_are_not_read_as_uint16(tmp_path, name):
     if wider is None:
         assert np.array_equal(Roxxel(path)[0], ids)
         return
-    with pytest.raises(UserError, match=f"they look like {wider}.*--data_dtype {wider} of `train`"):
+    with pytest.raises(UserError, match=f"they look like {wider}.*the option data_dtype {wider} of train"):
         Roxxel(path)
     assert np.array_equal(Roxxel(path, dtype=wider)[0], ids.astype(wider))
     assert Roxxel(path, dtype="uint16").num_tokens == ids.nbytes // 2, "a person may insist"
@@ -194,7 +194,7 @@ def test_what_is_guessed_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     IDS.astype("<u2").tofile("rnd.bin")
     assert main(["data", "build", "rnd.bin", "--out", "set"]) == 0
-    assert "rnd.bin has no header: its tokens are taken for uint16 (--dtype)" in capsys.readouterr().err
+    assert "rnd.bin has no header: its tokens are taken for uint16 (dtype)" in capsys.readouterr().err
     assert main(["plan", "--data_path", "rnd.bin", "--vocab_size", "50257", *TINY]) == 0
     assert "rnd.bin has no header: its tokens are taken for uint16 (data_dtype)" in capsys.readouterr().err
     assert main(["data", "info", "rnd.bin"]) == 0

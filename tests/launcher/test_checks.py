@@ -37,7 +37,7 @@ def healthy(number: int) -> dict[str, Any]:
         "tpu_lock": None,
         "tpus": 0,
         "platforms": None,
-        "run_dir": {"path": "/runs", "free": 1 << 40, "why": None},
+        "run_dir": {"path": "/runs", "free": 1 << 40, "why": None, "foreign": None},
         "left": [],
     }
 
@@ -71,7 +71,7 @@ def put(host: str, **values: Any) -> Callable[[Hosts], None]:
 
 
 def disk(free: int, why: str | None = None) -> dict[str, Any]:
-    return {"path": "/data/runs", "free": free, "why": why}
+    return {"path": "/data/runs", "free": free, "why": why, "foreign": None}
 
 
 def rank(*, ours: bool, orphan: bool = True, stuck: bool = False) -> dict[str, Any]:

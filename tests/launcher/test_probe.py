@@ -18,7 +18,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.preflight.host_info import hash_of_code
 
 LIMIT_S = 60
-FACTS = {"ask": "facts", "run_dir": None, "run_id": None, "data_path": None, "resume": False}
+FACTS = {"ask": "facts", "run_dir": None, "run_id": None, "data_path": None, "resume": False, "shared": False}
 SLEEP = "import time; print(flush=True); time.sleep(600)"
 
 

@@ -130,7 +130,7 @@ def test_a_run_killed_in_an_upload_goes_on_from_the_bucket_alone(work, server, l
     assert "val_loss is the same as in the log, to the last bit" in result.stdout, result.stderr
     for reads, shown in (
         (["verify", store.url, "--deep"], "step 12: complete"),
-        (["top", "--once", store.url], "step 12 of 22"),
+        (["top", "--once", store.url], "step 12 of 12"),
         (["batch", store.url, "--step", 12], "step 12 of"),
         (["report", store.url, "--out", tmp_path / "pictures"], "train_loss"),
         (["generate", f"{store.url}@12", "--max_new_tokens", 3], ""),

@@ -33,7 +33,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all(tmp_path):
         "latest 1",
         f"3: {three}",
         f"error {three}",
-        "left ['1']",
+        "left ['.lock', '1']",
         "steps [4, 5] best 4",
     ]
     assert second == first

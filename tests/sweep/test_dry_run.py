@@ -34,7 +34,7 @@ NEW = ("--sweep_config", "sweep.yaml", "--data_path", "text.txt")
 def test_the_samples_are_configurations_that_can_be_trained(dry):
     code, out, err = dry(*NEW)
     assert code == 0, err
-    assert re.findall("for instance dim ([0-9]+)", out) == ["16", "32"]  # 4 heads do not divide 15
+    assert re.findall("example: dim ([0-9]+)", out) == ["16", "32"]  # 4 heads do not divide 15
     assert "trials: 4 trials; the space has 4 points" in out
     assert HOURS in out
 

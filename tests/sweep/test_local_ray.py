@@ -139,8 +139,3 @@ def test_it_listens_on_loopback_alone_and_can_be_made_again(temporary):
     assert len(lines) == 2
     assert {address.removeprefix("::ffff:") for line in lines for address in line.split()} == {"127.0.0.1"}
     assert not list(temporary.iterdir())
-
-
-def test_a_trial_that_no_machine_like_this_could_run(study):
-    with pytest.raises(ValueError, match=r"a trial needs 4096 CPU .*, and this machine has"):
-        study.run(lambda task: iter(()), resources={"CPU": 4096})

@@ -18,7 +18,7 @@ from roxxel_dist.train.checkpoint import blocks, memory
 from roxxel_dist.train.checkpoint.blocks import BlockFile, DamagedFile, Header, read_blocks, read_header
 from roxxel_dist.train.checkpoint.metadata import ResumeSpec
 
-EVERY_STEP = {"memory_checkpoint_every": 1}
+EVERY_STEP = {"memory_checkpoint_every": 1, "keep_best": True}
 TIMES = {"ms_per_step", "tokens_per_s", "ram_gb"}
 
 

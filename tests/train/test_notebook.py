@@ -60,7 +60,7 @@ def test_a_bar_and_a_curve_in_the_output_of_the_cell(tmp_path):
     assert re.fullmatch(r"(UserError|UsageError|FolderIsHeld): .*run holds a run already.*", line), line
     (read,) = (message["content"]["data"] for message in results if message["msg_type"] == "execute_result")
     assert read["text/plain"].startswith("<RunData run: <Columns of 6 rows: step, ")
-    assert read["text/plain"].endswith(">, 1 phase(s), checkpoints of 1, 3, 6>")
+    assert read["text/plain"].endswith(">, 1 phase(s), checkpoints of 1, 6>")
 
 
 def test_no_notebook_here():

@@ -118,9 +118,9 @@ def test_a_row_for_people():
     row = {"step": 50, "train_loss": 4.12041, "val_loss": 4.156, "train_bal": 0.0452, "val_bal": 0.0461}
     row |= {"vram_gb": 3.418, "ms_per_step": 279.4, "tokens_per_s": 7394.6, "grad_norm": 1.0}
     losses = "Step   50/4200 | Train: 4.1204 (Bal: 0.0452)"
-    rest = "VRAM: 3.42GB | 279 ms/step | 7,395 tokens/s"
+    rest = "VRAM: 3.42GB | 279 ms/step | 7,395 tokens/s | 19:19 left"
     assert format_row(row, 4200) == f"{losses} | Val: 4.1560 (Bal: 0.0461) | {rest}"
-    assert format_row(row | {"mfu": 0.4137}, 4200).endswith("7,395 tokens/s | MFU: 41.4%")
+    assert format_row(row | {"mfu": 0.4137}, 4200).endswith("7,395 tokens/s | MFU: 41.4% | 19:19 left")
     del row["val_loss"], row["val_bal"]
     assert format_row(row, 4200) == f"{losses} | {rest}"
     del row["vram_gb"]

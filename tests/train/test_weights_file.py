@@ -242,7 +242,7 @@ def test_the_weights_of_a_run_and_of_one_that_goes_back(corpus, tmp_path):
     options = {
         "model": lambda: model(dim=160), "use_bf16": True, "fsdp": True, "val_fraction": 0, "max_to_keep": None,
         "eval_fn": lambda state: {"val_loss": abs(int(state.step) - 5)}, "eval_every": 5,
-        "phases": [Phase(13, 2, 17)], "mesh": make_mesh(n_devices=2),
+        "phases": [Phase(13, 2, 17)], "mesh": make_mesh(n_devices=2), "keep_best": True,
     }  # fmt: skip
     made = train(corpus, tmp_path, **options)
     assert any(not leaf.is_fully_replicated for leaf in made.state.params.values())
@@ -262,13 +262,13 @@ def test_asked_to_stop_too_large_and_not_wanted(corpus, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module, "stop_requested", lambda step: step == 6)
         patch.setattr(exporter_module, "LIMIT", 1000)
-        assert train(corpus, tmp_path, max_steps=8).stopped
+        assert train(corpus, tmp_path, max_steps=8, keep_best=True).stopped
     assert "the weights take 0.0 GB" in told(tmp_path)
     assert told(tmp_path).count("the checkpoints have larger ones") == 1
     assert not list(tmp_path.glob("*.msgpack"))
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module, "stop_requested", lambda step: step == 7)
-        assert train(corpus, tmp_path, max_steps=8).stopped
+        assert train(corpus, tmp_path, max_steps=8, keep_best=True).stopped
     assert (step_of(tmp_path / NEWEST), step_of(tmp_path / BEST)) == (7, 5)  # of the losses of steps 1 and 5
     before = (tmp_path / NEWEST).stat()
     train(corpus, tmp_path, max_steps=8, export_weights=False)

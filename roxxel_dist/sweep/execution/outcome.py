@@ -4,7 +4,7 @@ import re
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FILES, EXIT_HANG, EXIT_PREFLIGHT
 
-NAN = re.compile(r"went wrong: its loss is|\bBadStep\b|\bFloatingPointError\b")
+NAN = re.compile(r"went wrong: its (loss|gradient) is|\bBadStep\b|\bFloatingPointError\b")
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|\bMemoryError\b|[Oo]ut of memory|std::bad_alloc")
 DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 SHAPE = re.compile(r"^(TypeError|ValueError)\b.*(shape|dot_general|broadcast|dimension|incompatible)", re.IGNORECASE)

@@ -195,7 +195,7 @@ class CheckpointManager:
             self._store.wait()
         except SaveError as error:
             newest = self._store.latest_step()
-            raise SaveError(f"{error}, then continue the run from step {newest} with --resume (resume=True)") from None
+            raise SaveError(f"{error}, then continue the run from step {newest} with resume=True") from None
         self.poll()
         self._requests.finish(step)
         if (newest := self._store.latest_step()) is not None:
