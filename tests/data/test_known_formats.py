@@ -145,7 +145,7 @@ def test_wide_numbers_are_not_read_as_uint16(tmp_path, name):
 
 PLANNED = {
     "told": (LARGE.astype("<u4"), ["--vocab_size", "128256", "--data_dtype", "uint32"], None),
-    "not told": (LARGE.astype("<u4"), ["--vocab_size", "128256"], "they look like uint32.*--data_dtype uint32"),
+    "not told": (LARGE.astype("<u4"), ["--vocab_size", "128256"], "they look like uint32.*data_dtype uint32"),
     "a large vocabulary": (IDS.astype("<u2"), ["--vocab_size", "128256"], "has no ids of a vocabulary of 128256"),
     "a large vocabulary, told": (IDS.astype("<u2"), ["--vocab_size", "128256", "--data_dtype", "uint16"], None),
     "beyond": (IDS.astype("<u2"), ["--vocab_size", "1000"], r"train\.bin: token 0 is the id \d+, .* ids 0 to 999"),
