@@ -16,6 +16,7 @@ from roxxel_dist.save import NotSaved, ask_for_checkpoint
 def held(tmp_path):
     directory = RunDirectory(tmp_path)
     (tmp_path / "config.yaml").touch()
+    (tmp_path / "training_cursor.json").touch()
     directory.claim(resume=True)
     yield directory
     directory.release()
@@ -69,6 +70,7 @@ def test_where_nobody_trains(tmp_path, monkeypatch, capsys):
         assert main(["save", name]) == 2
         assert f"{name} is not a run directory" in capsys.readouterr().err
     (tmp_path / "config.yaml").touch()
+    (tmp_path / "training_cursor.json").touch()
     directory = RunDirectory(tmp_path)
     directory.claim(resume=True)
     assert is_held(tmp_path)

@@ -50,10 +50,12 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         interrupt.leave(number)
     if again:
         raise KeyboardInterrupt
-    if not _stop.is_set() and os.environ.get(STATUS_ENV) != "1":  # else the launcher says it
-        line = f"{signal.Signals(number).name}: finishing this step and saving it; another Ctrl-C ends without saving"
-        os.write(2, f"\nroxxel-dist: {line}\n".encode())  # print may not be called here: the handler interrupts one
+    is_first = not _stop.is_set()
     _stop.set()
+    if is_first and os.environ.get(STATUS_ENV) != "1":  # else the launcher says it
+        line = f"{signal.Signals(number).name}: finishing this step and saving it; another Ctrl-C ends without saving"
+        with contextlib.suppress(OSError):  # a terminal that is closed
+            os.write(2, f"\nroxxel-dist: {line}\n".encode())  # print may not be called here: the handler interrupts one
     if jax.process_count() > 1:
         # Tell everybody by the way that jax knows: all ranks must leave after the same step.
         signal.raise_signal(signal.SIGTERM)

@@ -140,7 +140,8 @@ class YamlLocator:
     """Errors about the keys of a file, with their lines."""
 
     def __init__(self, file: str, lines: Mapping[tuple[str, ...], int], *, strict: bool = True) -> None:
-        self._file, self._lines, self.strict = file, lines, strict
+        self._file, self._lines = file, lines
+        self.strict: bool = strict
 
     def error(self, path: Sequence[str], text: str) -> ValueError:
         """An error about a key, with the line of the nearest key above it that has one."""

@@ -77,7 +77,7 @@ class WandbTail(MetricsTail):
                     del self._files[path]
         if last and self._reported < 0:
             for file in self._runs():
-                self.names |= {name for name in file.summary if not name.startswith("_")}
+                self.names.update(name for name in file.summary if not name.startswith("_"))
                 if (value := _number(file.summary.get(self._metric))) is not None:
                     self._note(file)
                     reports.append((int(_number(file.summary.get("_step")) or 0), value))
