@@ -124,7 +124,10 @@ def test_a_row_for_people():
     del row["val_loss"], row["val_bal"]
     assert format_row(row, 4200) == f"{losses} | {rest}"
     del row["vram_gb"]
-    assert format_row(row | {"ram_gb": 1.234}, 4200) == f"{losses} | RAM: 1.23GB | 279 ms/step | 7,395 tokens/s | 19:19 left"
+    assert (
+        format_row(row | {"ram_gb": 1.234}, 4200)
+        == f"{losses} | RAM: 1.23GB | 279 ms/step | 7,395 tokens/s | 19:19 left"
+    )
     assert format_row({"step": 7, "train_loss": 2.5}, 100) == "Step   7/100 | Train: 2.5000"
     own = {"step": 7, "train_loss": 2.5, "grad_norm": 1.0, "loss/code": 2.0, "accuracy": 0.25}
     assert format_row(own, 100) == "Step   7/100 | Train: 2.5000 | accuracy: 0.2500"
