@@ -117,6 +117,14 @@ class ModuleSplit:
         return {name: leaves[name] for name in self.rest.names}
 
 
+def has_random_streams_alone(split: ModuleSplit) -> bool:
+    """Whether a model has nothing beside its parameters but random streams, such as those of dropout."""
+    variables = jax.tree.leaves(
+        split.rest.state({name: name for name in split.rest.names}), is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+    return all(isinstance(variable, nnx.RngState) for variable in variables)
+
+
 def split_module(model: nnx.Module) -> tuple[ModuleSplit, Leaves, Leaves, Leaves]:
     """(what does not change, parameters, the rest, hparams) of a module, each by name; the module is left alone.
 

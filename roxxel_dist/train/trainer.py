@@ -68,7 +68,7 @@ from roxxel_dist.train.resume import (
 from roxxel_dist.train.run_files import check_run_folder
 from roxxel_dist.train.throughput import InflightThrottler, StepTimer
 from roxxel_dist.train.timeline import Timeline
-from roxxel_dist.train.train_state import TrainState, TrainView, init_state
+from roxxel_dist.train.train_state import TrainState, TrainView, has_random_streams_alone, init_state
 from roxxel_dist.train.train_step import (
     SPIKE_FACTOR,
     LossFn,
@@ -302,8 +302,9 @@ class Trainer:
         self._monitor = BadStepMonitor(log, skip=options.on_bad_step == "skip")
         logged = partial(options.is_due, "log", last_step=self.last_step)
         self._checkpoints = CheckpointManager(
-            self._folder, self.store, self.last_step, log, logged, export=options.export_weights
-        )
+            self._folder, self.store, self.last_step, log, logged, export=options.export_weights,
+            with_state=not has_random_streams_alone(self._split),
+        )  # fmt: skip
         steps = options.profile_steps
         self._profiler = None if steps is None else Profiler(self._folder / "profile", *steps, log=log)
 

@@ -19,6 +19,7 @@ def folder(tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "config.yaml").touch()
+    (run_dir / "training_cursor.json").touch()  # the first file of a run
     return run_dir
 
 

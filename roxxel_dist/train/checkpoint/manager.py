@@ -35,10 +35,11 @@ class Exporter:
     """
 
     def __init__(
-        self, run: Path, checkpoints: Path, log: Callable[[str], None], *, enabled: bool,
+        self, run: Path, checkpoints: Path, log: Callable[[str], None], *, enabled: bool, with_state: bool = True,
         fetch: Callable[[int], None] = lambda step: None, delete_in_bucket: Callable[[str], None] = lambda name: None,
     ) -> None:  # fmt: skip
         self._run, self._checkpoints, self._log, self._enabled = run, checkpoints, log, enabled
+        self._with_state = with_state
         self._fetch, self._delete_in_bucket = fetch, delete_in_bucket
         self._steps: dict[str, int] = {}
         """By file, the step that it shall hold and does not yet."""
@@ -112,13 +113,14 @@ class Exporter:
         self._fetch(step)
         params, state = files.read_model(checkpoint, saved, table)
         if checkpoint.exists():  # it was there to the end, so all of it was read
-            write_weights(path, step, params, state)
+            write_weights(path, step, params, state if self._with_state else {})
 
 
 class CheckpointManager:
     """Saves the checkpoints of a run, and logs the results. All ranks make the same calls.
 
-    A requested checkpoint is saved at the next step that is `logged`; `export` also writes the weights into files.
+    A requested checkpoint is saved at the next step that is `logged`; `export` also writes the weights into files,
+    `with_state` what the model has beside its parameters too.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class CheckpointManager:
         logged: Callable[[int], bool],
         *,
         export: bool,
+        with_state: bool,
     ) -> None:
         self._folder, self._store, self._last_step, self._log = folder, store, last_step, log
         self._requests = SaveRequests(folder, logged)
@@ -139,6 +142,7 @@ class CheckpointManager:
             store.folder,
             log,
             enabled=enabled,
+            with_state=with_state,
             fetch=store.fetch_model,
             delete_in_bucket=store.delete_in_bucket,
         )
