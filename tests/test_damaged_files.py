@@ -47,7 +47,9 @@ def made(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=pytest.mark.cluster if n % 2 else ()) for n, name in enumerate(DAMAGE)]
+)
 @pytest.mark.parametrize(("name", "commands"), CASES, ids=[name for name, _ in CASES])
 def test_a_damaged_file_is_a_message(made, tmp_path, monkeypatch, capfd, name, commands, damage):
     place = tmp_path / "place"

@@ -130,7 +130,17 @@ def test_a_rank_that_a_batch_system_has_ended_was_preempted(launch: Launch, tmp_
     assert re.search(r"preempted; restart .* [(]it counts for nothing[)]", err)
 
 
-@pytest.mark.parametrize("name", ["queue", "random", "types", "token", "copy", "select", "signal", "tokenize", "agent"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "queue",
+        "select",
+        *(
+            pytest.param(name, marks=pytest.mark.cluster)
+            for name in ("random", "types", "token", "copy", "signal", "tokenize", "agent")
+        ),
+    ],
+)
 def test_files_of_the_working_folder_are_no_modules_of_the_launcher(name: str, tmp_path: Path) -> None:
     (tmp_path / f"{name}.py").write_text("raise SystemExit('the file of the user was imported')\n")
     (tmp_path / "main.py").write_text("print('it ran')\n")

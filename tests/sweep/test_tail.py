@@ -88,13 +88,20 @@ def asked(tmp_path, text, **more):
     )
 
 
-@pytest.mark.parametrize("text", FOUND.values(), ids=FOUND)
+def cases_of(table, often):
+    """The cases of a table. Each is a real client, so those that are not in `often` are for `make test-cluster`."""
+    marked = {name: () if name in often else pytest.mark.cluster for name in table}
+    values = {name: case if isinstance(case, tuple) else (case,) for name, case in table.items()}
+    return [pytest.param(*values[name], id=name, marks=marked[name]) for name in table]
+
+
+@pytest.mark.parametrize("text", cases_of(FOUND, {"the working folder", "a child process", "only its summary"}))
 def test_the_value_is_found_where_the_run_is(tmp_path, text):
     *_, last = split(run(asked(tmp_path, text)))
     assert last["result"]["value"] == 3.0, last
 
 
-@pytest.mark.parametrize(("text", "reason"), NOT_FOUND.values(), ids=NOT_FOUND)
+@pytest.mark.parametrize(("text", "reason"), cases_of(NOT_FOUND, {"no run", "two runs in turn"}))
 def test_what_to_change_is_said_where_there_is_no_one_value(tmp_path, text, reason):
     *_, last = run(asked(tmp_path, text))
     assert re.search(reason, last["fail"]["reason"]), last
