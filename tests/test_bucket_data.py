@@ -106,7 +106,9 @@ def test_damage_ends_the_run_with_1(server, folders, cache, tmp_path):
     (tmp_path / "c.yaml").write_text(CONFIG.format(self=url, more=folders / "more"))
     done = run("train", "--config", "c.yaml", "--run_dir", "run", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
-    assert re.search(rf"roxxel-dist: .*{url}/{path.name}: block \d+ \(tokens .*document.*\) is damaged", done.stderr)
+    named = re.search(rf"roxxel-dist: .*{url}/{path.name}: block (\d+) \(tokens .*document.*\) is damaged", done.stderr)
+    assert named
+    assert int(named[1]) < 12
     last = max(rows(tmp_path / "run"), default=0)
     assert last < 12
     if not last:  # a sample of each file is read before the first step, and had a damaged block in it
