@@ -79,6 +79,8 @@ class Attempt:
     """Why a host that is slow cannot be replaced; empty where it can."""
     lost_hosts: LostHosts | None = None
     """The hosts that the job goes on without, where it can take them in again."""
+    grow_after: int = -1
+    """The step that a rank must have passed before: each attempt comes to a new step, however often hosts come back."""
     _exits: list[RankExit] = field(default_factory=list)
     _deadline: float | None = None
     _check_at: float = 0.0
@@ -205,6 +207,8 @@ class Attempt:
             factors = self._slow.factors
             ranks = tuple(replace(process, slow=factors.get(rank)) for rank, process in sorted(self._running.items()))
             self.recorder.update(step=self._result.reached, ranks=ranks)
+            for note in self.lost_hosts.notes() if self.lost_hosts is not None else ():
+                self.console.info(note)
             if not self.job.grow_at_checkpoint:
                 self._grow()
             hang = self._detector.check(now)
@@ -233,7 +237,7 @@ class Attempt:
     def _grow(self) -> None:
         """Have the ranks save and leave, where a host is back: the next attempt has it again."""
         back = self.lost_hosts.back if self.lost_hosts is not None else ()
-        if not back or self._is_ending():
+        if not back or self._is_ending() or self._result.reached <= self.grow_after:
             return
         grace, names = self.job.grace, ", ".join(back)
         self.console.info(

@@ -4,7 +4,7 @@ docs/howto/launching.md has a table of the checks. Those that need further quest
 hosts share) are in `run.py`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,8 @@ MIN_FREE_BYTES, ADVISED_FREE_BYTES = 1 << 18, 2 << 30
 MUST_MATCH = ("jax", "jaxlib", "roxxel-dist")
 MAX_NAMES = 8
 """Hosts that a text names; of more it gives the count."""
+HERE = "the launcher here"
+"""Among the hosts of a comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,24 @@ class CheckResult:
     check: str
     hosts: tuple[str, ...]
     text: str
+    groups: tuple[tuple[str, ...], ...] = ()
+    """Where hosts were compared: those that agree with each other."""
+
+    def blamed(self, trusted: Collection[str] = ()) -> frozenset[str]:
+        """The hosts without which the check may pass; empty where that cannot be known.
+
+        `trusted` have worked together: among hosts that were compared they are right, or else those that are as the
+        launcher, or else the most.
+        """
+        if not self.groups:
+            return frozenset(self.hosts if len(self.hosts) == 1 else ())
+        everyone = frozenset(host for group in self.groups for host in group) - {HERE}
+        known = [len(set(group) & set(trusted)) for group in self.groups]
+        if not any(known):
+            known = [len(everyone) + 1 if HERE in group else len(group) for group in self.groups]
+        if known.count(max(known)) > 1:
+            return everyone - set(trusted) if everyone & set(trusted) else frozenset()
+        return everyone - set(self.groups[known.index(max(known))])
 
 
 def run_checks(requirements: Requirements, hosts: Hosts) -> list[CheckResult]:
@@ -106,13 +126,15 @@ def _groups(hosts: Hosts, value: Callable[[HostInfo], Any]) -> dict[Any, list[st
 
 
 def _same(
-    level: Level, check: str, hosts: Hosts, groups: Mapping[Any, Sequence[str]], what: str, fix: str
+    level: Level, check: str, hosts: Hosts, groups: Mapping[Any, Sequence[str]], what: str, fix: str, here: Any = None
 ) -> CheckResult:
-    """Whether all hosts have the same value."""
+    """Whether all hosts have the same value. `here` is that of the launcher, where it has one."""
     if len(groups) == 1:
         return CheckResult("ok", check, tuple(hosts), f"{what}: {next(iter(groups))}")
-    values = "; ".join(f"{'none' if value is None else value} on {named(names)}" for value, names in groups.items())
-    return CheckResult(level, check, tuple(hosts), f"{what} differs: {values}; {fix}")
+    texts = {value: named(names) or HERE for value, names in groups.items()}
+    values = "; ".join(f"{'none' if value is None else value} on {names}" for value, names in texts.items())
+    alike = tuple((*names, *[HERE] * (here is not None and value == here)) for value, names in groups.items())
+    return CheckResult(level, check, tuple(hosts), f"{what} differs: {values}; {fix}", alike)
 
 
 def _devices(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
@@ -211,9 +233,9 @@ def _versions(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]
         yield CheckResult("ok", "versions", tuple(hosts), ", ".join(equal))
     codes = _groups(hosts, lambda info: info["code"])
     if requirements.code not in (None, *codes):  # it talks with the hosts
-        codes[requirements.code] = ["the launcher here"]
+        codes[requirements.code] = []
     fix = "install the same one, or bring the checkouts to the same commit"
-    yield _same("error", "code", hosts, codes, "the code of roxxel_dist", fix)
+    yield _same("error", "code", hosts, codes, "the code of roxxel_dist", fix, requirements.code)
 
 
 def _data(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:

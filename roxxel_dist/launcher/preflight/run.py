@@ -5,7 +5,7 @@ The controller asks all hosts at once, in a few rounds: the agents that it start
 
 import os
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 
@@ -51,16 +51,33 @@ class PreflightReport:
         """Whether all hosts are there, and nothing is wrong with them."""
         return not self.unreachable and all(result.level != "error" for result in self.findings)
 
+    @property
+    def problems(self) -> list[str]:
+        """What speaks against a start, each for people."""
+        gone = [f"host {host} cannot be used: {why}" for host, why in self.unreachable.items()]
+        return [*dict.fromkeys(result.text for result in self.findings if result.level == "error"), *gone]
+
+    def blamed(self, trusted: Collection[str] = ()) -> frozenset[str]:
+        """The hosts without which the others may pass, as far as it is known; see `CheckResult.blamed`."""
+        errors = [result.blamed(trusted) for result in self.findings if result.level == "error"]
+        return frozenset(self.unreachable).union(*errors)
+
 
 def check_job_hosts(
-    job: JobSpec, backend: Backend, hosts: Sequence[str], *, port: int | None, pool: HostPool | None = None
+    job: JobSpec,
+    backend: Backend,
+    hosts: Sequence[str],
+    *,
+    port: int | None,
+    pool: HostPool | None = None,
+    busy: Collection[str] = (),
 ) -> PreflightReport:
     """Check the hosts of a job, in the order of the ranks; see `check_hosts`."""
     is_here = backend.is_local and len(hosts) == 1
     requirements = requirements_of(job, backend.environment, writes=is_here)
     if len(hosts) == 1:  # nothing to compare it with, and `train` says itself what it cannot read
         requirements = replace(requirements, data_path=None, compare=not is_here)
-    return check_hosts(requirements, backend, hosts, port=port, pool=pool)
+    return check_hosts(requirements, backend, hosts, port=port, pool=pool, busy=busy)
 
 
 def check_hosts(
@@ -70,18 +87,20 @@ def check_hosts(
     *,
     port: int | None = None,
     pool: HostPool | None = None,
+    busy: Collection[str] = (),
 ) -> PreflightReport:
     """Check hosts, and choose where the first one's coordinator shall listen: at `port`, or at a free one.
 
-    Agents that are started for it stay in `pool`; without one they end. Raises Interrupted where the pool is woken.
+    Agents that are started for it stay in `pool`; without one they end. Ranks of the job run on hosts that are `busy`:
+    what these hold will be free before a start. Raises Interrupted where the pool is woken.
     """
     with ExitStack() as held:
         if backend.is_local and len(hosts) == 1:
-            return _check(requirements, backend, hosts, port, _ThisMachine(held))
+            return _check(requirements, backend, hosts, port, _ThisMachine(held), busy)
         if problem := allow_open_files(len(hosts)):
             return PreflightReport(findings=[CheckResult("error", "open files", tuple(hosts), problem)])
         requirements = replace(requirements, code=hash_of_code())
-        return _check(requirements, backend, hosts, port, pool or held.enter_context(HostPool(backend)))
+        return _check(requirements, backend, hosts, port, pool or held.enter_context(HostPool(backend)), busy)
 
 
 class _ThisMachine:
@@ -99,13 +118,20 @@ Pool = HostPool | _ThisMachine
 
 
 def _check(
-    requirements: Requirements, backend: Backend, hosts: Sequence[str], port: int | None, pool: Pool
+    requirements: Requirements,
+    backend: Backend,
+    hosts: Sequence[str],
+    port: int | None,
+    pool: Pool,
+    busy: Collection[str],
 ) -> PreflightReport:
     infos = pool.ask({host: {"ask": "facts", **asdict(requirements)} for host in hosts})
     for host in [host for host in infos if "why" in infos[host]]:
         pool.unreachable[host] = infos.pop(host)["why"]
     if not infos:
         return PreflightReport(unreachable=dict(pool.unreachable))
+    for host in infos.keys() & busy:
+        infos[host] |= {"left": [], "tpu_lock": None}
     first, *others = infos
     findings = run_checks(requirements, infos)
     address = backend.address or LOOPBACK
@@ -152,7 +178,8 @@ def _port(pool: Pool, hosts: Sequence[str], address: str, port: int | None) -> t
             f"{host} does not reach {first} at {place} ({answers[host]['why']}): let the firewall of {first} pass TCP "
             "between the hosts (all ports: ranks choose theirs), or choose one that is open with --port"
         )
-        results.append(CheckResult("error", "port", (host, first), text))
+        parted = (tuple(other for other in hosts if other not in answers or "why" not in answers[other]), (host,))
+        results.append(CheckResult("error", "port", (host, first), text, parted))
     if not results and len(answers) == len(others):
         slowest = max((said["ms"] for said in answers.values()), default=0)
         reached = f", reached from {named(others)} within {slowest:.1f} ms" if others else ""
@@ -174,7 +201,8 @@ def _shared(pool: Pool, hosts: Sequence[str], run_dir: str | None) -> list[Check
         f"{run_dir} on {named(blind)} is not the folder that {first} has: checkpoints need one that all hosts share; "
         "name one on a file system that all have mounted with --run_dir"
     )
-    return [CheckResult("error", "run directory", tuple(blind), text)]
+    seeing = tuple(host for host in hosts if host not in blind)
+    return [CheckResult("error", "run directory", tuple(blind), text, (seeing, *((host,) for host in blind)))]
 
 
 def allow_open_files(hosts: int) -> str:
