@@ -186,6 +186,10 @@ class Cluster:
         """Undo the last `bind` or `tmpfs` at this path."""
         self._machines[name].change("umount", "--lazy", path)
 
+    def change(self, name: str, *words: object) -> None:
+        """Run a program on a host that has to succeed, such as `iptables`; RuntimeError where it does not."""
+        self._machines[name].change(*words)
+
     def resolve(self, name: str, own: str | None = None) -> None:
         """Let a host's own name mean this address (such as 127.0.1.1) to itself; None: its real one."""
         known = {**self._addresses, name: own} if own is not None else self._addresses
