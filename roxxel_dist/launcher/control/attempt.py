@@ -12,7 +12,7 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
 from roxxel_dist.cluster.progress import Record
-from roxxel_dist.launcher.control.hang import Hang, HangDetector
+from roxxel_dist.launcher.control.hang import Hang, HangDetector, StepTimes
 from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit, is_drain
 from roxxel_dist.launcher.control.report import slow_report
 from roxxel_dist.launcher.control.signals import SignalPipe
@@ -79,6 +79,8 @@ class Attempt:
     """Why a host that is slow cannot be replaced; empty where it can."""
     lost_hosts: LostHosts | None = None
     """The hosts that the job goes on without, where it can take them in again."""
+    times: StepTimes = field(default_factory=StepTimes)
+    """Those of earlier attempts on as many devices; kept up to date."""
     grow_after: int = -1
     """The step that a rank must have passed before: each attempt comes to a new step, however often hosts come back."""
     _exits: list[RankExit] = field(default_factory=list)
@@ -90,7 +92,7 @@ class Attempt:
     def run(self, placed: Sequence[Placement]) -> AttemptResult:
         """Start all, watch until all have ended, and say what happened."""
         self._result = AttemptResult(exits=self._exits)
-        self._detector = HangDetector(self.job.step_timeout)
+        self._detector = HangDetector(self.job.step_timeout, self.times)
         self._slow = SlowRankDetector({rank: place.host for place in placed for rank in place.ranks})
         self.pool.start(self.job, placed, self.key, self.spares)
         for place in placed:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.attempt import Attempt
+from roxxel_dist.launcher.control.hang import StepTimes
 from roxxel_dist.launcher.control.outcome import AttemptResult
 from roxxel_dist.launcher.control.report import report_of
 from roxxel_dist.launcher.control.restart import (
@@ -76,6 +77,7 @@ class _Controller:
         self._attempts: list[AttemptSummary] = []
         self._key = os.urandom(32).hex()
         self._looks = LookHistory()
+        self._times: dict[int, StepTimes] = {}  # by how many devices work
         try:
             with HostPool(self.backend, self.signals.fd) as pool:
                 return self._run(pool)
@@ -174,6 +176,7 @@ class _Controller:
                 spares=job.warm_spares if self._has_restarts else "off",
                 keeps_slow=keeps_slow,
                 lost_hosts=lost_hosts,
+                times=self._times.setdefault(ready.assignment.devices, StepTimes()),
                 grow_after=reached if trains or reached else -1,
             ).run(placed)
         finally:
