@@ -13,7 +13,7 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.control.hang import Hang, HangDetector, StepTimes
-from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit, is_drain
+from roxxel_dist.launcher.control.outcome import AttemptResult, CodeDiffers, HostLost, RankExit, is_drain
 from roxxel_dist.launcher.control.report import slow_report
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.launcher.control.slow import SlowRankDetector, SlowRanks
@@ -35,6 +35,8 @@ STACK = "most recent call first"
 """In the first line of the stack of a thread, as faulthandler writes it."""
 CHECK_S = 0.25
 QUIET_S = 2.0
+START_S = 600.0
+"""Ranks of a program that reports no steps are taken for started then."""
 
 
 @dataclass(kw_only=True)
@@ -92,6 +94,8 @@ class Attempt:
     def run(self, placed: Sequence[Placement]) -> AttemptResult:
         """Start all, watch until all have ended, and say what happened."""
         self._result = AttemptResult(exits=self._exits)
+        self._code: dict[str, tuple[str, int, str, str]] = {}
+        self._begun = time.monotonic()
         self._detector = HangDetector(self.job.step_timeout, self.times)
         self._slow = SlowRankDetector({rank: place.host for place in placed for rank in place.ranks})
         self.pool.start(self.job, placed, self.key, self.spares)
@@ -132,6 +136,8 @@ class Attempt:
                 self.console.status(rank, record)
             case {"type": "progress", "records": records, "usage": usage}:
                 self._on_progress({rank: Record(**values) for rank, values in records}, usage)
+            case {"type": "code", "files": files}:
+                self._on_code(host, files)
             case {"type": "dumped", "ranks": ranks} if self._dump is not None:
                 self._dump.hosts_left -= 1
                 self._dump.stopped |= {rank for rank, state, _ in ranks if state in "Tt"}  # as in /proc
@@ -162,6 +168,23 @@ class Attempt:
         for rank, values in usage:
             self._slow.observe(rank, records[rank], Usage(**values), now)
         self._result.reached = max(self._result.reached, self._detector.reached)
+
+    def _on_code(self, host: HostConnection, files: Sequence[tuple[int, str, str, str]]) -> None:
+        """End a start in which ranks run different sources; later it would cost more than it is worth."""
+        for rank, name, path, checksum in files:
+            first = self._code.setdefault(name, (checksum, rank, host.host, path))
+            if first[0] == checksum or self._is_ending():
+                continue
+            (_, other, there, other_path) = first
+            text = f"rank {rank} on host {host.host} runs another {path} than rank {other} on host {there}" + (
+                f" ({other_path})" if other_path != path else ""
+            )
+            if self._result.reached or time.monotonic() - self._begun > START_S:
+                self.console.info(f"warning: {text}: it was changed while the job ran")
+                continue
+            fix = "all ranks must run the same code: let a change of it end, or bring it to all hosts"
+            self._result.differs = CodeDiffers(rank=rank, host=host.host, text=f"{text}; {fix}")
+            self._kill()
 
     def _on_exit(self, end: RankExit) -> None:
         result = self._result
@@ -266,7 +289,8 @@ class Attempt:
         """Whether the ranks are about to end for another reason: that one has its own limits."""
         failed = any(end.code not in OK_CODES for end in self._exits)
         result = self._result
-        return bool(failed or result.late or result.grows) or result.lost is not None or result.requested is not None
+        ends = (result.lost, result.requested, result.differs)
+        return bool(failed or result.late or result.grows) or any(end is not None for end in ends)
 
     def _host_of(self, rank: int) -> HostConnection:
         return next(host for host in self.pool.all if rank in host.ranks)

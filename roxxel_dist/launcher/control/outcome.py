@@ -4,7 +4,14 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, OK_CODES, SCHEDULER_SIGNALS
+from roxxel_dist.cluster.exit_codes import (
+    EXIT_DRAINED,
+    EXIT_HANG,
+    EXIT_PREFLIGHT,
+    EXIT_USAGE,
+    OK_CODES,
+    SCHEDULER_SIGNALS,
+)
 from roxxel_dist.launcher.control.hang import Hang
 
 FOLLOWING = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
@@ -45,6 +52,16 @@ class HostLost:
     """The agent ended before its ranks: no rank can have caused that."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CodeDiffers:
+    """A rank that runs other sources than another one."""
+
+    rank: int
+    host: str
+    text: str
+    """A description for the user."""
+
+
 @dataclass(kw_only=True)
 class AttemptResult:
     """Everything that determines the exit code of a job, and the report about it."""
@@ -64,6 +81,8 @@ class AttemptResult:
     hang_host: str = ""
     stack: Sequence[str] = ()
     """Of the rank that hung."""
+    differs: CodeDiffers | None = None
+    """Two ranks ran different sources; all were killed."""
     reached: int = 0
     """The largest step that any rank had entered."""
     grows: str = ""
@@ -105,8 +124,8 @@ def as_code(code: int) -> int:
 
 def exit_code(result: AttemptResult) -> int:
     """The job's exit code."""
-    if result.hang is not None and result.requested is None:
-        return EXIT_HANG
+    if result.requested is None and (result.hang is not None or result.differs is not None):
+        return EXIT_PREFLIGHT if result.hang is None else EXIT_HANG
     failure = first_failure(result)
     if failure is not None:
         return as_code(failure.code)

@@ -96,7 +96,7 @@ def classify(result: AttemptResult) -> Cause:
         return Cause.REQUESTED
     if code == 0:
         return Cause.DONE
-    if result.hang is not None or result.lost is not None:
+    if result.hang is not None or result.lost is not None or result.differs is not None:
         return Cause.INFRASTRUCTURE
     if result.grows:  # however a program ends that is asked to
         return Cause.PREEMPTED
@@ -111,6 +111,10 @@ def summary(result: AttemptResult, *, seconds: float, counts: bool, report: Sequ
     """An attempt for `next_action`. `counts`: the program is known to tell its steps, even if it has not yet."""
     failure = first_failure(result)
     culprit = None if failure is not None and failure.code in OF_NO_RANK else result.hang or failure
+    if result.differs is not None:  # an edit in the middle of a start: the next one may find the same code everywhere
+        differs = result.differs
+        found = {"rank": differs.rank, "host": differs.host, "reached": result.reached, "counts": True}
+        return AttemptSummary(cause=classify(result), code=exit_code(result), seconds=seconds, report=report, **found)
     return AttemptSummary(
         cause=classify(result),
         code=exit_code(result),

@@ -126,6 +126,9 @@ class Agent:
         self._spares = Spares(self._folders, watch=self._watch_spare, end=self._drop_spare, note=self.note)
         self._dropped: list[Rank] = []  # killed, not gone perhaps, and no ranks any more
         self._noted = set[str]()
+        self._code = set[tuple[str, str]]()  # what ranks of this attempt have imported: names and checksums
+        self._new_code: list[tuple[int, str, str, str]] = []
+        self._stale = False  # whether spares of this start had other code
         self._keepers: list[int] = []  # whose trees are empty: they end, and are to be reaped
         self._exited = deque[Rank]()  # in the order in which they ended; their exit codes follow a moment later
         self._poll = select.epoll()
@@ -221,11 +224,14 @@ class Agent:
         self._ranks.clear()
         self._dropped.clear()
         self._exited.clear()
+        self._code.clear()
+        self._new_code.clear()
         self._kill_at = None
         self._draining = self._done = False
 
     def _start(self, order: Message) -> None:
         self._total = order["total"]
+        self._stale = False
         self._progress = progress.create(self._progress_file, self._total)
         base = {name: value for name, value in os.environ.items() if name not in CONTRACT and not misleads(name)}
         self._programs = {
@@ -327,6 +333,9 @@ class Agent:
                 if (used := self._usage(rank, record)) is not None:
                     usage.append((rank.number, asdict(used)))
         self._outbox.send({"type": "progress", "records": moved, "usage": usage})
+        if self._new_code:
+            self._outbox.send({"type": "code", "files": self._new_code})
+            self._new_code.clear()
 
     @staticmethod
     def _usage(rank: Rank, record: progress.Record) -> Usage | None:
@@ -442,10 +451,13 @@ class Agent:
         status = None
         for line in rank.messages.feed(data):
             match _message(line):
-                case {"spare": "ready", "size": int(size)}:
-                    self._spares.is_ready(rank, size)
-                case {"spare": "taken"}:
-                    rank.instead = None
+                case {"spare": str()} as message:
+                    self._hear_spare(rank, message)
+                case {"code": list(files)}:
+                    for name, path, checksum in files:
+                        if (name, checksum) not in self._code:
+                            self._code.add((name, checksum))
+                            self._new_code.append((rank.number, name, path, checksum))
                 case {"failed": int(code)}:
                     if rank.code is None and not rank.killed_by_us:
                         self._tell_end(rank, code)
@@ -456,6 +468,19 @@ class Agent:
                     status = record
         if status is not None and not self._paused:  # the next one is as good
             self._outbox.send({"type": "status", "rank": rank.number, "record": status})
+
+    def _hear_spare(self, rank: Rank, message: Message) -> None:
+        match message:
+            case {"spare": "ready", "size": int(size)}:
+                self._spares.is_ready(rank, size)
+            case {"spare": "taken"}:
+                rank.instead = None
+            case {"spare": "stale", "changed": str(changed)} if not self._stale:
+                self._stale = True
+                text = f"{changed} has changed since warm spares imported it: they end, and fresh processes start"
+                self._outbox.send({"type": "note", "text": text})
+            case _:
+                pass
 
     def _close_pipe(self, rank: Rank) -> None:
         self._unwatch(rank.pipe)

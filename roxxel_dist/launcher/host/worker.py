@@ -35,7 +35,9 @@ from roxxel_dist.cluster.exit_codes import (
 )
 from roxxel_dist.cluster.progress import Progress, agent_pipe, own_record
 from roxxel_dist.launcher.host.runtime_errors import is_runtime_failure
+from roxxel_dist.launcher.host.sources import recorder
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.spec import flag
 
 SUBCOMMANDS = frozenset(
     """data batch train find-lr generate eval launch sweep report plan doctor save export verify audit compare
@@ -125,6 +127,8 @@ def _options(words: list[str]) -> list[str]:
 
 def _subcommand(word: str, rest: list[str]) -> None:
     if word == "train":
+        if config := flag(rest, "config"):
+            recorder().add("--config", os.path.realpath(config))
         _initialize(then="start")  # to the first word of the trainer
     sys.argv = ["roxxel-dist", word, *rest]
     runpy.run_module("roxxel_dist", run_name="__main__", alter_sys=True)
@@ -135,6 +139,7 @@ def _script(path: str, rest: list[str]) -> None:
         info(f"script not found: {path!r} (looked in {os.getcwd()}); check the path after `--`")
         sys.exit(2)
     _initialize()
+    recorder().add("__main__", os.path.realpath(path))
     sys.argv = [path, *rest]
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     runpy.run_path(path, run_name="__main__")
@@ -191,6 +196,8 @@ def _run(program: Callable[[], None]) -> None:
     share (0, or 42: drained) goes that way; a failure skips it.
     """
     agent_pipe()  # before the program starts others
+    recorder().install()
+    recorder().tell()
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, all_threads=True)
     try:

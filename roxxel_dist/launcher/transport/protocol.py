@@ -5,6 +5,7 @@ To the agent:  start (command, ranks: [{rank, env}], total, key, spares) · stop
 From the agent: started (rank, pid) · lines (rank, time, text) · status (rank, record) ·
                 progress (records: [[rank, record]], those that changed; usage: [[rank, usage]], of the same moment;
                 every half second, also where none did) · note (text, for people) ·
+                code (files: [[rank, module, path, checksum]], each content of a module once) ·
                 dumped (ranks: [[rank, state, listens]]) · exit (rank, pid, code, killed_by_us, step) · done
 """
 
