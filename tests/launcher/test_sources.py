@@ -98,9 +98,7 @@ def test_the_program_itself_counts(launch: Launch, tmp_path: Path) -> None:
 def test_an_edit_during_a_start_is_tried_again(attempts: list[int], again: bool) -> None:
     ends = [RankExit(rank=0, host="h", pid=1, code=-9, killed_by_us=True, step=0)]
     told = [
-        summary(
-            AttemptResult(exits=ends, differs=CodeDiffers(rank=rank, host="h", text="")), seconds=1.0, counts=False
-        )
+        summary(AttemptResult(exits=ends, differs=CodeDiffers(rank=rank, host="h", text="")), seconds=1.0, counts=False)
         for rank in attempts
     ]
     assert exit_code(AttemptResult(exits=ends, differs=CodeDiffers(rank=1, host="h", text=""))) == 69

@@ -10,6 +10,7 @@ import re
 import runpy
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -34,7 +35,7 @@ from roxxel_dist.cluster.exit_codes import (
     LostRankError,
 )
 from roxxel_dist.cluster.progress import Progress, agent_pipe, own_record
-from roxxel_dist.launcher.host.runtime_errors import is_runtime_failure
+from roxxel_dist.launcher.host.runtime_errors import is_runtime_failure, is_tpu_in_use
 from roxxel_dist.launcher.host.sources import recorder
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.spec import flag
@@ -219,8 +220,20 @@ def _run(program: Callable[[], None]) -> None:
     except BaseException as error:
         error.__traceback__ = _from_program(error.__traceback__)  # the default hook prints this one
         sys.excepthook(type(error), error, error.__traceback__)
-        _fail(EXIT_RUNTIME if is_runtime_failure(error, first_step=not own_record().done) else EXIT_FAILED)
+        first_step = not own_record().done
+        if in_use := first_step and is_tpu_in_use(error):
+            info(_who_has_the_tpu())
+        _fail(EXIT_RUNTIME if in_use or is_runtime_failure(error, first_step=first_step) else EXIT_FAILED)
     _limit_the_wait()
+
+
+def _who_has_the_tpu() -> str:
+    from roxxel_dist.launcher.preflight.host_info import LOCK, tpu_lock  # late: only such a failure needs it
+
+    text = f"another process has the TPU of {socket.gethostname()}"
+    if (why := tpu_lock(LOCK)) is not None:
+        return f"{text}: {LOCK}, libtpu's lock, {why}"
+    return f"{text}, or had it until now: `sudo lsof /dev/accel* /dev/vfio/*` names it; {LOCK} is free"
 
 
 def _limit_the_wait() -> None:

@@ -156,10 +156,14 @@ def _devices(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
 
 
 def tpu_locks(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    """What is wrong with the lock, for a job that may use TPUs."""
+    """What is wrong with the lock, for a job that uses TPUs: it asks for them, or a host has some and jax finds them.
+
+    Elsewhere another program may hold the lock, such as one that compiles for TPUs.
+    """
     for host, info in hosts.items():
         platforms = requirements.platforms or info["platforms"]
-        if info["tpu_lock"] is not None and (not platforms or "tpu" in platforms.split(",")):
+        uses = "tpu" in platforms.split(",") if platforms else info["tpus"] > 0
+        if info["tpu_lock"] is not None and uses:
             yield CheckResult("error", "tpu lock", (host,), f"{host}: {LOCK}, libtpu's lock, {info['tpu_lock']}")
 
 

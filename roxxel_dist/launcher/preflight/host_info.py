@@ -6,6 +6,7 @@ Nothing here changes the host: the one file that is made (to learn whether that 
 import fcntl
 import ipaddress
 import os
+import pwd
 import socket
 import struct
 import sys
@@ -39,7 +40,7 @@ def gather(question: HostInfo) -> HostInfo:
         "gpus": None if not gpus and os.path.exists("/dev/kfd") else gpus,
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "tpu_lock": tpu_lock(LOCK),
-        "tpus": len(glob("/dev/accel[0-9]*")),
+        "tpus": len(glob("/dev/accel[0-9]*") or glob("/dev/vfio/[0-9]*")),
         "cores": os.cpu_count() or 1,
         "platforms": os.environ.get("JAX_PLATFORMS"),
         "run_dir": folder(run_dir, is_run=question["shared"]) if run_dir is not None else None,
@@ -159,5 +160,14 @@ def tpu_lock(path: Path) -> str | None:
     kind, _, _, _, pid = struct.unpack(flock, lock)
     if kind == fcntl.F_UNLCK:
         return None
-    holder = f"process {pid}" if pid > 0 else "a process of another container"
+    holder = process_name(pid) if pid > 0 else "a process of another container"
     return f"is held by {holder}, which uses the TPU; end it, or JAX_PLATFORMS=cpu goes without"
+
+
+def process_name(pid: int) -> str:
+    """A process for people: its number, its program and its user where they can be seen."""
+    with suppress(OSError, KeyError):
+        place = Path("/proc", str(pid))
+        program = (place / "comm").read_text(errors="replace").strip()
+        return f"process {pid} ({program} of user {pwd.getpwuid(place.stat().st_uid).pw_name})"
+    return f"process {pid}"

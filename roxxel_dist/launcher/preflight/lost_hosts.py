@@ -28,6 +28,7 @@ NO_WAY = re.compile(
     r"|Operation timed out|Could not resolve|Host is down"
 )
 """How ssh says that a host is away."""
+NUMBERS = re.compile(r"\d[\d.,]*")
 
 
 @dataclass
@@ -39,7 +40,7 @@ class LookHistory:
     unfit: dict[str, int] = field(default_factory=dict)
     """How many looks in a row a host has answered and was not fit."""
     told: set[tuple[str, str]] = field(default_factory=set)
-    """Hosts, and the checks that they did not pass, as people have read it."""
+    """Hosts, and what people have read of them, without its numbers."""
 
     def grown(self, hosts: Sequence[str], *, failed: bool) -> None:
         """These hosts were taken in; `failed`: the attempt with them came to nothing."""
@@ -136,7 +137,7 @@ class LostHosts:
         running = self._running
         if hosts and not running.grows_with(hosts):
             for host in hosts:
-                self._tell(host, "use", f"host {host} can be used again; the batch does not give it work yet")
+                self._tell(host, f"host {host} can be used again; the batch does not give it work yet")
         while hosts and running.grows_with(hosts):
             report = self._checked_with_others(hosts)
             strange = [
@@ -191,10 +192,11 @@ class LostHosts:
         history = self._history
         times = history.unfit[host] = history.unfit.get(host, 0) + 1
         self._pauses[host] = int(min(history.pause_s * 2**times, LOOK_MOST_S) // history.pause_s)
-        for check, text in reasons.items():
-            self._tell(host, check, f"host {host} is not used again yet, and is asked from time to time: {text}")
+        for text in reasons.values():
+            self._tell(host, f"host {host} is not used again yet, and is asked from time to time: {text}")
 
-    def _tell(self, host: str, about: str, text: str) -> None:
-        if (host, about) not in self._history.told:
-            self._history.told.add((host, about))
+    def _tell(self, host: str, text: str) -> None:
+        about = host, NUMBERS.sub("", text)
+        if about not in self._history.told:
+            self._history.told.add(about)
             self._notes.put(text)
