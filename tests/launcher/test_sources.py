@@ -1,6 +1,7 @@
 """All ranks of an attempt run the same sources: what was imported counts, not what lies on a disk."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from hosts import Cluster
+from hosts import ROOT, Cluster
 
 from roxxel_dist.launcher.control.outcome import AttemptResult, CodeDiffers, RankExit, exit_code
 from roxxel_dist.launcher.control.restart import Cause, next_action, summary
@@ -112,9 +113,11 @@ import os, sys, time
 from roxxel_dist.cluster.progress import Progress
 rank, attempt = int(os.environ["ROXXEL_PROCESS_ID"]), int(os.environ["ROXXEL_ATTEMPT"])
 progress = Progress.from_env(rank)
-import roxxel_dist.cluster.free_memory as edited
-print("code of", getattr(edited, "EDITED", "before"), flush=True)
-open(f"runs.{attempt}.{rank}", "w").write(str(os.getpid()))
+from importlib import import_module
+edited = [import_module("roxxel_dist.cluster." + name) for name in ("distributed", "free_memory")]
+with open(f"tmp.{rank}", "w") as file:
+    print(os.getpid(), *sorted(module.EDITED for module in edited if hasattr(module, "EDITED")), file=file)
+os.rename(f"tmp.{rank}", f"runs.{attempt}.{rank}")
 step = 0
 while attempt == 0 or not os.path.exists("end"):
     step += 1
@@ -135,45 +138,34 @@ def spares(job: Any) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("edit", ["a module", "nothing"])
+@pytest.mark.parametrize("edit", ["distributed", "free_memory", ""])
 def test_after_an_edit_all_ranks_run_the_new_code_and_spares_of_the_old_are_dropped(
     launch: Launch, until: Until, tmp_path: Path, edit: str
 ) -> None:
-    """Rank 1 has no spare, rank 0 has one that has imported the package before the edit."""
-    package = tmp_path / "package"
-    subprocess.run(["cp", "-r", str(Path(__file__).parents[2] / "roxxel_dist"), package / "roxxel_dist"], check=False)
-    if not (package / "roxxel_dist").exists():
-        package.mkdir()
-        subprocess.run(["cp", "-r", str(Path(__file__).parents[2] / "roxxel_dist"), package], check=True)
+    """Rank 1 has no spare; that of rank 0 has imported `distributed` before the edit, and not `free_memory`."""
+    cluster = tmp_path / "package" / "roxxel_dist" / "cluster"
+    shutil.copytree(ROOT / "roxxel_dist", cluster.parent, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "steps.py").write_text(STEPS)
-    environ = {"PYTHONPATH": str(package), "PYTHONSAFEPATH": "1"}
     options = {"max_restarts": 3, "warm_spares": "on", "devices_per_proc": 1}
-    job = launch("python", "steps.py", environ=environ, **options)
+    job = launch("python", "steps.py", environ={"PYTHONPATH": str(tmp_path / "package")}, **options)
     job.marks("runs.0.*", 2)
     until(lambda: len(spares(job)) == 2, "two spares")
     had = set(spares(job))
-    if edit == "a module":
-        with (package / "roxxel_dist" / "cluster" / "free_memory.py").open("a") as file:
+    if edit:
+        with (cluster / f"{edit}.py").open("a") as file:
             file.write('\nEDITED = "after"\n')
     first = int((tmp_path / "runs.0.1").read_text())
     (of_rank_1,) = [pid for pid in had if psutil.Process(pid).environ()["ROXXEL_PROCESS_ID"] == "1"]
     os.kill(of_rank_1, signal.SIGKILL)
     os.kill(first, signal.SIGKILL)
     job.marks("runs.1.*", 2)
-    pids = {int(path.read_text()) for path in tmp_path.glob("runs.1.*")}
+    told = [(tmp_path / f"runs.1.{rank}").read_text().split() for rank in range(2)]
     (tmp_path / "end").touch()
-    code, out, err = job.wait()
+    code, _, err = job.wait()
     assert code == 0, err
-    said = [line.rpartition(" ")[2] for line in out.splitlines() if "code of" in line]
-    if edit == "nothing":
-        assert pids & had
-        assert set(said) == {"before"}
-        assert "has changed since" not in err
-    else:
-        assert not pids & had
-        assert said[-1] == "after"
-        assert job.lines(0)[-1] == job.lines(1)[-1] == "code of after"
-        assert err.count("free_memory.py has changed since warm spares imported it") == 1
+    assert bool({int(pid) for pid, *_ in told} & had) == (edit != "distributed")
+    assert [edits for _, *edits in told] == [["after"] if edit else []] * 2
+    assert err.count("has changed since warm spares imported it") == (edit == "distributed")
 
 
 @pytest.mark.cluster
