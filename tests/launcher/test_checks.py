@@ -9,6 +9,7 @@ import pytest
 from roxxel_dist.cli.doctor import DoctorArgs, requirements
 from roxxel_dist.launcher.preflight.checks import (
     ADVISED_FREE_BYTES,
+    HERE,
     MIN_FREE_BYTES,
     CheckResult,
     Requirements,
@@ -235,3 +236,31 @@ def test_what_somebody_wants_by_hand() -> None:
 def test_words_of_a_command() -> None:
     assert flag(["--a_b", "1", "--a-b=2"], "a_b") == "2"
     assert flag(["--a"], "a") is None
+
+
+def compared(*groups: tuple[str, ...]) -> CheckResult:
+    hosts = tuple(host for group in groups for host in group if host != HERE)
+    return CheckResult("error", "versions", hosts, "jax differs", groups)
+
+
+@pytest.mark.parametrize(
+    ("result", "trusted", "blamed"),
+    [
+        (CheckResult("error", "disk", ("b",), "full"), (), {"b"}),
+        (CheckResult("error", "disk", ("b",), "full"), ("a", "b"), {"b"}),
+        (CheckResult("error", "port", ("b", "a"), "no way"), (), set()),
+        (compared(("a", "b"), ("c",)), ("a", "b"), {"c"}),
+        (compared(("a",), ("b", "c")), ("a",), {"b", "c"}),  # those that came back, though they are more
+        (compared(("a",), ("b", "c")), (), {"a"}),  # nobody has worked yet: the most
+        (compared(("a",), ("b",)), (), set()),
+        (compared(("a",), ("b", "c", HERE)), (), {"a"}),
+        (compared(("a", HERE), ("b", "c")), (), {"b", "c"}),
+        (compared((HERE,), ("a", "b")), (), {"a", "b"}),
+        (compared((HERE,), ("a", "b"), ("c",)), ("a", "b"), {"c"}),
+        (compared(("a",), ("b",), ("c",)), ("b", "c"), {"a"}),  # a folder that nobody else sees
+        (compared(("a",), ("b",)), ("a", "b"), set()),
+        (compared(("a",), ("b",), ("c", "d")), ("a", "b"), {"c", "d"}),
+    ],
+)
+def test_which_hosts_are_to_blame(result: CheckResult, trusted: tuple[str, ...], blamed: set[str]) -> None:
+    assert result.blamed(trusted) == blamed

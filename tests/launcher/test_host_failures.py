@@ -1,4 +1,4 @@
-"""Failures of single hosts and connections on real hosts: a spare takes a place, and a run has the bits of a whole one."""
+"""Failures of one host, and of one connection, on real hosts."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ def launch(hosts: Cluster, folder: Path, *words: object) -> tuple[subprocess.Pop
             [sys.executable, "-m", "roxxel_dist", "launch", "ssh", "--ssh-config", hosts.ssh_config, *words],
             cwd=folder, stdin=subprocess.DEVNULL, stdout=screen, stderr=subprocess.STDOUT,
         )  # fmt: skip
-    return started, lambda: (folder / "screen.txt").read_text()
+    return started, (folder / "screen.txt").read_text
 
 
 @pytest.mark.parametrize("how", ["SIGABRT", "SIGSEGV", "hangs"])
