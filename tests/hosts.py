@@ -193,6 +193,21 @@ class Cluster:
         # Written in place: the file is mounted, a new one of its name would not be.
         (self.folder / name / "hosts").write_text("\n".join(lines))
 
+    def firewall(self, name: str, incoming: str = "", outgoing: str = "") -> None:
+        """Let a host filter packets by these rules of nftables, a rule a line; needs Debian's nftables."""
+        chains = (("input", incoming), ("output", outgoing))
+        rules = "".join(f"chain {hook} {{\ntype filter hook {hook} priority 0\n{lines}\n}}\n" for hook, lines in chains)
+        self._machines[name].change("nft", "-f", "-", given=f"table inet wall {{\n{rules}}}\n")
+
+    def add_address(self, name: str, interface: str, address: str) -> None:
+        """Give a host an interface that leads nowhere, with this address ("172.17.0.1/16"), as docker0 has."""
+        for words in (
+            f"link add {interface} type bridge",
+            f"addr add {address} dev {interface}",
+            f"link set {interface} up",
+        ):
+            self._machines[name].change("ip", *words.split())
+
     def set_env(self, name: str, **values: str) -> None:
         """Add to the variables that later ssh sessions find on a host."""
         self._variables[name].update(values)
