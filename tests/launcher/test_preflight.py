@@ -300,7 +300,7 @@ OPEN = "ct state established,related accept\niif lo accept\ntcp dport 22 accept\
 WALLS = {
     # the rules of a host: what fails, who is to blame, host pair and place, the reason
     "nothing new comes in, dropped": (
-        ("h2", OPEN + "drop", ""), "network", ("h2",), r"h1, h3 do not reach h2 at 10\.77\.0\.2:\d+", "no answer within",
+        ("h2", OPEN + "drop", ""), "network", ("h2",), r"h1, h3 do not reach h2 at 10\.77\.0\.2:\d+", "no answer",
     ),
     "nothing new comes in, rejected": (
         ("h3", OPEN + "reject", ""), "network", ("h3",), r"h1, h2 do not reach h3 at 10\.77\.0\.3:\d+", "refused",
