@@ -23,6 +23,9 @@ READERS: dict[Any, Callable[[str], Any]] = {
     int: int, int | None: int, float: float, float | None: float, str: str, str | None: str,
 }  # fmt: skip
 
+ONE_LAUNCHER = ("ray", "slurm", "ssh")
+"""Backends whose launcher starts the ranks of all hosts, so that there is one launcher a job."""
+
 
 def command_of(name: str) -> Callable[[list[str]], int]:
     """The command `launch NAME` of a backend."""
@@ -37,6 +40,10 @@ def command_of(name: str) -> Callable[[list[str]], int]:
                 example = f"`launch {name} {kind.example} -- train --data_path DIR`"
                 raise UserError(f"no command: write it after `--`, as in {example}")
             passed, own = kind.split_words([_as_ours(word, kind) for word in words[:end]])
+            if name in ONE_LAUNCHER and "SLURM_STEP_ID" in os.environ:
+                from roxxel_dist.launcher.backends.slurm.allocation import refuse_copies
+
+                refuse_copies(os.environ)
         options = plain_options(kind, own)
         if options is None:
             import tyro

@@ -347,3 +347,44 @@ def test_a_host_that_is_not_who_it_was_is_refused(ssh: Callable[[int], Ssh]) -> 
     assert "host h1 cannot be used: " in result.stderr
     assert "Host key verification failed" in result.stderr
     assert list(one.folder.iterdir()) == []
+
+
+def behind(two: Ssh, bastion: str, name: str, more: str = "") -> Path:
+    """An ssh_config in which all other hosts are behind a bastion, which has an sshd with its own defaults."""
+    config = two.hosts.folder / name
+    config.write_text(f"Host h* !{bastion}\n  ProxyJump {bastion}\n{more}{two.hosts.ssh_config.read_text()}")
+    return config
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    "more", ["", "Host h1\n  ControlMaster auto\n  ControlPath {folder}/mux\n"], ids=["plain", "mux"]
+)
+def test_24_hosts_behind_a_bastion_that_takes_ten_at_a_time(ssh: Callable[[int], Ssh], more: str) -> None:
+    many = ssh(25)
+    many.hosts.configure("h1", MaxStartups="10:30:100", MaxSessions="10")
+    many.hosts.impair("controller", delay_ms=75)
+    many.hosts.ssh_config = behind(many, "h1", "jump", more.format(folder=many.hosts.folder))
+    command = [*many.words("--all-ranks", "--", "bash", "-c", "echo here $ROXXEL_PROCESS_ID")]
+    command[command.index("--hosts") + 1] = ",".join(many.hosts.names[1:])
+    done = many.hosts.run(command, cwd=many.folder, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(line.split(" | ")[1] for line in done.stdout.splitlines()) == sorted(f"here {n}" for n in range(24))
+
+
+CLOSE = "import socket, sys\nhere = socket.create_server(('', 2222))\nwhile True: here.accept()[0].close()"
+
+
+@pytest.mark.cluster
+def test_a_server_that_always_refuses_is_given_up_with_the_reason(ssh: Callable[[int], Ssh], until: Until) -> None:
+    two = ssh(2)
+    two.hosts.popen([sys.executable, "-c", CLOSE], on="h2")
+    until(lambda: "2222" in two.hosts.run(["ss", "-ltn"], on="h2").stdout, "the server that closes")
+    config = two.hosts.folder / "refused"
+    config.write_text(f"Host h2\n  Port 2222\n{two.hosts.ssh_config.read_text()}")
+    two.hosts.ssh_config = config
+    done = two.run("--", "touch", "x")
+    assert done.returncode == 69
+    assert "host h2 cannot be used: kex_exchange_identification: " in done.stderr
+    assert "refused 8 times: its server, or a bastion before it, takes fewer at once" in done.stderr
+    assert not (two.folder / "x").exists()

@@ -63,6 +63,10 @@ class Backend(ABC):
     def start(self, host: str, module: str, *words: str) -> RemoteProcess:
         """Start `python -m MODULE WORDS` on a host, in the job's working directory; stdin, stdout, stderr are pipes."""
 
+    def is_refusal(self, stderr: Sequence[str]) -> bool:
+        """Whether these last lines of a program that did not start say that a server had no room for a connection."""
+        return False
+
     def reach(self, host: str) -> tuple[str, ...]:
         """The words before a command of this program that run it on a host, for a person; none for this machine."""
         return ()

@@ -27,6 +27,13 @@ OPTIONS = (
     "ClearAllForwardings=yes",
     "LogLevel=ERROR",
 )
+REFUSAL = re.compile(
+    r"(kex|ssh)_exchange_identification: |Connection (closed|reset) by|Exceeded MaxStartups"
+    r"|Not allowed at this time|open failed: (resource shortage|administratively prohibited)"
+    r"|Session open refused by peer"
+)
+"""What ssh says where a server closes a connection before anybody has logged in: it has too many of these at a time
+(MaxStartups), or of sessions (MaxSessions)."""
 HOST = re.compile(r"[A-Za-z0-9_.@:\[\]%][A-Za-z0-9_.@:\[\]%-]*")
 
 
@@ -70,6 +77,10 @@ class SshBackend(base.Backend):
     def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
         """Start `python -m MODULE WORDS` on a host. Call it from the main thread: ssh ends with the thread."""
         return start_near(self.argv(host, module, *words))
+
+    def is_refusal(self, stderr: Sequence[str]) -> bool:
+        """Whether sshd, or a bastion before it, has closed the connection for want of room."""
+        return any(REFUSAL.search(line) for line in stderr)
 
     def reach(self, host: str) -> tuple[str, ...]:
         """The words before a command of this program that run it on a host, for a person."""

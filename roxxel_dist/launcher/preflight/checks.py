@@ -83,7 +83,9 @@ class CheckResult:
         launcher, or else the most.
         """
         if not self.groups:
-            return frozenset(self.hosts if len(self.hosts) == 1 else ())
+            strange = frozenset(self.hosts) - set(trusted)
+            one_of_two = len(self.hosts) > 1 and strange != frozenset(self.hosts)
+            return strange if one_of_two else frozenset(self.hosts if len(self.hosts) == 1 else ())
         everyone = frozenset(host for group in self.groups for host in group) - {HERE}
         known = [len(set(group) & set(trusted)) for group in self.groups]
         if not any(known):
@@ -270,21 +272,48 @@ def _one_machine(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResu
             yield CheckResult("warning", "host", tuple(names), text)
 
 
+def needs_own_names(requirements: Requirements, info: HostInfo) -> bool:
+    """Whether ranks of a host find others by their names: on CPU (Gloo)."""
+    platforms = requirements.platforms or info["platforms"]
+    return platforms.split(",")[0] == "cpu" if platforms else info["gpus"] == 0 and not info["tpus"]
+
+
+def rank_address(info: HostInfo) -> str | None:
+    """The address at which Gloo listens: the first of the host's own name that is the host's; None for loopback."""
+    address = next(iter(info["owned"]), None)
+    return None if address is None or is_loopback(address) else address
+
+
+def twins(hosts: Hosts, host: str) -> list[str]:
+    """The other machines whose own names mean the same address as that of a host, so that it leads to none of them."""
+    info, address = hosts[host], rank_address(hosts[host])
+    others = {name: other for name, other in hosts.items() if other["machine"] != info["machine"]}
+    return [name for name, other in others.items() if address is not None and rank_address(other) == address]
+
+
 def own_names(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     """Problems with hosts' own names: on CPU a rank sends the others the address that its host's name resolves to."""
 
     good = []
     for host, info in hosts.items():
-        name, addresses = info["name"], info["resolves"]
-        if addresses and not is_loopback(addresses[0]):
+        name, addresses, address = info["name"], info["resolves"], rank_address(info)
+        same = twins(hosts, host)
+        if address and not same:
             good.append(host)
             continue
-        to = f"resolves to {addresses[0]}, which other hosts cannot reach" if addresses else "does not resolve"
+        if address:
+            to = f"resolves to {address}, as that of {named(same)} does there, so that nobody finds the other"
+        elif not addresses:
+            to = "does not resolve"
+        elif info["owned"]:
+            to = f"resolves to {info['owned'][0]}, which other hosts cannot reach"
+        else:
+            to = f"resolves to {', '.join(addresses)}, which no interface of {host} has"
         fix = f"have /etc/hosts on {host} say `{info.get('ssh_address') or 'its address'} {name}` instead"
         text = f"{host}: its own name {name!r} {to}. Ranks on CPU (Gloo) find each other by it: {fix}"
-        platforms = requirements.platforms or info["platforms"]
-        cpu = platforms.split(",")[0] == "cpu" if platforms else info["gpus"] == 0 and not info["tpus"]
-        yield CheckResult("error" if cpu else "warning", "name", (host,), text)
+        level: Level = "error" if needs_own_names(requirements, info) else "warning"
+        yield CheckResult(level, "name", (host,), text)
     if good:
-        text = f"own names resolve to addresses that others can reach on {named(good)}"
+        pairs = [f"{hosts[host]['name']} is {rank_address(hosts[host])}" for host in good]
+        text = f"own names mean addresses of their hosts: {named(pairs)}"
         yield CheckResult("ok", "name", tuple(good), text)

@@ -53,6 +53,7 @@ def gather(question: HostInfo) -> HostInfo:
             "versions": {"python": sys.version.split()[0], **versions()},
             "code": hash_of_code(),
             "data": None,
+            "ports": rank_ports(),
         }
         if data_path is not None or resume:  # by its name: the launcher imports nothing of the trainer
             trainer = import_module("roxxel_dist.run_directory")
@@ -80,9 +81,26 @@ def versions() -> dict[str, str]:
 
 
 def own_name() -> HostInfo:
-    """The host's own name, and the addresses that it means to the host itself."""
+    """The host's own name, the addresses that it means to the host itself, and which of them are the host's."""
     name = socket.gethostname()
-    return {"name": name, "resolves": resolved(name)}
+    addresses = resolved(name)
+    return {"name": name, "resolves": addresses, "owned": [one for one in addresses if is_owned(one)]}
+
+
+def is_owned(address: str) -> bool:
+    """Whether a program of this host can listen at an address."""
+    with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
+
+
+def rank_ports() -> list[int] | None:
+    """The first and the last of the ports that the kernel gives to programs that ask for a free one."""
+    with suppress(OSError, ValueError):
+        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
+        return [int(first), int(last)]
+    return None
 
 
 def existing(path: str) -> Path:

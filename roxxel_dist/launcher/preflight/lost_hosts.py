@@ -139,7 +139,8 @@ class LostHosts:
             for host in hosts:
                 self._tell(host, f"host {host} can be used again; the batch does not give it work yet")
         while hosts and running.grows_with(hosts):
-            report = self._checked_with_others(hosts)
+            plan = running.plan(hosts)
+            report = self._checked(plan.job, plan.hosts)
             strange = [
                 result
                 for result in report.findings
@@ -159,22 +160,9 @@ class LostHosts:
         return ()
 
     def _checked(self, job: JobSpec, hosts: Sequence[str]) -> PreflightReport:
+        port, busy = self._running.port, self._running.hosts
         with HostPool(self._backend, self._wake) as pool:
-            return self._check(job, hosts, self._running.port, pool)
-
-    def _checked_with_others(self, hosts: Sequence[str]) -> PreflightReport:
-        """As at a start; and then whether each of these is reached by all others, as the first one is."""
-        plan = self._running.plan(hosts)
-        with HostPool(self._backend, self._wake) as pool:
-            report = self._check(plan.job, plan.hosts, self._running.port, pool)
-            for host in (host for host in hosts if host in plan.hosts[1:]):
-                if report.passed:
-                    others = [other for other in plan.hosts if other != host]
-                    report = self._check(plan.job, (host, *others), None, pool)
-        return report
-
-    def _check(self, job: JobSpec, hosts: Sequence[str], port: int | None, pool: HostPool) -> PreflightReport:
-        return check_job_hosts(job, self._backend, hosts, port=port, pool=pool, busy=self._running.hosts)
+            return check_job_hosts(job, self._backend, hosts, port=port, pool=pool, busy=busy)
 
     def _strangers(self, result: CheckResult) -> frozenset[str]:
         """The hosts that agree with none of those that work."""

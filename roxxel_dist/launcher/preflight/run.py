@@ -3,7 +3,6 @@
 The controller asks all hosts at once, in a few rounds: the agents that it starts there, or itself for this machine.
 """
 
-import os
 import resource
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from roxxel_dist.launcher.preflight.checks import (
     run_checks,
 )
 from roxxel_dist.launcher.preflight.host_info import hash_of_code, own_name
+from roxxel_dist.launcher.preflight.network import Addresses, addresses, check_network
 from roxxel_dist.launcher.preflight.probe import answer
 from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.pool import HostPool
@@ -135,15 +135,15 @@ def _check(
     first, *others = infos
     findings = run_checks(requirements, infos)
     address = backend.address or LOOPBACK
-    if not are_one_machine(infos):  # that by which the first host reaches the second
-        other = next(host for host in others if infos[host]["machine"] != infos[first]["machine"])
-        towards = [infos[other]["ssh_address"], other.rpartition("@")[2], *infos[other]["resolves"]]
-        route = pool.ask({first: {"ask": "address", "towards": [name for name in towards if name]}})
-        address = route.get(first, {}).get("address") or ""
+    places = Addresses(coordinators=[address])
+    if not are_one_machine(infos):
+        places = addresses(pool, requirements, infos)
     elif address != LOOPBACK:  # rank 0 is on another machine, or where another machine reaches it
         findings += own_names(requirements, {first: infos[first] | own_name()})
-    free, more = _port(pool, list(infos), address, port) if backend.is_coordinator else (port or 0, [])
-    findings += more
+    free = port or 0
+    if backend.is_coordinator:
+        address, free, more = check_network(pool, infos, places, port)
+        findings += more
     if requirements.shared and others:
         findings += _shared(pool, list(infos), requirements.run_dir)
     return PreflightReport(
@@ -154,37 +154,6 @@ def _check(
         visible={host: info["visible"] for host, info in infos.items() if info["visible"] is not None},
         cores=max(info["cores"] for info in infos.values()),
     )
-
-
-def _port(pool: Pool, hosts: Sequence[str], address: str, port: int | None) -> tuple[int, list[CheckResult]]:
-    """A port of the first host that all others reach; 0 where it is taken."""
-    first, *others = hosts
-    if not address:
-        text = (
-            f"{first} has no way to {others[0]}: neither the address of its ssh connection nor its name leads there; "
-            "have both in one network, and their names in DNS or /etc/hosts"
-        )
-        return 0, [CheckResult("error", "port", tuple(hosts), text)]
-    here = {"address": address, "nonce": os.urandom(16).hex()}
-    held = pool.ask({first: {"ask": "listen", "port": port or 0, **here}}).get(first, {"why": "no answer"})
-    if "why" in held:
-        problem = f"--port {port}: cannot be used" if port else "a free port cannot be had"
-        text = f"{first}: {problem} on {address} ({held['why']}); leave --port out to take a free one, or give another"
-        return 0, [CheckResult("error", "port", (first,), text)]
-    answers = pool.ask({host: {"ask": "connect", "port": held["port"], **here} for host in others})
-    place, results = f"{address}:{held['port']}", []
-    for host in (host for host in answers if "why" in answers[host]):
-        text = (
-            f"{host} does not reach {first} at {place} ({answers[host]['why']}): let the firewall of {first} pass TCP "
-            "between the hosts (all ports: ranks choose theirs), or choose one that is open with --port"
-        )
-        parted = (tuple(other for other in hosts if other not in answers or "why" not in answers[other]), (host,))
-        results.append(CheckResult("error", "port", (host, first), text, parted))
-    if not results and len(answers) == len(others):
-        slowest = max((said["ms"] for said in answers.values()), default=0)
-        reached = f", reached from {named(others)} within {slowest:.1f} ms" if others else ""
-        results.append(CheckResult("ok", "port", tuple(hosts), f"{first} listens on {place}{reached}"))
-    return held["port"], results
 
 
 def _shared(pool: Pool, hosts: Sequence[str], run_dir: str | None) -> list[CheckResult]:

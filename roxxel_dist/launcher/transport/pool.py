@@ -1,11 +1,13 @@
 """A program on each of some hosts: starts them, asks them, hands over what they say, and notices the silent ones."""
 
 import os
+import random
 import selectors
 import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
@@ -26,6 +28,10 @@ ANSWER_S = 60.0
 """How long a host may take to an answer before the start, its connection included."""
 AT_ONCE = 32
 """So many hosts are asked at the same time: each may have to be reached first, and a network has its own limits."""
+RETRY_S, RETRY_MOST_S = 0.25, 5.0
+"""The first pause after a refused connection, and the longest one; each is twice the last, and half of it is random."""
+REFUSALS = 8
+"""So many in a row, and the host counts as unreachable: about 17 s."""
 KILL_S = 10.0
 """How long killed ranks may take to be gone."""
 PROBE_END_S = 2.0
@@ -36,6 +42,17 @@ EXIT_LOST = 137
 
 class Interrupted(Exception):
     """The questions were broken off because of a signal, or another event for the launcher."""
+
+
+@dataclass
+class Refusals:
+    """The connections to a host that its server, or one on the way, has refused."""
+
+    until: float
+    """When the host counts as unreachable, by the launcher's clock."""
+    count: int = 0
+    again: float = 0.0
+    """When the next connection may begin."""
 
 
 class HostPool:
@@ -65,6 +82,10 @@ class HostPool:
         self._kill_by: float | None = None
         self._looked = 0.0
         self._questions = 0
+        self._room: float = AT_ONCE
+        """How many hosts may be connected to at the same time: fewer where a server refuses some."""
+        self._narrowed = 0
+        """The last question when the room was made smaller."""
 
     def __enter__(self) -> Self:
         return self
@@ -119,34 +140,82 @@ class HostPool:
         answers: dict[str, Message] = {}
         unasked = deque(host for host in questions if host not in self.unreachable)
         waiting: dict[HostConnection, float] = {}
-        while unasked or waiting:
-            if unasked and len(waiting) < AT_ONCE:  # one in a turn: answers are not to wait for the start of others
+        refusals: dict[str, Refusals] = {}  # of hosts that are to be reached once more
+        while unasked or waiting or refusals:
+            now = time.monotonic()
+            for host in [host for host, refused in refusals.items() if refused.again <= now and host not in unasked]:
+                unasked.append(host)
+            may_ask = len(waiting) < AT_ONCE and self._has_room(unasked, waiting)
+            if unasked and may_ask:  # one in a turn: answers are not to wait for the start of others
                 host = unasked.popleft()
                 try:
-                    link = self.connect(host)
+                    link = self._ask(host, questions[host])
                 except OSError as error:
+                    refusals.pop(host, None)
                     self.unreachable[host] = f"no agent could be started: {error}"
                     continue
-                self._questions += 1
-                link.question = self._questions  # an answer to one that was broken off may still come
-                link.send({**questions[host], "id": link.question})
-                waiting[link] = time.monotonic() + (min(limit_s, SILENT_S) if link.started else limit_s)
-            at_once = unasked and len(waiting) < AT_ONCE
-            for link, event in self._ready(0 if at_once else max(0.0, min(waiting.values()) - time.monotonic())):
+                waiting[link] = now + (min(limit_s, SILENT_S) if link.started else limit_s)
+                if host in refusals:
+                    waiting[link] = refusals[host].again = refusals[host].until
+            at_once = unasked and len(waiting) < AT_ONCE and self._has_room(unasked, waiting)
+            ends = [*waiting.values(), *(refused.again for host, refused in refusals.items() if host not in unasked)]
+            wait_s = 0.0 if at_once or not ends else max(0.0, min(ends) - time.monotonic())
+            for link, event in self._ready(wait_s):
                 if link is None:
                     raise Interrupted
                 if isinstance(event, Exception):
-                    self._give_up(link, str(event) or _why_it_ended(link))
+                    why = str(event) or _why_it_ended(link)
+                    if link in waiting and not link.ready and self._backend.is_refusal(link.stderr):
+                        refused = refusals.setdefault(link.host, Refusals(waiting.pop(link)))
+                        if self._try_again(link, refused):
+                            continue
+                        why += (
+                            f"; refused {refused.count} times: its server, or a bastion before it, takes fewer at once"
+                        )
+                    refusals.pop(link.host, None)
+                    self._give_up(link, why)
                 elif isinstance(event, dict) and "type" not in event and event.pop("id", None) in (None, link.question):
                     answers[link.host] = event | {"heard": time.time()}
+                    refusals.pop(link.host, None)
+                    self._room += 1 / self._room  # as many more in each round, until a connection is refused
                 else:
                     continue
                 waiting.pop(link, None)
-            for link in [link for link, end in waiting.items() if time.monotonic() >= end]:
-                del waiting[link]
-                limit = min(limit_s, SILENT_S) if link.started else limit_s
-                self._give_up(link, f"it did not answer within {limit:g} s: is the machine stuck, or its network?")
+            self._give_up_the_late(waiting, refusals, limit_s)
         return {host: answers[host] for host in questions if host in answers}
+
+    def _ask(self, host: str, question: Message) -> HostConnection:
+        link = self.connect(host)
+        self._questions += 1
+        link.question = self._questions  # an answer to one that was broken off may still come
+        link.send({**question, "id": link.question})
+        return link
+
+    def _has_room(self, unasked: Sequence[str], waiting: Collection[HostConnection]) -> bool:
+        """Whether the next host is connected, or there is room for one more that is not."""
+        is_connected = bool(unasked) and unasked[0] in self._by_host
+        return is_connected or sum(not link.ready for link in waiting) < self._room
+
+    def _try_again(self, link: HostConnection, refused: Refusals) -> bool:
+        """Take note of a refused connection; whether there is time for another one, after a pause of random length."""
+        refused.count += 1
+        if link.question > self._narrowed:  # those that began before are of the same crowd
+            self._room, self._narrowed = max(self._room / 2, 1.0), self._questions
+        now = time.monotonic()
+        refused.again = now + min(RETRY_S * 2**refused.count, RETRY_MOST_S) * random.uniform(0.5, 1)
+        if refused.again >= refused.until or refused.count == REFUSALS:
+            return False
+        self._let_go([link])
+        return True
+
+    def _give_up_the_late(
+        self, waiting: dict[HostConnection, float], refusals: dict[str, Refusals], limit_s: float
+    ) -> None:
+        for link in [link for link, end in waiting.items() if time.monotonic() >= end]:
+            del waiting[link]
+            refusals.pop(link.host, None)
+            limit = min(limit_s, SILENT_S) if link.started else limit_s
+            self._give_up(link, f"it did not answer within {limit:g} s: is the machine stuck, or its network?")
 
     def _give_up(self, link: HostConnection, why: str) -> None:
         self.unreachable[link.host] = why

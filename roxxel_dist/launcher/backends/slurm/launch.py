@@ -243,6 +243,11 @@ def _run(options: Options, request: base.LaunchRequest, allocation: Allocation) 
                 f"--slurm-{next(iter(request.passed))} is for a job that is still to be submitted, and this is job "
                 f"{job_id}; leave it out, or unset SLURM_JOB_ID to submit another"
             )
+        if int(os.environ.get("SLURM_HET_SIZE") or 0) > 1:
+            raise UserError(
+                f"job {job_id} is a heterogeneous job, and the ranks of a launch need nodes that are alike: submit a "
+                "job of one component (no `#SBATCH hetjob` line, no `:` between the options)"
+            )
         if shutil.which("srun") is None:
             raise UserError(f"this is SLURM job {job_id}, and there is no `srun`: add SLURM's commands to PATH")
         names = nodes(allocation.nodelist)
