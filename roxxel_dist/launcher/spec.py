@@ -30,6 +30,8 @@ CONTRACT = (
 """The variables by which a rank knows its place; those of an outer launch never reach a rank."""
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+LEAST_LEASE_S = 10.0
+"""A host that is cut off alone lives as long."""
 BUCKET = re.compile(r"(s3|gs|az):/")
 
 
@@ -76,6 +78,9 @@ class HostOptions:
     all hosts."""
     grow_at_checkpoint: bool = False
     """With --min-hosts: take in a host that is back when the run has saved its next checkpoint, not at once."""
+    host_lease: float = 60.0
+    """Seconds that the processes go on if the launcher loses all hosts at once, because its own link is cut. If it
+    loses one host alone, the processes there end after 10 s."""
     host_timeout: float = 60.0
     """Seconds to wait for an unreachable host after a failure. Then the job continues, or ends, without it."""
 
@@ -135,6 +140,7 @@ class JobSpec(HostOptions, JobOptions):
             ("step_timeout", positive, finite, "seconds, more than 0; leave it out to follow the usual time of a step"),
             ("exit_timeout", 0, finite, "seconds, 0 or more; for instance --exit-timeout 30"),
             ("grace", 0, finite, "seconds, 0 or more; for instance --grace 30"),
+            ("host_lease", LEAST_LEASE_S, finite, "seconds, 10 or more; for instance --host-lease 60"),
             ("host_timeout", 0, finite, "seconds, 0 or more; for instance --host-timeout 30"),
         ):
             value = getattr(self, name)

@@ -90,8 +90,9 @@ class _Controller:
                 "--warm-spares on: there is no restart that would use them (--max-restarts), so none are kept"
             )
         selector = HostSelector(self.job, self.backend, self.signals, self.console, pool)
+        result = AttemptResult()
         while True:
-            ready = selector.select(len(self._attempts))
+            ready = selector.select(len(self._attempts), result.gone_by)
             with self._watch(ready.lost, selector) as lost_hosts:
                 result = self._attempt(ready, pool, "" if selector.has_spare else "no spare host is left", lost_hosts)
             self._growths += bool(result.grows)
@@ -144,6 +145,7 @@ class _Controller:
                 signals=self.signals,
                 recorder=self.recorder,
                 key=self._key,
+                address=ready.coordinator.rpartition(":")[0].strip("[]"),
                 spares=job.warm_spares if self._has_restarts else "off",
                 keeps_slow=keeps_slow,
                 lost_hosts=lost_hosts,

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.signals import SignalPipe
@@ -13,6 +14,8 @@ from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.pool import HostPool, Interrupted
 
 RETRY_S = 2.0
+TELL_S = 5.0
+"""A longer wait is announced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +139,11 @@ class HostSelector:
         """Use this host only where there are too few others."""
         self._set_aside.append(host)
 
-    def select(self, attempt: int) -> ReadyHosts:
-        """The hosts that start this attempt.
+    def select(self, attempt: int, gone_by: Mapping[str, float] = MappingProxyType({})) -> ReadyHosts:
+        """The hosts that start this attempt, when the ranks of lost ones have ended.
+
+        A lost host that answers again tells of ranks that still run there. Of one that does not, they have ended by the
+        time in `gone_by`: its agent has heard nothing for long.
 
         Raises:
             NotReadyError: there are too few.
@@ -152,7 +158,7 @@ class HostSelector:
         assignment = assign(job, hosts, present)
         self._say([assignment.note] if assignment.note else [], said)
         is_retry = attempt > 0 or job.first_attempt > 0  # the job has run before: its hosts may need a moment
-        deadline = time.monotonic() + (job.host_timeout if is_retry else 0)
+        deadline = max(time.monotonic() + (job.host_timeout if is_retry else 0), *gone_by.values(), 0.0)
         while True:
             self._pool.reach_anew()
             try:
@@ -168,9 +174,10 @@ class HostSelector:
                 self.has_spare = len(present) > working
                 address = f"[{report.address}]" if ":" in report.address else report.address
                 self._present, self._assignment = present, assignment
-                lost = tuple(host for host in hosts if host not in present and host not in self._set_aside)
-                lost = lost if self.grows_with(lost) else ()
-                return ReadyHosts(assignment, f"{address}:{report.port}", report.visible, self._cores, lost)
+                self._wait_for_end({host: end for host, end in gone_by.items() if host not in assignment.hosts})
+                missing = tuple(host for host in hosts if host not in present and host not in self._set_aside)
+                missing = missing if self.grows_with(missing) else ()
+                return ReadyHosts(assignment, f"{address}:{report.port}", report.visible, self._cores, missing)
             errors = {result.text: result.hosts for result in report.findings if result.level == "error"}
             errors |= {f"host {host} cannot be used: {why}": (host,) for host, why in report.unreachable.items()}
             to_blame = {blamed[0] for blamed in errors.values() if len(blamed) == 1}
@@ -190,6 +197,14 @@ class HostSelector:
             present = rest
             assignment = assign(job, hosts, present)
             self._say([*errors, assignment.note], said)
+
+    def _wait_for_end(self, gone_by: Mapping[str, float]) -> None:
+        left_s = max(gone_by.values(), default=0.0) - time.monotonic()
+        if left_s > TELL_S:
+            hosts = ", ".join(gone_by)
+            self._screen.info(f"waiting {left_s:.0f} s: by then the ranks on {hosts} have ended, cut off or not")
+        if numbers := self._signals.wait(left_s):
+            raise StoppedError(numbers[0])
 
     def _say(self, lines: Iterable[str], said: set[str], prefix: str = "") -> None:
         """Each thing once."""
