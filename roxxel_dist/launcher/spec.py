@@ -1,9 +1,7 @@
 """What to start: JobSpec, run ids and log folders."""
 
 import itertools
-import os
 import re
-import socket
 import sys
 import time
 from collections import deque
@@ -21,6 +19,7 @@ from roxxel_dist.cluster.exit_codes import (
     STATUS_ENV,
     UserError,
 )
+from roxxel_dist.launcher.claims import claim
 
 CONTRACT = (
     "ROXXEL_COORDINATOR", "ROXXEL_NUM_PROCESSES", "ROXXEL_PROCESS_ID", "ROXXEL_LOCAL_DEVICES", "ROXXEL_ATTEMPT",
@@ -162,23 +161,9 @@ def new_run_id(is_taken: Callable[[str], bool] = lambda run_id: False) -> str:
     """YYYYMMDD_HHMMSS, with _2, _3, … where that is in `runs/`, `is_taken`, or another launcher's of this second."""
     second = time.strftime("%Y%m%d_%H%M%S")
     names = itertools.chain([second], (f"{second}_{number}" for number in itertools.count(2)))
-    return next(name for name in names if not (Path("runs", f"run_{name}").exists() or is_taken(name)) and claim(name))
-
-
-def claim(name: str) -> bool:
-    """Take a name (such as a run id, whose folder comes with the first line) for the life of this process.
-
-    It is that of an abstract socket: only one process has it, nothing lies on the disk, and it is free again when the
-    process ends.
-    """
-    holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        holder.bind(f"\0roxxel-dist-{os.getuid()}-{name}")
-    except OSError:
-        holder.close()
-        return False
-    holder.detach()  # kept open until the process ends
-    return True
+    return next(
+        name for name in names if not (Path("runs", f"run_{name}").exists() or is_taken(name)) and claim(f"run-{name}")
+    )
 
 
 def log_dir_for(command: tuple[str, ...], run_id: str) -> Path:
