@@ -118,7 +118,8 @@ def test_when_the_lease_is_over_the_ranks_end_and_the_restart_counts(
 def test_a_host_that_is_cut_off_alone_ends_its_ranks_before_others_replace_them(
     how: str, cluster: Callable[[int], Cluster], tmp_path: Path, until: Until
 ) -> None:
-    job = Job(cluster(3), tmp_path, until, "--spare-hosts", 1, "--host-timeout", 1, ranks=2)
+    options = ["--spare-hosts", 1, "--host-timeout", 1, "--host-lease", 20]
+    job = Job(cluster(3), tmp_path, until, *options, ranks=2)
     time.sleep(1)
     if how == "its link to the launcher":
         address = job.hosts.address("h2")
