@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.launcher.spec import split_flags
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
         from roxxel_dist.launcher.dry_run import as_text, describe
 
         with usage_errors():  # the port may be in use
-            print(json.dumps(describe(job, backend), indent=2) if options.json else as_text(job, backend))
+            print(json.dumps(describe(job, backend), indent=2) if options.json else printable(as_text(job, backend)))
         return 0
     if not options.detach:
         from roxxel_dist.launcher.control.supervisor import run
@@ -133,7 +134,7 @@ def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
         with usage_errors():
             entry = detach(job, backend)
     except StartError as problem:
-        print(problem, file=sys.stderr, flush=True)
+        print(printable(str(problem)), file=sys.stderr, flush=True)
         return problem.code
     print(entry.run_id, flush=True)  # alone on stdout, for scripts
     started = f"run {entry.run_id} started, its launcher is pid {entry.controller.pid} on {entry.controller.host}"

@@ -57,7 +57,7 @@ def select(
         for number, (gone_then, back) in enumerate(then, attempt + 1):
             gone.clear()
             gone.update(gone_then)
-            ready = selector.select(number, back)
+            ready = selector.select(number, back=back)
         assert spare in (None, selector.has_spare)
     assert ready.assignment.hosts == asked[-1]
     assert ready.assignment.job.nprocs == 2 * len(asked[-1])

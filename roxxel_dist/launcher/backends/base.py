@@ -50,6 +50,9 @@ class Backend(ABC):
     heartbeat_timeout_s: ClassVar[float | None] = None
     """Seconds without a word from here after which an agent kills its ranks; None where a pipe tells it at once."""
 
+    broken_link: ClassVar[int | None] = None
+    """The exit code of a near end whose connection broke, which says nothing of the program at the far end."""
+
     @property
     def environment(self) -> Mapping[str, str]:
         """The known variables that a host gives to its ranks, in addition to those of the job."""

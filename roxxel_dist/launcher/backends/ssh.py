@@ -21,8 +21,7 @@ from roxxel_dist.launcher.spec import HostOptions
 OPTIONS = (
     "BatchMode=yes",  # a launcher cannot answer a question
     "ConnectTimeout=10",
-    "ServerAliveInterval=5",  # later than the heartbeat timeout of an agent, and soon enough to be seen in a log
-    "ServerAliveCountMax=3",
+    "ServerAliveInterval=0",  # the launcher has heartbeats, and decides how long a link may be cut
     "ControlPath=none",  # a shared connection would outlive the job, or end it with another session
     "ClearAllForwardings=yes",
     "LogLevel=ERROR",
@@ -47,6 +46,7 @@ class SshBackend(base.Backend):
 
     kind = "ssh"
     heartbeat_timeout_s: ClassVar[float | None] = HEARTBEAT_TIMEOUT_S
+    broken_link: ClassVar[int | None] = 255
     hosts: Sequence[str]
     """Names as `ssh` takes them (also `user@host`, or a Host of its configuration), in the order of the ranks."""
     _: KW_ONLY

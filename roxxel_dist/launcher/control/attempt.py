@@ -25,7 +25,7 @@ from roxxel_dist.launcher.placement import Placement
 from roxxel_dist.launcher.preflight.lost_hosts import LostHosts
 from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.connection import HostConnection
-from roxxel_dist.launcher.transport.pool import EXIT_LOST, HostPool
+from roxxel_dist.launcher.transport.pool import COMMON_S, EXIT_LOST, QUIET_S, SILENT_S, HostPool
 from roxxel_dist.launcher.transport.protocol import Message
 
 DUMP_S = 1.25
@@ -34,7 +34,6 @@ AFTER_DUMP_S = 0.1
 STACK = "most recent call first"
 """In the first line of the stack of a thread, as faulthandler writes it."""
 CHECK_S = 0.25
-QUIET_S = 2.0
 START_S = 600.0
 """Ranks of a program that reports no steps are taken for started then."""
 
@@ -75,6 +74,8 @@ class Attempt:
     recorder: JobRecorder
     key: str = field(repr=False)
     """Of the job's folders in memory; a secret."""
+    address: str
+    """Of the first host, as the others reach it."""
     spares: str
     """Whether hosts keep warm spares: on, off, auto."""
     keeps_slow: str = ""
@@ -90,6 +91,9 @@ class Attempt:
     _check_at: float = 0.0
     _dump: StackDump | None = None
     _running: dict[int, RankProcess] = field(default_factory=dict)
+    _silent_since: float | None = None
+    """Since when no host has been heard; None while any is."""
+    _looked: float = 0.0
 
     def run(self, placed: Sequence[Placement]) -> AttemptResult:
         """Start all, watch until all have ended, and say what happened."""
@@ -98,7 +102,7 @@ class Attempt:
         self._begun = time.monotonic()
         self._detector = HangDetector(self.job.step_timeout, self.times)
         self._slow = SlowRankDetector({rank: place.host for place in placed for rank in place.ranks})
-        self.pool.start(self.job, placed, self.key, self.spares)
+        self.pool.start(self.job, placed, self.key, self.spares, self.address)
         for place in placed:
             for rank in place.ranks:
                 self._detector.observe(rank, Record(), time.monotonic())
@@ -146,6 +150,7 @@ class Attempt:
                 self._on_exit(RankExit(host=host.host, **values))
 
     def _on_lost(self, host: HostConnection, event: HostLost) -> None:
+        self._result.gone_by[event.host] = event.gone_by
         if not self._has_ended(host):
             self._result.lost = self._result.lost or event
         for rank in host.ranks:
@@ -216,6 +221,7 @@ class Attempt:
             self.pool.order({"type": "stop", "grace": self.job.grace}, within=self.job.grace)
 
     def _on_clock(self, now: float) -> None:
+        self._note_silence(now)
         if self._deadline is not None and now >= self._deadline:
             self._deadline = None
             self._result.late = True
@@ -236,7 +242,8 @@ class Attempt:
                 self.console.info(note)
             if not self.job.grow_at_checkpoint:
                 self._grow()
-            hang = self._detector.check(now)
+            # A detector that is not asked takes no silence of the link for one of the ranks.
+            hang = None if self.pool.silence(now) > COMMON_S else self._detector.check(now)
             if hang is None or self._result.hang is not None or self._is_ending():
                 return
             if now - self._host_of(hang.rank).heard >= QUIET_S:
@@ -244,6 +251,24 @@ class Attempt:
             living = sum(not host.done for host in self.pool.all)
             self._dump = StackDump(hang=hang, until=now + DUMP_S, hosts_left=living)
             self.pool.order({"type": "dump"})
+
+    def _note_silence(self, now: float) -> None:
+        """Say once that this machine's own link is cut, and once that it is back. Time in between does not count."""
+        silence = self.pool.silence(now)
+        if self._deadline is not None and silence > COMMON_S:
+            self._deadline += now - self._looked
+        self._looked = now
+        if self._silent_since is None and silence >= SILENT_S and not self._is_ending():
+            self._silent_since = now - silence
+            lease = max(self.job.host_lease, SILENT_S) - SILENT_S
+            hosts = "no host has" if len(self.pool.all) > 1 else f"host {next(iter(self.pool.all)).host} has not"
+            self.console.info(
+                f"{hosts} sent anything for {SILENT_S:g} s: the link of this machine seems to be cut; the ranks go on "
+                f"without it for {lease:g} s more (--host-lease)"
+            )
+        elif self._silent_since is not None and self.pool.is_whole(now):
+            self.console.info(f"all hosts are heard again, after {now - self._silent_since:.0f} s; the job goes on")
+            self._silent_since = None
 
     def _on_slow(self, slow: SlowRanks) -> None:
         report = slow_report(slow)

@@ -48,6 +48,8 @@ class HostLost:
     """The host is out of reach; an agent that ended by itself leaves a host that can be used."""
     slow: bool = False
     """Nothing is wrong with its agent: it works too slowly, and is to be replaced."""
+    gone_by: float = 0.0
+    """When its ranks have ended, wherever they are, by the launcher's clock; 0: they have."""
     died: bool = False
     """The agent ended before its ranks: no rank can have caused that."""
 
@@ -74,6 +76,8 @@ class AttemptResult:
     """Ranks were killed because they stayed after another had ended with 0."""
     lost: HostLost | None = None
     """The first agent that was lost before its ranks had ended."""
+    gone_by: dict[str, float] = field(default_factory=dict)
+    """Of each host that was lost: when its ranks have ended, wherever they are (`HostLost.gone_by`)."""
     failed: float = 0.0
     """When the first failure of a rank was heard of, by the launcher's clock."""
     hang: Hang | None = None

@@ -100,9 +100,10 @@ class _Controller:
             )
         selector = HostSelector(self.job, self.backend, self.signals, self.console, pool)
         back: tuple[str, ...] = ()
+        result = AttemptResult()
         while True:
             before = self._reached
-            ready = selector.select(len(self._attempts), back)
+            ready = selector.select(len(self._attempts), result.gone_by, back)
             if back:
                 self._looks.grown(back, failed={*ready.back} != {*back})
             with self._watch(ready.lost, selector) as lost_hosts:
@@ -173,6 +174,7 @@ class _Controller:
                 signals=self.signals,
                 recorder=self.recorder,
                 key=self._key,
+                address=ready.coordinator.rpartition(":")[0].strip("[]"),
                 spares=job.warm_spares if self._has_restarts else "off",
                 keeps_slow=keeps_slow,
                 lost_hosts=lost_hosts,

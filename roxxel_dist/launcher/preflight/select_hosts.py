@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.signals import SignalPipe
@@ -13,6 +14,8 @@ from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.pool import HostPool, Interrupted
 
 RETRY_S = 2.0
+TELL_S = 5.0
+"""A longer wait is announced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +118,8 @@ class _Search:
     """Those among them without which the last attempt was made."""
     reserve: set[str]
     """Hosts that are asked only where these are too few."""
+    gone_by: Mapping[str, float]
+    """When the ranks of lost hosts have ended, wherever they are."""
     deadline: float
     """Until then a host that is missing may come back."""
     said: set[str] = field(default_factory=set)
@@ -166,8 +171,14 @@ class HostSelector:
         """Go on without these hosts, until they are back."""
         self._left_out.update(hosts)
 
-    def select(self, attempt: int, back: Collection[str] = ()) -> ReadyHosts:
-        """The hosts that start this attempt. Those that are `back` are used if nothing speaks against it.
+    def select(
+        self, attempt: int, gone_by: Mapping[str, float] = MappingProxyType({}), back: Collection[str] = ()
+    ) -> ReadyHosts:
+        """The hosts that start this attempt, when the ranks of lost ones have ended.
+
+        A lost host that answers again tells of ranks that still run there. Of one that does not, they have ended by the
+        time in `gone_by`: its agent has heard nothing for long. Hosts that are `back` are used if nothing speaks
+        against it.
 
         Raises:
             NotReadyError: there are too few.
@@ -181,7 +192,8 @@ class HostSelector:
             present=self._in_order(present),
             back=self._in_order(back),
             reserve={*self._left_out},
-            deadline=time.monotonic() + (job.host_timeout if is_retry else 0),
+            gone_by=gone_by,
+            deadline=max(time.monotonic() + (job.host_timeout if is_retry else 0), *gone_by.values(), 0.0),
         )
         while True:
             assignment = self._assign(search.present)
@@ -204,6 +216,7 @@ class HostSelector:
 
     def _ready(self, assignment: Assignment, report: PreflightReport, search: "_Search") -> ReadyHosts:
         hosts, present = self._backend.hosts, search.present
+        self._wait_for_end({host: end for host, end in search.gone_by.items() if host not in assignment.hosts})
         self._cores = self._cores or report.cores
         self._present, self._assignment, self.working = present, assignment, assignment.hosts
         self.has_spare = len(present) > len(working_hosts(self._job, hosts))
@@ -267,6 +280,14 @@ class HostSelector:
             self._screen.info(assignment.note)
         self._note = assignment.note
         return assignment
+
+    def _wait_for_end(self, gone_by: Mapping[str, float]) -> None:
+        left_s = max(gone_by.values(), default=0.0) - time.monotonic()
+        if left_s > TELL_S:
+            hosts = ", ".join(gone_by)
+            self._screen.info(f"waiting {left_s:.0f} s: by then the ranks on {hosts} have ended, cut off or not")
+        if numbers := self._signals.wait(left_s):
+            raise StoppedError(numbers[0])
 
     def _say(self, lines: Iterable[str], said: set[str], prefix: str = "") -> None:
         """Each thing once."""

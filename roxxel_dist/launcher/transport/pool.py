@@ -2,6 +2,7 @@
 
 import os
 import random
+import secrets
 import selectors
 import threading
 import time
@@ -22,6 +23,12 @@ from roxxel_dist.launcher.transport.protocol import Message
 
 SILENT_S = 10.0
 """An agent speaks each half second. Silent for longer, it is lost, with its ranks (`Backend.heartbeat_timeout_s`)."""
+QUIET_S = 2.0
+"""A host that has sent nothing for so long gets no heartbeat: it hears nothing much later than it was heard."""
+COMMON_S = 3.0
+"""If for so long no host is known to have heard a heartbeat, the ranks of all may have a lease (`host.lease`)."""
+GONE_S = 2.5
+"""The ranks of a lost host are gone so long after its agent gives up: a guard may have to end it (`agent.SLACK_S`)."""
 START_S = 60.0
 """How long an agent may take to its first word: a connection, and an interpreter from a slow file system."""
 ANSWER_S = 60.0
@@ -81,6 +88,7 @@ class HostPool:
         self._ending = threading.Event()
         self._kill_by: float | None = None
         self._looked = 0.0
+        self._lease_s: float | None = None
         self._questions = 0
         self._room: float = AT_ONCE
         """How many hosts may be connected to at the same time: fewer where a server refuses some."""
@@ -223,21 +231,28 @@ class HostPool:
         if link.process.poll() is None:
             link.process.kill()
 
-    def start(self, job: JobSpec, placed: Sequence[Placement], key: str, spares: str) -> None:
+    def start(
+        self, job: JobSpec, placed: Sequence[Placement], key: str, spares: str, address: str = "127.0.0.1"
+    ) -> None:
         """Have an agent on each host start its ranks; those of other hosts end.
 
-        `key` is that of the job's folders in memory, `spares` the job's --warm-spares, or off.
+        `key` is that of the job's folders in memory, `spares` the job's --warm-spares, or off. `address` is the first
+        host's, as all others reach it.
         """
+        self._lease_s = None if self._backend.heartbeat_timeout_s is None else max(job.host_lease, SILENT_S)
+        lease = {"limit": self._lease_s, "hosts": len(placed), "token": secrets.token_hex(16), "address": address}
         self._looked = time.monotonic()  # no heartbeat was expected since the last question
         self._kill_by = None
-        for place in placed:
+        for index, place in enumerate(placed):
             link = self.connect(place.host)
             link.ranks, link.heard, link.ready = list(place.ranks), time.monotonic(), link.started
-            link.started, link.done = True, False
+            link.started, link.done, link.echoed, link.leased = True, False, link.heard, False
             ranks = [{"rank": rank, "env": dict(env)} for rank, env in place.ranks.items()]
-            memory = {"key": key} if job.is_restartable else {}
+            more: Message = {"key": key} if job.is_restartable else {}
+            if self._lease_s is not None:
+                more["lease"] = {**lease, "index": index}
             what = {"command": job.command, "ranks": ranks, "total": job.total, "spares": spares}
-            link.send({"type": "start", **what, **memory})
+            link.send({"type": "start", **what, **more})
         if self._heartbeat is None:
             self._heartbeat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
             self._heartbeat.start()
@@ -248,8 +263,9 @@ class HostPool:
         """Tell agents, in a thread, that their controller lives: its loop may have to wait, for a disk for instance."""
         while not self._ending.wait(HEARTBEAT_S):
             for link in tuple(self.all):
-                if link.started and not link.lost and not link.waiting:
-                    link.send({"type": "alive"})
+                is_quiet = self._lease_s is not None and self._looked - link.heard > QUIET_S
+                if link.started and not link.lost and not link.waiting and not is_quiet:
+                    link.send({"type": "alive", "at": time.monotonic()})
 
     @property
     def done(self) -> bool:
@@ -281,11 +297,35 @@ class HostPool:
                 link.process.kill()
                 yield link, self._lose(link, f"host {link.host}: {event}; it was left, and its ranks are killed")
             else:
-                kind = event["type"] if isinstance(event, dict) else ""
-                if kind == "done":
-                    link.done = True
-                yield link, event["text"] if isinstance(event, dict) and kind == "note" else event
+                if isinstance(event, dict):
+                    self._take_note(link, event)
+                yield link, event["text"] if isinstance(event, dict) and event["type"] == "note" else event
         yield from self._silent(time.monotonic())
+
+    def silence(self, now: float) -> float:
+        """Seconds since any host was heard; 0 where no link can be cut, and while none has sent a word yet."""
+        heard = [link.heard for link in self.all if link.ready and not link.lost]
+        return 0.0 if self._lease_s is None or not heard else now - max(heard)
+
+    def is_whole(self, now: float) -> bool:
+        """Whether every host is heard."""
+        return not any(link.lost or now - link.heard > QUIET_S for link in self.all)
+
+    def _take_note(self, link: HostConnection, message: Message) -> None:
+        """Act on what concerns the link itself."""
+        match message:
+            case {"type": "done"}:
+                link.done = True
+            case {"type": "progress", "echo": sent}:
+                link.echoed = max(link.echoed, sent)
+                if time.monotonic() - link.echoed < COMMON_S:
+                    link.leased = False
+            case {"type": "first"}:
+                for other in self.all:
+                    if other is not link:
+                        other.send(message)
+            case _:
+                pass
 
     def _ready(self, wait_s: float) -> Iterator[tuple[HostConnection, Message | str | Exception] | tuple[None, None]]:
         """The events that arrive together, after waiting for at most `wait_s` seconds; (None, None) for `wake`.
@@ -336,15 +376,34 @@ class HostPool:
         reason = f": {link.stderr[-1]}" if link.stderr else ""
         if not link.ready:
             text = f"the agent on host {link.host} did not start ({how(code)}){reason}"
-            return self._lose(link, text, EXIT_PREFLIGHT, with_host=True)
+            return self._lose(link, text, EXIT_PREFLIGHT, with_host=True, gone=code != self._backend.broken_link)
+        if code == self._backend.broken_link:
+            text = f"the connection to host {link.host} broke ({how(code)}){reason}; the agent there kills its ranks"
+            return self._lose(link, text)
         text = f"the agent on host {link.host} ended before its ranks ({how(code)}){reason}; they were killed"
-        return self._lose(link, text, 128 - code if code < 0 else EXIT_LOST, died=True)
+        return self._lose(link, text, 128 - code if code < 0 else EXIT_LOST, died=True, gone=True)
 
     def _lose(
-        self, link: HostConnection, text: str, code: int = EXIT_LOST, *, with_host: bool = False, died: bool = False
+        self,
+        link: HostConnection,
+        text: str,
+        code: int = EXIT_LOST,
+        *,
+        with_host: bool = False,
+        died: bool = False,
+        gone: bool = False,
     ) -> HostLost:
         self._forget(link)
-        return HostLost(host=link.host, code=code, text=text, heard=link.heard, with_host=with_host, died=died)
+        gone_by = 0.0 if gone else link.heard + QUIET_S + self._limit_s(link) + GONE_S
+        return HostLost(
+            host=link.host, code=code, text=text, heard=link.heard, with_host=with_host, died=died, gone_by=gone_by
+        )
+
+    def _limit_s(self, link: HostConnection) -> float:
+        """Seconds that the host may be silent."""
+        if not link.ready:
+            return START_S
+        return self._lease_s if link.leased and self._lease_s is not None else SILENT_S
 
     def _forget(self, link: HostConnection) -> None:
         link.done = link.lost = True
@@ -354,22 +413,28 @@ class HostPool:
 
     def _silent(self, now: float) -> Iterator[tuple[HostConnection, HostLost]]:
         """Those that have not spoken for too long, or whose ranks do not go."""
-        if now - self._looked > STILL_S:  # the launcher stood still itself, and has not listened
+        stood_still = now - self._looked > STILL_S  # the launcher itself, and has not listened
+        if stood_still:
             for link in self.all:
                 link.heard += now - self._looked
             if self._kill_by is not None:
                 self._kill_by += now - self._looked
         self._looked = now
+        living = [link for link in self.all if not link.lost]
+        if living and (stood_still or now - max(link.echoed for link in living) > COMMON_S):
+            for link in living:
+                link.leased = True
         for link in self.all:
             if link.done:
                 continue
-            limit = SILENT_S if link.ready else START_S
+            limit = self._limit_s(link)
             if now - link.heard > limit:
                 link.process.kill()
-                text = (
-                    f"host {link.host} has sent nothing for {limit:g} s (its network link is cut, or it is "
-                    "overloaded or stuck)"
-                )
+                text = f"host {link.host} has sent nothing for {limit:g} s ("
+                if limit == SILENT_S or not link.ready or len(self.all) == 1:
+                    text += "its network link is cut, or it is overloaded or stuck)"
+                else:
+                    text += "--host-lease; nor had other hosts at first: the link of this machine was cut)"
                 yield link, self._lose(link, text, EXIT_LOST if link.ready else EXIT_PREFLIGHT, with_host=True)
             elif self._kill_by is not None and now > self._kill_by:
                 ranks = ", ".join(map(str, link.ranks))

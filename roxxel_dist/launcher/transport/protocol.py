@@ -1,10 +1,11 @@
 """What the controller and a program on a host say to each other: one JSON object a line, over its stdin and stdout.
 
 Before the start: questions of preflight with `ask`, each with an answer, see `preflight.probe`
-To the agent:  start (command, ranks: [{rank, env}], total, key, spares) · stop (grace) · kill (after) · dump · alive
-From the agent: started (rank, pid) · lines (rank, time, text) · status (rank, record) ·
+To the agent:  start (command, ranks: [{rank, env}], total, key, spares, lease) · stop (grace) · kill (after) · dump ·
+               alive (at) · first (port: where the first host is asked about leases)
+From the agent: first (port) · started (rank, pid) · lines (rank, time, text) · status (rank, record) ·
                 progress (records: [[rank, record]], those that changed; usage: [[rank, usage]], of the same moment;
-                every half second, also where none did) · note (text, for people) ·
+                echo: `at` of the newest heartbeat; every half second, also where none did) · note (text, for people) ·
                 code (files: [[rank, module, path, checksum]], each content of a module once) ·
                 dumped (ranks: [[rank, state, listens]]) · exit (rank, pid, code, killed_by_us, step) · done
 """

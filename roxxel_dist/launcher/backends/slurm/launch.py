@@ -25,6 +25,7 @@ from roxxel_dist.launcher.backends.slurm.allocation import (
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend, check_container
 from roxxel_dist.launcher.environment import is_secret, masked_words
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.launcher.placement import ranks_on
 from roxxel_dist.launcher.spec import HostOptions, split_flags
 
@@ -227,7 +228,7 @@ def _submit(options: Options, request: base.LaunchRequest) -> int:
         info(f"not submitted: {message or f'sbatch ended with {sbatch.returncode} and said nothing'}")
         return EXIT_FAILED
     if message:
-        print(message, file=sys.stderr)
+        print(printable(message), file=sys.stderr)
     print(job_id, flush=True)
     info(f"run {job.run_id} is SLURM job {job_id} (`squeue -j {job_id}`, `scancel {job_id}`)")
     info(f"when it runs: `roxxel-dist attach {job.run_id}`; its lines are in {request.passed.get('output') or log}")
