@@ -18,6 +18,7 @@ from pathlib import Path
 
 from roxxel_dist.cluster.exit_codes import SPARE_ENV
 from roxxel_dist.cluster.progress import agent_pipe
+from roxxel_dist.launcher.host.installed import versions
 from roxxel_dist.launcher.host.sources import recorder
 
 NAME = "roxxel-spare"
@@ -33,8 +34,6 @@ def become_rank(modules: Sequence[str]) -> None:
 
     Ends the process where its agent does, and where the rank would run other code than a process that starts now.
     """
-    from roxxel_dist.launcher.preflight.host_info import versions  # late: it looks at spares, and so imports this file
-
     orders = int(os.environ.pop(SPARE_ENV))
     pipe = agent_pipe()
     recorder().install()

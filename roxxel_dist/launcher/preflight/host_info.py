@@ -17,9 +17,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.launcher.host.installed import versions
 from roxxel_dist.launcher.preflight.stale_ranks import stale_ranks
 
-PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 LOCK = Path("/tmp/libtpu_lockfile")
 IS_FILE = "is a file"
 
@@ -66,18 +66,6 @@ def boot_id() -> str:
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""
-
-
-def versions() -> dict[str, str]:
-    """Of `PACKAGES`, by the names of the folders that pip makes: `importlib.metadata` takes as long as all the rest."""
-    installed: dict[str, str] = {}
-    for place in sys.path:
-        with suppress(OSError):
-            for name in os.listdir(place or "."):
-                if name.endswith(".dist-info"):
-                    package, _, version = name.removesuffix(".dist-info").partition("-")
-                    installed.setdefault(package.lower().replace("_", "-"), version)
-    return {name: installed[name] for name in PACKAGES if name in installed}
 
 
 def own_name() -> HostInfo:
