@@ -73,8 +73,8 @@ class HostOptions:
     """Replace a slow host, or a host with a slow rank, by a spare host: all ranks save, and the job restarts with
     it."""
     min_hosts: int | None = None
-    """Minimum number of hosts: the job continues with them if other hosts stay unreachable after a failure. Default:
-    all hosts."""
+    """Minimum number of hosts: the job starts, and continues after a failure, with them if others are missing. A host
+    that is back is used again. Default: all hosts."""
     grow_at_checkpoint: bool = False
     """With --min-hosts: take in a host that is back when the run has saved its next checkpoint, not at once."""
     host_lease: float = 60.0

@@ -122,6 +122,7 @@ def test_hosts_that_differ(tmp_path: Path) -> None:
     told = {one.check: one.text for one in ready.findings if one.level != "ok"}
     assert " on a, b; " in told["code"]
     assert told["code"].count(" on c") == 1
+    assert "(different: more.py)" in told["code"]
     assert not ready.passed
     assert ready.port
 
@@ -132,7 +133,9 @@ def test_all_code_but_the_launchers_is_the_same(tmp_path: Path) -> None:
     (tmp_path / "roxxel_dist" / "more.py").write_text("")
     ready = check({name: {"cwd": tmp_path, "env": {"PYTHONPATH": str(tmp_path)}} for name in ("a", "b")})
     assert errors(ready) == {"code": ("a", "b")}
-    assert "on the launcher here" in next(one.text for one in ready.findings if one.level == "error")
+    text = next(one.text for one in ready.findings if one.level == "error")
+    assert "on the launcher here" in text
+    assert "(different: more.py)" in text
 
 
 UNREACHABLE = [

@@ -137,16 +137,21 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def hash_of_code() -> str:
-    """Of this package's own files: an editable install has one version for ever."""
+def code_files() -> dict[str, str]:
+    """The checksums of this package's own files, by their paths within it."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names)
-    digest = 0
+    sums: dict[str, str] = {}
     for path in files:
         if path.endswith(".py"):
             with open(path, "rb") as file:
-                digest = zlib.crc32(path.removeprefix(root).encode() + b"\0" + file.read() + b"\0", digest)
-    return f"{digest:08x}"
+                sums[os.path.relpath(path, root)] = f"{zlib.crc32(file.read()):08x}"
+    return sums
+
+
+def hash_of_code() -> str:
+    """Of this package's own files: an editable install has one version for ever."""
+    return f"{zlib.crc32(repr(sorted(code_files().items())).encode()):08x}"
 
 
 def tpu_lock(path: Path) -> str | None:

@@ -8,7 +8,7 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 
-from roxxel_dist.launcher.preflight.host_info import existing, gather, is_loopback, resolved, touch
+from roxxel_dist.launcher.preflight.host_info import code_files, existing, gather, is_loopback, resolved, touch
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, encode
 
 LIFE_S = 600
@@ -60,6 +60,8 @@ def answer(question: Message, held: ExitStack) -> Message:
                 }
             case "connect":
                 reply = {"took": _connect_all(question["places"], question["nonce"])}
+            case "code":
+                reply = {"files": code_files()}
             case "touch":
                 file = touch(question["run_dir"])
                 held.callback(file.unlink, missing_ok=True)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.preflight.checks import (
+    HERE,
     CheckResult,
     Requirements,
     are_one_machine,
@@ -18,7 +19,7 @@ from roxxel_dist.launcher.preflight.checks import (
     requirements_of,
     run_checks,
 )
-from roxxel_dist.launcher.preflight.host_info import hash_of_code, own_name
+from roxxel_dist.launcher.preflight.host_info import code_files, hash_of_code, own_name
 from roxxel_dist.launcher.preflight.network import Addresses, addresses, check_network
 from roxxel_dist.launcher.preflight.probe import answer
 from roxxel_dist.launcher.spec import JobSpec
@@ -133,7 +134,7 @@ def _check(
     for host in infos.keys() & busy:
         infos[host] |= {"left": [], "tpu_lock": None}
     first, *others = infos
-    findings = run_checks(requirements, infos)
+    findings = [_with_files(pool, result) for result in run_checks(requirements, infos)]
     address = backend.address or LOOPBACK
     places = Addresses(coordinators=[address])
     if not are_one_machine(infos):
@@ -154,6 +155,17 @@ def _check(
         visible={host: info["visible"] for host, info in infos.items() if info["visible"] is not None},
         cores=max(info["cores"] for info in infos.values()),
     )
+
+
+def _with_files(pool: Pool, result: CheckResult) -> CheckResult:
+    """A finding of different code, with the files that differ between two of the hosts."""
+    if result.check != "code" or result.level == "ok":
+        return result
+    hosts = [next((host for host in group if host != HERE), HERE) for group in result.groups[:2]]
+    answers = pool.ask({host: {"ask": "code"} for host in hosts if host != HERE})
+    sums = [code_files() if host == HERE else answers.get(host, {}).get("files", {}) for host in hosts]
+    paths = sorted({path for path, _ in sums[0].items() ^ sums[1].items()}) if all(sums) else []
+    return replace(result, text=f"{result.text} (different: {named(paths)})") if paths else result
 
 
 def _shared(pool: Pool, hosts: Sequence[str], run_dir: str | None) -> list[CheckResult]:
