@@ -269,13 +269,13 @@ def compared(*groups: tuple[str, ...]) -> CheckResult:
         (CheckResult("error", "port", ("b", "a"), "no way"), ("a", "b"), set()),
         (compared(("a", "b"), ("c",)), ("a", "b"), {"c"}),
         (compared(("a",), ("b", "c")), ("a",), {"b", "c"}),  # those that came back, though they are more
-        (compared(("a",), ("b", "c")), (), {"a"}),  # nobody has worked yet: the most
+        (compared(("a",), ("b", "c")), (), {"a"}),  # no host has worked yet: the most
         (compared(("a",), ("b",)), (), set()),
         (compared(("a",), ("b", "c", HERE)), (), {"a"}),
         (compared(("a", HERE), ("b", "c")), (), {"b", "c"}),
         (compared((HERE,), ("a", "b")), (), {"a", "b"}),
         (compared((HERE,), ("a", "b"), ("c",)), ("a", "b"), {"c"}),
-        (compared(("a",), ("b",), ("c",)), ("b", "c"), {"a"}),  # a folder that nobody else sees
+        (compared(("a",), ("b",), ("c",)), ("b", "c"), {"a"}),  # a folder that the others do not see
         (compared(("a",), ("b",)), ("a", "b"), set()),
         (compared(("a",), ("b",), ("c", "d")), ("a", "b"), {"c", "d"}),
     ],

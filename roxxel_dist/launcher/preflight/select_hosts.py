@@ -131,7 +131,7 @@ class HostSelector:
     Agents of the previous attempt are asked over their open connections; only a lost host gets a new one. A spare host
     at once replaces a host that is unreachable or unfit. Before the first attempt the job goes on at once without such
     a host, if it may (`job.min_hosts`); later that host has `job.host_timeout` seconds. A host that the job goes on
-    without is not asked again until it is said to be `back`, or too few others are left.
+    without is asked again when it is `back`, or when too few others are left.
     """
 
     def __init__(self, job: JobSpec, backend: Backend, signals: SignalPipe, screen: Console, pool: HostPool) -> None:
@@ -274,7 +274,7 @@ class HostSelector:
         return tuple(host for host in self._backend.hosts if host in hosts)
 
     def _assign(self, present: tuple[str, ...]) -> Assignment:
-        """An assignment to these hosts, of which people are told where it is another than before."""
+        """An assignment to these hosts; its note goes to the screen if it has changed."""
         assignment = assign(self._job, self._backend.hosts, present)
         if assignment.note and assignment.note != self._note:
             self._screen.info(assignment.note)
