@@ -139,8 +139,9 @@ UNREACHABLE = [
     (["sh", "-c", "echo connect to host b port 22: No route to host >&2; exit 255"], ["No route to host (code 255)"]),
     (["sh", "-c", "cat >/dev/null & echo gone >&2"], ["gone (code 0)"]),
     ([sys.executable, "-m", "roxxel_dist.nothing"], ["No module named roxxel_dist.nothing", "--python"]),
-    (["sh", "-c", "echo Welcome; cat"], ["'Welcome'", "~/.bashrc"]),
-    (["true"], ["nothing was said (code 0)"]),
+    (["sh", "-c", "echo Welcome; cat"], ["it sends back what it is sent (its last line: Welcome)"]),
+    (["sh", "-c", "echo This account is not available; exit 1"], ["This account is not available (code 1)"]),
+    (["true"], ["nothing was said: does the login shell", "~/.bashrc", "(code 0)"]),
     (["/nowhere/python"], ["no agent could be started", "/nowhere/python"]),
 ]
 

@@ -23,10 +23,17 @@ def encode(message: Message) -> bytes:
 
 
 class Decoder:
-    """Puts messages together from the pieces in which they arrive."""
+    """Puts messages together from the pieces in which they arrive.
 
-    def __init__(self) -> None:
+    Args:
+        after_noise: what stands before the first message is left out: start-up files of a shell may print.
+    """
+
+    def __init__(self, *, after_noise: bool = False) -> None:
         self._rest: list[bytes] = []
+        self._after_noise = after_noise
+        self.noise: str = ""
+        """The last line that was left out."""
 
     def feed(self, data: bytes) -> list[Message]:
         """The messages that `data` completes. Raises ValueError for a line that is no JSON object."""
@@ -36,7 +43,17 @@ class Decoder:
             return []
         block = b"".join([*self._rest, head])
         self._rest = [rest]
-        return [_decode(line) for line in block.split(b"\n")]
+        messages = []
+        for line in block.split(b"\n"):
+            message = _parse(line[max(line.find(b'{"'), 0) :] if self._after_noise else line)
+            if message is not None and (not self._after_noise or message.keys() & {"id", "type"}):
+                self._after_noise = False
+                messages.append(message)
+            elif self._after_noise:
+                self.noise = line.decode(errors="replace").strip() or self.noise
+            else:
+                raise UserError(f"{line[:80].decode(errors='replace')!r} is no message of roxxel-dist")
+        return messages
 
     def read(self, fd: int) -> list[Message]:
         """Wait for messages from a descriptor; none at its end."""
@@ -46,17 +63,12 @@ class Decoder:
         return []
 
 
-def _decode(line: bytes) -> Message:
+def _parse(line: bytes) -> Message | None:
     try:
         message = json.loads(line)
     except ValueError:
-        message = None
-    if not isinstance(message, dict):
-        raise UserError(
-            f"{line[:80].decode(errors='replace')!r} is no message of roxxel-dist: a start-up file there "
-            "(~/.bashrc) prints; have it print nothing in shells that are not interactive"
-        )
-    return message
+        return None
+    return message if isinstance(message, dict) else None
 
 
 def take_stdout() -> int:
