@@ -140,8 +140,8 @@ def check_network(
     more = list(_describe(rest, hosts, addresses, None))
     if ranks and not more and not said and set(ranks) == set(hosts):
         among = "each of these reaches the others" if len(hosts) <= ALL_PAIRS else "these reach each other in a sample"
-        at = ", ".join(str(place) for place in places if not place.is_coordinator) if len(hosts) <= 8 else "their own"
-        text = f"{among} at free ports, as ranks do: {named(list(hosts))} at {at}"
+        pairs = [f"{host} ({ranks[host]})" for host in hosts]
+        text = f"{among} at free ports, as ranks do: {named(pairs)}"
         more = [CheckResult("ok", "network", tuple(hosts), text)]
     return coordinator.address, coordinator.port, results + more
 

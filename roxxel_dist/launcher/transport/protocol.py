@@ -15,6 +15,8 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import UserError
 
 Message = dict[str, Any]
+FIRST = frozenset({"id", "type", "entry", "code"})
+"""A program's first message has one of these: an answer, a message of an agent, or that of a detached controller."""
 
 
 def encode(message: Message) -> bytes:
@@ -46,7 +48,7 @@ class Decoder:
         messages = []
         for line in block.split(b"\n"):
             message = _parse(line[max(line.find(b'{"'), 0) :] if self._after_noise else line)
-            if message is not None and (not self._after_noise or message.keys() & {"id", "type"}):
+            if message is not None and (not self._after_noise or message.keys() & FIRST):
                 self._after_noise = False
                 messages.append(message)
             elif self._after_noise:
