@@ -269,7 +269,7 @@ def test_a_host_behind_a_cut_link(cluster: Callable[[int], Cluster], tmp_path: P
 
 
 NAMES_OF_HOSTS = {
-    # what each host's own name means to it: the check that fails, the hosts to blame, what is said
+    # what each host's own name means to it: the check that fails, the hosts to blame, the words
     "a loopback address": ({"h2": "127.0.1.1"}, "name", ("h2",), "`10.77.0.2 h2` instead"),
     "nobody's address": ({"h2": "10.9.9.9"}, "name", ("h2",), "10.9.9.9, which no interface of h2 has"),
     "another host's address": ({"h2": "10.77.0.1"}, "name", ("h2",), "10.77.0.1, which no interface of h2 has"),

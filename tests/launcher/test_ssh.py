@@ -391,7 +391,7 @@ def test_a_server_that_always_refuses_is_given_up_with_the_reason(ssh: Callable[
 
 
 CONFIGS = {
-    # lines before those that reach the hosts: None where the job runs, else what is said
+    # lines before those that reach the hosts: None where the job runs, else the message
     "HostName, User, Port, HostKeyAlias": (
         "Host a\n HostName 10.77.0.1\n User root\n Port 22\nHost b\n HostName 10.77.0.2\n HostKeyAlias h2\n", None,
     ),
@@ -436,7 +436,7 @@ def test_the_users_own_ssh_config(ssh: Callable[[int], Ssh]) -> None:
 
 
 BASHRC = {
-    # ~/.bashrc of one host: None where the job runs, else what is said
+    # ~/.bashrc of one host: None where the job runs, else the message
     "prints": ("echo Welcome", None),
     "prints no whole line": (r"printf 'Welcome \033[1m'", None),
     "prints JSON": ("echo '{\"a\": 1}'", None),

@@ -2,7 +2,7 @@
 
 A rank listens on a port that its kernel chooses: on CPU (Gloo) at the address that its host's own name means to the
 host, on GPUs at that of a network interface. Others connect to it, in both directions. Rank 0 has the coordinator too.
-So each host listens at such an address, and the others connect to it; only what was tried is said to work.
+So each host listens at such an address, and the others connect to it; a result names only what was tried.
 """
 
 import os
@@ -173,7 +173,7 @@ def _reaches(hosts: Sequence[str], source: str, place: Place) -> bool:
 
 
 def _describe(failures: Sequence[Failure], hosts: Hosts, addresses: Addresses, port: int | None) -> list[CheckResult]:
-    """A finding for each host that failures have in common, or for a pair where two hosts are all that is known."""
+    """A finding for each host that failures have in common, or for a pair of hosts where one alone cannot be named."""
     results, rest = [], list(failures)
     while rest:
         parts = {host: [one for one in rest if host in (one.source, one.place.host)] for host in hosts}
