@@ -205,7 +205,7 @@ class Cluster:
         self._machines[name].change("nft", "-f", "-", given=f"table inet wall {{\n{rules}}}\n")
 
     def add_address(self, name: str, interface: str, address: str) -> None:
-        """Give a host an interface that leads nowhere, with this address ("172.17.0.1/16"), as docker0 has."""
+        """Give a host an interface without a cable, with this address ("172.17.0.1/16"), as docker0 has."""
         for words in (
             f"link add {interface} type bridge",
             f"addr add {address} dev {interface}",

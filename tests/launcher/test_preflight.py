@@ -142,8 +142,9 @@ UNREACHABLE = [
     (["sh", "-c", "echo connect to host b port 22: No route to host >&2; exit 255"], ["No route to host (code 255)"]),
     (["sh", "-c", "cat >/dev/null & echo gone >&2"], ["gone (code 0)"]),
     ([sys.executable, "-m", "roxxel_dist.nothing"], ["No module named roxxel_dist.nothing", "--python"]),
-    (["sh", "-c", "echo Welcome; cat"], ["'Welcome'", "~/.bashrc"]),
-    (["true"], ["nothing was said (code 0)"]),
+    (["sh", "-c", "echo Welcome; cat"], ["it sends back what it is sent (its last line: Welcome)"]),
+    (["sh", "-c", "echo This account is not available; exit 1"], ["This account is not available (code 1)"]),
+    (["true"], ["nothing was said: does the login shell", "~/.bashrc", "(code 0)"]),
     (["/nowhere/python"], ["no agent could be started", "/nowhere/python"]),
 ]
 
@@ -271,7 +272,7 @@ def test_a_host_behind_a_cut_link(cluster: Callable[[int], Cluster], tmp_path: P
 
 
 NAMES_OF_HOSTS = {
-    # what each host's own name means to it: the check that fails, the hosts to blame, what is said
+    # what each host's own name means to it: the check that fails, the hosts to blame, the words
     "a loopback address": ({"h2": "127.0.1.1"}, "name", ("h2",), "`10.77.0.2 h2` instead"),
     "nobody's address": ({"h2": "10.9.9.9"}, "name", ("h2",), "10.9.9.9, which no interface of h2 has"),
     "another host's address": ({"h2": "10.77.0.1"}, "name", ("h2",), "10.77.0.1, which no interface of h2 has"),

@@ -168,7 +168,7 @@ def test_a_port_is_held_known_and_let_go(start: Start) -> None:
 
 def test_places_that_do_not_answer_are_waited_for_together(start: Start) -> None:
     probe = start()
-    with socket.socket() as full, socket.socket() as first:  # a queue that is full answers nobody
+    with socket.socket() as full, socket.socket() as first:  # a full queue gives no answer
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         first.connect(full.getsockname())

@@ -182,7 +182,7 @@ def test_a_spare_node_takes_the_place_of_one_that_is_down(desk: Callable[[int], 
 
 
 COPIES = {
-    # how the launcher is started: ranks that ran, exit code, what is said once
+    # how the launcher is started: ranks that ran, exit code, the one message
     "batch: srun {launch}": (0, 2, "srun runs this launcher 4 times (step 1.0)"),
     "batch: srun --ntasks=2 {launch}": (0, 2, "srun runs this launcher 2 times"),
     "batch: srun --nodes=1 --ntasks=1 {launch}": (2, 0, "nothing would be saved at the time limit"),

@@ -25,6 +25,9 @@ OPTIONS = (
     "ControlPath=none",  # a shared connection would outlive the job, or end it with another session
     "ClearAllForwardings=yes",
     "LogLevel=ERROR",
+    "RemoteCommand=none",
+    "RequestTTY=no",
+    "PermitLocalCommand=no",  # what it prints would be in the channel
 )
 REFUSAL = re.compile(
     r"(kex|ssh)_exchange_identification: |Connection (closed|reset) by|Exceeded MaxStartups"
@@ -76,7 +79,8 @@ class SshBackend(base.Backend):
 
     def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
         """Start `python -m MODULE WORDS` on a host. Call it from the main thread: ssh ends with the thread."""
-        return start_near(self.argv(host, module, *words))
+        # That of a bastion asks by another program, where it may.
+        return start_near(self.argv(host, module, *words), {**os.environ, "SSH_ASKPASS_REQUIRE": "never"})
 
     def is_refusal(self, stderr: Sequence[str]) -> bool:
         """Whether sshd, or a bastion before it, has closed the connection for want of room."""

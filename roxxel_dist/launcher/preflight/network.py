@@ -2,7 +2,7 @@
 
 A rank listens on a port that its kernel chooses: on CPU (Gloo) at the address that its host's own name means to the
 host, on GPUs at that of a network interface. Others connect to it, in both directions. Rank 0 has the coordinator too.
-So each host listens at such an address, and the others connect to it; only what was tried is said to work.
+So each host listens at such an address, and the others connect to it; a result names only what was tried.
 """
 
 import os
@@ -140,8 +140,8 @@ def check_network(
     more = list(_describe(rest, hosts, addresses, None))
     if ranks and not more and not said and set(ranks) == set(hosts):
         among = "each of these reaches the others" if len(hosts) <= ALL_PAIRS else "these reach each other in a sample"
-        at = ", ".join(str(place) for place in places if not place.is_coordinator) if len(hosts) <= 8 else "their own"
-        text = f"{among} at free ports, as ranks do: {named(list(hosts))} at {at}"
+        pairs = [f"{host} ({ranks[host]})" for host in hosts]
+        text = f"{among} at free ports, as ranks do: {named(pairs)}"
         more = [CheckResult("ok", "network", tuple(hosts), text)]
     return coordinator.address, coordinator.port, results + more
 
@@ -173,7 +173,7 @@ def _reaches(hosts: Sequence[str], source: str, place: Place) -> bool:
 
 
 def _describe(failures: Sequence[Failure], hosts: Hosts, addresses: Addresses, port: int | None) -> list[CheckResult]:
-    """A finding for each host that failures have in common, or for a pair where two hosts are all that is known."""
+    """A finding for each host that failures have in common, or for a pair of hosts where one alone cannot be named."""
     results, rest = [], list(failures)
     while rest:
         parts = {host: [one for one in rest if host in (one.source, one.place.host)] for host in hosts}

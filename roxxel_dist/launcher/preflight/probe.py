@@ -145,7 +145,7 @@ def connect_ms(address: str, port: int, nonce: str) -> float:
 def local_addresses(towards: list[str]) -> list[str]:
     """The addresses of this host from which packets go to these names or addresses, each once.
 
-    Those that lead nowhere else, or have no route, give none.
+    Those that lead to this host, or have no route, give none.
     """
     found: dict[str, None] = {}
     for target in (address for name in towards for address in resolved(name) if not is_loopback(address)):
@@ -153,6 +153,6 @@ def local_addresses(towards: list[str]) -> list[str]:
         with socket.socket(family, socket.SOCK_DGRAM) as route, suppress(OSError):
             route.connect((target, 9))  # sends nothing: it only asks the kernel for the route
             own = str(route.getsockname()[0])
-            if not is_loopback(own) and own != target:  # an address that is this host's too leads nowhere else
+            if not is_loopback(own) and own != target:  # the target is an address of this host
                 found[own] = None
     return list(found)

@@ -49,7 +49,7 @@ class HostConnection:
     """Whether it got the order to start ranks: from then on it ends if it receives nothing."""
     question: int = 0
     """The number of the last question sent to it."""
-    decoder: Decoder = field(default_factory=Decoder)
+    decoder: Decoder = field(default_factory=lambda: Decoder(after_noise=True))
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=STDERR_LINES))
     """The last lines of its stderr: those of ssh, or of a program that could not start."""
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT
+from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT, UserError
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.hang import STILL_S
 from roxxel_dist.launcher.control.outcome import HostLost
@@ -223,7 +223,9 @@ class HostPool:
             del waiting[link]
             refusals.pop(link.host, None)
             limit = min(limit_s, SILENT_S) if link.started else limit_s
-            self._give_up(link, f"it did not answer within {limit:g} s: is the machine stuck, or its network?")
+            self._give_up(
+                link, f"it did not answer within {limit:g} s{_last_words(link)}: is it stuck, or its network?"
+            )
 
     def _give_up(self, link: HostConnection, why: str) -> None:
         self.unreachable[link.host] = why
@@ -362,7 +364,10 @@ class HostPool:
             link.heard = time.monotonic()
             link.ready = True
             try:
-                yield from link.decoder.feed(data)
+                for message in link.decoder.feed(data):
+                    if "ask" in message:
+                        raise UserError(f"it sends back what it is sent{_last_words(link)}: no program runs there")
+                    yield message
             except ValueError as error:
                 yield error
 
@@ -442,12 +447,31 @@ class HostPool:
                 yield link, self._lose(link, f"{text} (a process that waits for a disk or a driver cannot be)")
 
 
+HINTS = (
+    ("cd:", "name a working directory that is there with --directory"),
+    ("Permission denied (", "nobody answers a question here: use a key without a passphrase, or an ssh-agent"),
+    ("Host key verification failed", "log in once by hand, and compare its key: it has to be in known_hosts"),
+    ("Could not resolve hostname", "write names as ssh takes them; --procs-per-host says how many ranks a host has"),
+    ("heard nothing from the launcher", "does a start-up file there (~/.bashrc) read its standard input?"),
+    ("No module named", "install roxxel-dist there, or name the Python that has it with --python"),
+    ("not found", "install roxxel-dist there, or name the Python that has it with --python"),
+    ("No such file", "install roxxel-dist there, or name the Python that has it with --python"),
+)
+"""Words in the last line of a program that did not start, and what a person can do."""
+
+
 def _why_it_ended(link: HostConnection) -> str:
     """Why a program ended that should have answered: the last line of its stderr, with what to do."""
     code = link.wait(PROBE_END_S)
-    why = link.stderr[-1].strip() if link.stderr else "nothing was said"
-    if "cd:" in why:
-        why += "; name a working directory that is there with --directory"
-    elif "No module named" in why or "not found" in why or "No such file" in why:
-        why += "; install roxxel-dist there, or name the Python that has it with --python"
-    return f"{why} (code {'unknown' if code is None else code})"
+    lines = [line.strip() for line in link.stderr if ": terminating, " not in line]  # of ssh, after what is wrong
+    why = lines[-1] if lines else link.decoder.noise
+    if not why:
+        why = "nothing was said: does the login shell, or its start-up file (~/.bashrc), end before the program?"
+    hint = next((hint for words, hint in HINTS if words in why), "")
+    return f"{why}{'; ' if hint else ''}{hint} (code {'unknown' if code is None else code})"
+
+
+def _last_words(link: HostConnection) -> str:
+    """The last line of a program that runs and does not answer, for a message."""
+    line = link.stderr[-1].strip() if link.stderr else link.decoder.noise
+    return f" (its last line: {line})" if line else ""

@@ -17,6 +17,8 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import UserError
 
 Message = dict[str, Any]
+FIRST = frozenset({"id", "type", "entry", "code"})
+"""A program's first message has one of these: an answer, a message of an agent, or that of a detached controller."""
 
 
 def encode(message: Message) -> bytes:
@@ -25,10 +27,17 @@ def encode(message: Message) -> bytes:
 
 
 class Decoder:
-    """Puts messages together from the pieces in which they arrive."""
+    """Puts messages together from the pieces in which they arrive.
 
-    def __init__(self) -> None:
+    Args:
+        after_noise: what stands before the first message is left out: start-up files of a shell may print.
+    """
+
+    def __init__(self, *, after_noise: bool = False) -> None:
         self._rest: list[bytes] = []
+        self._after_noise = after_noise
+        self.noise: str = ""
+        """The last line that was left out."""
 
     def feed(self, data: bytes) -> list[Message]:
         """The messages that `data` completes. Raises ValueError for a line that is no JSON object."""
@@ -38,7 +47,17 @@ class Decoder:
             return []
         block = b"".join([*self._rest, head])
         self._rest = [rest]
-        return [_decode(line) for line in block.split(b"\n")]
+        messages = []
+        for line in block.split(b"\n"):
+            message = _parse(line[max(line.find(b'{"'), 0) :] if self._after_noise else line)
+            if message is not None and (not self._after_noise or message.keys() & FIRST):
+                self._after_noise = False
+                messages.append(message)
+            elif self._after_noise:
+                self.noise = line.decode(errors="replace").strip() or self.noise
+            else:
+                raise UserError(f"{line[:80].decode(errors='replace')!r} is no message of roxxel-dist")
+        return messages
 
     def read(self, fd: int) -> list[Message]:
         """Wait for messages from a descriptor; none at its end."""
@@ -48,17 +67,12 @@ class Decoder:
         return []
 
 
-def _decode(line: bytes) -> Message:
+def _parse(line: bytes) -> Message | None:
     try:
         message = json.loads(line)
     except ValueError:
-        message = None
-    if not isinstance(message, dict):
-        raise UserError(
-            f"{line[:80].decode(errors='replace')!r} is no message of roxxel-dist: a start-up file there "
-            "(~/.bashrc) prints; have it print nothing in shells that are not interactive"
-        )
-    return message
+        return None
+    return message if isinstance(message, dict) else None
 
 
 def take_stdout() -> int:
