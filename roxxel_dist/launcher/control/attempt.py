@@ -13,6 +13,7 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.control.hang import Hang, HangDetector
+from roxxel_dist.launcher.control.members import WAIT_S, MemberHangs
 from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, LateRank, RankExit, is_drain
 from roxxel_dist.launcher.control.report import slow_report
 from roxxel_dist.launcher.control.signals import SignalPipe
@@ -44,6 +45,8 @@ class StackDump:
     """None where the time to end is over (--exit-timeout)."""
     until: float
     hosts_left: int
+    least: float = 0.0
+    """Not to be ended earlier, although all have answered."""
     stacks: dict[int, list[str]] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
     listening: set[int] = field(default_factory=set)
@@ -86,6 +89,8 @@ class Attempt:
     _check_at: float = 0.0
     _dump: StackDump | None = None
     _running: dict[int, RankProcess] = field(default_factory=dict)
+    members: MemberHangs | None = None
+    """Where other hosts have launchers of their own."""
     _silent_since: float | None = None
     """Since when no host has been heard; None while any is."""
     _looked: float = 0.0
@@ -209,7 +214,7 @@ class Attempt:
             self._ask_for_stacks(None, now)
         if self._dump is not None:
             if self._dump.complete:
-                self._dump.until = min(self._dump.until, now + AFTER_DUMP_S)
+                self._dump.until = max(self._dump.least, min(self._dump.until, now + AFTER_DUMP_S))
             if now >= self._dump.until:
                 self._end_dump(self._dump, now)
         elif now >= self._check_at:
@@ -232,6 +237,9 @@ class Attempt:
     def _ask_for_stacks(self, hang: Hang | None, now: float) -> None:
         living = sum(not host.done for host in self.pool.all)
         self._dump = StackDump(hang=hang, until=now + DUMP_S, hosts_left=living)
+        if hang is not None and self.members is not None:
+            self.members.write(hang, self._host_of(hang.rank).host)
+            self._dump.until = self._dump.least = now + WAIT_S
         self.pool.order({"type": "dump"})
 
     def _note_silence(self, now: float) -> None:
@@ -287,6 +295,9 @@ class Attempt:
         silent = dump.listening - dump.stacks.keys()
         hang = self._result.hang = self._detector.refine(dump.hang, stopped=dump.stopped, silent=silent, now=now)
         self._result.hang_host = self._host_of(hang.rank).host
+        if self.members is not None:
+            hang, self._result.hang_host = self.members.first(hang, self._result.hang_host)
+            self._result.hang = hang
         self._result.stack = dump.stacks.get(hang.rank, ())
         self._kill()
 

@@ -48,6 +48,8 @@ class Hang:
     """How many ranks were in the same step, and none behind: with more than one, the culprit is a guess."""
     absent: bool = False
     """Others wait for it in `jax.distributed.initialize`, where it has not come yet."""
+    alone: bool = False
+    """Nothing is known of the ranks of other hosts, which have launchers of their own."""
 
 
 @dataclass

@@ -54,7 +54,8 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
             shown = job.all_ranks or failure.rank == 0 or set(tail[-1:]) & set(logs.tail(0))
             return [] if shown else tail
         if failure.code != EXIT_HANG or not any(EXIT_TIMEOUT_TEXT in line for line in tail[-1:]):
-            return failure_report(failure, tail, logs.path(failure.rank))
+            lines = failure_report(failure, tail, logs.path(failure.rank))
+            return [*lines[:1], *left_before(result, failure), *lines[1:]]
         text = late_report(result, job.exit_timeout)
     elif result.lost is not None:
         for end in [end for end in result.exits if end.code not in OK_CODES and not end.killed_by_us][:1]:
@@ -65,6 +66,19 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
     else:
         text = f"stopped on request ({how(-(result.requested or 0))}) before the ranks had saved"
     return [*before, f"roxxel-dist: {text}"]
+
+
+def left_before(result: AttemptResult, failure: RankExit) -> list[str]:
+    """That ranks had ended well before one failed, which may be why: the others cannot go on without them."""
+    ended = []
+    for end in result.exits:
+        if end is failure:
+            break
+        ended += [end.rank] if end.code == 0 and not end.killed_by_us else []
+    if not ended:
+        return []
+    names = ", ".join(map(str, sorted(ended)))
+    return [f"roxxel-dist: rank {names} had ended with 0 before: all ranks must do the same number of steps"]
 
 
 def saved(result: AttemptResult) -> str:
@@ -158,6 +172,8 @@ def hang_report(hang: Hang, host: str) -> str:
         flag = "that of 'join'"
     phase = f", phase {hang.phase}" if hang.phase else ""
     guess = f"; {hang.tied} ranks stand there and none is behind, so it may be another" if hang.tied > 1 else ""
+    if hang.alone:
+        guess += "; ranks of other hosts have launchers of their own, so see there for one that is further behind"
     return (
         f"rank {hang.rank} on host {host} is stuck: {where}{phase}, for {hang.seconds:.0f} s "
         f"(limit {hang.limit:.0f} s; {flag}){guess}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.attempt import Attempt
+from roxxel_dist.launcher.control.members import MemberHangs
 from roxxel_dist.launcher.control.outcome import AttemptResult
 from roxxel_dist.launcher.control.report import report_of
 from roxxel_dist.launcher.control.restart import AttemptSummary, Cause, is_failure, next_action, summary
@@ -149,6 +150,7 @@ class _Controller:
                 spares=job.warm_spares if self._has_restarts else "off",
                 keeps_slow=keeps_slow,
                 lost_hosts=lost_hosts,
+                members=MemberHangs(job, number) if job.total > job.nprocs else None,
             ).run(placed)
         finally:
             logs.close()
