@@ -7,7 +7,6 @@ import shutil
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -142,8 +141,8 @@ def _show(job: JobRecord, log: Path, count: int, *, follow: bool) -> JobRecord:
     if follow and not job.is_known:
         where = f"the launcher of run {job.run_id} runs on {job.controller.host}"
         info(f"{where}: this machine sees when the job ends, not when it is killed; Ctrl-C ends only this command")
-    lines = tail.run_lines(log, job.run_id)
-    tail.show(deque(iter(lambda: next(lines), None), maxlen=count))
+    lines = tail.run_lines(log, job.run_id, last=count)
+    tail.show(list(iter(lambda: next(lines), None)))
     return tail.follow(lines, job) if follow else job.now()
 
 

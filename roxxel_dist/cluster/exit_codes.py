@@ -19,7 +19,9 @@ MEMORY_ENV = "ROXXEL_MEMORY"
 """A folder in the memory of the host, for all ranks of the host and all attempts of the job; gone when the job ends.
 At first it has the file `key` alone, with 64 hex digits that are the same on all hosts of the job."""
 EXIT_TIMEOUT_ENV = "ROXXEL_EXIT_TIMEOUT"
-"""Seconds that a rank whose program ended well waits for the others."""
+"""Seconds that a rank whose program ended well waits for the others; 0: without a limit."""
+EXIT_SLACK_S = 5.0
+"""A rank waits so much longer than the launcher, which asks for stacks when --exit-timeout is over."""
 
 REACHED_ENV = "ROXXEL_REACHED_STEP"
 """The largest step that earlier attempts of this launch have entered, for `train` alone: it writes its config before it

@@ -24,7 +24,7 @@ RECORD = struct.Struct("<qqdqqqqd")  # the fields of a `Record`; of the activity
 STEPS = struct.Struct("<qqdqqqq")  # all but the last
 PROBE = struct.Struct("<d")  # the last of them, which another thread writes
 ENV = "ROXXEL_PROGRESS"
-ACTIVITIES = ("", "start", "join", "compile", "restore", "step", "eval", "save")
+ACTIVITIES = ("", "start", "join", "compile", "restore", "step", "eval", "save", "exit")
 """What a rank can say that it does; each has its own limit in the launcher. The first says nothing, and has none."""
 
 
@@ -67,6 +67,13 @@ def read(fd: int, ranks: int) -> list[Record]:
     ]
 
 
+def say_exit() -> None:
+    """The program of this rank has ended well, and its process exits next, when others have come as far."""
+    progress = Progress.from_env(int(os.environ.get("ROXXEL_PROCESS_ID") or 0))
+    progress.now = replace(own_record(), pid=os.getpid())
+    progress.say("exit")
+
+
 def own_record() -> Record:
     """The record of this rank, as its program has written it; an empty one where no launcher started this process."""
     rank = int(os.environ.get("ROXXEL_PROCESS_ID") or 0)
@@ -85,13 +92,14 @@ class Progress:
 
     Attributes:
         listener: called with the new record whenever the activity changes.
+        now: the record as it was written last.
     """
 
     def __init__(self, path: str | None, rank: int) -> None:
         self.listener: Callable[[Record], None] | None = None
         self._map: mmap.mmap | None = None
         self._offset = rank * RECORD.size
-        self._now = Record(pid=os.getpid())
+        self.now: Record = Record(pid=os.getpid())
         if path:
             fd = os.open(path, os.O_RDWR)
             try:
@@ -125,7 +133,7 @@ class Progress:
         """
         if activity not in ACTIVITIES:
             raise UserError(f"activity {activity!r}: must be one of {', '.join(map(repr, ACTIVITIES))}")
-        self._write(activity=activity, pauses=self._now.pauses + 1)
+        self._write(activity=activity, pauses=self.now.pauses + 1)
 
     def probe(self, seconds: float) -> None:
         """A speed probe took so many CPU seconds. Another thread may call it: it writes this number alone."""
@@ -140,7 +148,7 @@ class Progress:
     @contextlib.contextmanager
     def doing(self, activity: str) -> Iterator[None]:
         """Within it this rank does `activity`; afterwards what it did before. Raises ValueError as `say` does."""
-        before = self._now.activity
+        before = self.now.activity
         self.say(activity)
         try:
             yield
@@ -148,8 +156,8 @@ class Progress:
             self.say(before)
 
     def _write(self, **changes: Any) -> None:
-        before, self._now = self._now, replace(self._now, time=time.time(), **changes)
-        record = self._now
+        before, self.now = self.now, replace(self.now, time=time.time(), **changes)
+        record = self.now
         if record.activity != before.activity and self.listener is not None:
             self.listener(record)
         if self._map is not None:

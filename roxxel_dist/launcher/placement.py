@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from roxxel_dist.cluster.exit_codes import EXIT_TIMEOUT_ENV, REACHED_ENV, STATUS_ENV, UserError
+from roxxel_dist.cluster.exit_codes import EXIT_SLACK_S, EXIT_TIMEOUT_ENV, REACHED_ENV, STATUS_ENV, UserError
 from roxxel_dist.launcher.spec import JobSpec
 
 
@@ -60,7 +60,7 @@ def rank_environment(
         "ROXXEL_ATTEMPT": str(attempt),
         "ROXXEL_RUN_ID": job.run_id,
         STATUS_ENV: "1",
-        EXIT_TIMEOUT_ENV: f"{job.exit_timeout:g}",
+        EXIT_TIMEOUT_ENV: f"{job.exit_timeout and job.exit_timeout + EXIT_SLACK_S:g}",
     }
     if job.devices_per_proc is not None:
         own["ROXXEL_LOCAL_DEVICES"] = str(job.devices_per_proc)

@@ -58,7 +58,7 @@ class JobOptions:
     grace: float = 30.0
     """Seconds for the processes to save and exit after Ctrl-C."""
     exit_timeout: float = 60.0
-    """Seconds for the other processes to end after the first process has ended without an error."""
+    """Seconds for the other processes to end after the first process has ended without an error. 0: no limit."""
     all_ranks: bool = False
     """Show the output of all ranks, not only of rank 0."""
 
@@ -137,7 +137,7 @@ class JobSpec(HostOptions, JobOptions):
             ("spare_hosts", 0, finite, "0 (none) or more"),
             ("port", 1, last_port, f"within 1 and {last_port}; leave --port out to take a free one"),
             ("step_timeout", positive, finite, "seconds, more than 0; leave it out to follow the usual time of a step"),
-            ("exit_timeout", 0, finite, "seconds, 0 or more; for instance --exit-timeout 30"),
+            ("exit_timeout", 0, finite, "seconds, 0 (no limit) or more; for instance --exit-timeout 30"),
             ("grace", 0, finite, "seconds, 0 or more; for instance --grace 30"),
             ("host_lease", LEAST_LEASE_S, finite, "seconds, 10 or more; for instance --host-lease 60"),
             ("host_timeout", 0, finite, "seconds, 0 or more; for instance --host-timeout 30"),

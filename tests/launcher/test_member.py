@@ -323,3 +323,50 @@ def test_compose_starts_members_of_one_job(cli: Callable[..., Any], tmp_path: Pa
         assert result.returncode == 0, result.stderr
         assert "ROXXEL_COORDINATOR=host0:29500 ROXXEL_EXIT_TIMEOUT=60 ROXXEL_LOCAL_DEVICES=2" in result.stdout
         assert f"ROXXEL_NUM_PROCESSES=2 ROXXEL_PROCESS_ID={number} " in result.stdout
+
+
+HANGS = """
+import glob, os, time
+from roxxel_dist.cluster.progress import Progress
+rank = int(os.environ["ROXXEL_PROCESS_ID"])
+open(f"up.{{rank}}", "w").close()
+while len(glob.glob("up.*")) < 4:
+    time.sleep(0.01)
+progress = Progress.from_env(rank)
+for step in range(1, 100):
+    progress.enter(step)
+    if step == (5 if rank == {culprit} else 6):  # the others wait for it, as in a collective
+        time.sleep(1000)
+    time.sleep(0.05)
+    progress.finish(step)
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("culprit", [0, 3])
+@pytest.mark.parametrize("shared", [True, False])
+def test_all_members_name_the_rank_that_hangs(
+    culprit: int, shared: bool, members: Callable[[int], Members], tmp_path: Path
+) -> None:
+    two = members(2)
+    if not shared:
+        (tmp_path / "runs").mkdir()
+        for name in two.hosts.names:
+            two.hosts.tmpfs(name, tmp_path / "runs", "10m")
+    program = [
+        "env",
+        sys.executable,
+        "-c",
+        HANGS.format(culprit=culprit),
+    ]  # they begin together, as after jax.distributed
+    first, second = ends(two.start_all("--procs-per-host", 2, "--step-timeout", 2, "--", *program))
+    own, other = (first, second) if culprit < 2 else (second, first)
+    host = "h1" if culprit < 2 else "h2"
+    assert (own[0], other[0]) == (124, 124)
+    assert f"rank {culprit} on host {host} is stuck: in step 5" in own[2]
+    if shared:
+        assert f"rank {culprit} on host {host} is stuck: in step 5" in other[2]
+        assert "launchers of their own" not in own[2] + other[2]
+    else:
+        assert "is stuck: in step 6" in other[2]
+        assert "ranks of other hosts have launchers of their own" in other[2]

@@ -357,7 +357,7 @@ def test_many_hosts_need_open_files_which_are_allowed_or_said() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     few, some, limit, many = done.stdout.strip().split("|")
-    assert (few, some, limit) == ("", "", "(704, 1024)")
+    assert (few, some, limit) == ("", "", "(1024, 1024)")
     assert many.startswith("400 hosts need up to 6464 open files here, and this machine allows 1024")
 
 

@@ -112,6 +112,36 @@ def test_who_stays_when_another_has_ended_is_a_hang(stays: int, launch: Launch) 
     assert f"rank {1 - stays} had ended, but rank {stays} still ran 0.3 s later" in err
 
 
+STAY = {
+    "a thread": "import threading; threading.Thread(target=stay).start()",
+    "an exit handler": "import atexit; atexit.register(stay)",
+    "its program": "stay()",
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "nprocs"),
+    [("a thread", 1), ("a thread", 2), ("an exit handler", 2), ("its program", 2)],
+)
+def test_who_does_not_exit_is_named_with_its_stack(how: str, nprocs: int, launch: Launch, tmp_path: Path) -> None:
+    """The rank beside it waits for it at the end of jax.distributed, and is not named."""
+    last = nprocs - 1
+    program = f"import os, time\ndef stay():\n    time.sleep(1000)\nif os.environ['ROXXEL_PROCESS_ID'] == '{last}':\n"
+    (tmp_path / "stay.py").write_text(f"{program}    {STAY[how]}\n")
+    code, _, err = launch("python", "stay.py", nprocs=nprocs, exit_timeout=1.0).wait()
+    assert code == 124
+    first, second, *stack = [line for line in err.splitlines() if "warning" not in line]
+    assert re.fullmatch(
+        rf"roxxel-dist: .* rank {last} .* 1 s later and was killed; --exit-timeout sets this limit", first
+    )
+    assert re.fullmatch(rf"roxxel-dist: rank {last} \(host \S+, pid \d+; log \S+rank-{last}\.log\).*; stack:", second)
+    assert any(re.search(r'stay\.py", line 3 in stay', line) for line in stack), err
+
+
+def test_exit_timeout_0_is_no_limit(launch: Launch) -> None:
+    assert launch("bash", "-c", "sleep 0.$ROXXEL_PROCESS_ID", exit_timeout=0).wait()[0] == 0
+
+
 def test_who_ends_in_time_is_none(launch: Launch) -> None:
     assert launch("bash", "-c", "sleep 0.$ROXXEL_PROCESS_ID", exit_timeout=30).wait()[0] == 0
 

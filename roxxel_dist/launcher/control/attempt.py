@@ -13,7 +13,8 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.control.hang import Hang, HangDetector, StepTimes
-from roxxel_dist.launcher.control.outcome import AttemptResult, CodeDiffers, HostLost, RankExit, is_drain
+from roxxel_dist.launcher.control.members import WAIT_S, MemberHangs
+from roxxel_dist.launcher.control.outcome import AttemptResult, CodeDiffers, HostLost, LateRank, RankExit, is_drain
 from roxxel_dist.launcher.control.report import slow_report
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.launcher.control.slow import SlowRankDetector, SlowRanks
@@ -42,9 +43,12 @@ START_S = 600.0
 class StackDump:
     """The ranks were asked for their stacks, because one hangs: which ranks listen, and the stacks received."""
 
-    hang: Hang
+    hang: Hang | None
+    """None where the time to end is over (--exit-timeout)."""
     until: float
     hosts_left: int
+    least: float = 0.0
+    """Not to be ended earlier, although all have answered."""
     stacks: dict[int, list[str]] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
     listening: set[int] = field(default_factory=set)
@@ -91,6 +95,8 @@ class Attempt:
     _check_at: float = 0.0
     _dump: StackDump | None = None
     _running: dict[int, RankProcess] = field(default_factory=dict)
+    members: MemberHangs | None = None
+    """Where other hosts have launchers of their own."""
     _silent_since: float | None = None
     """Since when no host has been heard; None while any is."""
     _looked: float = 0.0
@@ -170,6 +176,8 @@ class Attempt:
                     before, pid=record.pid or before.pid, step=record.entered, activity=record.activity,
                     moved=before.moved if still else time.time(),
                 )  # fmt: skip
+        if any(record.activity == "exit" for record in records.values()):
+            self._limit_the_end()
         for rank, values in usage:
             self._slow.observe(rank, records[rank], Usage(**values), now)
         self._result.reached = max(self._result.reached, self._detector.reached)
@@ -203,7 +211,12 @@ class Attempt:
                 result.failed = result.failed or time.monotonic()
             if not is_drain(result):  # the agent of this rank does so by itself; this is for the others
                 self._kill(USAGE_S if end.code == EXIT_USAGE else 0)
-        elif self._deadline is None and not result.late and not is_drain(result):
+        else:
+            self._limit_the_end()
+
+    def _limit_the_end(self) -> None:
+        """A rank has ended well: the others have so long."""
+        if self._deadline is None and self.job.exit_timeout and not self._result.late and not is_drain(self._result):
             self._deadline = time.monotonic() + self.job.exit_timeout
 
     def _on_signal(self, number: int) -> None:
@@ -225,10 +238,10 @@ class Attempt:
         if self._deadline is not None and now >= self._deadline:
             self._deadline = None
             self._result.late = True
-            self._kill()
+            self._ask_for_stacks(None, now)
         if self._dump is not None:
             if self._dump.complete:
-                self._dump.until = min(self._dump.until, now + AFTER_DUMP_S)
+                self._dump.until = max(self._dump.least, min(self._dump.until, now + AFTER_DUMP_S))
             if now >= self._dump.until:
                 self._end_dump(self._dump, now)
         elif now >= self._check_at:
@@ -248,9 +261,15 @@ class Attempt:
                 return
             if now - self._host_of(hang.rank).heard >= QUIET_S:
                 return  # nothing is known of its ranks: the limit of the host decides
-            living = sum(not host.done for host in self.pool.all)
-            self._dump = StackDump(hang=hang, until=now + DUMP_S, hosts_left=living)
-            self.pool.order({"type": "dump"})
+            self._ask_for_stacks(hang, now)
+
+    def _ask_for_stacks(self, hang: Hang | None, now: float) -> None:
+        living = sum(not host.done for host in self.pool.all)
+        self._dump = StackDump(hang=hang, until=now + DUMP_S, hosts_left=living)
+        if hang is not None and self.members is not None:
+            self.members.write(hang, self._host_of(hang.rank).host)
+            self._dump.until = self._dump.least = now + WAIT_S
+        self.pool.order({"type": "dump"})
 
     def _note_silence(self, now: float) -> None:
         """Say once that this machine's own link is cut, and once that it is back. Time in between does not count."""
@@ -298,12 +317,32 @@ class Attempt:
 
     def _end_dump(self, dump: StackDump, now: float) -> None:
         self._dump, self._check_at = None, now + CHECK_S
-        if self._is_ending():
+        if dump.hang is None:
+            self._end_late(dump)
+        if dump.hang is None or self._is_ending():
             return
         silent = dump.listening - dump.stacks.keys()
         hang = self._result.hang = self._detector.refine(dump.hang, stopped=dump.stopped, silent=silent, now=now)
         self._result.hang_host = self._host_of(hang.rank).host
+        if self.members is not None:
+            hang, self._result.hang_host = self.members.first(hang, self._result.hang_host)
+            self._result.hang = hang
         self._result.stack = dump.stacks.get(hang.rank, ())
+        self._kill()
+
+    def _end_late(self, dump: StackDump) -> None:
+        """The time to end is over: kill the ranks that stay."""
+        self._result.stayed = [
+            LateRank(
+                rank=rank,
+                host=process.host,
+                pid=process.pid,
+                step=process.step,
+                exits=process.activity == "exit",
+                stack=tuple(dump.stacks.get(rank, ())),
+            )
+            for rank, process in sorted(self._running.items())
+        ]
         self._kill()
 
     def _has_ended(self, host: HostConnection) -> bool:

@@ -17,9 +17,10 @@ LIMITS_S: Mapping[str, float] = {
     "restore": 1800,
     "eval": 3600,
     "save": 1800,
+    "exit": float("inf"),
 }
-"""Seconds that each activity may take that is no step. Of "join" less than `cluster.distributed.INIT_TIMEOUT_S`: then
-jax aborts the ranks that wait, and they would be blamed."""
+"""Seconds that each activity may take that is no step (for "exit" there is --exit-timeout). Of "join" less than
+`cluster.distributed.INIT_TIMEOUT_S`: then jax aborts the ranks that wait, and they would be blamed."""
 UNKNOWN_S = 3600.0
 """A step's limit while the usual time of a step of this phase is not known: the first one may compile."""
 LEAST_S = 60.0
@@ -47,6 +48,8 @@ class Hang:
     """How many ranks were in the same step, and none behind: with more than one, the culprit is a guess."""
     absent: bool = False
     """Others wait for it in `jax.distributed.initialize`, where it has not come yet."""
+    alone: bool = False
+    """Nothing is known of the ranks of other hosts, which have launchers of their own."""
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """What the end of the ranks means: which failed first, and one exit code for the job. Pure functions."""
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from roxxel_dist.cluster.exit_codes import (
 )
 from roxxel_dist.launcher.control.hang import Hang
 
+IN_SHUTDOWN = re.compile(r'distributed\.py", line \d+ in shutdown')
+"""A frame of a stack in which jax waits for the other ranks."""
 FOLLOWING = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
 """Signals by which a rank ends because of another: jax aborts when the coordinator is gone."""
 
@@ -64,6 +67,26 @@ class CodeDiffers:
     """A description for the user."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LateRank:
+    """A rank that still ran when its time to end was over."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    """The step it had entered; 0 when it never said."""
+    exits: bool
+    """Its program has ended: something keeps its process, or it waits for others."""
+    stack: Sequence[str] = ()
+    """Empty where it gave none."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for others, in the end of jax.distributed."""
+        return self.exits and any(IN_SHUTDOWN.search(line) for line in self.stack)
+
+
 @dataclass(kw_only=True)
 class AttemptResult:
     """Everything that determines the exit code of a job, and the report about it."""
@@ -73,7 +96,9 @@ class AttemptResult:
     requested: int | None = None
     """The signal that asked the launcher to stop."""
     late: bool = False
-    """Ranks were killed because they stayed after another had ended with 0."""
+    """Ranks were killed because they stayed after another had ended well."""
+    stayed: Sequence["LateRank"] = ()
+    """Those ranks, in order."""
     lost: HostLost | None = None
     """The first agent that was lost before its ranks had ended."""
     gone_by: dict[str, float] = field(default_factory=dict)

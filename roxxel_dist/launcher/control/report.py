@@ -14,13 +14,15 @@ from roxxel_dist.cluster.exit_codes import (
     OK_CODES,
 )
 from roxxel_dist.launcher.control.hang import Hang
-from roxxel_dist.launcher.control.outcome import AttemptResult, RankExit, exit_code, first_failure
+from roxxel_dist.launcher.control.outcome import AttemptResult, LateRank, RankExit, exit_code, first_failure
 from roxxel_dist.launcher.control.slow import SlowRanks
 from roxxel_dist.launcher.output.console import NOISE_PREFIXES
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.spec import JobSpec
 
 STACK_LINES = 60
+MOST_STACKS = 3
+"""Of ranks that did not end in time."""
 TAIL_WITHOUT_TRACEBACK = 15
 CRASH_HEADERS = ("Traceback (most recent call last)", "Fatal Python error")
 
@@ -53,17 +55,31 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
             shown = job.all_ranks or failure.rank == 0 or set(tail[-1:]) & set(logs.tail(0))
             return [] if shown else tail
         if failure.code != EXIT_HANG or not any(EXIT_TIMEOUT_TEXT in line for line in tail[-1:]):
-            return failure_report(failure, tail, logs.path(failure.rank))
+            lines = failure_report(failure, tail, logs.path(failure.rank))
+            return [*lines[:1], *left_before(result, failure), *lines[1:]]
         text = late_report(result, job.exit_timeout)
     elif result.lost is not None:
         for end in [end for end in result.exits if end.code not in OK_CODES and not end.killed_by_us][:1]:
             before = failure_report(end, logs.tail(end.rank), logs.path(end.rank))
         text = result.lost.text
     elif result.late:
-        text = late_report(result, job.exit_timeout)
+        return [f"roxxel-dist: {late_report(result, job.exit_timeout)}", *late_stacks(result, logs)]
     else:
         text = f"stopped on request ({how(-(result.requested or 0))}) before the ranks had saved"
     return [*before, f"roxxel-dist: {text}"]
+
+
+def left_before(result: AttemptResult, failure: RankExit) -> list[str]:
+    """That ranks had ended well before one failed, which may be why: the others cannot go on without them."""
+    ended = []
+    for end in result.exits:
+        if end is failure:
+            break
+        ended += [end.rank] if end.code == 0 and not end.killed_by_us else []
+    if not ended:
+        return []
+    names = ", ".join(map(str, sorted(ended)))
+    return [f"roxxel-dist: rank {names} had ended with 0 before: all ranks must do the same number of steps"]
 
 
 def saved(result: AttemptResult) -> str:
@@ -110,13 +126,41 @@ def last_words(tail: Sequence[str]) -> Sequence[str]:
 
 def late_report(result: AttemptResult, exit_timeout: float) -> str:
     """The ranks that still ran when others had ended."""
-    stayed = [end for end in result.exits if end.killed_by_us]
-    ended = next(end.rank for end in result.exits if end.code in (*OK_CODES, EXIT_HANG))
+    late = f"{exit_timeout:g} s later and was killed; --exit-timeout sets this limit"
+    blamed = to_blame(result.stayed)
+    if blamed and blamed[0].exits:
+        names = ", ".join(str(rank.rank) for rank in blamed)
+        return f"the program of rank {names} had ended, but its process was still there {late}"
+    stayed = blamed or [end for end in result.exits if end.killed_by_us]
     names = ", ".join(f"{end.rank}" + (f" (in step {end.step})" if end.step > 0 else "") for end in stayed)
-    return (
-        f"rank {ended} had ended, but rank {names} still ran {exit_timeout:g} s later and was killed; "
-        "--exit-timeout sets this limit"
-    )
+    if not names:
+        return f"a program had ended, but its process was still there {late}"
+    ranks = [end.rank for end in result.exits if end.code in (*OK_CODES, EXIT_HANG)]
+    ended = [*ranks, *(rank.rank for rank in result.stayed if rank.exits)]
+    return f"rank {ended[0]} had ended, but rank {names} still ran {late}"
+
+
+def to_blame(stayed: Sequence[LateRank]) -> Sequence[LateRank]:
+    """Of the ranks that did not end in time those whose program still ran; else those that did not wait for others."""
+    running = [late for late in stayed if not late.exits]
+    return running or [late for late in stayed if not late.waits] or stayed
+
+
+def late_stacks(result: AttemptResult, logs: Logs) -> list[str]:
+    """Where the ranks that did not end in time were: of the first ones their stacks."""
+    lines: list[str] = []
+    blamed = to_blame(result.stayed)
+    for late in blamed[:MOST_STACKS]:
+        who = f"roxxel-dist: rank {late.rank} (host {late.host}, pid {late.pid}; log {logs.path(late.rank)})"
+        if late.exits:
+            who += ": a thread that is no daemon, or an exit handler, keeps its process"
+        if late.stack:
+            lines += [f"{who}; stack:", *late.stack[-STACK_LINES:]]
+        else:
+            lines.append(f"{who} gave no stack (stopped, or no Python)")
+    if len(blamed) > MOST_STACKS:
+        lines.append(f"roxxel-dist: and {len(blamed) - MOST_STACKS} more ranks")
+    return lines
 
 
 def hang_report(hang: Hang, host: str) -> str:
@@ -129,6 +173,8 @@ def hang_report(hang: Hang, host: str) -> str:
         flag = "that of 'join'"
     phase = f", phase {hang.phase}" if hang.phase else ""
     guess = f"; {hang.tied} ranks stand there and none is behind, so it may be another" if hang.tied > 1 else ""
+    if hang.alone:
+        guess += "; ranks of other hosts have launchers of their own, so see there for one that is further behind"
     return (
         f"rank {hang.rank} on host {host} is stuck: {where}{phase}, for {hang.seconds:.0f} s "
         f"(limit {hang.limit:.0f} s; {flag}){guess}"

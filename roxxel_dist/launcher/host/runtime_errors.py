@@ -1,7 +1,8 @@
 """Whether an exception is one of jax's or XLA's runtime: a failure of the cluster, not of the program.
 
 A reset connection, an uncorrectable ECC error, NCCL, a network card that flaps: they reach a program as a
-`jax.errors.JaxRuntimeError`, whose message names a status of absl (https://abseil.io/docs/cpp/guides/status-codes).
+`jax.errors.JaxRuntimeError`, whose message names a status of absl (https://abseil.io/docs/cpp/guides/status-codes), or,
+from a call that XLA does at once, as a `ValueError` whose message begins with one.
 Standard library alone: jax is not imported to look at an error.
 """
 
@@ -17,6 +18,7 @@ STATUS = re.compile(
     r"|RESOURCE_EXHAUSTED|FAILED_PRECONDITION|ABORTED|OUT_OF_RANGE|UNIMPLEMENTED|INTERNAL|UNAVAILABLE|DATA_LOSS"
     r"|UNAUTHENTICATED)\b"
 )
+STATUS_FIRST = re.compile(rf"{STATUS.pattern}: ")
 CALLBACK = re.compile(r"callback", re.IGNORECASE)
 """An exception of the user's own function that XLA has called (pure_callback, io_callback) comes as INTERNAL too."""
 TPU_IN_USE = re.compile(r"TPU is already in use|libtpu\.so is already in use|libtpu_lockfile", re.IGNORECASE)
@@ -34,7 +36,7 @@ def is_runtime_failure(error: BaseException, *, first_step: bool) -> bool:
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
-        if _is_of_runtime(type(cause)):
+        if _is_of_runtime(type(cause)) or (type(cause) is ValueError and STATUS_FIRST.match(str(cause))):
             return _is_infrastructure(str(cause), first_step)
         if isinstance(cause, BaseExceptionGroup):
             return any(is_runtime_failure(part, first_step=first_step) for part in cause.exceptions)

@@ -34,7 +34,7 @@ from roxxel_dist.cluster.exit_codes import (
     FileSystemError,
     LostRankError,
 )
-from roxxel_dist.cluster.progress import Progress, agent_pipe, own_record
+from roxxel_dist.cluster.progress import Progress, agent_pipe, own_record, say_exit
 from roxxel_dist.launcher.host.runtime_errors import is_runtime_failure, is_tpu_in_use
 from roxxel_dist.launcher.host.sources import recorder
 from roxxel_dist.launcher.output.console import info
@@ -237,7 +237,11 @@ def _who_has_the_tpu() -> str:
 
 
 def _limit_the_wait() -> None:
-    """From now on this rank only waits for the others, in jax's shutdown; when the limit is over, it leaves."""
+    """From now on this rank only waits for the others, in jax's shutdown; when the limit is over, it leaves.
+
+    The launcher, which knows of it, ends the job earlier, and asks for stacks; this is for a rank without one.
+    """
+    say_exit()
     if limit := float(os.environ.get(EXIT_TIMEOUT_ENV) or 0):
         timer = threading.Timer(limit, _give_up)
         timer.daemon = True

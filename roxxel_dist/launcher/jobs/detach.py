@@ -64,8 +64,12 @@ def detach(job: JobSpec, backend: Backend) -> JobRecord:
         raise StartError(answer["code"], "\n".join(stderr))
     for line in stderr:
         print(printable(line), file=sys.stderr, flush=True)
-    entry = record.from_values(answer["entry"])
-    if entry.run_id != job.run_id or "/" in entry.controller.host:  # they become the name of a file
+    try:
+        entry = record.from_values(answer["entry"])
+    except (TypeError, KeyError) as error:
+        wrong = f"{host} started run {job.run_id!r}, but its answer is {error}: is the version there another one?"
+        raise StartError(EXIT_FAILED, f"roxxel-dist: {wrong}") from error
+    if entry.run_id != job.run_id:
         wrong = f"{host} started run {entry.run_id!r} on {entry.controller.host!r} where it was told {job.run_id!r}"
         raise StartError(EXIT_FAILED, f"roxxel-dist: {wrong}: look there, with `ps`, for what runs")
     with contextlib.suppress(OSError):  # the job runs; it is only not listed here

@@ -201,10 +201,15 @@ def from_values(values: Any) -> JobRecord:
     if not isinstance(values, dict):
         raise TypeError(f"no record of a job: {values!r}")
     known = {field.name: values[field.name] for field in fields(JobRecord) if field.name in values}
+    controller = Process(**values["controller"])
+    numbers = (controller.pid, controller.start)
+    names = (values["run_id"], controller.host)  # they become the name of a file
+    if not all(isinstance(number, int) for number in numbers) or any("/" in name or "\0" in name for name in names):
+        raise TypeError(f"no record of a job: {values!r}")
     tuples = {name: tuple(known[name]) for name in ("hosts", "reach") if name in known}
     ranks = tuple(RankProcess(**rank) for rank in known.get("ranks", ()))
     tuples["restarts"] = tuple(Restart(**restart) for restart in known.get("restarts", ()))
-    return JobRecord(**{**known, **tuples, "ranks": ranks, "controller": Process(**values["controller"])})
+    return JobRecord(**{**known, **tuples, "ranks": ranks, "controller": controller})
 
 
 def entries() -> list[JobRecord]:

@@ -5,13 +5,16 @@ import re
 import select
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from roxxel_dist.launcher.jobs.record import JobRecord, read
 from roxxel_dist.launcher.output.printable import printable
 
 PAUSE_MS = 100
+BLOCK = 1 << 18
 HEADER = re.compile(rb"# [0-9-]{10} [0-9:]{8} (?:attempt [0-9]+, )?run ([^:]*): ")
 """How each attempt begins in the log of a rank, and each job in that of a launcher."""
 
@@ -22,15 +25,20 @@ def header(record: JobRecord) -> str:
     return f"# {time.strftime('%Y-%m-%d %H:%M:%S')} run {record.run_id}: {command}\n"
 
 
-def run_lines(path: Path, run_id: str) -> Iterator[bytes | None]:
+def run_lines(path: Path, run_id: str, last: int | None = None) -> Iterator[bytes | None]:
     """The lines of one run in a log, with their ends; None where there is no more yet, as often as it is asked.
 
     Other runs in the same directory may have begun the file, or gone on with it: `--resume` is a run of its own.
+    `last`: of the lines that are there, only so many; they are looked for from the end of the file.
     """
     while not path.exists():
         yield None
     line, is_own = b"", False
     with path.open("rb") as file:
+        if last is not None:
+            lines, end, is_own = _last_lines(file, run_id, last)
+            yield from lines
+            file.seek(end)
         while True:
             line += file.readline()
             if not line.endswith(b"\n"):
@@ -41,6 +49,44 @@ def run_lines(path: Path, run_id: str) -> Iterator[bytes | None]:
             if is_own:
                 yield line
             line = b""
+
+
+def _last_lines(file: BinaryIO, run_id: str, count: int) -> tuple[list[bytes], int, bool]:
+    """(the last complete lines of a run, where the complete lines end, whether what follows is of the run)."""
+    end = stop = _find_before(file, b"\n", file.seek(0, os.SEEK_END)) + 1
+    found: deque[bytes] = deque()
+    is_own: bool | None = None
+    while stop > 0 and (len(found) < count or is_own is None):
+        begin, own = _section(file, stop, run_id)
+        is_own = own if is_own is None else is_own
+        while own and stop > begin and len(found) < count:
+            start = max(begin, _find_before(file, b"\n", stop - 1) + 1)
+            file.seek(start)
+            found.appendleft(file.read(stop - start))
+            stop = start
+        stop = begin
+    return list(found), end, bool(is_own)
+
+
+def _section(file: BinaryIO, stop: int, run_id: str) -> tuple[int, bool]:
+    """(where the last header before `stop` begins, or 0; whether it is of this run)."""
+    while True:
+        stop = _find_before(file, b"\n# ", stop - 1) + 1
+        file.seek(stop)
+        match = HEADER.match(file.readline())
+        if match or stop == 0:  # else a line of a program that looks like one
+            return stop, match is not None and match[1] == os.fsencode(run_id)
+
+
+def _find_before(file: BinaryIO, text: bytes, stop: int) -> int:
+    """Where `text` begins last in a file so that it begins before `stop`; -1 if it does not."""
+    while stop > 0:
+        start = max(0, stop - BLOCK)
+        file.seek(start)
+        if (at := file.read(stop - start + len(text) - 1).rfind(text)) >= 0:
+            return start + at
+        stop = start
+    return -1
 
 
 def show(lines: Iterable[bytes]) -> None:

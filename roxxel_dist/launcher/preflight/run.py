@@ -5,7 +5,7 @@ The controller asks all hosts at once, in a few rounds: the agents that it start
 
 import resource
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 
 from roxxel_dist.launcher.backends.base import Backend
@@ -187,15 +187,18 @@ def _shared(pool: Pool, hosts: Sequence[str], run_dir: str | None) -> list[Check
 
 
 def allow_open_files(hosts: int) -> str:
-    """Raise this process's own limit of open files to what so many hosts need; why that is not possible, or ""."""
+    """Raise this process's own limit of open files as far as it may; why it is too low for so many hosts, or ""."""
     needed = FILES + FILES_A_HOST * hosts
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
+    if soft != hard:  # what is counted here is the least
+        with suppress(ValueError, OSError):  # the kernel has a lower limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            return allow_open_files(hosts)
+    if resource.RLIM_INFINITY in (soft, hard) or soft >= needed:
         return ""
     if hard != resource.RLIM_INFINITY and hard < needed:
         return (
             f"{hosts} hosts need up to {needed} open files here, and this machine allows {hard} (`ulimit -Hn`): "
             f"raise the limit, or use fewer hosts"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     return ""
