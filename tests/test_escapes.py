@@ -1,4 +1,4 @@
-"""What programs, hosts and people have written cannot command the terminal of whoever looks at it."""
+"""What programs, hosts and people have written cannot command the terminal of a reader."""
 
 import json
 import os
@@ -89,7 +89,7 @@ def test_a_study(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [["doctor"], ["launch", "ssh"]])
 def test_what_a_host_says(words: list[str], tmp_path: Path) -> None:
-    """Whoever answers at the other end chooses the words of the error."""
+    """The other end chooses the words of its error."""
     config = tmp_path / "ssh_config"
     config.write_text(f"Host *\n  ProxyCommand {tmp_path}/proxy\n")
     (tmp_path / "proxy").write_text(f"#!/bin/sh\n{PRINTS} >&2\nexec sleep 0.1\n")

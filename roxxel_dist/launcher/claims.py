@@ -17,8 +17,8 @@ def folder() -> Path:
 def claim(name: str) -> bool:
     """Take a name for the life of this process: the lock of a file that no other user can reach.
 
-    It is that of what has no file yet (a run, before its first line), or of a request that is made once. Where the file
-    cannot be made, nobody is kept from anything. Files that are old are removed with old records (`record.forget`).
+    Such as the id of a run before its first line, or a request that is made once. If the file cannot be made, the name
+    counts as taken by this process. Files that are old are removed with old records (`record.forget`).
     """
     try:
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)

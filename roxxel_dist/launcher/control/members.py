@@ -1,6 +1,6 @@
 """Where every host has a launcher of its own (`launch member`): which rank of the whole job is stuck.
 
-Each launcher sees the ranks of its own host, and soon none of them moves, whoever is the culprit. So a launcher that
+Each launcher sees the ranks of its own host, and soon none of them moves, wherever the culprit is. So a launcher that
 finds a hang writes what it sees beside the logs, which hosts share, waits a moment, and reads what the others wrote.
 """
 

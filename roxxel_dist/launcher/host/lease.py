@@ -70,7 +70,7 @@ class Lease:
             self._asked[0] = now
             self.holds = self.holds or self._all_ask(now)
         elif self._socket is not None and self._first is not None:
-            with suppress(OSError):  # no route: nobody answers
+            with suppress(OSError):  # no route, so no answer
                 self._socket.sendto(b"%s %d" % (self._token, self._index), self._first)
 
     def hear(self, silent_s: float, now: float) -> None:

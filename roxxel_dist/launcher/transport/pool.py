@@ -435,11 +435,15 @@ class HostPool:
             limit = self._limit_s(link)
             if now - link.heard > limit:
                 link.process.kill()
-                text = f"host {link.host} has sent nothing for {limit:g} s ("
-                if limit == SILENT_S or not link.ready or len(self.all) == 1:
-                    text += "its network link is cut, or it is overloaded or stuck)"
-                else:
-                    text += "--host-lease; nor had other hosts at first: the link of this machine was cut)"
+                text = (
+                    f"host {link.host} has sent nothing for {limit:g} s (its network link is cut, or it is "
+                    "overloaded or stuck)"
+                )
+                if link.leased and link.ready and len(self.all) > 1:
+                    text = (
+                        f"host {link.host} has sent nothing for {limit:g} s (--host-lease; nor had other hosts at "
+                        "first: the link of this machine was cut)"
+                    )
                 yield link, self._lose(link, text, EXIT_LOST if link.ready else EXIT_PREFLIGHT, with_host=True)
             elif self._kill_by is not None and now > self._kill_by:
                 ranks = ", ".join(map(str, link.ranks))
