@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.builders import RunComponents, build_components, open_corpus, temporary_folder
+from roxxel_dist.cluster.accelerators import peak_flops
 from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_for_run
 from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.exit_codes import UserError
@@ -41,7 +42,7 @@ from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.init_from import check_weights, find_checkpoint, with_base
 from roxxel_dist.train.optimizer import InitialState
 from roxxel_dist.train.resume import last_step, max_steps_note
-from roxxel_dist.train.throughput import device_bytes, peak_flops
+from roxxel_dist.train.throughput import device_bytes
 from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState, TrainView, abstract_state
 from roxxel_dist.train.train_step import (
     SPIKE_FACTOR,
