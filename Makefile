@@ -8,9 +8,10 @@ DEMO_DATA := demo_data
 DEMO_RUN := runs/demo
 HF := .cache/hf
 AZURITE := .cache/azurite
+TPU := .cache/tpu
 
 .PHONY: demo test test-docs test-web test-cluster test-long test-all test-pythons docs reference pictures bench bench-data bench-train \
-    bench-launch bench-model bench-mup bench-ngram bench-sweep bench-page bench-gpu chaos hf azurite docker-check lint format clean
+    bench-launch bench-model bench-mup bench-ngram bench-sweep bench-page bench-gpu chaos hf azurite tpu docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@trap : INT; $(BIN)/roxxel-dist demo --data_path $(DEMO_DATA) --run_dir $(DEMO_RUN) || [ $$? = 42 ] # stopped and saved
@@ -91,6 +92,8 @@ azurite: $(AZURITE)/installed ## Azure's emulator, for the long tests of az://; 
 
 hf: $(HF)/installed ## transformers in an environment of its own, for the tests of export; takes torch from Debian's python3-torch
 
+tpu: $(TPU)/installed ## libtpu in an environment of its own, for the tests that compile for TPUs: about 1.6 GB; no TPU is needed
+
 lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -125,6 +128,11 @@ $(HF)/installed: tests/hf_requirements.txt
 	/usr/bin/python3 -c 'import torch' || { echo "apt install python3-torch python3-venv" >&2; exit 2; }
 	/usr/bin/python3 -m venv --system-site-packages $(HF)
 	$(HF)/bin/pip install --quiet --requirement tests/hf_requirements.txt
+	@touch $@
+
+$(TPU)/installed: tests/tpu_requirements.txt pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TPU) || { rm -rf $(TPU); exit 2; }
+	$(TPU)/bin/pip install --quiet --requirement tests/tpu_requirements.txt
 	@touch $@
 
 $(VENV)/bench-installed: $(BIN)/python pyproject.toml constraints.txt benchmarks/requirements.txt
