@@ -191,11 +191,12 @@ class _Analysis:
         """Of one run of a computation, within a loop of so many trips."""
         if (name, trips) not in self._known:
             total = self._known[name, trips] = ProgramCost()
+            channels = set[str]()
             for each in self.computations[name]:
-                self._add(total, name, each, trips)
+                self._add(total, name, each, trips, channels)
         return self._known[name, trips]
 
-    def _add(self, total: ProgramCost, where: str, each: Instruction, trips: float) -> None:
+    def _add(self, total: ProgramCost, where: str, each: Instruction, trips: float, channels: set[str]) -> None:
         match each.opcode:
             case "while":
                 found = self._trips(where, each)
@@ -210,14 +211,21 @@ class _Analysis:
                     total.add(self.cost(name, trips))
             case "fusion":
                 for name in each.called():
-                    inside = self.cost(name, trips)
-                    total.add(ProgramCost(inside.flops, 0.0, inside.collectives, inside.network_bytes, inside.gathered))
+                    total.flops += self.cost(name, trips).flops
+                    # Where a collective overlaps with computing, each fusion on its way names it: it is one by its
+                    # channel. A TPU adds and scatters at once, in a fusion of that name.
+                    for inner in self.computations[name]:
+                        kind = inner.opcode.removesuffix("-start")
+                        if kind in COLLECTIVES:
+                            scatters = name.startswith("all-reduce-scatter")
+                            kind = "reduce-scatter" if kind == "all-reduce" and scatters else kind
+                            self._collective(total, name, inner, kind, channels)
             case "dot" | "convolution" | "custom-call" | "ragged-dot":
                 total.flops += self._flops(where, each)
             case _:
                 kind = each.opcode.removesuffix("-start")
                 if kind in COLLECTIVES:
-                    self._collective(total, where, each, kind)
+                    self._collective(total, where, each, kind, channels)
         if each.opcode not in FREE:
             total.bytes_accessed += self._bytes(where, each)
 
@@ -308,7 +316,11 @@ class _Analysis:
                 written = part
         return written + sum(reads)
 
-    def _collective(self, total: ProgramCost, where: str, each: Instruction, kind: str) -> None:
+    def _collective(self, total: ProgramCost, where: str, each: Instruction, kind: str, channels: set[str]) -> None:
+        channel = each.attribute("channel_id") or each.name
+        if channel in channels:
+            return
+        channels.add(channel)
         operand = sum(array.bytes for found in self._operands(where, each) for array in found)
         groups = _groups(each, len(self.hosts))
         size = max(map(len, groups), default=1)

@@ -154,6 +154,35 @@ def test_bytes_that_a_device_sends(kind, result, sent, network):
     assert program_cost(entry(*apart), [0, 0, 1, 1]).collectives == {kind: sent}
 
 
+def test_a_collective_that_overlaps_with_computing_is_one():
+    """Its start, the computing beside it and its end are fusions that all name it."""
+    fused = "".join(
+        f"""%fused.{i} (p.{i}: f32[8]) -> f32[32] {{
+  %p.{i} = f32[8]{{0}} parameter(0)
+  ROOT %g.{i} = f32[32]{{0}} all-gather(%p.{i}), channel_id=7, replica_groups=[1,4]<=[4], dimensions={{0}}
+}}
+
+"""
+        for i in range(3)
+    )
+    lines = (
+        "%a = f32[8]{0} parameter(0)",
+        *(f"%f{i} = f32[32] fusion(%a), kind=kCustom, calls=%fused.{i}" for i in range(3)),
+    )
+    assert program_cost(entry(*lines, before=fused), [0] * 4).collectives == {"all-gather": 96}
+
+
+def test_a_sum_that_is_scattered_is_no_whole_sum():
+    fused = """%all-reduce-scatter.1 (p: f32[8]) -> f32[2] {
+  %p = f32[8]{0} parameter(0)
+  %r = f32[8]{0} all-reduce(%p), channel_id=7, replica_groups=[1,4]<=[4], to_apply=%add
+  ROOT %s = f32[2]{0} dynamic-slice(%r), dynamic_slice_sizes={2}
+}
+"""
+    lines = "%a = f32[8]{0} parameter(0)", "%f = f32[2]{0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.1"
+    assert program_cost(entry(*lines, before=fused), [0] * 4).collectives == {"reduce-scatter": 24}
+
+
 def test_a_slice_of_what_is_stacked_is_read_and_no_more():
     fused = """%fused (p0: f32[24,64,64], p1: s32[]) -> f32[64,64] {
   %p0 = f32[24,64,64]{2,1,0} parameter(0)
