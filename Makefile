@@ -9,9 +9,10 @@ DEMO_RUN := runs/demo
 HF := .cache/hf
 AZURITE := .cache/azurite
 TPU := .cache/tpu
+CUDA := .cache/cuda
 
 .PHONY: demo test test-docs test-web test-cluster test-long test-all test-pythons docs reference pictures bench bench-data bench-train \
-    bench-launch bench-model bench-mup bench-ngram bench-sweep bench-page bench-gpu chaos hf azurite tpu docker-check lint format clean
+    bench-launch bench-model bench-mup bench-ngram bench-sweep bench-page bench-gpu chaos hf azurite tpu cuda docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@trap : INT; $(BIN)/roxxel-dist demo --data_path $(DEMO_DATA) --run_dir $(DEMO_RUN) || [ $$? = 42 ] # stopped and saved
@@ -30,7 +31,7 @@ test-web: $(VENV)/dev-installed ## the page in a browser: needs chromium and chr
 test-cluster: $(VENV)/dev-installed ## more of sshd, SLURM, Ray and several hosts; as root
 	$(PYTEST) -m "cluster and not long"
 
-test-long: $(VENV)/dev-installed azurite ## matrices, many repetitions, many examples of each property: hours
+test-long: $(VENV)/dev-installed azurite tpu cuda ## matrices, many repetitions, many examples of each property: hours
 	$(PYTEST) -m "long or hypothesis" --hypothesis-profile=long
 
 test-all: test test-docs test-web test-cluster test-long ## all of these, one after the other
@@ -94,6 +95,8 @@ hf: $(HF)/installed ## transformers in an environment of its own, for the tests 
 
 tpu: $(TPU)/installed ## libtpu in an environment of its own, for the tests that compile for TPUs: about 1.6 GB; no TPU is needed
 
+cuda: $(CUDA)/installed ## jax with its CUDA plugin, likewise, for long tests: about 4 GB; no GPU is needed
+
 lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -133,6 +136,11 @@ $(HF)/installed: tests/hf_requirements.txt
 $(TPU)/installed: tests/tpu_requirements.txt pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(TPU) || { rm -rf $(TPU); exit 2; }
 	$(TPU)/bin/pip install --quiet --requirement tests/tpu_requirements.txt
+	@touch $@
+
+$(CUDA)/installed: tests/cuda_requirements.txt pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CUDA) || { rm -rf $(CUDA); exit 2; }
+	$(CUDA)/bin/pip install --quiet --requirement tests/cuda_requirements.txt
 	@touch $@
 
 $(VENV)/bench-installed: $(BIN)/python pyproject.toml constraints.txt benchmarks/requirements.txt
