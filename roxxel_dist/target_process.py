@@ -126,7 +126,7 @@ def _leave_with_caller(connection: Connection) -> None:
 
 @contextlib.contextmanager
 def folder_for_shards() -> Iterator[Path]:
-    """A folder in the working directory, for what the other process makes of text; it is gone afterwards."""
+    """A folder in the working directory for the shards that the other process makes; it is deleted afterwards."""
     folder = Path(tempfile.mkdtemp(prefix=".plan-", dir=Path.cwd()))
 
     def take_away() -> None:

@@ -48,7 +48,7 @@ class TargetCompiler:
 
     Args:
         target: the devices.
-        begin: called with what is compiled before the compiler begins, and with "" after it.
+        begin: called with the name of a program before the compiler begins, and with "" after it.
     """
 
     def __init__(self, target: Target, begin: Callable[[str], None]) -> None:

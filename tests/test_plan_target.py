@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_told_what_makes_it_fit(work):
     fields = "--dim", "512", "--vocab_size", "2048", "--device_memory_gb", "0.04"
     _, told = plan(work, "--target", "v5e:2x2", *fields, code=2)
     assert "its training step does not fit: it needs" in told
-    assert "and one of v5e:2x2 has 40.00 MB: with --fsdp true it takes" in told
+    assert "and one of v5e:2x2 has 40.00 MB: with fsdp true it takes" in told
     assert "and fits" in told
 
 

@@ -1,4 +1,4 @@
-"""The process of a target's compiler: what it sees, how it ends, and what is said of it."""
+"""The process of a target's compiler: what it sees, how it ends, and its messages."""
 
 import os
 import signal
