@@ -8,9 +8,11 @@ DEMO_DATA := demo_data
 DEMO_RUN := runs/demo
 HF := .cache/hf
 AZURITE := .cache/azurite
+TPU := .cache/tpu
+CUDA := .cache/cuda
 
 .PHONY: demo test test-docs test-web test-cluster test-long test-all test-pythons docs reference pictures bench bench-data bench-train \
-    bench-launch bench-model bench-mup bench-ngram bench-sweep bench-page bench-gpu chaos hf azurite docker-check lint format clean
+    bench-launch bench-model bench-mup bench-ngram bench-sweep bench-page bench-gpu chaos hf azurite tpu cuda docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@trap : INT; $(BIN)/roxxel-dist demo --data_path $(DEMO_DATA) --run_dir $(DEMO_RUN) || [ $$? = 42 ] # stopped and saved
@@ -29,7 +31,7 @@ test-web: $(VENV)/dev-installed ## the page in a browser: needs chromium and chr
 test-cluster: $(VENV)/dev-installed ## more of sshd, SLURM, Ray and several hosts; as root
 	$(PYTEST) -m "cluster and not long"
 
-test-long: $(VENV)/dev-installed azurite ## matrices, many repetitions, many examples of each property: hours
+test-long: $(VENV)/dev-installed azurite tpu cuda ## matrices, many repetitions, many examples of each property: hours
 	$(PYTEST) -m "long or hypothesis" --hypothesis-profile=long
 
 test-all: test test-docs test-web test-cluster test-long ## all of these, one after the other
@@ -91,6 +93,10 @@ azurite: $(AZURITE)/installed ## Azure's emulator, for the long tests of az://; 
 
 hf: $(HF)/installed ## transformers in an environment of its own, for the tests of export; takes torch from Debian's python3-torch
 
+tpu: $(TPU)/installed ## libtpu in an environment of its own, for the tests that compile for TPUs: about 1.6 GB; no TPU is needed
+
+cuda: $(CUDA)/installed ## jax with its CUDA plugin, likewise, for long tests: about 4 GB; no GPU is needed
+
 lint: $(VENV)/dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -125,6 +131,16 @@ $(HF)/installed: tests/hf_requirements.txt
 	/usr/bin/python3 -c 'import torch' || { echo "apt install python3-torch python3-venv" >&2; exit 2; }
 	/usr/bin/python3 -m venv --system-site-packages $(HF)
 	$(HF)/bin/pip install --quiet --requirement tests/hf_requirements.txt
+	@touch $@
+
+$(TPU)/installed: tests/tpu_requirements.txt pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TPU) || { rm -rf $(TPU); exit 2; }
+	$(TPU)/bin/pip install --quiet --requirement tests/tpu_requirements.txt
+	@touch $@
+
+$(CUDA)/installed: tests/cuda_requirements.txt pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CUDA) || { rm -rf $(CUDA); exit 2; }
+	$(CUDA)/bin/pip install --quiet --requirement tests/cuda_requirements.txt
 	@touch $@
 
 $(VENV)/bench-installed: $(BIN)/python pyproject.toml constraints.txt benchmarks/requirements.txt

@@ -72,6 +72,8 @@ class RunComponents:
     """The attention kernel; for a user-defined model, the kernel in the config."""
     options: LoopOptions
     """With nothing to hold out: `curriculum` already excludes the held-out part."""
+    devices: Sequence[Any] | None = None
+    """What it is compiled for, if that is not here; None: the devices of all processes."""
 
     def mesh(self, processes: int | None = None) -> Mesh:
         """The devices of this run, shared by `processes` in order; default: the processes that are running.
@@ -80,9 +82,10 @@ class RunComponents:
         whose batch does not divide by them.
         """
         config, every = self.config, processes or process_count()
-        mesh = make_mesh(config.n_devices, fsdp=config.fsdp_devices if config.fsdp else 1, tensor=config.tensor_devices)
+        fsdp = config.fsdp_devices if config.fsdp else 1
+        mesh = make_mesh(config.n_devices, fsdp=fsdp, tensor=config.tensor_devices, devices=self.devices)
         if processes:
-            used = -(-mesh.size * processes // jax.device_count())
+            used = -(-mesh.size * processes // len(self.devices or jax.devices()))
         else:
             used = len({device.process_index for device in mesh.devices.flat})
         if used < every:
@@ -95,13 +98,19 @@ class RunComponents:
 
 
 def build_components(
-    config: Config, data: Roxxel, *, trial: bool = False, begun_with: AttentionKernel | None = None
+    config: Config,
+    data: Roxxel,
+    *,
+    trial: bool = False,
+    begun_with: AttentionKernel | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> RunComponents:
     """The components of a run of `config` on `data`. Puts nothing on a device, and touches no run directory.
 
     In a trial of a sweep a warm-up longer than half of the run is cut to half: if it is searched together with epochs
-    or batch_size, it does not fit all trials. `attention: auto` keeps the kernel `begun_with`. Raises ValueError for a
-    field that breaks its rule, or does not fit the data or the devices.
+    or batch_size, it does not fit all trials. `attention: auto` keeps the kernel `begun_with`. `devices` are those to
+    compile for, if they are not here. Raises ValueError for a field that breaks its rule, or does not fit the data or
+    the devices.
     """
     config = with_shape_of(config)
     vocab_size = _vocab_size(config, data)
@@ -111,7 +120,7 @@ def build_components(
     half = curriculum.total_steps // 2
     if trial and (config.warmup_steps or 0) > half:
         config = dataclasses.replace(config, warmup_steps=half)
-    kernel = attention_kernel(config, curriculum.shapes, begun_with)
+    kernel = attention_kernel(config, curriculum.shapes, begun_with, devices)
     build = model_builder(config, kernel)
     optimizer = NamedOptimizer(config.part(OptimizerConfig), widths=parameter_widths(config, build))
     optimizer.settings(curriculum.total_steps)  # raises if warm-up and decay do not fit
@@ -129,6 +138,7 @@ def build_components(
         grad_accum=config.grad_accum,
         kernel=kernel,
         options=dataclasses.replace(config.part(LoopOptions), val_fraction=0.0),
+        devices=devices,
     )
 
 
@@ -145,16 +155,20 @@ def _vocab_size(config: Config, data: Roxxel) -> int:
 
 
 def attention_kernel(
-    config: Config, shapes: Sequence[Shape], begun_with: AttentionKernel | None = None
+    config: Config,
+    shapes: Sequence[Shape],
+    begun_with: AttentionKernel | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> AttentionKernel:
-    """The attention kernel of a run with batches of these shapes, on the devices of this machine.
+    """The attention kernel of a run with batches of these shapes, on these devices, or on those of all processes.
 
     auto keeps the kernel `begun_with`. Raises ValueError if the named or kept kernel cannot run here.
     """
     if config.model is not None:
         return config.attention
     keeps = config.attention == "auto" and begun_with is not None
-    row_shards = max(1, (config.n_devices or jax.device_count()) // config.tensor_devices)
+    devices = devices or jax.devices()
+    row_shards = max(1, (config.n_devices or len(devices)) // config.tensor_devices)
     rows = [shape.batch_size // micro_batches(config.grad_accum, shape.batch_size) for shape in shapes]
     return kernel_for(
         begun_with if begun_with is not None and keeps else config.attention,
@@ -163,6 +177,7 @@ def attention_kernel(
         packed=any(shape.packing == "documents" for shape in shapes),
         whole_rows=all(count % row_shards == 0 for count in rows),
         begun=keeps,
+        device=devices[0],
     )
 
 

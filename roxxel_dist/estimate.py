@@ -6,8 +6,10 @@ Steps are compiled from shapes alone, so the model may be larger than the memory
 import contextlib
 import dataclasses
 import itertools
+import math
+import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +20,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.builders import RunComponents, build_components, open_corpus, temporary_folder
+from roxxel_dist.cluster.accelerators import peak_flops
 from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_for_run
 from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.cluster.mesh import TENSOR, batch_sharding, fit_sharding, simulate_devices
+from roxxel_dist.cluster.targets import Target, check_compiler, parse_target
 from roxxel_dist.config import usage_errors
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
@@ -36,12 +41,15 @@ from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.report import read_runs
 from roxxel_dist.run_directory import CONFIG, no_run
 from roxxel_dist.run_metadata import data_of, kernel_begun_with, saved_config
+from roxxel_dist.target_process import call_for_target, folder_for_shards
+from roxxel_dist.target_steps import TargetCompiler, TargetPhase, one_device_flops, peak_bytes
 from roxxel_dist.train.compile import AotCompiler, batch_key
+from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.init_from import check_weights, find_checkpoint, with_base
 from roxxel_dist.train.optimizer import InitialState
 from roxxel_dist.train.resume import last_step, max_steps_note
-from roxxel_dist.train.throughput import device_bytes, peak_flops
+from roxxel_dist.train.throughput import device_bytes
 from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState, TrainView, abstract_state
 from roxxel_dist.train.train_step import (
     SPIKE_FACTOR,
@@ -71,6 +79,8 @@ class EstimateRequest:
     """A run directory whose data, plan and speed are used."""
     devices: int | None = None
     """CPU devices to simulate; None: the real devices."""
+    target: str | None = None
+    """Devices that are not here, such as "v5e:4x4" or "h100:2x8": their own compiler compiles every step."""
     processes: int | None = None
     """Processes that share them; None: the real processes."""
     tokens_per_s: float | None = None
@@ -83,6 +93,13 @@ class EstimateRequest:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} is {value}: it must be at least 1, or left out")
+        if self.target is not None:
+            parse_target(self.target)
+            if self.devices is not None:
+                raise UserError(
+                    f"target is {self.target}, and devices is {self.devices}: leave one out; a target has its own "
+                    f"devices, and those of devices are simulated on CPU"
+                )
         for name in ("tokens_per_s", "device_memory_gb"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -150,6 +167,8 @@ class PhaseEstimate:
     """The attention kernel; for a user-defined model, the kernel in the config."""
     score_bytes: int | None
     """Bytes of each device for the attention scores of a layer; None for a user-defined model."""
+    target: TargetPhase | None
+    """What its steps cost on the target; None without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +203,7 @@ class RunEstimate:
     platform: str
     device_kind: str
     simulated: bool
+    target: str | None
     memory_limit: int | None
     """Memory of a device in bytes, if known."""
     seconds: float | None
@@ -195,19 +215,32 @@ class RunEstimate:
     """Reasons why it cannot run."""
 
 
-def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest) -> RunEstimate:
+def estimate(
+    config: Any,
+    data_path: str | Path | None,
+    request: EstimateRequest,
+    *,
+    compiler: TargetCompiler | None = None,
+    folder: Path | None = None,
+) -> RunEstimate:
     """Estimate a run of `config` on the data.
 
-    Shards of text are made in a temporary folder. Nothing else is written, except compiled programs.
+    Shards of text are made in a temporary folder. Nothing else is written, except compiled programs. With a target all
+    of it is done by a process of its own, which ends with it.
 
     Args:
         config: a `Config`; it is not changed.
         data_path: a text file, a folder of text, or shards.
         request: the run, the devices and the speed.
+        compiler: of the target, in a process of its own.
+        folder: for shards of text in such a process.
 
     Raises:
         UserError: a mistake in the config, the data or the request, with the message of `train`.
+        MissingCompiler: the target's compiler is not installed.
     """
+    if request.target is not None and compiler is None:
+        return _for_target(config, data_path, request)
     with contextlib.ExitStack() as held:
         with usage_errors():
             saved = {} if request.run is None else _saved(request.run)
@@ -219,9 +252,10 @@ def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest
             if request.devices:
                 simulate_devices(request.devices)
             pin_for_run(config.virtual_shards, None)
-        initialize()
+        if compiler is None:
+            initialize()
         with usage_errors():
-            devices, here = request.devices, jax.device_count()
+            devices, here = request.devices, jax.device_count() if compiler is None else len(compiler.devices)
             if devices and here != devices:
                 raise UserError(
                     f"devices is {devices}, and the processes of this job have {here}: leave it out, or plan in a "
@@ -243,14 +277,34 @@ def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest
                 notes.append(
                     f"attention by {kernel} is not simulated: the memory of phases is that of xla, in its place"
                 )
-            folder = held.enter_context(temporary_folder(path, "plan"))
-            data = held.enter_context(open_corpus(config, path, folder))
-            components = build_components(config, data, begun_with=begun_with)
+            into = folder / "data" if folder is not None else held.enter_context(temporary_folder(path, "plan"))
+            data = held.enter_context(open_corpus(config, path, into))
+            on = None if compiler is None else compiler.devices
+            components = build_components(config, data, begun_with=begun_with, devices=on)
             if data.tokenizer is not None:
                 data.tokenizer.encode(config.sample_prompt)
         if path is not None and not is_tokens(path):
             notes.append(f"{path} is text: shards of it were made, and are gone")
-        return _estimate(components, request, notes)
+        return _estimate(components, request, notes, compiler)
+
+
+def _for_target(config: Any, data_path: str | Path | None, request: EstimateRequest) -> RunEstimate:
+    """The estimate for a target, made by a process of its own."""
+    target = parse_target(request.target or "")
+    if "ROXXEL_PROCESS_ID" in os.environ:
+        raise UserError(f"target is {target.name}: one process compiles for it, so plan in one that is not launched")
+    check_compiler(target, pip_install(target.extra()))
+    with folder_for_shards() as folder:
+        return call_for_target(target, _estimate_in_process, config, data_path, request, folder)
+
+
+def _estimate_in_process(report: Callable[[str], None], target: Target, *args: Any) -> RunEstimate:
+    """`estimate` in a process with the target's environment."""
+    config, data_path, request, folder = args
+    compiler = TargetCompiler(target, report)
+    if request.device_memory_gb:
+        compiler.device_bytes = int(request.device_memory_gb * 1e9)
+    return estimate(config, data_path, request, compiler=compiler, folder=folder)
 
 
 def _saved(run: Path) -> dict[str, Any]:
@@ -261,11 +315,16 @@ def _saved(run: Path) -> dict[str, Any]:
     return saved_config(run)
 
 
-def _estimate(components: RunComponents, request: EstimateRequest, notes: list[str]) -> RunEstimate:
+def _estimate(
+    components: RunComponents, request: EstimateRequest, notes: list[str], target: TargetCompiler | None
+) -> RunEstimate:
     """The estimate of a run's components. Checks come in the same order as in `Trainer`."""
-    enable_compilation_cache()
+    if target is None:
+        enable_compilation_cache()
+    processes = request.processes or (jax.process_count() if target is None else target.hosts)
     with usage_errors():
-        mesh, config, curriculum = components.mesh(request.processes), components.config, components.curriculum
+        mesh = components.mesh(processes if target is not None else request.processes)
+        config, curriculum = components.config, components.curriculum
         options, grad_accum, sharding = components.options, components.grad_accum, batch_sharding(mesh)
         check_shapes(curriculum.shapes, grad_accum, options.virtual_shards, mesh)
         plan = _plan(curriculum, config.seed, request.run)
@@ -282,8 +341,9 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
         compiler = AotCompiler(mesh, SIMULATED if request.devices else None)
         dtype = jnp.bfloat16 if options.bf16_compute else None
         eval_step = make_eval_step(split, components.loss, dtype)
-        train = curriculum.primary_streamer
-        Validation(components.validation, train, eval_step, compiler, sharding, options.eval_iters).check(*plan.shapes)
+        sets = components.validation, curriculum.primary_streamer
+        validation = Validation(*sets, eval_step, compiler, sharding, options.eval_iters)
+        validation.check(*plan.shapes)
         datasets = {**curriculum.datasets, **components.validation}
         check_vocabulary(split, components.loss, state, hparams, mesh, plan.shapes[0], datasets)
         train_step = make_step(
@@ -293,41 +353,43 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
     steps = spans(plan, last)
     batches = [Stream(plan, curriculum.datasets, sharding, stop - 1).abstract() for _, stop in steps]
     # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.
-    memory = _step_memory(compiler, train_step, state, hparams, batches)
-    if last < plan.total_steps:
-        notes.append(f"max_steps ends the run after step {last:,} of {plan.total_steps:,}")
-    if note := max_steps_note(plan, options):
-        notes.append(note)
+    with contextlib.closing(compiler):
+        compiled = [
+            _on_target(target, components, plan, stop - 1, batch, validation)
+            if target is not None
+            else (_step_memory(compiler, train_step, state, hparams, batch), None)
+            for (_, stop), batch in zip(steps, batches, strict=True)
+        ]
+    notes += _max_steps_notes(plan, last, options)
     with usage_errors():
         speed, tokens_per_s, flops_per_s = _speed(request, mesh, bf16=options.bf16_compute or options.use_bf16)
 
-    view, processes = TrainView(split, state, hparams), request.processes or jax.process_count()
+    view = TrainView(split, state, hparams)
     flops_of, phases = view.flops_per_token(), list[PhaseEstimate]()
-    for (first, stop), needs in zip(steps, memory, strict=True):
+    for (first, stop), (needs, on_target) in zip(steps, compiled, strict=True):
         shape, tokens = plan.segment(stop - 1).shape, plan.tokens(stop) - plan.tokens(first)
         layout = batch_layout(sharding, shape.batch_size, shape.seq_len, grad_accum)
-        pieces = -(-layout.pieces // processes) if layout.cut == "rows" else layout.pieces
         flops, seconds = tokens * flops_of(shape.seq_len), None
         if tokens_per_s:
             seconds = tokens / tokens_per_s
         elif flops_per_s:
             seconds = flops / (flops_per_s * layout.pieces * layout.together)
         phases.append(
-            PhaseEstimate(
-                phase=plan.phase(stop - 1) + 1, first_step=first + 1, steps=stop - first,
-                batch_size=shape.batch_size, seq_len=shape.seq_len,
-                weights={name: share / sum(each for _, each in shape.weights) for name, share in shape.weights},
-                blend=shape.blend, packing=shape.packing,
+            _phase(
+                components, plan, (first, stop), layout, processes,
                 tokens=tokens, flops_per_token=flops_of(shape.seq_len), flops=flops, seconds=seconds,
-                layout=layout, rows_a_process=shape.batch_size * pieces // layout.pieces, memory=needs,
-                attention=components.kernel, score_bytes=_score_bytes(shape, layout, components),
+                memory=needs, target=on_target,
             )
         )  # fmt: skip
     params: dict[str, Any] = {**view.frozen, **view.params}
     other = {name: leaf for name, leaf in hparams.items() if name not in split.frozen.names}
-    limit = min(filter(None, ((x.memory_stats() or {}).get("bytes_limit") for x in mesh.local_devices)), default=None)
-    if request.device_memory_gb:
-        limit = int(request.device_memory_gb * 1e9)
+    limit = _memory_limit(mesh, request, target)
+    problems = [
+        _problem(phase, limit, config, mesh.size)
+        if target is None
+        else _target_problem(phase, target, components, plan, batch)
+        for phase, batch in zip(phases, batches, strict=True)
+    ]
     device = mesh.devices.flat[0]
     return RunEstimate(
         description=plan.describe(), phases=tuple(phases), steps=last, tokens=plan.tokens(last),
@@ -353,11 +415,42 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
         ),
         fsdp=config.fsdp, grad_accum=grad_accum,
         devices=mesh.size, processes=processes, platform=device.platform, device_kind=device.device_kind,
-        simulated=request.devices is not None, memory_limit=limit,
+        simulated=request.devices is not None, target=request.target, memory_limit=limit,
         seconds=sum(phase.seconds or 0.0 for phase in phases) if tokens_per_s or flops_per_s else None,
         tokens_per_s=tokens_per_s, speed=speed,
-        problems=tuple(text for phase in phases if (text := _problem(phase, limit, config, mesh.size))),
+        problems=tuple(filter(None, problems)),
     )  # fmt: skip
+
+
+def _phase(
+    components: RunComponents, plan: Plan, span: tuple[int, int], layout: BatchLayout, processes: int, **costs: Any
+) -> PhaseEstimate:
+    """The estimate of the steps of `span`, [first, stop)."""
+    (first, stop), shape = span, plan.segment(span[1] - 1).shape
+    pieces = -(-layout.pieces // processes) if layout.cut == "rows" else layout.pieces
+    return PhaseEstimate(
+        phase=plan.phase(stop - 1) + 1, first_step=first + 1, steps=stop - first,
+        batch_size=shape.batch_size, seq_len=shape.seq_len,
+        weights={name: share / sum(each for _, each in shape.weights) for name, share in shape.weights},
+        blend=shape.blend, packing=shape.packing, layout=layout,
+        rows_a_process=shape.batch_size * pieces // layout.pieces,
+        attention=components.kernel, score_bytes=_score_bytes(shape, layout, components), **costs,
+    )  # fmt: skip
+
+
+def _max_steps_notes(plan: Plan, last: int, options: LoopOptions) -> list[str]:
+    ends = f"max_steps ends the run after step {last:,} of {plan.total_steps:,}"
+    return [ends] * (last < plan.total_steps) + list(filter(None, [max_steps_note(plan, options)]))
+
+
+def _memory_limit(mesh: Mesh, request: EstimateRequest, target: TargetCompiler | None) -> int | None:
+    """The memory of a device in bytes, if known."""
+    if target is not None:
+        return target.device_bytes
+    if request.device_memory_gb:
+        return int(request.device_memory_gb * 1e9)
+    stats = [each.memory_stats() or {} for each in mesh.local_devices]
+    return min(filter(None, (stat.get("bytes_limit") for stat in stats)), default=None)
 
 
 def _plan(curriculum: Curriculum, seed: int, run: Path | None) -> Plan:
@@ -406,24 +499,129 @@ def memory_analysis(program: Any) -> StepMemory:
         "results": account.output_size_in_bytes - account.alias_size_in_bytes,
         "code": account.generated_code_size_in_bytes,
     }
-    return StepMemory(**parts, peak=sum(parts.values()))
+    return StepMemory(**parts, peak=peak_bytes(program))
 
 
-def _step_memory(
-    compiler: AotCompiler, train_step: Any, state: Any, hparams: Any, batches: Sequence[Any]
-) -> list[StepMemory | None]:
-    """For each batch, the memory of its step; None if the compiler fails because it does not fit."""
-    memory: list[StepMemory | None] = []
-    with contextlib.closing(compiler):
-        for batch in batches:
-            compiler.prepare(batch_key(batch), train_step, state, hparams, batch)
-            try:
-                memory.append(memory_analysis(compiler.get(batch_key(batch))))
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
-                memory.append(None)
-    return memory
+def _step_memory(compiler: AotCompiler, train_step: Any, state: Any, hparams: Any, batch: Any) -> StepMemory | None:
+    """The memory of a step; None if the compiler fails because it does not fit."""
+    compiler.prepare(batch_key(batch), train_step, state, hparams, batch)
+    try:
+        return memory_analysis(compiler.get(batch_key(batch)))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+    return None
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The jitted steps of components on a mesh, and their arguments but the batch."""
+
+    mesh: Mesh
+    train: Any
+    evaluate: Any
+    state: TrainState
+    hparams: Leaves
+
+    @classmethod
+    def of(cls, components: RunComponents, total_steps: int, processes: int) -> "_Steps":
+        """As training makes them."""
+        mesh, options = components.mesh(processes), components.options
+        split, state, hparams = abstract_train_state(components, mesh, total_steps)
+        dtype = jnp.bfloat16 if options.bf16_compute else None
+        train = make_step(
+            split, components.loss, components.optimizer, state, batch_sharding(mesh),
+            grad_accum=components.grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
+        )  # fmt: skip
+        return cls(mesh, train, make_eval_step(split, components.loss, dtype), state, hparams)
+
+    def training(self, batch: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The training step and its arguments."""
+        return self.train, (self.state, self.hparams, self._placed(batch))
+
+    def validation(self, batch: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The validation step and its arguments."""
+        return self.evaluate, (self.state.params, self.state.rest, self.hparams, self._placed(batch))
+
+    def _placed(self, batch: Any) -> Any:
+        sharding = batch_sharding(self.mesh)
+
+        def place(leaf: Any) -> Any:
+            fitted = fit_sharding(sharding, leaf.shape)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=fitted)
+
+        return jax.tree.map(place, batch)
+
+
+def _on_one_device(components: RunComponents) -> RunComponents:
+    """The same run on the first of the devices, with the same kernel."""
+    config = dataclasses.replace(components.config, n_devices=1, tensor_devices=1, fsdp_devices=0)
+    return dataclasses.replace(components, config=config, devices=list(components.devices or [])[:1])
+
+
+def _on_target(
+    target: TargetCompiler, components: RunComponents, plan: Plan, step: int, batch: Any, validation: Validation
+) -> tuple[StepMemory | None, TargetPhase]:
+    """(the memory of a phase's training step or None if it does not fit, what its steps cost), by the target's
+    compiler; `step` is one of the phase's, from 0."""
+    shape, phase = plan.segment(step).shape, plan.phase(step) + 1
+    steps = _Steps.of(components, plan.total_steps, target.hosts)
+    alone = _Steps.of(_on_one_device(components), plan.total_steps, 1)
+    what = f"step of phase {phase} ({shape.batch_size:,} rows x {shape.seq_len:,} tokens)"
+    flops = one_device_flops(alone.mesh, *alone.training(batch))
+    trained, program = target.measure(f"the training {what}", steps.mesh, *steps.training(batch), flops)
+    evaluated = None
+    if (batch := validation.batch(shape)) is not None:
+        flops = one_device_flops(alone.mesh, *alone.validation(batch))
+        evaluated, _ = target.measure(f"the validation {what}", steps.mesh, *steps.validation(batch), flops)
+    needs = None if program is None else memory_analysis(program)
+    return needs, TargetPhase(**vars(trained), validation=evaluated)
+
+
+def _changes(config: Any, rows: int, devices: int) -> list[dict[str, Any]]:
+    """Changes of a config that save memory of its steps, the cheapest in speed first; the last ones have several."""
+    pieces = max(1, devices // config.tensor_devices)
+    most = rows // pieces if rows % pieces == 0 else rows
+    changes: list[dict[str, Any]] = []
+    if config.model is None and config.loss is None and not config.loss_chunk:
+        changes.append({"loss_chunk": 1024})
+    if devices > 1 and not config.fsdp:
+        changes.append({"fsdp": True})
+    if config.grad_accum < most:
+        changes.append({"grad_accum": most})
+    if config.model is None and not config.gradient_checkpointing:
+        changes.append({"gradient_checkpointing": True})
+    every = {name: value for change in changes for name, value in change.items()}
+    changes += [every] if len(changes) > 1 else []
+    tensor = math.gcd(devices, 4)
+    if config.model is None and config.tensor_devices == 1 and tensor > 1:
+        changes.append({**every, "fsdp": True, "tensor_devices": tensor})
+    return changes
+
+
+def _cure(target: TargetCompiler, components: RunComponents, plan: Plan, step: int, batch: Any) -> str:
+    """Which change makes a phase's training step fit: each is compiled, until one does."""
+    shape, tried = plan.segment(step).shape, list[str]()
+    config, limit = components.config, target.device_bytes or 0
+    for change in _changes(config, shape.batch_size, len(target.devices)):
+        words = ", ".join(f"{name} {str(value).lower()}" for name, value in change.items())
+        try:
+            changed = dataclasses.replace(config, **change)
+            changed.validate()
+            made = build_components(changed, components.data, devices=components.devices)
+            steps = _Steps.of(made, plan.total_steps, target.hosts)
+        except ValueError:
+            continue  # not for this model, or not on these devices
+        jitted, args = steps.training(batch)
+        if device_bytes(args) > limit:
+            continue  # the state alone is too large
+        what = f"with {words}, the training step of phase {plan.phase(step) + 1}"
+        found, _ = target.measure(what, steps.mesh, jitted, args, 0.0)
+        if found.fits:
+            return f"with {words} it takes {size(found.peak_bytes or 0)} and fits"
+        tried.append(words)
+    without = f"tried, and none of them fits: {'; '.join(tried)}. " if tried else ""
+    return f"{without}Use a smaller batch_size or model, or more devices"
 
 
 def spans(plan: Plan, last: int) -> list[tuple[int, int]]:
@@ -467,6 +665,25 @@ def _datasets(plan: Plan, last: int) -> dict[str, dict[str, float]]:
     return sets
 
 
+def _target_problem(
+    phase: PhaseEstimate, target: TargetCompiler, components: RunComponents, plan: Plan, batch: Any
+) -> str | None:
+    """Why a phase cannot run on the target, and what makes it fit; None if it can."""
+    step, what = phase.target, "training"
+    if isinstance(step, TargetPhase) and step.fits:
+        step, what = step.validation, "validation"
+    if step is None or step.fits:
+        return None
+    needs = "more" if step.peak_bytes is None else size(step.peak_bytes)
+    cure = "use a smaller batch_size or model, or more devices"
+    if what == "training":
+        cure = _cure(target, components, plan, phase.first_step - 1, batch)
+    return (
+        f"phase {phase.phase}: {phase.batch_size} rows x {phase.seq_len} tokens: its {what} step does not fit: it "
+        f"needs {needs} of each device, and one of {target.target.name} has {size(step.device_bytes or 0)}: {cure}"
+    )
+
+
 def _problem(phase: PhaseEstimate, limit: int | None, config: Any, devices: int) -> str | None:
     """Why a phase cannot run on devices of `limit` bytes, and how to change it; None if it can, or if that is
     unknown."""
@@ -499,6 +716,7 @@ def table(run: RunEstimate, *, every_array: bool = False) -> str:
         "model": _model(run),
         "devices": _devices(run),
         "memory of each device": _memory(run),
+        **({} if run.target is None else {f"compiled for {run.target}": _on_devices(run)}),
         "sharding": _sharding(run, every_array),
         "compute": _compute(run),
         "time": _time(run),
@@ -569,6 +787,34 @@ def _memory(run: RunEstimate) -> list[str]:
         if limit is None
         else f"a device has {size(limit)}",
         f"source: XLA's memory analysis of the compiled step, for {device}",
+    ]
+
+
+def _on_devices(run: RunEstimate) -> list[str]:
+    """What the target's compiler made of each step."""
+    rows = [["", "memory", "of its memory", "FLOPs a device", "x devices / one", "at least", "compiled in"]]
+    sent: list[str] = []
+    for phase in run.phases:
+        assert phase.target is not None
+        for what, step in (("training", phase.target), ("validation", phase.target.validation)):
+            if step is None:
+                continue
+            name = f"phase {phase.phase}, {what}"
+            cells = [size(step.peak_bytes) if step.peak_bytes else "too much", "", "", "does not fit", ""]
+            if step.flops_per_device is not None:
+                share = step.peak_bytes / step.device_bytes if step.peak_bytes and step.device_bytes else None
+                ratio, bound = step.flops_ratio, step.bound_seconds
+                cells[1] = "unknown" if share is None else f"{share:.0%}"
+                cells[2:4] = [f"{step.flops_per_device:.3g}", "" if ratio is None else f"{ratio:.2f}"]
+                longest = max(bound, key=lambda name: bound[name], default=None)
+                cells[4] = "" if longest is None else f"{1000 * bound[longest]:.3g} ms ({longest})"
+                links = ", ".join(f"{kind} {size(count)}" for kind, count in step.collectives.items()) or "nothing"
+                sent.append(f"{name}: a device sends {links}")
+            rows.append([name, *cells, f"{step.compile_seconds:.0f} s"])
+    return [
+        *aligned(rows),
+        *sent,
+        "at least: the longest of computing, memory and links by the data sheets; a real step takes longer",
     ]
 
 

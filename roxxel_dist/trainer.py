@@ -70,7 +70,7 @@ class Trainer(Loop):
             if data.tokenizer is not None:
                 data.tokenizer.save(run / TOKENIZER)
             made = RunMetadata.now(
-                attention_kernel(config, self._curriculum.shapes),
+                attention_kernel(config, self._curriculum.shapes, devices=list(self.mesh.devices.flat)),
                 data_path=absolute(source) if isinstance(source, str | os.PathLike) else None,
                 corpus=data.fingerprint,
                 program=Path(sys.argv[0]).name or "a Python program",

@@ -20,7 +20,7 @@ RANKS = [
     [
         "trainer", "coordinates", "experiment", "generator", "export", "evaluate", "estimate", "builders", "report",
         "curriculum_builder", "copy", "inspect_batch", "save", "weights", "run_metadata", "run_directory", "config",
-        "config_effect",
+        "config_effect", "target_process", "target_steps",
     ],
     ["train"],
     ["data.loader"],

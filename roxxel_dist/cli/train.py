@@ -10,7 +10,7 @@ from pathlib import Path
 import tyro
 
 from roxxel_dist.cli.arguments import ConfigArgs, as_flags, parse, parse_config, parse_train, steps_to_skip
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED, UserError
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_PREFLIGHT, UserError
 from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.config import Config, usage_errors
 from roxxel_dist.launcher.output.console import info
@@ -109,8 +109,11 @@ class PlanArgs(ConfigArgs):
     """A text file, a folder of text, or shards made by `data build`."""
     devices: int | None = None
     """Number of devices to plan for, simulated on CPU. Default: the devices of this machine."""
+    target: str | None = None
+    """Plan for accelerators that are not here, by their own compiler: v5e:4x4, v5p:2x2x2, v6e:4x4 (the chips of a TPU
+    slice), or h100:2x8, h200:..., a100:..., b200:... (hosts x GPUs). It needs no such device."""
     processes: int | None = None
-    """Plan for so many processes that share the devices."""
+    """Plan for so many processes that share the devices. Default with --target: one a host."""
     tokens_per_s: float | None = None
     """The speed over all devices, for the time."""
     device_memory_gb: float | None = None
@@ -139,17 +142,28 @@ def plan(words: list[str]) -> int:
     from pathlib import Path
 
     from roxxel_dist.cluster.distributed import is_primary
+    from roxxel_dist.cluster.targets import MissingCompiler
     from roxxel_dist.estimate import EstimateRequest, estimate, table
+    from roxxel_dist.target_process import TargetError
 
     if args.coordinates:
+        if args.target:
+            raise UserError("target is for the plan, and coordinates trains a few steps here: leave one out")
         return _coordinates(args, config)
     with usage_errors():
         request = EstimateRequest(
-            run=Path(run) if run else None, devices=args.devices, processes=args.processes,
+            run=Path(run) if run else None, devices=args.devices, target=args.target, processes=args.processes,
             tokens_per_s=args.tokens_per_s, device_memory_gb=args.device_memory_gb,
         )  # fmt: skip
-    result = estimate(config, args.data_path, request)
-    if is_primary():
+    try:
+        result = estimate(config, args.data_path, request)
+    except MissingCompiler as problem:
+        info(str(problem))
+        return EXIT_PREFLIGHT
+    except TargetError as problem:
+        info(str(problem))
+        return EXIT_FAILED
+    if args.target or is_primary():  # with a target jax is not asked: it would look for accelerators here
         if args.json:
             import json
 

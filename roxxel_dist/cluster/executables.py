@@ -54,11 +54,14 @@ class ExecutableStore:
         self._limit = limit_bytes
 
     @classmethod
-    def beside_jax_cache(cls) -> "ExecutableStore | None":
-        """The store in the folder of jax's compilation cache; None where there is no such cache, or none is needed."""
+    def beside_jax_cache(cls, platform: str | None = None) -> "ExecutableStore | None":
+        """The store in the folder of jax's compilation cache; None where there is no such cache, or none is needed.
+
+        Programs are for devices of the `platform`, by default the one that jax uses here.
+        """
         folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
         enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
-        if not (folder and enabled) or "://" in folder or jax.default_backend() != "cpu":
+        if not (folder and enabled) or "://" in folder or (platform or jax.default_backend()) != "cpu":
             return None
         return cls(Path(folder) / f"executables-{os.geteuid()}")
 

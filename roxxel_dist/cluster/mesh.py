@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 that compute on the same rows together."""
 
 
-def make_mesh(n_devices: int = 0, *, fsdp: int = 1, tensor: int = 1) -> Mesh:
+def make_mesh(n_devices: int = 0, *, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh over the devices of all processes, with the axes "data", "fsdp" and "tensor".
 
     jax orders the devices by how they are connected (on TPU), so that neighbours along "tensor", whose devices talk
@@ -28,6 +28,7 @@ def make_mesh(n_devices: int = 0, *, fsdp: int = 1, tensor: int = 1) -> Mesh:
         n_devices: how many devices to use, 0 for all.
         fsdp: size of "fsdp", 0 for all that "tensor" leaves; "data" gets the rest.
         tensor: size of "tensor".
+        devices: the devices there are; those of all processes if not given.
 
     Returns:
         A mesh of [data, fsdp, tensor] devices; all three axes are there, also those of size 1.
@@ -35,7 +36,7 @@ def make_mesh(n_devices: int = 0, *, fsdp: int = 1, tensor: int = 1) -> Mesh:
     Raises:
         ValueError: more devices are asked for than there are, or they cannot be shared out so.
     """
-    devices = jax.devices()
+    devices = list(jax.devices() if devices is None else devices)
     if n_devices < 0 or n_devices > len(devices):
         raise UserError(
             f"n_devices is {n_devices}, but {len(devices)} device(s) are here: use 0 for all, or launch more "
@@ -55,6 +56,30 @@ def make_mesh(n_devices: int = 0, *, fsdp: int = 1, tensor: int = 1) -> Mesh:
         return jax.make_mesh(shape, axes, types, devices=devices)
     # Of some of them jax knows no order: they need not make up a torus.
     return Mesh(np.asarray(devices[:count]).reshape(shape), axes, axis_types=types)
+
+
+def device_type(mesh: Any = None) -> Any:
+    """What the devices of a mesh are: an object with `platform` ("cpu", "gpu", "tpu") and `device_kind`.
+
+    A program is traced for its mesh, which may have other devices than this process: those of another backend of jax,
+    or of a machine that is elsewhere.
+
+    Args:
+        mesh: by default the one that is set (`jax.set_mesh`). If it does not name its devices, or none is set, they are
+            those that jax uses here.
+    """
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0]
+    return getattr(mesh, "abstract_device", None) or default_device()
+
+
+def default_device() -> Any:
+    """The device that jax computes on where no mesh is set: that of `jax.default_device`, else its first one."""
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(chosen, str):
+        return jax.local_devices(backend=chosen)[0]
+    return chosen or jax.local_devices()[0]
 
 
 def one_device(mesh: Mesh, device: Any = None) -> Mesh:

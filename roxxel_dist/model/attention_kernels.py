@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.cluster.accelerators import accelerator
 from roxxel_dist.cluster.determinism import is_deterministic
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.mesh import TENSOR, row_axes, row_shards
+from roxxel_dist.cluster.mesh import TENSOR, device_type, row_axes, row_shards
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.kv_cache import AttentionMetadata
 
@@ -68,6 +69,7 @@ def attend(
         bf16=q_BxLxHxK.dtype == jnp.bfloat16,
         packed=segments_BxL is not None,
         whole_rows=mesh.empty or rows % row_shards(mesh) == 0,
+        device=device_type(mesh),
     )
     if chosen == "cudnn":
         return _jax_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window, scale, implementation="cudnn")
@@ -81,9 +83,16 @@ def attend(
 
 
 def kernel_for(
-    kernel: AttentionKernel, *, key_size: int, bf16: bool, packed: bool, whole_rows: bool = True, begun: bool = False
+    kernel: AttentionKernel,
+    *,
+    key_size: int,
+    bf16: bool,
+    packed: bool,
+    whole_rows: bool = True,
+    begun: bool = False,
+    device: Any = None,
 ) -> Kernel:
-    """The kernel that computes attention on this process's devices: the named one, or for auto the device's own.
+    """The kernel that computes attention on a device: the named one, or for auto the device's own.
 
     Args:
         kernel: auto: cuDNN on a GPU and splash attention on a TPU if they support it, otherwise XLA.
@@ -92,11 +101,13 @@ def kernel_for(
         packed: whether a row may have several documents.
         whole_rows: whether each device has whole rows, not parts of rows.
         begun: whether it is the kernel that a resumed run keeps, for the message.
+        device: with `platform` and `device_kind`, as `device_type` gives it; by default the devices of the mesh that
+            is set, else those that jax uses here.
 
     Raises:
         ValueError: the named kernel does not support it; the message has the rule and the fix.
     """
-    device = jax.devices()[0]
+    device = device_type() if device is None else device
     if kernel == "auto":
         native: Kernel = "splash" if device.platform == "tpu" else "cudnn" if device.platform == "gpu" else "xla"
         # A deterministic backward pass of cuDNN keeps all scores in memory, see docs/decisions.md.
@@ -153,7 +164,13 @@ def broken_rule(
 
 
 def _compute_capability(device: Any) -> tuple[int, int]:
-    """The compute capability of an NVIDIA GPU, such as (9, 0); (0, 0) for other GPUs."""
+    """The compute capability of an NVIDIA GPU, such as (9, 0); (0, 0) for other GPUs.
+
+    The devices of an abstract mesh do not say it: it is that of a device here of the same kind, or of the table.
+    """
+    if not hasattr(device, "compute_capability"):
+        same = (each for each in jax.local_devices() if each.device_kind == device.device_kind)
+        device = next(same, accelerator(device.device_kind))
     try:
         major, minor = str(getattr(device, "compute_capability", "")).split(".")
         return int(major), int(minor)

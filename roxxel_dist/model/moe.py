@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.mesh import FSDP, TENSOR
+from roxxel_dist.cluster.mesh import FSDP, TENSOR, device_type
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION
@@ -36,7 +36,7 @@ def experts(
     Returns:
         [N, D] in the type of x.
     """
-    form = dense if jax.default_backend() == "cpu" else ragged
+    form = dense if device_type().platform == "cpu" else ragged
     return form(x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD, activate)
 
 

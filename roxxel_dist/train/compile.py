@@ -25,7 +25,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from roxxel_dist.cluster.distributed import barrier
 from roxxel_dist.cluster.executables import ExecutableStore, compile_kept
-from roxxel_dist.cluster.mesh import one_device
+from roxxel_dist.cluster.mesh import device_type, one_device
 from roxxel_dist.train.config import SHARE_COMPILATION
 
 COMPILE_LIMIT_S = LOCK_LIMIT_S = 3600.0
@@ -56,7 +56,7 @@ class AotCompiler:
         self.mesh: Mesh = mesh
         self._options = None if options is None else dict(options)
         self._pool = ThreadPoolExecutor(1, "roxxel-compile")
-        self._store = ExecutableStore.beside_jax_cache()
+        self._store = ExecutableStore.beside_jax_cache(device_type(mesh).platform)
         self._programs: dict[Hashable, Future[Any]] = {}
         self._shared: set[Hashable] = set()
         self.seconds: dict[Hashable, float] = {}

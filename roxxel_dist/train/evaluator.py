@@ -73,6 +73,10 @@ class Validation:
             self._streams[key] = Stream(rows, {"self": data}, self._sharding)
         return self._streams[key]
 
+    def batch(self, shape: Shape) -> Any:
+        """A batch of a phase as `jax.ShapeDtypeStruct`s with shardings; None where there is no set."""
+        return self._stream(next(iter(self._sets)), shape).abstract() if self._sets else None
+
     def prepare(self, state: TrainState, hparams: Hparams, shape: Shape) -> list[Hashable]:
         """Begin to compile what a phase of this shape needs, and return the keys of these programs."""
         keys: list[Hashable] = []

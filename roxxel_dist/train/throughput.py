@@ -11,6 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from roxxel_dist.cluster.accelerators import peak_flops
+
 ON_ACCELERATORS = 3
 """Steps that may wait: enough to keep the devices busy, few enough to stop soon."""
 
@@ -87,50 +89,6 @@ class StepTimer:
         result = {"ms_per_step": 1000 * spent / self._steps, "tokens_per_s": self.tokens_per_s}
         self._since, self._finished_at, self._steps, self._tokens = end, None, 0, 0
         return result
-
-
-HALF = ("bfloat16", "float16")
-PEAKS: tuple[tuple[str, float, tuple[str, ...]], ...] = (
-    # device_kind as jax says it (a regular expression, matched to its end), dense TFLOP/s of one jax device, dtypes.
-    # NVIDIA: the data sheet of each product; where it gives figures "with sparsity", half of them. GeForce: the
-    # architecture white papers (GA102, AD102), tensor cores with float32 accumulation. No Laptop, D or Ti variants, and
-    # no MIG slices: they end otherwise.
-    (r"(Tesla )?V100-SXM.*", 125.0, ("float16",)),
-    (r"(Tesla )?V100-PCIE.*", 112.0, ("float16",)),
-    (r"(Tesla )?V100S-PCIE.*", 130.0, ("float16",)),
-    (r"(Tesla )?T4", 65.0, ("float16",)),
-    (r"A100(-SXM4-\d+GB|-PCIE-\d+GB| 80GB PCIe)", 312.0, HALF),
-    (r"H100 \d+GB HBM3", 989.4, HALF),  # SXM
-    (r"H100 PCIe", 756.0, HALF),
-    (r"H100 NVL", 835.5, HALF),
-    (r"H200", 989.4, HALF),
-    (r"H200 NVL", 835.5, HALF),
-    (r"B200", 2250.0, HALF),
-    (r"L4", 121.0, HALF),
-    (r"L40S", 362.05, HALF),
-    (r"GeForce RTX 3090", 71.0, HALF),
-    (r"GeForce RTX 4090", 165.2, HALF),
-    # Google Cloud's page of each TPU version, per chip. A jax device is a core in v2 and v3 (half a chip), else a chip.
-    (r"TPU v2", 22.5, ("bfloat16",)),
-    (r"TPU v3", 61.5, ("bfloat16",)),
-    (r"TPU v4", 275.0, ("bfloat16",)),
-    (r"TPU v5 lite|TPU v5e", 197.0, ("bfloat16",)),
-    (r"TPU v5p?", 459.0, ("bfloat16",)),
-    (r"TPU v6 lite|TPU v6e", 918.0, ("bfloat16",)),
-)
-
-
-def peak_flops(device_kind: str, dtype: Any = "bfloat16") -> float | None:
-    """The most FLOP/s of one jax device (`jax.Device.device_kind`) in dense matrix products of a dtype.
-
-    None where no source says it: an unknown device, or another dtype.
-    """
-    name = jax.dtypes.canonicalize_dtype(dtype).name
-    kind = device_kind.removeprefix("NVIDIA ").strip()
-    for pattern, tera, dtypes in PEAKS:
-        if re.fullmatch(pattern, kind):
-            return tera * 1e12 if name in dtypes else None
-    return None
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, devices: Sequence[Any], dtype: Any = "bfloat16") -> float | None:

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from roxxel_dist.train.throughput import mfu, peak_flops, peak_memory_gb, peak_rss_bytes
+from roxxel_dist.cluster.accelerators import peak_flops
+from roxxel_dist.train.throughput import mfu, peak_memory_gb, peak_rss_bytes
 
 KINDS = {
     "NVIDIA A100-SXM4-40GB": 312,

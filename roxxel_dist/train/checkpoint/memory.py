@@ -123,7 +123,7 @@ class MemoryTier:
         self._numbers = self._table.kept_by(self._rank)
         self._needs = [n for n, block in enumerate(self._table.blocks) if self._rank in block.ranks]
         self._pieces = self._table.pieces(state, self._numbers)
-        self._on_cpu = jax.local_devices()[0].platform == "cpu"
+        self._on_cpu = all(each.platform == "cpu" for each in jax.tree.leaves(state)[0].sharding.device_set)
         self.schedule.begin(step, 1 - kept.slot if kept else 0)
         self._next = self.schedule.first_after(step)
         self._submit(partial(self._prepare, kept.name if kept else None))

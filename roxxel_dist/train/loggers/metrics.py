@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from roxxel_dist.cluster.distributed import process_count, process_index
 from roxxel_dist.cluster.exit_codes import REACHED_ENV
-from roxxel_dist.cluster.mesh import fit_sharding
+from roxxel_dist.cluster.mesh import device_type, fit_sharding
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.train.digest_chain import in_hex
 from roxxel_dist.train.loggers.base import LogQueue
@@ -65,7 +64,7 @@ class MetricsLogger:
     def log_startup(self, sharding: NamedSharding, start: ResumePoint, *, finished: bool) -> None:
         """Log the devices, and where the run begins; the notes of `start` come last."""
         mesh = sharding.mesh
-        held = f"{len(mesh.local_devices or [])} of {mesh.size} {jax.devices()[0].platform} devices"
+        held = f"{len(mesh.local_devices or [])} of {mesh.size} {device_type(mesh).platform} devices"
         self._log.text(f"rank {process_index()} of {process_count()}: {held}")
         if finished:
             self._log.text(f"this run is finished: step {self._start_step} is restored, nothing to do")

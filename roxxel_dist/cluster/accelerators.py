@@ -1,0 +1,74 @@
+"""What public data sheets say of accelerators: one table, for MFU, lower bounds of a step's time, and compilation."""
+
+import re
+from typing import Any, NamedTuple
+
+import jax
+
+HALF = ("bfloat16", "float16")
+
+
+class Accelerator(NamedTuple):
+    """One jax device. None, or 0: no source says it, or nothing here needs it."""
+
+    kind: str
+    """`jax.Device.device_kind`, without "NVIDIA ", as a regular expression that matches all of it."""
+    tera_flops: float
+    """The most TFLOP/s of dense matrix products, sums in float32."""
+    dtypes: tuple[str, ...]
+    """Of these matrices."""
+    gigabytes_per_s: float = 0.0
+    """Of its own memory, GB/s of 10^9 bytes."""
+    link_gigabytes_per_s: float = 0.0
+    """What it can send over all its links to other devices, GB/s: NVLink (within a host), or the interconnect of a TPU
+    slice."""
+    network_gigabytes_per_s: float = 0.0
+    """Its share of the host's network, GB/s; 0 for a TPU, whose slice has no slower network."""
+    compute_capability: str = ""
+    """Of an NVIDIA GPU."""
+
+
+# NVIDIA: the data sheet of each product; where it gives figures "with sparsity", half of them. NVLink is given in both
+# directions together: half of it. The network is that of NVIDIA's own systems, from the data sheets of DGX A100 (one
+# 200 Gb/s port a GPU), DGX H100, H200 and B200 (one of 400 Gb/s). GeForce: the architecture white papers (GA102,
+# AD102). No Laptop, D or Ti variants, and no MIG slices: their kinds end otherwise.
+# TPU: Google Cloud's page of each version, per chip. A jax device is a core in v2 and v3 (half a chip), else a chip.
+ACCELERATORS = (
+    Accelerator(r"(Tesla )?V100-SXM.*", 125.0, ("float16",), 900.0, 150.0, 0.0, "7.0"),
+    Accelerator(r"(Tesla )?V100-PCIE.*", 112.0, ("float16",), 900.0, 0.0, 0.0, "7.0"),
+    Accelerator(r"(Tesla )?V100S-PCIE.*", 130.0, ("float16",), 1134.0, 0.0, 0.0, "7.0"),
+    Accelerator(r"(Tesla )?T4", 65.0, ("float16",), 320.0, 0.0, 0.0, "7.5"),
+    Accelerator(r"A100(-SXM4-40GB|-PCIE-40GB)", 312.0, HALF, 1555.0, 300.0, 25.0, "8.0"),
+    Accelerator(r"A100(-SXM4-\d+GB|-PCIE-\d+GB| 80GB PCIe)", 312.0, HALF, 2039.0, 300.0, 25.0, "8.0"),
+    Accelerator(r"H100 \d+GB HBM3", 989.4, HALF, 3350.0, 450.0, 50.0, "9.0"),  # SXM
+    Accelerator(r"H100 PCIe", 756.0, HALF, 2000.0, 0.0, 0.0, "9.0"),
+    Accelerator(r"H100 NVL", 835.5, HALF, 3900.0, 300.0, 0.0, "9.0"),
+    Accelerator(r"H200", 989.4, HALF, 4800.0, 450.0, 50.0, "9.0"),
+    Accelerator(r"H200 NVL", 835.5, HALF, 4800.0, 450.0, 0.0, "9.0"),
+    Accelerator(r"B200", 2250.0, HALF, 8000.0, 900.0, 50.0, "10.0"),
+    Accelerator(r"L4", 121.0, HALF, 300.0, 0.0, 0.0, "8.9"),
+    Accelerator(r"L40S", 362.05, HALF, 864.0, 0.0, 0.0, "8.9"),
+    Accelerator(r"GeForce RTX 3090", 71.0, HALF, 936.0, 0.0, 0.0, "8.6"),
+    Accelerator(r"GeForce RTX 4090", 165.2, HALF, 1008.0, 0.0, 0.0, "8.9"),
+    Accelerator(r"TPU v2", 22.5, ("bfloat16",), 350.0),
+    Accelerator(r"TPU v3", 61.5, ("bfloat16",), 450.0),
+    Accelerator(r"TPU v4", 275.0, ("bfloat16",), 1200.0, 300.0),
+    Accelerator(r"TPU v5 lite|TPU v5e", 197.0, ("bfloat16",), 819.0, 200.0),
+    Accelerator(r"TPU v5p?", 459.0, ("bfloat16",), 2765.0, 600.0),
+    Accelerator(r"TPU v6 lite|TPU v6e", 918.0, ("bfloat16",), 1640.0, 448.0),
+)
+
+
+def accelerator(device_kind: str) -> Accelerator | None:
+    """What the table has of `jax.Device.device_kind`; None for an unknown device."""
+    kind = device_kind.removeprefix("NVIDIA ").strip()
+    return next((each for each in ACCELERATORS if re.fullmatch(each.kind, kind)), None)
+
+
+def peak_flops(device_kind: str, dtype: Any = "bfloat16") -> float | None:
+    """The most FLOP/s of one jax device (`jax.Device.device_kind`) in dense matrix products of a dtype.
+
+    None where no source says it: an unknown device, or another dtype.
+    """
+    name, found = jax.dtypes.canonicalize_dtype(dtype).name, accelerator(device_kind)
+    return found.tera_flops * 1e12 if found is not None and name in found.dtypes else None

@@ -1,0 +1,478 @@
+"""What a compiled program does on one device, from its text: FLOPs, bytes moved, and bytes sent to other devices.
+
+XLA's own cost analysis counts the body of a loop once, knows no kernels, and on GPUs has no FLOPs. So the text of the
+optimized program (HLO) is read: each instruction, times the trips of the loops that it is in.
+"""
+
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+COLLECTIVES = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+)  # fmt: skip
+FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call",
+    "partition-id", "replica-id", "opt-barrier", "iota", "async-done", "async-update", "copy-start", "domain",
+    *(f"{kind}{end}" for kind in COLLECTIVES for end in ("", "-start", "-done")),
+}  # fmt: skip
+"""Instructions that move no memory of their own; the bytes of collectives are counted apart."""
+SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+"""Matrix products of queries x keys in each kernel of splash attention; the backward ones compute the scores again."""
+ON_CHIP = re.compile(r"S\([1-9]\)")
+"""A layout in the chip's own fast memory."""
+ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](\{[^{}]*\})?")
+INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = ")
+COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
+
+
+class Array(NamedTuple):
+    """An array in an HLO type."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    on_chip: bool
+
+    @property
+    def bytes(self) -> float:
+        """All of it."""
+        bits = re.search(r"\d+", self.dtype)
+        return math.prod(self.shape) * (1 if self.dtype == "pred" else int(bits[0]) / 8 if bits else 0)
+
+    @property
+    def memory_bytes(self) -> float:
+        """What of it is in the device's memory."""
+        return 0.0 if self.on_chip else self.bytes
+
+
+def arrays(text: str) -> list[Array]:
+    """The arrays of an HLO type, a tuple's in order."""
+    found = ARRAY.findall(text)
+    return [
+        Array(dtype, tuple(int(n.lstrip("<=")) for n in shape.split(",") if n), bool(ON_CHIP.search(layout)))
+        for dtype, shape, layout in found
+        if dtype != "token"
+    ]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    opcode: str
+    type: str
+    operands: tuple[str, ...]
+    rest: str
+    """Attributes, metadata and the backend's configuration."""
+    is_root: bool = False
+    argument: str = ""
+    """What stands in the parentheses."""
+
+    @cached_property
+    def results(self) -> list[Array]:
+        """The arrays that it makes."""
+        return arrays(self.type)
+
+    def attribute(self, name: str) -> str | None:
+        """The value of `name=`: a word, or all between braces."""
+        found = re.search(rf"\b{name}=(\{{[^{{}}]*\}}|[%\w.-]+)", self.rest)
+        return found[1] if found else None
+
+    def numbers(self, name: str) -> list[int]:
+        """The numbers of an attribute in braces."""
+        return [int(n) for n in re.findall(r"\d+", self.attribute(name) or "")]
+
+    def called(self) -> list[str]:
+        """The computations of a fusion, a call, a loop or a conditional."""
+        names = ("calls", "body", "to_apply", "true_computation", "false_computation", "branch_computations")
+        found = [self.attribute(name) or "" for name in names]
+        return [name for text in found for name in re.findall(r"[\w.-]+", text)]
+
+
+@dataclass
+class ProgramCost:
+    """Of one device, for one run of the program."""
+
+    flops: float = 0.0
+    """Of matrix products, convolutions and attention kernels, a multiply and an add as two."""
+    bytes_accessed: float = 0.0
+    """Read from and written to the device's memory."""
+    collectives: Counter[str] = field(default_factory=Counter)
+    """Kind -> bytes that the device sends, in a ring where there is one."""
+    network_bytes: float = 0.0
+    """Of these, what its share of its host's network sends."""
+    gathered: dict[str, float] = field(default_factory=dict)
+    """Type of each array that is gathered, whole -> bytes."""
+    has_open_loops: bool = False
+    """Whether there is a loop whose trips only the data decides."""
+
+    def add(self, other: "ProgramCost", times: float = 1.0) -> None:
+        """Add another cost, so many times."""
+        self.flops += times * other.flops
+        self.bytes_accessed += times * other.bytes_accessed
+        self.network_bytes += times * other.network_bytes
+        for kind, count in other.collectives.items():
+            self.collectives[kind] += times * count  # pyright: ignore[reportArgumentType]
+        self.gathered |= other.gathered
+        self.has_open_loops |= other.has_open_loops
+
+
+def program_cost(text: str, hosts: Sequence[int]) -> ProgramCost:
+    """The cost of an optimized HLO program.
+
+    A loop whose trips only the data decides counts as one that runs as often, on average, as a triangle is wide: (n +
+    1) / 2 times within a loop of n trips, as causal attention in blocks does, and once elsewhere.
+
+    Args:
+        text: `jax.stages.Compiled.as_text()`.
+        hosts: the host of each device, in the order of the mesh.
+    """
+    computations, entry = _parse(text)
+    return _Analysis(computations, hosts).cost(entry, 1)
+
+
+def _parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """(the computations by name, the name of the entry)."""
+    computations: dict[str, list[Instruction]] = {}
+    entry, lines = "", list[str]()
+    for line in text.splitlines():
+        if not line.startswith((" ", "}")) and (found := COMPUTATION.match(line)):
+            lines = []
+            computations[found[2]] = lines  # pyright: ignore[reportArgumentType]
+            entry = found[2] if found[1] else entry
+        elif line == "}":
+            lines = []
+        elif INSTRUCTION.match(line):
+            lines.append(line)
+        elif lines:
+            lines[-1] += line  # a kernel's metadata may have line breaks
+    return {name: [_instruction(line) for line in body] for name, body in computations.items()}, entry  # pyright: ignore[reportArgumentType]
+
+
+def _instruction(line: str) -> Instruction:
+    head = INSTRUCTION.match(line)
+    assert head is not None
+    start = head.end()
+    end = _closing(line, start) + 1 if line[start] == "(" else line.index(" ", start)
+    opens = line.index("(", end)
+    closes = _closing(line, opens)
+    argument = line[opens + 1 : closes]
+    return Instruction(
+        name=head[1], opcode=line[end:opens].strip(), type=line[start:end],
+        operands=tuple(re.findall(r"%([\w.-]+)", argument)), rest=line[closes + 1 :],
+        is_root=line.lstrip().startswith("ROOT "), argument=argument,
+    )  # fmt: skip
+
+
+def _closing(line: str, start: int) -> int:
+    depth = 0
+    for i in range(start, len(line)):
+        depth += {"(": 1, ")": -1}.get(line[i], 0)
+        if depth == 0:
+            return i
+    return len(line)
+
+
+class _Analysis:
+    def __init__(self, computations: dict[str, list[Instruction]], hosts: Sequence[int]) -> None:
+        self.computations, self.hosts = computations, hosts
+        self._known: dict[tuple[str, float], ProgramCost] = {}
+        self._by_name = {name: {each.name: each for each in body} for name, body in computations.items()}
+
+    def cost(self, name: str, trips: float) -> ProgramCost:
+        """Of one run of a computation, within a loop of so many trips."""
+        if (name, trips) not in self._known:
+            total = self._known[name, trips] = ProgramCost()
+            channels = set[str]()
+            for each in self.computations[name]:
+                self._add(total, name, each, trips, channels)
+        return self._known[name, trips]
+
+    def _add(self, total: ProgramCost, where: str, each: Instruction, trips: float, channels: set[str]) -> None:
+        match each.opcode:
+            case "while":
+                found = self._trips(where, each)
+                count = (trips + 1) / 2 if found is None else float(found)
+                total.has_open_loops |= found is None
+                total.add(self.cost(each.called()[0], count), count)
+            case "conditional":
+                costs = [self.cost(name, trips) for name in each.called()]
+                total.add(max(costs, key=lambda cost: (cost.flops, cost.bytes_accessed)))
+            case "call" | "async-start":
+                for name in each.called():
+                    total.add(self.cost(name, trips))
+            case "fusion":
+                for name in each.called():
+                    total.flops += self.cost(name, trips).flops
+                    # Where a collective overlaps with computing, each fusion on its way names it: it is one by its
+                    # channel. A TPU adds and scatters at once, in a fusion of that name.
+                    for inner in self.computations[name]:
+                        kind = inner.opcode.removesuffix("-start")
+                        if kind in COLLECTIVES:
+                            scatters = name.startswith("all-reduce-scatter")
+                            kind = "reduce-scatter" if kind == "all-reduce" and scatters else kind
+                            self._collective(total, name, inner, kind, channels)
+            case "dot" | "convolution" | "custom-call" | "ragged-dot":
+                total.flops += self._flops(where, each)
+            case _:
+                kind = each.opcode.removesuffix("-start")
+                if kind in COLLECTIVES:
+                    self._collective(total, where, each, kind, channels)
+        if each.opcode not in FREE:
+            total.bytes_accessed += self._bytes(where, each)
+
+    def _trips(self, where: str, loop: Instruction) -> int | None:
+        """How often a loop runs; None where only the data decides.
+
+        A scan counts from a constant to a constant by ones. Not every compiler writes down what it knows of it.
+        """
+        if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
+            return int(found[1])
+        condition = loop.attribute("condition")
+        body = self.computations.get((condition or "").lstrip("%"), [])
+        root = next((each for each in body if each.is_root), None)
+        if root is None:
+            return None
+        names, known, test = list(root.operands), {each.name: each for each in body}, root
+        if root.opcode == "fusion":
+            inner = self.computations[root.called()[0]]
+            test = next(each for each in inner if each.is_root)
+            places = {each.name: int(each.argument) for each in inner if each.opcode == "parameter"}
+            if not all(name in places for name in test.operands):
+                return None
+            names = [root.operands[places[name]] for name in test.operands]
+        if test.opcode != "compare" or len(names) != 2:
+            return None
+        counter, limit = (self._constant(where, loop, known[name]) for name in names)
+        if counter is None or limit is None or test.attribute("direction") != "LT":
+            return None
+        return max(0, limit - counter)
+
+    def _constant(self, where: str, loop: Instruction, each: Instruction) -> int | None:
+        """What a loop's condition compares: a constant, or the value that the loop begins with."""
+        if each.opcode == "constant":
+            return int(each.argument) if re.fullmatch(r"-?\d+", each.argument) else None
+        if each.opcode != "get-tuple-element":
+            return None
+        outside, index = self._by_name[where], int(each.attribute("index") or 0)
+        begin = outside.get(loop.operands[0])
+        if begin is None or begin.opcode != "tuple":
+            return None
+        value = outside.get(begin.operands[index])
+        while value is not None and value.opcode in ("copy", "bitcast") and value.operands:
+            value = outside.get(value.operands[0])
+        return self._constant(where, loop, value) if value is not None and value.opcode == "constant" else None
+
+    def _operands(self, where: str, each: Instruction) -> list[list[Array]]:
+        known = self._by_name[where]
+        return [known[name].results if name in known else [] for name in each.operands]
+
+    def _flops(self, where: str, each: Instruction) -> float:
+        operands = [array.shape for operand in self._operands(where, each) for array in operand]
+        size = math.prod(each.results[0].shape) if each.results else 0
+        match each.opcode:
+            case "dot" | "ragged-dot":
+                return 2.0 * size * math.prod(operands[0][i] for i in each.numbers("lhs_contracting_dims"))
+            case "convolution":
+                return _convolution_flops(each, operands[0], operands[1])
+            case _:
+                return _kernel_flops(each, operands, size)
+
+    def _bytes(self, where: str, each: Instruction) -> float:
+        """Read and written. What a fusion takes a slice of counts as that slice, and what it updates in place as the
+        update."""
+        results, operands = each.results, self._operands(where, each)
+        if each.opcode in ("dynamic-slice", "slice", "gather"):
+            return 2 * sum(array.memory_bytes for array in results)
+        if each.opcode in ("dynamic-update-slice", "scatter"):
+            return 2 * sum(array.memory_bytes for array in operands[-1 if each.opcode == "scatter" else 1])
+        written = sum(array.memory_bytes for array in results)
+        reads = [sum(array.memory_bytes for array in operand) for operand in operands]
+        body = each.called()[0] if each.opcode == "fusion" and each.called() else None
+        if body is None:
+            return written + sum(reads)
+        inner = self.computations[body]
+        for i, read in enumerate(reads):
+            if (part := _slice_read(inner, i)) is not None:
+                reads[i] = min(read, part)
+        root = next((x for x in inner if x.is_root), inner[-1])
+        if root.opcode == "dynamic-update-slice":
+            update = self._operands(body, root)[1]
+            part = sum(array.bytes for array in update)
+            if part < written:
+                whole = results[0].shape
+                reads = [
+                    0.0 if [a.shape for a in operand] == [whole] else read
+                    for operand, read in zip(operands, reads, strict=True)
+                ]
+                written = part
+        return written + sum(reads)
+
+    def _collective(self, total: ProgramCost, where: str, each: Instruction, kind: str, channels: set[str]) -> None:
+        channel = each.attribute("channel_id") or each.name
+        if channel in channels:
+            return
+        channels.add(channel)
+        operand = sum(array.bytes for found in self._operands(where, each) for array in found)
+        groups = _groups(each, len(self.hosts))
+        size = max(map(len, groups), default=1)
+        if size <= 1:
+            return
+        if kind == "all-gather":
+            self._note_gathered(total, where, each, size)
+        total.collectives[kind] += _sent(kind, operand, size)  # pyright: ignore[reportArgumentType]
+        group = next(group for group in groups if len(group) == size)
+        members = Counter(self.hosts[i] for i in group if i < len(self.hosts))
+        if kind == "collective-permute":
+            crosses = any(len({self.hosts[i] for i in pair}) > 1 for pair in groups)
+            total.network_bytes += operand if crosses else 0.0
+        elif len(members) > 1:
+            # What the hosts of a group must exchange, however they do it; the devices of a host share the work.
+            local, count = max(members.values()), len(members)
+            whole = operand * local if kind == "all-gather" else operand
+            total.network_bytes += _sent(kind, whole, count) / local
+
+    def _note_gathered(self, total: ProgramCost, where: str, each: Instruction, size: int) -> None:
+        for operand in self._operands(where, each):
+            for array in operand:
+                shape = ",".join(map(str, array.shape))
+                total.gathered[f"{array.dtype}[{shape}] x {size}"] = array.bytes * size
+
+
+def _sent(kind: str, operand: float, size: int) -> float:
+    """Bytes that each of `size` devices sends for a collective on an operand of so many bytes a device."""
+    match kind:
+        case "all-gather":
+            return operand * (size - 1)
+        case "all-reduce":
+            return 2 * operand * (size - 1) / size
+        case "collective-permute" | "collective-broadcast":
+            return operand
+        case _:
+            return operand * (size - 1) / size
+
+
+def _groups(each: Instruction, count: int) -> list[list[int]]:
+    """The groups of devices of a collective; all of them where it names none."""
+    text = each.rest
+    if found := re.search(r"(?:source_target_pairs|replica_groups)=\{(\{[\d,{}]*\})\}", text):
+        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", found[1])]
+    flat, size = list(range(count)), count
+    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape = [int(n) for n in found[3].split(",")]
+        order = [int(n) for n in found[4].split(",")] if found[4] else list(range(len(shape)))
+        flat, size = _transposed(shape, order), int(found[2])
+    elif found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", text):
+        axes, chosen = re.findall(r"'([^']*)'=(\d+)", found[1]), set(re.findall(r"'([^']*)'", found[2]))
+        shape = [int(size) for _, size in axes]
+        own = [i for i, (name, _) in enumerate(axes) if name in chosen]
+        flat = _transposed(shape, [i for i in range(len(shape)) if i not in own] + own)
+        size = math.prod(shape[i] for i in own)
+    return [flat[i : i + size] for i in range(0, len(flat), size)]
+
+
+def _transposed(shape: Sequence[int], order: Sequence[int]) -> list[int]:
+    """0, 1, 2, ... in an array of this shape, read with its dimensions in another order."""
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    ranges = [range(shape[i]) for i in order]
+    return [sum(n * strides[i] for n, i in zip(index, order, strict=True)) for index in itertools.product(*ranges)]
+
+
+def _slice_read(inner: Sequence[Instruction], index: int) -> float | None:
+    """Bytes that a fusion reads of its parameter, if it only takes slices or rows of it; else None."""
+    names = {each.name for each in inner if each.opcode == "parameter" and each.argument == str(index)}
+    taken, changed = 0.0, True
+    while changed:  # a bitcast of it is it
+        more = {each.name for each in inner if each.opcode == "bitcast" and names & set(each.operands)}
+        changed = not more <= names
+        names |= more
+    for each in inner:
+        if each.opcode == "bitcast" or not names & set(each.operands):
+            continue
+        if each.opcode in ("dynamic-slice", "slice", "gather") and each.operands[0] in names:
+            taken += sum(array.bytes for array in each.results)
+        elif each.opcode == "dynamic-update-slice" and each.operands[0] in names:
+            continue
+        else:
+            return None
+    return taken
+
+
+def _kernel_flops(each: Instruction, operands: Sequence[Sequence[int]], size: int) -> float:
+    """Of a custom call with so many results; 0 where it is none of the known kernels."""
+    found = re.search(r'custom_call_target="([^"]*)"', each.rest)
+    target = found[1] if found else ""
+    if "splash_mha" in each.name and target == "tpu_custom_call":
+        return splash_flops(each.name, operands)
+    if "fmha" in target:
+        window = re.search(r'"sliding_window_length": ?(\d+)', each.rest)
+        causal, width = '"CAUSAL"' in each.rest, int(window[1]) if window else 0
+        return cudnn_flops(operands[0], operands[1], "Backward" in target, causal, width)
+    if found := re.search(r'"lhs_contracting_dimensions":(\[[^\]]*\])', each.rest):  # a product by cuBLAS
+        return 2.0 * size * math.prod(operands[0][int(i)] for i in json.loads(found[1]))
+    return 0.0
+
+
+def _convolution_flops(each: Instruction, left: Sequence[int], right: Sequence[int]) -> float:
+    """2 x the multiplications that meet no padding: batched products are convolutions with much of it on a TPU."""
+    found = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", each.rest)
+    if found is None:
+        return 0.0
+    of_left, of_right, of_out = found.groups()
+    window = re.search(r"window=\{([^}]*)\}", each.rest)
+    fields = dict(part.split("=") for part in window[1].split()) if window else {}
+    out, total = each.results[0].shape, 1.0
+    for axis, number in enumerate(sorted(n for n in of_out if n.isdigit())):
+        size = right[of_right.index(number)]
+        low = _of_axis(fields.get("pad", ""), axis, "0_0")
+        begin = int(low.split("_")[0])
+        stride, spread, step = (
+            int(_of_axis(fields.get(name, ""), axis, "1")) for name in ("stride", "rhs_dilate", "lhs_dilate")
+        )
+        length = left[of_left.index(number)]
+        reach = (length - 1) * step + 1
+        total *= sum(
+            0 <= (at := o * stride + k * spread - begin) < reach and at % step == 0
+            for o in range(out[of_out.index(number)])
+            for k in range(size)
+        )
+    groups = int(each.attribute("batch_group_count") or 1)
+    features = right[of_right.index("i")]
+    return 2.0 * total * out[of_out.index("b")] * out[of_out.index("f")] * features / groups
+
+
+def _of_axis(text: str, axis: int, default: str) -> str:
+    parts = text.split("x") if text else []
+    return parts[axis] if axis < len(parts) else default
+
+
+def splash_flops(name: str, operands: Sequence[Sequence[int]]) -> float:
+    """FLOPs of a kernel of splash attention, from the shapes of its operands: the pairs of a causal mask, or of the
+    blocks of keys that a window leaves."""
+    kind = next((kind for kind in ("dkv", "dq", "fwd") if kind in name), "fwd")
+    # The first array of four dimensions, or of three with as many channels, is the queries: [B, H, L, K] or [H, L, K].
+    wide = [shape for shape in operands if len(shape) >= 3 and shape[-1] not in (0,) and shape[-2] >= 128]
+    if not wide:
+        return 0.0
+    *many, length, size = wide[0]
+    pairs = length * length / 2
+    blocks = next((shape for shape in operands if len(shape) == 3 and shape[-2] * 128 <= length), None)
+    if blocks is not None and blocks[-1] < blocks[-2]:
+        pairs = min(pairs, length * blocks[-1] * (length / blocks[-2]))
+    return 2.0 * SPLASH_PRODUCTS[kind] * math.prod(many) * pairs * size
+
+
+def cudnn_flops(q: Sequence[int], k: Sequence[int], backward: bool, causal: bool, window: int) -> float:
+    """FLOPs of cuDNN's attention for queries [B, L, H, K] and keys [B, S, G, K], whose backward pass computes the
+    scores again; `window` is 0 for none."""
+    rows, length, heads, size = q
+    pairs = length * min(window, length) if window else length * k[1] / (2 if causal else 1)
+    return 2.0 * (5 if backward else 2) * rows * heads * pairs * size

@@ -1,0 +1,209 @@
+"""Accelerators that are not here, for which their compiler runs on this machine: names, and devices to compile for."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from roxxel_dist.cluster.exit_codes import UserError
+
+FORMS = (
+    "TPU slices are named by chips, as v5e:4x4, v5p:2x2x2 or v6e:4x4 ({tpu}); GPUs by hosts x GPUs of a host, as "
+    "h100:2x8 ({gpu})"
+)
+TPUS = {"v4": "v4-8", "v5e": "v5litepod-4", "v5p": "v5p-8", "v6e": "v6e-4"}
+"""libtpu's name of a version, and of a machine of it, which it asks for."""
+
+
+class Gpu(NamedTuple):
+    """What XLA's compiler for GPUs asks of one. Figures: the data sheet of each product, and NVIDIA's CUDA programming
+    guide, table of technical specifications by compute capability."""
+
+    device_kind: str
+    capability: tuple[int, int]
+    cores: int
+    fpus: int
+    """Float32 units of a core."""
+    shared_kib: int
+    """Shared memory of a core; a block may have 1 KiB less."""
+    l2_mb: int
+    clock_ghz: float
+    memory_bytes: int
+    gigabytes_per_s: int
+
+
+GPUS = {
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 164, 40, 1.41, 85_000_000_000, 2039),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 228, 50, 1.98, 85_000_000_000, 3350),
+    "h200": Gpu("NVIDIA H200", (9, 0), 132, 128, 228, 50, 1.98, 150_000_000_000, 4800),
+    "b200": Gpu("NVIDIA B200", (10, 0), 148, 128, 228, 126, 1.97, 190_000_000_000, 8000),
+}
+GPU_OPTIONS = {"xla_gpu_autotune_level": 0}
+"""To measure kernels needs the device."""
+
+
+class MissingCompiler(Exception):
+    """The compiler of a target is not installed; the message has the command that installs it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices of one kind."""
+
+    name: str
+    kind: str
+    """Such as "v5e" or "h100"."""
+    shape: tuple[int, ...]
+    """Chips of a TPU slice by axis; (hosts, GPUs of each)."""
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether these are GPUs; else they are TPUs."""
+        return self.kind in GPUS
+
+    @property
+    def compiler_options(self) -> Mapping[str, Any] | None:
+        """XLA's, by their names."""
+        return GPU_OPTIONS if self.is_gpu else None
+
+    def extra(self) -> str:
+        """The optional part of this package that brings the compiler."""
+        return "cuda12" if self.is_gpu else "tpu"
+
+    def is_installed(self) -> bool:
+        """Whether the compiler is."""
+        names = ("jax_cuda12_plugin", "jax_cuda13_plugin") if self.is_gpu else ("libtpu",)
+        return any(importlib.util.find_spec(name) is not None for name in names)
+
+    def environment(self) -> dict[str, str]:
+        """Of a process that compiles: it must neither look for accelerators of this machine nor hold libtpu's lock."""
+        common = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
+        if self.is_gpu:
+            return common | {"CUDA_VISIBLE_DEVICES": "-1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+        return common | {
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # takes no lock, and is not kept out by that of a job
+            "TPU_SKIP_MDS_QUERY": "1",  # asks no metadata server what this machine is
+            "TPU_ACCELERATOR_TYPE": TPUS[self.kind],
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "TPU_LOG_DIR": "disabled",
+        }
+
+    def devices(self) -> list[Any]:
+        """`jax.Device`s to compile for, in a process with that `environment`.
+
+        Raises:
+            ValueError: the compiler refuses the topology; the message has its word.
+        """
+        import jax
+        from jax.experimental import topologies
+
+        try:
+            if self.is_gpu:
+                hosts, gpus = self.shape
+                found = topologies.get_topology_desc(
+                    self.kind, "cuda", target_config=gpu_config(GPUS[self.kind]), topology=f"1x{hosts}x{gpus}"
+                )
+            else:
+                found = topologies.get_topology_desc(self.name, "tpu")
+        except jax.errors.JaxRuntimeError as error:
+            word = str(error).splitlines()[0]
+            raise UserError(f"target is {self.name}, which its compiler refuses: {word}") from error
+        return list(found.devices)
+
+    def device_bytes(self, device: Any) -> int | None:
+        """The memory of a device that programs can have; None where its compiler does not say it.
+
+        libtpu says it where a program does not fit, so it is given one that never does.
+        """
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import SingleDeviceSharding
+
+        if self.is_gpu:
+            return GPUS[self.kind].memory_bytes
+        place = SingleDeviceSharding(device)
+        huge = jax.ShapeDtypeStruct((1 << 38,), jnp.float32, sharding=place)
+        try:
+            jax.jit(lambda x: x + 1, out_shardings=place).lower(huge).compile()
+        except jax.errors.JaxRuntimeError as error:
+            return memory_in(str(error))[1]
+        return None
+
+
+def parse_target(name: str) -> Target:
+    """The target of a name such as "v5e:4x4" or "h100:2x8".
+
+    Raises:
+        ValueError: the kind is not known, or the shape has another form; the message has the known ones and the form.
+    """
+    forms = FORMS.format(tpu=", ".join(TPUS), gpu=", ".join(GPUS))
+    kind, _, text = name.partition(":")
+    if kind not in TPUS and kind not in GPUS:
+        raise UserError(f"target is {name!r}, which is not known: {forms}")
+    shape = tuple(int(n) for n in text.split("x")) if re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*", text) else ()
+    if len(shape) not in ((2,) if kind in GPUS else (2, 3)):
+        raise UserError(f"target is {name!r}, and {kind!r} needs its shape behind a colon: {forms}")
+    return Target(name, kind, shape)
+
+
+def check_compiler(target: Target, install: str) -> None:
+    """Raises MissingCompiler where the target's compiler is not installed; `install` is the command for it."""
+    if not target.is_installed():
+        what = "jax's CUDA plugin" if target.is_gpu else "libtpu"
+        raise MissingCompiler(
+            f"target is {target.name}, and its compiler ({what}) is not installed; it needs no such device: {install}"
+        )
+
+
+def process_environment(target: Target) -> dict[str, str]:
+    """This process's environment as that of the compiling one."""
+    return {**os.environ, **target.environment()}
+
+
+def gpu_config(gpu: Gpu) -> str:
+    """The description of a GPU that XLA's compiler takes (a `GpuTargetConfigProto` as text)."""
+    device = {
+        "threads_per_block_limit": 1024, "threads_per_warp": 32, "threads_per_core_limit": 2048,
+        "shared_memory_per_block": 48 << 10, "shared_memory_per_core": gpu.shared_kib << 10,
+        "shared_memory_per_block_optin": (gpu.shared_kib - 1) << 10,
+        "core_count": gpu.cores, "fpus_per_core": gpu.fpus,
+        "block_dim_limit_x": (1 << 31) - 1, "block_dim_limit_y": 65535, "block_dim_limit_z": 65535,
+        "registers_per_core_limit": 65536, "registers_per_block_limit": 65536,
+        "memory_bandwidth": gpu.gigabytes_per_s * 10**9, "l2_cache_size": gpu.l2_mb << 20,
+        "clock_rate_ghz": gpu.clock_ghz, "device_memory_size": gpu.memory_bytes,
+    }  # fmt: skip
+    major, minor = gpu.capability
+    fields = " ".join(f"{name}: {value}" for name, value in device.items())
+    return (
+        f"gpu_device_info {{ {fields} cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
+        f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} '
+        f"runtime_version {{ major: 12 minor: 9 patch: 0 }} device_description_str: {quoted(gpu.device_kind)}"
+    )
+
+
+def quoted(text: str) -> str:
+    """A string of the text form of a protocol buffer."""
+    return '"' + text.replace('"', '\\"') + '"'
+
+
+def memory_in(message: str) -> tuple[int | None, int | None]:
+    """(bytes that a program needs, bytes that a device has) from the compiler's refusal of it, where it says them."""
+    number = r"([\d.]+)([KMGT]?)"
+    needs = re.search(rf"Used {number} of", message) or re.search(rf"\({number}\) exceeds available", message)
+    has = re.search(rf"Used [\d.]+[KMGT]? of {number}", message) or re.search(
+        rf"exceeds available HBM \({number}\)", message
+    )
+    return _bytes(needs), _bytes(has)
+
+
+def _bytes(found: re.Match[str] | None) -> int | None:
+    if found is None:
+        return None
+    return int(float(found[1]) * 1024 ** (" KMGT".index(found[2]) if found[2] else 0))
+
+
+def hosts_of(devices: Sequence[Any]) -> list[int]:
+    """The host of each device; one process of jax runs on each."""
+    return [device.process_index for device in devices]

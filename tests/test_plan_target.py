@@ -1,0 +1,189 @@
+"""`plan --target`: what it refuses, and what the compilers of accelerators that are not here say of a training step."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import environment
+
+from roxxel_dist.cli import main
+from roxxel_dist.cluster.accelerators import accelerator
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.targets import GPUS, TPUS, gpu_config, memory_in, parse_target
+from roxxel_dist.estimate import EstimateRequest
+
+TPU_PYTHON = Path(__file__).parent.parent / ".cache" / "tpu" / "bin" / "python"
+CONFIG = """
+dim: 128
+n_heads: 2
+num_blocks: 1
+max_context: 128
+vocab_size: 512
+bf16_compute: true
+val_fraction: 0
+phases: [{steps: 4, batch_size: 8, seq_len: 129}]
+"""
+WORDS = ["plan", "--config", "small.yaml", "--data_path", "tokens.npy"]
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.yaml").write_text(CONFIG)
+    np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, 500, 50_000).astype(np.uint16))
+    return tmp_path
+
+
+KNOWN = "v5e:4x4, v5p:2x2x2 or v6e:4x4 (v4, v5e, v5p, v6e); GPUs by hosts x GPUs of a host, as h100:2x8 (a100, h100,"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tpu", f"target is 'tpu', which is not known: TPU slices are named by chips, as {KNOWN}"),
+        ("v9:4x4", "target is 'v9:4x4', which is not known"),
+        ("H100:1x8", "target is 'H100:1x8', which is not known"),
+        ("", "target is '', which is not known"),
+        ("v5e", "target is 'v5e', and 'v5e' needs its shape behind a colon"),
+        ("v5e:16", "needs its shape behind a colon"),
+        ("v5e:4x", "needs its shape behind a colon"),
+        ("v5e:0x4", "needs its shape behind a colon"),
+        ("v5e:4x4x4x4", "needs its shape behind a colon"),
+        ("h100:8", "needs its shape behind a colon"),
+        ("h100:2x8x8", "needs its shape behind a colon"),
+        ("h100:-1x8", "needs its shape behind a colon"),
+    ],
+)
+def test_a_name_that_is_none(name, message, work, capsys):
+    with pytest.raises(UserError) as refused:
+        parse_target(name)
+    assert message in str(refused.value)
+    assert main([*WORDS, "--target", name]) == 2
+    assert message in capsys.readouterr().err.replace("--target", "target")
+
+
+@pytest.mark.parametrize("name", ["v5e:2x2", "v5e:16x16", "v5p:2x2x2", "v6e:4x4", "h100:1x8", "b200:64x8", "a100:1x1"])
+def test_a_name_is_a_kind_and_a_shape(name):
+    kind, shape = name.split(":")
+    target = parse_target(name)
+    assert (target.kind, "x".join(map(str, target.shape)), target.is_gpu) == (kind, shape, kind in GPUS)
+
+
+def test_a_target_has_its_own_devices(work, capsys):
+    with pytest.raises(UserError, match="target is v5e:2x2, and devices is 8: leave one out"):
+        EstimateRequest(target="v5e:2x2", devices=8)
+    assert main([*WORDS, "--target", "v5e:2x2", "--devices", "8"]) == 2
+    assert "leave one out" in capsys.readouterr().err
+
+
+def test_one_process_compiles(work, capsys, monkeypatch):
+    monkeypatch.setenv("ROXXEL_PROCESS_ID", "0")
+    assert main([*WORDS, "--target", "v5e:2x2"]) == 2
+    assert "plan in one that is not launched" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "extra"), [("v5e:2x2", "tpu]"), ("h100:1x8", "cuda12]")])
+def test_without_the_compiler_there_is_the_line_that_installs_it(name, extra, work, capsys, monkeypatch):
+    monkeypatch.setattr("roxxel_dist.cluster.targets.importlib.util.find_spec", lambda name: None)
+    assert main([*WORDS, "--target", name]) == 69
+    told = capsys.readouterr()
+    assert "pip install" in told.err
+    assert extra in told.err
+    assert told.out == ""
+    assert sorted(path.name for path in work.iterdir()) == ["small.yaml", "tokens.npy"]
+
+
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [
+        ("Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm. Exceeded", (17.5, 15.75)),
+        ("the total memory required for HLO temporaries (2.00T) exceeds available HBM (95.74G).", (2048, 95.74)),
+        ("something else", None),
+    ],
+)
+def test_what_a_compiler_says_of_memory(message, found):
+    assert memory_in(message) == ((None, None) if found is None else tuple(int(n * (1 << 30)) for n in found))
+
+
+@pytest.mark.parametrize("kind", [gpu.device_kind for gpu in GPUS.values()] + ["TPU v5 lite", "TPU v5", "TPU v6 lite"])
+def test_every_target_has_figures(kind):
+    found = accelerator(kind)
+    assert found is not None
+    assert found.tera_flops > 0
+    assert found.gigabytes_per_s > 0
+    assert found.link_gigabytes_per_s > 0
+    own = [gpu for gpu in GPUS.values() if gpu.device_kind == kind]
+    assert all(found.compute_capability == ".".join(map(str, gpu.capability)) for gpu in own)
+    assert all(f"major: {gpu.capability[0]}" in gpu_config(gpu) for gpu in own)
+
+
+def plan(work, *words, code=0):
+    """The JSON of a plan that libtpu compiles, and what was printed beside it."""
+    if not TPU_PYTHON.exists():
+        pytest.skip("no libtpu: make tpu")
+    command = [TPU_PYTHON, "-m", "roxxel_dist", *WORDS, *words, "--json"]
+    done = subprocess.run(command, cwd=work, env=environment(), capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout) if done.stdout else None, done.stderr
+
+
+@pytest.mark.timeout(900)
+def test_a_tpu_slice(work):
+    """Four chips on one host: everything is there, nothing is computed twice, and no lock is taken."""
+    locked = os.path.exists("/tmp/libtpu_lockfile")
+    found, _ = plan(work, "--target", "v5e:2x2", "--fsdp", "True", "--val_fraction", "0.1", "--eval_iters", "1")
+    [phase] = found["phases"]
+    for step in (phase["target"], phase["target"]["validation"]):
+        assert step["fits"]
+        assert 0 < step["peak_bytes"] < step["device_bytes"]
+        assert 15e9 < step["device_bytes"] < 17.2e9
+        assert step["flops_ratio"] == pytest.approx(1, abs=0.03)
+        assert step["bound_seconds"].keys() == {"compute", "memory", "links"}
+        assert min(step["bound_seconds"].values()) > 0
+        assert step["compile_seconds"] > 0
+    assert phase["target"]["flops_per_device"] * 4 == pytest.approx(phase["flops"] / phase["steps"], rel=0.1)
+    assert {"all-gather", "all-reduce"} & set(phase["target"]["collectives"])
+    assert phase["attention"] == "splash"
+    assert (found["devices"], found["processes"], found["platform"], found["target"]) == (4, 1, "tpu", "v5e:2x2")
+    assert os.path.exists("/tmp/libtpu_lockfile") == locked
+
+
+@pytest.mark.timeout(900)
+def test_what_does_not_fit_is_told_what_makes_it_fit(work):
+    """A device with less memory than the state takes, but more than a quarter of it; what is proposed was compiled."""
+    fields = "--dim", "512", "--vocab_size", "2048", "--device_memory_gb", "0.04"
+    _, told = plan(work, "--target", "v5e:2x2", *fields, code=2)
+    assert "its training step does not fit: it needs" in told
+    assert "and one of v5e:2x2 has 40.00 MB: with fsdp true it takes" in told
+    assert "and fits" in told
+
+
+def test_what_a_compiler_refuses_is_refused_with_its_word(work):
+    _, told = plan(work, "--target", "v5e:3x5", code=2)
+    assert 'v5e:3x5, which its compiler refuses: INVALID_ARGUMENT: Topology layout "v5e:3x5" is not divisible' in told
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--phases", "[{steps: 2, batch_size: 6, seq_len: 129}]"],
+            "batch_size is 6, which is not a multiple of 4 devices",
+        ),
+        (["--tensor_devices", "3"], "tensor_devices is 3: it must be at least 1, and divide the 4 device(s)"),
+        (["--attention", "cudnn"], "cuDNN is for GPUs, and the devices here are tpu"),
+        (["--data_path", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_train_refuses_is_refused(words, message, work):
+    _, told = plan(work, "--target", "v5e:2x2", *words, code=2)
+    assert message in told.replace("--", "")
+    assert "Traceback" not in told
+
+
+def test_kinds_of_tpu_are_those_that_libtpu_names():
+    """Each has the name of a machine, which libtpu asks for."""
+    assert all(machine.startswith("v") and machine.split("-")[1].isdigit() for machine in TPUS.values())
