@@ -291,7 +291,7 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
             grad_accum=grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
         )  # fmt: skip
     steps = spans(plan, last)
-    batches = [Stream(plan, curriculum.datasets, sharding, stop - 1).abstract() for _, stop in steps]
+    batches = [Stream(plan, curriculum.datasets, sharding, stop - 1, grad_accum).abstract() for _, stop in steps]
     # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.
     memory = _step_memory(compiler, train_step, state, hparams, batches)
     if last < plan.total_steps:
