@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from roxxel_dist.builders import RunComponents, build_components, open_corpus, t
 from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_for_run
 from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.mesh import TENSOR, batch_sharding, fit_sharding, simulate_devices
+from roxxel_dist.cluster.mesh import batch_sharding, simulate_devices
 from roxxel_dist.config import usage_errors
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
@@ -36,6 +36,7 @@ from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.report import read_runs
 from roxxel_dist.run_directory import CONFIG, no_run
 from roxxel_dist.run_metadata import data_of, kernel_begun_with, saved_config
+from roxxel_dist.train.batch_layout import BatchLayout, batch_layout
 from roxxel_dist.train.compile import AotCompiler, batch_key
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.init_from import check_weights, find_checkpoint, with_base
@@ -103,20 +104,6 @@ class StepMemory:
     """The program itself, if the backend reports it."""
     peak: int
     """All of them together."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchLayout:
-    """How the devices share the rows of a batch, or of a micro-batch."""
-
-    cut: Literal["rows", "tokens", "nothing"]
-    """Along which axis the batch, or the micro-batch, is cut."""
-    pieces: int
-    """Into how many."""
-    repeated: int
-    """Devices, or groups of them, that compute the same piece."""
-    together: int = 1
-    """Devices in a group: those along "tensor", which share the work on each piece."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +293,7 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
     for (first, stop), needs in zip(steps, memory, strict=True):
         shape, tokens = plan.segment(stop - 1).shape, plan.tokens(stop) - plan.tokens(first)
         layout = batch_layout(sharding, shape.batch_size, shape.seq_len, grad_accum)
-        pieces = -(-layout.pieces // processes) if layout.cut == "rows" else layout.pieces
+        own_rows = shape.batch_size // layout.row_pieces * -(-layout.row_pieces // processes)
         flops, seconds = tokens * flops_of(shape.seq_len), None
         if tokens_per_s:
             seconds = tokens / tokens_per_s
@@ -319,7 +306,7 @@ def _estimate(components: RunComponents, request: EstimateRequest, notes: list[s
                 weights={name: share / sum(each for _, each in shape.weights) for name, share in shape.weights},
                 blend=shape.blend, packing=shape.packing,
                 tokens=tokens, flops_per_token=flops_of(shape.seq_len), flops=flops, seconds=seconds,
-                layout=layout, rows_a_process=shape.batch_size * pieces // layout.pieces, memory=needs,
+                layout=layout, rows_a_process=own_rows, memory=needs,
                 attention=components.kernel, score_bytes=_score_bytes(shape, layout, components),
             )
         )  # fmt: skip
@@ -432,17 +419,6 @@ def spans(plan: Plan, last: int) -> list[tuple[int, int]]:
     return [(first, min(stop, last)) for first, stop in itertools.pairwise([0, *ends]) if first < last]
 
 
-def batch_layout(sharding: NamedSharding, rows: int, length: int, grad_accum: int) -> BatchLayout:
-    """How devices share a batch of `rows` x `length` tokens with `grad_accum` micro-batches."""
-    shape = (rows // micro_batches(grad_accum, rows), length)
-    fitted = fit_sharding(sharding, shape)
-    by_row, by_token = (whole // part for whole, part in zip(shape, fitted.shard_shape(shape), strict=True))
-    pieces = by_row * by_token
-    cut = "rows" if by_row > 1 else "tokens" if by_token > 1 else "nothing"
-    together = sharding.mesh.shape.get(TENSOR, 1)
-    return BatchLayout(cut=cut, pieces=pieces, repeated=sharding.mesh.size // together - pieces, together=together)
-
-
 def _speed(request: EstimateRequest, mesh: Mesh, *, bf16: bool) -> tuple[str, float | None, float | None]:
     """(where it comes from, tokens/s over all devices if known, else FLOP/s of one device if known)."""
     if request.tokens_per_s:
@@ -527,21 +503,9 @@ def _devices(run: RunEstimate) -> list[str]:
     kind = ", simulated" if run.simulated else f" ({run.device_kind})" if run.device_kind != run.platform else ""
     lines = [f"{run.devices} {run.platform} device(s){f' in {run.processes} processes' if several else ''}{kind}"]
     for phase in run.phases:
-        layout = phase.layout
         line = f"phase {phase.phase}: a batch of {phase.batch_size:,} rows x {phase.seq_len:,} tokens"
         line += f", in {run.grad_accum} micro-batches" if run.grad_accum > 1 else ""
-        match layout.cut:
-            case "rows":
-                line += f": its rows are split over {layout.pieces} devices"
-            case "tokens":
-                line += f": each row is split along its tokens over {layout.pieces} devices"
-            case "nothing":
-                line += ": each device computes the whole batch"
-        line += f", {layout.together} devices (tensor) compute each part" if layout.together > 1 else ""
-        if layout.repeated:
-            groups, who = layout.pieces + layout.repeated, "devices" if layout.together == 1 else "groups of devices"
-            line += f"; {layout.repeated} of {groups} {who} repeat the work of others: use a batch_size "
-            line += f"that is a multiple of {groups * run.grad_accum}"
+        line += f": {phase.layout}"
         line += f"; a process reads {phase.rows_a_process} of {phase.batch_size} rows" if several else ""
         lines.append(line)
     return lines

@@ -197,8 +197,10 @@ def fit_sharding(sharding: NamedSharding, shape: tuple[int, int], grad_accum: in
     if _divides(sharding, micro):
         return sharding
     mesh = sharding.mesh
-    if isinstance(mesh, Mesh) and sharding == batch_sharding(mesh) and (fitted := phase_mesh(mesh, micro[0])) != mesh:
-        return batch_sharding(fitted)
+    if isinstance(mesh, Mesh) and sharding.is_equivalent_to(batch_sharding(mesh), 2):
+        fitted = phase_mesh(mesh, micro[0])
+        if fitted != mesh:
+            return batch_sharding(fitted)
     if _divides(sharding, shape):
         return sharding
     axes = [axis for entry in sharding.spec if entry for axis in (entry if isinstance(entry, tuple) else (entry,))]

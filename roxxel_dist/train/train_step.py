@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import fit_sharding, micro_batches
+from roxxel_dist.cluster.parameter_sharding import constrain_tokens
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.loss import next_token_loss, token_losses
@@ -71,6 +72,8 @@ class Loss(NamedTuple):
 def measure(loss_fn: LossFn, model: Any, batch: Any) -> Loss:
     """The result of a loss function for a batch, taken apart."""
     if loss_fn is not next_token_loss:
+        if loss_fn is not token_losses:  # which cuts what it computes on, a token less than a row
+            batch = jax.tree.map(lambda array: constrain_tokens(array)[0], batch)
         return unpack_loss(loss_fn(model, batch))
     # The same number, and its weight, which one number has no place for.
     losses = token_losses(model, batch)
