@@ -152,8 +152,8 @@ def batch_key(batch: Any) -> Hashable:
 
 def mesh_of(batch: Any, default: Mesh | None = None) -> Mesh | None:
     """The mesh that a batch lies on: the run's, or that of a phase whose rows the devices do not divide."""
-    shardings = [leaf.sharding for leaf in jax.tree.leaves(batch)]
-    return next((each.mesh for each in shardings if isinstance(each, NamedSharding)), default)
+    meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(batch) if isinstance(leaf.sharding, NamedSharding)]
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), default)
 
 
 @contextlib.contextmanager
