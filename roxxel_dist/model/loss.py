@@ -46,7 +46,7 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
         targets_BxL, *inputs = constrain_tokens(targets_BxL, tokens_BxL, *packed)
         if not isinstance(model, Transformer):
             return _cross_entropy(model(*inputs), targets_BxL)  # pyright: ignore[reportCallIssue]
-        x_BxLxD, of_experts, _ = model.states(*inputs)
+        x_BxLxD, of_experts, _ = model.states(*inputs)  # pyright: ignore[reportArgumentType]
         if model.config.use_moe:
             balance["balance_loss"] = of_experts
         if count := chunks_of(model.config, *targets_BxL.shape):
@@ -74,11 +74,11 @@ def chunks_of(config: ModelConfig, rows: int, length: int) -> int:
     """Into how many chunks the logits of a batch are cut, see `ModelConfig.loss_chunk`; 0 for none."""
     if config.loss_chunk != "auto":
         return -(-length // max(1, config.loss_chunk // rows)) if config.loss_chunk else 0
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh, vocabulary = jax.sharding.get_abstract_mesh(), config.vocab_size or 0
     pieces, together = (1, 1) if mesh.empty else (row_shards(mesh), mesh.shape.get(TENSOR, 1))
-    here = -(-rows // pieces) * -(-length // token_shards(mesh)), -(-config.vocab_size // together)
+    here = -(-rows // pieces) * -(-length // token_shards(mesh)), -(-vocabulary // together)
     chunks = -(-4 * here[0] * here[1] // CHUNK_BYTES)
-    return 0 if chunks == 1 else min(chunks, length)
+    return 0 if chunks <= 1 else min(chunks, length)
 
 
 def _by_chunks(model: Transformer, x_BxLxD: jax.Array, targets_BxL: jax.Array, count: int) -> jax.Array:
