@@ -21,7 +21,7 @@ from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_count, process_index
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.file_lock import say
-from roxxel_dist.cluster.mesh import make_mesh, row_shards
+from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.config import Config, usage_errors
 from roxxel_dist.curriculum.phases import Curriculum
@@ -44,7 +44,7 @@ from roxxel_dist.train.evaluator import HELD_OUT
 from roxxel_dist.train.init_from import check_tokenizer, check_weights, find_checkpoint, tokenizer_of, with_shape_of
 from roxxel_dist.train.optimizer import NamedOptimizer
 from roxxel_dist.train.train_state import split_module
-from roxxel_dist.train.train_step import LossFn, micro_batches
+from roxxel_dist.train.train_step import LossFn
 
 BUILD_LIMIT_S = 6 * 3600.0
 
@@ -78,8 +78,7 @@ class RunComponents:
     def mesh(self, processes: int | None = None) -> Mesh:
         """The devices of this run, shared by `processes` in order; default: the processes that are running.
 
-        Raises ValueError for too few devices, axes that do not divide them, a process without a device, or a phase
-        whose batch does not divide by them.
+        Raises ValueError for too few devices, axes that do not divide them, or a process without a device.
         """
         config, every = self.config, processes or process_count()
         fsdp = config.fsdp_devices if config.fsdp else 1
@@ -93,7 +92,6 @@ class RunComponents:
                 f"n_devices is {config.n_devices}, which leaves none to {every - used} of {every} processes: use "
                 f"0 for all, or launch fewer"
             )
-        check_division(self.curriculum, row_shards(mesh), self.grad_accum)
         return mesh
 
 
@@ -168,14 +166,11 @@ def attention_kernel(
         return config.attention
     keeps = config.attention == "auto" and begun_with is not None
     devices = devices or jax.devices()
-    row_shards = max(1, (config.n_devices or len(devices)) // config.tensor_devices)
-    rows = [shape.batch_size // micro_batches(config.grad_accum, shape.batch_size) for shape in shapes]
     return kernel_for(
         begun_with if begun_with is not None and keeps else config.attention,
         key_size=key_size(config.part(ModelConfig)),
         bf16=config.use_bf16 or config.bf16_compute,
         packed=any(shape.packing == "documents" for shape in shapes),
-        whole_rows=all(count % row_shards == 0 for count in rows),
         begun=keeps,
         device=devices[0],
     )
@@ -365,15 +360,3 @@ def check_vocabularies(sets: Mapping[str, Roxxel], vocab_size: int) -> None:
                 f"the tokenizer of the data to train on, or use a larger vocab_size"
             )
         check_sampled_ids(data_set, vocab_size)
-
-
-def check_division(curriculum: Curriculum, devices: int, grad_accum: int) -> None:
-    """Raises ValueError for a phase whose rows do not divide by the number of devices."""
-    for i, phase in enumerate(curriculum.phases):
-        rows = phase.batch_size or 0
-        # Fewer rows than devices is a choice (one long row); a remainder is a mistake that wastes most of the devices.
-        if rows > devices and rows >= grad_accum and rows % grad_accum == 0 and (rows // grad_accum) % devices:
-            raise UserError(
-                f"phase {i + 1}: batch_size is {rows}, which is not a multiple of {devices} devices x grad_accum "
-                f"({grad_accum}): use a multiple of {devices * grad_accum}"
-            )

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deter
 from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.extras import pip_install
-from roxxel_dist.cluster.mesh import TENSOR, batch_sharding, fit_sharding, simulate_devices
+from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, simulate_devices
 from roxxel_dist.cluster.targets import Target, check_compiler, parse_target
 from roxxel_dist.config import usage_errors
 from roxxel_dist.curriculum.phases import Curriculum
@@ -43,6 +43,7 @@ from roxxel_dist.run_directory import CONFIG, no_run
 from roxxel_dist.run_metadata import data_of, kernel_begun_with, saved_config
 from roxxel_dist.target_process import call_for_target, folder_for_shards
 from roxxel_dist.target_steps import TargetCompiler, TargetPhase, one_device_flops, peak_bytes
+from roxxel_dist.train.batch_layout import BatchLayout, batch_layout
 from roxxel_dist.train.compile import AotCompiler, batch_key
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluator import Validation
@@ -120,20 +121,6 @@ class StepMemory:
     """The program itself, if the backend reports it."""
     peak: int
     """All of them together."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchLayout:
-    """How the devices share the rows of a batch, or of a micro-batch."""
-
-    cut: Literal["rows", "tokens", "nothing"]
-    """Along which axis the batch, or the micro-batch, is cut."""
-    pieces: int
-    """Into how many."""
-    repeated: int
-    """Devices, or groups of them, that compute the same piece."""
-    together: int = 1
-    """Devices in a group: those along "tensor", which share the work on each piece."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,7 +338,7 @@ def _estimate(
             grad_accum=grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
         )  # fmt: skip
     steps = spans(plan, last)
-    batches = [Stream(plan, curriculum.datasets, sharding, stop - 1).abstract() for _, stop in steps]
+    batches = [Stream(plan, curriculum.datasets, sharding, stop - 1, grad_accum).abstract() for _, stop in steps]
     # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.
     with contextlib.closing(compiler):
         compiled = [
@@ -427,13 +414,13 @@ def _phase(
 ) -> PhaseEstimate:
     """The estimate of the steps of `span`, [first, stop)."""
     (first, stop), shape = span, plan.segment(span[1] - 1).shape
-    pieces = -(-layout.pieces // processes) if layout.cut == "rows" else layout.pieces
+    own_rows = shape.batch_size // layout.row_pieces * -(-layout.row_pieces // processes)
     return PhaseEstimate(
         phase=plan.phase(stop - 1) + 1, first_step=first + 1, steps=stop - first,
         batch_size=shape.batch_size, seq_len=shape.seq_len,
         weights={name: share / sum(each for _, each in shape.weights) for name, share in shape.weights},
         blend=shape.blend, packing=shape.packing, layout=layout,
-        rows_a_process=shape.batch_size * pieces // layout.pieces,
+        rows_a_process=own_rows,
         attention=components.kernel, score_bytes=_score_bytes(shape, layout, components), **costs,
     )  # fmt: skip
 
@@ -522,6 +509,7 @@ class _Steps:
     evaluate: Any
     state: TrainState
     hparams: Leaves
+    grad_accum: int
 
     @classmethod
     def of(cls, components: RunComponents, total_steps: int, processes: int) -> "_Steps":
@@ -533,21 +521,21 @@ class _Steps:
             split, components.loss, components.optimizer, state, batch_sharding(mesh),
             grad_accum=components.grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
         )  # fmt: skip
-        return cls(mesh, train, make_eval_step(split, components.loss, dtype), state, hparams)
+        return cls(mesh, train, make_eval_step(split, components.loss, dtype), state, hparams, components.grad_accum)
 
     def training(self, batch: Any) -> tuple[Any, tuple[Any, ...]]:
         """The training step and its arguments."""
-        return self.train, (self.state, self.hparams, self._placed(batch))
+        return self.train, (self.state, self.hparams, self._placed(batch, self.grad_accum))
 
     def validation(self, batch: Any) -> tuple[Any, tuple[Any, ...]]:
         """The validation step and its arguments."""
         return self.evaluate, (self.state.params, self.state.rest, self.hparams, self._placed(batch))
 
-    def _placed(self, batch: Any) -> Any:
+    def _placed(self, batch: Any, grad_accum: int = 1) -> Any:
         sharding = batch_sharding(self.mesh)
 
         def place(leaf: Any) -> Any:
-            fitted = fit_sharding(sharding, leaf.shape)
+            fitted = fit_sharding(sharding, leaf.shape, grad_accum)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=fitted)
 
         return jax.tree.map(place, batch)
@@ -628,17 +616,6 @@ def spans(plan: Plan, last: int) -> list[tuple[int, int]]:
     """[first, stop) of every phase that begins before the step `last`."""
     ends = list(itertools.accumulate(shape.steps for shape in plan.shapes))
     return [(first, min(stop, last)) for first, stop in itertools.pairwise([0, *ends]) if first < last]
-
-
-def batch_layout(sharding: NamedSharding, rows: int, length: int, grad_accum: int) -> BatchLayout:
-    """How devices share a batch of `rows` x `length` tokens with `grad_accum` micro-batches."""
-    shape = (rows // micro_batches(grad_accum, rows), length)
-    fitted = fit_sharding(sharding, shape)
-    by_row, by_token = (whole // part for whole, part in zip(shape, fitted.shard_shape(shape), strict=True))
-    pieces = by_row * by_token
-    cut = "rows" if by_row > 1 else "tokens" if by_token > 1 else "nothing"
-    together = sharding.mesh.shape.get(TENSOR, 1)
-    return BatchLayout(cut=cut, pieces=pieces, repeated=sharding.mesh.size // together - pieces, together=together)
 
 
 def _speed(request: EstimateRequest, mesh: Mesh, *, bf16: bool) -> tuple[str, float | None, float | None]:
@@ -745,21 +722,9 @@ def _devices(run: RunEstimate) -> list[str]:
     kind = ", simulated" if run.simulated else f" ({run.device_kind})" if run.device_kind != run.platform else ""
     lines = [f"{run.devices} {run.platform} device(s){f' in {run.processes} processes' if several else ''}{kind}"]
     for phase in run.phases:
-        layout = phase.layout
         line = f"phase {phase.phase}: a batch of {phase.batch_size:,} rows x {phase.seq_len:,} tokens"
         line += f", in {run.grad_accum} micro-batches" if run.grad_accum > 1 else ""
-        match layout.cut:
-            case "rows":
-                line += f": its rows are split over {layout.pieces} devices"
-            case "tokens":
-                line += f": each row is split along its tokens over {layout.pieces} devices"
-            case "nothing":
-                line += ": each device computes the whole batch"
-        line += f", {layout.together} devices (tensor) compute each part" if layout.together > 1 else ""
-        if layout.repeated:
-            groups, who = layout.pieces + layout.repeated, "devices" if layout.together == 1 else "groups of devices"
-            line += f"; {layout.repeated} of {groups} {who} repeat the work of others: use a batch_size "
-            line += f"that is a multiple of {groups * run.grad_accum}"
+        line += f": {phase.layout}"
         line += f"; a process reads {phase.rows_a_process} of {phase.batch_size} rows" if several else ""
         lines.append(line)
     return lines

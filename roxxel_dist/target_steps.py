@@ -12,6 +12,7 @@ from roxxel_dist.cluster.accelerators import accelerator
 from roxxel_dist.cluster.program_cost import ProgramCost, program_cost
 from roxxel_dist.cluster.targets import Target, hosts_of, memory_in
 from roxxel_dist.cluster.traced_flops import traced_flops
+from roxxel_dist.train.compile import mesh_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class TargetCompiler:
 
         Args:
             what: for messages.
-            mesh: set while it is traced.
+            mesh: of the run; while it is traced, that of the last argument, a batch, is set.
             jitted: made by `jax.jit`.
             args: `jax.ShapeDtypeStruct`s with shardings.
             flops: of the same step on one device.
@@ -72,7 +73,7 @@ class TargetCompiler:
         start, program, message = time.perf_counter(), None, ""
         self._begin(what)
         try:
-            with jax.set_mesh(mesh):
+            with jax.set_mesh(mesh_of(args[-1], mesh)):
                 options = self.target.compiler_options
                 program = jitted.lower(*args).compile(compiler_options=None if options is None else dict(options))
         except jax.errors.JaxRuntimeError as error:

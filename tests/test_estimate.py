@@ -17,7 +17,8 @@ from roxxel_dist.builders import build_components
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.display import size
-from roxxel_dist.estimate import EstimateRequest, batch_layout, estimate, spans, table
+from roxxel_dist.estimate import EstimateRequest, estimate, spans, table
+from roxxel_dist.train.batch_layout import batch_layout
 from roxxel_dist.train.optimizer import InitialState
 from roxxel_dist.train.train_state import init_state, split_module
 
@@ -138,15 +139,19 @@ def test_memory_is_that_of_the_real_state(corpus, more):
 @pytest.mark.parametrize(
     ("shape", "grad_accum", "shared"),
     [
-        ((16, 17), 1, ("rows", 8, 0)),
-        ((16, 17), 2, ("rows", 8, 0)),
-        ((1, 16), 1, ("tokens", 8, 0)),
-        ((8, 17), 2, ("nothing", 1, 7)),
+        ((16, 17), 1, ("rows", 8, 0, "16 rows over 8 devices")),
+        ((16, 17), 2, ("rows", 8, 0, "8 rows over 8 devices")),
+        ((1, 17), 1, ("tokens", 8, 0, "1 row, cut along the tokens over 8 devices")),
+        ((1, 10), 1, ("tokens", 8, 0, "1 row, cut along the tokens over 8 devices")),  # a remainder
+        ((3, 17), 1, ("tokens", 8, 0, "3 rows, each cut along the tokens over 8 devices")),
+        ((8, 17), 2, ("both", 8, 0, "4 rows over 8 devices, each cut along the tokens over 2")),
+        ((6, 17), 1, ("both", 8, 0, "6 rows over 8 devices, each cut along the tokens over 4")),
+        ((1, 8), 1, ("nothing", 1, 7, "1 row on each device; 7 of 8 devices repeat the work of others")),
     ],
 )
 def test_how_devices_share_a_batch(shape, grad_accum, shared):
     found = batch_layout(NamedSharding(make_mesh(), P("data", None)), *shape, grad_accum)
-    assert (found.cut, found.pieces, found.repeated) == shared
+    assert (found.cut, found.pieces, found.repeated, str(found)) == shared
 
 
 def test_a_phase_ends_where_the_run_does(corpus):
@@ -162,15 +167,12 @@ def test_a_phase_ends_where_the_run_does(corpus):
 
 
 def test_the_devices_that_repeat_the_work_of_others_are_told(corpus):
-    phases = [{"steps": 1, "batch_size": 1, "seq_len": 17}]
+    phases = [{"steps": 1, "batch_size": 1, "seq_len": 8}]
     found = estimate(Config(**{**ALL, "phases": phases}), corpus_path(corpus), EstimateRequest(devices=8, processes=4))
     assert [phase.rows_a_process for phase in found.phases] == [1]
     text = table(found)
     assert "8 cpu device(s) in 4 processes" in text
-    assert (
-        "phase 1: a batch of 1 rows x 17 tokens: each device computes the whole batch; 7 of 8 devices repeat the work"
-        in text
-    )
+    assert "phase 1: a batch of 1 rows x 8 tokens: 1 row on each device; 7 of 8 devices repeat the work" in text
 
 
 def test_passes_are_what_the_rows_read(corpus, tmp_path):

@@ -101,18 +101,29 @@ def test_a_process_reads_only_what_its_devices_hold(corpus, plan, monkeypatch):
 
 @pytest.mark.parametrize(
     ("shape", "expected"),
-    [((16, 33), P("data", None)), ((1, 4096), P(None, ("data",))), ((1, 4097), P()), ((6, 33), P())],
+    [((16, 33), (8, 1)), ((1, 4096), (1, 8)), ((1, 4097), (1, 8)), ((6, 33), (2, 4)), ((12, 33), (4, 2))],
 )
-def test_what_does_not_divide_is_laid_out_otherwise(shape, expected):
-    sharding = NamedSharding(make_mesh(), P("data", None))
-    assert fit_sharding(sharding, shape).spec == expected
+def test_rows_are_cut_first_and_then_tokens(shape, expected):
+    mesh = make_mesh()
+    fitted = fit_sharding(NamedSharding(mesh, P("data", None)), shape)
+    assert (fitted.mesh.shape["data"], fitted.mesh.shape.get("tokens", 1)) == expected
+    assert fitted.spec == P("data", None)
+    assert list(fitted.mesh.devices.flat) == list(mesh.devices.flat), "one program takes arrays of both"
 
 
-def test_one_long_row_is_cut_along_its_tokens(corpus):
-    plan = Curriculum(corpus, [Phase(2, 1, 64)]).plan(1)
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((16, 33), P("data", None)), ((1, 4096), P(None, ("data",))), ((1, 4097), P())]
+)
+def test_of_a_mesh_of_ones_own_no_other_is_made(shape, expected):
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    assert fit_sharding(NamedSharding(mesh, P("data", None)), shape) == NamedSharding(mesh, expected)
+
+
+def test_devices_that_share_a_long_row_have_all_of_it(corpus):
+    plan = Curriculum(corpus, [Phase(2, 2, 64)]).plan(1)
     sharding = NamedSharding(make_mesh(), P("data", None))
     batch = Stream(plan, {"self": corpus}, sharding).batch(0)
-    assert {shard.data.shape for shard in batch.addressable_shards} == {(1, 8)}
+    assert {shard.data.shape for shard in batch.addressable_shards} == {(1, 64)}
     assert np.array_equal(np.asarray(batch), Stream(plan, {"self": corpus}, None).batch(0))
 
 
@@ -198,15 +209,13 @@ def test_a_packed_batch_says_which_document_each_token_is_of(corpus, tmp_path):
             assert batch.segments.max() > 0
 
 
-@pytest.mark.parametrize(
-    ("shape", "spec"), [((8, 33), P("data", None)), ((1, 64), P(None, "data")), ((2, 65), P()), ((16, 600), P("data"))]
-)
-def test_a_packed_batch_lies_as_its_tokens_do(corpus, shape, spec):
+@pytest.mark.parametrize("shape", [(8, 33), (1, 64), (2, 65), (16, 600)])
+def test_a_packed_batch_lies_as_its_tokens_do(corpus, shape):
     sharding = NamedSharding(make_mesh(), P("data", None))
     plan = Curriculum(corpus, [Phase(2, *shape, packing="documents")]).plan(1)
     for host, placed in zip(Stream(plan, corpus, None), Stream(plan, corpus, sharding), strict=True):
         for mine, there in zip(host, placed, strict=True):
-            assert there.sharding.is_equivalent_to(NamedSharding(sharding.mesh, spec), 2)
+            assert there.sharding == fit_sharding(sharding, shape)
             assert np.array_equal(mine, np.asarray(there))
 
 

@@ -16,6 +16,8 @@ CPU_DEVICES = "--xla_force_host_platform_device_count"
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 """The axes of a mesh: copies of the model, the devices that share one copy of its parameters, and among these the ones
 that compute on the same rows together."""
+TOKENS = "tokens"
+"""The axis of a `phase_mesh` that the tokens of a row are cut over."""
 
 
 def make_mesh(n_devices: int = 0, *, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
@@ -115,6 +117,36 @@ def row_shards(mesh: Any) -> int:
     return math.prod(mesh.shape[axis] for axis in row_axes(mesh))
 
 
+def token_shards(mesh: Any) -> int:
+    """Into how many pieces the tokens of a row are cut: 1 but on a `phase_mesh`."""
+    return mesh.shape.get(TOKENS, 1)
+
+
+def phase_mesh(mesh: Mesh, rows: int) -> Mesh:
+    """The same devices for a phase whose rows they do not divide: rows are cut first, then the tokens of each.
+
+    R rows on N devices along "data" x "fsdp" are cut into r x t pieces, r x t = N, where r is the largest divisor of N
+    that divides R. A group of t neighbours shares its rows, each with its part of the tokens. The order of the devices
+    stays, so arrays on either mesh go into one program.
+
+    Args:
+        mesh: from `make_mesh`; one of your own is returned as it is.
+        rows: R, of a batch, or of a micro-batch.
+
+    Returns:
+        `mesh` itself where N divides R, else one of [data, fsdp, tokens, tensor] devices: r = data x fsdp, t = tokens.
+    """
+    if mesh.axis_names != (DATA, FSDP, TENSOR):
+        return mesh
+    devices = mesh.shape[DATA] * mesh.shape[FSDP]
+    pieces = math.gcd(devices, rows)
+    if pieces == devices:
+        return mesh
+    data = math.gcd(pieces, mesh.shape[DATA])
+    shape = data, pieces // data, devices // pieces, mesh.shape[TENSOR]
+    return Mesh(mesh.devices.reshape(shape), (DATA, FSDP, TOKENS, TENSOR), axis_types=(AxisType.Auto,) * 4)
+
+
 def simulate_devices(count: int) -> None:
     """Have jax make so many CPU devices and no others. It comes before jax makes its first device.
 
@@ -173,11 +205,27 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     return jax.device_put(batch, NamedSharding(mesh, P(row_axes(mesh))))
 
 
-def fit_sharding(sharding: NamedSharding, shape: tuple[int, int]) -> NamedSharding:
-    """The sharding that a (rows, tokens) batch gets: the asked one where it divides the shape.
+def micro_batches(grad_accum: int, rows: int) -> int:
+    """Into how many micro-batches a batch of so many rows is cut: each has a row at least."""
+    return min(grad_accum, rows)
 
-    Otherwise the same mesh axes along the tokens, if those divide, and else a whole copy on every device.
+
+def fit_sharding(sharding: NamedSharding, shape: tuple[int, int], grad_accum: int = 1) -> NamedSharding:
+    """The sharding that a (rows, tokens) batch gets: the asked one where it divides the rows of each micro-batch.
+
+    Otherwise, on a mesh of `make_mesh`, that of a `phase_mesh`: each device has whole rows, and computes on its part of
+    their tokens. With a mesh or a sharding of the user's own it is the same mesh axes along the tokens, if those divide
+    them, and else a whole copy on every device.
     """
+    rows, length = shape
+    micro = rows // micro_batches(grad_accum, rows), length
+    if _divides(sharding, micro):
+        return sharding
+    mesh = sharding.mesh
+    if isinstance(mesh, Mesh) and sharding.is_equivalent_to(batch_sharding(mesh), 2):
+        fitted = phase_mesh(mesh, micro[0])
+        if fitted != mesh:
+            return batch_sharding(fitted)
     if _divides(sharding, shape):
         return sharding
     axes = [axis for entry in sharding.spec if entry for axis in (entry if isinstance(entry, tuple) else (entry,))]

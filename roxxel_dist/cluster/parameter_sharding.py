@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, row_axes, row_shards
+from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, TOKENS, row_axes, row_shards, token_shards
 
 Axes = tuple[str | None, ...]
 """The axis that each dimension of an array is meant for, or None. An array with more dimensions has those of layers
@@ -96,14 +96,33 @@ def axes_spec(shape: tuple[int, ...], mesh: Any, axes: Axes, *, fsdp: bool) -> P
     return P(*spec)
 
 
-def constrain_rows(x: jax.Array) -> jax.Array:
-    """`x` [B, ...] with its rows where those of a batch are, if a mesh from `make_mesh` is set and divides them.
+def constrain_batch(x: jax.Array) -> jax.Array:
+    """`x` [B, L, ...] cut as a batch is, if a mesh from `make_mesh` or `phase_mesh` is set and divides its rows.
 
-    Left to itself, XLA may cut activations as the parameters of fsdp are cut, and send them around. Along "data" alone
-    it does what is meant, and programs stay the same to the bit.
+    Rows are cut over "data" and "fsdp". Tokens are cut over "tokens", and over "tensor" too, as far as these divide
+    them: between two layers the devices along "tensor" would keep the same numbers (Korthikanti et al., "Reducing
+    activation recomputation", 2022). Left to itself, XLA may cut activations as the parameters of fsdp are cut, and
+    send them around. Along "data" alone it does what is meant, and programs stay the same to the bit.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    ours = mesh.axis_names == (DATA, FSDP, TENSOR) and all(kind == AxisType.Auto for kind in mesh.axis_types)
-    if not ours or mesh.shape[FSDP] * mesh.shape[TENSOR] == 1 or x.shape[0] % row_shards(mesh):
+    axes = tuple(axis for axis in mesh.axis_names if axis != TOKENS)
+    ours = axes == (DATA, FSDP, TENSOR) and all(kind == AxisType.Auto for kind in mesh.axis_types)
+    if not ours or mesh.size == mesh.shape[DATA] or x.shape[0] % row_shards(mesh):
         return x
-    return jax.lax.with_sharding_constraint(x, P(row_axes(mesh)))
+    return jax.lax.with_sharding_constraint(x, P(row_axes(mesh), token_axes(mesh, x.shape[1])))
+
+
+def constrain_tokens(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays [B, L] of numbers of tokens, cut as `constrain_batch` does where a phase cuts its rows."""
+    cut = token_shards(jax.sharding.get_abstract_mesh()) > 1
+    return tuple(map(constrain_batch, arrays)) if cut else arrays
+
+
+def token_axes(mesh: Any, length: int) -> tuple[str, ...]:
+    """The axes of a mesh that `length` tokens of a row are cut over between the layers.
+
+    "tokens" need not divide them: then the last devices have fewer.
+    """
+    axes: tuple[str, ...] = (TOKENS,) if 1 < token_shards(mesh) <= length else ()
+    pieces = token_shards(mesh) * mesh.shape[TENSOR]
+    return (*axes, TENSOR) if mesh.shape[TENSOR] > 1 and length % pieces == 0 else axes

@@ -66,9 +66,10 @@ class Stream:
         plan: the rows of each step.
         dataset: the single data set of the plan, or all by the plan's names; those that an amendment removed before
             `start_step` may be missing.
-        sharding: of a (rows, tokens) batch on the mesh, or None for numpy arrays. A batch whose rows do not divide is
-            sharded along the tokens instead, or replicated (`cluster.mesh.fit_sharding`).
+        sharding: of a (rows, tokens) batch on the mesh, or None for numpy arrays. Of a batch whose rows do not divide,
+            several devices have the same rows (`cluster.mesh.fit_sharding`).
         start_step: the first step to read, from 0.
+        grad_accum: micro-batches that the batch is used in; the rows of each of them are what is cut.
 
     Iterating gives int32[batch_size, seq_len] arrays: a global `jax.Array` of which this process reads only the parts
     of its devices. In a phase with `packing="documents"` it yields a `Packed` of three such arrays.
@@ -83,6 +84,7 @@ class Stream:
         dataset: Roxxel | Mapping[str, Roxxel],
         sharding: "NamedSharding | None",
         start_step: int = 0,
+        grad_accum: int = 1,
     ) -> None:
         named = dataset if isinstance(dataset, Mapping) else {plan.datasets[0]: dataset}
         read = plan.datasets_from(start_step)
@@ -100,6 +102,7 @@ class Stream:
                 )
         self._fits_int32 = {number for number, data in self.datasets.items() if np.can_cast(data.dtype, np.int32)}
         self.sharding = sharding
+        self.grad_accum: int = grad_accum
         self.step: int = start_step
         self._rows: Rows | None = None
         self._ahead: dict[int, Rows] = {}
@@ -137,7 +140,7 @@ class Stream:
         for step in range(self.step, min(self.step + STEPS_AHEAD, self.plan.total_steps)):
             rows = self._ahead[step] = known.get(step) or self.plan.rows(step)
             if step not in known:
-                for low, high in local_row_ranges(self.sharding, (len(rows.offset), rows.seq_len))[1]:
+                for low, high in self._local((len(rows.offset), rows.seq_len))[1]:
                     for number, chosen in self._by_dataset(rows.dataset[low:high]):
                         self.datasets[number].prefetch(rows.offset[low:high][chosen], rows.seq_len)
 
@@ -153,7 +156,7 @@ class Stream:
         steps = [self.plan.rows(step) for step in range(first, stop)]
         for (batch, length, packed), group in groupby(steps, attrgetter("offset.size", "seq_len", "packed")):
             alike = list(group)
-            for low, high in local_row_ranges(self.sharding, (batch, length))[1]:
+            for low, high in self._local((batch, length))[1]:
                 offset = np.concatenate([rows.offset[low:high] for rows in alike])
                 for number, chosen in self._by_dataset(np.concatenate([rows.dataset[low:high] for rows in alike])):
                     yield Windows(self.plan.datasets[number], self.datasets[number], offset[chosen], length, packed)
@@ -161,7 +164,7 @@ class Stream:
     def twin(self) -> "Stream":
         """The same stream for another thread."""
         named = {self.plan.datasets[number]: dataset for number, dataset in self.datasets.items()}
-        return Stream(self.plan.copy(), named, self.sharding, self.step)
+        return Stream(self.plan.copy(), named, self.sharding, self.step, self.grad_accum)
 
     def verify(self, first: int, stop: int, blocks: VerifiedBlocks) -> None:
         """Verify the blocks that this process reads in the steps [first, stop), except those verified before.
@@ -185,19 +188,22 @@ class Stream:
 
         phase = self.plan.shape_at(self.step)
         shape = (phase.batch_size, phase.seq_len)
-        array = jax.ShapeDtypeStruct(shape, np.int32, sharding=local_row_ranges(self.sharding, shape)[0])
+        array = jax.ShapeDtypeStruct(shape, np.int32, sharding=self._local(shape)[0])
         return Packed(array, array, array) if phase.packing == "documents" else array
 
     def place(self, rows: Rows) -> Any:
         """The batch of these rows, as in iteration."""
         shape = (len(rows.offset), rows.seq_len)
-        sharding, ranges = local_row_ranges(self.sharding, shape)
+        sharding, ranges = self._local(shape)
         local = [self._read(rows, low, high) for low, high in ranges]
         if sharding is None:
             arrays: list[Any] = local[0]
         else:
             arrays = [to_global_array(shape, sharding, ranges, pieces) for pieces in zip(*local, strict=True)]
         return Packed(*arrays) if rows.packed else arrays[0]
+
+    def _local(self, shape: tuple[int, int]) -> tuple["NamedSharding | None", tuple[tuple[int, int], ...]]:
+        return local_row_ranges(self.sharding, shape, self.grad_accum)
 
     def _read(self, rows: Rows, low: int, high: int) -> list[np.ndarray]:
         """The tokens of the rows `low` to `high`, for a packed batch with segments and positions: int32 [R,
@@ -270,14 +276,14 @@ def stream_of(
 
 @lru_cache(maxsize=64)
 def local_row_ranges(
-    sharding: "NamedSharding | None", shape: tuple[int, int]
+    sharding: "NamedSharding | None", shape: tuple[int, int], grad_accum: int = 1
 ) -> tuple["NamedSharding | None", tuple[tuple[int, int], ...]]:
     """The sharding of a batch of this shape, and the ranges of rows, (first, end), that this process needs."""
     if sharding is None:
         return None, ((0, shape[0]),)
     from roxxel_dist.cluster.mesh import fit_sharding
 
-    fitted = fit_sharding(sharding, shape)
+    fitted = fit_sharding(sharding, shape, grad_accum)
     indices: Any = fitted.addressable_devices_indices_map(shape).values()
     ranges: list[tuple[int, int]] = []
     for low, high in sorted({index[0].indices(shape[0])[:2] for index in indices}):

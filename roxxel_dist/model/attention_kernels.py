@@ -8,7 +8,7 @@ the backward pass. cuDNN (NVIDIA GPUs) and splash attention (TPU) do so in kerne
 import dataclasses
 import math
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.accelerators import accelerator
 from roxxel_dist.cluster.determinism import is_deterministic
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.mesh import TENSOR, device_type, row_axes, row_shards
+from roxxel_dist.cluster.mesh import TENSOR, device_type, row_axes, row_shards, token_shards
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.kv_cache import AttentionMetadata
 
@@ -63,6 +63,10 @@ def attend(
     segments_BxL = metadata.segments_BxL
     rows, length, _, size = q_BxLxHxK.shape
     mesh = jax.sharding.get_abstract_mesh()
+    if 1 < token_shards(mesh) <= length:
+        from roxxel_dist.model.cut_attention import cut_attention
+
+        return cut_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, segments_BxL, window, scale or 1 / math.sqrt(size))
     chosen = kernel_for(
         kernel,
         key_size=size,
@@ -268,41 +272,63 @@ def blocked_attention(
         x = jnp.pad(x, [(0, 0), (0, count * size - length), *[(0, 0)] * (x.ndim - 2)])
         return jnp.moveaxis(jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0), 2, -2)
 
-    first = jnp.zeros(count, jnp.int32)
-    if window is not None:
-        first = jnp.maximum(0, (jnp.arange(count) * size - window + 1) // size)
-    segments = None
-    if segments_BxL is not None:
-        segments = blocks(segments_BxL[..., None])[..., 0]
-        least, most = segments.min(-1)[:, None], segments.max(-1)
-        may_meet = ((least <= most) & (least.swapaxes(0, 1) <= most[:, None])).any(-1)
-        first = jnp.maximum(first, may_meet.argmax(-1))
+    segments = None if segments_BxL is None else blocks(segments_BxL[..., None])[..., 0]
+    at = Blocks(
+        jnp.arange(count), first_blocks(jnp.arange(count), size, window, segments, segments), segments, segments
+    )
     grouped = q_BxLxHxK.reshape(batch, length, groups, heads // groups, -1)
-    out: Any = _blocked(blocks(grouped), blocks(k_BxLxGxK), blocks(v_BxLxGxV), segments, first, window, scale)
+    out: Any = _blocked(blocks(grouped), blocks(k_BxLxGxK), blocks(v_BxLxGxV), at, window, scale)
     out = jnp.moveaxis(jnp.moveaxis(out, -2, 2), 0, 1)  # [B, blocks, size, G, H / G, V]
     return out.reshape(batch, count * size, heads, -1)[:, :length]
 
 
-# Below, shapes are of N blocks of C tokens: queries [N, B, G, R, C, K] (R of them share a key), keys [N, B, G, C, K].
+# Below, shapes are of N blocks of C queries, [N, B, G, R, C, K] (R of them share a key), and of M blocks of C keys,
+# [M, B, G, C, K].
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _blocked(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, first: jax.Array, window: int | None, scale: float
+class Blocks(NamedTuple):
+    """Which blocks of keys each block of queries attends to: those from `first` to `number`."""
+
+    number: jax.Array
+    """int32[N]: which block of keys has the tokens of a block of queries."""
+    first: jax.Array
+    """int32[N]."""
+    q_segments: jax.Array | None
+    """int32[N, B, C]; None if a row is one segment."""
+    k_segments: jax.Array | None
+    """int32[M, B, C]."""
+
+
+def first_blocks(
+    number: jax.Array, size: int, window: int | None, q_segments: jax.Array | None, k_segments: jax.Array | None
 ) -> jax.Array:
-    return _blocked_forward(q, k, v, segments, first, window, scale)[0]
+    """int32[N]: the first block of keys with one that a block of queries attends to, see `Blocks`."""
+    first = jnp.zeros(number.shape, jnp.int32)
+    if window is not None:
+        first = jnp.maximum(0, (number * size - window + 1) // size)
+    if q_segments is not None and k_segments is not None:
+        least, most = q_segments.min(-1)[:, None], k_segments.max(-1)
+        highest, lowest = q_segments.max(-1)[:, None], k_segments.min(-1)
+        may_meet = ((least <= most) & (lowest <= highest)).any(-1)
+        first = jnp.maximum(first, may_meet.argmax(-1))
+    return first
 
 
-def _blocked_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, first: jax.Array, window: int | None, scale: float
-) -> tuple[jax.Array, Any]:
-    """The output [N, B, G, R, C, V], and the residuals of the backward pass, with the logs of the softmax sums."""
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, window: int | None, scale: float) -> jax.Array:
+    return blocked_forward(q, k, v, at, window, scale)[0]
+
+
+def blocked_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, window: int | None, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """The output [N, B, G, R, C, V], and the logarithms of the softmax sums, float32 [N, B, G, R, C]."""
 
     def queries(_: None, i: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
         def keys(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
             """One step of the online softmax; a query's own block comes last, so at least one key is not masked."""
             top, total, mixed = carry
-            scores = _scores(q, k, segments, window, scale, i, j)
+            scores = _scores(q, k, at, window, scale, i, j)
             higher = jnp.maximum(top, scores.max(-1))
             weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
             new = jnp.einsum("bgrqs,bgsv->bgrqv", weights.astype(v.dtype), v[j], preferred_element_type=jnp.float32)
@@ -310,16 +336,17 @@ def _blocked_forward(
 
         each = q.shape[1:-1]
         empty = jnp.full(each, HIDDEN), jnp.zeros(each), jnp.zeros((*each, v.shape[-1]))
-        top, total, mixed = jax.lax.fori_loop(first[i], i + 1, keys, empty)
+        top, total, mixed = jax.lax.fori_loop(at.first[i], at.number[i] + 1, keys, empty)
         return None, ((mixed / total[..., None]).astype(v.dtype), top + jnp.log(total))
 
-    _, (out, log_sums) = jax.lax.scan(queries, None, jnp.arange(q.shape[0]))
-    return out, (q, k, v, segments, first, out, log_sums)
+    return jax.lax.scan(queries, None, jnp.arange(q.shape[0]))[1]
 
 
-def _blocked_backward(window: int | None, scale: float, kept: Any, d_out: jax.Array) -> Any:
-    """The gradients of queries, keys and values; the sums are float32."""
-    q, k, v, segments, first, out, log_sums = kept
+def blocked_backward(
+    q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, out: jax.Array, log_sums: jax.Array, d_out: jax.Array,
+    window: int | None, scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """The gradients of queries, in their type, and of keys and values, in the float32 that they are summed in."""
 
     def queries(d_keys: Any, i: jax.Array) -> tuple[Any, jax.Array]:
         d_mixed = d_out[i]
@@ -327,7 +354,7 @@ def _blocked_backward(window: int | None, scale: float, kept: Any, d_out: jax.Ar
 
         def keys(j: jax.Array, carry: Any) -> Any:
             d_q, d_k, d_v = carry
-            weights = jnp.exp(_scores(q, k, segments, window, scale, i, j) - log_sums[i][..., None])
+            weights = jnp.exp(_scores(q, k, at, window, scale, i, j) - log_sums[i][..., None])
             d_weights = jnp.einsum("bgrqv,bgsv->bgrqs", d_mixed, v[j], preferred_element_type=jnp.float32)
             d_scores = (weights * (d_weights - shared) * scale).astype(q.dtype)
             d_q += jnp.einsum("bgrqs,bgsk->bgrqk", d_scores, k[j], preferred_element_type=jnp.float32)
@@ -336,24 +363,37 @@ def _blocked_backward(window: int | None, scale: float, kept: Any, d_out: jax.Ar
             return d_q, d_k.at[j].add(of_k), d_v.at[j].add(of_v)
 
         start = (jnp.zeros(q.shape[1:]), *d_keys)
-        d_q, *d_keys = jax.lax.fori_loop(first[i], i + 1, keys, start)
+        d_q, *d_keys = jax.lax.fori_loop(at.first[i], at.number[i] + 1, keys, start)
         return tuple(d_keys), d_q.astype(q.dtype)
 
     (d_k, d_v), d_q = jax.lax.scan(queries, (jnp.zeros(k.shape), jnp.zeros(v.shape)), jnp.arange(q.shape[0]))
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
+    return d_q, d_k, d_v
+
+
+def _blocked_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, window: int | None, scale: float
+) -> tuple[jax.Array, Any]:
+    out, log_sums = blocked_forward(q, k, v, at, window, scale)
+    return out, (q, k, v, at, out, log_sums)
+
+
+def _blocked_backward(window: int | None, scale: float, kept: Any, d_out: jax.Array) -> Any:
+    q, k, v, at, out, log_sums = kept
+    d_q, d_k, d_v = blocked_backward(q, k, v, at, out, log_sums, d_out, window, scale)
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
-def _scores(q: jax.Array, k: jax.Array, segments: Any, window: int | None, scale: float, i: Any, j: Any) -> jax.Array:
+def _scores(q: jax.Array, k: jax.Array, at: Blocks, window: int | None, scale: float, i: Any, j: Any) -> jax.Array:
     """float32 [B, G, R, C, C]: of queries of block i and keys of block j, `HIDDEN` if masked."""
     size = q.shape[-2]
     scores = jnp.einsum("bgrqk,bgsk->bgrqs", q[i], k[j], preferred_element_type=jnp.float32) * scale
-    back = (i - j) * size + jnp.arange(size)[:, None] - jnp.arange(size)
+    back = (at.number[i] - j) * size + jnp.arange(size)[:, None] - jnp.arange(size)
     seen = back >= 0 if window is None else (back >= 0) & (back < window)
-    if segments is not None:
-        seen = seen & (segments[i][:, None, None, :, None] == segments[j][:, None, None, None, :])
+    if at.q_segments is not None and at.k_segments is not None:
+        seen = seen & (at.q_segments[i][:, None, None, :, None] == at.k_segments[j][:, None, None, None, :])
     return jnp.where(seen, scores, HIDDEN)
 
 

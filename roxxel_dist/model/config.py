@@ -219,9 +219,10 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
     scan_layers: bool = False
     """Compile one block for all of them: the time to compile no longer grows with num_blocks. The same weights,
     checkpoints and numbers."""
-    loss_chunk: int = 0
+    loss_chunk: int | Literal["auto"] = "auto"
     """Tokens of a batch, over all devices, whose logits and loss are computed at a time, and again in the backward
-    pass: with a large vocabulary they are most of the memory. 0 for all at once."""
+    pass: with a large vocabulary they are most of the memory. auto: as many as have 64 MB of logits on each device. 0
+    for all at once."""
 
     def __post_init__(self) -> None:
         check_sizes({name: getattr(self, name) for name in ("dim", "num_blocks", "max_context", "vocab_size")})
@@ -234,8 +235,10 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
             raise UserError(f"norm_eps is {self.norm_eps}: it must be above 0 and below 1; 1e-6 is usual")
         if not 0 < self.init_std < math.inf:
             raise UserError(f"init_std is {self.init_std}: it must be above 0, and finite; 0.02 is usual")
-        if self.loss_chunk < 0:
-            raise UserError(f"loss_chunk is {self.loss_chunk}: it must be a number of tokens, or 0 for all at once")
+        if self.loss_chunk != "auto" and self.loss_chunk < 0:
+            raise UserError(
+                f"loss_chunk is {self.loss_chunk}: it must be auto, a number of tokens, or 0 for all at once"
+            )
         if not 0 <= self.dropout_rate < 1:
             raise UserError(f"dropout_rate is {self.dropout_rate}: it must be at least 0 and below 1")
         if self.use_moe and self.adapts("mlp") and self.lora_dropout:

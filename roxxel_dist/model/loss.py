@@ -7,8 +7,14 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from roxxel_dist.cluster.mesh import TENSOR, row_shards, token_shards
+from roxxel_dist.cluster.parameter_sharding import constrain_tokens
+from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.layers import Embedding, logits_of
 from roxxel_dist.model.transformer import Transformer
+
+CHUNK_BYTES = 64_000_000
+"""Of a device, for the float32 logits of a chunk where `loss_chunk` is auto."""
 
 
 def next_token_loss(model: nnx.Module, batch: Any) -> jax.Array:
@@ -35,14 +41,16 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
     """
     balance: dict[str, jax.Array] = {}
 
-    def losses_of(targets_BxL: jax.Array, *inputs: Any) -> jax.Array:
-        if not isinstance(model, Transformer) or not (model.config.use_moe or model.config.loss_chunk):
+    def losses_of(targets_BxL: jax.Array, tokens_BxL: jax.Array, *packed: jax.Array) -> jax.Array:
+        # Not the row is cut, but what is computed of it: its inputs and targets have a token less, often 2^k.
+        targets_BxL, *inputs = constrain_tokens(targets_BxL, tokens_BxL, *packed)
+        if not isinstance(model, Transformer):
             return _cross_entropy(model(*inputs), targets_BxL)  # pyright: ignore[reportCallIssue]
-        x_BxLxD, of_experts, _ = model.states(*inputs)
+        x_BxLxD, of_experts, _ = model.states(*inputs)  # pyright: ignore[reportArgumentType]
         if model.config.use_moe:
             balance["balance_loss"] = of_experts
-        if model.config.loss_chunk:
-            return _by_chunks(model, x_BxLxD, targets_BxL)
+        if count := chunks_of(model.config, *targets_BxL.shape):
+            return _by_chunks(model, x_BxLxD, targets_BxL, count)
         return _cross_entropy(model.logits(x_BxLxD), targets_BxL)
 
     if not hasattr(batch, "tokens"):
@@ -62,15 +70,27 @@ def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
 
 
-def _by_chunks(model: Transformer, x_BxLxD: jax.Array, targets_BxL: jax.Array) -> jax.Array:
-    """The same float32[B, L], with the logits of `loss_chunk` tokens at a time; the backward pass computes them again.
+def chunks_of(config: ModelConfig, rows: int, length: int) -> int:
+    """Into how many chunks the logits of a batch are cut, see `ModelConfig.loss_chunk`; 0 for none."""
+    if config.loss_chunk != "auto":
+        return -(-length // max(1, config.loss_chunk // rows)) if config.loss_chunk else 0
+    mesh, vocabulary = jax.sharding.get_abstract_mesh(), config.vocab_size or 0
+    pieces, together = (1, 1) if mesh.empty else (row_shards(mesh), mesh.shape.get(TENSOR, 1))
+    here = -(-rows // pieces) * -(-length // token_shards(mesh)), -(-vocabulary // together)
+    chunks = -(-4 * here[0] * here[1] // CHUNK_BYTES)
+    return 0 if chunks <= 1 else min(chunks, length)
 
-    A chunk is a part of every row, so rows stay on their devices.
+
+def _by_chunks(model: Transformer, x_BxLxD: jax.Array, targets_BxL: jax.Array, count: int) -> jax.Array:
+    """The same float32[B, L], with the logits of one of `count` chunks of tokens at a time; the backward pass computes
+    them again.
+
+    A chunk is a part of what each device has of every row, so rows and tokens stay on their devices.
     """
     batch, length = targets_BxL.shape
-    count = -(-length // max(1, model.config.loss_chunk // batch))
-    size = -(-length // count)  # parts of equal size need little padding
-    short = count * size - length
+    shards = token_shards(jax.sharding.get_abstract_mesh())
+    size = -(-length // (shards * count))  # parts of equal size need little padding
+    short = shards * count * size - length
     x_BxLxD = jnp.pad(x_BxLxD, [(0, 0), (0, short), (0, 0)])
     targets_BxL = jnp.pad(targets_BxL, [(0, 0), (0, short)])
     graphdef, state = nnx.split(model.output)
@@ -84,6 +104,11 @@ def _by_chunks(model: Transformer, x_BxLxD: jax.Array, targets_BxL: jax.Array) -
         x_BxCxD, targets_BxC = piece
         return _cross_entropy(logits_of(output, x_BxCxD), targets_BxC)
 
-    pieces = tuple(a.reshape(batch, count, size, *a.shape[2:]).swapaxes(0, 1) for a in (x_BxLxD, targets_BxL))
-    losses_NxBxC = jax.lax.map(jax.checkpoint(losses_of), pieces)
-    return losses_NxBxC.swapaxes(0, 1).reshape(batch, -1)[:, :length]
+    def chunks(a: jax.Array) -> jax.Array:
+        """[B, L, ...] to [chunks, B, devices x tokens of a chunk, ...]."""
+        parts = jnp.moveaxis(a.reshape(batch, shards, count, size, *a.shape[2:]), 2, 0)
+        return parts.reshape(count, batch, shards * size, *a.shape[2:])
+
+    losses_NxBxC = jax.lax.map(jax.checkpoint(losses_of), (chunks(x_BxLxD), chunks(targets_BxL)))
+    losses = jnp.moveaxis(losses_NxBxC.reshape(count, batch, shards, size), 0, 2)
+    return losses.reshape(batch, -1)[:, :length]

@@ -11,7 +11,7 @@ from flax import nnx
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
-from roxxel_dist.cluster.parameter_sharding import MESH_AXES, constrain_rows
+from roxxel_dist.cluster.parameter_sharding import MESH_AXES, constrain_batch
 from roxxel_dist.model.attention import Attention
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.kv_cache import AttentionMetadata, Cache, LayerCache, empty_cache, prepare
@@ -44,7 +44,7 @@ class Block(nnx.Module):
         mixed_BxLxD, cache = self.attention(self.attention_norm(x_BxLxD), metadata, cache)
         x_BxLxD = x_BxLxD + self._drop(mixed_BxLxD)
         y_BxLxD, balance = self.feedforward(self.feedforward_norm(x_BxLxD))
-        return constrain_rows(x_BxLxD + self._drop(y_BxLxD)), balance, cache
+        return constrain_batch(x_BxLxD + self._drop(y_BxLxD)), balance, cache
 
     def _drop(self, x_BxLxD: jax.Array) -> jax.Array:
         return x_BxLxD if self.dropout is None else self.dropout(x_BxLxD)
@@ -167,7 +167,7 @@ class Transformer(nnx.Module):
             metadata = AttentionMetadata(position, segments_BxL=segments_BxL)
         else:
             metadata, cache = prepare(cache, length, segments_BxL, positions_BxL, self.config.window)
-        x_BxLxD = constrain_rows(self._embed(tokens_BxL, metadata.position_L))
+        x_BxLxD = constrain_batch(self._embed(tokens_BxL, metadata.position_L))
         remat = self.config.gradient_checkpointing and not self.deterministic and cache is None
         x_BxLxD, balance, layers = run_stack(
             self.blocks, x_BxLxD, metadata, None if cache is None else cache.layers,

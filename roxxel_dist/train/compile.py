@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from roxxel_dist.cluster.distributed import barrier
 from roxxel_dist.cluster.executables import ExecutableStore, compile_kept
@@ -65,7 +65,8 @@ class AotCompiler:
     def prepare(self, key: Hashable, jitted: Callable[..., Any] | Composite, *args: Any, on_mesh: bool = True) -> None:
         """Begin to compile `jitted` for such arrays, or jax.ShapeDtypeStructs with shardings, unless `key` is known.
 
-        Without `on_mesh` it is a program of one device, which waits for no other rank.
+        While it is traced, the mesh of the last argument is set: that of a batch is its phase's. Without `on_mesh` it
+        is a program of one device, which waits for no other rank.
         """
         if key not in self._programs:
             self._programs[key] = self._pool.submit(self._compile, key, jitted, abstract(args), on_mesh)
@@ -111,7 +112,7 @@ class AotCompiler:
             with jax.set_mesh(one_device(self.mesh)):
                 program = jitted.compiled(self._compile_one, self._compile_for_each, *args)
         else:
-            program = self._compile_one(jitted, args, self.mesh if on_mesh else None)
+            program = self._compile_one(jitted, args, mesh_of(args[-1], self.mesh) if on_mesh else None)
         self.seconds[key] = time.perf_counter() - start
         return program
 
@@ -145,8 +146,14 @@ def abstract(tree: Any) -> Any:
 
 
 def batch_key(batch: Any) -> Hashable:
-    """The key of a program for batches like this one: shapes, and how they lie on the mesh."""
-    return tuple((leaf.shape, str(leaf.sharding.spec)) for leaf in jax.tree.leaves(batch))
+    """The key of a program for batches like this one: shapes, and how they lie on which mesh."""
+    return tuple((leaf.shape, str(leaf.sharding.spec), mesh_of(leaf)) for leaf in jax.tree.leaves(batch))
+
+
+def mesh_of(batch: Any, default: Mesh | None = None) -> Mesh | None:
+    """The mesh that a batch lies on: the run's, or that of a phase whose rows the devices do not divide."""
+    meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(batch) if isinstance(leaf.sharding, NamedSharding)]
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), default)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.mesh import fit_sharding
+from roxxel_dist.cluster.mesh import fit_sharding, micro_batches
+from roxxel_dist.cluster.parameter_sharding import constrain_tokens
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.loss import next_token_loss, token_losses
@@ -71,6 +72,8 @@ class Loss(NamedTuple):
 def measure(loss_fn: LossFn, model: Any, batch: Any) -> Loss:
     """The result of a loss function for a batch, taken apart."""
     if loss_fn is not next_token_loss:
+        if loss_fn is not token_losses:  # which cuts what it computes on, a token less than a row
+            batch = jax.tree.map(lambda array: constrain_tokens(array)[0], batch)
         return unpack_loss(loss_fn(model, batch))
     # The same number, and its weight, which one number has no place for.
     losses = token_losses(model, batch)
@@ -190,11 +193,6 @@ def apply_gradient(
     return TrainState(state.step + 1, params, rest, opt_state, health), metrics
 
 
-def micro_batches(grad_accum: int, rows: int) -> int:
-    """Into how many micro-batches a batch of so many rows is cut: each has a row at least."""
-    return min(grad_accum, rows)
-
-
 def check_batches(shapes: Sequence[Shape], grad_accum: int) -> None:
     """Raises ValueError for a phase whose batch gradient accumulation does not divide.
 
@@ -223,8 +221,8 @@ def accumulate(
     def pieces(array: jax.Array) -> jax.Array:
         rows, length = array.shape
         micro = array.reshape(rows // count, count, length).swapaxes(0, 1)
-        spec = fit_sharding(sharding, (rows // count, length)).spec
-        return jax.lax.with_sharding_constraint(micro, NamedSharding(sharding.mesh, P(None, *spec)))
+        fitted = fit_sharding(sharding, (rows // count, length))
+        return jax.lax.with_sharding_constraint(micro, NamedSharding(fitted.mesh, P(None, *fitted.spec)))
 
     def add(carry: Any, piece: Any) -> tuple[Any, Any]:
         total, rest = carry

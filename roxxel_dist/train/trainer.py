@@ -500,7 +500,7 @@ class Trainer:
         return checkpoint_metadata(done, self.plan, self._metadata, self._optimizer)
 
     def _stream_from(self, step: int) -> Stream:
-        return Stream(self.plan, self._curriculum.datasets, self._sharding, step)
+        return Stream(self.plan, self._curriculum.datasets, self._sharding, step, self._grad_accum)
 
     def _compile_phase(self, step: int) -> Hashable:
         """Begin to compile what the phase of `step` needs, and return the key of its training step."""

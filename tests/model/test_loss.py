@@ -91,5 +91,5 @@ def test_the_logits_are_never_there_at_once():
 
 
 def test_a_number_of_tokens():
-    with pytest.raises(ValueError, match="loss_chunk is -1: it must be a number of tokens, or 0"):
+    with pytest.raises(ValueError, match="loss_chunk is -1: it must be auto, a number of tokens, or 0"):
         ModelConfig(loss_chunk=-1)

@@ -11,8 +11,9 @@ from jax.sharding import NamedSharding
 
 from roxxel_dist.cluster.distributed import process_count, process_index
 from roxxel_dist.cluster.exit_codes import REACHED_ENV
-from roxxel_dist.cluster.mesh import device_type, fit_sharding
+from roxxel_dist.cluster.mesh import device_type
 from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.train.batch_layout import batch_layout
 from roxxel_dist.train.digest_chain import in_hex
 from roxxel_dist.train.loggers.base import LogQueue
 from roxxel_dist.train.resume import ResumePoint
@@ -78,9 +79,8 @@ class MetricsLogger:
     def log_phase(self, plan: Plan, step: int, sharding: NamedSharding, grad_accum: int) -> None:
         """Log that a phase begins with this step, from 0."""
         rows, length = plan.shape(step)
-        spec = fit_sharding(sharding, (rows, length)).spec
-        why = "because its rows are not a multiple of the devices"
-        how = "" if spec == sharding.spec else f", laid out as {spec} {why}"
+        layout = batch_layout(sharding, rows, length, grad_accum)
+        how = "" if layout.cut == "rows" and not layout.repeated else f": {layout}"
         if rows < grad_accum:
             how += f", in {rows} micro-batch(es) instead of {grad_accum} because it has no more rows"
         self._log.text(

@@ -1,0 +1,68 @@
+"""How devices share the rows and tokens of a batch, in numbers and in words."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jax.sharding import NamedSharding
+
+from roxxel_dist.cluster.mesh import TENSOR, fit_sharding, micro_batches, token_shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLayout:
+    """How the devices share a batch, or with gradient accumulation each micro-batch."""
+
+    rows: int
+    """Of the batch, or the micro-batch."""
+    row_pieces: int
+    """Into how many pieces its rows are cut."""
+    token_pieces: int
+    """Into how many pieces the tokens of each row are cut."""
+    repeated: int
+    """Devices, or groups of them, that compute the same piece as another."""
+    together: int = 1
+    """Devices in a group: those along "tensor", which share the work on each piece."""
+
+    @property
+    def pieces(self) -> int:
+        """Of the batch."""
+        return self.row_pieces * self.token_pieces
+
+    @property
+    def cut(self) -> Literal["rows", "tokens", "both", "nothing"]:
+        """Along which axis the batch is cut."""
+        if self.row_pieces > 1:
+            return "rows" if self.token_pieces == 1 else "both"
+        return "nothing" if self.token_pieces == 1 else "tokens"
+
+    def __str__(self) -> str:
+        """Such as "1 row, cut along the tokens over 8 devices"."""
+        who = "devices" if self.together == 1 else f"groups of {self.together} devices (tensor)"
+        rows = f"{self.rows:,} row{'' if self.rows == 1 else 's'}"
+        match self.cut:
+            case "rows":
+                text = f"{rows} over {self.row_pieces} {who}"
+            case "tokens":
+                text = f"{rows}, {'' if self.rows == 1 else 'each '}cut along the tokens over {self.token_pieces} {who}"
+            case "both":
+                text = f"{rows} over {self.pieces} {who}, each cut along the tokens over {self.token_pieces}"
+            case "nothing":
+                text = f"{rows} on {'each device' if self.together == 1 else f'each of the {who}'}"
+        if self.repeated:
+            text += f"; {self.repeated} of {self.pieces + self.repeated} {who} repeat the work of others"
+        return text
+
+
+def batch_layout(sharding: NamedSharding, rows: int, length: int, grad_accum: int) -> BatchLayout:
+    """How devices share a batch of `rows` x `length` tokens with `grad_accum` micro-batches.
+
+    Of a row of `length` tokens a step computes on `length` - 1, so it takes as many to be cut over all devices.
+    """
+    fitted = fit_sharding(sharding, (rows, length), grad_accum)
+    micro = rows // micro_batches(grad_accum, rows), length
+    by_row, by_token = (whole // part for whole, part in zip(micro, fitted.shard_shape(micro), strict=True))
+    if 1 < token_shards(fitted.mesh) < length:
+        by_token = token_shards(fitted.mesh)
+    together = sharding.mesh.shape.get(TENSOR, 1)
+    repeated = sharding.mesh.size // together - by_row * by_token
+    return BatchLayout(rows=micro[0], row_pieces=by_row, token_pieces=by_token, repeated=repeated, together=together)

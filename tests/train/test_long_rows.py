@@ -1,0 +1,121 @@
+"""A phase whose rows are fewer than the devices: each device computes a part of each row, and the numbers stay."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, make_mesh, scalars_on
+from roxxel_dist.data.packing import Packed
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.loss import token_losses
+from roxxel_dist.model.transformer import TransformerBuilder
+from roxxel_dist.train.compile import AotCompiler
+from roxxel_dist.train.optimizer import InitialState, NamedOptimizer, OptimizerConfig
+from roxxel_dist.train.train_state import init_state
+from roxxel_dist.train.train_step import SPIKE_FACTOR, make_step
+
+SMALL = {"dim": 64, "num_blocks": 2, "vocab_size": 128, "max_context": 4096, "head_size": 16, "kv_heads": 2}
+MLA = {"mla": True, "down_dim_q": 32, "down_dim_kv": 32, "rope_dim": 8}
+WINDOW = {"sliding_window": True, "context_window": 24}
+FEATURES = {
+    "plain": {},
+    "window, gate, learned positions": WINDOW | {"no_sink": True, "pos_encoding": "learned"},
+    "mla, remat, scan": MLA | {"gradient_checkpointing": True, "scan_layers": True},
+    "experts": {"use_moe": True, "n_experts": 4},
+    "dropout, logits in chunks": {"dropout_rate": 0.2, "loss_chunk": 32, "scan_layers": True},
+}
+
+
+def compiled(mesh, fields, shape, *, packed=False, fsdp=False, grad_accum=1):
+    """(the compiled training step, state, hparams, a function of a seed that makes a batch)."""
+    optimizer = NamedOptimizer(OptimizerConfig(lr=1e-2, warmup_steps=0))
+    builder = TransformerBuilder(ModelConfig(**SMALL | fields), 0, 1)
+    split, state, hparams = init_state(builder, InitialState(optimizer), mesh, fsdp=fsdp, dtype=None)
+    hparams |= scalars_on(mesh, {**optimizer.settings(100), SPIKE_FACTOR: 0.0})
+    sharding = batch_sharding(mesh)
+    step = make_step(split, token_losses, optimizer, state, sharding, grad_accum=grad_accum)
+    fitted = fit_sharding(sharding, shape, grad_accum)
+
+    def batch(seed):
+        rng = np.random.default_rng(seed)
+        tokens = jax.device_put(rng.integers(0, 128, shape).astype(np.int32), fitted)
+        if not packed:
+            return tokens
+        segments = np.sort(rng.integers(0, 3, shape), 1).astype(np.int32)
+        starts = np.maximum.accumulate(np.where(np.diff(segments, prepend=-1) != 0, np.arange(shape[1]), 0), 1)
+        positions = (np.arange(shape[1]) - starts).astype(np.int32)
+        return Packed(tokens, *jax.device_put((segments, positions), fitted))
+
+    compiler = AotCompiler(mesh)
+    compiler.prepare("step", step, state, hparams, batch(0))
+    program = compiler.get("step")
+    compiler.close()
+    return program, state, hparams, batch
+
+
+def losses(mesh, fields, shape, steps=3, **options):
+    program, state, hparams, batch = compiled(mesh, fields, shape, **options)
+    found = []
+    for step in range(steps):
+        state, metrics = program(state, hparams, batch(step))
+        found.append((float(metrics.scalars["loss"]), float(metrics.scalars["grad_norm"])))
+    return found
+
+
+def cases():
+    """Every feature with 1, 2 and 6 rows, and with axes of parameters; `make test` has one of each feature."""
+    quick = {("plain", 1, "data 8"), ("experts", 6, "data 8"), ("mla, remat, scan", 2, "fsdp 4 x tensor 2")}
+    meshes = {
+        "data 8": {},
+        "fsdp 8": {"fsdp": 8},
+        "fsdp 4 x tensor 2": {"fsdp": 4, "tensor": 2},
+        "data 6": {"n_devices": 6},
+    }
+    for name, fields in FEATURES.items():
+        for rows in (1, 2, 6):
+            for label, axes in meshes.items():
+                for packed in (False, True):
+                    marks = () if (name, rows, label) in quick and not packed else pytest.mark.long
+                    yield pytest.param(
+                        fields, rows, axes, packed, marks=marks, id=f"{name}, {rows} x {label}, {packed}"
+                    )
+
+
+@pytest.mark.parametrize(("fields", "rows", "axes", "packed"), list(cases()))
+def test_losses_are_those_of_one_device(fields, rows, axes, packed):
+    options = {"fsdp": "fsdp" in axes, "packed": packed}
+    steps = 3 if not fields else 2
+    found = losses(make_mesh(**axes), fields, (rows, 131), steps, **options)
+    alone = losses(make_mesh(1), fields, (rows, 131), steps, packed=packed)
+    np.testing.assert_allclose(found, alone, rtol=2e-5)
+
+
+def test_micro_batches_of_long_rows():
+    found = losses(make_mesh(), {}, (4, 65), 2, grad_accum=2)
+    np.testing.assert_allclose(found, losses(make_mesh(1), {}, (4, 65), 2, grad_accum=2), rtol=2e-5)
+
+
+def arrays_of(program, kind):
+    """The shapes of the results of a kind of collective."""
+    lines = [line for line in program.as_text().splitlines() if re.search(rf" {kind}(?:-start)?\(", line)]
+    return [
+        tuple(map(int, found.split(",")))
+        for line in lines
+        for found in re.findall(r"f32\[([\d,]+)\]", line.split(f" {kind}")[0])
+    ]
+
+
+def test_one_row_of_2049_tokens_on_eight_devices():
+    """Memory, work and what is sent. The temporaries of one device are dominated by the row, as in a real phase."""
+    fields, shape = {"loss_chunk": 0, "dim": 128, "head_size": 32, "vocab_size": 2048}, (1, 2049)
+    alone = compiled(make_mesh(1), fields, shape)[0]
+    cut = compiled(make_mesh(), fields, shape)[0]
+    flops = [program.cost_analysis()["flops"] for program in (alone, cut)]
+    assert flops[1] * 8 <= 1.15 * flops[0]
+    temporaries = [program.memory_analysis().temp_size_in_bytes for program in (alone, cut)]
+    assert temporaries[1] <= temporaries[0] / 4
+    gathered = arrays_of(cut, "all-gather")
+    assert gathered
+    assert {shape for shape in gathered if np.prod(shape) >= 2048} == {(1, 2048, 2, 32)}, "keys and values alone"
