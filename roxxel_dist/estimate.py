@@ -35,7 +35,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.report import read_runs
 from roxxel_dist.run_directory import CONFIG, no_run
-from roxxel_dist.run_metadata import data_of, kernel_begun_with, saved_config
+from roxxel_dist.run_metadata import check_resumable, data_of, kernel_begun_with, saved_config
 from roxxel_dist.train.compile import AotCompiler, batch_key
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.init_from import check_weights, find_checkpoint, with_base
@@ -214,6 +214,8 @@ def estimate(config: Any, data_path: str | Path | None, request: EstimateRequest
             config, note = with_base(config)
             config = config.with_absolute_paths()
             config.validate()
+            if saved:  # what `train` refuses of a resumed run, and takes of one that is amended
+                check_resumable(saved, config, amend=True)
             if config.deterministic:
                 make_deterministic()
             if request.devices:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from buckets import put, replace_object
 from commands import losses, rows, run, start, wait_for
-from objects.servers import S3Server
 from reader import ROOT, blocks
 
 from roxxel_dist.data.dataset import Roxxel
@@ -34,8 +33,8 @@ checkpoint_every: 6
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with S3Server(tmp_path_factory.mktemp("s3")) as server, server.environment():
+def server(server):
+    with server.environment():
         yield server
 
 

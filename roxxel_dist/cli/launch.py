@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roxxel_dist.cluster.exit_codes import UserError
@@ -114,6 +115,8 @@ def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
         from roxxel_dist.launcher.dry_run import as_text, describe
 
         with usage_errors():  # the port may be in use
+            if backend.is_local:  # other hosts may have the data, and this one not
+                check_training(job.command)
             print(json.dumps(describe(job, backend), indent=2) if options.json else as_text(job, backend))
         return 0
     if not options.detach:
@@ -151,6 +154,24 @@ def micro_batches(command: Sequence[str]) -> tuple[int, ...]:
     if not config.phases:
         return (config.batch_size,)
     return tuple(Phase.of(phase).batch_size // config.grad_accum for phase in config.phases)
+
+
+def check_training(command: Sequence[str]) -> None:
+    """Raises ValueError where a `train` command would refuse its data sets, blends or phases; looks at no other."""
+    if list(command[:1]) != ["train"]:
+        return
+    from roxxel_dist.cli.arguments import parse_train
+    from roxxel_dist.curriculum_builder import check_data
+    from roxxel_dist.run_directory import CONFIG
+    from roxxel_dist.run_metadata import data_of, saved_config
+
+    args, config = parse_train(list(command[1:]))
+    path = config.primary_path(args.data_path)
+    if path is None and args.run_dir is not None and os.path.exists(os.path.join(args.run_dir, CONFIG)):
+        path = data_of(saved_config(Path(args.run_dir)), Path(args.run_dir))
+    if path is None and not (args.resume or args.fork):
+        raise UserError("no data: name a text file, a folder or shards with --data_path PATH")
+    check_data(config, path)
 
 
 def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backend") -> "JobSpec":

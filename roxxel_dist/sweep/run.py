@@ -18,7 +18,6 @@ from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.display import counted
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError
 from roxxel_dist.objects.lease import LeaseLostError
-from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import is_study
 from roxxel_dist.sweep.bucket import StudyBucket
 from roxxel_dist.sweep.controller import run_sweep
@@ -211,7 +210,7 @@ def open_sweep(
     path, is_ours = run.config.primary_path(run.data_path), run.program is None
     if path is None and is_ours and run.server is None:
         raise UserError("no data: name a text file, a folder or shards with --data_path, or `self` in datasets")
-    if path is not None and not is_url(path) and not os.path.exists(path):
+    if path is not None and not is_tokens(path) and not os.path.exists(path):  # NAME may be NAME.rox
         raise UserError(f"--data_path {path}: no such file or folder: check the path")
     for name in sorted(run.swept) if is_ours else ():
         if name not in FIELD_TYPES and name not in SECTIONS:

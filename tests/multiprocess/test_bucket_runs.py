@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 from commands import command, environment, launched, losses, make_corpus, rows, run, wait_for
-from objects.servers import BUCKET, S3Server
+from objects.servers import BUCKET
 
 from roxxel_dist.cli import main
 from roxxel_dist.objects.store import ObjectStore
@@ -39,12 +39,6 @@ def work(tmp_path_factory):
     assert run(*train, "--run_dir", "whole", cwd=folder).returncode == 0
     assert run(*launched(2, 1, "together", *TWELVE, *TOGETHER), cwd=folder).returncode == 0
     return folder
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
-        yield server
 
 
 @pytest.fixture
