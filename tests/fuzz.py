@@ -29,6 +29,8 @@ BEGUN = {
     ("sweep",): ["--sweep_config", "none"],
 }
 """Words that a command needs before it looks at the option in question; they name what is not there."""
+NEEDED = {"--from_step": ["--resume", "--run_dir", "none"], "--skip_steps": ["--resume", "--run_dir", "none"]}
+"""Words without which an option is refused, whatever its value."""
 NO_WORDS = {"train", "find-lr", "sweep", "plan", "doctor", "ps", "demo"}
 """Commands that need no word."""
 LONG_RUNNING = {"demo", "doctor", "attach"}
@@ -75,6 +77,7 @@ def words(path: tuple[str, ...], name: str, *values: str) -> list[str]:
     """A command line with an option, given once a value."""
     written = name.replace("_", "-").replace("--", "--", 1) if path[0] in ("launch", "doctor") else name
     base = BEGUN.get(path, [] if path[0] in NO_WORDS else ["none"])
+    base = [*base, *NEEDED.get(name, ())]
     if name.replace("_", "-") in base:
         at = base.index(name.replace("_", "-"))
         base = base[:at] + base[at + 2 :]
