@@ -120,7 +120,8 @@ def normalise_switches(words: list[str], kind: Any) -> list[str]:
 
     A field of a config that is true or false gets its value: `--fsdp` alone is `--fsdp True`.
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.type is bool}
+    switches = switches_of(kind)
+    defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.name in switches}
     has_config = any(field.name == "fields" for field in dataclasses.fields(kind))
     fields = {name for name, held in FIELD_TYPES.items() if held is bool} if has_config else set()
     result: list[str] = []
@@ -157,6 +158,14 @@ def in_seconds(words: list[str], kind: Any) -> list[str]:
     return result
 
 
+def switches_of(kind: Any) -> set[str]:
+    """The names of a command's own options that are true or false, those with a short form too."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        name for name, hint in hints.items() if bool in (hint, *get_args(hint)[:1]) and get_origin(hint) is not dict
+    }
+
+
 def flag_types(kind: Any) -> dict[str, Any]:
     """The type of each flag of a command by its name, those of a config's fields among them."""
     hints = get_type_hints(kind, include_extras=True)
@@ -167,7 +176,7 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
     """Raises UserError where tyro's own message would be long: an option that is not there, a number that is none, a
     word that belongs to no option where a command takes options alone, and something without a default not given."""
     hints = flag_types(kind)
-    switches = {field.name for field in dataclasses.fields(kind) if field.type is bool}
+    switches = switches_of(kind)
     positional = {name for name, hint in hints.items() if POSITIONAL in get_args(hint)[1:]}
     all_options = f"`roxxel-dist {command} --help` lists all"
 

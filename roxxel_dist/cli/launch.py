@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from roxxel_dist.launcher.spec import JobSpec
 
 T = TypeVar("T")
+MOST = 1_000_000
+"""Hosts, processes, devices, restarts or ports of a job, at most."""
 READERS: dict[Any, Callable[[str], Any]] = {
     int: int, int | None: int, float: float, float | None: float, str: str, str | None: str,
 }  # fmt: skip
@@ -46,6 +48,8 @@ def command_of(name: str) -> Callable[[list[str]], int]:
 
             own = normalise_switches(own, kind)
             options = parse(kind, own, f"launch {name}", underscores=False, marks=(tyro.conf.UseAppendAction,))
+        with usage_errors():
+            _check_counts(options)
         request = LaunchRequest(
             command=tuple(words[end + 1 :]),
             words=own,
@@ -135,6 +139,18 @@ def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
     started = f"run {entry.run_id} started, its launcher is pid {entry.controller.pid} on {entry.controller.host}"
     info(f"{started}; see it with `{entry.line('attach')}`")
     return 0
+
+
+def _check_counts(options: Any) -> None:
+    """Raises UserError for a number of hosts, processes or the like that no cluster has: a list of them has no end."""
+    from roxxel_dist.launcher.spec import JobSpec
+
+    of_job = {field.name for field in dataclasses.fields(JobSpec)}  # whose limits of time have rules of their own
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        is_count = isinstance(value, int) or (isinstance(value, float) and field.name not in of_job)
+        if is_count and not abs(value) <= MOST:  # so neither nan nor inf
+            raise UserError(f"--{field.name.replace('_', '-')} {value}: must be at most {MOST:,}")
 
 
 def micro_batches(command: Sequence[str]) -> tuple[int, ...]:
