@@ -90,9 +90,8 @@ def complaint(place, at, name, damage, words, capfd):
     return "" if fine else f"{words[0]}, {name} {damage}: {code}, {said[-300:]}"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.cluster if n % 3 else ()) for n, name in enumerate(FILES)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", FILES)
 def test_commands_that_look(place, tmp_path, capfd, name):
     found = [
         complaint(place, tmp_path / "p", name, damage, words, capfd) for damage in DAMAGE for words in LOOKS.values()
@@ -108,14 +107,23 @@ def test_commands_that_work(place, tmp_path, capfd, command, damage):
     assert not any(found), "\n".join(filter(None, found))
 
 
-@pytest.mark.parametrize("command", ["eval", "resume", "report", "compare"])
-def test_a_folder_in_the_place_of_the_log(place, tmp_path, capfd, monkeypatch, command):
+@pytest.mark.parametrize(
+    ("command", "name", "message"),
+    [
+        ("eval", "metrics.jsonl", "metrics.jsonl: cannot be read (Is a directory): move it away"),
+        ("resume", "metrics.jsonl", "metrics.jsonl: cannot be read (Is a directory): move it away"),
+        ("report", "metrics.jsonl", "metrics.jsonl: cannot be read (Is a directory): move it away"),
+        ("resume", "training_log.csv", "training_log.csv: cannot be read (Is a directory): move it away"),
+        ("resume", "logs/rank-0.log", "rank-0.log: cannot be written (Is a directory): move what is there away"),
+    ],
+)
+def test_a_folder_in_the_place_of_a_log(place, tmp_path, capfd, monkeypatch, command, name, message):
     shutil.copytree(place, tmp_path / "p")
     monkeypatch.chdir(tmp_path / "p")
-    (tmp_path / "p/run/metrics.jsonl").unlink()
-    (tmp_path / "p/run/metrics.jsonl").mkdir()
+    (tmp_path / "p/run" / name).unlink()
+    (tmp_path / "p/run" / name).mkdir()
     words = [word.replace("RUN", "run") for word in {**LOOKS, **WORKS}[command]]
     assert main(words) == 2
     said = capfd.readouterr().err
-    assert "metrics.jsonl: cannot be read (Is a directory)" in said
+    assert message in said
     assert "Traceback" not in said
