@@ -22,7 +22,8 @@ def complaints(cases):
 
 def test_the_list_is_long():
     assert len(CASES) > 4000
-    assert {case[0] for case in CASES} == set(fuzz.PATHS)
+    without = {("demo",), ("attach",), ("completion",), ("data", "index")}  # options of which a value is surely wrong
+    assert {case[0] for case in CASES} == set(fuzz.PATHS) - without
 
 
 def test_a_value_of_another_type_is_named():
@@ -57,7 +58,7 @@ def test_every_option_with_every_value(path):
         (["logs", "none", "--follow=x"], "--follow x: must be True or False"),
         (["launch", "local", "--detach=maybe", "--", "true"], "--detach maybe: must be True or False"),
         (["launch", "slurm", "--print", "--nodes", "9" * 40, "--", "true"], "must be at most 1,000,000"),
-        (["launch", "k8s", "--image", "i", "--hosts", "2", "--cpu", "inf", "--", "true"], "--cpu inf: must be at most"),
+        (["launch", "k8s", "--image", "i", "--hosts", "2", "--cpu", "inf", "--", "true"], "--cpu inf: write an amount"),
         (["find-lr", "--num_steps", "9" * 40], "a curve needs at least 10 steps, and at most 1,000,000"),
     ],
 )  # fmt: skip
