@@ -144,7 +144,7 @@ class SweepRun:
 
     def trial_config(self, params: Mapping[str, Any]) -> Any:
         """The Config of a trial, made once for equal parameters. Raises ValueError for parameters that are none."""
-        key = config_key(params)
+        key = config_key(dict(params))
         if key not in self._configs:
             if len(self._configs) >= KNOWN_CONFIGS:
                 self._configs.clear()
