@@ -26,13 +26,12 @@ from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.config import Config, usage_errors
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.segments import Shape
-from roxxel_dist.curriculum_builder import build_curriculum, open_data_sets, shard_paths
+from roxxel_dist.curriculum_builder import build_curriculum, check_vocabularies, open_data_sets, shard_paths
 from roxxel_dist.data.build.build import build
 from roxxel_dist.data.build.tokenizer import Tokenizer
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
-from roxxel_dist.data.verify import check_sampled_ids
 from roxxel_dist.model.attention_kernels import kernel_for, key_size
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.loss import token_losses
@@ -349,14 +348,3 @@ def on_primary(what: str, act: Callable[[], Any]) -> None:
             message = str(error) or repr(error)
     if message := broadcast_from_primary(what, message, BUILD_LIMIT_S):
         raise UserError(message)
-
-
-def check_vocabularies(sets: Mapping[str, Roxxel], vocab_size: int) -> None:
-    """Raises ValueError for a data set with token ids of `vocab_size` or above."""
-    for name, data_set in sets.items():
-        if (data_set.vocab_size or 0) > vocab_size:
-            raise UserError(
-                f"the data {name!r} has {data_set.vocab_size} tokens, and vocab_size is {vocab_size}: build it with "
-                f"the tokenizer of the data to train on, or use a larger vocab_size"
-            )
-        check_sampled_ids(data_set, vocab_size)

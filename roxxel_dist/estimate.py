@@ -40,7 +40,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.report import read_runs
 from roxxel_dist.run_directory import CONFIG, no_run
-from roxxel_dist.run_metadata import data_of, kernel_begun_with, saved_config
+from roxxel_dist.run_metadata import check_resumable, data_of, kernel_begun_with, saved_config
 from roxxel_dist.target_process import call_for_target, folder_for_shards
 from roxxel_dist.target_steps import TargetCompiler, TargetPhase, one_device_flops, peak_bytes
 from roxxel_dist.train.batch_layout import BatchLayout, batch_layout
@@ -234,6 +234,8 @@ def estimate(
             config, note = with_base(config)
             config = config.with_absolute_paths()
             config.validate()
+            if saved:  # what `train` refuses of a resumed run, and takes of one that is amended
+                check_resumable(saved, config, amend=True)
             if config.deterministic:
                 make_deterministic()
             if request.devices:

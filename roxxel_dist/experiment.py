@@ -210,7 +210,7 @@ class Experiment:
             data_path: a text file, a folder of text, or shards.
             min_lr: rate of the first step.
             max_lr: rate of the last step.
-            num_steps: at least 10.
+            num_steps: at least 10, at most 1,000,000.
 
         Returns:
             The rate; the rates that were tried; the loss at each of them.

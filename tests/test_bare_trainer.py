@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -10,12 +11,14 @@ import time
 import optax
 import pytest
 from flax import nnx
+from reader import ROOT
 
 from roxxel_dist import Config, Curriculum, Experiment, Phase, Roxxel, Trainer, Transformer
 from roxxel_dist.cli import main
 from roxxel_dist.data.build.build import build
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.sharding import make_mesh
+from roxxel_dist.train.config import LoopOptions
 
 SHAPE = {"dim": 16, "num_blocks": 1, "kv_heads": 1, "head_size": 8, "max_context": 16}
 
@@ -115,3 +118,9 @@ def test_a_run_with_a_model_of_ones_own_says_which_commands_read_it(corpus, caps
         said = capsys.readouterr().err
         assert "own has no config.yaml: a program of yours made its model and trained it with a Trainer" in said
         assert "train it with --model MODULE:FUNCTION. `report`, `top` and `verify` read this run" in said
+
+
+def test_what_is_held_out_by_default_is_what_the_page_says():
+    page = (ROOT / "docs" / "training.md").read_text()
+    (said,) = re.findall(r"The default is ([\d.]+), for `train` and\nfor a `Trainer` that you make from parts", page)
+    assert {LoopOptions().val_fraction, Config().val_fraction} == {float(said)}

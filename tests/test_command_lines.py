@@ -1,12 +1,14 @@
 """Every command line that a text shows is one that the program takes, and every option that it names is there."""
 
 import ast
+import re
 
 import pytest
 from command_lines import OPTION, SPAN, command_lines, complaint, is_option, listed_commands, problem
 from reader import ROOT
 
 from roxxel_dist.cli.arguments import as_flags
+from roxxel_dist.config import FIELD_TYPES
 
 FOLDERS = ("docs", "examples", "launch", "docker", "sweeps", "configs")
 TEXTS = [
@@ -117,8 +119,37 @@ def test_what_messages_name_is_there(path):
     [
         ("continue it with resume=True, or not", "continue it with --resume, or not"),
         ("name it with data_path=PATH;", "name it with --data_path PATH;"),
+        ("with steps=1:9 and steps=10:12", "with --steps 1:9 and --steps 10:12"),
+        ("with fork=RUN@STEP and attention=xla", "with --fork RUN@STEP and --attention xla"),
         ("slots=N, lr=3, NCCL_DEBUG=INFO, x.seed=N", "slots=N, lr=3, NCCL_DEBUG=INFO, x.seed=N"),
     ],
 )
 def test_a_terminal_sees_flags(message, shown):
     assert as_flags(message) == shown
+
+
+KEYWORD = re.compile(r"(?<![\w.$-])([a-z_]+)=(?=True|False|None|[A-Z]{2,}|1\b)")
+"""A parameter as a message names it; what a message puts in is a 1."""
+OTHERS = {"slots", "wrt"}
+"""Words of a hostfile, and parameters of other packages."""
+
+
+def test_keywords_in_messages_are_parameters():
+    parameters = set(FIELD_TYPES)
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (isinstance(node, ast.FunctionDef) and not node.name.startswith("_")) or getattr(
+                node, "name", ""
+            ) == "__init__":
+                parameters |= {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                parameters.add(node.target.id)
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {text}: no public function has the parameter {name}"
+        for path in PACKAGE.rglob("*.py")
+        for line, text in messages(path)
+        if " " in text
+        for name in KEYWORD.findall(text)
+        if name not in parameters | OTHERS
+    ]
+    assert not wrong, "\n".join(wrong)

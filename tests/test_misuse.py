@@ -89,7 +89,7 @@ def folder(tmp_path_factory):
         ([*TRAIN, "--phases", "[{steps: 1, batch_size: 8, seq_len: 9}]", "--epochs", "2"], "--epochs does nothing"),
         (["train", "corpus.txt"], "takes only options, and 'corpus.txt' is not one: write --data_path corpus.txt"),
         ([*TRAIN, "--run_dir", ""], "--run_dir is empty: name a folder"),
-        ([*TRAIN, "--run_dir", LONG], "File name too long"),
+        ([*TRAIN, "--run_dir", LONG], "File name too long: choose a shorter name"),
         (["train", "--data_path", LONG], "File name too long: choose a shorter name"),
         (["batch", LONG, "--step", "1"], "File name too long"),
         (["data", "build", "x"], "`data build` needs --out OUT (The folder for shards, "),

@@ -102,6 +102,7 @@ def folder(tmp_path_factory):
         ("does not fit in", 2, [*TRAIN, "--phases", PHASE.format(800000, 33)]),
         ("vocab_size is", 2, [*TRAIN, "--vocab_size", 100]),
         ("holds a run already", 2, [*TRAIN[:-1], "old"]),
+        ("name another folder, such as", 2, [*TRAIN[:-1], "my_data"]),
         ("no job trains", 2, ["save", "old"]),
         ("is not a run directory", 2, ["generate", "my_data"]),
         ("there is no run", 2, ["logs", "nothing"]),

@@ -120,15 +120,23 @@ def normalise_switches(words: list[str], kind: Any) -> list[str]:
 
     A field of a config that is true or false gets its value: `--fsdp` alone is `--fsdp True`.
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.type is bool}
+    switches = switches_of(kind)
+    defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.name in switches}
     has_config = any(field.name == "fields" for field in dataclasses.fields(kind))
     fields = {name for name, held in FIELD_TYPES.items() if held is bool} if has_config else set()
     result: list[str] = []
+    switch, takes_words = "", POSITIONAL in {mark for hint in flag_types(kind).values() for mark in get_args(hint)[1:]}
     for name, value, own in split_flags(words, defaults.keys() | fields):
-        given = BOOLEANS.get((value or "").lower(), True)
         flag = own[0].partition("=")[0]
+        if not name and switch and not takes_words and own[0].isalnum():  # a path has another message
+            raise UserError(f"{switch} {own[0]}: must be True or False")
+        is_switch = name in fields or name.removeprefix("no_") in defaults
+        if is_switch and value is not None and value.lower() not in BOOLEANS:
+            raise UserError(f"{flag} {value}: must be True or False")
+        switch = flag if is_switch and value is None else ""
+        given = BOOLEANS.get((value or "").lower(), True)
         if name in fields:
-            result += own if value else [flag, "True"]
+            result += [flag, str(given)]
         elif has_config and value is not None and (choice := as_choice(FIELD_TYPES.get(name), value)) != value:
             result += [flag, choice]
         elif name not in defaults:
@@ -150,6 +158,14 @@ def in_seconds(words: list[str], kind: Any) -> list[str]:
     return result
 
 
+def switches_of(kind: Any) -> set[str]:
+    """The names of a command's own options that are true or false, those with a short form too."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        name for name, hint in hints.items() if bool in (hint, *get_args(hint)[:1]) and get_origin(hint) is not dict
+    }
+
+
 def flag_types(kind: Any) -> dict[str, Any]:
     """The type of each flag of a command by its name, those of a config's fields among them."""
     hints = get_type_hints(kind, include_extras=True)
@@ -160,7 +176,7 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
     """Raises UserError where tyro's own message would be long: an option that is not there, a number that is none, a
     word that belongs to no option where a command takes options alone, and something without a default not given."""
     hints = flag_types(kind)
-    switches = {field.name for field in dataclasses.fields(kind) if field.type is bool}
+    switches = switches_of(kind)
     positional = {name for name, hint in hints.items() if POSITIONAL in get_args(hint)[1:]}
     all_options = f"`roxxel-dist {command} --help` lists all"
 
@@ -399,14 +415,14 @@ def _merged(values: Any, changes: dict[str, Any]) -> dict[str, Any]:
 
 def as_flags(message: str) -> str:
     """A message of the package for a user of the command line: `resume=True` in it is --resume, `data_path=PATH` is
-    --data_path PATH."""
-    names = {field.name for field in dataclasses.fields(TrainArgs)} | {*FIELD_TYPES, "overwrite"}
+    --data_path PATH, `steps=1:9` is --steps 1:9."""
+    names = {field.name for field in dataclasses.fields(TrainArgs)} | {*FIELD_TYPES, "overwrite", "steps"}
 
     def flag(match: re.Match[str]) -> str:
         name, value = match[1], match[2]
         return match[0] if name not in names else f"--{name}" if value == "True" else f"--{name} {value}"
 
-    return re.sub(r"(?<![\w.-])([a-z_]+)=(True|[A-Z][A-Z_]*)(?!\w)", flag, message)
+    return re.sub(r"(?<![\w.-])([a-z_]+)=(True|[A-Z][A-Z_]*|\d+:\d+|[a-z]+(?=[ ,;)]|$))(?!\w)", flag, message)
 
 
 def steps_to_skip(text: str | None) -> tuple[int, int] | None:

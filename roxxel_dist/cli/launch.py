@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roxxel_dist.cluster.exit_codes import UserError
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from roxxel_dist.launcher.spec import JobSpec
 
 T = TypeVar("T")
+MOST = 1_000_000
+"""Hosts, processes, devices, restarts or ports of a job, at most."""
 READERS: dict[Any, Callable[[str], Any]] = {
     int: int, int | None: int, float: float, float | None: float, str: str, str | None: str,
 }  # fmt: skip
@@ -53,6 +56,8 @@ def command_of(name: str) -> Callable[[list[str]], int]:
 
             own = normalise_switches(own, kind)
             options = parse(kind, own, f"launch {name}", underscores=False, marks=(tyro.conf.UseAppendAction,))
+        with usage_errors():
+            _check_counts(options)
         request = LaunchRequest(
             command=tuple(words[end + 1 :]),
             words=own,
@@ -122,6 +127,8 @@ def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
         from roxxel_dist.launcher.dry_run import as_text, describe
 
         with usage_errors():  # the port may be in use
+            if backend.is_local:  # other hosts may have the data, and this one not
+                check_training(job.command)
             print(json.dumps(describe(job, backend), indent=2) if options.json else printable(as_text(job, backend)))
         return 0
     if not options.detach:
@@ -142,6 +149,18 @@ def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
     return 0
 
 
+def _check_counts(options: Any) -> None:
+    """Raises UserError for a number of hosts, processes or the like that no cluster has: a list of them has no end."""
+    from roxxel_dist.launcher.spec import JobSpec
+
+    of_job = {field.name for field in dataclasses.fields(JobSpec)}  # whose limits of time have rules of their own
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        is_count = isinstance(value, int) or (isinstance(value, float) and field.name not in of_job)
+        if is_count and not abs(value) <= MOST:  # so neither nan nor inf
+            raise UserError(f"--{field.name.replace('_', '-')} {value}: must be at most {MOST:,}")
+
+
 def micro_batches(command: Sequence[str]) -> tuple[int, ...]:
     """Rows of each phase's micro-batch, by the words of a `train` command; none for another program.
 
@@ -159,6 +178,24 @@ def micro_batches(command: Sequence[str]) -> tuple[int, ...]:
     if not config.phases:
         return (config.batch_size,)
     return tuple(Phase.of(phase).batch_size // config.grad_accum for phase in config.phases)
+
+
+def check_training(command: Sequence[str]) -> None:
+    """Raises ValueError where a `train` command would refuse its data sets, blends or phases; looks at no other."""
+    if list(command[:1]) != ["train"]:
+        return
+    from roxxel_dist.cli.arguments import parse_train
+    from roxxel_dist.curriculum_builder import check_data
+    from roxxel_dist.run_directory import CONFIG
+    from roxxel_dist.run_metadata import data_of, saved_config
+
+    args, config = parse_train(list(command[1:]))
+    path = config.primary_path(args.data_path)
+    if path is None and args.run_dir is not None and os.path.exists(os.path.join(args.run_dir, CONFIG)):
+        path = data_of(saved_config(Path(args.run_dir)), Path(args.run_dir))
+    if path is None and not (args.resume or args.fork):
+        raise UserError("no data: name a text file, a folder or shards with --data_path PATH")
+    check_data(config, path)
 
 
 def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backend") -> "JobSpec":

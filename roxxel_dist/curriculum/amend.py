@@ -66,12 +66,19 @@ def longest_window(shapes: Sequence[Shape], name: str, order: int = SPREAD) -> i
 def cut_in_units(
     datasets: Mapping[str, Ranges], shapes: Sequence[Shape], before: Mapping[str, UnitSource], order: int
 ) -> dict[str, UnitSource]:
-    """Data sets cut in units for their longest window; one that was there before keeps its units."""
+    """Data sets cut in units for their longest window.
+
+    One that was there before keeps its units, so that its pass goes on, unless a window is longer than a unit: then it
+    is cut anew, and `carried_over` begins its next pass.
+    """
     sources = {}
     for name, ranges in datasets.items():
-        size = before[name].units.size if name in before else None
-        size = size or unit_size(ranges, longest_window(shapes, name, order), order)
-        sources[name] = UnitSource(name=name, units=Units(ranges, size), order=order)
+        size = before[name].units.size if name in before else 0
+        if max((shape.seq_len for shape in shapes if name in dict(shape.weights)), default=1) > size:
+            size = unit_size(ranges, longest_window(shapes, name, order), order)
+        kept = before.get(name)
+        is_same = kept is not None and (kept.units.size, kept.units.ranges) == (size, ranges)
+        sources[name] = kept if kept and is_same else UnitSource(name=name, units=Units(ranges, size), order=order)
     return sources
 
 
@@ -93,11 +100,6 @@ def check(shapes: Sequence[Shape], sources: Mapping[str, UnitSource]) -> None:
                     f"row: the training part of its longest shard has {longest} tokens. Use a smaller seq_len, give "
                     f"{name!r} the weight 0, or join its files with `roxxel-dist data build`"
                 )
-            if shape.seq_len > units.size:
-                raise UserError(
-                    f"phase {number + 1}: seq_len is {shape.seq_len}, and {name!r} was cut in units of "
-                    f"{units.size} tokens when the run began: use at most that, or start a new plan"
-                )
     for number, shape in enumerate(shapes):
         for name, _ in shape.weights:
             check_batch(number, shape, sources[name])
@@ -114,9 +116,17 @@ def check_batch(phase: int, shape: Shape, source: UnitSource) -> None:
 
 
 def carried_over(before: Cursor | None, earlier: Sequence[UnitSource], source: UnitSource, key: Key) -> Cursor:
-    """A data set's cursor (None: a new one) after an amendment; `earlier` is the data set as it was, oldest first."""
+    """A data set's cursor (None: a new one) after an amendment; `earlier` is the data set as it was, oldest first.
+
+    Where it was cut in longer units its next pass begins: of the spread units that are not read yet hardly two are
+    neighbours, so that they hold no longer window.
+    """
     if before is None or not earlier:
         return source.new_pass(key, 0)
+    if source.units.size != earlier[-1].units.size:
+        return source.new_pass(key, before.pass_index + 1)
+    alike = takewhile(lambda old: old.units.size == source.units.size, reversed(earlier))
+    earlier = list(alike)[::-1]
     kept = _units_in_common(source, earlier[-1])
     if kept == earlier[-1].units.count == source.units.count:
         return before

@@ -137,7 +137,8 @@ class Plan:
         """This plan up to `step`, and another from there on.
 
         Steps before `step` stay unchanged. Data that this pass has read is never read again: of each data set in use
-        at most the rest of one chunk of units is given up.
+        at most the rest of one chunk of units is given up. A data set whose windows become longer than its units is
+        cut in longer ones, and its next pass begins at `step`.
 
         Args:
             step: the first step that changes.
@@ -150,7 +151,7 @@ class Plan:
             A new plan; this one stays what it is.
 
         Raises:
-            ValueError: the step is outside the plan or before the last amendment, or a window is longer than a unit.
+            ValueError: the step is outside the plan or before the last amendment, or a data set holds no such window.
         """
         last = self.amendments[-1]
         if not last.from_step <= step <= self.total_steps:
@@ -161,7 +162,8 @@ class Plan:
         if skip < 0:
             raise UserError(f"skip is {skip}: it must be 0 or more steps")
         shapes = tuple(phases) if phases is not None else last.shapes
-        sources = last.sources if datasets is None else cut_in_units(datasets, shapes, last.sources, self.order)
+        ranges = datasets or {name: source.units.ranges for name, source in last.sources.items()}
+        sources = cut_in_units(ranges, shapes, last.sources, self.order)
         check(shapes, sources)
         total = sum(shape.steps for shape in shapes)
         if total <= step:
@@ -356,6 +358,14 @@ def _tokens(shapes: Sequence[Shape], low: int, high: int) -> int:
 def _events(plan: Plan) -> list[tuple[int, str]]:
     """(step, what begins with it) of everything that is no phase's beginning: amendments, new passes, exhaustion."""
     events = [(a.from_step, "amended" + (f", {a.skip} steps left out" if a.skip else "")) for a in plan.amendments[1:]]
+    for earlier, amendment in pairwise(plan.amendments):
+        longer = [
+            f"{name!r} (units of {source.units.size:,} tokens)" for name, source in amendment.sources.items()
+            if name in earlier.sources and source.units.size != earlier.sources[name].units.size
+        ]  # fmt: skip
+        if longer:
+            event = f"the next pass over {', '.join(longer)} begins, because rows are longer than the units until here"
+            events.append((amendment.from_step, event))
     for before, segment in pairwise(plan.segments):
         passes = {a.source.name: a.cursor.pass_index for a in segment.allocations}
         known = {name: cursor.pass_index for name, cursor in before.before.items()}

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.curriculum_builder import check_data
 from roxxel_dist.launcher.output.bar import clock
 from roxxel_dist.sweep.run import SweepRun, exponent_notes
 from roxxel_dist.sweep.samplers import SpaceExhausted
@@ -13,7 +14,8 @@ SAMPLES = 2
 
 
 def preview(run: SweepRun) -> str:
-    """All of it, as text. The samples were checked as their trials would be. Raises UserError where none can run."""
+    """All of it, as text. The samples were checked as their trials would be, with their data. Raises UserError where
+    none can run, or a sample would be refused."""
     samples: list[Mapping[str, Any]] = []
     sampler, options, gpus = run.sampler(), run.options, run.resources.gpus
     try:
@@ -22,6 +24,8 @@ def preview(run: SweepRun) -> str:
     except SpaceExhausted as error:
         if not samples:
             raise UserError(str(error)) from error
+    for sample in samples if run.program is None and run.server is None else ():
+        check_data(run.trial_config(sample), run.data_path)
     where = f"the Ray cluster at {options.ray_address}" if options.ray_address else "a private Ray on this machine"
     return "\n".join(
         [

@@ -18,7 +18,6 @@ from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.display import counted
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError
 from roxxel_dist.objects.lease import LeaseLostError
-from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import is_study
 from roxxel_dist.sweep.bucket import StudyBucket
 from roxxel_dist.sweep.controller import run_sweep
@@ -32,6 +31,7 @@ from roxxel_dist.sweep.live_view import LiveView
 from roxxel_dist.sweep.options import SweepOptions, TrialResources
 from roxxel_dist.sweep.report.text import table
 from roxxel_dist.sweep.samplers import Engine, SpaceExhausted, make
+from roxxel_dist.sweep.samplers.base import config_key
 from roxxel_dist.sweep.schedulers import PAUSING, make_scheduler
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Params, Sweep, nearest
 from roxxel_dist.sweep.study import (
@@ -58,6 +58,8 @@ LOGGED = (
 """What a training logs; besides, with `/`, losses by data set."""
 CONFIGURATIONS = 500
 """So many configurations of a search are looked at for one in which a parameter does something."""
+KNOWN_CONFIGS = 1000
+"""So many Configs of trials are kept: one is asked for when it is proposed and when its task is made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +143,18 @@ class SweepRun:
         return read_history(self.study.path) if is_study(self.study.path) else History()
 
     def trial_config(self, params: Mapping[str, Any]) -> Any:
-        """The Config of a trial. Raises ValueError for parameters that are none."""
-        return config_of(self.base, params, self.swept)
+        """The Config of a trial, made once for equal parameters. Raises ValueError for parameters that are none."""
+        key = config_key(dict(params))
+        if key not in self._configs:
+            if len(self._configs) >= KNOWN_CONFIGS:
+                self._configs.clear()
+            self._configs[key] = config_of(self.base, params, self.swept)
+        return self._configs[key]
+
+    @cached_property
+    def _configs(self) -> dict[str, Any]:
+        """Of `trial_config`, by parameters."""
+        return {}
 
     def sampler(self) -> Engine:
         """A new sampler of the search here; it proposes no parameters of which no Config can be made."""
@@ -156,15 +168,18 @@ class SweepRun:
         if self.bucket is not None:  # each host has a cache of its own, and keeps the log of the attempts that it runs
             folder, log = Path(f"{self.bucket.url.name}-{self.study.metadata(IDENTITY)}"), f"{trial}.{attempt}.log"
         corpus, data = None, self.data_path  # a program of the user's knows its data
+        config = self.base
         if self.program is None and self.server is None:
-            shards = shards_of(self.trial_config(params), data, folder / CORPUS)
+            made = self.trial_config(params)
+            config, params = made.to_dict(), {}  # the worker gets the config as it was checked
+            shards = shards_of(made, data, folder / CORPUS)
             if shards is not None:
                 corpus, data = {"text": data, "folder": str(folder / CORPUS)}, str(shards)
         return asdict(
             TrialTask(
                 trial=trial, params=params, attempt=attempt, run_dir=str(folder / TRIALS / str(trial)),
                 log=str(folder / LOGS / log), metric=self.sweep.metric, goal=self.sweep.goal,
-                config=self.base, data_path=data, corpus=corpus, program=self.program, hosts=options.hosts_per_trial,
+                config=config, data_path=data, corpus=corpus, program=self.program, hosts=options.hosts_per_trial,
                 procs_per_host=options.procs_per_host, gpus_per_host=self.resources.gpus,
                 cpus_per_host=self.resources.cpus, max_time_s=options.max_time_s, ray_address=options.ray_address,
                 insecure=options.insecure, directory=self.directory,
@@ -195,7 +210,7 @@ def open_sweep(
     path, is_ours = run.config.primary_path(run.data_path), run.program is None
     if path is None and is_ours and run.server is None:
         raise UserError("no data: name a text file, a folder or shards with --data_path, or `self` in datasets")
-    if path is not None and not is_url(path) and not os.path.exists(path):
+    if path is not None and not is_tokens(path) and not os.path.exists(path):  # NAME may be NAME.rox
         raise UserError(f"--data_path {path}: no such file or folder: check the path")
     for name in sorted(run.swept) if is_ours else ():
         if name not in FIELD_TYPES and name not in SECTIONS:

@@ -114,6 +114,7 @@ LEAST_FALL = 1e-3
 """Nor did one that fell by less than this share of itself."""
 FEWEST = 10
 """Steps that say anything at all."""
+MOST = 1_000_000
 
 
 def sweep_rates(min_lr: float, max_lr: float, num_steps: int) -> list[float]:
@@ -125,8 +126,8 @@ def sweep_rates(min_lr: float, max_lr: float, num_steps: int) -> list[float]:
         raise UserError(f"min_lr is {min_lr}: it must be above 0, and finite")
     if not min_lr < max_lr < math.inf:
         raise UserError(f"max_lr is {max_lr}: it must be above min_lr ({min_lr}), and finite")
-    if num_steps < FEWEST:
-        raise UserError(f"num_steps is {num_steps}: a curve needs at least {FEWEST} steps")
+    if not FEWEST <= num_steps <= MOST:
+        raise UserError(f"num_steps is {num_steps}: a curve needs at least {FEWEST} steps, and at most {MOST:,}")
     return [min_lr * (max_lr / min_lr) ** (step / (num_steps - 1)) for step in range(num_steps)]
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import RemainingUnits, Shape
+from roxxel_dist.data.units import LARGE_UNITS, SPREAD
 
 SIZE = 400_000
 OLD = {"self": [(0, 100_000), (100_000, 60_000)], "code": [(0, 50_000)]}
@@ -30,6 +31,7 @@ CHANGES = {
     "lengthened": (shapes((90, 4, 65, BOTH, "row"), (60, 2, 257, BOTH, "step")), None),
     "another batch": (shapes((60, 6, 65, BOTH, "step"), (60, 3, 257, BOTH, "row")), None),
     "longer windows": (shapes((60, 4, 65, BOTH, "row"), (60, 2, 257, BOTH, "step"), (10, 1, 600, BOTH, "step")), None),
+    "context extended": (shapes((60, 4, 65, BOTH, "row"), (60, 2, 257, BOTH, "step"), (3, 1, 9000, BOTH, "row")), None),
     "shard added": (START, LONGER),
     "shard taken away": (START, SHORTER),
     "data set swapped": (shapes((130, 4, 65, {"self": 0.5, "books": 0.5}, "row")), OTHER),
@@ -41,7 +43,7 @@ def trace(plan, steps):
     return [(plan.rows(step).dataset.tolist(), plan.rows(step).offset.tolist()) for step in steps]
 
 
-def check_disjoint(plan):
+def check_disjoint(plan, size=SIZE):
     """No token of a pass is read twice; returns the tokens read in first passes, by data set."""
     seen = {}
     for step in range(plan.total_steps):
@@ -49,7 +51,7 @@ def check_disjoint(plan):
         passes = {allocation.source.name: allocation.cursor.pass_index for allocation in plan.segment(step).allocations}
         for number, start in zip(rows.dataset, rows.offset, strict=True):
             name = plan.datasets[number]
-            counts = seen.setdefault((name, passes[name]), np.zeros(SIZE, int))
+            counts = seen.setdefault((name, passes[name]), np.zeros(size, int))
             counts[start : start + rows.seq_len] += 1
     assert all(counts.max() == 1 for counts in seen.values())
     return seen
@@ -130,11 +132,38 @@ def test_an_added_shard_is_read_in_this_pass():
     assert abs(len(new) - expected) < 0.25 * expected
 
 
-def test_a_window_longer_than_a_unit_needs_another_plan():
-    plan = Plan(START, OLD, 3)
-    unit = plan.amendments[0].sources["self"].units.size
-    with pytest.raises(ValueError, match=f"seq_len is {unit + 1}, and 'self' was cut in units of {unit} tokens"):
-        plan.amend(5, shapes((60, 1, unit + 1, {"self": 1.0}, "step")))
+@pytest.mark.parametrize("order", [SPREAD, LARGE_UNITS])
+@pytest.mark.parametrize("times", [9, 32, 100])
+def test_rows_of_any_length_may_follow(order, times):
+    """A longer context in mid-run: the past stays, and a pass begins whose units hold the longer rows."""
+    ranges = {"self": [(0, 300_000), (300_000, 100_000)], "code": [(0, 50_000)]}
+    first = shapes((100, 4, 65, BOTH, "step"))
+    plan = Plan(first, ranges, 3, order=order)
+    unit, length = plan.amendments[0].sources["self"].units.size, 65 * times
+    amended = plan.amend(70, [*first, *shapes((10, 2, length, {"self": 1.0}, "step"))])
+    assert trace(amended, range(70)) == trace(plan, range(70))
+    assert amended.shape(105) == (2, length)
+    last = amended.amendments[-1].sources
+    assert last["code"] is plan.amendments[0].sources["code"]  # no longer row reads it
+    if length > unit:
+        assert last["self"].units.size >= length
+        assert "step 71: the next pass over 'self' (units of" in amended.describe()
+    more = amended.amend(90, datasets={**ranges, "self": [*ranges["self"], (400_000, 90_000)]})
+    for one in (amended, more):
+        check_disjoint(one, 500_000)
+        held = [*ranges["self"], (400_000, 90_000)]
+        for rows in map(one.rows, range(100, 110)):
+            for offset in rows.offset.tolist():
+                assert any(start <= offset and offset + rows.seq_len <= start + count for start, count in held)
+        again = Plan.from_state(json.loads(json.dumps(one.state(0))))
+        assert trace(again, range(110)) == trace(one, range(110))
+
+
+def test_a_row_longer_than_every_shard_is_refused():
+    with pytest.raises(
+        ValueError, match="does not hold one such row: the training part of its longest shard has 100000"
+    ):
+        Plan(START, OLD, 3).amend(5, shapes((60, 1, 100_001, {"self": 1.0}, "step")))
 
 
 def test_the_past_cannot_be_amended():

@@ -109,7 +109,7 @@ def test_a_document_without_spaces_has_bounded_words(name):
     assert "".join(parts) == text
     split = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
     assert max(end - start for part in parts for _, (start, end) in split(part)) <= LONGEST_WORD + 1  # and a space
-    tokenizer = train_on("bpe", iter([text]), 300, 1, progress=False)
+    tokenizer = train_on("bpe", iter([text]), 300, 1)
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 

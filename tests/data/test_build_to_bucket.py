@@ -6,19 +6,12 @@ import sys
 import time
 
 import pytest
-from objects.servers import S3Server
 
 from roxxel_dist.data.build.build import build
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.objects.copy_record import RECORD
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.objects.store import ObjectStore
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
-        yield server
 
 
 @pytest.fixture

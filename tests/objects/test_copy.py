@@ -13,9 +13,11 @@ from objects.servers import AzureServer, GcsServer, S3Server
 
 from roxxel_dist.copy import copy
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.objects.copy import copy_to_folder
 from roxxel_dist.objects.copy_record import RECORD
 from roxxel_dist.objects.errors import StoreError
 from roxxel_dist.objects.store import ObjectStore
+from roxxel_dist.objects.tree import BucketSource
 
 SERVERS = {"s3": S3Server, "gs": GcsServer, "az": AzureServer}
 
@@ -111,6 +113,22 @@ def test_damage_on_the_way_back_is_noticed(folder, url, tmp_path):
 
 
 @pytest.mark.parametrize("server", ["s3"], indirect=True)
+def test_what_is_written_in_its_place_meanwhile_stays(folder, url, tmp_path):
+    """A data set may be made there while the objects come: the copy looks a second time before it takes the place."""
+    quiet(folder, url)
+    (place := tmp_path / "back").mkdir()
+
+    def write_there(size):
+        if not any(place.iterdir()):
+            (place / "shard_00000.rox").write_bytes(b"somebody's tokens")
+
+    source = BucketSource(ObjectStore.open(url))
+    files = [file for file in source.files() if file.name == "one"]
+    with pytest.raises(ValueError, match="back exists already: choose another place"):
+        copy_to_folder(source, place, files, write_there)
+    assert contents(place) == {"shard_00000.rox": b"somebody's tokens"}
+
+
 def test_a_copy_that_was_killed_goes_on(folder, url, link, tmp_path):
     """Either way; what had arrived is not sent again, and nothing appears before its end."""
     for i in range(30):

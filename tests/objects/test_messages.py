@@ -5,7 +5,6 @@ import re
 import sys
 
 import pytest
-from objects.servers import S3Server
 
 from roxxel_dist.cli import main
 from roxxel_dist.cluster.extras import pip_install
@@ -21,12 +20,6 @@ CALLS = {
     "delete": lambda store: store.delete(["k"]),
 }
 BOTH = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
-        yield server
 
 
 def message(call, url, kind, timeout_s=0.3):

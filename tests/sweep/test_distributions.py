@@ -110,7 +110,10 @@ def test_what_can_be_known_of_a_parameter() -> None:
         ({"min": 3.5, "max": 1}, "min 3.5 is larger than max 1"),
         ({"min": 0, "max": 1, "distribution": "log_uniform_values"}, "must be more than 0"),
         ({"min": 0.5, "max": 2, "distribution": "int_uniform"}, "must be integers"),
-        ({"min": "1e-4", "max": 1.0, "distribution": "log_uniform_values"}, "must be a number"),
+        (
+            {"min": "1e-4", "max": 1.0, "distribution": "log_uniform_values"},
+            "'1e-4' must be a number: write 0.0001, without",
+        ),
         ({"min": 1, "distribution": "uniform"}, "uniform needs max"),
         ({"min": 0, "max": 1, "q": 0, "distribution": "q_uniform"}, "q: 0"),
         ({"min": 0, "max": 1, "q": 1, "distribution": "uniform"}, "q: uniform has no such key"),

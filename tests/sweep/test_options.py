@@ -1,5 +1,9 @@
 import pytest
+from trials import program, task
 
+from roxxel_dist import Config
+from roxxel_dist.sweep import run as sweep_run
+from roxxel_dist.sweep.execution import trial
 from roxxel_dist.sweep.execution.process import launch_command
 from roxxel_dist.sweep.execution.task import Ranks
 from roxxel_dist.sweep.options import SweepOptions
@@ -41,3 +45,33 @@ def test_the_task_of_a_trial_of_several_hosts_takes_nothing_and_its_launcher_all
 def test_what_cannot_be_dealt_is_refused(rules, given, said):
     with pytest.raises(ValueError, match=said):
         share(rules, **given)
+
+
+KILLED = "import os, signal; open('starts', 'a').write('x'); os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def test_a_trial_whose_rank_the_kernel_kills_is_started_again_by_the_sweep_alone(tmp_path):
+    """As the kernel does where the host has no memory left: with restarts of the launcher too there would be 16."""
+    asked = task(tmp_path / "study", program=program(KILLED), procs_per_host=2, directory=str(tmp_path))
+    *_, last = trial.run(asked)
+    assert last == {"lost": {"reason": "its process was killed by SIGKILL"}}
+    assert len((tmp_path / "starts").read_text()) <= 2  # of two ranks
+
+
+def test_parameters_become_a_config_once(tmp_path, monkeypatch):
+    (tmp_path / "s.yaml").write_text("{method: grid, metric: {name: val_loss}, parameters: {lr: {values: [1, 2]}}}")
+    (tmp_path / "c.txt").write_text("a text")
+    made = []
+    monkeypatch.setattr(sweep_run, "config_of", lambda *given: made.append(given[1]) or trial.config_of(*given))
+    options = SweepOptions(sweep_config=str(tmp_path / "s.yaml"), study=str(tmp_path / "st"), data_path=str(tmp_path))
+    run = sweep_run.open_sweep(options, options.sweep_config, Config(dim=32), None)
+    made.clear()
+    run.sampler()
+    params = {"lr": 2.0}
+    run.trial_config(params)
+    sent = run.task_of(0, params, 0)
+    run.task_of(0, params, 1)
+    assert made == [params]
+    assert sent["config"]["lr"] == 2.0
+    assert sent["config"]["dim"] == 32
+    assert not sent["params"]

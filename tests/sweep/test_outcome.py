@@ -41,7 +41,14 @@ def test_the_kind_and_the_reason(said, kind, reason):
         (42, False, False),
         (2, True, False),
         (74, True, True),
+        *[(code, True, True) for code in (69, 70, 71, 76, 77, 124, 135, 139)],
+        *[(code, False, False) for code in (70, 77, 139)],
     ],
 )
 def test_whose_fault_it_was(code, ours, lost):
     assert (classify_exit(code, "", ours=ours)[0] == "lost") is lost
+
+
+def test_memory_of_an_accelerator_that_runs_out_is_the_trials():
+    said = "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory allocating 5 GB"
+    assert classify_exit(77, said, ours=True)[0] == "oom"

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 from commands import environment, make_corpus, wait_for
-from objects.servers import S3Server
 from trials import BASE, task
 
 from roxxel_dist.objects.store import ObjectStore
@@ -21,12 +20,6 @@ for event in run_in_bucket(json.loads(sys.argv[1])):
 STEPS, EVERY = 400, 100
 PHASE = {"steps": STEPS, "batch_size": 8, "seq_len": 33}
 LONG = {**BASE, "phases": [PHASE], "eval_every": EVERY, "checkpoint_every": EVERY}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
-        yield server
 
 
 @pytest.fixture

@@ -155,7 +155,7 @@ def test_what_is_wrong_with_its_parameters_is_told_without_a_process(study):
 def test_one_that_is_stopped_saves_and_goes_on(study):
     events = run(endless(study, 4))
     pid = next(events)["start"]["pid"]
-    assert [next(events)["report"]["step"] for _ in range(2)] == [1, 6]
+    assert [next(events)["report"]["step"] for _ in range(2)] == [6, 12]
     (training,) = children(pid)
     events.close()
     assert gone(training)
@@ -168,7 +168,7 @@ def test_one_that_is_stopped_saves_and_goes_on(study):
         steps += [event["report"]["step"] for event in [next(events)] if "report" in event]
     events.close()
     assert steps == sorted(set(steps))
-    assert steps[0] == 1
+    assert steps[0] == 6
     log = (study / "logs" / "4.log").read_text()
     assert "attempt 1" in log
     assert f"resuming after step {saved} of 100000" in log.replace(",", "")
@@ -236,23 +236,22 @@ def test_a_held_run_directory_names_who_holds_it(study, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_killed_rank_of_two_is_started_again_and_counted_once(study):
-    asked = task(
-        study, 10, procs_per_host=2, config={**BASE, "phases": [{"steps": 60, "batch_size": 8, "seq_len": 33}]}
-    )
-    events = run(asked)
-    found = [next(events), next(events), next(events)]
+def test_a_killed_rank_of_two_is_lost_once_and_its_trial_goes_on(study):
+    config = {**BASE, "phases": [{"steps": 60, "batch_size": 8, "seq_len": 33}]}
+    events = run(task(study, 10, procs_per_host=2, config=config))
+    found = [next(events), next(events)]
     ranks = [int(line) for line in _ranks(study / "trials" / "10")]
     os.kill(ranks[1], signal.SIGKILL)
-    found += list(events)
-    _, reports, last = split(found)
+    *_, lost = [*found, *events]
+    assert lost == {"lost": {"reason": "its process was killed by SIGKILL"}}
+    _, reports, last = split(run(task(study, 10, attempt=1, procs_per_host=2, config=config)))
     steps = [step for step, _ in reports]
     assert steps == sorted(set(steps))
     assert steps[-1] == 60
     assert last["result"]["value"] == min(value for _, value in reports)
     log = (study / "logs" / "10.log").read_text()
-    assert log.count("--- trial 10") == 1
-    assert "rank 1 failed first" in log
+    assert log.count("--- trial 10") == 2
+    assert log.count("rank 1 failed first") == 1
 
 
 def _ranks(folder):

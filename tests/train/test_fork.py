@@ -109,7 +109,7 @@ def test_names_of_checkpoints():
     assert CheckpointRef.parse("runs/me@home") == CheckpointRef(Path("runs/me@home"), None)
     with pytest.raises(ValueError, match="it must say at which step, as in runs/a@1000"):
         ResumeSpec(fork=CheckpointRef.parse("runs/a"))
-    with pytest.raises(ValueError, match="name it, from_step"):
+    with pytest.raises(ValueError, match="name it with from_step=STEP"):
         ResumeSpec(skip_steps=(3, 4))
     with pytest.raises(ValueError, match="both above 5"):
         ResumeSpec(from_step=5, skip_steps=(5, 6))

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import wait_for
-from objects.servers import S3Server
 
 from roxxel_dist.cluster.save_requests import post_answer, take_requests
 from roxxel_dist.objects import lease
@@ -21,12 +20,6 @@ from roxxel_dist.train.bucket_run import BucketRun
 from roxxel_dist.train.checkpoint.store import CheckpointStore, DamagedCheckpoint
 
 STATE = {"params": {"w": jnp.arange(60000.0), "b": jnp.arange(3.0)}, "step": jnp.int32(1)}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
-        yield server
 
 
 @pytest.fixture

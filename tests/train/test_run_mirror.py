@@ -5,7 +5,6 @@ import threading
 
 import pytest
 from commands import wait_for
-from objects.servers import S3Server
 
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.objects.store import ObjectStore
@@ -13,12 +12,6 @@ from roxxel_dist.train import run_mirror
 from roxxel_dist.train.bucket_folder import BucketFolder
 from roxxel_dist.train.loggers.csv_jsonl import CsvTracker, JsonlTracker
 from roxxel_dist.train.run_mirror import RunMirror
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
-        yield server
 
 
 @pytest.fixture

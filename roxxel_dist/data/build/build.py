@@ -4,7 +4,8 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -228,13 +229,26 @@ def _tokenizer(inputs: BuildInputs, path: Path, workers: int, log: Progress) -> 
             return Tokenizer.load(path)
         log.line(f"training a {inputs.kind} tokenizer")
         kind = next(kind for kind in get_args(Kind) if kind == inputs.kind)
-        texts = (piece for text, _ in inputs.texts(inputs.splits[0]) for piece in pieces(text))
-        tokenizer = train_on(kind, texts, inputs.vocab_size, workers, progress=log.enabled)
+        tokenizer = _trained(kind, inputs, workers, log)
         if tokenizer.vocab_size < (inputs.vocab_size or 0):
             log.line(f"vocab_size={inputs.vocab_size}: the text yields {tokenizer.vocab_size} ids, and no more")
     if tokenizer is not None and not path.is_file():
         tokenizer.save(path)
     return tokenizer
+
+
+def _trained(kind: Kind, inputs: BuildInputs, workers: int, log: Progress) -> Tokenizer:
+    """A tokenizer of the texts to train on; on a terminal with a bar of what of them is read."""
+    with ExitStack() as held:
+        is_shown = log.enabled and kind == "bpe" and sys.stderr.isatty()
+        advance = held.enter_context(log.bar("reading", inputs.size)) if is_shown else lambda size: None
+
+        def texts() -> Iterator[str]:
+            for text, size in inputs.texts(inputs.splits[0]):
+                yield from pieces(text)
+                advance(size)
+
+        return train_on(kind, texts(), inputs.vocab_size, workers)
 
 
 def _finished(folder: Path) -> Metadata | None:

@@ -63,16 +63,12 @@ def encode_documents(
                     advance(size)
 
 
-def train_on(kind: Kind, texts: Iterator[str], vocab_size: int | None, threads: int, *, progress: bool) -> Tokenizer:
-    """`train_tokenizer` with some threads, in a worker; in this process if `threads` is 0 and no bar is shown.
-
-    The bars of the `tokenizers` library write newlines to stdout, which belongs to the caller.
-    """
-    progress = progress and sys.stderr.isatty()
-    if kind != "bpe" or not (threads or progress):
+def train_on(kind: Kind, texts: Iterator[str], vocab_size: int | None, threads: int) -> Tokenizer:
+    """`train_tokenizer` with some threads, in a worker; in this process if `threads` is 0."""
+    if kind != "bpe" or not threads:
         with _one_thread():
             return train_tokenizer(kind, texts, vocab_size)
-    with _worker(max(1, threads), "train", str(vocab_size or ""), *["bar"] * progress) as worker:
+    with _worker(threads, "train", str(vocab_size or "")) as worker:
         with suppress(BrokenPipeError):  # it has ended; reading its answer raises the error
             for batch in _batches(((text, 0) for text in texts), whole=True):
                 _send(worker.stdin, [text for text, _, _ in batch])
@@ -192,20 +188,20 @@ def _one_thread() -> Iterator[None]:
 
 
 def main(words: list[str]) -> None:
-    """A worker: `encode TOKENIZER_FILE` lists of texts, or `train VOCAB_SIZE [bar]` on all lists up to an empty one.
+    """A worker: `encode TOKENIZER_FILE` lists of texts, or `train VOCAB_SIZE` on all lists up to an empty one.
 
     The answers are (result, None), or (None, message of a ValueError), after which it ends.
     """
     # Ctrl-C reaches every process of the terminal; the caller ends this one by closing its stdin.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # for the newlines of the bars
+    os.dup2(2, 1)  # what a library prints is no answer
     messages = iter(lambda: pickle.load(sys.stdin.buffer), [])
     try:
         if words[0] == "train":
             texts = (text for message in messages for text in message)
             vocab_size = int(words[1]) if words[1] else None
-            _send(answers, (train_tokenizer("bpe", texts, vocab_size, progress="bar" in words).to_json(), None))
+            _send(answers, (train_tokenizer("bpe", texts, vocab_size).to_json(), None))
         else:
             tokenizer = Tokenizer.load(words[1])
             for message in messages:

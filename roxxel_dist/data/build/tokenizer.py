@@ -207,9 +207,7 @@ def _named_eos(path: Path) -> str | None:
     return None
 
 
-def train_tokenizer(
-    kind: Kind, texts: Iterable[str], vocab_size: int | None = None, *, progress: bool = False
-) -> Tokenizer:
+def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int | None = None) -> Tokenizer:
     """Make a tokenizer for a corpus. The same texts give the same tokenizer for any number of threads.
 
     Args:
@@ -217,7 +215,6 @@ def train_tokenizer(
         texts: the corpus; not read for "byte".
         vocab_size: number of ids, end-of-text included. For "bpe" the maximum (None: 8192; a small corpus has fewer);
             for the others it is only checked: ValueError if it is too small.
-        progress: show bars on stderr if it is a terminal; only "bpe" takes long enough.
     """
     if kind not in get_args(Kind):
         raise UserError(f"tokenizer={kind!r}: one of {', '.join(get_args(Kind))}")
@@ -236,7 +233,7 @@ def train_tokenizer(
             vocab_size=(vocab_size or DEFAULT_BPE) - 1,  # end-of-text is added after training
             min_frequency=2,
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=progress,
+            show_progress=False,  # bars of 0 / 0, full from the start
         )
         inner.train_from_iterator((piece for text in texts for piece in bounded(text)), trainer)
     inner.add_special_tokens([AddedToken(EOS, special=True, normalized=False)])

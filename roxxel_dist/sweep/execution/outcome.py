@@ -2,7 +2,16 @@
 
 import re
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FILES, EXIT_HANG, EXIT_PREFLIGHT
+from roxxel_dist.cluster.exit_codes import (
+    EXIT_DRAINED,
+    EXIT_FILES,
+    EXIT_HANG,
+    EXIT_LOST_RANK,
+    EXIT_NOT_STARTED,
+    EXIT_PORT,
+    EXIT_PREFLIGHT,
+    EXIT_RUNTIME,
+)
 
 NAN = re.compile(r"went wrong: its (loss|gradient) is|\bBadStep\b|\bFloatingPointError\b")
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|\bMemoryError\b|[Oo]ut of memory|std::bad_alloc")
@@ -17,7 +26,12 @@ MACHINES_FAULT = {
     EXIT_PREFLIGHT: "the checks before its start failed",
     EXIT_FILES: "its files could not be reached: a file system, or an object store, did not answer",
     EXIT_HANG: "it hung",
-    75: "its launcher started it again as often as it may",
+    EXIT_NOT_STARTED: "a host could not start one of its ranks",
+    EXIT_PORT: "another process took the port of its rank 0",
+    EXIT_LOST_RANK: "one of its ranks was lost",
+    EXIT_RUNTIME: "the runtime of an accelerator, or of the network between ranks, failed",
+    128 + 7: "one of its ranks was killed by SIGBUS",
+    128 + 11: "one of its ranks was killed by SIGSEGV",
 }
 HELD = re.compile(r"renewed its lease \(|was taken away: .* has it now")
 """An attempt that was thought lost still trains in the bucket, or another one does now."""
@@ -53,9 +67,9 @@ def _loss(code: int, output: str, *, ours: bool) -> str | None:
     """The external reason for which the trial's process ended; None if it failed by itself."""
     if code in KILLED:
         return f"its process was killed by {KILLED[code]}"
-    if ours and code in MACHINES_FAULT:
-        return MACHINES_FAULT[code]
     reason = last_words(output)
+    if ours and code in MACHINES_FAULT and not (code == EXIT_RUNTIME and OUT_OF_MEMORY.search(output)):
+        return MACHINES_FAULT[code]
     return reason if ours and HELD.search(reason) else None
 
 

@@ -30,7 +30,8 @@ def launch_command(
 ) -> list[str]:
     """The command of a trial: its program (`alone` and `words`), or the launcher of its ranks where there are several.
 
-    Ranks on other hosts have of this process's variables those alone that `env` names.
+    The launcher starts nothing again: the sweep does, as often as `max_retries` says, and its own restarts would
+    multiply with these. Ranks on other hosts have of this process's variables those alone that `env` names.
     """
     if ranks.count == 1:
         return [*alone, *words]
@@ -38,7 +39,7 @@ def launch_command(
         str(ranks.procs_per_host),
         ["--gpus-per-host", str(ranks.gpus_per_host)] if ranks.gpus_per_host else [],
     )
-    dealt = ["--grace", str(GRACE_S), *gpus, "--", *words]
+    dealt = ["--max-restarts", "0", "--grace", str(GRACE_S), *gpus, "--", *words]
     if ranks.hosts == 1:
         return [*ROXXEL, "launch", "local", "--nprocs", procs, *dealt]
     where = ["--address", ranks.ray_address or "auto", "--hosts", str(ranks.hosts), "--procs-per-host", procs]

@@ -28,6 +28,7 @@ class TrialTask(Ranks):
 
     trial: int
     params: Mapping[str, Any]
+    """What `config` does not have yet of the trial's parameters."""
     attempt: int
     """From 0."""
     run_dir: str
@@ -36,7 +37,8 @@ class TrialTask(Ranks):
     metric: str
     goal: str
     config: Mapping[str, Any]
-    """The fields of the config that all trials share."""
+    """The fields of the trial's config; of a program of the user's own, and where a server leads, those that all trials
+    share."""
     data_path: str | None
     corpus: Mapping[str, Any] | None = None
     """Where shards of text are to be made first: the "text", and the "folder" of the study's shards."""

@@ -219,7 +219,7 @@ def _continuous(name: str, given: Mapping[str, Any]) -> Distribution:
     _check_keys(name, given, allowed)
     for key, value in given.items():
         if not is_number(value) or not math.isfinite(value):
-            raise UserError(f"{key}: {value!r} must be a number")
+            raise UserError(f"{key}: {value!r} must be a number{as_number(value)}")
     numbers = {key: float(given.get(key, default)) for key, default in allowed.items()}
     if "min" in numbers and numbers["min"] > numbers["max"]:
         raise UserError(f"min {numbers['min']:g} is larger than max {numbers['max']:g}")
@@ -266,3 +266,11 @@ def _quantized(base: str, numbers: Numbers, step: float) -> tuple[int, Callable[
 def is_number(value: Any) -> bool:
     """Whether it is an integer or a float, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def as_number(value: Any) -> str:
+    """How to write a text that is a number, such as '1e-4'; empty for anything else."""
+    try:
+        return f": write {float(value)!r}, without quotes" if isinstance(value, str) else ""
+    except ValueError:
+        return ""

@@ -330,6 +330,7 @@ def read_verified(checkpoint: Path, step: int) -> tuple[MetaFile, DigestTable | 
     except FileNotFoundError:
         raise UserError(f"{name} is missing, written by rank 0") from None
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise UserError(f"{name} cannot be read ({error!r}), written by rank 0") from error
+        why = error.strerror if isinstance(error, OSError) else repr(error)
+        raise UserError(f"{name} cannot be read ({why}), written by rank 0") from error
     except ValueError as error:
         raise UserError(f"{error}, written by rank 0") from error

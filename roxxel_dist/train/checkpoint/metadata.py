@@ -89,7 +89,9 @@ class ResumeSpec:
         if self.skip_steps is None:
             return
         if self.from_step is None:
-            raise UserError("skip_steps leaves rows out behind a step that the run goes back to: name it, from_step")
+            raise UserError(
+                "skip_steps leaves rows out behind a step that the run goes back to: name it with from_step=STEP"
+            )
         first, last = self.skip_steps
         if not self.from_step < first <= last:
             raise UserError(

@@ -37,6 +37,12 @@ def trackers_for(
         trackers.append(NotebookTracker(total_steps) if in_notebook() else ConsoleTracker(total_steps))
     if not launched or own_log:
         trackers.append(TextTracker(run / "logs" / f"rank-{process_index()}.log", total_steps))
-    if is_primary():
-        trackers += [tracker for make in METRICS if (tracker := make(run, restored_step)) is not None]
+    try:
+        for make in METRICS if is_primary() else ():
+            if (tracker := make(run, restored_step)) is not None:
+                trackers.append(tracker)
+    except BaseException:  # what is open already is closed, where a log cannot be
+        for tracker in trackers:
+            tracker.close()
+        raise
     return trackers

@@ -4,6 +4,7 @@ Both are append-only and flushed at every row. A resumed run first drops a torn 
 was restored to, so there is one row a logged step however often a run was killed.
 """
 
+import contextlib
 import csv
 import io
 import json
@@ -148,7 +149,8 @@ class JsonlReader:
         if self._file is None:
             if not self._path.exists():
                 return
-            self._file = self._path.open("rb")
+            with _readable(self._path):
+                self._file = self._path.open("rb")
         *lines, self._torn = (self._torn + self._file.read()).split(b"\n")
         for line in lines:
             self._lines += 1
@@ -181,13 +183,29 @@ def keep_rows(path: Path, last_step: float, step_of: Callable[[str], int], heade
     """Drop from a log the rows after `last_step` and a torn last line, by replacing the file in one move."""
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    with _readable(path):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     head, rows = (lines[:1], lines[1:]) if header else ([], lines)
     kept = [line for line in rows if line.endswith("\n") and _step(line, step_of) <= last_step]
     if header and not (head and head[0].endswith("\n")):
         head = []
     if head + kept != lines:
         write_file(path, "".join(head + kept))
+
+
+class UnreadableLogError(UserError, OSError):
+    """A log of a run is there, and cannot be read: it is a folder, or belongs to somebody else."""
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raises UnreadableLogError for an error of the system."""
+    try:
+        yield
+    except OSError as error:
+        raise UnreadableLogError(
+            f"{path}: cannot be read ({error.strerror}): move it away, and put the log of the run back if there is one"
+        ) from error
 
 
 def _step(line: str, step_of: Callable[[str], int]) -> float:

@@ -33,6 +33,8 @@ LEAVE_S = 15
 RETRY_CODES = sorted({*INFRASTRUCTURE, EXIT_HANG, EXIT_PREFLIGHT, EXIT_GIVEN_UP})
 """Exit codes after which the job is started again, and that is counted."""
 PREEMPTION_CODES = sorted(PREEMPTED)
+AMOUNT = re.compile(r"\d{1,15}(?:\.\d{1,9})?(?:[eE]\d{1,2}|m|k|[MGTPE]|[KMGTPE]i)?")
+"""Of a resource: a number, and a power of ten or of two."""
 TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
 
 
@@ -114,6 +116,7 @@ class JobSetSpec:
         self._check_secrecy()
         self._check_run_dir()
         self._check_tpu()
+        self._check_amounts()
 
     @property
     def mounts(self) -> list[tuple[str, str]]:
@@ -154,6 +157,12 @@ class JobSetSpec:
             raise UserError(
                 f"--run_dir {run_dir} is in no --volume: it would end with its pod; use --volume CLAIM:/path"
             )
+
+    def _check_amounts(self) -> None:
+        for name in ("cpu", "memory"):
+            amount = getattr(self.options, name)
+            if amount is not None and not AMOUNT.fullmatch(amount):
+                raise UserError(f"--{name} {amount}: write an amount as Kubernetes has it, such as 8, 500m or 64Gi")
 
     def _check_tpu(self) -> None:
         tpu, topology, hosts = self.options.tpu, self.options.topology, self.options.hosts
