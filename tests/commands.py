@@ -8,12 +8,19 @@ import subprocess
 import sys
 import sysconfig
 import time
+from importlib.metadata import version
 from pathlib import Path
 
-FAST = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-)
+from roxxel_dist.cluster.versions import number
+
+FLAGS = {
+    "xla_backend_optimization_level": "0",
+    "xla_llvm_disable_expensive_passes": "true",
+    "xla_cpu_parallel_codegen_split_count": "1",
+}
+if number(version("jaxlib")) < (0, 11, 1):  # a later one has fusion emitters in any case
+    FLAGS["xla_cpu_use_fusion_emitters"] = "false"
+FAST = " ".join(f"--{name}={value}" for name, value in FLAGS.items())
 """For XLA, where programs take a few steps: to make them faster takes longer, three quarters of a test of the model."""
 TINY = """
 dim: 32
