@@ -16,7 +16,7 @@ Version = tuple[int, ...]
 OLDEST = {"jax": (0, 10), "flax": (0, 12, 8)}
 """As in pyproject.toml. pip keeps to it, but only until another package is installed into the same environment."""
 FLAX_FOR_JAX: tuple[tuple[Version, Version, Version | None], ...] = (
-    ((0, 12), (0, 12, 10), None),
+    ((0, 11, 2), (0, 12, 10), None),
     ((0, 11, 1), (0, 12, 9), None),
     ((0, 10), (0, 12, 8), (0, 12, 9)),
 )
