@@ -1,7 +1,7 @@
 """Which versions of jax, flax and their plugins work together, and what jax renamed between them.
 
 All that depends on the version of one of these is here or, where it is private to jax, in `jax_private.py`. Standard
-library only: what is wrong is said before jax and flax are imported, which fail without a word of how to mend it.
+library only: the check comes before the import of jax and flax, which fail without naming a cure.
 """
 
 import os

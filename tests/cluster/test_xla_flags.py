@@ -18,7 +18,7 @@ SET = {xla_flags.CPU_DEVICES: "2", xla_flags.DETERMINISTIC: "true", **FLAGS}
 OF_USERS = {"xla_gpu_autotune_level": "2", "xla_dump_to": "/tmp"}
 """Flags that tests or pages write as users do, in variables that no process of XLA gets here."""
 UNKNOWN = {"xla_unheard_of", "xla_other"}
-"""Flags that exist nowhere, on purpose."""
+"""Flags that no jaxlib has, on purpose."""
 OLD = {"xla_cpu_use_fusion_emitters"}
 """Flags that are set for older versions only."""
 

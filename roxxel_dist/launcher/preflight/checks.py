@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from roxxel_dist.cluster.versions import why_not
 from roxxel_dist.launcher.preflight.host_info import IS_FILE, LOCK, HostInfo, is_loopback
 from roxxel_dist.launcher.spec import JobSpec, flag, split_flags, trains_in_bucket
 
@@ -208,9 +207,6 @@ def _versions(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]
         else:
             level: Level = "error" if name in MUST_MATCH else "warning"
             yield _same(level, "versions", hosts, groups, name, "install the same version on all hosts")
-    for why, names in _groups(hosts, lambda info: why_not(info["versions"])).items():
-        if why is not None:
-            yield CheckResult("error", "versions", tuple(names), f"{named(names)}: {why}")
     if equal:
         yield CheckResult("ok", "versions", tuple(hosts), ", ".join(equal))
     codes = _groups(hosts, lambda info: info["code"])
