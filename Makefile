@@ -2,16 +2,24 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Where Python is newer than 3.11, jax is newer too.
+CONSTRAINTS = $(shell $(BIN)/python -c 'import sys; print("constraints-newest.txt" if sys.version_info >= (3, 12) else "constraints.txt")')
+# What `.ci/run` runs with the newest Python: the demo, two processes that are stopped and resumed to the bit, a sweep that is killed, the help
+# of every command, and all that goes through a private part of jax.
+ON_NEWEST := tests/cluster tests/test_help.py tests/test_demo.py tests/train/test_golden.py \
+    tests/multiprocess/test_training.py::test_asked_to_stop_it_saves_and_goes_on_later \
+    tests/sweep/test_sweep_command.py::test_a_killed_sweep_goes_on_and_its_best_can_be_trained
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 DEMO_DATA := demo_data
 DEMO_RUN := runs/demo
 HF := .cache/hf
+NEWEST := .cache/newest
 AZURITE := .cache/azurite
 TPU := .cache/tpu
 CUDA := .cache/cuda
 
-.PHONY: demo test test-docs test-web test-cluster test-long test-all test-pythons docs reference pictures bench bench-data bench-train \
+.PHONY: demo test test-newest test-newest-part test-in-newest test-docs test-web test-cluster test-long test-all test-pythons docs reference pictures bench bench-data bench-train \
     bench-launch bench-model bench-mup bench-ngram bench-sweep bench-page bench-gpu chaos hf azurite tpu cuda docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
@@ -21,6 +29,16 @@ PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup --no-lo
 
 test: $(VENV)/dev-installed lint ## the linters and every part of the package: about eleven minutes on two cores
 	$(PYTEST) -m "not docs and not web and not cluster and not long"
+
+test-newest: ## the tests of `make test` with the newest Python and jax that are here, in an environment of its own
+	@$(MAKE) --no-print-directory test-in-newest MORE='-m "not docs and not web and not cluster and not long"'
+
+test-newest-part: ## a part of them, in about three minutes: what changes with jax and flax
+	@$(MAKE) --no-print-directory test-in-newest MORE='$(ON_NEWEST)'
+
+test-in-newest:
+	@newest=$$($(PYTHON) tests/pythons.py) && $(MAKE) --no-print-directory VENV=$(NEWEST) PYTHON=$$newest $(NEWEST)/dev-installed
+	JAX_COMPILATION_CACHE_DIR=$(abspath $(NEWEST))/xla $(PYTEST:$(BIN)/%=$(NEWEST)/bin/%) $(MORE)
 
 test-docs: $(VENV)/dev-installed ## every block of the documentation and the examples, as they stand
 	$(PYTEST) -m "docs and not long"
@@ -36,7 +54,7 @@ test-long: $(VENV)/dev-installed azurite tpu cuda ## matrices, many repetitions,
 
 test-all: test test-docs test-web test-cluster test-long ## all of these, one after the other
 
-test-pythons: $(VENV)/dev-installed ## the wheel, installed and tried with this Python and with 3.12 and 3.13 where they are
+test-pythons: $(VENV)/dev-installed ## the wheel, installed and tried with this Python and with the newer ones that are here
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m long tests/test_wheel.py
 
 docs: $(VENV)/dev-installed ## build these pages into .cache/site
@@ -114,13 +132,13 @@ $(BIN)/python:
 	    { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 2; }
 
-$(VENV)/demo-installed: $(BIN)/python pyproject.toml constraints.txt
+$(VENV)/demo-installed: $(BIN)/python pyproject.toml constraints.txt constraints-newest.txt
 	@echo "installing into $(VENV), about 0.9 GB: half a minute with a fast network"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[plot]'
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[plot]'
 	@touch $@
 
-$(VENV)/dev-installed: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+$(VENV)/dev-installed: $(BIN)/python pyproject.toml constraints.txt constraints-newest.txt
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@ $(VENV)/demo-installed
 
 $(AZURITE)/installed:
@@ -133,18 +151,18 @@ $(HF)/installed: tests/hf_requirements.txt
 	$(HF)/bin/pip install --quiet --requirement tests/hf_requirements.txt
 	@touch $@
 
-$(TPU)/installed: tests/tpu_requirements.txt pyproject.toml constraints.txt
+$(TPU)/installed: tests/tpu_requirements.txt pyproject.toml constraints.txt constraints-newest.txt
 	$(PYTHON) -m venv $(TPU) || { rm -rf $(TPU); exit 2; }
 	$(TPU)/bin/pip install --quiet --requirement tests/tpu_requirements.txt
 	@touch $@
 
-$(CUDA)/installed: tests/cuda_requirements.txt pyproject.toml constraints.txt
+$(CUDA)/installed: tests/cuda_requirements.txt pyproject.toml constraints.txt constraints-newest.txt
 	$(PYTHON) -m venv $(CUDA) || { rm -rf $(CUDA); exit 2; }
 	$(CUDA)/bin/pip install --quiet --requirement tests/cuda_requirements.txt
 	@touch $@
 
-$(VENV)/bench-installed: $(BIN)/python pyproject.toml constraints.txt benchmarks/requirements.txt
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
-	$(BIN)/pip install --quiet --constraint constraints.txt --requirement benchmarks/requirements.txt || \
+$(VENV)/bench-installed: $(BIN)/python pyproject.toml constraints.txt constraints-newest.txt benchmarks/requirements.txt
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable .
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --requirement benchmarks/requirements.txt || \
 	    echo "the other loaders are not all installed; the table will say which" >&2
 	@touch $@

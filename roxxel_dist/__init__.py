@@ -69,6 +69,9 @@ def __getattr__(name: str) -> Any:
     if name in _WHERE:
         import importlib
 
+        from roxxel_dist.cluster.versions import check_versions
+
+        check_versions()
         return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

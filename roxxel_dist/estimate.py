@@ -27,6 +27,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, simulate_devices
 from roxxel_dist.cluster.targets import Target, check_compiler, parse_target
+from roxxel_dist.cluster.xla_flags import SAVE_MEMORY, UNOPTIMIZED
 from roxxel_dist.config import usage_errors
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
@@ -63,13 +64,8 @@ from roxxel_dist.train.virtual_shards.layout import check_shapes
 
 USUAL_MFU = 0.4
 """Model FLOPs utilisation if no speed was measured: that of a dense model on a few accelerators."""
-SIMULATED = {
-    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
-"""Compiler options for simulated devices: an order that saves memory, as accelerator compilers use and the CPU compiler
-does not; and no optimization of code that never runs, which halves the compile time."""
+SIMULATED = SAVE_MEMORY | UNOPTIMIZED
+"""Compiler options for simulated devices, whose code never runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,10 +158,7 @@ def write_run_metadata(
     if not trainer.finished or saved.get("init_from") != config.init_from:
         metadata = _metadata(trainer, components, saved, absolute(data_path or run / DATA))
         if RECORD in saved:
-            was, now = RunMetadata.of(saved).bits, metadata.resumes[-1]["bits"]
-            if config.virtual_shards:  # the results are the same on other devices
-                was, now = map(determinism.without_topology, (was, now))
-            changed = [*changed, *determinism.changed(was, now)]
+            changed = [*changed, *_other_environment(saved, metadata, is_exact=bool(config.virtual_shards))]
         # Before the config: after a crash between the two writes, an extended run must not count as finished.
         write_cursor(run, trainer.start_step, trainer.last_step, finished=trainer.finished)
         config.save_yaml(run / CONFIG, metadata.to_dict())
@@ -189,6 +186,20 @@ def write_run_metadata(
         log(f"{name} has no checkpoint yet: it begins again, at step 1")
     for line in changed:
         log(f"changed since {'the run began' if saved else trainer.start.source}: {line}")
+
+
+def _other_environment(saved: Mapping[str, Any], metadata: RunMetadata, *, is_exact: bool) -> list[str]:
+    """A line for each setting and version that is not that of the run's beginning, and one that says what follows."""
+    begun, now = RunMetadata.of(saved), metadata.resumes[-1]["bits"]
+    was = begun.bits
+    if is_exact:  # the results are the same on other devices
+        was, now = map(determinism.without_topology, (was, now))
+    lines = determinism.changed(was, now)
+    if lines:
+        names = ", ".join(line.split(":", 1)[0] for line in lines)
+        lines.append(f"perhaps the last bits of losses, by {names}; up to rounding they are the same")
+    others = {name: version(name) for name in PACKAGES if name not in now}  # jax and jaxlib are among the bits
+    return lines + determinism.changed(begun.versions, others)
 
 
 def _metadata(trainer: Trainer, components: RunComponents, saved: dict[str, Any], data_path: str) -> RunMetadata:

@@ -18,7 +18,8 @@ from roxxel_dist.builders import RunComponents, build_components
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.distributed import initialize, initialize_alone
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.mesh import CPU_DEVICES, simulate_devices
+from roxxel_dist.cluster.mesh import simulate_devices
+from roxxel_dist.cluster.xla_flags import CPU_DEVICES
 from roxxel_dist.config import RECORD, Config
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.evaluate import open_data
@@ -147,7 +148,7 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
         was, now = map(determinism.without_topology, (was, now))
     for bits in (was, now):
         flags = str(bits.get("xla_flags", "")).split()
-        bits["xla_flags"] = " ".join(flag for flag in flags if not flag.startswith(CPU_DEVICES))
+        bits["xla_flags"] = " ".join(flag for flag in flags if not flag.startswith(f"--{CPU_DEVICES}"))
         if on_cpu:  # on a CPU the number of processes does not matter if the number of devices is the same
             bits.pop("processes", None)
     if other := determinism.changed(was, now):

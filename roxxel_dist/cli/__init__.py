@@ -31,6 +31,10 @@ def main(argv: Sequence[str]) -> int:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         _check_text(words)
+        if words and words[0] in COMPUTE and not HELP.intersection(words):
+            from roxxel_dist.cluster.versions import check_versions
+
+            check_versions()
         return _dispatch("", COMMANDS, lambda word: resolve_name(COMMANDS[word]), words)
     except (UserError, FileSystemError) as error:
         from roxxel_dist.cli.arguments import as_flags
@@ -79,7 +83,7 @@ def _check_text(words: list[str]) -> None:
 
 def _dispatch(group: str, names: Iterable[str], find: Callable[[str], Command], words: list[str]) -> int:
     """Call the command that the first word names, or tell which there are."""
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not words or words[0] in HELP:
         print(_overview(group, {name: find(name) for name in names}))
         return 0 if words else EXIT_USAGE
     word, full = words[0], f"{group} {words[0]}".strip()
@@ -133,6 +137,11 @@ def launch_group(words: list[str]) -> int:
     return _dispatch("launch", BACKENDS, command_of, words)
 
 
+HELP = frozenset({"-h", "--help", "help"})
+COMPUTE = frozenset(
+    {"demo", "batch", "train", "find-lr", "plan", "eval", "generate", "export", "verify", "audit", "compare", "sweep"}
+)
+"""Commands that import jax or flax, or start processes that do."""
 HEAR_THEMSELVES = frozenset({"sweep", "launch", "ps", "logs", "attach", "stop", "save", "doctor"})
 """Commands that wait for other processes, and tell or ask them something when they are interrupted."""
 COMMANDS = {

@@ -18,14 +18,10 @@ import jax
 from roxxel_dist.cluster.durable import cache_folder
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.jax_private import backends_are_initialized
-from roxxel_dist.cluster.mesh import CPU_DEVICES
+from roxxel_dist.cluster.xla_flags import CPU_DEVICES, DETERMINISTIC
 
 DEFAULT_MIN_COMPILE_S = 1.0
 """jax's own: programs that compile faster are not kept in its cache."""
-DETERMINISTIC = "xla_gpu_deterministic_ops"
-"""XLA's flag for the same bits each time on a GPU. It excludes kernels whose sums depend on the order in which threads
-come (atomics), and takes the first kernel that fits where XLA would measure which is fastest. (XLA, gpu/autotuning:
-the same as xla_gpu_exclude_nondeterministic_ops and xla_gpu_autotune_level=0.)"""
 SHARD_THREADS = 16
 """Threads of XLA's pool with fewer than half as many virtual shards."""
 SETTINGS = ("jax_default_matmul_precision", "jax_threefry_partitionable", "jax_default_prng_impl", "jax_enable_x64")
@@ -151,7 +147,7 @@ def without_topology(bits: Mapping[str, Any]) -> dict[str, Any]:
     virtual shards. The kinds of devices stay."""
     flags = str(bits.get("xla_flags", "")).split()
     on_cpu = str(bits.get("platform", "")).startswith("cpu")  # where the flag of `make_deterministic` changes nothing
-    without = (CPU_DEVICES, f"--{DETERMINISTIC}=") if on_cpu else (CPU_DEVICES,)
+    without = (f"--{CPU_DEVICES}", f"--{DETERMINISTIC}=") if on_cpu else (f"--{CPU_DEVICES}",)
     kept = {name: value for name, value in bits.items() if name not in OF_TOPOLOGY}
     kept["xla_flags"] = " ".join(flag for flag in flags if not flag.startswith(without))
     return kept | {"devices": sorted(bits.get("devices", {}))}

@@ -11,8 +11,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.xla_flags import CPU_DEVICES
 
-CPU_DEVICES = "--xla_force_host_platform_device_count"
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 """The axes of a mesh: copies of the model, the devices that share one copy of its parameters, and among these the ones
 that compute on the same rows together."""
@@ -167,7 +167,7 @@ def simulate_devices(count: int) -> None:
         return
     flags = os.environ.get("XLA_FLAGS", "").split()
     # Two ways to say how many there are, and jax takes the flag.
-    os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith(CPU_DEVICES))
+    os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith(f"--{CPU_DEVICES}"))
     jax.config.update("jax_platforms", "cpu")
 
 

@@ -26,6 +26,7 @@ from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_pr
 from roxxel_dist.cluster.executables import ExecutableStore, compile_kept
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, Axes, parameter_sharding
+from roxxel_dist.cluster.xla_flags import SAVE_MEMORY
 from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, DynamicScalar
 from roxxel_dist.model.lora import LoRAParam, scales_of
 from roxxel_dist.model.scan_layers import STACKED
@@ -374,9 +375,8 @@ def _init_programs(
     Hparams have a program of their own: they are constants in it, and the large one is then the same for all rates. So
     has the rest: it is all that a restored run computes, which then compiles nothing that its beginning did not.
     """
-    # XLA for CPU schedules for parallel work unless told otherwise, with scratch memory for many random arrays at once.
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if on_cpu else None
+    options = SAVE_MEMORY if on_cpu else None  # for the scratch memory of many random arrays at once
 
     def program(names: Sequence[str]) -> Any:
         def make() -> Leaves:

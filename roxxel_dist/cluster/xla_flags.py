@@ -1,0 +1,14 @@
+"""Every flag and compiler option of XLA that this package sets. XLA ends a process that has a flag it does not know, so
+each is tried with each jaxlib: tests/cluster/test_xla_flags.py."""
+
+CPU_DEVICES = "xla_force_host_platform_device_count"
+"""The number of devices that a CPU simulates."""
+DETERMINISTIC = "xla_gpu_deterministic_ops"
+"""The same bits each time on a GPU. It excludes kernels whose sums depend on the order in which threads come (atomics),
+and takes the first kernel that fits where XLA would measure which is fastest. (XLA, gpu/autotuning: the same as
+xla_gpu_exclude_nondeterministic_ops and xla_gpu_autotune_level=0.)"""
+SAVE_MEMORY = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+"""An order of operations that saves memory, as compilers for accelerators use. XLA for CPU schedules for parallel work
+otherwise, with scratch memory for many arrays at once."""
+UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""No optimization of code that runs seldom or never: it takes half the compile time."""
