@@ -31,6 +31,7 @@ GONE_S, LEASH_S = 5.0, 20.0
 """Of processes when their launcher has ended; and where a host was out of reach, or an agent stopped, just before."""
 UNREADY = 69
 GIVEN_UP = ("roxxel-dist: not started again: no rank", "roxxel-dist: not started again: rank")
+UNSAVED = "could not be saved"
 POLL_S = 0.01
 MAY_BE_SAID = 100
 """Characters of a line in the table."""
@@ -253,6 +254,9 @@ class Chaos:
                 if self.summary.outcomes:
                     self.summary.outcomes[-1].said.append(said)
                 self._given_up = self._given_up or line.startswith(GIVEN_UP)
+            if UNSAVED in line and self.summary.outcomes and UNSAVED not in "".join(self.summary.outcomes[-1].said):
+                self._note(f"    {line}")
+                self.summary.outcomes[-1].said.append(line)
             if "resuming after step" in line:
                 self._note(f"    {line}")
                 self.summary.attempts += 1

@@ -1,4 +1,4 @@
-"""A program with data workers, as data loaders have them: it saves when it is asked to stop, and goes on from there.
+"""A program with data workers, as data loaders have them: it saves when it is asked to stop, and resumes.
 
 `roxxel-dist launch … -- python data_workers.py FOLDER STEPS`. The batches come from processes that it spawns. When all
 steps are done, FOLDER/state.npz holds what an undisturbed run has, to the bit.
