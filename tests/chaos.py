@@ -137,6 +137,8 @@ class Chaos:
             while self._newest < step and time.monotonic() < begun + fault.seconds:
                 assert not self._tend(), f"the training was over before fault {number}: it needs more steps"
             self._inject(number, fault)
+            while self._injector.is_alone:
+                assert not self._tend(), f"the training was over in fault {number}: it needs more steps"
         while not self._tend():
             pass
         while self._injector.undo:  # a host that is not back yet

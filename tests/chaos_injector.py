@@ -16,8 +16,8 @@ from hosts import CONTROLLER, ROOT, Cluster
 WORKERS_LIMIT_S = 240.0
 REPLACED = ("has sent nothing for", "going on without")
 """What the launcher says of a host that it loses."""
-REPAIR_S = 20.0
-"""A host that is back is unfit for so long, until a person repairs it."""
+REPAIR_S = 25.0
+"""A host that is back is unfit for so long, until a person repairs it; so long afterwards the job may take it in."""
 
 
 @dataclass(kw_only=True)
@@ -50,6 +50,9 @@ class Injector:
         self._workers_done: tuple[int, bytes] | None = None
         self._jobs = 0
         self._away: set[str] = set()
+        self._braked, self._brake_at = False, 0.0
+        self._held: tuple[str, int] | None = None
+        """Host and pid of a rank that is stopped for a moment."""
 
     def inject(self, fault: Fault, launcher: subprocess.Popen[bytes]) -> str:
         """Inject a fault; returns what was hit, for people, or "" where there is nothing yet that it could hit."""
@@ -59,8 +62,15 @@ class Injector:
             )
         return ""
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the fault that was injected last is to be over before the next one comes."""
+        return self._braked
+
     def tend(self, now: float) -> Iterator[str]:
         """Undo what is due; the words for it."""
+        if self._braked:
+            self._brake(now)
         for undo in [undo for undo in self.undo if now >= undo.when]:
             self.undo.remove(undo)
             undo.function()
@@ -177,19 +187,52 @@ class Injector:
         )
 
     def _come_back_unfit(self, fault: Fault, spoil: Callable[[str], None], repair: Callable[[str], None]) -> str:
-        host = next((host for host in self._order(fault.host) if self._training.ranks(host)), "")
-        if not host or not self._training.folder.exists():
+        """A host is lost, and all spare ones, so that the job would use it; these come back when it is repaired."""
+        if self.undo or not self._training.folder.exists():
             return ""
+        working = [host for host in self._order(fault.host) if self._training.ranks(host)]
+        if len(working) < 2:
+            return ""
+        lost, *others = [host for host in self._order(working[0]) if host != working[1]]
+        for host in (lost, *others):
+            self._hosts.cut(host)
+            self._away.add(host)
+        spoil(lost)
+        until = fault.lasts + REPAIR_S
+        self._later(fault.lasts, f"{lost} is back, unfit", lambda: self._connect(lost))
+        self._later(until, f"{lost} is repaired", lambda: repair(lost))
+        for host in others:
+            self._later(until, f"{host} is back", lambda host=host: self._connect(host))
+        self._later(until + REPAIR_S, "", self._release)
+        self._braked = True
+        return f"{lost} for {fault.lasts:.1f} s, and {REPAIR_S:g} s until it is repaired; {', '.join(others)} so long"
 
-        def repaired() -> None:
-            repair(host)
+    def _brake(self, now: float) -> None:
+        """Let the training do about a step a second, or it would be over before hosts are back."""
+        if now < self._brake_at:
+            return
+        if self._held is None:
+            for host in self._order(""):
+                for pid in self._training.ranks(host):
+                    with suppress(OSError):
+                        if record_of(pid).activity == "step":
+                            self._hosts.signal(host, pid, signal.SIGSTOP)
+                            self._held, self._brake_at = (host, pid), now + 1.0
+                            return
+            self._brake_at = now + 0.2
+        else:
+            self._let_go()
+            self._brake_at = now + 0.05
 
-        self._hosts.cut(host)
-        self._away.add(host)
-        spoil(host)
-        self._later(fault.lasts, f"{host} is back, unfit", lambda: self._connect(host))
-        self._later(fault.lasts + REPAIR_S, f"{host} is repaired", repaired)
-        return f"{host} for {fault.lasts:.1f} s, and {REPAIR_S:g} s until it is repaired"
+    def _let_go(self) -> None:
+        if self._held is not None:
+            with suppress(OSError):
+                self._hosts.signal(*self._held, signal.SIGCONT)
+            self._held = None
+
+    def _release(self) -> None:
+        self._braked = False
+        self._let_go()
 
     # Disks.
 

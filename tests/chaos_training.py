@@ -158,7 +158,7 @@ class Training(Launches):
 
     def launch(self) -> subprocess.Popen[bytes]:
         """Start it, or start it again."""
-        options = ["--spare-hosts", len(self._hosts.names) - 2, "--min-hosts", 1, "--host-timeout", 20]
+        options = ["--spare-hosts", len(self._hosts.names) - 2, "--min-hosts", 1, "--host-timeout", 12]
         options += ["--devices-per-proc", 1, "--max-restarts", 99, "--step-timeout", STEP_LIMIT_S]
         train = ["train", "--config", "config.yaml", "--data_path", "data", "--run_dir", self.folder, "--resume"]
         return self.start(options, train)

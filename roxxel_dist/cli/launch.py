@@ -62,8 +62,10 @@ def command_of(name: str) -> Callable[[list[str]], int]:
 
 
 def without_own_name(command: list[str]) -> list[str]:
-    """A command without `roxxel-dist`, or `python -m roxxel_dist`, before a sub-command: `train` alone is checked before
-    the start, and a host may not have this program in its PATH."""
+    """A command without `roxxel-dist`, or `python -m roxxel_dist`, before a sub-command.
+
+    `train` alone is checked before the start, and a host may not have this program in its PATH.
+    """
     from roxxel_dist.launcher.host.worker import PYTHON, SUBCOMMANDS
 
     own = 1 if os.path.basename(command[0] if command else "") == "roxxel-dist" else 0

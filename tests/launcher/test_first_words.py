@@ -1,4 +1,4 @@
-"""What people write at their first launch on several hosts: it is understood, or the message has the words that work."""
+"""What people write at their first launch on several hosts is understood, or the message has the words that work."""
 
 import json
 
