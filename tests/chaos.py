@@ -27,8 +27,9 @@ STALL_S = 240.0
 """A job that makes no new step for so long hangs: that is longer than any pause before a restart, and a start."""
 HITS_S = 90.0
 """A fault that finds nothing to hit for so long is left out."""
-GONE_S, LEASH_S = 5.0, 20.0
-"""Of processes when their launcher has ended; and where a host was out of reach, or an agent stopped, just before."""
+GONE_S, LEASH_S = 5.0, 80.0
+"""Of processes when their launcher has ended; and where a host was out of reach, or an agent stopped, just before: the
+ranks live on for --host-lease (60 s) where no host hears the launcher."""
 UNREADY = 69
 GIVEN_UP = ("roxxel-dist: not started again: no rank", "roxxel-dist: not started again: rank")
 UNSAVED = "could not be saved"
