@@ -31,6 +31,10 @@ GONE_S, LEASH_S = 5.0, 80.0
 """Of processes when their launcher has ended; and where a host was out of reach, or an agent stopped, just before: the
 ranks live on for --host-lease (60 s) where no host hears the launcher."""
 UNREADY = 69
+ASKED = {"SIGTERM", "SIGUSR1", "SIGHUP", "Ctrl-C twice", "stop data workers", "kill launcher while it drains"}
+"""Kinds after which the ranks stop and save."""
+WHILE_STOPPING = {1, 76, 77, 134, 137}
+"""What a launch may end with if another fault hits it while its ranks stop and save."""
 GIVEN_UP = ("roxxel-dist: not started again: no rank", "roxxel-dist: not started again: rank")
 UNSAVED = "could not be saved"
 POLL_S = 0.01
@@ -214,9 +218,9 @@ class Chaos:
         self._note(f"the launch ended with {code}; {gone_s:.2f} s later nothing of it is left; {self._check_rows()}")
         fine = code in self._codes | {0} or self._given_up
         unready = time.monotonic() < self._unready_until + gone_s
-        # A rank that loses the others while they stop and save fails, and nothing is started again after a request.
-        asked = self._kinds & {"SIGTERM", "SIGUSR1", "SIGHUP", "Ctrl-C twice"}
-        fine = fine or (unready and (code == UNREADY or (code in (1, 77) and bool(asked))))
+        # A rank that fails, or loses the others, while they stop and save; nothing is started again after a request.
+        asked, disturbed = self._kinds & ASKED, self._kinds - ASKED or self._injector.is_staged
+        fine = fine or (unready and code == UNREADY) or (bool(asked and disturbed) and code in WHILE_STOPPING)
         assert fine, f"no fault explains the code {code}\n{self._tail()}"
         self._codes, self._kinds, self._given_up = set(), set(), False
 

@@ -67,6 +67,11 @@ class Injector:
         """Whether the fault that was injected last is to be over before the next one comes."""
         return self._braked
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether the first part of a fault was injected, and the second is to come."""
+        return self._staged is not None
+
     def tend(self, now: float) -> Iterator[str]:
         """Undo what is due; the words for it."""
         if self._braked:
