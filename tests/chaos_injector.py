@@ -247,8 +247,12 @@ class Injector:
         host = next((host for host in self._order(fault.host) if self._training.ranks(host)), "")
         if not host or not folder.exists():
             return ""
-        self._hosts.bind(host, folder, folder)
-        self._hosts.remount(host, folder, "ro")
+        other = self._work / "read-only"
+        other.mkdir(exist_ok=True)
+        self._hosts.bind(host, folder, other)
+        self._hosts.remount(host, other, "ro")  # before it is in its place: no file is open for writing there
+        self._hosts.bind(host, other, folder)
+        self._hosts.unmount(host, other)
         self._later(fault.lasts, f"{host} can write again", lambda: self._hosts.unmount(host, folder))
         return f"on {host} for {fault.lasts:.1f} s"
 
