@@ -169,7 +169,7 @@ class Chaos:
         self._codes |= set(kind.codes)
         self._kinds.add(fault.kind)
         undone = max((undo.when for undo in self._injector.undo), default=now)
-        if kind.unready or fault.kind == "stop agent":
+        if kind.lasts[1] or fault.kind == "stop agent":
             self._slow_until = max(self._slow_until, undone + LEASH_S)
         if kind.unready:
             self._unready_until = max(self._unready_until, undone + LEASH_S)

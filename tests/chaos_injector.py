@@ -53,6 +53,8 @@ class Injector:
         self._braked, self._brake_at = False, 0.0
         self._held: tuple[str, int] | None = None
         """Host and pid of a rank that is stopped for a moment."""
+        self._done: dict[int, int] = {}
+        """The step that a rank, by its pid, had done then: it does one more before it is stopped again."""
 
     def inject(self, fault: Fault, launcher: subprocess.Popen[bytes]) -> str:
         """Inject a fault; returns what was hit, for people, or "" where there is nothing yet that it could hit."""
@@ -220,14 +222,15 @@ class Injector:
             for host in self._order(""):
                 for pid in self._training.ranks(host):
                     with suppress(OSError):
-                        if record_of(pid).activity == "step":
+                        record = record_of(pid)
+                        if record.activity == "step" and record.done > self._done.get(pid, 0):
+                            self._done[pid] = record.done
                             self._hosts.signal(host, pid, signal.SIGSTOP)
                             self._held, self._brake_at = (host, pid), now + 1.0
                             return
-            self._brake_at = now + 0.2
+            self._brake_at = now + 0.1
         else:
             self._let_go()
-            self._brake_at = now + 0.05
 
     def _let_go(self) -> None:
         if self._held is not None:
