@@ -25,8 +25,8 @@ from hosts import CONTROLLER, Cluster
 
 STALL_S = 240.0
 """A job that makes no new step for so long hangs: that is longer than any pause before a restart, and a start."""
-HITS_S = 90.0
-"""A fault that finds nothing to hit for so long is left out."""
+HITS_S = 60.0
+"""A fault that finds nothing to hit for so long is left out; the training is slowed down until then."""
 GONE_S, LEASH_S = 5.0, 80.0
 """Of processes when their launcher has ended; and where a host was out of reach, or an agent stopped, just before: the
 ranks live on for --host-lease (60 s) where no host hears the launcher."""
@@ -142,7 +142,7 @@ class Chaos:
             while self._newest < step and time.monotonic() < begun + fault.seconds:
                 assert not self._tend(), f"the training was over before fault {number}: it needs more steps"
             self._inject(number, fault)
-            while self._injector.is_alone:
+            while self._injector.is_slowed:
                 assert not self._tend(), f"the training was over in fault {number}: it needs more steps"
         while not self._tend():
             pass
@@ -154,11 +154,13 @@ class Chaos:
 
     def _inject(self, number: int, fault: Fault) -> None:
         end = time.monotonic() + HITS_S
+        self._injector.is_slowed = KINDS[fault.kind].alone
         while not (hit := self._injector.inject(fault, self._process)):
             assert not self._tend(), f"the training was over before fault {number}: it needs more steps"
             if time.monotonic() > end:
                 self._note(f"fault {number}: {fault.kind} finds nothing to hit")
                 self.summary.left_out.append(fault.kind)
+                self._injector.release()
                 return
         kind, now, step = KINDS[fault.kind], time.monotonic(), self._training.step
         if self.summary.outcomes:

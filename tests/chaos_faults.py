@@ -15,6 +15,8 @@ class Kind:
     """With what a launch may end after it, beside 0; none: it is for the launcher to mend."""
     lasts: tuple[float, float] = (0.0, 0.0)
     """Seconds after which it is undone, the least and the most; 0: it is never undone."""
+    alone: bool = False
+    """It is over before the next one comes, and the training is slowed down until then."""
     unready: bool = False
     """While it lasts, and soon after, hosts may be refused at a start (69)."""
 
@@ -33,8 +35,8 @@ KINDS: Mapping[str, Kind] = {
     "reset ssh": Kind(),
     "kill agent": Kind(),
     "stop agent": Kind(),
-    "host back without its folder": Kind(lasts=(16, 24)),
-    "host back with other versions": Kind(lasts=(16, 24)),
+    "host back without its folder": Kind(lasts=(16, 24), alone=True),
+    "host back with other versions": Kind(lasts=(16, 24), alone=True),
     "read-only folder": Kind(codes=(1,), lasts=(3, 8), unready=True),
     "full state folder": Kind(lasts=(3, 8)),
     "deleted logs": Kind(),

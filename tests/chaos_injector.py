@@ -50,7 +50,9 @@ class Injector:
         self._workers_done: tuple[int, bytes] | None = None
         self._jobs = 0
         self._away: set[str] = set()
-        self._braked, self._brake_at = False, 0.0
+        self.is_slowed = False
+        """Whether the training does a step in two seconds: until a fault is over, or it would be over before."""
+        self._brake_at = 0.0
         self._held: tuple[str, int] | None = None
         """Host and pid of a rank that is stopped for a moment."""
         self._done: dict[int, int] = {}
@@ -65,18 +67,13 @@ class Injector:
         return ""
 
     @property
-    def is_alone(self) -> bool:
-        """Whether the fault that was injected last is to be over before the next one comes."""
-        return self._braked
-
-    @property
     def is_staged(self) -> bool:
         """Whether the first part of a fault was injected, and the second is to come."""
         return self._staged is not None
 
     def tend(self, now: float) -> Iterator[str]:
         """Undo what is due; the words for it."""
-        if self._braked:
+        if self.is_slowed:
             self._brake(now)
         for undo in [undo for undo in self.undo if now >= undo.when]:
             self.undo.remove(undo)
@@ -210,12 +207,12 @@ class Injector:
         self._later(until, f"{lost} is repaired", lambda: repair(lost))
         for host in others:
             self._later(until, f"{host} is back", lambda host=host: self._connect(host))
-        self._later(until + REPAIR_S, "", self._release)
-        self._braked = True
+        self._later(until + REPAIR_S, "", self.release)
+        self.is_slowed = True
         return f"{lost} for {fault.lasts:.1f} s, and {REPAIR_S:g} s until it is repaired; {', '.join(others)} so long"
 
     def _brake(self, now: float) -> None:
-        """Let the training do about a step a second, or it would be over before hosts are back."""
+        """Let the training do a step in two seconds, or it would be over before hosts are back."""
         if now < self._brake_at:
             return
         if self._held is None:
@@ -226,7 +223,7 @@ class Injector:
                         if record.activity == "step" and record.done > self._done.get(pid, 0):
                             self._done[pid] = record.done
                             self._hosts.signal(host, pid, signal.SIGSTOP)
-                            self._held, self._brake_at = (host, pid), now + 1.0
+                            self._held, self._brake_at = (host, pid), now + 2.0
                             return
             self._brake_at = now + 0.1
         else:
@@ -238,8 +235,9 @@ class Injector:
                 self._hosts.signal(*self._held, signal.SIGCONT)
             self._held = None
 
-    def _release(self) -> None:
-        self._braked = False
+    def release(self) -> None:
+        """Let the training go on as fast as it can."""
+        self.is_slowed = False
         self._let_go()
 
     # Disks.
