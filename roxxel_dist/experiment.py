@@ -24,6 +24,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import absolute, check_local, is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.generator import pieces
+from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.model.generate import generate, known_ids
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.report import draw_losses, read_runs
@@ -53,7 +54,6 @@ from roxxel_dist.train.checkpoint.metadata import CheckpointRef, ResumeSpec, rea
 from roxxel_dist.train.config import TRIAL
 from roxxel_dist.train.init_from import find_checkpoint, load_params, with_base, with_shape_of
 from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, Tracker
-from roxxel_dist.train.loggers.console import printable
 from roxxel_dist.train.loggers.tensorboard import TensorboardTracker
 from roxxel_dist.train.loggers.wandb import WandbTracker
 from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream

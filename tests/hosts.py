@@ -69,6 +69,7 @@ class Cluster:
         self.folder = Path(tempfile.mkdtemp(prefix="roxxel-hosts-"))
         self.ssh_config = self.folder / "ssh_config"
         self._variables = {name: {"PYTHONPATH": str(ROOT), "HOME": str(self.home(name))} for name in self.names}
+        self._settings: dict[str, dict[str, str]] = {name: {} for name in self.names}
         self._machines: dict[str, Machine] = {}
         self._started: list[subprocess.Popen[bytes]] = []
         self._silent: set[str] = set()
@@ -208,6 +209,10 @@ class Cluster:
         """Undo the last `bind` or `tmpfs` at this path."""
         self._machines[name].change("umount", "--lazy", path)
 
+    def change(self, name: str, *words: object) -> None:
+        """Run a program on a host that has to succeed, such as `iptables`; RuntimeError where it does not."""
+        self._machines[name].change(*words)
+
     def resolve(self, name: str, own: str | None = None) -> None:
         """Let a host's own name mean this address (such as 127.0.1.1) to itself; None: its real one."""
         known = {**self._addresses, name: own} if own is not None else self._addresses
@@ -215,9 +220,32 @@ class Cluster:
         # Written in place: the file is mounted, a new one of its name would not be.
         (self.folder / name / "hosts").write_text("\n".join(lines))
 
+    def firewall(self, name: str, incoming: str = "", outgoing: str = "") -> None:
+        """Let a host filter packets by these rules of nftables, a rule a line; needs Debian's nftables."""
+        chains = (("input", incoming), ("output", outgoing))
+        rules = "".join(f"chain {hook} {{\ntype filter hook {hook} priority 0\n{lines}\n}}\n" for hook, lines in chains)
+        self._machines[name].change("nft", "-f", "-", given=f"table inet wall {{\n{rules}}}\n")
+
+    def add_address(self, name: str, interface: str, address: str) -> None:
+        """Give a host an interface without a cable, with this address ("172.17.0.1/16"), as docker0 has."""
+        for words in (
+            f"link add {interface} type bridge",
+            f"addr add {address} dev {interface}",
+            f"link set {interface} up",
+        ):
+            self._machines[name].change("ip", *words.split())
+
     def set_env(self, name: str, **values: str) -> None:
         """Add to the variables that later ssh sessions find on a host."""
         self._variables[name].update(values)
+        self._reconfigure(name)
+
+    def configure(self, name: str, **settings: str) -> None:
+        """Change settings of a host's sshd, for later sessions."""
+        self._settings[name].update(settings)
+        self._reconfigure(name)
+
+    def _reconfigure(self, name: str) -> None:
         self._configure(name)
         machine = self._machines[name]
         before = machine.count_said(LISTENS)
@@ -282,7 +310,8 @@ class Cluster:
 
     def _configure(self, name: str) -> None:
         variables = " ".join(f'"{key}={value}"' for key, value in self._variables[name].items())
-        text = SSHD.format(folder=self.folder, name=name, variables=variables)
+        first = "".join(f"{key} {value}\n" for key, value in self._settings[name].items())  # the first value counts
+        text = first + SSHD.format(folder=self.folder, name=name, variables=variables)
         (self.folder / name / "sshd_config").write_text(text)
 
     def _switch(self, *commands: str) -> None:

@@ -15,10 +15,10 @@ from roxxel_dist.builders import build_components, open_corpus
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import load_yaml
 from roxxel_dist.evaluate import evaluate
+from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.run_directory import RunDirectory, default_run_dir
 from roxxel_dist.train.checkpoint.metadata import read_cursor
 from roxxel_dist.train.checkpoint.store import CheckpointStore
-from roxxel_dist.train.loggers.console import printable
 from roxxel_dist.train.trainer import Trainer as Loop
 
 SMALL = {

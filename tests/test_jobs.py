@@ -209,6 +209,16 @@ def test_two_requests_of_one_moment_are_one(desk: Desk) -> None:
     assert desk.job()["code"] == 42
 
 
+def test_a_socket_of_another_user_blocks_no_stop(desk: Desk) -> None:
+    run = desk.launch("trap 'exit 42' TERM; " + WAIT)
+    desk.up()
+    controller = desk.job()["controller"]
+    with socket.socket(socket.AF_UNIX) as squatter:
+        squatter.bind(f"\0roxxel-dist-{os.getuid()}-stop-{controller['pid']}-{controller['start']}")
+        assert desk.run("stop", run)[0] == 0
+    assert desk.job()["code"] == 42
+
+
 def test_stop_kill_does_not_wait(desk: Desk) -> None:
     run = desk.launch(DRAIN, nprocs=2)
     desk.up(2)

@@ -12,6 +12,7 @@ import tyro
 from roxxel_dist.cli.arguments import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.config import usage_errors
+from roxxel_dist.launcher.output.printable import printable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,5 +137,5 @@ def compare(words: list[str]) -> int:
                 "\n  ".join([f"step {comparison.differs_at:,} is the first logged one that differs:", *comparison.row])
             )
         if comparison.config:
-            print("\n  ".join(["what differs in config and surroundings:", *comparison.config]))
+            print(printable("\n  ".join(["what differs in config and surroundings:", *comparison.config])))
     return 0 if comparison.differs_at is None else EXIT_FAILED

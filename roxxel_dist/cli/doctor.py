@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from roxxel_dist.cli.arguments import parse, parse_train
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT, UserError
 from roxxel_dist.config import usage_errors
+from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.objects.url import is_url
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def doctor(words: list[str]) -> int:
                     raise UserError(f"--{flag} {value} is for other hosts: name them with --hosts or --hostfile")
         report = check_hosts(needs, backend, backend.hosts, port=args.port)
         as_json = {"fit": report.passed, **dataclasses.asdict(report)}
-        print(json.dumps(as_json, indent=2) if args.json else _as_text(report, len(backend.hosts)))
+        print(json.dumps(as_json, indent=2) if args.json else printable(_as_text(report, len(backend.hosts))))
         return 0 if report.passed else EXIT_PREFLIGHT
 
 

@@ -23,6 +23,7 @@ from roxxel_dist.launcher.jobs import record, tail
 from roxxel_dist.launcher.jobs.record import JobRecord
 from roxxel_dist.launcher.jobs.stop import stop as stop_job
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import LOGS, is_run
 
@@ -74,7 +75,7 @@ def ps(words: list[str]) -> int:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         for row in rows:
-            print("  ".join([*map(str.ljust, row, widths), row[-1]])[:columns])
+            print(printable("  ".join([*map(str.ljust, row, widths), row[-1]]))[:columns])
     else:
         info("no job runs" + ("" if args.all or not jobs else f"; --all lists {len(jobs)} that ended"))
     return 0

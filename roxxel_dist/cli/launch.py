@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.launcher.spec import split_flags
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ T = TypeVar("T")
 READERS: dict[Any, Callable[[str], Any]] = {
     int: int, int | None: int, float: float, float | None: float, str: str, str | None: str,
 }  # fmt: skip
+
+ONE_LAUNCHER = ("ray", "slurm", "ssh")
+"""Backends whose launcher starts the ranks of all hosts, so that there is one launcher a job."""
 
 
 def command_of(name: str) -> Callable[[list[str]], int]:
@@ -37,6 +41,10 @@ def command_of(name: str) -> Callable[[list[str]], int]:
                 example = f"`launch {name} {kind.example} -- train --data_path DIR`"
                 raise UserError(f"no command: write it after `--`, as in {example}")
             passed, own = kind.split_words([_as_ours(word, kind) for word in words[:end]])
+            if name in ONE_LAUNCHER and "SLURM_STEP_ID" in os.environ:
+                from roxxel_dist.launcher.backends.slurm.allocation import refuse_copies
+
+                refuse_copies(os.environ)
         program = without_own_name(words[end + 1 :])
         options = plain_options(kind, own)
         if options is None:
@@ -128,7 +136,7 @@ def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
         from roxxel_dist.launcher.dry_run import as_text, describe
 
         with usage_errors():  # the port may be in use
-            print(json.dumps(describe(job, backend), indent=2) if options.json else as_text(job, backend))
+            print(json.dumps(describe(job, backend), indent=2) if options.json else printable(as_text(job, backend)))
         return 0
     if not options.detach:
         from roxxel_dist.launcher.control.supervisor import run
@@ -140,7 +148,7 @@ def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
         with usage_errors():
             entry = detach(job, backend)
     except StartError as problem:
-        print(problem, file=sys.stderr, flush=True)
+        print(printable(str(problem)), file=sys.stderr, flush=True)
         return problem.code
     print(entry.run_id, flush=True)  # alone on stdout, for scripts
     started = f"run {entry.run_id} started, its launcher is pid {entry.controller.pid} on {entry.controller.host}"

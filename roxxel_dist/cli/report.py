@@ -11,6 +11,7 @@ from roxxel_dist.cli.arguments import parse
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import usage_errors
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.run_directory import CONFIG, is_study
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def _runs(args: ReportArgs) -> str:
         numbers = [{"name": run.name, "path": str(run.path), **run.numbers()} for run in runs]
         _print_json({"runs": numbers, "differences": differences(runs), "pictures": pictures, "page": str(page)})
     else:
-        print(table(runs))
+        print(printable(table(runs)))
         print(f"\npage: {page}")
         if pictures:
             print("pictures: " + ", ".join(pictures))

@@ -10,6 +10,7 @@ import tyro
 
 from roxxel_dist.cli.arguments import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
+from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.objects.url import is_url
 
 LARGE = 1 << 30
@@ -127,7 +128,7 @@ def _verify_shards(args: VerifyArgs) -> int:
                 f"PATH is {args.path}, which holds no checkpoints, weights or shards: name a run, an export or shards"
             ) from error
     report = {"path": args.path, "complete": complete, "lines": lines}
-    print(json.dumps(report, indent=2) if args.json else "\n".join(lines))
+    print(json.dumps(report, indent=2) if args.json else printable("\n".join(lines)))
     return 0 if complete else EXIT_FAILED
 
 

@@ -1,9 +1,7 @@
 """What to start: JobSpec, run ids and log folders."""
 
 import itertools
-import os
 import re
-import socket
 import sys
 import time
 from collections import deque
@@ -21,6 +19,7 @@ from roxxel_dist.cluster.exit_codes import (
     STATUS_ENV,
     UserError,
 )
+from roxxel_dist.launcher.claims import claim
 
 CONTRACT = (
     "ROXXEL_COORDINATOR", "ROXXEL_NUM_PROCESSES", "ROXXEL_PROCESS_ID", "ROXXEL_LOCAL_DEVICES", "ROXXEL_ATTEMPT",
@@ -30,6 +29,8 @@ CONTRACT = (
 """The variables by which a rank knows its place; those of an outer launch never reach a rank."""
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+LEAST_LEASE_S = 10.0
+"""A host that is cut off alone lives as long."""
 BUCKET = re.compile(r"(s3|gs|az):/")
 
 
@@ -72,10 +73,13 @@ class HostOptions:
     """Replace a slow host, or a host with a slow rank, by a spare host: all ranks save, and the job restarts with
     it."""
     min_hosts: int | None = None
-    """Minimum number of hosts: the job continues with them if other hosts stay unreachable after a failure. Default:
-    all hosts."""
+    """Minimum number of hosts: the job starts, and continues after a failure, with them if others are missing. A host
+    that is back is used again. Default: all hosts."""
     grow_at_checkpoint: bool = False
     """With --min-hosts: take in a host that is back when the run has saved its next checkpoint, not at once."""
+    host_lease: float = 60.0
+    """Seconds that the processes go on if the launcher loses all hosts at once, because its own link is cut. If it
+    loses one host alone, the processes there end after 10 s."""
     host_timeout: float = 60.0
     """Seconds to wait for an unreachable host after a failure. Then the job continues, or ends, without it."""
 
@@ -135,6 +139,7 @@ class JobSpec(HostOptions, JobOptions):
             ("step_timeout", positive, finite, "seconds, more than 0; leave it out to follow the usual time of a step"),
             ("exit_timeout", 0, finite, "seconds, 0 or more; for instance --exit-timeout 30"),
             ("grace", 0, finite, "seconds, 0 or more; for instance --grace 30"),
+            ("host_lease", LEAST_LEASE_S, finite, "seconds, 10 or more; for instance --host-lease 60"),
             ("host_timeout", 0, finite, "seconds, 0 or more; for instance --host-timeout 30"),
         ):
             value = getattr(self, name)
@@ -156,23 +161,9 @@ def new_run_id(is_taken: Callable[[str], bool] = lambda run_id: False) -> str:
     """YYYYMMDD_HHMMSS, with _2, _3, … where that is in `runs/`, `is_taken`, or another launcher's of this second."""
     second = time.strftime("%Y%m%d_%H%M%S")
     names = itertools.chain([second], (f"{second}_{number}" for number in itertools.count(2)))
-    return next(name for name in names if not (Path("runs", f"run_{name}").exists() or is_taken(name)) and claim(name))
-
-
-def claim(name: str) -> bool:
-    """Take a name (such as a run id, whose folder comes with the first line) for the life of this process.
-
-    It is that of an abstract socket: only one process has it, nothing lies on the disk, and it is free again when the
-    process ends.
-    """
-    holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        holder.bind(f"\0roxxel-dist-{os.getuid()}-{name}")
-    except OSError:
-        holder.close()
-        return False
-    holder.detach()  # kept open until the process ends
-    return True
+    return next(
+        name for name in names if not (Path("runs", f"run_{name}").exists() or is_taken(name)) and claim(f"run-{name}")
+    )
 
 
 def log_dir_for(command: tuple[str, ...], run_id: str) -> Path:

@@ -7,6 +7,7 @@ from typing import Any
 
 from roxxel_dist.display import aligned
 from roxxel_dist.launcher.output.bar import clock
+from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.sweep.journal import History, Trial
 from roxxel_dist.sweep.report.text import STATES
 from roxxel_dist.sweep.study import flat, short
@@ -49,7 +50,7 @@ class LiveView:
 
     def log(self, text: str) -> None:
         """A line, above the table where there is one."""
-        line = f"roxxel-dist: {text}"
+        line = f"roxxel-dist: {printable(text)}"
         if self._live is not None:
             self._live.console.print(line, markup=False, soft_wrap=True)
         else:
@@ -129,5 +130,5 @@ class LiveView:
 
     def _params(self, trial: Trial) -> str:
         params = flat(trial.params)
-        text = ", ".join(f"{name} {short(params[name])}" for name in self._names if name in params)
+        text = printable(", ".join(f"{name} {short(params[name])}" for name in self._names if name in params))
         return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"

@@ -9,9 +9,9 @@ from rich.text import Text
 from roxxel_dist.display import aligned
 from roxxel_dist.launcher.jobs.record import Restart
 from roxxel_dist.launcher.output.bar import clock, scaled
+from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.sweep.report.text import STATES, counts
 from roxxel_dist.sweep.study import flat, short
-from roxxel_dist.train.loggers.console import printable
 from roxxel_dist.train.timeline import SPENT
 from roxxel_dist.view.chart import chart
 from roxxel_dist.view.items import State
@@ -51,6 +51,8 @@ def frame(states: Sequence[State], look: Look, keys: str = "") -> list[Text]:
     lines = one(states[0], look, room) if len(states) == 1 else many(states, look, room)
     lines = [*lines[:room], *[Text()] * (room - len(lines) if keys else 0), *([Text(keys, "dim")] if keys else [])]
     for line in lines:
+        if (shown := printable(line.plain)) != line.plain or "\n" in shown or "\t" in shown:
+            line.plain = shown.replace("\n", "\\n").replace("\t", " ")
         line.no_wrap = True
         line.truncate(look.width, overflow="crop" if look.ascii_only else "ellipsis")
     return lines
@@ -211,7 +213,7 @@ def _ranks(ranks: Sequence[RankState]) -> list[Text]:
 
 def _restarts(restarts: Sequence[Restart]) -> list[Text]:
     lines = [f"{_clock(last.time)} attempt {last.attempt}, step {last.step:,}" for last in restarts[-3:]]
-    lines = [f"{line}: {printable(last.cause)}" for line, last in zip(lines, restarts[-3:], strict=True)]
+    lines = [f"{line}: {last.cause}" for line, last in zip(lines, restarts[-3:], strict=True)]
     earlier = [f"{len(restarts) - 3} earlier"] if len(restarts) > 3 else []
     return [Text(f"restart  {line}", "yellow") for line in [*earlier, *lines]]
 
@@ -285,6 +287,6 @@ def _job(state: JobState, room: int) -> list[Text]:
     title = Text(job.run_id, "bold").append(f"  {job.state}{code}{known}", "green" if job.state in ALIVE else "yellow")
     title.append(f"  attempt {job.attempt}  step {job.step or '-'}  since {_clock(job.begun)}")
     hosts = f"{len(job.hosts)} host(s): {', '.join(job.hosts)}; {job.nprocs} rank(s); {job.command}"
-    lines = [title, Text(printable(hosts).replace("\n", "\\n"), "dim"), *_ranks(state.ranks)]
+    lines = [title, Text(hosts, "dim"), *_ranks(state.ranks)]
     lines += [*_restarts(job.restarts), Text()]
-    return [*lines, *(Text(printable(line)) for line in state.lines[-max(1, room - len(lines)) :])]
+    return [*lines, *(Text(line) for line in state.lines[-max(1, room - len(lines)) :])]

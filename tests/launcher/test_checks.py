@@ -9,6 +9,7 @@ import pytest
 from roxxel_dist.cli.doctor import DoctorArgs, requirements
 from roxxel_dist.launcher.preflight.checks import (
     ADVISED_FREE_BYTES,
+    HERE,
     MIN_FREE_BYTES,
     CheckResult,
     Requirements,
@@ -28,6 +29,8 @@ def healthy(number: int) -> dict[str, Any]:
         "machine": f"boot{number} net",
         "name": f"n{number}",
         "resolves": [f"10.0.0.{number}"],
+        "owned": [f"10.0.0.{number}"],
+        "ports": [32768, 60999],
         "ssh_address": f"10.0.0.{number}",
         "versions": dict(VERSIONS),
         "code": "c0de",
@@ -90,11 +93,18 @@ def with_data(**others: Any) -> Callable[[Hosts], None]:
     return change
 
 
+def name_of(host: str, *addresses: str, others: tuple[str, ...] = (), **more: Any) -> Callable[[Hosts], None]:
+    """The host's own name means these addresses to it, and before them `others`, which no interface of it has."""
+    return put(host, resolves=[*others, *addresses], owned=list(addresses), **more)
+
+
 CASES = [
-    ("name", "error", put("h2", resolves=["127.0.1.1"]), ["h2", "'n2'", "127.0.1.1", "/etc/hosts", "10.0.0.2 n2"]),
-    ("name", "error", put("h2", resolves=["::1", "10.0.0.2"]), ["h2", "::1"]),
-    ("name", "error", put("h2", resolves=[]), ["h2", "'n2'", "does not resolve"]),
-    ("name", "warning", put("h2", resolves=["127.0.0.1"], tpus=4), ["h2"]),
+    ("name", "error", name_of("h2", "127.0.1.1"), ["h2", "'n2'", "127.0.1.1", "/etc/hosts", "10.0.0.2 n2"]),
+    ("name", "error", name_of("h2", "::1", "10.0.0.2"), ["h2", "::1"]),
+    ("name", "error", name_of("h2"), ["h2", "'n2'", "does not resolve"]),
+    ("name", "error", name_of("h2", others=("10.9.9.9",)), ["resolves to 10.9.9.9, which no interface of h2 has"]),
+    ("name", "error", name_of("h2", "127.0.0.1", others=("10.9.9.9",)), ["127.0.0.1, which other hosts cannot reach"]),
+    ("name", "warning", name_of("h2", "127.0.0.1", tpus=4), ["h2"]),
     ("versions", "error", lambda hosts: hosts["h3"]["versions"].update(jax="0.9.0"), ["jax", "0.9.0 on h3", "h1, h2"]),
     ("versions", "error", lambda hosts: hosts["h3"]["versions"].pop("jaxlib"), ["jaxlib", "none on h3"]),
     ("versions", "warning", lambda hosts: hosts["h1"]["versions"].update(numpy="2.0"), ["numpy", "2.0 on h1"]),
@@ -138,22 +148,29 @@ def test_one_thing_is_wrong(check: str, level: str, change: Callable[[Hosts], No
 
 
 def test_gloo_needs_names_only_where_ranks_run_on_cpu() -> None:
-    def name_of(**facts: Any) -> list[str]:
-        bad = {"resolves": ["127.0.0.1"], **facts}
+    def levels(**facts: Any) -> list[str]:
+        bad = {"resolves": ["127.0.0.1"], "owned": ["127.0.0.1"], **facts}
         return [one.level for one in judge(put("h2", **bad), Requirements(platforms=None)) if one.check == "name"]
 
-    assert name_of() == ["error"]
-    assert name_of(gpus=8) == ["warning"]
-    assert name_of(gpus=8, platforms="cpu") == ["error"]
-    assert name_of(platforms="cuda,cpu") == ["warning"]
-    told = judge(put("h2", resolves=["127.0.0.1"], gpus=8), Requirements(platforms="cpu"))
+    assert levels() == ["error"]
+    assert levels(gpus=8) == ["warning"]
+    assert levels(gpus=8, platforms="cpu") == ["error"]
+    assert levels(platforms="cuda,cpu") == ["warning"]
+    told = judge(name_of("h2", "127.0.0.1", gpus=8), Requirements(platforms="cpu"))
     assert [one.level for one in told if one.check == "name"] == ["error"]
+
+
+def test_own_names_that_mean_the_same_address_are_all_wrong() -> None:
+    told = judge(name_of("h2", "10.0.0.1"))
+    assert [(one.check, one.level, one.hosts) for one in told] == [("name", "error", (host,)) for host in ("h1", "h2")]
+    assert "resolves to 10.0.0.1, as that of h1 does there" in told[1].text
+    assert "`10.0.0.2 n2` instead" in told[1].text
 
 
 def test_hosts_that_are_one_machine_need_no_name() -> None:
     def change(hosts: Hosts) -> None:
         for facts in hosts.values():
-            facts.update(machine="one", resolves=["127.0.0.1"])
+            facts.update(machine="one", resolves=["127.0.0.1"], owned=["127.0.0.1"])
 
     assert [(one.check, one.level) for one in judge(change)] == [("host", "warning")]
 
@@ -235,3 +252,33 @@ def test_what_somebody_wants_by_hand() -> None:
 def test_words_of_a_command() -> None:
     assert flag(["--a_b", "1", "--a-b=2"], "a_b") == "2"
     assert flag(["--a"], "a") is None
+
+
+def compared(*groups: tuple[str, ...]) -> CheckResult:
+    hosts = tuple(host for group in groups for host in group if host != HERE)
+    return CheckResult("error", "versions", hosts, "jax differs", groups)
+
+
+@pytest.mark.parametrize(
+    ("result", "trusted", "blamed"),
+    [
+        (CheckResult("error", "disk", ("b",), "full"), (), {"b"}),
+        (CheckResult("error", "disk", ("b",), "full"), ("a", "b"), {"b"}),
+        (CheckResult("error", "port", ("b", "a"), "no way"), (), set()),
+        (CheckResult("error", "port", ("b", "a"), "no way"), ("a",), {"b"}),
+        (CheckResult("error", "port", ("b", "a"), "no way"), ("a", "b"), set()),
+        (compared(("a", "b"), ("c",)), ("a", "b"), {"c"}),
+        (compared(("a",), ("b", "c")), ("a",), {"b", "c"}),  # those that came back, though they are more
+        (compared(("a",), ("b", "c")), (), {"a"}),  # no host has worked yet: the most
+        (compared(("a",), ("b",)), (), set()),
+        (compared(("a",), ("b", "c", HERE)), (), {"a"}),
+        (compared(("a", HERE), ("b", "c")), (), {"b", "c"}),
+        (compared((HERE,), ("a", "b")), (), {"a", "b"}),
+        (compared((HERE,), ("a", "b"), ("c",)), ("a", "b"), {"c"}),
+        (compared(("a",), ("b",), ("c",)), ("b", "c"), {"a"}),  # a folder that the others do not see
+        (compared(("a",), ("b",)), ("a", "b"), set()),
+        (compared(("a",), ("b",), ("c", "d")), ("a", "b"), {"c", "d"}),
+    ],
+)
+def test_which_hosts_are_to_blame(result: CheckResult, trusted: tuple[str, ...], blamed: set[str]) -> None:
+    assert result.blamed(trusted) == blamed

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from roxxel_dist.cluster.progress import ACTIVITIES, Record
-from roxxel_dist.launcher.control.hang import LEAST_S, LIMITS_S, UNKNOWN_S, HangDetector
+from roxxel_dist.launcher.control.hang import LEAST_S, LIMITS_S, UNKNOWN_S, HangDetector, StepTimes
 from roxxel_dist.launcher.control.report import hang_report
 from roxxel_dist.launcher.host.agent import ask_for_stack
 
@@ -101,6 +102,54 @@ def test_the_limit_follows_the_median_step_of_the_phase() -> None:
     for step in range(2, 9):
         quick.observe(0, at(step, when=step / 100), step / 100)
     assert quick.limit(at(8)) == LEAST_S
+
+
+def attempt(times: StepTimes, *steps: tuple[int, float], phase: int = 1) -> HangDetector:
+    """One in which a rank restores a checkpoint and then enters these steps at these times."""
+    one = HangDetector(times=times)
+    one.observe(0, at(0, "restore"), 0.0)
+    for step, when in steps:
+        one.observe(0, at(step, when=when, phase=phase), when)
+    return one
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "limit"),
+    [
+        ([(1, 0.0), (2, 30.0), (3, 50.0), (4, 70.0), (5, 90.0)], [(5, 0.0)], 300.0),  # the first step compiles
+        ([(1, 0.0), (2, 30.0), (3, 50.0), (4, 70.0), (5, 90.0)], [(5, 0.0), (6, 40.0)], 200.0),  # a later one does not
+        ([(1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0)], [(4, 0.0)], LEAST_S),
+        ([(1, 0.0), (2, 900.0), (3, 901.0), (4, 902.0), (5, 903.0)], [(5, 0.0)], 9000.0),
+        ([(1, 0.0), (2, 30.0)], [(5, 0.0)], UNKNOWN_S),  # too little is known
+        ([], [(5, 0.0)], UNKNOWN_S),
+    ],
+)
+def test_the_times_of_steps_survive_an_attempt(
+    earlier: list[tuple[int, float]], now: list[tuple[int, float]], limit: float
+) -> None:
+    times = StepTimes()
+    attempt(times, *earlier)
+    one = attempt(times, *now)
+    begun = now[-1][1]
+    assert one.check(begun) is None
+    for second in range(int(limit)):
+        assert one.check(begun + second) is None
+    hang = one.check(begun + limit + 1)
+    assert hang is not None
+    assert (hang.rank, hang.limit) == (0, limit)
+
+
+def test_the_times_of_another_phase_say_nothing_and_no_rank_is_measured_by_the_first_step_of_another() -> None:
+    times = StepTimes()
+    attempt(times, (1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0), (5, 4.0))
+    assert attempt(times, (5, 0.0), phase=2).limit(at(5, phase=2), first=True) == UNKNOWN_S
+    compiles = HangDetector(times=StepTimes())
+    compiles.observe(0, at(1), 0.0)
+    compiles.observe(0, at(1, "compile", when=1.0), 1.0)  # within the step
+    compiles.observe(0, at(1, when=200.0), 200.0)
+    compiles.observe(0, at(2, when=210.0), 210.0)
+    assert compiles.times.first == {0: 210.0}
+    assert dict(compiles.times.usual) == {0: deque([10.0])}
 
 
 def test_what_happened_between_steps_is_not_the_time_of_a_step() -> None:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 from commands import FAST
-from hosts import CONTROLLER, Cluster
+from hosts import CONTROLLER, ROOT, Cluster
 
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit, exit_code
@@ -188,3 +188,177 @@ def test_a_run_that_loses_a_host_gets_it_back_and_is_killed_twice_has_the_bits_o
     assert rows(elastic) == rows(whole)
     weights = [hashlib.sha256((run / "model_weights.msgpack").read_bytes()).hexdigest() for run in (elastic, whole)]
     assert weights[0] == weights[1]
+
+
+GROWS = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
+attempt, ranks = os.environ["ROXXEL_ATTEMPT"], os.environ["ROXXEL_NUM_PROCESSES"]
+if os.uname().nodename in os.environ.get("BROKEN", "").split():
+    sys.exit("this host is broken")
+open(f"up.{attempt}.{ranks}." + os.environ["ROXXEL_PROCESS_ID"], "w").close()
+while not os.path.exists("end"):
+    time.sleep(0.1)
+"""
+
+
+def until_up(launch: subprocess.Popen[bytes], folder: Path, until: Until) -> Callable[[int, int], None]:
+    def is_up(attempt: int, ranks: int) -> bool:
+        assert launch.poll() is None, (folder / "screen.txt").read_text()
+        return len(list(folder.glob(f"up.{attempt}.{ranks}.*"))) == ranks
+
+    return lambda attempt, ranks: until(lambda: is_up(attempt, ranks), f"{ranks} ranks in attempt {attempt}")
+
+
+@pytest.mark.cluster
+def test_a_job_starts_without_a_host_that_is_down_and_one_that_comes_and_goes_costs_no_wait(
+    cluster: Callable[[int], Cluster], tmp_path: Path, until: Until
+) -> None:
+    hosts = cluster(2)
+    (tmp_path / "program.py").write_text(GROWS)
+    hosts.cut("h2")
+    launch = started(hosts, tmp_path, "--host-timeout", 1000, "--", "python", tmp_path / "program.py")
+    up = until_up(launch, tmp_path, until)
+    up(0, 1)
+    hosts.restore("h2")
+    up(1, 2)
+    hosts.cut("h2")
+    up(2, 1)
+    (tmp_path / "end").touch()
+    assert launch.wait(60) == 0, (tmp_path / "screen.txt").read_text()
+    screen = (tmp_path / "screen.txt").read_text()
+    assert "host h2 cannot be used: " in screen
+    assert screen.count("going on without h2: 1 of 2 devices") == 2
+    assert "h2 can be used again: the ranks get 30 s to save and exit" in screen
+
+
+@pytest.mark.cluster
+def test_a_host_on_which_the_program_fails_is_not_kept(
+    cluster: Callable[[int], Cluster], tmp_path: Path, until: Until
+) -> None:
+    hosts = cluster(2)
+    (tmp_path / "program.py").write_text(GROWS)
+    hosts.cut("h2")
+    options = ["--env", "BROKEN=h2", "--max-restarts", 1]
+    launch = started(hosts, tmp_path, *options, "--", "python", tmp_path / "program.py")
+    up = until_up(launch, tmp_path, until)
+    up(0, 1)
+    hosts.restore("h2")
+    up(2, 1)
+    (tmp_path / "end").touch()
+    assert launch.wait(60) == 0, (tmp_path / "screen.txt").read_text()
+    screen = (tmp_path / "screen.txt").read_text()
+    assert "this host is broken" in screen
+    assert "the job goes on without h2, as before; restart at once (it counts for nothing)" in screen
+
+
+def fake_package(folder: Path, name: str) -> str:
+    (folder / name / f"{name}-0.0.1.dist-info").mkdir(parents=True)
+    return f"{folder / name}:{ROOT}"
+
+
+LOOKS_OFTEN = """
+import sys
+from roxxel_dist.launcher.preflight import lost_hosts
+from roxxel_dist.cli import main
+lost_hosts.LOOK_MOST_S = 0.0
+sys.exit(main(sys.argv[1:]))
+"""
+HANGS = "import sys, time\nif any('agent' in word for word in sys.orig_argv):\n    time.sleep(1000)\n"
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_a_host_that_comes_back_unfit_is_named_once_and_costs_the_job_nothing(
+    cluster: Callable[[int], Cluster], tmp_path: Path, until: Until
+) -> None:
+    hosts = cluster(3)
+    tokens = np.random.default_rng(0).integers(0, 500, 1 << 14, np.uint16)
+    (tmp_path / "data").mkdir()
+    Roxxel(tmp_path / "data" / "corpus_*.rox").write([tokens], separator=None, vocab_size=500)
+    config = {**CONFIG, "phases": [{"steps": 100000, "batch_size": 6, "seq_len": 33}]}
+    del config["virtual_shards"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "runs").mkdir()
+    code = tmp_path / "plan.py"
+    code.write_text((ROOT / "roxxel_dist/curriculum/plan.py").read_text() + "\n# changed\n")
+    (tmp_path / "hangs").mkdir()
+    (tmp_path / "hangs" / "sitecustomize.py").write_text(HANGS)
+    (tmp_path / "started.py").write_text(LOOKS_OFTEN)
+
+    def found(path: str) -> Callable[[], None]:
+        return lambda: hosts.set_env("h3", PYTHONPATH=path)
+
+    def firewall(action: str) -> Callable[[], None]:
+        rules = ("INPUT -p tcp --dport 22 -j ACCEPT", "INPUT -m state --state ESTABLISHED -j ACCEPT", "INPUT -j DROP")
+
+        def change() -> None:
+            for rule in rules if action == "-A" else rules[::-1]:
+                hosts.change("h3", "iptables", action, *rule.split())
+
+        return change
+
+    runs, data = str(tmp_path / "runs"), str(tmp_path / "data")
+    unfit: list[tuple[Callable[[], None], Callable[[], None], str]] = [
+        (found(fake_package(tmp_path, "jax")), found(str(ROOT)), "from time to time: jax differs: "),
+        (found(fake_package(tmp_path, "flax")), found(str(ROOT)), "from time to time: flax differs: "),
+        (lambda: hosts.tmpfs("h3", runs, "50m"), lambda: hosts.unmount("h3", runs), "on h3 is not the folder that h1"),
+        (lambda: hosts.tmpfs("h3", runs, "64k"), lambda: hosts.unmount("h3", runs), "free, and 0.2 MiB is the least"),
+        (lambda: hosts.tmpfs("h3", data, "1m"), lambda: hosts.unmount("h3", data), "h3: the data"),
+        (
+            lambda: hosts.bind("h3", code, ROOT / "roxxel_dist/curriculum/plan.py"),
+            lambda: hosts.unmount("h3", ROOT / "roxxel_dist/curriculum/plan.py"),
+            "the code of roxxel_dist differs",
+        ),
+        (firewall("-A"), firewall("-D"), "not reach h3 at "),
+        (found(str(tmp_path / "hangs")), found(str(ROOT)), "it did not answer within 60 s"),
+    ]
+
+    def screen() -> str:
+        assert launch.poll() is None, (tmp_path / "screen.txt").read_text()
+        return (tmp_path / "screen.txt").read_text()
+
+    hosts.cut("h3")
+    words = ["launch", "ssh", "--hosts", "h1,h2,h3", "--ssh-config", hosts.ssh_config, "--min-hosts", 2]
+    words += ["--step-timeout", 10000, "--devices-per-proc", 1, "--warm-spares", "off", "--"]
+    words += ["train", "--config", "config.yaml", "--data_path", "data", "--run_dir", "runs/one"]
+    with (tmp_path / "screen.txt").open("ab") as output:
+        launch = hosts.popen(
+            [sys.executable, "started.py", *words], cwd=tmp_path, stdin=subprocess.DEVNULL,
+            stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def wait(condition: Callable[[], Any], what: str) -> None:
+        end = time.monotonic() + 200
+        while not condition():
+            assert time.monotonic() < end, f"{what}:\n{screen()}"
+            time.sleep(0.2)
+
+    run = tmp_path / "runs" / "one"
+    wait(lambda: rows(run), "a step")
+    ranks = [
+        process
+        for host in ("h1", "h2")
+        for process in map(psutil.Process, hosts.processes(host))
+        if "roxxel_dist.launcher.host.worker" in process.cmdline()
+    ]
+    for rank in ranks:
+        rank.suspend()
+    for apply, undo, words in unfit:
+        apply()
+        hosts.restore("h3")
+        wait(lambda words=words: words in screen(), words)
+        hosts.cut("h3")
+        undo()
+    assert "can be used again" not in screen()
+    for words in (words for *_, words in unfit):
+        assert screen().count(words) == 1, screen()
+    hosts.restore("h3")
+    wait(lambda: "h3 can be used again: the ranks get 30 s" in screen(), "the host")
+    assert all(rank.is_running() for rank in ranks), "those of the start"
+    for rank in ranks:
+        rank.resume()
+    wait(lambda: "the job continues with h3" in screen(), "the growth")  # jax gives up ranks that stood still so long
+    wait(lambda: "rank 0 of 3: 1 of 3 cpu devices" in screen(), "three ranks")
+    launch.send_signal(signal.SIGINT)
+    assert launch.wait(60) in (42, 130), (tmp_path / "screen.txt").read_text()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from hosts import Cluster
+from machines import PATH
 
 import roxxel_dist
 from roxxel_dist.data.dataset import Roxxel
@@ -120,6 +122,7 @@ def test_hosts_that_differ(tmp_path: Path) -> None:
     told = {one.check: one.text for one in ready.findings if one.level != "ok"}
     assert " on a, b; " in told["code"]
     assert told["code"].count(" on c") == 1
+    assert "(different: more.py)" in told["code"]
     assert not ready.passed
     assert ready.port
 
@@ -130,15 +133,18 @@ def test_all_code_but_the_launchers_is_the_same(tmp_path: Path) -> None:
     (tmp_path / "roxxel_dist" / "more.py").write_text("")
     ready = check({name: {"cwd": tmp_path, "env": {"PYTHONPATH": str(tmp_path)}} for name in ("a", "b")})
     assert errors(ready) == {"code": ("a", "b")}
-    assert "on the launcher here" in next(one.text for one in ready.findings if one.level == "error")
+    text = next(one.text for one in ready.findings if one.level == "error")
+    assert "on the launcher here" in text
+    assert "(different: more.py)" in text
 
 
 UNREACHABLE = [
     (["sh", "-c", "echo connect to host b port 22: No route to host >&2; exit 255"], ["No route to host (code 255)"]),
     (["sh", "-c", "cat >/dev/null & echo gone >&2"], ["gone (code 0)"]),
     ([sys.executable, "-m", "roxxel_dist.nothing"], ["No module named roxxel_dist.nothing", "--python"]),
-    (["sh", "-c", "echo Welcome; cat"], ["'Welcome'", "~/.bashrc"]),
-    (["true"], ["nothing was said (code 0)"]),
+    (["sh", "-c", "echo Welcome; cat"], ["it sends back what it is sent (its last line: Welcome)"]),
+    (["sh", "-c", "echo This account is not available; exit 1"], ["This account is not available (code 1)"]),
+    (["true"], ["nothing was said: does the login shell", "~/.bashrc", "(code 0)"]),
     (["/nowhere/python"], ["no agent could be started", "/nowhere/python"]),
 ]
 
@@ -265,6 +271,83 @@ def test_a_host_behind_a_cut_link(cluster: Callable[[int], Cluster], tmp_path: P
     assert not told["fit"]
 
 
+NAMES_OF_HOSTS = {
+    # what each host's own name means to it: the check that fails, the hosts to blame, the words
+    "a loopback address": ({"h2": "127.0.1.1"}, "name", ("h2",), "`10.77.0.2 h2` instead"),
+    "nobody's address": ({"h2": "10.9.9.9"}, "name", ("h2",), "10.9.9.9, which no interface of h2 has"),
+    "another host's address": ({"h2": "10.77.0.1"}, "name", ("h2",), "10.77.0.1, which no interface of h2 has"),
+    "an address behind NAT": ({"h1": "10.0.2.15"}, "network", ("h1",), "h2, h3 do not reach h1 at 10.0.2.15:"),
+    "docker0 on each": (dict.fromkeys(("h1", "h2", "h3"), "172.17.0.1"), "name", ("h3",), "so that nobody finds"),
+    "docker0 on one": ({"h3": "172.17.0.1"}, "network", ("h3",), "/etc/hosts on h3 say `10.77.0.3 h3`"),
+}
+
+
+@pytest.mark.cluster
+def test_own_names_are_tried(cluster: Callable[[int], Cluster], tmp_path: Path) -> None:
+    hosts = cluster(3)
+    for name in hosts.names:
+        hosts.add_address(name, "inner", "172.17.0.1/16")
+    hosts.add_address("h1", "nat0", "10.0.2.15/24")
+    for case, (own, check, blamed, said) in NAMES_OF_HOSTS.items():
+        for name in hosts.names:
+            hosts.resolve(name, own.get(name))
+        told = doctor(hosts, tmp_path)
+        found = wrong(told)
+        assert set(found) == {check}, (case, told)
+        assert tuple(found[check]["hosts"]) == blamed, case
+        assert said in found[check]["text"], case
+        good = [one for one in told["findings"] if one["level"] == "ok" and one["check"] in ("name", "network")]
+        assert not [one for one in good if set(one["hosts"]) & set(own) and check == one["check"]], case
+
+
+OPEN = "ct state established,related accept\niif lo accept\ntcp dport 22 accept\n"
+WALLS = {
+    # the rules of a host: what fails, who is to blame, host pair and place, the reason
+    "nothing new comes in, dropped": (
+        ("h2", OPEN + "drop", ""), "network", ("h2",), r"h1, h3 do not reach h2 at 10\.77\.0\.2:\d+", "no answer",
+    ),
+    "nothing new comes in, rejected": (
+        ("h3", OPEN + "reject", ""), "network", ("h3",), r"h1, h2 do not reach h3 at 10\.77\.0\.3:\d+", "refused",
+    ),
+    "nothing comes in from one host": (
+        ("h3", "ip saddr 10.77.0.2 tcp flags & (syn | ack) == syn drop", ""),
+        "network", ("h2", "h3"), r"h2 does not reach h3 at 10\.77\.0\.3:\d+", "no answer within 5 s",
+    ),
+    "nothing goes out": (
+        ("h3", "", "ip daddr 10.77.0.0/28 tcp flags & (syn | ack) == syn reject with tcp reset"),
+        "network", ("h3",), r"h3 does not reach h1 at .*, h2 at ", "refused",
+    ),
+    "of the first host the coordinator's port alone is open": (
+        ("h1", OPEN + "tcp dport 7777-7790 accept\ndrop", ""),
+        "network", ("h1",), r"h2, h3 do not reach h1 at 10\.77\.0\.1:\d+", "all TCP ports from 32768 to 60999",
+    ),
+    "of the first host the coordinator's port alone is closed": (
+        ("h1", "tcp dport 7777-7790 drop", ""),
+        "port", ("h1",), r"h2, h3 do not reach h1 at 10\.77\.0\.1:7777 ", "pass TCP port 7777",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("case", WALLS)
+def test_a_firewall_is_named_with_its_hosts_and_its_port(
+    case: str, cluster: Callable[[int], Cluster], tmp_path: Path
+) -> None:
+    if shutil.which("nft", path=PATH) is None:
+        pytest.skip("firewalls for tests need: apt-get install nftables")
+    hosts = cluster(3)
+    (host, incoming, outgoing), check, blamed, pair, why = WALLS[case]
+    assert doctor(hosts, tmp_path, "--port", "7777")["fit"]
+    hosts.firewall(host, incoming, outgoing)
+    told = doctor(hosts, tmp_path, "--port", "7777")
+    found = [one for one in told["findings"] if one["level"] == "error" and one["check"] == check]
+    assert len(found) == 1, told
+    assert set(found[0]["hosts"]) == set(blamed)
+    assert re.search(pair, found[0]["text"])
+    assert why in found[0]["text"]
+    assert not [one for one in told["findings"] if one["check"] == check and one["level"] == "ok"]
+
+
 def test_many_hosts_need_open_files_which_are_allowed_or_said() -> None:
     program = (
         "import resource, sys; from roxxel_dist.launcher.preflight.run import allow_open_files; "
@@ -299,7 +382,7 @@ def test_more_hosts_than_are_asked_at_once() -> None:
     hosts = {name: {"argv": ["false"]} if name in ("h3", "h11") else {} for name in names}
     with pytest.MonkeyPatch.context() as patch, HostPool(Children(hosts)) as pool:
         patch.setattr("roxxel_dist.launcher.transport.pool.AT_ONCE", 3)
-        answers = pool.ask({name: {"ask": "address", "towards": []} for name in names})
+        answers = pool.ask({name: {"ask": "addresses", "towards": []} for name in names})
         assert list(answers) == [name for name in names if name not in pool.unreachable]
         assert set(pool.unreachable) == {"h3", "h11"}
         connected = [(link.host, link.ready) for link in pool.all]

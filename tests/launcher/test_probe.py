@@ -53,11 +53,11 @@ def test_each_question_gives_it_a_new_life() -> None:
         "import signal, sys; from roxxel_dist.launcher.host import agent; arm = signal.alarm; "
         "signal.alarm = lambda seconds: print(seconds, file=sys.stderr) or arm(seconds); agent.main()"
     )
-    question = json.dumps({"ask": "address", "towards": []}) + "\n"
+    question = json.dumps({"ask": "addresses", "towards": []}) + "\n"
     done = subprocess.run(
         [sys.executable, "-c", program], input=2 * question, capture_output=True, text=True, timeout=LIMIT_S
     )
-    assert [json.loads(line) for line in done.stdout.splitlines()] == 2 * [{"address": None}], done.stderr
+    assert [json.loads(line) for line in done.stdout.splitlines()] == 2 * [{"addresses": []}], done.stderr
     assert done.stderr.split() == ["600"] * 2 + ["0"]
 
 
@@ -144,24 +144,47 @@ def test_a_file_that_others_see_goes_with_the_probe(start: Start, tmp_path: Path
 
 def test_a_port_is_held_known_and_let_go(start: Start) -> None:
     first, second = start(), start()
-    here = {"address": "127.0.0.1", "nonce": "abc123"}
-    port = first.ask(ask="listen", port=0, **here)["port"]
+
+    def listen(probe: Asked, *places: tuple[str, int], nonce: str = "abc123") -> list[Any]:
+        return probe.ask(ask="listen", places=places, nonce=nonce)["ports"]
+
+    def connect(*ports: int, nonce: str = "abc123") -> list[Any]:
+        return second.ask(ask="connect", places=[("127.0.0.1", port) for port in ports], nonce=nonce)["took"]
+
+    port, other, none = listen(first, ("127.0.0.1", 0), ("127.0.0.2", 0), ("192.0.2.1", 0))
+    assert "assign" in none, "why, for the one alone"
     for _ in range(3):
-        assert 0 < second.ask(ask="connect", port=port, **here)["ms"] < 60_000
-    assert "in use" in second.ask(ask="listen", port=port, **here)["why"]
-    assert "somebody else" in second.ask(ask="connect", port=port, address="127.0.0.1", nonce="other1")["why"]
-    assert "why" in first.ask(ask="listen", port=0, address="192.0.2.1", nonce="a")
+        assert all(0 < took < 60_000 for took in connect(port, port))
+    took = connect(port, other)
+    assert took[0] < 60_000
+    assert "refused" in took[1], "it listens at another address"
+    assert "in use" in listen(second, ("127.0.0.1", port))[0]
+    assert "somebody else" in connect(port, nonce="other1")[0]
     assert first.end() == 0
-    assert "refused" in second.ask(ask="connect", port=port, **here)["why"]
+    assert "refused" in connect(port)[0]
     with socket.socket() as again:  # with no option: not even a closed connection is left on it
         again.bind(("127.0.0.1", port))
 
 
-def test_the_address_towards_another_machine(start: Start) -> None:
+def test_places_that_do_not_answer_are_waited_for_together(start: Start) -> None:
     probe = start()
-    assert probe.ask(ask="address", towards=["127.0.0.1", "localhost", "no-such-host.invalid"]) == {"address": None}
-    found = probe.ask(ask="address", towards=["127.0.0.1", "192.0.2.1"])["address"]
-    assert found is None or not ipaddress.ip_address(found).is_loopback
+    with socket.socket() as full, socket.socket() as first:  # a full queue gives no answer
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        first.connect(full.getsockname())
+        begun = time.monotonic()
+        took = probe.ask(ask="connect", places=[full.getsockname()] * 8, nonce="a")["took"]
+        assert took == ["no answer within 5 s"] * 8
+        assert time.monotonic() - begun < 20, "5 s, not 40"
+
+
+def test_the_addresses_towards_other_machines(start: Start) -> None:
+    probe = start()
+    none = ["127.0.0.1", "localhost", "no-such-host.invalid"]
+    assert probe.ask(ask="addresses", towards=none) == {"addresses": []}
+    found = probe.ask(ask="addresses", towards=["127.0.0.1", "192.0.2.1"])["addresses"]
+    assert not any(ipaddress.ip_address(address).is_loopback for address in found)
+    assert probe.ask(ask="addresses", towards=found) == {"addresses": []}, "its own leads to no other machine"
 
 
 def test_questions_that_cannot_be_answered(start: Start, tmp_path: Path) -> None:

@@ -41,3 +41,18 @@ def test_an_outbox_never_waits_and_loses_nothing() -> None:
     outbox.flush()  # the reader is gone
     assert len(outbox) == 0
     os.close(writes)
+
+
+NOISE = [b"", b"Welcome\n", b"Welcome \x1b[1m", b"\n\n", b'{"a": 1}\n', b"[1]\nnull\n", b"\xff\xfe\r\n", b"{\n"]
+
+
+@pytest.mark.parametrize("noise", NOISE)
+def test_what_start_up_files_print_before_the_first_message_is_left_out(noise: bytes) -> None:
+    line = encode({"id": 1, "text": "x"})
+    for size in (1, 3, 1000):
+        decoder, data, got = Decoder(after_noise=True), noise + line, []
+        for start in range(0, len(data), size):
+            got += decoder.feed(data[start : start + size])
+        assert got == [{"id": 1, "text": "x"}]
+    with pytest.raises(ValueError, match="no message"):
+        decoder.feed(b"Welcome\n")

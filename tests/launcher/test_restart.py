@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ import pytest
 from roxxel_dist.cluster.exit_codes import EXIT_FILES, EXIT_LOST_RANK, EXIT_PORT, EXIT_RUNTIME
 from roxxel_dist.launcher.control.hang import Hang
 from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit
-from roxxel_dist.launcher.control.restart import AttemptSummary, Cause, classify, next_action, summary
+from roxxel_dist.launcher.control.restart import (
+    AttemptSummary,
+    Cause,
+    classify,
+    has_come_to_nothing,
+    next_action,
+    summary,
+)
 
 Launch = Callable[..., Any]
 Alive = Callable[[int], bool]
@@ -175,6 +183,31 @@ def test_a_host_whose_ranks_fail_twice_is_set_aside(
     decision = next_action(attempts, 9, can_replace=lambda host: spare)
     assert (decision.again, decision.set_aside) == (again, aside)
     assert (f"without host {aside}, whose ranks failed in 2 attempts" in decision.why) == bool(aside)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "before", "nothing"),
+    [
+        (failure(1, 0, 0), 0, True),
+        (failure(1, 30, 30), 30, True),
+        (failure(1, 31, 31), 30, False),
+        (failure(1, 0, 0, cause=USER, code=1), 30, True),  # a package that is not there any more
+        (failure(None, 0, 0), 30, True),
+        (failure(1, 0, counts=False, seconds=5.0), 0, True),
+        (failure(1, 0, counts=False, seconds=500.0), 0, False),
+        (PREEMPTION, 5, False),
+    ],
+)
+def test_an_attempt_with_hosts_that_were_back_counts_for_nothing_where_it_came_to_nothing(
+    attempt: AttemptSummary, before: int, nothing: bool
+) -> None:
+    assert has_come_to_nothing(attempt, before) == nothing
+    if nothing:
+        grown = replace(attempt, failed_growth="b, c")
+        decision = next_action([CRASHES[0], grown], 1)
+        assert (decision.again, decision.wait) == (True, 0.0)
+        assert "goes on without b, c, as before" in decision.why
+        assert next_action([CRASHES[0], grown, CRASHES[1]], 2).why == "restart 2 of 2, at once"
 
 
 @pytest.mark.parametrize(

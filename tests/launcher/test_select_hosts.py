@@ -1,5 +1,6 @@
 """Which hosts are selected where some are missing; the hosts themselves are in test_ssh.py."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,15 @@ def select(
     attempt: int,
     slow: tuple[str, ...] = (),
     spare: bool | None = None,
+    then: Sequence[tuple[set[str], tuple[str, ...]]] = (),
     **more: Any,
 ) -> Asked:
-    """The hosts that were looked at, in order, until some can start: the last ones. `spare`: whether one is left."""
+    """The hosts that were looked at, in order, until some can start: the last ones. `spare`: whether one is left.
+
+    `then`: which hosts are gone before attempts that follow, and which are back.
+    """
     asked: Asked = []
+    gone = {*gone}
 
     def check_job_hosts(job: JobSpec, backend: Any, hosts: tuple[str, ...], **more: Any) -> PreflightReport:
         asked.append(hosts)
@@ -48,6 +54,10 @@ def select(
         for host in slow:
             selector.set_aside(host)
         ready = selector.select(attempt)
+        for number, (gone_then, back) in enumerate(then, attempt + 1):
+            gone.clear()
+            gone.update(gone_then)
+            ready = selector.select(number, back=back)
         assert spare in (None, selector.has_spare)
     assert ready.assignment.hosts == asked[-1]
     assert ready.assignment.job.nprocs == 2 * len(asked[-1])
@@ -119,3 +129,39 @@ def test_what_no_single_host_is_to_blame_for_ends_the_selection_with_idle_hosts_
     ):
         HostSelector(job, backend, signals, screen, pool).select(1)
     assert asked == [("a", "b", "c", "d"), ("a", "b")]
+
+
+def test_the_least_number_of_hosts_is_enough_for_the_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job: dict[str, Any] = {"nprocs": 8, "micro_batches": (24,), "min_hosts": 3, "host_timeout": 1000}
+    assert select(tmp_path, monkeypatch, {"b"}, 0, **job) == [("a", "b", "c", "d"), ("a", "c", "d")]
+    said = capfd.readouterr().err
+    assert "host b cannot be used: no route" in said
+    assert "going on without b: 6 of 8 devices" in said
+    with pytest.raises(NotReadyError, match="host b cannot be used"):
+        select(tmp_path, monkeypatch, {"b", "d"}, 0, **job)
+    with pytest.raises(NotReadyError, match="host b cannot be used"):
+        select(tmp_path, monkeypatch, {"b"}, 0, **{**job, "min_hosts": None})
+
+
+def test_a_host_that_is_left_out_is_asked_again_when_it_is_back_or_too_few_others_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job: dict[str, Any] = {"nprocs": 8, "micro_batches": (24,), "min_hosts": 2, "host_timeout": 0}
+    everyone, three = ("a", "b", "c", "d"), ("a", "b", "c")
+    start = [everyone, three]
+    assert select(tmp_path, monkeypatch, {"d"}, 0, then=[({"d"}, ())], **job) == [*start, three]
+    assert select(tmp_path, monkeypatch, {"d"}, 0, then=[(set(), ("d",))], **job) == [*start, everyone]
+    assert select(tmp_path, monkeypatch, {"d"}, 0, then=[({"d"}, ("d",))], **job) == [*start, everyone, three]
+    two = select(tmp_path, monkeypatch, {"d"}, 0, then=[({"a", "b"}, ())], **job)
+    assert two == [*start, three, everyone, ("c", "d")]
+
+
+def test_a_host_that_was_back_and_is_lost_again_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job: dict[str, Any] = {"nprocs": 8, "micro_batches": (24,), "min_hosts": 2, "host_timeout": 1000}
+    then: list[tuple[set[str], tuple[str, ...]]] = [(set(), ("d",)), ({"d"}, ())]
+    everyone, three = ("a", "b", "c", "d"), ("a", "b", "c")
+    assert select(tmp_path, monkeypatch, {"d"}, 0, then=then, **job) == [everyone, three, everyone, everyone, three]

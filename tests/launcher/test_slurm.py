@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -178,3 +179,70 @@ def test_a_spare_node_takes_the_place_of_one_that_is_down(desk: Callable[[int], 
     assert "going on without h2, with h3 instead" in three.log()
     (log,) = three.folder.glob("runs/*/logs/rank-1.log")
     assert "attempt 1 of 2 on h3" in log.read_text()
+
+
+COPIES = {
+    # how the launcher is started: ranks that ran, exit code, the one message
+    "batch: srun {launch}": (0, 2, "srun runs this launcher 4 times (step 1.0)"),
+    "batch: srun --ntasks=2 {launch}": (0, 2, "srun runs this launcher 2 times"),
+    "batch: srun --nodes=1 --ntasks=1 {launch}": (2, 0, "nothing would be saved at the time limit"),
+    "batch: {launch}": (2, 0, ""),
+    "batch: srun --nodes=1 --ntasks=2 sleep 3 & sleep 1; {launch}": (2, 0, ""),
+    "salloc -N2 -n2 srun bash -c '[ $SLURM_PROCID = 1 ] || {submit}'": (2, 0, ""),
+    "salloc -N2 -n4 srun {launch}": (0, 2, "`srun --nodes=1 --ntasks=1 roxxel-dist launch"),
+    "salloc -N2 -n4 srun -N1 -n1 {launch}": (2, 0, ""),
+    "salloc -N2 -n4 {launch}": (2, 0, ""),
+    "srun -N2 --ntasks-per-node=2 {launch}": (0, 2, "srun runs this launcher 4 times"),
+    "salloc -N2 -n2 srun {ssh}": (0, 2, "srun runs this launcher 2 times"),
+    "batch: #SBATCH hetjob\n#SBATCH -N1 -n1\n{launch}": (0, 2, "job JOB is a heterogeneous job"),
+}
+
+
+@pytest.mark.cluster
+def test_srun_in_front_of_the_launcher_starts_one_job_or_none(desk: Callable[[], Desk]) -> None:
+    two = desk()
+    mark = "-- bash -c 'touch ran.$RANDOM.$RANDOM'"
+    ours = f"env PYTHONPATH={ROOT} {sys.executable} -m roxxel_dist launch"
+    launch, ssh = f"{ours} slurm {mark}", f"{ours} ssh --hosts h1 {mark}"
+    inner = two.folder / "inner.sbatch"
+    inner.write_text(f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1 --output=inner.out\n{launch}\n")
+    for number, (form, (ranks, code, said)) in enumerate(COPIES.items()):
+        line = form.format(launch=launch, ssh=ssh, submit=f"sbatch {inner}")
+        script, out = two.folder / f"{number}.sh", two.folder / f"{number}.out"
+        asked = "#SBATCH -N2 --ntasks-per-node=2\n" if "hetjob" not in form else "#SBATCH -N1 -n1\n"
+        body = line.removeprefix("batch: ")
+        script.write_text(f"#!/bin/bash\n{asked if body != line else ''}{body}\n")
+        if body != line:
+            submitted = two.slurm.run("sbatch", "--parsable", "--output", out, script, cwd=two.folder)
+            job = two.slurm.wait(submitted.stdout.strip().partition("+")[0], *OVER)
+            text, ended = out.read_text(), int(job["ExitCode"].partition(":")[0])
+        else:
+            done = two.slurm.run("bash", script, cwd=two.folder)
+            text, ended = done.stdout + done.stderr, done.returncode
+        if "{submit}" in form:
+            two.slurm.wait(two.slurm.run("squeue", "-h", "-o", "%i").stdout.strip(), *OVER)
+        ran = list(two.folder.glob("ran.*"))
+        assert len(ran) == ranks, (form, text)
+        assert ended == code, (form, text)
+        told = [line for line in text.splitlines() if line.startswith("roxxel-dist: ")]
+        assert len(told) == bool(said), (form, text)
+        assert said.replace("JOB", "") in re.sub(r"job \d+", "job ", "".join(told)), (form, text)
+        for path in ran:
+            path.unlink()
+
+
+@pytest.mark.cluster
+def test_every_form_of_a_list_of_nodes_is_read(desk: Callable[[], Desk]) -> None:
+    two = desk()
+    read = "import sys; from roxxel_dist.launcher.backends.slurm.allocation import nodes; print(*nodes(sys.argv[1]))"
+    for form, names in {
+        "h1": "h1",
+        "h[1-2]": "h1 h2",
+        "n[01-03,7],x": "n01 n02 n03 n7 x",
+        "c0[08-10],d-1": "c008 c009 c010 d-1",
+        "r[1-2]n[3-4]": "r1n3 r1n4 r2n3 r2n4",
+    }.items():
+        told = two.slurm.run(sys.executable, "-c", read, form, env={"PYTHONPATH": str(ROOT)})
+        assert told.stdout.split() == names.split(), (form, told.stderr)
+    told = two.slurm.run(sys.executable, "-c", read, "a[1-2]-b", env={"PYTHONPATH": str(ROOT)})
+    assert "scontrol cannot list the nodes of SLURM_JOB_NODELIST=a[1-2]-b" in told.stderr, "it says nothing, and 0"

@@ -347,3 +347,121 @@ def test_a_host_that_is_not_who_it_was_is_refused(ssh: Callable[[int], Ssh]) -> 
     assert "host h1 cannot be used: " in result.stderr
     assert "Host key verification failed" in result.stderr
     assert list(one.folder.iterdir()) == []
+
+
+def behind(two: Ssh, bastion: str, name: str, more: str = "") -> Path:
+    """An ssh_config in which all other hosts are behind a bastion, which has an sshd with its own defaults."""
+    config = two.hosts.folder / name
+    config.write_text(f"Host h* !{bastion}\n  ProxyJump {bastion}\n{more}{two.hosts.ssh_config.read_text()}")
+    return config
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    "more", ["", "Host h1\n  ControlMaster auto\n  ControlPath {folder}/mux\n"], ids=["plain", "mux"]
+)
+def test_24_hosts_behind_a_bastion_that_takes_ten_at_a_time(ssh: Callable[[int], Ssh], more: str) -> None:
+    many = ssh(25)
+    many.hosts.configure("h1", MaxStartups="10:30:100", MaxSessions="10")
+    many.hosts.impair("controller", delay_ms=75)
+    many.hosts.ssh_config = behind(many, "h1", "jump", more.format(folder=many.hosts.folder))
+    command = [*many.words("--all-ranks", "--", "bash", "-c", "echo here $ROXXEL_PROCESS_ID")]
+    command[command.index("--hosts") + 1] = ",".join(many.hosts.names[1:])
+    done = many.hosts.run(command, cwd=many.folder, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(line.split(" | ")[1] for line in done.stdout.splitlines()) == sorted(f"here {n}" for n in range(24))
+
+
+CLOSE = "import socket, sys\nhere = socket.create_server(('', 2222))\nwhile True: here.accept()[0].close()"
+
+
+@pytest.mark.cluster
+def test_a_server_that_always_refuses_is_given_up_with_the_reason(ssh: Callable[[int], Ssh], until: Until) -> None:
+    two = ssh(2)
+    two.hosts.popen([sys.executable, "-c", CLOSE], on="h2")
+    until(lambda: "2222" in two.hosts.run(["ss", "-ltn"], on="h2").stdout, "the server that closes")
+    config = two.hosts.folder / "refused"
+    config.write_text(f"Host h2\n  Port 2222\n{two.hosts.ssh_config.read_text()}")
+    two.hosts.ssh_config = config
+    done = two.run("--", "touch", "x")
+    assert done.returncode == 69
+    assert "host h2 cannot be used: kex_exchange_identification: " in done.stderr
+    assert "refused 8 times: its server, or a bastion before it, takes fewer at once" in done.stderr
+    assert not (two.folder / "x").exists()
+
+
+CONFIGS = {
+    # lines before those that reach the hosts: None where the job runs, else the message
+    "HostName, User, Port, HostKeyAlias": (
+        "Host a\n HostName 10.77.0.1\n User root\n Port 22\nHost b\n HostName 10.77.0.2\n HostKeyAlias h2\n", None,
+    ),
+    "RemoteCommand, RequestTTY": ("Host *\n RemoteCommand tmux new -A\n RequestTTY force\n", None),
+    "LocalCommand": ("Host *\n PermitLocalCommand yes\n LocalCommand echo hello\n", None),
+    "LogLevel": ("LogLevel DEBUG3\nVisualHostKey yes\n", None),
+    "SendEnv, SetEnv": ("Host *\n SendEnv LANG LC_*\n SetEnv V=ssh\n", None),
+    "forwards": ("Host *\n LocalForward 8888 a:1\n ExitOnForwardFailure yes\n ForwardX11 yes\n", None),
+    "ControlMaster": ("Host *\n ControlMaster auto\n ControlPath {folder}/%h.mux\n ControlPersist 60\n", None),
+    "ProxyJump": ("Host h2\n ProxyJump h1\n", None),
+    "BatchMode no": ("BatchMode no\nNumberOfPasswordPrompts 3\n", None),
+    "accept-new": ("StrictHostKeyChecking accept-new\nUserKnownHostsFile {folder}/new\n", None),
+    "ask": ("StrictHostKeyChecking ask\nUserKnownHostsFile /dev/null\n", "log in once by hand, and compare its key"),
+    "ask, at the bastion alone": (
+        "Host h2\n ProxyJump h1\nHost h1\n StrictHostKeyChecking ask\n UserKnownHostsFile /dev/null\n",
+        "Host key verification failed",
+    ),
+    "another user": ("Host h2\n User nobody2\n", "use a key without a passphrase, or an ssh-agent"),
+    "another key": ("Host h2\n IdentityFile /dev/null\n IdentitiesOnly yes\n", None),  # files add up
+    "no such name": ("Host h2\n HostName nowhere.invalid\n", "write names as ssh takes them"),
+    "an unknown word": ("Host h2\n Potr 22\n", "Bad configuration option: potr"),
+}  # fmt: skip
+
+
+@pytest.mark.cluster
+def test_the_users_own_ssh_config(ssh: Callable[[int], Ssh]) -> None:
+    two = ssh(2)
+    base, config = two.hosts.ssh_config.read_text(), two.hosts.folder / "own"
+    two.hosts.ssh_config = config
+    for case, (lines, said) in CONFIGS.items():
+        config.write_text(lines.format(folder=two.hosts.folder) + base)
+        command = two.words("--env", "V=mine", "--all-ranks", "--", "bash", "-c", "echo $ROXXEL_PROCESS_ID $V; cat")
+        if "Host a" in lines:
+            command[command.index("--hosts") + 1] = "a,b"
+        done = two.hosts.run(command, cwd=two.folder)
+        if said is None:
+            assert (done.returncode, done.stderr) == (0, ""), case
+            assert sorted(line.split(" | ")[1] for line in done.stdout.splitlines()) == ["0 mine", "1 mine"], case
+        else:
+            assert done.returncode == 69, case
+            assert said in done.stderr, (case, done.stderr)
+
+
+BASHRC = {
+    # ~/.bashrc of one host: None where the job runs, else the message
+    "prints": ("echo Welcome", None),
+    "prints no whole line": (r"printf 'Welcome \033[1m'", None),
+    "prints JSON": ("echo '{\"a\": 1}'", None),
+    "prints to stderr": ("echo Welcome >&2", None),
+    "prints when it ends": ("trap 'echo bye' EXIT", None),
+    "stops at errors": ("set -eu", None),
+    "wants a terminal": ("tput setaf 1; stty -echo", None),
+    "exports again": ("export V=rc", None),
+    "has another shell run the command": ('[ "$X" ] || { export X=1; exec sh -c "$BASH_EXECUTION_STRING"; }', None),
+    "has functions and aliases": ('alias python=false; cd() { echo going; builtin cd "$@"; }', None),
+    "limits": ("ulimit -n 256; umask 077", None),
+    "ends": ("exit 0", "does the login shell, or its start-up file (~/.bashrc), end before the program?"),
+    "ends with a word": ("echo not today; exit 3", "not today (code 3)"),
+}
+
+
+@pytest.mark.cluster
+def test_what_a_bashrc_may_do(ssh: Callable[[int], Ssh]) -> None:
+    two = ssh(2)
+    for case, (lines, said) in BASHRC.items():
+        (two.hosts.home("h2") / ".bashrc").write_text(lines + "\n")
+        done = two.run("--env", "V=mine", "--all-ranks", "--", "bash", "-c", "echo $ROXXEL_PROCESS_ID $V")
+        if said is None:
+            assert (done.returncode, done.stderr) == (0, ""), case
+            assert sorted(line.split(" | ")[1] for line in done.stdout.splitlines()) == ["0 mine", "1 mine"], case
+        else:
+            assert done.returncode == 69, case
+            assert said in done.stderr, (case, done.stderr)

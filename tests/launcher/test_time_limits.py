@@ -5,13 +5,14 @@ from pathlib import Path
 
 from roxxel_dist.cluster.distributed import INIT_TIMEOUT_S
 from roxxel_dist.cluster.exit_codes import USAGE_S
-from roxxel_dist.launcher.control.attempt import DUMP_S, QUIET_S
+from roxxel_dist.launcher.control.attempt import DUMP_S
 from roxxel_dist.launcher.control.hang import LIMITS_S, STILL_S
-from roxxel_dist.launcher.host import agent, process_tree, spares
+from roxxel_dist.launcher.host import agent, lease, process_tree, spares
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.jobs import detach
 from roxxel_dist.launcher.preflight.lost_hosts import LOOK_S
 from roxxel_dist.launcher.preflight.probe import LIFE_S
+from roxxel_dist.launcher.spec import LEAST_LEASE_S, JobSpec
 from roxxel_dist.launcher.transport import pool
 from roxxel_dist.launcher.transport.connection import AGENT_END_S, HEARTBEAT_S
 
@@ -19,14 +20,19 @@ README = Path(pool.__file__).parents[1] / "README.md"
 
 
 def test_their_order() -> None:
-    assert HEARTBEAT_S < QUIET_S < STILL_S < pool.SILENT_S, "several messages may be late before a host is lost"
-    assert agent.REPORT_S < QUIET_S
-    assert DUMP_S < QUIET_S, "the answers come while the host still counts as heard"
+    assert HEARTBEAT_S < pool.QUIET_S < STILL_S < pool.SILENT_S, "several messages may be late before a host is lost"
+    assert agent.REPORT_S < pool.QUIET_S
+    assert DUMP_S < pool.QUIET_S, "the answers come while the host still counts as heard"
     assert process_tree.KILL_S < AGENT_END_S, "a guard ends before the controller gives it up"
     assert process_tree.KILL_S < pool.KILL_S
     assert pool.SILENT_S == HEARTBEAT_TIMEOUT_S, (
         "ranks of a host that is cut off end when the controller takes them for ended"
     )
+    assert pool.COMMON_S < lease.ORPHAN_S - lease.FRESH_S, "a lease that holds is known to the launcher"
+    assert agent.REPORT_S < pool.QUIET_S < pool.COMMON_S, "a host that is heard can tell that it hears"
+    assert lease.ORPHAN_S + lease.FRESH_S < HEARTBEAT_TIMEOUT_S, "hosts have time to ask more than once"
+    assert agent.SLACK_S < pool.GONE_S, "also where a guard has to end a stopped agent"
+    assert LEAST_LEASE_S == HEARTBEAT_TIMEOUT_S
     assert agent.SLACK_S > 0, "an agent ends by itself before its guard kills it"
     assert USAGE_S < pool.SILENT_S
     assert pool.ANSWER_S < LIFE_S, "a probe outlives the slowest answer of another host"
@@ -39,7 +45,12 @@ def test_the_table_has_their_values() -> None:
         "connection.HEARTBEAT_S": HEARTBEAT_S,
         "agent.REPORT_S": agent.REPORT_S,
         "attempt.DUMP_S": DUMP_S,
-        "attempt.QUIET_S": QUIET_S,
+        "pool.QUIET_S": pool.QUIET_S,
+        "pool.GONE_S": pool.GONE_S,
+        "lease.FRESH_S": lease.FRESH_S,
+        "pool.COMMON_S": pool.COMMON_S,
+        "lease.ORPHAN_S": lease.ORPHAN_S,
+        "JobSpec.host_lease": JobSpec.host_lease,
         "hang.STILL_S": STILL_S,
         "lost_hosts.LOOK_S": LOOK_S,
         "spares.TAKE_S": spares.TAKE_S,

@@ -1,15 +1,19 @@
 """The lock of libtpu: real files, and real locks of other processes."""
 
 import os
+import pwd
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.host.runtime_errors import is_tpu_in_use
 from roxxel_dist.launcher.preflight import host_info
 from roxxel_dist.launcher.preflight.checks import CheckResult, Requirements, tpu_locks
 from roxxel_dist.launcher.preflight.host_info import tpu_lock
@@ -35,8 +39,11 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def judged(path: Path, wanted: Requirements | None = None, platforms: str | None = None) -> list[CheckResult]:
-    return list(tpu_locks(wanted or Requirements(), {"h": {"tpu_lock": tpu_lock(path), "platforms": platforms}}))
+def judged(
+    path: Path, wanted: Requirements | None = None, platforms: str | None = None, tpus: int = 4
+) -> list[CheckResult]:
+    info = {"tpu_lock": tpu_lock(path), "platforms": platforms, "tpus": tpus}
+    return list(tpu_locks(wanted or Requirements(), {"h": info}))
 
 
 def test_no_lock_is_no_matter(tmp_path: Path) -> None:
@@ -48,7 +55,11 @@ def test_no_lock_is_no_matter(tmp_path: Path) -> None:
 def test_a_lock_that_is_held_names_its_process(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     (found,) = judged(tmp_path / "lock")
     assert (found.level, found.check) == ("error", "tpu lock")
-    assert f"is held by process {holder.pid}, " in found.text
+    user = pwd.getpwuid(os.getuid()).pw_name
+    assert f"is held by process {holder.pid} (python" in found.text
+    assert f" of user {user}), which uses the TPU" in found.text
+    assert judged(tmp_path / "lock", tpus=0) == [], "a machine without TPUs, where somebody compiles for them"
+    assert len(judged(tmp_path / "lock", platforms="tpu", tpus=0)) == 1
     assert judged(tmp_path / "lock", platforms="cpu") == []
     assert judged(tmp_path / "lock", Requirements(platforms="cuda,cpu"), platforms="tpu") == []
     assert len(judged(tmp_path / "lock", platforms="tpu,cpu")) == 1
@@ -97,7 +108,40 @@ def test_a_lock_of_another_user() -> None:
 
 def test_doctor_looks_at_it(tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_info, "LOCK", tmp_path / "lock")
-    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     seen = check_hosts(Requirements(run_dir=str(tmp_path)), LocalBackend(), ["here"])
     (found,) = [one for one in seen.findings if one.check == "tpu lock"]
     assert (found.level, str(holder.pid) in found.text, seen.passed) == ("error", True, False)
+
+
+BACKEND = "Unable to initialize backend 'tpu': "
+IN_USE = [  # as libtpu and jax say it
+    f"{BACKEND}ABORTED: The TPU is already in use by another process probably owned by another user. "
+    'Run "$ sudo lsof -w /dev/accel0" to figure out which process is using the TPU.',
+    f"{BACKEND}UNKNOWN: TPU initialization failed: The TPU is already in use by process with pid 7. "
+    "Not attempting to load libtpu.so in this process.",
+    'Internal error when accessing libtpu multi-process lockfile. Run "$ sudo rm /tmp/libtpu_lockfile".',
+]
+
+
+@pytest.mark.parametrize("text", IN_USE)
+def test_a_tpu_in_use_is_recognised(text: str) -> None:
+    assert is_tpu_in_use(RuntimeError(text))
+    assert not is_tpu_in_use(ValueError(text))
+    assert not is_tpu_in_use(RuntimeError("shapes differ"))
+    wrapped = KeyError("device")
+    wrapped.__cause__ = RuntimeError(text)
+    assert is_tpu_in_use(wrapped)
+
+
+def test_a_start_that_fails_because_the_tpu_is_in_use_is_tried_again(
+    launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(
+        f"import os\nif os.environ['ROXXEL_ATTEMPT'] == '0':\n    raise RuntimeError({IN_USE[0]!r})\n"
+    )
+    code, _, err = launch("python", "program.py", nprocs=1, max_restarts=3).wait()
+    assert code == 0, err
+    assert "rank 0 failed first: exit code 77" in err
+    assert f"another process has the TPU of {socket.gethostname()}" in err
+    assert "restart 1 of 3, at once" in err

@@ -50,6 +50,9 @@ class Backend(ABC):
     heartbeat_timeout_s: ClassVar[float | None] = None
     """Seconds without a word from here after which an agent kills its ranks; None where a pipe tells it at once."""
 
+    broken_link: ClassVar[int | None] = None
+    """The exit code of a near end whose connection broke, which says nothing of the program at the far end."""
+
     @property
     def environment(self) -> Mapping[str, str]:
         """The known variables that a host gives to its ranks, in addition to those of the job."""
@@ -62,6 +65,10 @@ class Backend(ABC):
     @abstractmethod
     def start(self, host: str, module: str, *words: str) -> RemoteProcess:
         """Start `python -m MODULE WORDS` on a host, in the job's working directory; stdin, stdout, stderr are pipes."""
+
+    def is_refusal(self, stderr: Sequence[str]) -> bool:
+        """Whether these last lines of a program that did not start say that a server had no room for a connection."""
+        return False
 
     def reach(self, host: str) -> tuple[str, ...]:
         """The words before a command of this program that run it on a host, for a person; none for this machine."""

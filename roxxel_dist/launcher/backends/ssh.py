@@ -21,12 +21,21 @@ from roxxel_dist.launcher.spec import HostOptions
 OPTIONS = (
     "BatchMode=yes",  # a launcher cannot answer a question
     "ConnectTimeout=10",
-    "ServerAliveInterval=5",  # later than the heartbeat timeout of an agent, and soon enough to be seen in a log
-    "ServerAliveCountMax=3",
+    "ServerAliveInterval=0",  # the launcher has heartbeats, and decides how long a link may be cut
     "ControlPath=none",  # a shared connection would outlive the job, or end it with another session
     "ClearAllForwardings=yes",
     "LogLevel=ERROR",
+    "RemoteCommand=none",
+    "RequestTTY=no",
+    "PermitLocalCommand=no",  # what it prints would be in the channel
 )
+REFUSAL = re.compile(
+    r"(kex|ssh)_exchange_identification: |Connection (closed|reset) by|Exceeded MaxStartups"
+    r"|Not allowed at this time|open failed: (resource shortage|administratively prohibited)"
+    r"|Session open refused by peer"
+)
+"""What ssh says where a server closes a connection before anybody has logged in: it has too many of these at a time
+(MaxStartups), or of sessions (MaxSessions)."""
 HOST = re.compile(r"[A-Za-z0-9_.@:\[\]%][A-Za-z0-9_.@:\[\]%-]*")
 
 
@@ -40,6 +49,7 @@ class SshBackend(base.Backend):
 
     kind = "ssh"
     heartbeat_timeout_s: ClassVar[float | None] = HEARTBEAT_TIMEOUT_S
+    broken_link: ClassVar[int | None] = 255
     hosts: Sequence[str]
     """Names as `ssh` takes them (also `user@host`, or a Host of its configuration), in the order of the ranks."""
     _: KW_ONLY
@@ -69,7 +79,12 @@ class SshBackend(base.Backend):
 
     def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
         """Start `python -m MODULE WORDS` on a host. Call it from the main thread: ssh ends with the thread."""
-        return start_near(self.argv(host, module, *words))
+        # That of a bastion asks by another program, where it may.
+        return start_near(self.argv(host, module, *words), {**os.environ, "SSH_ASKPASS_REQUIRE": "never"})
+
+    def is_refusal(self, stderr: Sequence[str]) -> bool:
+        """Whether sshd, or a bastion before it, has closed the connection for want of room."""
+        return any(REFUSAL.search(line) for line in stderr)
 
     def reach(self, host: str) -> tuple[str, ...]:
         """The words before a command of this program that run it on a host, for a person."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
 from roxxel_dist.cluster.progress import Record
-from roxxel_dist.launcher.control.hang import Hang, HangDetector
-from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit, is_drain
+from roxxel_dist.launcher.control.hang import Hang, HangDetector, StepTimes
+from roxxel_dist.launcher.control.outcome import AttemptResult, CodeDiffers, HostLost, RankExit, is_drain
 from roxxel_dist.launcher.control.report import slow_report
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.launcher.control.slow import SlowRankDetector, SlowRanks
@@ -25,7 +25,7 @@ from roxxel_dist.launcher.placement import Placement
 from roxxel_dist.launcher.preflight.lost_hosts import LostHosts
 from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.connection import HostConnection
-from roxxel_dist.launcher.transport.pool import EXIT_LOST, HostPool
+from roxxel_dist.launcher.transport.pool import COMMON_S, EXIT_LOST, QUIET_S, SILENT_S, HostPool
 from roxxel_dist.launcher.transport.protocol import Message
 
 DUMP_S = 1.25
@@ -34,7 +34,8 @@ AFTER_DUMP_S = 0.1
 STACK = "most recent call first"
 """In the first line of the stack of a thread, as faulthandler writes it."""
 CHECK_S = 0.25
-QUIET_S = 2.0
+START_S = 600.0
+"""Ranks of a program that reports no steps are taken for started then."""
 
 
 @dataclass(kw_only=True)
@@ -73,24 +74,35 @@ class Attempt:
     recorder: JobRecorder
     key: str = field(repr=False)
     """Of the job's folders in memory; a secret."""
+    address: str
+    """Of the first host, as the others reach it."""
     spares: str
     """Whether hosts keep warm spares: on, off, auto."""
     keeps_slow: str = ""
     """Why a host that is slow cannot be replaced; empty where it can."""
     lost_hosts: LostHosts | None = None
     """The hosts that the job goes on without, where it can take them in again."""
+    times: StepTimes = field(default_factory=StepTimes)
+    """Those of earlier attempts on as many devices; kept up to date."""
+    grow_after: int = -1
+    """The step that a rank must have passed before: each attempt comes to a new step, however often hosts come back."""
     _exits: list[RankExit] = field(default_factory=list)
     _deadline: float | None = None
     _check_at: float = 0.0
     _dump: StackDump | None = None
     _running: dict[int, RankProcess] = field(default_factory=dict)
+    _silent_since: float | None = None
+    """Since when no host has been heard; None while any is."""
+    _looked: float = 0.0
 
     def run(self, placed: Sequence[Placement]) -> AttemptResult:
         """Start all, watch until all have ended, and say what happened."""
         self._result = AttemptResult(exits=self._exits)
-        self._detector = HangDetector(self.job.step_timeout)
+        self._code: dict[str, tuple[str, int, str, str]] = {}
+        self._begun = time.monotonic()
+        self._detector = HangDetector(self.job.step_timeout, self.times)
         self._slow = SlowRankDetector({rank: place.host for place in placed for rank in place.ranks})
-        self.pool.start(self.job, placed, self.key, self.spares)
+        self.pool.start(self.job, placed, self.key, self.spares, self.address)
         for place in placed:
             for rank in place.ranks:
                 self._detector.observe(rank, Record(), time.monotonic())
@@ -128,6 +140,8 @@ class Attempt:
                 self.console.status(rank, record)
             case {"type": "progress", "records": records, "usage": usage}:
                 self._on_progress({rank: Record(**values) for rank, values in records}, usage)
+            case {"type": "code", "files": files}:
+                self._on_code(host, files)
             case {"type": "dumped", "ranks": ranks} if self._dump is not None:
                 self._dump.hosts_left -= 1
                 self._dump.stopped |= {rank for rank, state, _ in ranks if state in "Tt"}  # as in /proc
@@ -136,6 +150,7 @@ class Attempt:
                 self._on_exit(RankExit(host=host.host, **values))
 
     def _on_lost(self, host: HostConnection, event: HostLost) -> None:
+        self._result.gone_by[event.host] = event.gone_by
         if not self._has_ended(host):
             self._result.lost = self._result.lost or event
         for rank in host.ranks:
@@ -158,6 +173,23 @@ class Attempt:
         for rank, values in usage:
             self._slow.observe(rank, records[rank], Usage(**values), now)
         self._result.reached = max(self._result.reached, self._detector.reached)
+
+    def _on_code(self, host: HostConnection, files: Sequence[tuple[int, str, str, str]]) -> None:
+        """End a start in which ranks run different sources; later it would cost more than it is worth."""
+        for rank, name, path, checksum in files:
+            first = self._code.setdefault(name, (checksum, rank, host.host, path))
+            if first[0] == checksum or self._is_ending():
+                continue
+            (_, other, there, other_path) = first
+            text = f"rank {rank} on host {host.host} runs another {path} than rank {other} on host {there}" + (
+                f" ({other_path})" if other_path != path else ""
+            )
+            if self._result.reached or time.monotonic() - self._begun > START_S:
+                self.console.info(f"warning: {text}: it was changed while the job ran")
+                continue
+            fix = "all ranks must run the same code: let a change of it end, or bring it to all hosts"
+            self._result.differs = CodeDiffers(rank=rank, host=host.host, text=f"{text}; {fix}")
+            self._kill()
 
     def _on_exit(self, end: RankExit) -> None:
         result = self._result
@@ -189,6 +221,7 @@ class Attempt:
             self.pool.order({"type": "stop", "grace": self.job.grace}, within=self.job.grace)
 
     def _on_clock(self, now: float) -> None:
+        self._note_silence(now)
         if self._deadline is not None and now >= self._deadline:
             self._deadline = None
             self._result.late = True
@@ -205,9 +238,12 @@ class Attempt:
             factors = self._slow.factors
             ranks = tuple(replace(process, slow=factors.get(rank)) for rank, process in sorted(self._running.items()))
             self.recorder.update(step=self._result.reached, ranks=ranks)
+            for note in self.lost_hosts.notes() if self.lost_hosts is not None else ():
+                self.console.info(note)
             if not self.job.grow_at_checkpoint:
                 self._grow()
-            hang = self._detector.check(now)
+            # A detector that is not asked takes no silence of the link for one of the ranks.
+            hang = None if self.pool.silence(now) > COMMON_S else self._detector.check(now)
             if hang is None or self._result.hang is not None or self._is_ending():
                 return
             if now - self._host_of(hang.rank).heard >= QUIET_S:
@@ -215,6 +251,24 @@ class Attempt:
             living = sum(not host.done for host in self.pool.all)
             self._dump = StackDump(hang=hang, until=now + DUMP_S, hosts_left=living)
             self.pool.order({"type": "dump"})
+
+    def _note_silence(self, now: float) -> None:
+        """Say once that this machine's own link is cut, and once that it is back. Time in between does not count."""
+        silence = self.pool.silence(now)
+        if self._deadline is not None and silence > COMMON_S:
+            self._deadline += now - self._looked
+        self._looked = now
+        if self._silent_since is None and silence >= SILENT_S and not self._is_ending():
+            self._silent_since = now - silence
+            lease = max(self.job.host_lease, SILENT_S) - SILENT_S
+            hosts = "no host has" if len(self.pool.all) > 1 else f"host {next(iter(self.pool.all)).host} has not"
+            self.console.info(
+                f"{hosts} sent anything for {SILENT_S:g} s: the link of this machine seems to be cut; the ranks go on "
+                f"without it for {lease:g} s more (--host-lease)"
+            )
+        elif self._silent_since is not None and self.pool.is_whole(now):
+            self.console.info(f"all hosts are heard again, after {now - self._silent_since:.0f} s; the job goes on")
+            self._silent_since = None
 
     def _on_slow(self, slow: SlowRanks) -> None:
         report = slow_report(slow)
@@ -233,7 +287,7 @@ class Attempt:
     def _grow(self) -> None:
         """Have the ranks save and leave, where a host is back: the next attempt has it again."""
         back = self.lost_hosts.back if self.lost_hosts is not None else ()
-        if not back or self._is_ending():
+        if not back or self._is_ending() or self._result.reached <= self.grow_after:
             return
         grace, names = self.job.grace, ", ".join(back)
         self.console.info(
@@ -260,7 +314,8 @@ class Attempt:
         """Whether the ranks are about to end for another reason: that one has its own limits."""
         failed = any(end.code not in OK_CODES for end in self._exits)
         result = self._result
-        return bool(failed or result.late or result.grows) or result.lost is not None or result.requested is not None
+        ends = (result.lost, result.requested, result.differs)
+        return bool(failed or result.late or result.grows) or any(end is not None for end in ends)
 
     def _host_of(self, rank: int) -> HostConnection:
         return next(host for host in self.pool.all if rank in host.ranks)

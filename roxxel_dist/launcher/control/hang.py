@@ -50,32 +50,64 @@ class Hang:
 
 
 @dataclass
+class StepTimes:
+    """How long steps take, from one attempt of a job to the next on as many devices. Seconds, by phase."""
+
+    usual: dict[int, deque[float]] = field(default_factory=dict)
+    """The last steps of any rank."""
+    first: dict[int, float] = field(default_factory=dict)
+    """The longest first step of a rank in an attempt: it may compile."""
+
+    def add(self, phase: int, seconds: float) -> None:
+        """A step that followed another one."""
+        self.usual.setdefault(phase, deque(maxlen=101)).append(seconds)
+
+    def add_first(self, phase: int, seconds: float) -> None:
+        """The first step of a rank in an attempt, with all that it did until the next one."""
+        self.first[phase] = max(seconds, self.first.get(phase, 0.0))
+
+
+@dataclass
 class _Seen:
     record: Record
     since: float  # by the launcher's clock: the clocks of hosts may differ
+    first: Record | None = None  # as it entered its first step of this phase
+
+    @property
+    def is_in_first_step(self) -> bool:
+        return self.first is not None and self.first.entered == self.record.entered
 
 
 @dataclass
 class HangDetector:
-    """What is known of the ranks' progress. `step_timeout` in seconds; None follows the usual time of a step."""
+    """What is known of the ranks' progress in an attempt.
+
+    `step_timeout` in seconds; None follows the usual time of a step, that of earlier attempts too.
+    """
 
     step_timeout: float | None = None
+    times: StepTimes = field(default_factory=StepTimes)
     _seen: dict[int, _Seen] = field(default_factory=dict)
-    _usual: dict[int, deque[float]] = field(default_factory=dict)
     _looked: float | None = None
     _stood_still: bool = False
+
+    def __post_init__(self) -> None:
+        self._first = dict(self.times.first)  # of earlier attempts: in this one ranks need not be equally fast
 
     def observe(self, rank: int, record: Record, now: float) -> None:
         """Take in the record of a rank, as it is at `now` (seconds of any clock that only grows)."""
         before = self._seen.get(rank)
         if before is None:
-            self._seen[rank] = _Seen(record, now)
+            self._seen[rank] = _Seen(record, now, record if record.activity == "step" else None)
             return
         old = before.record
         steps = record.entered - old.entered
         if steps > 0 and old.activity == record.activity == "step" and old.phase == record.phase:
-            samples = self._usual.setdefault(record.phase, deque(maxlen=101))
-            samples.append(max(0.0, record.time - old.time) / steps)
+            self.times.add(record.phase, max(0.0, record.time - old.time) / steps)
+        if steps > 0 and before.first is not None and before.is_in_first_step and before.first.phase == record.phase:
+            self.times.add_first(record.phase, max(0.0, record.time - before.first.time))
+        if record.activity == "step" and (before.first is None or before.first.phase != record.phase):
+            before.first = record
         if (old.entered, old.activity) != (record.entered, record.activity):
             before.since = now
         before.record = record
@@ -89,14 +121,23 @@ class HangDetector:
         """The largest step that a living rank has entered."""
         return max((seen.record.entered for seen in self._seen.values()), default=0)
 
-    def limit(self, record: Record) -> float:
-        """Seconds that a rank may stay as it is; infinite if it never reported an activity."""
+    def limit(self, record: Record, *, first: bool = False) -> float:
+        """Seconds that a rank may stay as it is; infinite if it never reported an activity.
+
+        `first`: it is in its first step of the phase in this attempt.
+        """
         if record.activity != "step":
             return LIMITS_S.get(record.activity, float("inf"))
         if self.step_timeout is not None:
             return self.step_timeout
-        samples = sorted(self._usual.get(record.phase, ()))
-        return max(LEAST_S, TIMES * samples[len(samples) // 2]) if len(samples) >= SAMPLES else UNKNOWN_S
+        samples = sorted(self.times.usual.get(record.phase, ()))
+        if len(samples) < SAMPLES:
+            return UNKNOWN_S
+        usual = samples[len(samples) // 2]
+        return max(LEAST_S, TIMES * max(usual, self._first.get(record.phase, 0.0) if first else 0.0))
+
+    def _limit_of(self, seen: _Seen) -> float:
+        return self.limit(seen.record, first=seen.is_in_first_step)
 
     def check(self, now: float) -> Hang | None:
         """The rank that everybody waits for, when its time is over. To be asked every second or so."""
@@ -106,7 +147,7 @@ class HangDetector:
                 seen.since += now - self._looked
         self._looked, self._stood_still = now, still
         last, absent = self._last(now)
-        if not last or (not absent and any(now - seen.since <= self.limit(seen.record) for seen in last.values())):
+        if not last or (not absent and any(now - seen.since <= self._limit_of(seen) for seen in last.values())):
             return None
         rank = min(last, key=lambda rank: (last[rank].since, rank))
         return self._hang(rank, now, tied=len(last), absent=absent)
@@ -147,7 +188,7 @@ class HangDetector:
             phase=seen.record.phase,
             activity=seen.record.activity,
             seconds=now - seen.since,
-            limit=LIMITS_S["join"] if absent else self.limit(seen.record),
+            limit=LIMITS_S["join"] if absent else self._limit_of(seen),
             tied=tied,
             absent=absent,
         )

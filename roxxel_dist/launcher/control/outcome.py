@@ -4,7 +4,14 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, OK_CODES, SCHEDULER_SIGNALS
+from roxxel_dist.cluster.exit_codes import (
+    EXIT_DRAINED,
+    EXIT_HANG,
+    EXIT_PREFLIGHT,
+    EXIT_USAGE,
+    OK_CODES,
+    SCHEDULER_SIGNALS,
+)
 from roxxel_dist.launcher.control.hang import Hang
 
 FOLLOWING = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)
@@ -41,8 +48,20 @@ class HostLost:
     """The host is out of reach; an agent that ended by itself leaves a host that can be used."""
     slow: bool = False
     """Nothing is wrong with its agent: it works too slowly, and is to be replaced."""
+    gone_by: float = 0.0
+    """When its ranks have ended, wherever they are, by the launcher's clock; 0: they have."""
     died: bool = False
     """The agent ended before its ranks: no rank can have caused that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeDiffers:
+    """A rank that runs other sources than another one."""
+
+    rank: int
+    host: str
+    text: str
+    """A description for the user."""
 
 
 @dataclass(kw_only=True)
@@ -57,6 +76,8 @@ class AttemptResult:
     """Ranks were killed because they stayed after another had ended with 0."""
     lost: HostLost | None = None
     """The first agent that was lost before its ranks had ended."""
+    gone_by: dict[str, float] = field(default_factory=dict)
+    """Of each host that was lost: when its ranks have ended, wherever they are (`HostLost.gone_by`)."""
     failed: float = 0.0
     """When the first failure of a rank was heard of, by the launcher's clock."""
     hang: Hang | None = None
@@ -64,6 +85,8 @@ class AttemptResult:
     hang_host: str = ""
     stack: Sequence[str] = ()
     """Of the rank that hung."""
+    differs: CodeDiffers | None = None
+    """Two ranks ran different sources; all were killed."""
     reached: int = 0
     """The largest step that any rank had entered."""
     grows: str = ""
@@ -105,8 +128,8 @@ def as_code(code: int) -> int:
 
 def exit_code(result: AttemptResult) -> int:
     """The job's exit code."""
-    if result.hang is not None and result.requested is None:
-        return EXIT_HANG
+    if result.requested is None and (result.hang is not None or result.differs is not None):
+        return EXIT_PREFLIGHT if result.hang is None else EXIT_HANG
     failure = first_failure(result)
     if failure is not None:
         return as_code(failure.code)

@@ -7,6 +7,7 @@ from pathlib import Path
 from roxxel_dist.cluster.exit_codes import (
     EXIT_DRAINED,
     EXIT_HANG,
+    EXIT_PREFLIGHT,
     EXIT_RUNTIME,
     EXIT_TIMEOUT_TEXT,
     EXIT_USAGE,
@@ -28,8 +29,8 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
     """The lines about an attempt; none where all went well."""
     failure, code = first_failure(result), exit_code(result)
     before: list[str] = []
-    if code == 0:
-        return []
+    if code == 0 or (result.differs is not None and code == EXIT_PREFLIGHT):
+        return [f"roxxel-dist: {result.differs.text}"] if code and result.differs is not None else []
     if code == EXIT_DRAINED and result.requested is None:
         text = f"{saved(result)}{f'; {result.grows}' if result.grows else ', without a request to the launcher'}"
     elif code == EXIT_DRAINED:

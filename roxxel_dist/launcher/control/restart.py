@@ -73,6 +73,8 @@ class AttemptSummary:
     """How long the attempt lasted."""
     report: Sequence[str] = ()
     """Lines about it for the user."""
+    failed_growth: str = ""
+    """Hosts that were taken in for it and with which it came to nothing: it counts for nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,7 @@ def classify(result: AttemptResult) -> Cause:
         return Cause.REQUESTED
     if code == 0:
         return Cause.DONE
-    if result.hang is not None or result.lost is not None:
+    if result.hang is not None or result.lost is not None or result.differs is not None:
         return Cause.INFRASTRUCTURE
     if result.grows:  # however a program ends that is asked to
         return Cause.PREEMPTED
@@ -109,6 +111,10 @@ def summary(result: AttemptResult, *, seconds: float, counts: bool, report: Sequ
     """An attempt for `next_action`. `counts`: the program is known to tell its steps, even if it has not yet."""
     failure = first_failure(result)
     culprit = None if failure is not None and failure.code in OF_NO_RANK else result.hang or failure
+    if result.differs is not None:  # an edit in the middle of a start: the next one may find the same code everywhere
+        differs = result.differs
+        found = {"rank": differs.rank, "host": differs.host, "reached": result.reached, "counts": True}
+        return AttemptSummary(cause=classify(result), code=exit_code(result), seconds=seconds, report=report, **found)
     return AttemptSummary(
         cause=classify(result),
         code=exit_code(result),
@@ -122,8 +128,17 @@ def summary(result: AttemptResult, *, seconds: float, counts: bool, report: Sequ
     )
 
 
+def has_come_to_nothing(attempt: AttemptSummary, before: int) -> bool:
+    """Whether an attempt failed before a rank entered a step beyond `before`; where steps are unknown, in a minute."""
+    if attempt.cause not in (Cause.INFRASTRUCTURE, Cause.USER):
+        return False
+    return attempt.reached <= before if attempt.counts or before else attempt.seconds < BRIEF_S
+
+
 def is_failure(attempt: AttemptSummary, restart_on: RestartOn) -> bool:
     """Whether an attempt ended by what a restart may mend."""
+    if attempt.failed_growth:
+        return False
     if restart_on == "any" and attempt.cause is Cause.USER:
         return attempt.code not in OF_THE_COMMAND
     return attempt.cause is Cause.INFRASTRUCTURE
@@ -144,6 +159,10 @@ def next_action(
         can_replace: whether the job can go on without a host.
     """
     last = attempts[-1]
+    if last.failed_growth and max_restarts:
+        why = f"the job goes on without {last.failed_growth}, as before; restart at once (it counts for nothing)"
+        return Decision(again=True, why=why)
+    attempts = [attempt for attempt in attempts if not attempt.failed_growth]
     if max_restarts == 0 or not (last.cause is Cause.PREEMPTED or is_failure(last, restart_on)):
         return Decision(again=False, code=last.code)
     if last.cause is Cause.PREEMPTED:

@@ -4,20 +4,28 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.attempt import Attempt
+from roxxel_dist.launcher.control.hang import StepTimes
 from roxxel_dist.launcher.control.outcome import AttemptResult
 from roxxel_dist.launcher.control.report import report_of
-from roxxel_dist.launcher.control.restart import AttemptSummary, Cause, is_failure, next_action, summary
+from roxxel_dist.launcher.control.restart import (
+    AttemptSummary,
+    Cause,
+    has_come_to_nothing,
+    is_failure,
+    next_action,
+    summary,
+)
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.launcher.jobs.record import JobRecorder
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.placement import placements, working_hosts
-from roxxel_dist.launcher.preflight.lost_hosts import LOOK_MOST_S, LOOK_S, LostHosts
+from roxxel_dist.launcher.preflight.lost_hosts import LookHistory, LostHosts, Running
 from roxxel_dist.launcher.preflight.select_hosts import HostSelector, NotReadyError, ReadyHosts, StoppedError
 from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.pool import HostPool
@@ -68,7 +76,8 @@ class _Controller:
     def run(self) -> JobResult:
         self._attempts: list[AttemptSummary] = []
         self._key = os.urandom(32).hex()
-        self._growths = 0
+        self._looks = LookHistory()
+        self._times: dict[int, StepTimes] = {}  # by how many devices work
         try:
             with HostPool(self.backend, self.signals.fd) as pool:
                 return self._run(pool)
@@ -102,12 +111,22 @@ class _Controller:
                 "--warm-spares on: there is no restart that would use them (--max-restarts), so none are kept"
             )
         selector = HostSelector(self.job, self.backend, self.signals, self.console, pool)
+        back: tuple[str, ...] = ()
+        result = AttemptResult()
         while True:
-            ready = selector.select(len(self._attempts))
+            before = self._reached
+            ready = selector.select(len(self._attempts), result.gone_by, back)
+            if back:
+                self._looks.grown(back, failed={*ready.back} != {*back})
             with self._watch(ready.lost, selector) as lost_hosts:
                 result = self._attempt(ready, pool, "" if selector.has_spare else "no spare host is left", lost_hosts)
-            self._growths += bool(result.grows)
+            back = lost_hosts.back
             last = self._attempts[-1]
+            if ready.back and has_come_to_nothing(last, before):
+                last = self._attempts[-1] = replace(last, failed_growth=", ".join(ready.back))
+                self._looks.grown(ready.back, failed=True)
+                selector.leave_out(ready.back)
+                back = ()
             lost = result.lost
             if lost is not None and (lost.slow or (lost.with_host and selector.has_spare)):
                 selector.set_aside(lost.host)  # a spare host takes its place without an attempt to reach it
@@ -131,16 +150,27 @@ class _Controller:
 
     def _watch(self, hosts: Sequence[str], selector: HostSelector) -> LostHosts:
         """Watches hosts that the job was given and goes on without."""
-        pause_s = min(LOOK_S * 2**self._growths, LOOK_MOST_S)
+        running = Running(
+            hosts=selector.working,
+            port=selector.port(len(self._attempts) + 1),
+            accepted=selector.warnings,
+            plan=selector.plan,
+            grows_with=selector.grows_with,
+        )
         hosts = hosts if self.job.is_restartable else ()
-        return LostHosts(self.job, self.backend, hosts, selector.grows_with, pause_s)
+        return LostHosts(self.job, self.backend, hosts, running, self._looks)
+
+    @property
+    def _reached(self) -> int:
+        """The largest step that a rank has entered."""
+        return max((attempt.reached for attempt in self._attempts), default=0)
 
     def _attempt(self, ready: ReadyHosts, pool: HostPool, keeps_slow: str, lost_hosts: LostHosts) -> AttemptResult:
         job, backend, console = ready.assignment.job, self.backend, self.console
         number = job.first_attempt + len(self._attempts)
         if not self._has_restarts:
             keeps_slow = "no restart is left (--max-restarts)"
-        reached = max((attempt.reached for attempt in self._attempts), default=0)
+        reached, trains = self._reached, job.command[0] == "train"
         console.flush()  # a detached launcher lets go of its terminal here
         self.recorder.update(state="running", attempt=number)
         hosts, outer = ready.assignment.hosts, backend.environment
@@ -156,14 +186,17 @@ class _Controller:
                 signals=self.signals,
                 recorder=self.recorder,
                 key=self._key,
+                address=ready.coordinator.rpartition(":")[0].strip("[]"),
                 spares=job.warm_spares if self._has_restarts else "off",
                 keeps_slow=keeps_slow,
                 lost_hosts=lost_hosts,
+                times=self._times.setdefault(ready.assignment.devices, StepTimes()),
+                grow_after=reached if trains or reached else -1,
             ).run(placed)
         finally:
             logs.close()
         self.recorder.update(step=result.reached)
-        seconds, trains = time.monotonic() - begun, job.command[0] == "train"
+        seconds = time.monotonic() - begun
         self._attempts.append(summary(result, seconds=seconds, counts=trains, report=report_of(job, result, logs)))
         return result
 
@@ -175,7 +208,8 @@ class _Controller:
 
     def _tell_first_cause(self) -> None:
         """After failed restarts, report the first failure again."""
-        failures = [attempt for attempt in self._attempts if attempt.cause in (Cause.INFRASTRUCTURE, Cause.USER)]
+        causes = (Cause.INFRASTRUCTURE, Cause.USER)
+        failures = [attempt for attempt in self._attempts if attempt.cause in causes and not attempt.failed_growth]
         if len(failures) > 1 and failures[-1] is self._attempts[-1] and failures[0].report:
             self.console.info(f"the first cause, of {len(self._attempts)} attempts:")
             self.console.print(failures[0].report)

@@ -4,7 +4,8 @@ One thread, one epoll, and no blocking call: pidfds report the ends of ranks, or
 processes do the killing (`process_tree`). epoll returns descriptors in the order in which they became ready, and a rank
 that runs Python reports its failure before its connections close, so the first reported failure is the first one. The
 agent takes orders from its stdin alone (signals do nothing once it has ranks). When that ends, or is silent for longer
-than the heartbeat timeout, the controller is lost: the agent ends, and with it the ranks.
+than the heartbeat timeout, the controller is lost: the agent ends, and with it the ranks. Where no host hears the
+controller, ranks live on for the job's lease (`lease`).
 """
 
 import errno
@@ -35,6 +36,7 @@ from roxxel_dist.cluster.exit_codes import (
 )
 from roxxel_dist.launcher.environment import misleads
 from roxxel_dist.launcher.host import memory_folder
+from roxxel_dist.launcher.host.lease import Lease
 from roxxel_dist.launcher.host.process_tree import NOT_FOLLOWED, beat, go_on_under_guard, is_ending, remove
 from roxxel_dist.launcher.host.rank import Program, Rank, start_rank
 from roxxel_dist.launcher.host.spares import Spare, Spares
@@ -98,6 +100,11 @@ REPORT_S = 0.5
 """How often the controller hears how far the ranks are."""
 
 
+def clock() -> float:
+    """Seconds, those included in which the machine was suspended: other ranks may have been started meanwhile."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class Agent:
     """The loop of one host."""
 
@@ -126,6 +133,9 @@ class Agent:
         self._spares = Spares(self._folders, watch=self._watch_spare, end=self._drop_spare, note=self.note)
         self._dropped: list[Rank] = []  # killed, not gone perhaps, and no ranks any more
         self._noted = set[str]()
+        self._code = set[tuple[str, str]]()  # what ranks of this attempt have imported: names and checksums
+        self._new_code: list[tuple[int, str, str, str]] = []
+        self._stale = False  # whether spares of this start had other code
         self._keepers: list[int] = []  # whose trees are empty: they end, and are to be reaped
         self._exited = deque[Rank]()  # in the order in which they ended; their exit codes follow a moment later
         self._poll = select.epoll()
@@ -134,7 +144,9 @@ class Agent:
         self._kill_at: float | None = None
         self._report_at = 0.0
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._heard = time.monotonic()
+        self._heard = clock()
+        self._echo = 0.0  # the time in the newest heartbeat, by the controller's clock
+        self._lease: Lease | None = None
         self._draining = self._paused = self._writable = self._done = self._ended = False
         self.why: str = ""  # why it ended before its ranks without an order
 
@@ -144,7 +156,9 @@ class Agent:
         while not self._ended:
             self._obey()  # not within the events: a new descriptor may have the number of one that is closed there
             self._send()
-            for fd, _ in self._poll.poll(self._wait_s()):
+            ready = self._poll.poll(self._wait_s())
+            self._end_where_lost()  # before anything is read: what waits may be old
+            for fd, _ in ready:
                 if fd in self._on_ready:  # else there is room for messages, or it was closed by the event before
                     self._on_ready[fd]()
             self._on_exits()
@@ -158,14 +172,20 @@ class Agent:
                 self._report()
                 if not self._draining:
                     self._spares.start(self._alive(), self._programs)
-            if now - self._heard > self._heartbeat_timeout_s:  # a link that is cut, or a controller that is
-                self._ended = True
-                self.why = SILENCE.format(self._heartbeat_timeout_s)
             self._read_rests()
             self._tell_done()
             self._send()
         self._held.close()
         self._poll.close()
+
+    def _end_where_lost(self) -> None:
+        """End if nothing was heard for too long: a link that is cut, or a controller or a machine that stood still."""
+        limit = self._heartbeat_timeout_s
+        if self._lease is not None and self._lease.holds:
+            limit = max(limit, self._lease.limit_s)
+        if clock() - self._heard > limit:
+            self._ended = True
+            self.why = SILENCE.format(limit)
 
     def _watch(self, fd: int, handle: Callable[[], None]) -> None:
         self._on_ready[fd] = handle
@@ -183,7 +203,7 @@ class Agent:
 
     def _read_orders(self) -> None:
         data = os.read(ORDERS, CHUNK)
-        self._heard = time.monotonic()
+        self._heard = clock()
         if not data:
             self._ended = True
         self._orders.extend(self._inbox.feed(data))
@@ -195,10 +215,15 @@ class Agent:
                 from roxxel_dist.launcher.preflight.probe import answer  # late: a local job asks nothing
 
                 self._outbox.send(answer(order, self._held))
-                self._heard = time.monotonic()  # it may have taken long
+                self._heard = clock()  # it may have taken long
             elif order["type"] == "start":
                 self._clear()
                 self._start(order)
+                self._heard = clock()
+            elif order["type"] == "alive":
+                self._echo = order["at"]
+            elif order["type"] == "first" and self._lease is not None:
+                self._lease.meet(order["port"])
             elif order["type"] == "stop":
                 self._stop(float(order["grace"]))
             elif order["type"] == "kill":
@@ -218,14 +243,31 @@ class Agent:
         if self._progress >= 0:
             os.close(self._progress)
             self._progress_file.unlink(missing_ok=True)
+        if self._lease is not None:
+            if self._lease.fd is not None:
+                self._unwatch(self._lease.fd)
+            self._lease.close()
+            self._lease = None
         self._ranks.clear()
         self._dropped.clear()
         self._exited.clear()
+        self._code.clear()
+        self._new_code.clear()
         self._kill_at = None
         self._draining = self._done = False
 
+    def _take_lease(self, terms: Message) -> None:
+        lease = self._lease = Lease(terms)
+        if lease.fd is not None:
+            self._watch(lease.fd, lambda: lease.hear(clock() - self._heard, clock()))
+        if lease.port is not None:
+            self._outbox.send({"type": "first", "port": lease.port})
+
     def _start(self, order: Message) -> None:
+        if "lease" in order:
+            self._take_lease(order["lease"])
         self._total = order["total"]
+        self._stale = False
         self._progress = progress.create(self._progress_file, self._total)
         base = {name: value for name, value in os.environ.items() if name not in CONTRACT and not misleads(name)}
         self._programs = {
@@ -317,6 +359,8 @@ class Agent:
         while self._asked:
             self._outbox.send({"type": "signal", "number": self._asked.popleft()})
         self._keepers = [pid for pid in self._keepers if os.waitpid(pid, os.WNOHANG)[0] == 0]
+        if self._lease is not None:
+            self._lease.check(clock() - self._heard, clock())
         moved, usage = [], []
         records = self._records()
         for rank in self._alive():
@@ -326,7 +370,10 @@ class Agent:
                 moved.append((rank.number, asdict(record)))
                 if (used := self._usage(rank, record)) is not None:
                     usage.append((rank.number, asdict(used)))
-        self._outbox.send({"type": "progress", "records": moved, "usage": usage})
+        self._outbox.send({"type": "progress", "records": moved, "usage": usage, "echo": self._echo})
+        if self._new_code:
+            self._outbox.send({"type": "code", "files": self._new_code})
+            self._new_code.clear()
 
     @staticmethod
     def _usage(rank: Rank, record: progress.Record) -> Usage | None:
@@ -442,10 +489,13 @@ class Agent:
         status = None
         for line in rank.messages.feed(data):
             match _message(line):
-                case {"spare": "ready", "size": int(size)}:
-                    self._spares.is_ready(rank, size)
-                case {"spare": "taken"}:
-                    rank.instead = None
+                case {"spare": str()} as message:
+                    self._hear_spare(rank, message)
+                case {"code": list(files)}:
+                    for name, path, checksum in files:
+                        if (name, checksum) not in self._code:
+                            self._code.add((name, checksum))
+                            self._new_code.append((rank.number, name, path, checksum))
                 case {"failed": int(code)}:
                     if rank.code is None and not rank.killed_by_us:
                         self._tell_end(rank, code)
@@ -456,6 +506,19 @@ class Agent:
                     status = record
         if status is not None and not self._paused:  # the next one is as good
             self._outbox.send({"type": "status", "rank": rank.number, "record": status})
+
+    def _hear_spare(self, rank: Rank, message: Message) -> None:
+        match message:
+            case {"spare": "ready", "size": int(size)}:
+                self._spares.is_ready(rank, size)
+            case {"spare": "taken"}:
+                rank.instead = None
+            case {"spare": "stale", "changed": str(changed)} if not self._stale:
+                self._stale = True
+                text = f"{changed} has changed since warm spares imported it: they end, and fresh processes start"
+                self._outbox.send({"type": "note", "text": text})
+            case _:
+                pass
 
     def _close_pipe(self, rank: Rank) -> None:
         self._unwatch(rank.pipe)

@@ -19,6 +19,8 @@ STATUS = re.compile(
 )
 CALLBACK = re.compile(r"callback", re.IGNORECASE)
 """An exception of the user's own function that XLA has called (pure_callback, io_callback) comes as INTERNAL too."""
+TPU_IN_USE = re.compile(r"TPU is already in use|libtpu\.so is already in use|libtpu_lockfile", re.IGNORECASE)
+"""Another process has the TPU, or has left its lock. jax says so in a RuntimeError."""
 PYTHON = "Traceback (most recent call last)"
 
 
@@ -37,6 +39,18 @@ def is_runtime_failure(error: BaseException, *, first_step: bool) -> bool:
         if isinstance(cause, BaseExceptionGroup):
             return any(is_runtime_failure(part, first_step=first_step) for part in cause.exceptions)
         seen.add(id(cause))
+        cause = cause.__cause__
+    return False
+
+
+def is_tpu_in_use(error: BaseException) -> bool:
+    """Whether an exception of a rank's start says that another process has the TPU: it may end a moment later."""
+    cause: BaseException | None = error
+    for _ in range(10):
+        if cause is None:
+            break
+        if isinstance(cause, RuntimeError) and TPU_IN_USE.search(str(cause)):
+            return True
         cause = cause.__cause__
     return False
 

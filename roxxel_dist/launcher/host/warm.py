@@ -18,6 +18,8 @@ from pathlib import Path
 
 from roxxel_dist.cluster.exit_codes import SPARE_ENV
 from roxxel_dist.cluster.progress import agent_pipe
+from roxxel_dist.launcher.host.installed import versions
+from roxxel_dist.launcher.host.sources import recorder
 
 NAME = "roxxel-spare"
 """What `ps` calls it while it waits."""
@@ -28,9 +30,14 @@ FIRST_VICTIM = "1000"
 
 
 def become_rank(modules: Sequence[str]) -> None:
-    """Import modules, and wait; returns as the rank, with its variables. Ends the process where its agent does."""
+    """Import modules, and wait; returns as the rank, with its variables.
+
+    Ends the process where its agent does, and where the rank would run other code than a process that starts now.
+    """
     orders = int(os.environ.pop(SPARE_ENV))
     pipe = agent_pipe()
+    recorder().install()
+    before = versions()
     with _shown_as_spare():
         with _in_slices():
             for module in modules:
@@ -44,6 +51,10 @@ def become_rank(modules: Sequence[str]) -> None:
                 os._exit(0)
             order += piece
     os.close(orders)
+    installed = [name for name, version in versions().items() if before.get(name) != version]
+    if changed := recorder().changed() or ", ".join(installed):
+        pipe.tell({"spare": "stale", "changed": changed})
+        os._exit(0)
     os.environ.clear()
     os.environ.update(json.loads(order)["env"])
     if not pipe.tell({"spare": "taken"}):

@@ -10,6 +10,7 @@ import re
 import runpy
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -34,8 +35,10 @@ from roxxel_dist.cluster.exit_codes import (
     LostRankError,
 )
 from roxxel_dist.cluster.progress import Progress, agent_pipe, own_record
-from roxxel_dist.launcher.host.runtime_errors import is_runtime_failure
+from roxxel_dist.launcher.host.runtime_errors import is_runtime_failure, is_tpu_in_use
+from roxxel_dist.launcher.host.sources import recorder
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.spec import flag
 
 SUBCOMMANDS = frozenset(
     """data batch train find-lr generate eval launch sweep report plan doctor save export verify audit compare
@@ -125,6 +128,8 @@ def _options(words: list[str]) -> list[str]:
 
 def _subcommand(word: str, rest: list[str]) -> None:
     if word == "train":
+        if config := flag(rest, "config"):
+            recorder().add("--config", os.path.realpath(config))
         _initialize(then="start")  # to the first word of the trainer
     sys.argv = ["roxxel-dist", word, *rest]
     runpy.run_module("roxxel_dist", run_name="__main__", alter_sys=True)
@@ -135,6 +140,7 @@ def _script(path: str, rest: list[str]) -> None:
         info(f"script not found: {path!r} (looked in {os.getcwd()}); check the path after `--`")
         sys.exit(2)
     _initialize()
+    recorder().add("__main__", os.path.realpath(path))
     sys.argv = [path, *rest]
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     runpy.run_path(path, run_name="__main__")
@@ -191,6 +197,8 @@ def _run(program: Callable[[], None]) -> None:
     share (0, or 42: drained) goes that way; a failure skips it.
     """
     agent_pipe()  # before the program starts others
+    recorder().install()
+    recorder().tell()
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, all_threads=True)
     try:
@@ -212,8 +220,20 @@ def _run(program: Callable[[], None]) -> None:
     except BaseException as error:
         error.__traceback__ = _from_program(error.__traceback__)  # the default hook prints this one
         sys.excepthook(type(error), error, error.__traceback__)
-        _fail(EXIT_RUNTIME if is_runtime_failure(error, first_step=not own_record().done) else EXIT_FAILED)
+        first_step = not own_record().done
+        if in_use := first_step and is_tpu_in_use(error):
+            info(_who_has_the_tpu())
+        _fail(EXIT_RUNTIME if in_use or is_runtime_failure(error, first_step=first_step) else EXIT_FAILED)
     _limit_the_wait()
+
+
+def _who_has_the_tpu() -> str:
+    from roxxel_dist.launcher.preflight.host_info import LOCK, tpu_lock  # late: only such a failure needs it
+
+    text = f"another process has the TPU of {socket.gethostname()}"
+    if (why := tpu_lock(LOCK)) is not None:
+        return f"{text}: {LOCK}, libtpu's lock, {why}"
+    return f"{text}, or had it until now: `sudo lsof /dev/accel* /dev/vfio/*` names it; {LOCK} is free"
 
 
 def _limit_the_wait() -> None:

@@ -21,6 +21,7 @@ from roxxel_dist.launcher.jobs import record
 from roxxel_dist.launcher.jobs.record import JobRecord, JobRecorder
 from roxxel_dist.launcher.jobs.tail import header
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.protocol import Message, encode, take_stdout
@@ -62,7 +63,7 @@ def detach(job: JobSpec, backend: Backend) -> JobRecord:
             stderr.append(f"roxxel-dist: {hint}")
         raise StartError(answer["code"], "\n".join(stderr))
     for line in stderr:
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
     entry = record.from_values(answer["entry"])
     if entry.run_id != job.run_id or "/" in entry.controller.host:  # they become the name of a file
         wrong = f"{host} started run {entry.run_id!r} on {entry.controller.host!r} where it was told {job.run_id!r}"

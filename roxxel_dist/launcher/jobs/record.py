@@ -5,7 +5,6 @@ killed writes nothing more; whether it is gone is decided from its process, neve
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from typing import Any, Literal, Self
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.base import Backend
+from roxxel_dist.launcher.claims import folder
 from roxxel_dist.launcher.environment import masked_words
 from roxxel_dist.launcher.host.process_tree import STARTED, STATE, stat
 from roxxel_dist.launcher.output.console import info
@@ -154,14 +154,6 @@ class JobRecord:
     def launcher_log(self) -> Path:
         """What a detached launcher says."""
         return Path(self.log_dir, "launcher.log")
-
-
-def folder() -> Path:
-    """Where the records are. Raises FileNotFoundError where this user has no home."""
-    for state in (os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~/.local/state")):
-        if os.path.isabs(state):
-            return Path(state, "roxxel-dist", "jobs")
-    raise FileNotFoundError(errno.ENOENT, "no home directory: set HOME or XDG_STATE_HOME")
 
 
 def this_process() -> Process:

@@ -6,9 +6,9 @@ import select
 import signal
 import time
 
+from roxxel_dist.launcher.claims import claim
 from roxxel_dist.launcher.jobs.record import JobRecord, is_alive
 from roxxel_dist.launcher.output.console import info
-from roxxel_dist.launcher.spec import claim
 
 REPORT_S = 5.0
 """How often a message says that a job still runs."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from roxxel_dist.launcher.jobs.record import JobRecord, read
+from roxxel_dist.launcher.output.printable import printable
 
 PAUSE_MS = 100
 HEADER = re.compile(rb"# [0-9-]{10} [0-9:]{8} (?:attempt [0-9]+, )?run ([^:]*): ")
@@ -43,7 +44,12 @@ def run_lines(path: Path, run_id: str) -> Iterator[bytes | None]:
 
 
 def show(lines: Iterable[bytes]) -> None:
-    """Lines on stdout, byte for byte."""
+    """Lines on stdout, byte for byte; on a terminal without what could command it, but for colours."""
+    if sys.stdout.isatty():
+        lines = (
+            printable(line.decode(errors="backslashreplace"), colours=True).encode("utf-8", "backslashreplace")
+            for line in lines
+        )
     sys.stdout.buffer.writelines(lines)
     sys.stdout.buffer.flush()
 

@@ -14,6 +14,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from roxxel_dist.launcher.output.printable import printable
+
 if TYPE_CHECKING:
     from roxxel_dist.launcher.output.bar import Bar
 
@@ -27,7 +29,7 @@ NOISE_PREFIXES = re.compile(r"\[Gloo\] |[IW]\d{4} \S+ +\d+ preemption_notifier\.
 
 def info(text: str) -> None:
     """A line of this command's own on stderr, at once."""
-    print(f"roxxel-dist: {text}", file=sys.stderr, flush=True)
+    print(f"roxxel-dist: {printable(text)}", file=sys.stderr, flush=True)
 
 
 class Console:
@@ -53,6 +55,8 @@ class Console:
             self._left_out += len(lines)
             return
         prefix = f"{time.strftime('%H:%M:%S', time.localtime(when))} {rank} | "
+        if sys.stdout.isatty():
+            lines = [printable(line, colours=True) for line in lines]
         text = prefix + f"\n{prefix}".join(lines)
         self._queued += len(text)
         self._queue.put(partial(self._show, sys.stdout, text))
@@ -64,7 +68,8 @@ class Console:
     def print(self, lines: Sequence[str]) -> None:
         """Lines for people, on stderr."""
         if lines:
-            self._queue.put(partial(self._show, sys.stderr, "\n".join(lines)))
+            text = "\n".join(printable(line, colours=True) for line in lines)
+            self._queue.put(partial(self._show, sys.stderr, text))
 
     def status(self, rank: int, record: dict[str, Any]) -> None:
         """Move the bar by a record of rank 0; of those that wait for the terminal only the newest counts."""

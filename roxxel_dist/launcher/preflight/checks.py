@@ -4,7 +4,7 @@ docs/howto/launching.md has a table of the checks. Those that need further quest
 hosts share) are in `run.py`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,8 @@ MIN_FREE_BYTES, ADVISED_FREE_BYTES = 1 << 18, 2 << 30
 MUST_MATCH = ("jax", "jaxlib", "roxxel-dist")
 MAX_NAMES = 8
 """Hosts that a text names; of more it gives the count."""
+HERE = "the launcher here"
+"""Among the hosts of a comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,26 @@ class CheckResult:
     check: str
     hosts: tuple[str, ...]
     text: str
+    groups: tuple[tuple[str, ...], ...] = ()
+    """Where hosts were compared: those that agree with each other."""
+
+    def blamed(self, trusted: Collection[str] = ()) -> frozenset[str]:
+        """The hosts without which the check may pass; empty where that cannot be known.
+
+        `trusted` have worked together: among hosts that were compared they are right, or else those that are as the
+        launcher, or else the most.
+        """
+        if not self.groups:
+            strange = frozenset(self.hosts) - set(trusted)
+            one_of_two = len(self.hosts) > 1 and strange != frozenset(self.hosts)
+            return strange if one_of_two else frozenset(self.hosts if len(self.hosts) == 1 else ())
+        everyone = frozenset(host for group in self.groups for host in group) - {HERE}
+        known = [len(set(group) & set(trusted)) for group in self.groups]
+        if not any(known):
+            known = [len(everyone) + 1 if HERE in group else len(group) for group in self.groups]
+        if known.count(max(known)) > 1:
+            return everyone - set(trusted) if everyone & set(trusted) else frozenset()
+        return everyone - set(self.groups[known.index(max(known))])
 
 
 def run_checks(requirements: Requirements, hosts: Hosts) -> list[CheckResult]:
@@ -106,13 +128,15 @@ def _groups(hosts: Hosts, value: Callable[[HostInfo], Any]) -> dict[Any, list[st
 
 
 def _same(
-    level: Level, check: str, hosts: Hosts, groups: Mapping[Any, Sequence[str]], what: str, fix: str
+    level: Level, check: str, hosts: Hosts, groups: Mapping[Any, Sequence[str]], what: str, fix: str, here: Any = None
 ) -> CheckResult:
-    """Whether all hosts have the same value."""
+    """Whether all hosts have the same value. `here` is that of the launcher, where it has one."""
     if len(groups) == 1:
         return CheckResult("ok", check, tuple(hosts), f"{what}: {next(iter(groups))}")
-    values = "; ".join(f"{'none' if value is None else value} on {named(names)}" for value, names in groups.items())
-    return CheckResult(level, check, tuple(hosts), f"{what} differs: {values}; {fix}")
+    texts = {value: named(names) or HERE for value, names in groups.items()}
+    values = "; ".join(f"{'none' if value is None else value} on {names}" for value, names in texts.items())
+    alike = tuple((*names, *[HERE] * (here is not None and value == here)) for value, names in groups.items())
+    return CheckResult(level, check, tuple(hosts), f"{what} differs: {values}; {fix}", alike)
 
 
 def _devices(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
@@ -134,10 +158,14 @@ def _devices(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
 
 
 def tpu_locks(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    """What is wrong with the lock, for a job that may use TPUs."""
+    """What is wrong with the lock, for a job that uses TPUs: it asks for them, or a host has some and jax finds them.
+
+    Elsewhere another program may hold the lock, such as one that compiles for TPUs.
+    """
     for host, info in hosts.items():
         platforms = requirements.platforms or info["platforms"]
-        if info["tpu_lock"] is not None and (not platforms or "tpu" in platforms.split(",")):
+        uses = "tpu" in platforms.split(",") if platforms else info["tpus"] > 0
+        if info["tpu_lock"] is not None and uses:
             yield CheckResult("error", "tpu lock", (host,), f"{host}: {LOCK}, libtpu's lock, {info['tpu_lock']}")
 
 
@@ -211,9 +239,9 @@ def _versions(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]
         yield CheckResult("ok", "versions", tuple(hosts), ", ".join(equal))
     codes = _groups(hosts, lambda info: info["code"])
     if requirements.code not in (None, *codes):  # it talks with the hosts
-        codes[requirements.code] = ["the launcher here"]
+        codes[requirements.code] = []
     fix = "install the same one, or bring the checkouts to the same commit"
-    yield _same("error", "code", hosts, codes, "the code of roxxel_dist", fix)
+    yield _same("error", "code", hosts, codes, "the code of roxxel_dist", fix, requirements.code)
 
 
 def _data(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
@@ -244,21 +272,48 @@ def _one_machine(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResu
             yield CheckResult("warning", "host", tuple(names), text)
 
 
+def needs_own_names(requirements: Requirements, info: HostInfo) -> bool:
+    """Whether ranks of a host find others by their names: on CPU (Gloo)."""
+    platforms = requirements.platforms or info["platforms"]
+    return platforms.split(",")[0] == "cpu" if platforms else info["gpus"] == 0 and not info["tpus"]
+
+
+def rank_address(info: HostInfo) -> str | None:
+    """The address at which Gloo listens: the first of the host's own name that is the host's; None for loopback."""
+    address = next(iter(info["owned"]), None)
+    return None if address is None or is_loopback(address) else address
+
+
+def twins(hosts: Hosts, host: str) -> list[str]:
+    """The other machines whose own names mean the same address as that of a host, so that it leads to none of them."""
+    info, address = hosts[host], rank_address(hosts[host])
+    others = {name: other for name, other in hosts.items() if other["machine"] != info["machine"]}
+    return [name for name, other in others.items() if address is not None and rank_address(other) == address]
+
+
 def own_names(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     """Problems with hosts' own names: on CPU a rank sends the others the address that its host's name resolves to."""
 
     good = []
     for host, info in hosts.items():
-        name, addresses = info["name"], info["resolves"]
-        if addresses and not is_loopback(addresses[0]):
+        name, addresses, address = info["name"], info["resolves"], rank_address(info)
+        same = twins(hosts, host)
+        if address and not same:
             good.append(host)
             continue
-        to = f"resolves to {addresses[0]}, which other hosts cannot reach" if addresses else "does not resolve"
+        if address:
+            to = f"resolves to {address}, as that of {named(same)} does there, so that nobody finds the other"
+        elif not addresses:
+            to = "does not resolve"
+        elif info["owned"]:
+            to = f"resolves to {info['owned'][0]}, which other hosts cannot reach"
+        else:
+            to = f"resolves to {', '.join(addresses)}, which no interface of {host} has"
         fix = f"have /etc/hosts on {host} say `{info.get('ssh_address') or 'its address'} {name}` instead"
         text = f"{host}: its own name {name!r} {to}. Ranks on CPU (Gloo) find each other by it: {fix}"
-        platforms = requirements.platforms or info["platforms"]
-        cpu = platforms.split(",")[0] == "cpu" if platforms else info["gpus"] == 0 and not info["tpus"]
-        yield CheckResult("error" if cpu else "warning", "name", (host,), text)
+        level: Level = "error" if needs_own_names(requirements, info) else "warning"
+        yield CheckResult(level, "name", (host,), text)
     if good:
-        text = f"own names resolve to addresses that others can reach on {named(good)}"
+        pairs = [f"{hosts[host]['name']} is {rank_address(hosts[host])}" for host in good]
+        text = f"own names mean addresses of their hosts: {named(pairs)}"
         yield CheckResult("ok", "name", tuple(good), text)

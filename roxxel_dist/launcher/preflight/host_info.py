@@ -6,6 +6,7 @@ Nothing here changes the host: the one file that is made (to learn whether that 
 import fcntl
 import ipaddress
 import os
+import pwd
 import socket
 import struct
 import sys
@@ -16,9 +17,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.launcher.host.installed import versions
 from roxxel_dist.launcher.preflight.stale_ranks import stale_ranks
 
-PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 LOCK = Path("/tmp/libtpu_lockfile")
 IS_FILE = "is a file"
 
@@ -39,7 +40,7 @@ def gather(question: HostInfo) -> HostInfo:
         "gpus": None if not gpus and os.path.exists("/dev/kfd") else gpus,
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "tpu_lock": tpu_lock(LOCK),
-        "tpus": len(glob("/dev/accel[0-9]*")),
+        "tpus": len(glob("/dev/accel[0-9]*") or glob("/dev/vfio/[0-9]*")),
         "cores": os.cpu_count() or 1,
         "platforms": os.environ.get("JAX_PLATFORMS"),
         "run_dir": folder(run_dir, is_run=question["shared"]) if run_dir is not None else None,
@@ -52,6 +53,7 @@ def gather(question: HostInfo) -> HostInfo:
             "versions": {"python": sys.version.split()[0], **versions()},
             "code": hash_of_code(),
             "data": None,
+            "ports": rank_ports(),
         }
         if data_path is not None or resume:  # by its name: the launcher imports nothing of the trainer
             trainer = import_module("roxxel_dist.run_directory")
@@ -66,22 +68,27 @@ def boot_id() -> str:
     return ""
 
 
-def versions() -> dict[str, str]:
-    """Of `PACKAGES`, by the names of the folders that pip makes: `importlib.metadata` takes as long as all the rest."""
-    installed: dict[str, str] = {}
-    for place in sys.path:
-        with suppress(OSError):
-            for name in os.listdir(place or "."):
-                if name.endswith(".dist-info"):
-                    package, _, version = name.removesuffix(".dist-info").partition("-")
-                    installed.setdefault(package.lower().replace("_", "-"), version)
-    return {name: installed[name] for name in PACKAGES if name in installed}
-
-
 def own_name() -> HostInfo:
-    """The host's own name, and the addresses that it means to the host itself."""
+    """The host's own name, the addresses that it means to the host itself, and which of them are the host's."""
     name = socket.gethostname()
-    return {"name": name, "resolves": resolved(name)}
+    addresses = resolved(name)
+    return {"name": name, "resolves": addresses, "owned": [one for one in addresses if is_owned(one)]}
+
+
+def is_owned(address: str) -> bool:
+    """Whether a program of this host can listen at an address."""
+    with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
+
+
+def rank_ports() -> list[int] | None:
+    """The first and the last of the ports that the kernel gives to programs that ask for a free one."""
+    with suppress(OSError, ValueError):
+        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
+        return [int(first), int(last)]
+    return None
 
 
 def existing(path: str) -> Path:
@@ -130,16 +137,21 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def hash_of_code() -> str:
-    """Of this package's own files: an editable install has one version for ever."""
+def code_files() -> dict[str, str]:
+    """The checksums of this package's own files, by their paths within it."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names)
-    digest = 0
+    sums: dict[str, str] = {}
     for path in files:
         if path.endswith(".py"):
             with open(path, "rb") as file:
-                digest = zlib.crc32(path.removeprefix(root).encode() + b"\0" + file.read() + b"\0", digest)
-    return f"{digest:08x}"
+                sums[os.path.relpath(path, root)] = f"{zlib.crc32(file.read()):08x}"
+    return sums
+
+
+def hash_of_code() -> str:
+    """Of this package's own files: an editable install has one version for ever."""
+    return f"{zlib.crc32(repr(sorted(code_files().items())).encode()):08x}"
 
 
 def tpu_lock(path: Path) -> str | None:
@@ -159,5 +171,14 @@ def tpu_lock(path: Path) -> str | None:
     kind, _, _, _, pid = struct.unpack(flock, lock)
     if kind == fcntl.F_UNLCK:
         return None
-    holder = f"process {pid}" if pid > 0 else "a process of another container"
+    holder = process_name(pid) if pid > 0 else "a process of another container"
     return f"is held by {holder}, which uses the TPU; end it, or JAX_PLATFORMS=cpu goes without"
+
+
+def process_name(pid: int) -> str:
+    """A process for people: its number, its program and its user where they can be seen."""
+    with suppress(OSError, KeyError):
+        place = Path("/proc", str(pid))
+        program = (place / "comm").read_text(errors="replace").strip()
+        return f"process {pid} ({program} of user {pwd.getpwuid(place.stat().st_uid).pw_name})"
+    return f"process {pid}"

@@ -8,13 +8,15 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 
-from roxxel_dist.launcher.preflight.host_info import existing, gather, is_loopback, resolved, touch
+from roxxel_dist.launcher.preflight.host_info import code_files, existing, gather, is_loopback, resolved, touch
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, encode
 
 LIFE_S = 600
 """From one question to the next: 300 hosts are asked 32 at a time, and each may take a minute. It also ends a probe
 behind a cut link."""
 CONNECT_S = 5.0
+AT_ONCE = 32
+"""Connections that a host tries at the same time."""
 
 
 def answer_all(questions: list[Message], inbox: Decoder, channel: int) -> list[Message]:
@@ -50,12 +52,16 @@ def answer(question: Message, held: ExitStack) -> Message:
             case "facts":
                 held.close()
                 reply = gather(question)
-            case "address":
-                reply = {"address": local_address(question["towards"])}
+            case "addresses":
+                reply = {"addresses": local_addresses(question["towards"])}
             case "listen":
-                reply = {"port": _listen(question["address"], question["port"], question["nonce"], held)}
+                reply = {
+                    "ports": [_port(address, port, question["nonce"], held) for address, port in question["places"]]
+                }
             case "connect":
-                reply = {"ms": connect_ms(question["address"], question["port"], question["nonce"])}
+                reply = {"took": _connect_all(question["places"], question["nonce"])}
+            case "code":
+                reply = {"files": code_files()}
             case "touch":
                 file = touch(question["run_dir"])
                 held.callback(file.unlink, missing_ok=True)
@@ -67,6 +73,14 @@ def answer(question: Message, held: ExitStack) -> Message:
     except OSError as error:
         reply = {"why": error.strerror or str(error)}
     return reply | ({"id": question["id"]} if "id" in question else {})
+
+
+def _port(address: str, port: int, nonce: str, held: ExitStack) -> int | str:
+    """The port that `_listen` holds, or why it cannot."""
+    try:
+        return _listen(address, port, nonce, held)
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _listen(address: str, port: int, nonce: str, held: ExitStack) -> int:
@@ -94,6 +108,28 @@ def _listen(address: str, port: int, nonce: str, held: ExitStack) -> int:
     return server.getsockname()[1]
 
 
+def _connect_all(places: list[tuple[str, int]], nonce: str) -> list[float | str]:
+    """For each place the milliseconds of `connect_ms`, or why it cannot be reached. All are tried at once."""
+    took: list[float | str] = ["not tried"] * len(places)
+
+    def connect(numbers: range) -> None:
+        for number in numbers:
+            try:
+                took[number] = connect_ms(*places[number], nonce)
+            except OSError as error:
+                took[number] = error.strerror or str(error)
+
+    threads = [
+        threading.Thread(target=connect, args=(range(first, len(places), AT_ONCE),), daemon=True)
+        for first in range(min(AT_ONCE, len(places)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return took
+
+
 def connect_ms(address: str, port: int, nonce: str) -> float:
     """Milliseconds until the probe that listens there said its nonce. Raises OSError where it does not."""
     begun = time.monotonic()
@@ -106,15 +142,17 @@ def connect_ms(address: str, port: int, nonce: str) -> float:
     return (time.monotonic() - begun) * 1000
 
 
-def local_address(towards: list[str]) -> str | None:
-    """The address of this host from which packets go to the first of these names or addresses that leads elsewhere.
+def local_addresses(towards: list[str]) -> list[str]:
+    """The addresses of this host from which packets go to these names or addresses, each once.
 
-    None where none of them does, or has a route.
+    Those that lead to this host, or have no route, give none.
     """
+    found: dict[str, None] = {}
     for target in (address for name in towards for address in resolved(name) if not is_loopback(address)):
         family = socket.AF_INET6 if ":" in target else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as route, suppress(OSError):
             route.connect((target, 9))  # sends nothing: it only asks the kernel for the route
-            if not is_loopback(own := str(route.getsockname()[0])):
-                return own
-    return None
+            own = str(route.getsockname()[0])
+            if not is_loopback(own) and own != target:  # the target is an address of this host
+                found[own] = None
+    return list(found)

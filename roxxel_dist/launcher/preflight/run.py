@@ -3,14 +3,14 @@
 The controller asks all hosts at once, in a few rounds: the agents that it starts there, or itself for this machine.
 """
 
-import os
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.preflight.checks import (
+    HERE,
     CheckResult,
     Requirements,
     are_one_machine,
@@ -19,7 +19,8 @@ from roxxel_dist.launcher.preflight.checks import (
     requirements_of,
     run_checks,
 )
-from roxxel_dist.launcher.preflight.host_info import hash_of_code, own_name
+from roxxel_dist.launcher.preflight.host_info import code_files, hash_of_code, own_name
+from roxxel_dist.launcher.preflight.network import Addresses, addresses, check_network
 from roxxel_dist.launcher.preflight.probe import answer
 from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.pool import HostPool
@@ -51,16 +52,33 @@ class PreflightReport:
         """Whether all hosts are there, and nothing is wrong with them."""
         return not self.unreachable and all(result.level != "error" for result in self.findings)
 
+    @property
+    def problems(self) -> list[str]:
+        """What speaks against a start, each for people."""
+        gone = [f"host {host} cannot be used: {why}" for host, why in self.unreachable.items()]
+        return [*dict.fromkeys(result.text for result in self.findings if result.level == "error"), *gone]
+
+    def blamed(self, trusted: Collection[str] = ()) -> frozenset[str]:
+        """The hosts without which the others may pass, as far as it is known; see `CheckResult.blamed`."""
+        errors = [result.blamed(trusted) for result in self.findings if result.level == "error"]
+        return frozenset(self.unreachable).union(*errors)
+
 
 def check_job_hosts(
-    job: JobSpec, backend: Backend, hosts: Sequence[str], *, port: int | None, pool: HostPool | None = None
+    job: JobSpec,
+    backend: Backend,
+    hosts: Sequence[str],
+    *,
+    port: int | None,
+    pool: HostPool | None = None,
+    busy: Collection[str] = (),
 ) -> PreflightReport:
     """Check the hosts of a job, in the order of the ranks; see `check_hosts`."""
     is_here = backend.is_local and len(hosts) == 1
     requirements = requirements_of(job, backend.environment, writes=is_here)
     if len(hosts) == 1:  # nothing to compare it with, and `train` says itself what it cannot read
         requirements = replace(requirements, data_path=None, compare=not is_here)
-    return check_hosts(requirements, backend, hosts, port=port, pool=pool)
+    return check_hosts(requirements, backend, hosts, port=port, pool=pool, busy=busy)
 
 
 def check_hosts(
@@ -70,18 +88,20 @@ def check_hosts(
     *,
     port: int | None = None,
     pool: HostPool | None = None,
+    busy: Collection[str] = (),
 ) -> PreflightReport:
     """Check hosts, and choose where the first one's coordinator shall listen: at `port`, or at a free one.
 
-    Agents that are started for it stay in `pool`; without one they end. Raises Interrupted where the pool is woken.
+    Agents that are started for it stay in `pool`; without one they end. Ranks of the job run on hosts that are `busy`:
+    what these hold will be free before a start. Raises Interrupted where the pool is woken.
     """
     with ExitStack() as held:
         if backend.is_local and len(hosts) == 1:
-            return _check(requirements, backend, hosts, port, _ThisMachine(held))
+            return _check(requirements, backend, hosts, port, _ThisMachine(held), busy)
         if problem := allow_open_files(len(hosts)):
             return PreflightReport(findings=[CheckResult("error", "open files", tuple(hosts), problem)])
         requirements = replace(requirements, code=hash_of_code())
-        return _check(requirements, backend, hosts, port, pool or held.enter_context(HostPool(backend)))
+        return _check(requirements, backend, hosts, port, pool or held.enter_context(HostPool(backend)), busy)
 
 
 class _ThisMachine:
@@ -99,25 +119,32 @@ Pool = HostPool | _ThisMachine
 
 
 def _check(
-    requirements: Requirements, backend: Backend, hosts: Sequence[str], port: int | None, pool: Pool
+    requirements: Requirements,
+    backend: Backend,
+    hosts: Sequence[str],
+    port: int | None,
+    pool: Pool,
+    busy: Collection[str],
 ) -> PreflightReport:
     infos = pool.ask({host: {"ask": "facts", **asdict(requirements)} for host in hosts})
     for host in [host for host in infos if "why" in infos[host]]:
         pool.unreachable[host] = infos.pop(host)["why"]
     if not infos:
         return PreflightReport(unreachable=dict(pool.unreachable))
+    for host in infos.keys() & busy:
+        infos[host] |= {"left": [], "tpu_lock": None}
     first, *others = infos
-    findings = run_checks(requirements, infos)
+    findings = [_with_files(pool, result) for result in run_checks(requirements, infos)]
     address = backend.address or LOOPBACK
-    if not are_one_machine(infos):  # that by which the first host reaches the second
-        other = next(host for host in others if infos[host]["machine"] != infos[first]["machine"])
-        towards = [infos[other]["ssh_address"], other.rpartition("@")[2], *infos[other]["resolves"]]
-        route = pool.ask({first: {"ask": "address", "towards": [name for name in towards if name]}})
-        address = route.get(first, {}).get("address") or ""
+    places = Addresses(coordinators=[address])
+    if not are_one_machine(infos):
+        places = addresses(pool, requirements, infos)
     elif address != LOOPBACK:  # rank 0 is on another machine, or where another machine reaches it
         findings += own_names(requirements, {first: infos[first] | own_name()})
-    free, more = _port(pool, list(infos), address, port) if backend.is_coordinator else (port or 0, [])
-    findings += more
+    free = port or 0
+    if backend.is_coordinator:
+        address, free, more = check_network(pool, infos, places, port)
+        findings += more
     if requirements.shared and others:
         findings += _shared(pool, list(infos), requirements.run_dir)
     return PreflightReport(
@@ -130,34 +157,15 @@ def _check(
     )
 
 
-def _port(pool: Pool, hosts: Sequence[str], address: str, port: int | None) -> tuple[int, list[CheckResult]]:
-    """A port of the first host that all others reach; 0 where it is taken."""
-    first, *others = hosts
-    if not address:
-        text = (
-            f"{first} has no way to {others[0]}: neither the address of its ssh connection nor its name leads there; "
-            "have both in one network, and their names in DNS or /etc/hosts"
-        )
-        return 0, [CheckResult("error", "port", tuple(hosts), text)]
-    here = {"address": address, "nonce": os.urandom(16).hex()}
-    held = pool.ask({first: {"ask": "listen", "port": port or 0, **here}}).get(first, {"why": "no answer"})
-    if "why" in held:
-        problem = f"--port {port}: cannot be used" if port else "a free port cannot be had"
-        text = f"{first}: {problem} on {address} ({held['why']}); leave --port out to take a free one, or give another"
-        return 0, [CheckResult("error", "port", (first,), text)]
-    answers = pool.ask({host: {"ask": "connect", "port": held["port"], **here} for host in others})
-    place, results = f"{address}:{held['port']}", []
-    for host in (host for host in answers if "why" in answers[host]):
-        text = (
-            f"{host} does not reach {first} at {place} ({answers[host]['why']}): let the firewall of {first} pass TCP "
-            "between the hosts (all ports: ranks choose theirs), or choose one that is open with --port"
-        )
-        results.append(CheckResult("error", "port", (host, first), text))
-    if not results and len(answers) == len(others):
-        slowest = max((said["ms"] for said in answers.values()), default=0)
-        reached = f", reached from {named(others)} within {slowest:.1f} ms" if others else ""
-        results.append(CheckResult("ok", "port", tuple(hosts), f"{first} listens on {place}{reached}"))
-    return held["port"], results
+def _with_files(pool: Pool, result: CheckResult) -> CheckResult:
+    """A finding of different code, with the files that differ between two of the hosts."""
+    if result.check != "code" or result.level == "ok":
+        return result
+    hosts = [next((host for host in group if host != HERE), HERE) for group in result.groups[:2]]
+    answers = pool.ask({host: {"ask": "code"} for host in hosts if host != HERE})
+    sums = [code_files() if host == HERE else answers.get(host, {}).get("files", {}) for host in hosts]
+    paths = sorted({path for path, _ in sums[0].items() ^ sums[1].items()}) if all(sums) else []
+    return replace(result, text=f"{result.text} (different: {named(paths)})") if paths else result
 
 
 def _shared(pool: Pool, hosts: Sequence[str], run_dir: str | None) -> list[CheckResult]:
@@ -174,7 +182,8 @@ def _shared(pool: Pool, hosts: Sequence[str], run_dir: str | None) -> list[Check
         f"{run_dir} on {named(blind)} is not the folder that {first} has: checkpoints need one that all hosts share; "
         "name one on a file system that all have mounted with --run_dir"
     )
-    return [CheckResult("error", "run directory", tuple(blind), text)]
+    seeing = tuple(host for host in hosts if host not in blind)
+    return [CheckResult("error", "run directory", tuple(blind), text, (seeing, *((host,) for host in blind)))]
 
 
 def allow_open_files(hosts: int) -> str:

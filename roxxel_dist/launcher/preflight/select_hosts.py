@@ -1,18 +1,21 @@
 """Before each attempt: which hosts are there, whether they are fit for the job, and which of them work."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.signals import SignalPipe
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.placement import working_hosts
-from roxxel_dist.launcher.preflight.run import check_job_hosts
+from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
 from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.pool import HostPool, Interrupted
 
 RETRY_S = 2.0
+TELL_S = 5.0
+"""A longer wait is announced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,34 +104,62 @@ class ReadyHosts:
     """The most CPUs that a host had when the job began: the bits of a run do not change with its hosts."""
     lost: tuple[str, ...] = ()
     """The hosts that would give it the devices that it lacks, were they there."""
+    back: tuple[str, ...] = ()
+    """Those among them that the attempt before went without, and that were back."""
+
+
+@dataclass(kw_only=True)
+class _Search:
+    """How far a selection is."""
+
+    present: tuple[str, ...]
+    """The hosts that may work."""
+    back: tuple[str, ...]
+    """Those among them without which the last attempt was made."""
+    reserve: set[str]
+    """Hosts that are asked only where these are too few."""
+    gone_by: Mapping[str, float]
+    """When the ranks of lost hosts have ended, wherever they are."""
+    deadline: float
+    """Until then a host that is missing may come back."""
+    said: set[str] = field(default_factory=set)
 
 
 class HostSelector:
     """Looks at the hosts of a job before each of its attempts.
 
     Agents of the previous attempt are asked over their open connections; only a lost host gets a new one. A spare host
-    at once replaces a host that is unreachable or unfit. Without spares every check must pass before the first attempt;
-    later a host has `job.host_timeout` seconds before the job goes on without it, if it may.
+    at once replaces a host that is unreachable or unfit. Before the first attempt the job goes on at once without such
+    a host, if it may (`job.min_hosts`); later that host has `job.host_timeout` seconds. A host that the job goes on
+    without is asked again when it is `back`, or when too few others are left.
     """
 
     def __init__(self, job: JobSpec, backend: Backend, signals: SignalPipe, screen: Console, pool: HostPool) -> None:
         self._job, self._backend, self._signals, self._screen, self._pool = job, backend, signals, screen, pool
-        self._warnings: set[str] = set()
-        self._cores: int | None = None
-        self._set_aside: list[str] = []
+        self.warnings: set[str] = set()
+        """Those that the user has read."""
+        self.working: tuple[str, ...] = ()
+        """The hosts that were selected last."""
         self.has_spare: bool = False
         """Whether a host was left over when hosts were selected last."""
+        self._cores: int | None = None
+        self._set_aside: list[str] = []
+        self._left_out = set[str]()
+        self._were_back = set[str]()
+        self._note = ""
+
+    def plan(self, back: Sequence[str]) -> Assignment:
+        """What would start if these hosts were there beside those that were selected last."""
+        return assign(self._job, self._backend.hosts, self._in_order({*self._present, *back}))
 
     def grows_with(self, back: Sequence[str]) -> bool:
         """Whether the job would have more devices than it has since the last `select`, with these hosts."""
-        hosts = tuple(self._backend.hosts)
-        present = tuple(host for host in hosts if host in self._present or host in back)
-        return assign(self._job, hosts, present).devices > self._assignment.devices
+        return self.plan(back).devices > self._assignment.devices
 
     def can_do_without(self, host: str) -> bool:
         """Whether enough hosts are left without this one: as many as work, or as `--min-hosts` asks for."""
         hosts = tuple(self._backend.hosts)
-        left = len([other for other in hosts if other != host and other not in self._set_aside])
+        left = len([other for other in hosts if other not in {host, *self._set_aside, *self._left_out}])
         least = len(working_hosts(self._job, hosts))
         return left >= (least if self._job.min_hosts is None else min(least, self._job.min_hosts))
 
@@ -136,60 +167,127 @@ class HostSelector:
         """Use this host only where there are too few others."""
         self._set_aside.append(host)
 
-    def select(self, attempt: int) -> ReadyHosts:
-        """The hosts that start this attempt.
+    def leave_out(self, hosts: Iterable[str]) -> None:
+        """Go on without these hosts, until they are back."""
+        self._left_out.update(hosts)
+
+    def select(
+        self, attempt: int, gone_by: Mapping[str, float] = MappingProxyType({}), back: Collection[str] = ()
+    ) -> ReadyHosts:
+        """The hosts that start this attempt, when the ranks of lost ones have ended.
+
+        A lost host that answers again tells of ranks that still run there. Of one that does not, they have ended by the
+        time in `gone_by`: its agent has heard nothing for long. Hosts that are `back` are used if nothing speaks
+        against it.
 
         Raises:
             NotReadyError: there are too few.
             StoppedError: the launcher was asked to stop.
         """
-        job, backend = self._job, self._backend
-        hosts = tuple(backend.hosts)
-        # Each attempt has a port of its own: a rank of the last one may live on behind a cut link.
-        port = None if job.port is None else min(job.port + attempt, 65535)
-        working = len(working_hosts(job, hosts))
-        present, said = tuple(host for host in hosts if host not in self._set_aside), set[str]()
-        assignment = assign(job, hosts, present)
-        self._say([assignment.note] if assignment.note else [], said)
+        job = self._job
+        self._left_out -= {*back}
+        present = {*self._backend.hosts} - {*self._set_aside} - self._left_out
         is_retry = attempt > 0 or job.first_attempt > 0  # the job has run before: its hosts may need a moment
-        deadline = time.monotonic() + (job.host_timeout if is_retry else 0)
+        search = _Search(
+            present=self._in_order(present),
+            back=self._in_order(back),
+            reserve={*self._left_out},
+            gone_by=gone_by,
+            deadline=max(time.monotonic() + (job.host_timeout if is_retry else 0), *gone_by.values(), 0.0),
+        )
+        while True:
+            assignment = self._assign(search.present)
+            report = self._look_at(assignment, self.port(attempt))
+            warnings = [result.text for result in report.findings if result.level == "warning"]
+            self._say(warnings, self.warnings, "warning: ")
+            if report.passed:
+                return self._ready(assignment, report, search)
+            self._change(search, report)
+
+    def _look_at(self, assignment: Assignment, port: int | None) -> PreflightReport:
+        """What preflight finds. Raises StoppedError."""
         while True:
             self._pool.reach_anew()
             try:
-                report = check_job_hosts(assignment.job, backend, assignment.hosts, port=port, pool=self._pool)
+                return check_job_hosts(assignment.job, self._backend, assignment.hosts, port=port, pool=self._pool)
             except Interrupted:
                 if numbers := self._signals.take():
                     raise StoppedError(numbers[0]) from None
-                continue
-            warnings = [result.text for result in report.findings if result.level == "warning"]
-            self._say(warnings, self._warnings, "warning: ")
-            if report.passed:
-                self._cores = self._cores or report.cores
-                self.has_spare = len(present) > working
-                address = f"[{report.address}]" if ":" in report.address else report.address
-                self._present, self._assignment = present, assignment
-                lost = tuple(host for host in hosts if host not in present and host not in self._set_aside)
-                lost = lost if self.grows_with(lost) else ()
-                return ReadyHosts(assignment, f"{address}:{report.port}", report.visible, self._cores, lost)
-            errors = {result.text: result.hosts for result in report.findings if result.level == "error"}
-            errors |= {f"host {host} cannot be used: {why}": (host,) for host, why in report.unreachable.items()}
-            to_blame = {blamed[0] for blamed in errors.values() if len(blamed) == 1}
-            rest = tuple(host for host in present if host not in to_blame)
-            is_replaced = rest != present and len(rest) >= working
-            if not (is_replaced or self._set_aside) and time.monotonic() < deadline:
-                self._say(errors, said)
-                if numbers := self._signals.wait(RETRY_S):
-                    raise StoppedError(numbers[0])
-                continue
-            may_shrink = is_retry and rest != present and job.min_hosts is not None and len(rest) >= job.min_hosts
-            if self._set_aside and not is_replaced:  # one that is slow, or was lost, is better than none
-                rest = tuple(host for host in hosts if host in rest or host in self._set_aside)
-                self._set_aside.clear()
-            elif not (is_replaced or may_shrink):
-                raise NotReadyError("\n".join(errors), unreachable=bool(report.unreachable))
-            present = rest
-            assignment = assign(job, hosts, present)
-            self._say([*errors, assignment.note], said)
+
+    def _ready(self, assignment: Assignment, report: PreflightReport, search: "_Search") -> ReadyHosts:
+        hosts, present = self._backend.hosts, search.present
+        self._wait_for_end({host: end for host, end in search.gone_by.items() if host not in assignment.hosts})
+        self._cores = self._cores or report.cores
+        self._present, self._assignment, self.working = present, assignment, assignment.hosts
+        self.has_spare = len(present) > len(working_hosts(self._job, hosts))
+        self._were_back |= {*search.back}
+        lost = tuple(host for host in hosts if host not in present and host not in self._set_aside)
+        self._left_out = {*lost}
+        address = f"[{report.address}]" if ":" in report.address else report.address
+        return ReadyHosts(
+            assignment,
+            f"{address}:{report.port}",
+            report.visible,
+            self._cores,
+            lost=lost if self.grows_with(lost) else (),
+            back=search.back,
+        )
+
+    def _change(self, search: "_Search", report: PreflightReport) -> None:
+        """Go on with other hosts, or wait a moment. Raises NotReadyError, StoppedError."""
+        job, errors = self._job, report.problems
+        wrong = report.blamed([link.host for link in self._pool.all if link.started])  # those have had ranks
+        if unfit := {*search.back} & (wrong or {*search.back}):  # the job ran without them
+            self._left_out |= unfit
+            names = ", ".join(self._in_order(unfit))
+            self._say([f"{names} cannot be used after all: {error}" for error in errors], search.said)
+            search.back = self._in_order({*search.back} - unfit)
+            search.present = self._in_order({*search.present} - unfit)
+            return
+        rest = self._in_order({*search.present} - wrong)
+        is_replaced = rest != search.present and len(rest) >= len(working_hosts(job, self._backend.hosts))
+        may_shrink = rest != search.present and job.min_hosts is not None and len(rest) >= job.min_hosts
+        if search.reserve and not (is_replaced or may_shrink):  # one of them may be there by now
+            search.present = self._in_order({*search.present, *search.reserve})
+            search.reserve.clear()
+            return
+        comes_and_goes = may_shrink and wrong <= self._were_back  # it is watched, and taken in again
+        if not (is_replaced or self._set_aside or comes_and_goes) and time.monotonic() < search.deadline:
+            self._say(errors, search.said)
+            if numbers := self._signals.wait(RETRY_S):
+                raise StoppedError(numbers[0])
+            return
+        if self._set_aside and not is_replaced:  # one that is slow, or was lost, is better than none
+            rest = self._in_order({*rest, *self._set_aside})
+            self._set_aside.clear()
+        elif not (is_replaced or may_shrink):
+            raise NotReadyError("\n".join(errors), unreachable=bool(report.unreachable))
+        self._say(errors, search.said)
+        search.present = rest
+
+    def port(self, attempt: int) -> int | None:
+        """The coordinator's port in an attempt; None: a free one."""
+        return None if self._job.port is None else min(self._job.port + attempt, 65535)
+
+    def _in_order(self, hosts: Collection[str]) -> tuple[str, ...]:
+        """These hosts, in the order of the ranks."""
+        return tuple(host for host in self._backend.hosts if host in hosts)
+
+    def _assign(self, present: tuple[str, ...]) -> Assignment:
+        """An assignment to these hosts; its note goes to the screen if it has changed."""
+        assignment = assign(self._job, self._backend.hosts, present)
+        if assignment.note and assignment.note != self._note:
+            self._screen.info(assignment.note)
+        self._note = assignment.note
+        return assignment
+
+    def _wait_for_end(self, gone_by: Mapping[str, float]) -> None:
+        left_s = max(gone_by.values(), default=0.0) - time.monotonic()
+        if left_s > TELL_S:
+            hosts = ", ".join(gone_by)
+            self._screen.info(f"waiting {left_s:.0f} s: by then the ranks on {hosts} have ended, cut off or not")
+        if numbers := self._signals.wait(left_s):
+            raise StoppedError(numbers[0])
 
     def _say(self, lines: Iterable[str], said: set[str], prefix: str = "") -> None:
         """Each thing once."""

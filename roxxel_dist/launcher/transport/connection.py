@@ -35,6 +35,10 @@ class HostConnection:
     ranks: list[int] = field(default_factory=list)
     heard: float = field(default_factory=time.monotonic)
     """When the last message of the program came, by the launcher's clock."""
+    echoed: float = 0.0
+    """When the newest heartbeat was sent of which the program has said that it came, by the launcher's clock."""
+    leased: bool = False
+    """Whether its ranks may have a lease: for some time no host is known to have heard the launcher."""
     ready: bool = False
     """Whether any message has come."""
     done: bool = False
@@ -45,7 +49,7 @@ class HostConnection:
     """Whether it got the order to start ranks: from then on it ends if it receives nothing."""
     question: int = 0
     """The number of the last question sent to it."""
-    decoder: Decoder = field(default_factory=Decoder)
+    decoder: Decoder = field(default_factory=lambda: Decoder(after_noise=True))
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=STDERR_LINES))
     """The last lines of its stderr: those of ssh, or of a program that could not start."""
 

@@ -1,10 +1,12 @@
 """What the controller and a program on a host say to each other: one JSON object a line, over its stdin and stdout.
 
 Before the start: questions of preflight with `ask`, each with an answer, see `preflight.probe`
-To the agent:  start (command, ranks: [{rank, env}], total, key, spares) · stop (grace) · kill (after) · dump · alive
-From the agent: started (rank, pid) · lines (rank, time, text) · status (rank, record) ·
+To the agent:  start (command, ranks: [{rank, env}], total, key, spares, lease) · stop (grace) · kill (after) · dump ·
+               alive (at) · first (port: where the first host is asked about leases)
+From the agent: first (port) · started (rank, pid) · lines (rank, time, text) · status (rank, record) ·
                 progress (records: [[rank, record]], those that changed; usage: [[rank, usage]], of the same moment;
-                every half second, also where none did) · note (text, for people) ·
+                echo: `at` of the newest heartbeat; every half second, also where none did) · note (text, for people) ·
+                code (files: [[rank, module, path, checksum]], each content of a module once) ·
                 dumped (ranks: [[rank, state, listens]]) · exit (rank, pid, code, killed_by_us, step) · done
 """
 
@@ -15,6 +17,8 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import UserError
 
 Message = dict[str, Any]
+FIRST = frozenset({"id", "type", "entry", "code"})
+"""A program's first message has one of these: an answer, a message of an agent, or that of a detached controller."""
 
 
 def encode(message: Message) -> bytes:
@@ -23,10 +27,17 @@ def encode(message: Message) -> bytes:
 
 
 class Decoder:
-    """Puts messages together from the pieces in which they arrive."""
+    """Puts messages together from the pieces in which they arrive.
 
-    def __init__(self) -> None:
+    Args:
+        after_noise: what stands before the first message is left out: start-up files of a shell may print.
+    """
+
+    def __init__(self, *, after_noise: bool = False) -> None:
         self._rest: list[bytes] = []
+        self._after_noise = after_noise
+        self.noise: str = ""
+        """The last line that was left out."""
 
     def feed(self, data: bytes) -> list[Message]:
         """The messages that `data` completes. Raises ValueError for a line that is no JSON object."""
@@ -36,7 +47,17 @@ class Decoder:
             return []
         block = b"".join([*self._rest, head])
         self._rest = [rest]
-        return [_decode(line) for line in block.split(b"\n")]
+        messages = []
+        for line in block.split(b"\n"):
+            message = _parse(line[max(line.find(b'{"'), 0) :] if self._after_noise else line)
+            if message is not None and (not self._after_noise or message.keys() & FIRST):
+                self._after_noise = False
+                messages.append(message)
+            elif self._after_noise:
+                self.noise = line.decode(errors="replace").strip() or self.noise
+            else:
+                raise UserError(f"{line[:80].decode(errors='replace')!r} is no message of roxxel-dist")
+        return messages
 
     def read(self, fd: int) -> list[Message]:
         """Wait for messages from a descriptor; none at its end."""
@@ -46,17 +67,12 @@ class Decoder:
         return []
 
 
-def _decode(line: bytes) -> Message:
+def _parse(line: bytes) -> Message | None:
     try:
         message = json.loads(line)
     except ValueError:
-        message = None
-    if not isinstance(message, dict):
-        raise UserError(
-            f"{line[:80].decode(errors='replace')!r} is no message of roxxel-dist: a start-up file there "
-            "(~/.bashrc) prints; have it print nothing in shells that are not interactive"
-        )
-    return message
+        return None
+    return message if isinstance(message, dict) else None
 
 
 def take_stdout() -> int:

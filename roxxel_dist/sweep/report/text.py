@@ -6,6 +6,7 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.display import aligned
+from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.run_directory import CONFIG
 from roxxel_dist.sweep.journal import State, Trial
 from roxxel_dist.sweep.study import LEFT_OUT, Study, flat, short
@@ -39,7 +40,7 @@ def summary(study: Study) -> str:
         best = study.done[0]
         params = ", ".join(f"{name} {short(value)}" for name, value in flat(best.params).items())
         lines += [f"best {sweep.metric}: {best.value:.6g}, trial {best.number}: {params}"]
-    return "\n".join(lines)
+    return "\n".join(printable(line) for line in lines)
 
 
 def table(study: Study) -> str:
@@ -54,6 +55,7 @@ def table(study: Study) -> str:
     lines += [f"trial {trial.number} failed: {trial.reason}" for trial in failed[:MOST]]
     if len(failed) > MOST:
         lines.append(f"… and {len(failed) - MOST} more failed")
+    lines = [printable(line).replace("\n", "\\n") for line in lines]
     return "\n".join([summary(study), *(["", *lines] if lines else [])])
 
 

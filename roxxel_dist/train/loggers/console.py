@@ -119,8 +119,3 @@ def _loss(title: str, loss: float, balance: float | None) -> str:
 
 def _plain(name: str, value: Any) -> str:
     return f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}"
-
-
-def printable(text: str) -> str:
-    """A text in which what could command a terminal is escaped as Python writes it, but for line ends and tabs."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -42,6 +42,8 @@ class RayOptions:
     """Seconds that Ray may take to find the nodes."""
     min_hosts: int | None = None
     """Go on with so many nodes where others stay away after a failure; not given, all are needed."""
+    host_lease: float = 60.0
+    """Seconds that the processes go on where the launcher loses all nodes at once, because its own link is cut."""
     host_timeout: float = 60.0
     """Seconds that a node may be away after a failure before the job goes on, or ends, without it."""
     python: str | None = None

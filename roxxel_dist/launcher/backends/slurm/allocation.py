@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from signal import SIGTERM
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, SCHEDULER_SIGNALS, UserError
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, SCHEDULER_SIGNALS, UserError
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend
 from roxxel_dist.launcher.control.restart import INFRASTRUCTURE, PREEMPTED, Decision
 from roxxel_dist.launcher.control.supervisor import JobResult, supervise
@@ -57,11 +57,44 @@ def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
     )
 
 
+def refuse_copies(environ: Mapping[str, str]) -> None:
+    """Refuse to be one of several launchers of one job: `srun roxxel-dist launch …` starts one for each task.
+
+    The first task says why, and the others only end. A launcher that is the one task of its step runs.
+
+    Raises:
+        UserError: in the first of several tasks.
+        SystemExit: in the others.
+    """
+    tasks, is_batch = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("ENVIRONMENT") == "BATCH"
+    if not tasks.isdecimal() or (tasks == "1" and not is_batch) or "ROXXEL_PROCESS_ID" in environ:
+        return
+    # A job that was submitted from a step has the variables of that step, so SLURM is asked what steps it has.
+    job, step = (environ.get(f"SLURM_{name}_ID", "") for name in ("JOB", "STEP"))
+    steps = re.findall(r"^StepId=(\S+)", _scontrol("show", "step", "-o", job).stdout, re.MULTILINE)
+    if steps and f"{job}.{step}" not in steps:
+        return
+    alone = "" if is_batch else ", or as one task: `srun --nodes=1 --ntasks=1 roxxel-dist launch …`"
+    if tasks == "1":
+        info(
+            "warning: this launcher was started by srun, which kills it where SLURM asks the job to end: nothing would "
+            "be saved at the time limit. Start it without srun: `exec roxxel-dist launch …`"
+        )
+    elif environ.get("SLURM_PROCID", "0") == "0":
+        raise UserError(
+            f"srun runs this launcher {tasks} times (step {job}.{step}), and each would start the whole job; one "
+            f"launcher starts the ranks on all nodes itself. Start it without srun: `roxxel-dist launch …`{alone}"
+        )
+    else:  # one message is enough
+        sys.exit(EXIT_USAGE)
+
+
 def nodes(nodelist: str) -> list[str]:
     """The names behind `n[1-3,7]`. Raises ValueError where SLURM cannot tell."""
     names = _scontrol("show", "hostnames", nodelist)
-    if names.returncode != 0:
-        raise UserError(f"scontrol cannot list the nodes of SLURM_JOB_NODELIST={nodelist}: {names.stderr.strip()}")
+    if names.returncode != 0 or not names.stdout.split():
+        why = names.stderr.strip() or "it names none"
+        raise UserError(f"scontrol cannot list the nodes of SLURM_JOB_NODELIST={nodelist}: {why}")
     return names.stdout.split()
 
 

@@ -25,6 +25,7 @@ from roxxel_dist.launcher.backends.slurm.allocation import (
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend, check_container
 from roxxel_dist.launcher.environment import is_secret, masked_words
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.launcher.placement import ranks_on
 from roxxel_dist.launcher.spec import HostOptions, split_flags
 
@@ -227,7 +228,7 @@ def _submit(options: Options, request: base.LaunchRequest) -> int:
         info(f"not submitted: {message or f'sbatch ended with {sbatch.returncode} and said nothing'}")
         return EXIT_FAILED
     if message:
-        print(message, file=sys.stderr)
+        print(printable(message), file=sys.stderr)
     print(job_id, flush=True)
     info(f"run {job.run_id} is SLURM job {job_id} (`squeue -j {job_id}`, `scancel {job_id}`)")
     info(f"when it runs: `roxxel-dist attach {job.run_id}`; its lines are in {request.passed.get('output') or log}")
@@ -242,6 +243,11 @@ def _run(options: Options, request: base.LaunchRequest, allocation: Allocation) 
             raise UserError(
                 f"--slurm-{next(iter(request.passed))} is for a job that is still to be submitted, and this is job "
                 f"{job_id}; leave it out, or unset SLURM_JOB_ID to submit another"
+            )
+        if int(os.environ.get("SLURM_HET_SIZE") or 0) > 1:
+            raise UserError(
+                f"job {job_id} is a heterogeneous job, and the ranks of a launch need nodes that are alike: submit a "
+                "job of one component (no `#SBATCH hetjob` line, no `:` between the options)"
             )
         if shutil.which("srun") is None:
             raise UserError(f"this is SLURM job {job_id}, and there is no `srun`: add SLURM's commands to PATH")

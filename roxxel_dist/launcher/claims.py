@@ -1,0 +1,35 @@
+"""The folder of this user for what launchers keep, and names that one process alone has."""
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+
+def folder() -> Path:
+    """Where the records of jobs are. Raises FileNotFoundError where this user has no home."""
+    for state in (os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~/.local/state")):
+        if os.path.isabs(state):
+            return Path(state, "roxxel-dist", "jobs")
+    raise FileNotFoundError(errno.ENOENT, "no home directory: set HOME or XDG_STATE_HOME")
+
+
+def claim(name: str) -> bool:
+    """Take a name for the life of this process: the lock of a file that no other user can reach.
+
+    It is that of what has no file yet (a run, before its first line), or of a request that is made once. Where the file
+    cannot be made, nobody is kept from anything. Files that are old are removed with old records (`record.forget`).
+    """
+    try:
+        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder() / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return False
+    except OSError:  # a file system without locks
+        os.close(lock)
+    return True

@@ -1,0 +1,222 @@
+"""Where do the ranks of several hosts find each other, and does every host reach the others there?
+
+A rank listens on a port that its kernel chooses: on CPU (Gloo) at the address that its host's own name means to the
+host, on GPUs at that of a network interface. Others connect to it, in both directions. Rank 0 has the coordinator too.
+So each host listens at such an address, and the others connect to it; a result names only what was tried.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from roxxel_dist.launcher.preflight.checks import (
+    CheckResult,
+    Hosts,
+    Level,
+    Requirements,
+    named,
+    needs_own_names,
+    rank_address,
+    twins,
+)
+from roxxel_dist.launcher.transport.protocol import Message
+
+ALL_PAIRS = 16
+"""Of so many hosts every pair is tried; of more, each host and those 1, 2, 4, 8, … places before and behind it."""
+
+
+class Pool(Protocol):
+    """Asks hosts."""
+
+    def ask(self, questions: Mapping[str, Message]) -> dict[str, Message]:
+        """The answers of those that have answered."""
+        ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a host listens."""
+
+    host: str
+    address: str
+    port: int
+    is_coordinator: bool = False
+
+    def __str__(self) -> str:
+        """ADDRESS:PORT."""
+        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A host that did not reach a place."""
+
+    source: str
+    place: Place
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Addresses:
+    """Where hosts may listen, so that others reach them."""
+
+    coordinators: Sequence[str]
+    """For the coordinator, on the first host; the best one first."""
+    ranks: Mapping[str, str] = field(default_factory=dict)
+    """For the ranks of each host; none where all hosts are one machine."""
+    routes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """From which a host's packets go to another one."""
+
+
+def addresses(pool: Pool, requirements: Requirements, hosts: Hosts) -> Addresses:
+    """The addresses of hosts that are not all one machine.
+
+    A host from which no address leads to another one has no route. On CPU one whose own name has no address that
+    others could reach has none for its ranks.
+    """
+    asked = {}
+    for host, info in hosts.items():
+        other = next(name for name in hosts if hosts[name]["machine"] != info["machine"])
+        towards = [hosts[other]["ssh_address"], other.rpartition("@")[2], *hosts[other]["resolves"]]
+        asked[host] = {"ask": "addresses", "towards": [name for name in towards if name]}
+    routes = {host: reply.get("addresses", []) for host, reply in pool.ask(asked).items()}
+    ranks: dict[str, str] = {}
+    for host, info in hosts.items():
+        own = rank_address(info) if needs_own_names(requirements, info) else next(iter(routes.get(host, [])), None)
+        if own is not None and not twins(hosts, host):
+            ranks[host] = own
+    first = next(iter(hosts))
+    coordinators = list(dict.fromkeys([*routes.get(first, []), *(ranks[host] for host in [first] if host in ranks)]))
+    return Addresses(coordinators=coordinators, ranks=ranks, routes=routes)
+
+
+def check_network(
+    pool: Pool, hosts: Hosts, addresses: Addresses, port: int | None
+) -> tuple[str, int, list[CheckResult]]:
+    """The address and the port of the first host that the others reach, and the findings.
+
+    The port is `port` or a free one; 0 where it cannot be had.
+    """
+    coordinators, ranks = addresses.coordinators, addresses.ranks
+    first, *others = hosts
+    if not coordinators:
+        text = (
+            f"{first} has no way to {others[0]}: neither the address of its ssh connection nor its name leads there; "
+            "have both in one network, and their names in DNS or /etc/hosts"
+        )
+        return "", 0, [CheckResult("error", "port", tuple(hosts), text)]
+    nonce = os.urandom(16).hex()
+    wanted: dict[str, list[tuple[str, int]]] = {host: [(ranks[host], 0)] if host in ranks else [] for host in hosts}
+    wanted[first] = [*((address, port or 0) for address in coordinators), *wanted[first]]
+    held = pool.ask(
+        {host: {"ask": "listen", "places": places, "nonce": nonce} for host, places in wanted.items() if places}
+    )
+    answers = {host: reply.get("ports", []) for host, reply in held.items()}
+    own = answers.get(first) or [held.get(first, {}).get("why", "no answer")] * len(wanted[first])
+    if not any(isinstance(number, int) for number in own[: len(coordinators)]):
+        problem = f"--port {port}: cannot be used" if port else "a free port cannot be had"
+        text = (
+            f"{first}: {problem} on {coordinators[0]} ({own[0]}); leave --port out to take a free one, or give another"
+        )
+        return coordinators[0], 0, [CheckResult("error", "port", (first,), text)]
+    places = [
+        Place(host, address, number, host == first and index < len(coordinators))
+        for host in hosts
+        for index, ((address, _), number) in enumerate(zip(wanted[host], answers.get(host, []), strict=False))
+        if isinstance(number, int)
+    ]
+    failures, slowest, tried = _try(pool, places, list(hosts), nonce)
+    candidates = [place for place in places if place.is_coordinator]
+    failed = {place: [failure for failure in failures if failure.place == place] for place in candidates}
+    coordinator = min(candidates, key=lambda place: len(failed[place]))  # of equals the first one
+    results = list(_describe(failed[coordinator], hosts, addresses, port))
+    if not results and tried >= set(others):
+        reached = f", reached from {named(others)} within {slowest:.1f} ms" if others else ""
+        results = [CheckResult("ok", "port", tuple(hosts), f"{first} listens on {coordinator}{reached}")]
+    said = {failure.source for failure in failed[coordinator]}
+    rest = [one for one in failures if not one.place.is_coordinator]
+    rest = [one for one in rest if port or one.place.host != first or one.source not in said]  # said already
+    more = list(_describe(rest, hosts, addresses, None))
+    if ranks and not more and not said and set(ranks) == set(hosts):
+        among = "each of these reaches the others" if len(hosts) <= ALL_PAIRS else "these reach each other in a sample"
+        pairs = [f"{host} ({ranks[host]})" for host in hosts]
+        text = f"{among} at free ports, as ranks do: {named(pairs)}"
+        more = [CheckResult("ok", "network", tuple(hosts), text)]
+    return coordinator.address, coordinator.port, results + more
+
+
+def _try(
+    pool: Pool, places: Sequence[Place], hosts: Sequence[str], nonce: str
+) -> tuple[list[Failure], float, set[str]]:
+    """Have hosts connect to places of others: those that failed, the slowest one (ms), and who has answered."""
+    targets = {host: [place for place in places if _reaches(hosts, host, place)] for host in hosts}
+    asked = {
+        host: {"ask": "connect", "places": [(place.address, place.port) for place in to], "nonce": nonce}
+        for host, to in targets.items()
+        if to
+    }
+    answers = {host: reply["took"] for host, reply in pool.ask(asked).items() if "took" in reply}
+    pairs = [(host, place, took) for host in answers for place, took in zip(targets[host], answers[host], strict=True)]
+    failures = [Failure(host, place, took) for host, place, took in pairs if isinstance(took, str)]
+    slowest = max((took for _, _, took in pairs if not isinstance(took, str)), default=0.0)
+    return failures, slowest, set(answers)
+
+
+def _reaches(hosts: Sequence[str], source: str, place: Place) -> bool:
+    """Whether a host tries a place."""
+    if source == place.host or place.is_coordinator or len(hosts) <= ALL_PAIRS:
+        return source != place.host
+    apart = abs(hosts.index(source) - hosts.index(place.host))
+    apart = min(apart, len(hosts) - apart)
+    return apart & (apart - 1) == 0
+
+
+def _describe(failures: Sequence[Failure], hosts: Hosts, addresses: Addresses, port: int | None) -> list[CheckResult]:
+    """A finding for each host that failures have in common, or for a pair of hosts where one alone cannot be named."""
+    results, rest = [], list(failures)
+    while rest:
+        parts = {host: [one for one in rest if host in (one.source, one.place.host)] for host in hosts}
+        worst, *others = sorted(hosts, key=lambda host: -len(parts[host]))
+        part = parts[worst]
+        of_two = len(part) == len(parts[others[0]])  # which of the two it is cannot be known
+        blamed = (part[0].source, part[0].place.host) if of_two else (worst,)
+        into = [one for one in part if one.place.host == worst]
+        for one_way in (into, [one for one in part if one not in into]):
+            if one_way:
+                check, level, text = _text(one_way, hosts, addresses, port)
+                results.append(CheckResult(level, check, blamed, text))
+        rest = [one for one in rest if one not in part]
+    return results
+
+
+def _text(failures: Sequence[Failure], hosts: Hosts, addresses: Addresses, port: int | None) -> tuple[str, Level, str]:
+    """Check, level and words for failures of one direction: towards one host, or from one host."""
+    place, sources = failures[0].place, [one.source for one in failures]
+    to_one = len({one.place.host for one in failures}) == 1
+    if to_one:
+        verb = "does" if len(sources) == 1 else "do"
+        head = f"{named(sources)} {verb} not reach {place.host} at {place}"
+    else:
+        head = f"{sources[0]} does not reach {named([f'{one.place.host} at {one.place}' for one in failures])}"
+    info = hosts[place.host]
+    whys = dict.fromkeys(_reason(one.why) for one in failures)
+    routes = addresses.routes.get(place.host, [])
+    if to_one and not place.is_coordinator and place.address not in routes:
+        fix = (
+            f"{info['name']!r}, the own name of {place.host}, means this address, and ranks on CPU (Gloo) are found by "
+            f"it: have /etc/hosts on {place.host} say `{next(iter(routes), 'its address')} {info['name']}` instead"
+        )
+    else:
+        low, high = info["ports"] or (32768, 60999)
+        which = f"TCP port {port}" if port else f"all TCP ports from {low} to {high}, of which ranks take any"
+        walls = f"the firewalls of {place.host} and {sources[0]}" if to_one else f"the firewall of {sources[0]}"
+        fix = f"have {walls} pass {which}, between the hosts and in both directions"
+        fix += "; or choose a port that is open with --port" if port else ""
+    tpus = not place.is_coordinator and all(hosts[one.place.host]["tpus"] for one in failures)
+    check = "port" if place.is_coordinator else "network"
+    return check, "warning" if tpus else "error", f"{head} ({'; '.join(whys)}): {fix}"
+
+
+def _reason(why: str) -> str:
+    return f"{why}, although it listens there" if "refused" in why else why
