@@ -55,6 +55,8 @@ class Injector:
         self._brake_at = 0.0
         self._held: tuple[str, int] | None = None
         """Host and pid of a rank that is stopped for a moment."""
+        self._slowed: tuple[str, int] | None = None
+        """The rank that is stopped again and again: to look for it takes longer than a step."""
         self._done: dict[int, int] = {}
         """The step that a rank, by its pid, had done then: it does one more before it is stopped again."""
 
@@ -216,16 +218,18 @@ class Injector:
         if now < self._brake_at:
             return
         if self._held is None:
-            for host in self._order(""):
-                for pid in self._training.ranks(host):
-                    with suppress(OSError):
-                        record = record_of(pid)
-                        if record.activity == "step" and record.done > self._done.get(pid, 0):
-                            self._done[pid] = record.done
-                            self._hosts.signal(host, pid, signal.SIGSTOP)
-                            self._held, self._brake_at = (host, pid), now + 2.0
-                            return
-            self._brake_at = now + 0.1
+            if self._slowed is None or not record_of(self._slowed[1]).pid:
+                ranks = ((host, pid) for host in self._order("") for pid in self._training.ranks(host))
+                self._slowed = next(ranks, None)
+            if self._slowed is None:
+                return
+            host, pid = self._slowed
+            with suppress(OSError):
+                record = record_of(pid)
+                if record.activity == "step" and record.done > self._done.get(pid, 0):
+                    self._done[pid] = record.done
+                    self._hosts.signal(host, pid, signal.SIGSTOP)
+                    self._held, self._brake_at = (host, pid), now + 2.0
         else:
             self._let_go()
 
