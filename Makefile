@@ -101,7 +101,7 @@ bench-sweep: $(VENV)/dev-installed $(VENV)/bench-installed ## sweeps: the driver
 bench-gpu: $(VENV)/demo-installed ## a 124M-parameter model on a GPU; needs a jax for it in .venv
 	@$(BIN)/python benchmarks/gpu.py
 
-chaos: $(VENV)/dev-installed ## a training under 30 random faults, on three hosts that are network namespaces: as root
+chaos: $(VENV)/dev-installed ## a training under 30 random faults, on three hosts that are network namespaces: ten to fifteen minutes, as root
 	@JAX_PLATFORMS=cpu $(BIN)/python tests/chaos.py $(if $(SEED),--seed $(SEED))
 
 docker-check: $(BIN)/python ## build the image with buildah, train two containers of it, compare with launch local: as root

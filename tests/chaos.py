@@ -1,16 +1,15 @@
 """A real training on real hosts under random faults: what comes out is, to the bit, what an undisturbed run gives.
 
-python tests/chaos.py [--faults 30] [--seed N] [--folder DIR]
+python tests/chaos.py [--faults 30] [--seed N] [--kinds KIND,KIND] [--folder DIR]
 
 Faults come in the middle of steps, saves and validations, and while the job still starts again after the one before.
-What a person would do is done too: a launch that ended is made again. Every row that was ever logged, the last state
-and the exit codes are compared, and nothing may be left on any host.
+What a person would do is done too: a launch that ended is made again, and a host that came back unfit is repaired.
+Every row that was ever logged, the last state and the exit codes are compared, and nothing may be left on any host.
+Signals go to processes in the network namespaces of the hosts alone.
 """
 
 import argparse
-import os
 import random
-import signal
 import tempfile
 import time
 from collections import Counter
@@ -19,29 +18,65 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chaos_faults import LINKS, STEPS_A_FAULT, Fault, choose
-from chaos_training import Training, activity, catches, last_state, prepare
+from chaos_faults import KINDS, STEPS_A_FAULT, Fault, choose
+from chaos_injector import Injector
+from chaos_training import Training, last_state, left_behind, prepare
 from hosts import CONTROLLER, Cluster
 
 STALL_S = 240.0
 """A job that makes no new step for so long hangs: that is longer than any pause before a restart, and a start."""
-GONE_S, LEASH_S = 5.0, 20.0
-"""Of processes when their launcher has ended; and where a host was out of reach, or an agent stopped, just before."""
-CODES = {"exception": {1}, "kill launcher": {-9}, "SIGTERM": {42, 143, 137, -15}}
-"""With what a launch may end after each kind of fault; the others are for the launcher to mend.
-
-137: a rank or an agent that was killed while the others saved. -15: the launcher was starting, and nothing ran yet.
-"""
+HITS_S = 60.0
+"""A fault that finds nothing to hit for so long is left out; the training is slowed down until then."""
+GONE_S, LEASH_S = 5.0, 80.0
+"""Of processes when their launcher has ended; and where a host was out of reach, or an agent stopped, just before: the
+ranks live on for --host-lease (60 s) where no host hears the launcher."""
 UNREADY = 69
+ASKED = {"SIGTERM", "SIGUSR1", "SIGHUP", "Ctrl-C twice", "stop data workers", "kill launcher while it drains"}
+"""Kinds after which the ranks stop and save."""
+WHILE_STOPPING = {1, 76, 77, 134, 137}
+"""What a launch may end with if another fault hits it while its ranks stop and save."""
 GIVEN_UP = ("roxxel-dist: not started again: no rank", "roxxel-dist: not started again: rank")
+UNSAVED = "could not be saved"
 POLL_S = 0.01
+MAY_BE_SAID = 100
+"""Characters of a line in the table."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What became of a fault, until the next one came."""
+
+    number: int
+    fault: Fault
+    hit: str
+    at: float
+    """Seconds since the begin."""
+    step: int
+    """The newest one that was logged then."""
+    said: list[str] = field(default_factory=list)
+    """By the launcher."""
+    followed: list[str] = field(default_factory=list)
+    after: int = 0
+    """The newest step when the last of these came."""
+    recovery_s: float | None = None
+    """From the fault to the second new step after all that followed: the first may have been under way."""
+
+    def __str__(self) -> str:
+        said = [line[:MAY_BE_SAID] + "…" * (len(line) > MAY_BE_SAID) for line in self.said] or ["nothing"]
+        took = "the next fault came first" if self.recovery_s is None else f"{self.recovery_s:.1f} s"
+        lines = [f"{self.number}: {self.fault.kind} ({self.hit}) at {self.at:.1f} s, after step {self.step}"]
+        lines += [f"    {'said:' if line is said[0] else '':9} {line}" for line in said]
+        lines += [f"    followed: {'; '.join(self.followed) or 'nothing, it went on'}", f"    recovery: {took}"]
+        return "\n".join(lines)
 
 
 @dataclass(kw_only=True)
 class Summary:
     """What happened; `str` is for people."""
 
-    faults: Counter[str] = field(default_factory=Counter)
+    outcomes: list[Outcome] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """Kinds of faults that found nothing to hit."""
     codes: Counter[int] = field(default_factory=Counter)
     steps: int = 0
     redone: int = 0
@@ -50,11 +85,17 @@ class Summary:
     leash_s: float = 0.0
     seconds: float = 0.0
 
+    @property
+    def faults(self) -> Counter[str]:
+        """How often each kind came."""
+        return Counter(outcome.fault.kind for outcome in self.outcomes)
+
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(self.faults.items()))
         codes = ", ".join(f"{code} ({count})" for code, count in sorted(self.codes.items()))
+        left_out = f"; nothing to hit for: {', '.join(self.left_out)}" if self.left_out else ""
         return (
-            f"{sum(self.faults.values())} faults ({kinds}) in {self.seconds:.0f} s; {self.codes.total()} launches, "
+            f"{len(self.outcomes)} faults ({kinds}){left_out} in {self.seconds:.0f} s; {self.codes.total()} launches, "
             f"which ended with {codes}; {self.steps} steps, resumed {self.attempts} times, and at least {self.redone} "
             f"of them done again; no process left {self.gone_s:.2f} s after a launcher's end, and {self.leash_s:.2f} s "
             "where a host was cut off or an agent stopped. Every row and the last state are as if nothing had been."
@@ -67,20 +108,26 @@ class Chaos:
     Args:
         hosts: where it runs.
         training: was not launched yet.
+        work: its folder, as `prepare` has made it.
         wanted: the rows of the undisturbed run.
         say: where a line for people goes.
     """
 
     def __init__(
-        self, hosts: Cluster, training: Training, wanted: dict[int, str], say: Callable[[str], None] = print
+        self,
+        hosts: Cluster,
+        training: Training,
+        work: Path,
+        wanted: dict[int, str],
+        say: Callable[[str], None] = print,
     ) -> None:
         self._hosts, self._training, self._wanted, self._say = hosts, training, wanted, say
+        self._injector = Injector(hosts, training, work, self._note)
         self.summary = Summary(steps=len(wanted))
         self._begun = time.monotonic()
-        self._restore_at: dict[str, float] = {}
-        self._bad_until = 0.0
+        self._slow_until = 0.0
         """Until then a host may be out of reach, or an agent stopped."""
-        self._unreachable_until = 0.0
+        self._unready_until = 0.0
         self._codes: set[int] = set()
         self._kinds: set[str] = set()
         self._given_up = False
@@ -94,60 +141,64 @@ class Chaos:
             step, begun = max(2, int(fault.place * self.summary.steps)), time.monotonic()
             while self._newest < step and time.monotonic() < begun + fault.seconds:
                 assert not self._tend(), f"the training was over before fault {number}: it needs more steps"
-            while not self._inflict(fault):
-                assert not self._tend(), f"the training was over before fault {number}: it needs more steps"
-            lasts = f" for {fault.lasts:.1f} s" if fault.kind in LINKS else ""
-            self._note(f"fault {number}: {fault.kind} on {fault.host}{lasts}, after step {self._training.step}")
-            self.summary.faults[fault.kind] += 1
-            self._moved = time.monotonic()
+            self._inject(number, fault)
+            while self._injector.is_slowed:
+                assert not self._tend(), f"the training was over in fault {number}: it needs more steps"
         while not self._tend():
             pass
+        while self._injector.undo:  # a host that is not back yet
+            self._undo()
+        if self.summary.outcomes:
+            self._say(f"fault {self.summary.outcomes[-1]}")
         self.summary.seconds = time.monotonic() - self._begun
 
-    def _inflict(self, fault: Fault) -> bool:
-        """Inflict a fault; returns whether there was a process or link that it could hit."""
-        if fault.kind in LINKS:
-            if fault.host in self._restore_at:
-                return False
-            (self._hosts.cut if fault.kind == "cut link" else self._hosts.drop)(fault.host)
-            self._restore_at[fault.host] = time.monotonic() + fault.lasts
-            self._bad_until = self._unreachable_until = max(self._bad_until, time.monotonic() + fault.lasts + LEASH_S)
-            return True
-        whom, number = {
-            "kill rank": (self._training.ranks, signal.SIGKILL),
-            "stop rank": (self._training.ranks, signal.SIGSTOP),
-            "exception": (self._training.ranks, signal.SIGUSR2),
-            "kill agent": (self._training.agents, signal.SIGKILL),
-            "stop agent": (self._training.agents, signal.SIGSTOP),
-            "kill launcher": (lambda _: [self._process.pid], signal.SIGKILL),
-            "SIGTERM": (lambda _: [self._process.pid], signal.SIGTERM),
-        }[fault.kind]
-        for pid in whom(fault.host):
-            if fault.kind == "exception" and not catches(pid, number):
-                continue  # it has just begun
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-                if fault.kind == "stop rank" and activity(pid) != "step":
-                    os.kill(pid, signal.SIGCONT)  # a start, a save and others have long limits
-                    return False
-                if fault.kind == "stop agent":
-                    self._bad_until = max(self._bad_until, time.monotonic() + LEASH_S)
-                self._codes |= CODES.get(fault.kind, set())
-                self._kinds.add(fault.kind)
-                return True
-        return False
+    def _inject(self, number: int, fault: Fault) -> None:
+        end = time.monotonic() + HITS_S
+        self._injector.is_slowed = KINDS[fault.kind].alone
+        while not (hit := self._injector.inject(fault, self._process)):
+            assert not self._tend(), f"the training was over before fault {number}: it needs more steps"
+            if time.monotonic() > end:
+                self._note(f"fault {number}: {fault.kind} finds nothing to hit")
+                self.summary.left_out.append(fault.kind)
+                self._injector.release()
+                return
+        kind, now, step = KINDS[fault.kind], time.monotonic(), self._training.step
+        if self.summary.outcomes:
+            self._say(f"fault {self.summary.outcomes[-1]}")
+        outcome = Outcome(number=number, fault=fault, hit=hit, at=now - self._begun, step=step, after=step)
+        self.summary.outcomes.append(outcome)
+        self._note(f"fault {number}: {fault.kind}: {hit}, after step {step}")
+        self._codes |= set(kind.codes)
+        self._kinds.add(fault.kind)
+        undone = max((undo.when for undo in self._injector.undo), default=now)
+        if kind.lasts[1] or fault.kind == "stop agent":
+            self._slow_until = max(self._slow_until, undone + LEASH_S)
+        if kind.unready:
+            self._unready_until = max(self._unready_until, undone + LEASH_S)
+        self._moved = time.monotonic()
+
+    def _follow(self, text: str) -> None:
+        """Something followed that stopped the steps for a while."""
+        if self.summary.outcomes:
+            outcome = self.summary.outcomes[-1]
+            outcome.followed.append(text)
+            outcome.after, outcome.recovery_s = self._newest, None
+
+    def _undo(self) -> None:
+        for text in self._injector.tend(time.monotonic()):
+            self._note(text)
 
     def _tend(self) -> bool:
         """Do what is due now; whether the training is over."""
         time.sleep(POLL_S)
         now = time.monotonic()
-        for host in [host for host, when in self._restore_at.items() if now >= when]:
-            self._hosts.restore(host)
-            del self._restore_at[host]
-            self._note(f"{host} is back")
+        self._undo()
         self._echo()
         if (step := self._training.step) > self._newest:
             self._newest, self._moved = step, now
+            outcome = self.summary.outcomes[-1] if self.summary.outcomes else None
+            if outcome is not None and outcome.recovery_s is None and step > outcome.after + 1:
+                outcome.recovery_s = now - self._begun - outcome.at
         assert now - self._moved < STALL_S, f"no new step for {STALL_S:g} s\n{self._tail()}"
         if (code := self._process.poll()) is None:
             return False
@@ -155,33 +206,33 @@ class Chaos:
         self._on_end(code)
         if code != 0:
             self._process = self._training.launch()
+            self._follow(f"the launch ended with {code}, and was made again")
         return code == 0
 
     def _on_end(self, code: int) -> None:
         self.summary.codes[code] += 1
         gone_s = self._wait_gone()
-        slow = time.monotonic() - gone_s < self._bad_until
+        slow = time.monotonic() - gone_s < self._slow_until
         if slow:
             self.summary.leash_s = max(self.summary.leash_s, gone_s)
         else:
             self.summary.gone_s = max(self.summary.gone_s, gone_s)
         self._note(f"the launch ended with {code}; {gone_s:.2f} s later nothing of it is left; {self._check_rows()}")
         fine = code in self._codes | {0} or self._given_up
-        unreachable = time.monotonic() < self._unreachable_until + gone_s
-        # A rank that loses the others while they stop and save fails, and nothing is started again after a SIGTERM.
-        fine = fine or (unreachable and (code == UNREADY or (code == 1 and "SIGTERM" in self._kinds)))
+        unready = time.monotonic() < self._unready_until + gone_s
+        # A rank that fails, or loses the others, while they stop and save; nothing is started again after a request.
+        asked, disturbed = self._kinds & ASKED, self._kinds - ASKED or self._injector.is_staged
+        fine = fine or (unready and code == UNREADY) or (bool(asked and disturbed) and code in WHILE_STOPPING)
         assert fine, f"no fault explains the code {code}\n{self._tail()}"
         self._codes, self._kinds, self._given_up = set(), set(), False
 
     def _wait_gone(self) -> float:
         """Seconds until nothing runs on any host."""
         begun = time.monotonic()
-        limit = LEASH_S if begun < self._bad_until else GONE_S
+        limit = LEASH_S if begun < self._slow_until else GONE_S
         while left := {name: pids for name in (*self._hosts.names, CONTROLLER) if (pids := self._left_on(name))}:
             assert time.monotonic() - begun < limit, f"still there {limit:g} s after the launcher's end: {left}"
-            for host in [host for host, when in self._restore_at.items() if time.monotonic() >= when]:
-                self._hosts.restore(host)
-                del self._restore_at[host]
+            self._undo()
             time.sleep(POLL_S)
         return time.monotonic() - begun
 
@@ -207,12 +258,20 @@ class Chaos:
         self._told += len(whole)
         for line in whole.decode(errors="replace").splitlines():
             if line.startswith("roxxel-dist: "):
-                self._note(f"    {line.removeprefix('roxxel-dist: ')}")
+                said = line.removeprefix("roxxel-dist: ")
+                self._note(f"    {said}")
+                if self.summary.outcomes:
+                    self.summary.outcomes[-1].said.append(said)
                 self._given_up = self._given_up or line.startswith(GIVEN_UP)
+            if UNSAVED in line and self.summary.outcomes and UNSAVED not in "".join(self.summary.outcomes[-1].said):
+                self._note(f"    {line}")
+                self.summary.outcomes[-1].said.append(line)
             if "resuming after step" in line:
                 self._note(f"    {line}")
                 self.summary.attempts += 1
-                self.summary.redone += max(0, self._newest - int(line.split("resuming after step ")[1].split()[0]))
+                resumed = int(line.split("resuming after step ")[1].split()[0])
+                self.summary.redone += max(0, self._newest - resumed)
+                self._follow(f"resumed after step {resumed}")
 
     def _note(self, text: str) -> None:
         self._say(f"{time.monotonic() - self._begun:6.1f} s  {text}")
@@ -245,7 +304,7 @@ def chaos(
     assert sorted(wanted) == list(range(1, steps + 1))
     assert len({row.partition(",")[2] for row in wanted.values()}) == steps  # other rows would show
     training = Training(hosts, work, "torn")
-    driver = Chaos(hosts, training, wanted, say)
+    driver = Chaos(hosts, training, work, wanted, say)
     driver.run(faults)
     assert training.rows() == wanted
     ours, theirs = last_state(training.folder, steps), last_state(peaceful.folder, steps)
@@ -253,9 +312,8 @@ def chaos(
     unlike = [name for name in theirs if ours.get(name) != theirs[name]]
     assert not unlike, f"the last state differs in {unlike}"
     assert ours.keys() == theirs.keys()
-    left = [path for path in (work / "tmp").rglob("*") if not path.is_dir() or path.parent != work / "tmp"]
-    left += [path for path in training.folder.rglob("*") if "tmp" in path.name]
-    assert not left, f"temporary files are left: {left}"
+    left = left_behind(work, hosts) + [str(path) for path in training.folder.rglob("*") if "tmp" in path.name]
+    assert not left, f"these are left: {left}"
     return driver.summary
 
 
@@ -264,13 +322,14 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=30, help="how many")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="chooses faults and moments")
     parser.add_argument("--steps", type=int, help="of the training; a busy machine gets by with fewer")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of the faults, separated by commas")
     parser.add_argument("--folder", type=Path, help="an empty folder to be kept; by default a temporary one")
     args = parser.parse_args()
     print(f"seed {args.seed}, {args.faults} faults", flush=True)
     with tempfile.TemporaryDirectory(prefix="roxxel-chaos-") as temporary, Cluster(3) as hosts:
         work = args.folder.absolute() if args.folder else Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
-        faults = choose(args.seed, args.faults, hosts.names)
+        faults = choose(args.seed, args.faults, hosts.names, args.kinds.split(","))
         print(chaos(hosts, work, faults, args.steps, lambda text: print(text, flush=True)))
 
 

@@ -1,10 +1,11 @@
-"""The training that `chaos` disturbs: a small model on real hosts, by as many launches as it takes."""
+"""What `chaos` disturbs: a small training on real hosts, by as many launches as it takes; and one with data workers."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from roxxel_dist.cluster import progress
 from roxxel_dist.data.dataset import Roxxel
 
 STEP_LIMIT_S = 8.0
+RUNTIME_SIGNAL = int(signal.SIGRTMIN) + 9
+"""Raises an exception of jax's runtime in a rank."""
+WORKERS_STEPS = 400
 UNLIKE = {"ms_per_step", "tokens_per_s", "ram_gb"}
 """Of a row: what differs between two runs of the same."""
 CONFIG = """
@@ -30,6 +34,7 @@ phases:
   - {{steps: {first}, batch_size: 12, seq_len: 33}}
   - {{steps: {second}, batch_size: 6, seq_len: 65}}
 grad_accum: 1
+virtual_shards: 2
 lr: 3.0e-3
 log_every: 1
 eval_every: 9
@@ -38,12 +43,16 @@ checkpoint_every: 5
 max_to_keep: 3
 """
 # In each rank, before anything else is imported.
-SITE = """
+SITE = f"""
 import os, signal
 def fail(number, frame):
     raise RuntimeError("chaos: an exception in a rank")
+def fail_runtime(number, frame):
+    import jax
+    raise jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: chaos: an exception of the runtime")
 if "ROXXEL_PROCESS_ID" in os.environ:
     signal.signal(signal.SIGUSR2, fail)
+    signal.signal({RUNTIME_SIGNAL}, fail_runtime)
 """
 
 
@@ -55,14 +64,29 @@ def prepare(work: Path, hosts: Cluster, steps: int) -> None:
     (work / "config.yaml").write_text(CONFIG.format(first=steps // 2, second=steps - steps // 2))
     (work / "site").mkdir()
     (work / "site" / "sitecustomize.py").write_text(SITE)
+    (work / "other" / "jax-0.0.1.dist-info").mkdir(parents=True)
+    (work / "other" / "jax-0.0.1.dist-info" / "METADATA").write_text("Name: jax\nVersion: 0.0.1\n")
+    (work / "state").mkdir()
+    hosts.tmpfs(CONTROLLER, work / "state", "256k")
     for name in (*hosts.names, CONTROLLER):
         (work / "tmp" / name).mkdir(parents=True)
+        hosts.tmpfs(name, "/dev/shm", "128m")
         if name != CONTROLLER:
             hosts.set_env(name, TMPDIR=str(work / "tmp" / name))
 
 
-class Training:
-    """One run on all hosts; see `prepare`. What its launchers say goes to `screen`."""
+def left_behind(work: Path, hosts: Cluster) -> list[str]:
+    """Files, sockets and memory that no job needs any more, on all machines; `work` is that of `prepare`."""
+    left = [str(path) for path in (work / "tmp").rglob("*") if not path.is_dir() or path.parent != work / "tmp"]
+    for name in (*hosts.names, CONTROLLER):
+        left += [f"{name}: {path}" for path in hosts.run(["find", "/dev/shm", "-mindepth", 1], on=name).stdout.split()]
+        listening = hosts.run(["ss", "-Htln", "not", "sport", "=", ":22"], on=name).stdout.splitlines()
+        left += [f"{name} listens: {line}" for line in listening]
+    return left
+
+
+class Launches:
+    """A job on all hosts of a cluster, by as many launches as it takes. What they say goes to `screen`."""
 
     def __init__(self, hosts: Cluster, work: Path, name: str) -> None:
         self._hosts, self._work = hosts, work
@@ -70,8 +94,8 @@ class Training:
         self.screen = work / f"{name}.txt"
         self.launches = 0
 
-    def launch(self) -> subprocess.Popen[bytes]:
-        """Start it, or start it again."""
+    def start(self, options: Sequence[object], command: Sequence[object]) -> subprocess.Popen[bytes]:
+        """`launch ssh` from the controller."""
         variables = {
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": self._work / "cache",
@@ -80,20 +104,64 @@ class Training:
             "PYTHONPATH": f"{self._work / 'site'}:{ROOT}",
         }
         words = ["launch", "ssh", "--hosts", ",".join(self._hosts.names), "--ssh-config", self._hosts.ssh_config]
-        words += ["--min-hosts", len(self._hosts.names), "--devices-per-proc", 1, "--max-restarts", 99]
-        words += ["--step-timeout", STEP_LIMIT_S]
         words += [word for key, value in variables.items() for word in ("--env", f"{key}={value}")]
-        words += ["--", "train", "--config", "config.yaml", "--data_path", "data", "--run_dir", self.folder, "--resume"]
         self.launches += 1
         with self.screen.open("ab") as screen:
             return self._hosts.popen(
-                [sys.executable, "-m", "roxxel_dist", *words],
+                [sys.executable, "-m", "roxxel_dist", *words, *options, "--", *command],
                 cwd=self._work,
-                env={"TMPDIR": str(self._work / "tmp" / CONTROLLER), "PYTHONPATH": str(ROOT)},
+                env={
+                    "TMPDIR": str(self._work / "tmp" / CONTROLLER),
+                    "PYTHONPATH": str(ROOT),
+                    "XDG_STATE_HOME": str(self._work / "state"),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=screen,
                 stderr=subprocess.STDOUT,
             )
+
+
+class Workers(Launches):
+    """The program of `data_workers.py`, on two hosts."""
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        """Start it, or start it again."""
+        self.folder.mkdir(exist_ok=True)
+        options = ["--spare-hosts", len(self._hosts.names) - 2, "--run-id", self.folder.name]
+        return self.start(options, ["python", ROOT / "tests" / "data_workers.py", self.folder, WORKERS_STEPS])
+
+    @property
+    def step(self) -> int:
+        """The last one that is done."""
+        with suppress(OSError, ValueError):
+            return int((self.folder / "step").read_text())
+        return 0
+
+    def state(self) -> tuple[int, bytes]:
+        """How many steps the saved state has, and its weights."""
+        with np.load(self.folder / "state.npz") as saved:
+            return int(saved["done"]), saved["weights"].tobytes()
+
+    def processes(self) -> list[int]:
+        """All that runs of it, on any host."""
+        mark, found = f"ROXXEL_RUN_ID={self.folder.name}\0".encode(), []
+        for host in self._hosts.names:
+            for pid in self._hosts.processes(host):
+                with suppress(OSError):
+                    if mark in Path(f"/proc/{pid}/environ").read_bytes():
+                        found.append(pid)
+        return found
+
+
+class Training(Launches):
+    """One run on two hosts, with one to spare; see `prepare`. The bits do not depend on how many hosts are left."""
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        """Start it, or start it again."""
+        options = ["--spare-hosts", len(self._hosts.names) - 2, "--min-hosts", 1, "--host-timeout", 12]
+        options += ["--devices-per-proc", 1, "--max-restarts", 99, "--step-timeout", STEP_LIMIT_S]
+        train = ["train", "--config", "config.yaml", "--data_path", "data", "--run_dir", self.folder, "--resume"]
+        return self.start(options, train)
 
     def rows(self) -> dict[int, str]:
         """By step, all that must be the same in every run."""
@@ -136,17 +204,17 @@ class Training:
                     yield process
 
 
-def activity(rank: int) -> str:
+def record_of(rank: int) -> progress.Record:
     """What a rank says that it does, by its pid."""
-    with suppress(psutil.Error, FileNotFoundError):
+    with suppress(psutil.Error, FileNotFoundError, KeyError):
         variables = psutil.Process(rank).environ()
         number = int(variables["ROXXEL_PROCESS_ID"])
         file = os.open(variables[progress.ENV], os.O_RDONLY)
         try:
-            return progress.read(file, number + 1)[number].activity
+            return progress.read(file, number + 1)[number]
         finally:
             os.close(file)
-    return ""
+    return progress.Record()
 
 
 def catches(pid: int, number: int) -> bool:

@@ -132,6 +132,24 @@ class Cluster:
         """Pids of all that runs on a host but for its sshd, those of sshd's sessions included."""
         return [pid for pid in self._machines[name].processes() if not _name(pid).startswith("sshd")]
 
+    def signal(self, name: str, pid: int, number: int) -> None:
+        """Send a signal to a process of a host, and to no other that has its number by now. Raises OSError if gone."""
+        handle = os.pidfd_open(pid)
+        try:
+            if os.stat(f"/proc/{pid}/ns/net").st_ino != self._machines[name].namespace:
+                raise ProcessLookupError(pid)
+            signal.pidfd_send_signal(handle, number)
+        finally:
+            os.close(handle)
+
+    def reset(self, name: str, *filters: str) -> int:
+        """Reset the TCP connections of a host that are open (both ends get an error), and return how many they were.
+
+        `filters` are words of `ss`; by default all connections but those of ssh.
+        """
+        words = filters or ("not", "(", "sport", "=", ":22", "or", "dport", "=", ":22", ")")
+        return len(self.run(["ss", "-HKtn", "state", "established", *words], on=name).stdout.splitlines())
+
     def cut(self, name: str) -> None:
         """Pull a host's cable at the switch: its carrier is gone, and its peers get no message."""
         self._switch(f"link set dev {name} down")
@@ -182,6 +200,10 @@ class Cluster:
     def tmpfs(self, name: str, path: str | Path, size: str) -> None:
         """Let one host alone find an empty file system of this size ("10m") at an existing folder."""
         self._machines[name].change("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path)
+
+    def remount(self, name: str, path: str | Path, mode: str) -> None:
+        """Make the last `bind` at this path read-only ("ro") for one host, or writable again ("rw")."""
+        self._machines[name].change("mount", "-o", f"remount,bind,{mode}", path)
 
     def unmount(self, name: str, path: str | Path) -> None:
         """Undo the last `bind` or `tmpfs` at this path."""

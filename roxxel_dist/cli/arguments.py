@@ -289,6 +289,8 @@ def _check_word(
         hint = f": write --{'sweep_config' if 'sweep_config' in hints else 'config'} {word}"
     elif "data_path" in hints:
         hint = f": write --data_path {word}"
+    elif "hosts" in hints:
+        hint = f": hosts are separated by commas, as in --hosts a,{word.strip(',')}"
     raise UserError(f"{command} takes only options, and {word!r} is not one{hint}")
 
 

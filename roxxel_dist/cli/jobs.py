@@ -129,7 +129,7 @@ def logs(words: list[str]) -> int:
             _say_over(job)
             others = ", ".join(sorted(path.name for path in log.parent.glob("*.log")))
             raise UserError(
-                f"{log} is not there: nothing was printed{'' if job.is_over else ' yet'}"
+                f"{log} is not there: nothing was printed{'' if job.is_over else ' yet'}, or it was moved"
                 + (f"; there are {others} in {log.parent}" if others else "")
             )
         _say_over(_show(job, log, args.lines, follow=args.follow))

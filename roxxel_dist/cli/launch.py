@@ -48,6 +48,7 @@ def command_of(name: str) -> Callable[[list[str]], int]:
                 from roxxel_dist.launcher.backends.slurm.allocation import refuse_copies
 
                 refuse_copies(os.environ)
+        program = without_own_name(words[end + 1 :])
         options = plain_options(kind, own)
         if options is None:
             import tyro
@@ -59,18 +60,31 @@ def command_of(name: str) -> Callable[[list[str]], int]:
         with usage_errors():
             _check_counts(options)
         request = LaunchRequest(
-            command=tuple(words[end + 1 :]),
+            command=tuple(program),
             words=own,
             passed=passed,
-            job=lambda options, nprocs, backend: job_of(options, nprocs, words[end + 1 :], backend),
+            job=lambda options, nprocs, backend: job_of(options, nprocs, program, backend),
             start=start,
-            check_command=lambda: micro_batches(words[end + 1 :]),
+            check_command=lambda: micro_batches(program),
             usage_errors=usage_errors,
         )
         return options.launch(request)
 
     command.__doc__ = (kind.__doc__ or "").partition(":")[0]  # without how it is called
     return command
+
+
+def without_own_name(command: list[str]) -> list[str]:
+    """A command without `roxxel-dist`, or `python -m roxxel_dist`, before a sub-command.
+
+    `train` alone is checked before the start, and a host may not have this program in its PATH.
+    """
+    from roxxel_dist.launcher.host.worker import PYTHON, SUBCOMMANDS
+
+    own = 1 if os.path.basename(command[0] if command else "") == "roxxel-dist" else 0
+    if not own and command[:1] and command[0] in PYTHON and command[1:3] == ["-m", "roxxel_dist"]:
+        own = 3
+    return command[own:] if command[own : own + 1] and command[own] in SUBCOMMANDS else command
 
 
 def plain_options(kind: type[T], words: Sequence[str]) -> T | None:

@@ -1,6 +1,7 @@
 """From bytes to lines, to records, to files."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,15 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_written_when_it_can_be
     kept.write(0, "h", 0.0, ["z"])
     kept.close()
     assert kept.path(0).read_text().endswith("| z\n")
+
+
+@pytest.mark.parametrize("act", [Path.unlink, lambda path: path.rename(f"{path}.1")], ids=["deleted", "rotated"])
+def test_a_file_that_is_taken_away_under_a_job_is_made_again(act: Callable[[Path], object], tmp_path: Path) -> None:
+    said: list[str] = []
+    files = Logs(JobSpec(command=("true",), nprocs=1, run_id="r", log_dir=tmp_path), said.append)
+    files.write(0, "h", 0.0, ["before"])
+    act(files.path(0))
+    files.write(0, "h", 0.0, ["after"])
+    files.close()
+    header, line = files.path(0).read_text().splitlines()
+    assert (header[0], line.partition(" | ")[2], said) == ("#", "after", [])

@@ -99,6 +99,14 @@ def check_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
     if not hosts:
         raise UserError("no hosts: give --hosts a,b,c, or a --hostfile with one host in each line")
     for host in hosts:
+        name, _, count = host.partition(":")
+        if count.isdecimal():
+            raise UserError(
+                f"host {host!r}: a name alone is a host; for {count} processes on each host write {name} with "
+                f"--procs-per-host {count}, and for port {count} set it in ssh's configuration (--ssh-config)"
+            )
+        if "[" in host and ":" not in host:
+            raise UserError(f"host {host!r}: ranges are not expanded; write each host, as in --hosts a1,a2")
         if not HOST.fullmatch(host):
             raise UserError(
                 f"{host!r} cannot be a host: use a name or an address as ssh takes it (letters, digits, . - _ : @)"

@@ -88,11 +88,23 @@ class _Controller:
             return JobResult(code=EXIT_DRAINED if drained else 128 + stop.number, requested=stop.number)
         except NotReadyError as problem:
             self.console.print([f"roxxel-dist: {line}" for line in str(problem).splitlines()])
-            again = " again" * bool(self._attempts)
-            self.console.info(f"not started{again}: correct what is above; `roxxel-dist doctor` checks all hosts")
-            self._tell_first_cause()
             is_retry = bool(self._attempts) or self.job.first_attempt > 0
+            self.console.info(self._after_refusal(problem.unreachable))
+            self._tell_first_cause()
             return JobResult(code=EXIT_PREFLIGHT, host_lost=is_retry and problem.unreachable)
+
+    def _after_refusal(self, unreachable: bool) -> str:
+        """What a person can do when the hosts cannot take the job."""
+        if not self._attempts:
+            return "not started: correct what is above; `roxxel-dist doctor` checks all hosts"
+        if not unreachable:
+            return "not started again: correct what is above; `roxxel-dist doctor` checks all hosts"
+        resume = " with --resume" * (self.job.command[0] == "train")
+        others = "" if self.job.min_hosts or self.job.spare_hosts else "; --spare-hosts or --min-hosts go on without it"
+        return (
+            f"not started again: a host did not answer for {self.job.host_timeout:g} s (--host-timeout); repair it, or "
+            f"name other hosts, then use the same command{resume}{others}"
+        )
 
     def _run(self, pool: HostPool) -> JobResult:
         if self.job.warm_spares == "on" and not self.job.is_restartable:

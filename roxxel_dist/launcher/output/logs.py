@@ -1,5 +1,6 @@
 """The lines of the ranks: cut from their bytes, and kept in one file a rank."""
 
+import os
 import shlex
 import time
 from collections import defaultdict, deque
@@ -81,6 +82,8 @@ class Logs:
         clock = time.strftime("%H:%M:%S", time.localtime(when))
         prefix = f"{clock}.{int(when * 1000) % 1000:03d} {host} {rank} | "
         try:
+            if rank in self._files and not self._is_in_place(rank):
+                self._close(rank)
             if rank not in self._files:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 file = self.path(rank).open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
@@ -93,6 +96,13 @@ class Logs:
             if not self._broken:
                 self._broken = True
                 self._say(f"cannot write {self.path(rank)} ({error.strerror}): lines are missing there from now on")
+
+    def _is_in_place(self, rank: int) -> bool:
+        """Whether the open file of a rank still has its name: a person, or logrotate, may have moved or deleted it."""
+        try:
+            return os.path.samestat(os.stat(self.path(rank)), os.fstat(self._files[rank].fileno()))
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         """Close the files."""

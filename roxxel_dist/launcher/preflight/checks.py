@@ -180,7 +180,7 @@ def _disk(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
         elif place["foreign"] is not None:
             level, text = "error", place["foreign"]
         elif why is not None:
-            text = f"{path} cannot be written ({why}); change its permissions, {fix}"
+            text = f"{path} cannot be written ({why}); make it writable, {fix}"
         elif free < MIN_FREE_BYTES:
             text = f"{path} has {size(free)} free, and {size(MIN_FREE_BYTES)} is the least; make room, {fix}"
         elif free < ADVISED_FREE_BYTES:

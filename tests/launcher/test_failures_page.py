@@ -1,0 +1,83 @@
+"""The table of failures in the documentation is what the launcher does, and the other pages link to it."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from roxxel_dist.launcher.control.outcome import AttemptResult, RankExit
+from roxxel_dist.launcher.control.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, PREEMPTED, Cause, classify
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "concepts" / "failures.md"
+LINK = "failures.md#table-of-failures"
+CLASSES = {
+    "success": Cause.DONE,
+    "infrastructure": Cause.INFRASTRUCTURE,
+    "a preemption": Cause.PREEMPTED,
+    "an error of the program": Cause.USER,
+    "an error of the command": Cause.USER,
+}
+OF_THE_LAUNCHER = {69, 124, EXIT_GIVEN_UP, 137}
+"""Codes that a job has by another way than the end of a rank."""
+
+
+def table() -> list[list[str]]:
+    """The cells of each row."""
+    lines = PAGE.read_text().partition("## Table of failures")[2].partition("\nNotes:")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
+
+
+def ended(code: int) -> AttemptResult:
+    end = RankExit(rank=0, host="h", pid=1, code=code, killed_by_us=False, step=3)
+    return AttemptResult(exits=[end])
+
+
+def rows_of(kind: str) -> list[list[str]]:
+    return [row for row in table() if row[1] == kind]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_code_of_the_table_has_the_class_of_the_table(kind: str) -> None:
+    rows = rows_of(kind)
+    assert rows
+    for row in rows:
+        for code in map(int, re.findall(r"(?<![+\d] )\b\d+\b", row[3].replace("128 + s", ""))):
+            if code not in OF_THE_LAUNCHER:
+                assert classify(ended(code)) is CLASSES[kind], row
+        if "128 + s" in row[3]:
+            for name in re.findall(r"SIG[A-Z0-9]+", row[0]):
+                assert classify(ended(-signal.Signals[name])) is CLASSES[kind], (name, row)
+
+
+@pytest.mark.parametrize(("codes", "kind"), [(INFRASTRUCTURE, "infrastructure"), (PREEMPTED, "a preemption")])
+def test_each_code_that_leads_to_a_restart_is_in_the_table(codes: set[int], kind: str) -> None:
+    text = " ".join(f"{row[0]} {row[3]}" for row in rows_of(kind))
+    missing = [
+        code
+        for code in codes
+        if not re.search(rf"\b{code}\b", text) and (code < 128 or signal.Signals(code - 128).name not in text)
+    ]
+    assert not missing
+
+
+def test_a_row_has_all_its_cells_and_a_person_reads_what_follows() -> None:
+    for row in table():
+        assert len(row) == 5, row
+        assert row[0], row
+        assert row[2], row
+
+
+HOWTOS = [f"howto/{name}" for name in ("launching", "local", "ssh", "slurm", "ray", "kubernetes")]
+
+
+@pytest.mark.parametrize("page", [*HOWTOS, "concepts/guarantees", "reference/exit-codes"])
+def test_other_pages_link_to_the_table(page: str) -> None:
+    assert LINK in (DOCS / f"{page}.md").read_text()
+
+
+def test_no_other_page_has_a_row_about_the_end_of_a_rank_or_an_agent() -> None:
+    repeated = re.compile(r"^\| (?:A rank|An agent|The agent|A hang)\b[^|]*\|.*\b[Rr]estart", re.MULTILINE)
+    pages = [page for page in DOCS.rglob("*.md") if page != PAGE and page.name not in ("decisions.md", "benchmarks.md")]
+    assert {page.name: found for page in pages if (found := repeated.findall(page.read_text()))} == {}
