@@ -156,18 +156,19 @@ def cut_attention(
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
         grouped = q.reshape(*q.shape[:2], k.shape[2], heads // groups, q.shape[-1])
-        return _local(grouped, k, v, segments, cut, window, scale).reshape(*q.shape[:3], v.shape[-1])
+        mixed: Any = _local(grouped, k, v, segments, cut, window, scale)
+        return mixed.reshape(*q.shape[:3], v.shape[-1])
 
     def padded(x: jax.Array) -> jax.Array:
         return jnp.pad(x, [(0, 0), (0, cut.tokens - length), *[(0, 0)] * (x.ndim - 2)])
 
-    arrays = [padded(x) for x in (q_BxLxHxK, k_BxLxGxK, v_BxLxGxV)]
+    q, k, v = (padded(x) for x in (q_BxLxHxK, k_BxLxGxK, v_BxLxGxV))
     segments = None if segments_BxL is None else padded(segments_BxL)
     spec = P(rows, TOKENS, shared, None)
-    out = jax.shard_map(
+    out: Any = jax.shard_map(
         local, in_specs=(spec, spec, spec, None if segments is None else P(rows, None)), out_specs=spec,
         check_vma=False,
-    )(*arrays, segments)  # fmt: skip
+    )(q, k, v, segments)  # fmt: skip
     return out[:, :length]
 
 
