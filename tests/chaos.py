@@ -10,6 +10,9 @@ Signals go to processes in the network namespaces of the hosts alone.
 
 import argparse
 import random
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -151,6 +154,13 @@ class Chaos:
         if self.summary.outcomes:
             self._say(f"fault {self.summary.outcomes[-1]}")
         self.summary.seconds = time.monotonic() - self._begun
+
+    def close(self) -> None:
+        """End the launcher, and with it all ranks, where the run was left early."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(90)
 
     def _inject(self, number: int, fault: Fault) -> None:
         end = time.monotonic() + HITS_S
@@ -305,7 +315,10 @@ def chaos(
     assert len({row.partition(",")[2] for row in wanted.values()}) == steps  # other rows would show
     training = Training(hosts, work, "torn")
     driver = Chaos(hosts, training, work, wanted, say)
-    driver.run(faults)
+    try:
+        driver.run(faults)
+    finally:
+        driver.close()
     assert training.rows() == wanted
     ours, theirs = last_state(training.folder, steps), last_state(peaceful.folder, steps)
     assert ours
@@ -325,6 +338,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS), help="of the faults, separated by commas")
     parser.add_argument("--folder", type=Path, help="an empty folder to be kept; by default a temporary one")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave by the blocks that end what was started
     print(f"seed {args.seed}, {args.faults} faults", flush=True)
     with tempfile.TemporaryDirectory(prefix="roxxel-chaos-") as temporary, Cluster(3) as hosts:
         work = args.folder.absolute() if args.folder else Path(temporary)

@@ -72,7 +72,6 @@ MISTAKES = [
     ([*WORDS, "--data_path", "short.txt", "--tokenizer_type", "byte"], "does not fit in the data 'self'"),
     ([*WORDS, "--phases", PHASE.format(4096, 33)], "a batch of 4096 rows of 33 tokens does not fit"),
     ([*WORDS, "--phases", "[{epochs: 0.0001, batch_size: 8, seq_len: 17}]"], "These epochs are less than one step"),
-    ([*WORDS, "--phases", PHASE.format(12, 17)], "batch_size is 12, which is not a multiple of 8 devices"),
     ([*WORDS, "--phases", PHASE.format(8, 17), "--grad_accum", "3"], "is not a multiple of grad_accum (3)"),
     ([*WORDS, "--phases", PHASE.format(8, 65)], "phase 1: seq_len is 65, and the model reads at most"),
     ([*WORDS, "--phases", "[{steps: 1, batch_size: 8}]"], "batch_size and seq_len must be given"),

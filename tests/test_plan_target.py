@@ -170,8 +170,8 @@ def test_what_a_compiler_refuses_is_refused_with_its_word(work):
     ("words", "message"),
     [
         (
-            ["--phases", "[{steps: 2, batch_size: 6, seq_len: 129}]"],
-            "batch_size is 6, which is not a multiple of 4 devices",
+            ["--phases", "[{steps: 2, batch_size: 6, seq_len: 129}]", "--grad_accum", "4"],
+            "batch_size is 6, which is not a multiple of grad_accum (4)",
         ),
         (["--tensor_devices", "3"], "tensor_devices is 3: it must be at least 1, and divide the 4 device(s)"),
         (["--attention", "cudnn"], "cuDNN is for GPUs, and the devices here are tpu"),
