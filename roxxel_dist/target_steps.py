@@ -53,7 +53,8 @@ class TargetCompiler:
     """
 
     def __init__(self, target: Target, begin: Callable[[str], None]) -> None:
-        self.target, self._begin = target, begin
+        self.target: Target = target
+        self._begin = begin
         self.devices: list[Any] = target.devices()
         self.hosts: int = len(set(hosts_of(self.devices)))
         self.device_bytes: int | None = target.device_bytes(self.devices[0])

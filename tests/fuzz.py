@@ -99,7 +99,7 @@ def said(line: list[str]) -> tuple[Any, str]:
 
 
 def cases() -> Iterator[tuple[tuple[str, ...], str, Any, str]]:
-    """(command, option, type, value) of all that is tried."""
+    """(command, option, type, value) , of each case."""
     for path in PATHS:
         for name, hint in options(path).items():
             for value in VALUES:

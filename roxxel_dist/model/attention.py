@@ -9,7 +9,8 @@ import numpy as np
 from flax import nnx
 
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
-from roxxel_dist.model.attention_kernels import attend, score_scale
+from roxxel_dist.model.attend import attend
+from roxxel_dist.model.attention_kernels import score_scale
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache, update
 from roxxel_dist.model.layers import Rotary, rotary_of, rotate

@@ -17,9 +17,8 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.accelerators import accelerator
 from roxxel_dist.cluster.determinism import is_deterministic
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.mesh import TENSOR, device_type, row_axes, row_shards, token_shards
+from roxxel_dist.cluster.mesh import TENSOR, device_type, row_axes
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
-from roxxel_dist.model.kv_cache import AttentionMetadata
 
 Kernel = Literal["xla", "cudnn", "splash"]
 LONGEST_WHOLE = 1024
@@ -30,60 +29,6 @@ LANES = 128
 """Block sizes of splash attention are multiples of this number of tokens."""
 HIDDEN = -1e30
 """The score of a masked pair: finite, because a block may mask all keys of a query."""
-
-
-def attend(
-    q_BxLxHxK: jax.Array,
-    k_BxSxGxK: jax.Array,
-    v_BxSxGxV: jax.Array,
-    metadata: AttentionMetadata,
-    window: int | None,
-    scale: float | None = None,
-    kernel: AttentionKernel = "auto",
-) -> jax.Array:
-    """softmax(q k scale) v for each head over the keys that each token attends to: [B, L, H, V].
-
-    Args:
-        q_BxLxHxK: queries; groups of H / G share a key.
-        k_BxSxGxK: keys.
-        v_BxSxGxV: values; V <= K.
-        metadata: of the tokens. With a mask, as a cache has, XLA computes all scores at once, whatever the kernel.
-        window: how many tokens a token attends to, itself included; None for all before it.
-        scale: of the scores; 1 / sqrt(K) if not given.
-        kernel: see `kernel_for`.
-
-    Raises:
-        ValueError: the kernel cannot run here.
-    """
-    if metadata.mask_Bx1xLxS is not None or metadata.slot_BxL is not None:
-        causal = metadata.slot_BxL is None  # with a cache, the mask includes causality
-        return _jax_attention(
-            q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window if causal else None, scale, causal, metadata.mask_Bx1xLxS
-        )
-    segments_BxL = metadata.segments_BxL
-    rows, length, _, size = q_BxLxHxK.shape
-    mesh = jax.sharding.get_abstract_mesh()
-    if 1 < token_shards(mesh) <= length:
-        from roxxel_dist.model.cut_attention import cut_attention
-
-        return cut_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, segments_BxL, window, scale or 1 / math.sqrt(size))
-    chosen = kernel_for(
-        kernel,
-        key_size=size,
-        bf16=q_BxLxHxK.dtype == jnp.bfloat16,
-        packed=segments_BxL is not None,
-        whole_rows=mesh.empty or rows % row_shards(mesh) == 0,
-        device=device_type(mesh),
-    )
-    if chosen == "cudnn":
-        return _jax_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window, scale, implementation="cudnn")
-    if chosen == "xla" and length <= LONGEST_WHOLE:
-        same = None if segments_BxL is None else segments_BxL[:, None, :, None] == segments_BxL[:, None, None, :]
-        return _jax_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window, scale, mask=same)
-    scale = scale or 1 / math.sqrt(size)
-    if chosen == "splash":
-        return splash_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, segments_BxL, window, scale)
-    return blocked_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, segments_BxL, window, scale)
 
 
 def kernel_for(
@@ -222,7 +167,7 @@ def block_of(window: int | None) -> int:
     return BLOCK if window is None else min(BLOCK, max(LANES, 1 << (window - 1).bit_length()))
 
 
-def _jax_attention(
+def jax_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,

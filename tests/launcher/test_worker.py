@@ -139,7 +139,7 @@ def test_a_rank_tells_what_it_does_before_the_program_begins(command: list[str],
     program[3:] = command
     subprocess.run(program, cwd=tmp_path, env=alone, capture_output=True, timeout=60, check=False)
     last = progress.read(fd, 2)[0]
-    assert (last.activity, last.pid > 0) == ("start" if command[0] == "train" else "", True)
+    assert (last.activity, last.pid > 0) == ("start" if command[0] == "train" else "exit", True)
     os.close(fd)
 
 
@@ -189,6 +189,7 @@ def test_a_failure_is_told_while_the_connections_are_open(tmp_path: Path) -> Non
     }
     with open(reads, encoding="utf-8") as pipe, subprocess.Popen([*WORKER, "fails.py"], **options) as rank:
         os.close(writes)
+        assert json.loads(pipe.readline()).keys() == {"code"}
         assert json.loads(pipe.readline()) == {"failed": 1}
         assert rank.poll() is None
         assert rank.stderr is not None

@@ -119,7 +119,8 @@ class SourceRecorder(MetaPathFinder):
             return spec
         return None
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return id(self)
 
 
 @functools.cache
