@@ -118,6 +118,17 @@ def constrain_tokens(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(map(constrain_batch, arrays)) if cut else arrays
 
 
+def on_phase_mesh(tree: Any) -> Any:
+    """A state of the run's mesh as arrays of the phase's, where that is another one and set; they stay where they are.
+
+    Some of jax's functions, such as those of random keys, take arrays of one mesh only.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if token_shards(mesh) == 1:
+        return tree
+    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, P(*[P.UNCONSTRAINED] * leaf.ndim)), tree)
+
+
 def token_axes(mesh: Any, length: int) -> tuple[str, ...]:
     """The axes of a mesh that `length` tokens of a row are cut over between the layers.
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import fit_sharding, micro_batches
-from roxxel_dist.cluster.parameter_sharding import constrain_tokens
+from roxxel_dist.cluster.parameter_sharding import constrain_tokens, on_phase_mesh
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.loss import next_token_loss, token_losses
@@ -148,6 +148,7 @@ def make_step(
     gradient, optimizer = jax.grad(loss_of, has_aux=True), for_model(optimizer, split.params.matrices)
 
     def step(state: TrainState, hparams: Hparams, batch: Any) -> tuple[TrainState, Metrics]:
+        state, hparams = on_phase_mesh((state, hparams))
         count = micro_batches(grad_accum, jax.tree.leaves(batch)[0].shape[0])
         if count == 1:
             grads, (rest, loss) = gradient(state.params, state.rest, hparams, batch)
@@ -282,6 +283,7 @@ def make_eval_step(
     """
 
     def evaluate(params: Leaves, rest: Leaves, hparams: Hparams, batch: Any) -> dict[str, jax.Array]:
+        params, rest, hparams = on_phase_mesh((params, rest, hparams))
         model = split.merge(params, rest, hparams, training=False, dtype=compute_dtype)
         loss = measure(loss_fn, model, batch)
         losses = {"loss": loss.loss} | {name: v for name, v in loss.scalars.items() if name == BALANCE}

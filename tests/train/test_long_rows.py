@@ -66,7 +66,8 @@ def losses(mesh, fields, shape, steps=3, **options):
 
 def cases():
     """Every feature with 1, 2 and 6 rows, and with axes of parameters; `make test` has one of each feature."""
-    quick = {("plain", 1, "data 8"), ("experts", 6, "data 8"), ("mla, remat, scan", 2, "fsdp 4 x tensor 2")}
+    quick = {("dropout, logits in chunks", 1, "fsdp 8"), ("experts", 6, "data 8")}
+    quick |= {("mla, remat, scan", 2, "fsdp 4 x tensor 2")}
     meshes = {
         "data 8": {},
         "fsdp 8": {"fsdp": 8},

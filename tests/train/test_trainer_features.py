@@ -27,7 +27,7 @@ BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 @pytest.fixture
 def compiled(monkeypatch):
     """Counts what XLA compiles, by the name of the jitted function; a program from jax's cache counts too."""
-    monkeypatch.setattr(ExecutableStore, "beside_jax_cache", lambda: None)  # what it loads is not compiled
+    monkeypatch.setattr(ExecutableStore, "beside_jax_cache", lambda *_: None)  # what it loads is not compiled
     counts: Counter[str] = Counter()
 
     def listen(event, seconds, **more):
