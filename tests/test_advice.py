@@ -264,6 +264,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].replace(T, 'train')[-70:]} -> {case[1][:30]}")
+@pytest.mark.long
 def test_advice(case, here, capfd):
     provoke, advice, *ways = case
     code, said = follow(provoke, capfd)

@@ -88,6 +88,7 @@ def test_a_study(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["doctor"], ["launch", "ssh"]])
+@pytest.mark.cluster
 def test_what_a_host_says(words: list[str], tmp_path: Path) -> None:
     """The other end chooses the words of its error."""
     config = tmp_path / "ssh_config"

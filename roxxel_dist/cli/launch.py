@@ -141,7 +141,7 @@ def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
         from roxxel_dist.launcher.dry_run import as_text, describe
 
         with usage_errors():  # the port may be in use
-            if backend.is_local:  # other hosts may have the data, and this one not
+            if backend.is_local and job.total == job.nprocs:  # other hosts may have the data, and this one not
                 check_training(job.command)
             print(json.dumps(describe(job, backend), indent=2) if options.json else printable(as_text(job, backend)))
         return 0

@@ -321,7 +321,7 @@ def test_compose_starts_members_of_one_job(cli: Callable[..., Any], tmp_path: Pa
         variables = {key: str(value) for key, value in service["environment"].items()}
         result = cli("launch", "member", "--dry-run", *service["command"], cwd=tmp_path, environ=variables)
         assert result.returncode == 0, result.stderr
-        assert "ROXXEL_COORDINATOR=host0:29500 ROXXEL_EXIT_TIMEOUT=60 ROXXEL_LOCAL_DEVICES=2" in result.stdout
+        assert "ROXXEL_COORDINATOR=host0:29500 ROXXEL_EXIT_TIMEOUT=65 ROXXEL_LOCAL_DEVICES=2" in result.stdout
         assert f"ROXXEL_NUM_PROCESSES=2 ROXXEL_PROCESS_ID={number} " in result.stdout
 
 

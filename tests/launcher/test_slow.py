@@ -301,6 +301,7 @@ def slowed(pid: int) -> contextlib.AbstractContextManager[None]:
     return competitors(pid, 0, 2) if quota_missing() else quota(pid, cpu_share(pid) / 2)
 
 
+@pytest.mark.cluster
 def test_a_rank_at_half_speed_is_named_and_taken_back(lockstep: Callable[..., Lockstep]) -> None:
     job = lockstep(0.03, 100_000)
     job.until(lambda: job.step() > 20, "steps")
@@ -316,6 +317,7 @@ def test_a_rank_at_half_speed_is_named_and_taken_back(lockstep: Callable[..., Lo
     assert re.match(r"its process waited \d\d% of the time for a CPU", seen)
 
 
+@pytest.mark.cluster
 def test_a_spare_host_takes_the_place_of_a_slow_one(lockstep: Callable[..., Lockstep]) -> None:
     """Hosts are agents on this machine; in the second attempt the spare one is left, and then none."""
     job = lockstep(0.01, 100_000, hosts=["a", "b", "c"], spare_hosts=1, replace_slow=True, max_restarts=3)

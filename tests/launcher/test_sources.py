@@ -138,7 +138,9 @@ def spares(job: Any) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("edit", ["distributed", "free_memory", ""])
+@pytest.mark.parametrize(
+    "edit", ["distributed", *(pytest.param(e, marks=pytest.mark.cluster) for e in ("free_memory", ""))]
+)
 def test_after_an_edit_all_ranks_run_the_new_code_and_spares_of_the_old_are_dropped(
     launch: Launch, until: Until, tmp_path: Path, edit: str
 ) -> None:

@@ -122,6 +122,7 @@ def test_a_program_does_not_see_that_it_runs_in_a_spare(job: Callable[..., Job],
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("stuck", marks=pytest.mark.long)])
+@pytest.mark.cluster
 def test_a_spare_that_dies_while_it_is_taken_is_no_failure(how: str, job: Callable[..., Job], tmp_path: Path) -> None:
     one = job()
     first, spare = one.facts(0), one.spare()

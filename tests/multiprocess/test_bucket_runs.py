@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -106,6 +105,7 @@ def killed_in_an_upload(words, store, link, server, cwd, victim):
     assert 10 in begun - whole  # half of it is there
 
 
+@pytest.mark.cluster
 def test_a_run_killed_in_an_upload_goes_on_from_the_bucket_alone(work, server, link, store, tmp_path, capsys):
     killed_in_an_upload(words(store, tmp_path / "first"), store, link, server, work, lambda process: process.pid)
     resumed = run(*words(store, tmp_path / "other", "--resume", "--max_to_keep", 1), cwd=work, **server.environ)
@@ -135,30 +135,6 @@ def test_a_run_killed_in_an_upload_goes_on_from_the_bucket_alone(work, server, l
         assert shown in capsys.readouterr().out
     exported = tmp_path / "weights" / "model_weights.msgpack"
     assert exported.read_bytes() == (work / "whole" / "model_weights.msgpack").read_bytes()
-
-
-def test_a_run_whose_local_cache_is_purged_goes_on_with_the_same_bits(work, server, link, store, tmp_path):
-    """A cleaner takes the files that are small and old while it trains, and then all of them."""
-    env = environment(**server.environ_at(link.endpoint))
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command(*words(store, tmp_path / "disk")), cwd=work, env=env, stdout=log, stderr=log)
-    try:
-        wait_for(lambda: 1 in steps(store)[0] and store.list("tokenizer.json"), what="step 1")
-        (folder,) = (tmp_path / "disk").glob("s3/*/*")
-        for name in ("config.yaml", "tokenizer.json", "model_summary.json"):
-            (folder / name).unlink()
-        process.send_signal(signal.SIGTERM)  # what follows looks at all files once more
-        assert process.wait(120) == 42, (tmp_path / "log").read_text()[-2000:]
-    finally:
-        process.kill()
-    kept = {info.key for info in store.list()}
-    assert {"config.yaml", "tokenizer.json", "metrics.jsonl", "model_summary.json"} <= kept
-    shutil.rmtree(tmp_path / "disk")
-    resumed = run(*words(store, tmp_path / "disk", "--resume"), cwd=work, **server.environ)
-    assert resumed.returncode == 0, resumed.stderr
-    assert losses(in_bucket(store, tmp_path)) == losses(work / "whole")
-    newest = digests((work / "whole" / "checkpoints" / "12" / "digests.json").read_bytes())
-    assert digests(store.read("checkpoints/12/digests.json")) == newest
 
 
 def test_hosts_that_share_nothing(work, server, link, store, tmp_path):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from commands import environment, rows
 from corpora import write_corpus
 
@@ -30,6 +31,7 @@ def compiled(folder, attempt):
     return [(folder / f"events-{attempt}-{rank}").read_text().splitlines() for rank in range(2)]
 
 
+@pytest.mark.cluster
 def test_a_second_attempt_compiles_nothing_on_any_rank(tmp_path):
     data = write_corpus(tmp_path)
     (tmp_path / "config.yaml").write_text(CONFIG)

@@ -40,6 +40,7 @@ def reports(events):
     return [tuple(event["report"].values()) for event in events if "report" in event], events[-1]
 
 
+@pytest.mark.cluster
 def test_a_trial_of_a_host_that_is_gone_goes_on_elsewhere_from_the_bucket(study, tmp_path, monkeypatch):
     words = [sys.executable, "-c", RUNNER, json.dumps(in_bucket(study, tmp_path, 0))]
     env = environment(XDG_CACHE_HOME=str(tmp_path / "one"))

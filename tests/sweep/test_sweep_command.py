@@ -65,6 +65,7 @@ def events(study, kind):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.cluster
 def test_a_killed_sweep_goes_on_and_its_best_can_be_trained(desk, monkeypatch):
     study = desk / "studies" / "small"
     with tempfile.TemporaryDirectory(prefix="r") as temporary:

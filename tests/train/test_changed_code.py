@@ -120,6 +120,7 @@ def trained(tmp_path_factory):
     return found
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("name", PATCHES)
 def test_changed_code_is_what_is_trained(trained, name):
     assert trained[name] not in [losses for other, losses in trained.items() if other != name]
