@@ -219,7 +219,7 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
     scan_layers: bool = False
     """Compile one block for all of them: the time to compile no longer grows with num_blocks. The same weights,
     checkpoints and numbers."""
-    loss_chunk: int | Literal["auto"] = "auto"
+    loss_chunk: int | str = "auto"
     """Tokens of a batch, over all devices, whose logits and loss are computed at a time, and again in the backward
     pass: with a large vocabulary they are most of the memory. auto: as many as have 64 MB of logits on each device. 0
     for all at once."""
@@ -235,7 +235,7 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
             raise UserError(f"norm_eps is {self.norm_eps}: it must be above 0 and below 1; 1e-6 is usual")
         if not 0 < self.init_std < math.inf:
             raise UserError(f"init_std is {self.init_std}: it must be above 0, and finite; 0.02 is usual")
-        if self.loss_chunk != "auto" and self.loss_chunk < 0:
+        if self.loss_chunk != "auto" and (isinstance(self.loss_chunk, str) or self.loss_chunk < 0):
             raise UserError(
                 f"loss_chunk is {self.loss_chunk}: it must be auto, a number of tokens, or 0 for all at once"
             )

@@ -72,7 +72,7 @@ def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 def chunks_of(config: ModelConfig, rows: int, length: int) -> int:
     """Into how many chunks the logits of a batch are cut, see `ModelConfig.loss_chunk`; 0 for none."""
-    if config.loss_chunk != "auto":
+    if isinstance(config.loss_chunk, int):
         return -(-length // max(1, config.loss_chunk // rows)) if config.loss_chunk else 0
     mesh, vocabulary = jax.sharding.get_abstract_mesh(), config.vocab_size or 0
     pieces, together = (1, 1) if mesh.empty else (row_shards(mesh), mesh.shape.get(TENSOR, 1))
