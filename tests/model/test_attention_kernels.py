@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model import attention_kernels
+from roxxel_dist.model.attend import attend
 from roxxel_dist.model.attention_kernels import (
     LONGEST_WHOLE,
-    attend,
     blocked_attention,
     broken_rule,
     kernel_for,
