@@ -134,7 +134,7 @@ def test_the_memory_of_a_long_row(fields, monkeypatch):
         return next_token_loss(nnx.merge(graphdef, state), batch)
 
     blocks = temporaries(loss, state, batch)
-    monkeypatch.setattr(attention_kernels, "LONGEST_WHOLE", length)
+    monkeypatch.setattr("roxxel_dist.model.attend.LONGEST_WHOLE", length)
     jax.clear_caches()
     assert blocks <= 0.35 * temporaries(loss, state, batch)
 
@@ -150,7 +150,7 @@ def test_a_model_of_long_rows_is_the_same(fields, packed, monkeypatch):
 
     model = Transformer(shape, nnx.Rngs(0))
     blocks = model(tokens, segments)
-    monkeypatch.setattr(attention_kernels, "LONGEST_WHOLE", LONG)
+    monkeypatch.setattr("roxxel_dist.model.attend.LONGEST_WHOLE", LONG)
     np.testing.assert_allclose(blocks, model(tokens, segments), atol=1e-5)
 
 
@@ -257,7 +257,9 @@ def test_no_such_kernel():
 def test_the_width_of_keys(fields, width, monkeypatch):
     shape, seen = ModelConfig(dim=64, num_blocks=1, vocab_size=50, **fields), []
     told = attention_kernels.kernel_for
-    monkeypatch.setattr(attention_kernels, "kernel_for", lambda *a, **k: seen.append(k["key_size"]) or told(*a, **k))
+    monkeypatch.setattr(
+        "roxxel_dist.model.attend.kernel_for", lambda *a, **k: seen.append(k["key_size"]) or told(*a, **k)
+    )
     Transformer(shape, nnx.Rngs(0))(jnp.zeros((1, 4), jnp.int32))
     assert seen == [width] == [key_size(shape)]
 
