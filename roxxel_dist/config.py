@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import FileSystemError, UserError, attempt_number
@@ -432,17 +432,10 @@ def unknown(name: str, known: list[str], what: str) -> str:
     return f"there is no {what} {name!r}" + (f": did you mean {near!r}?" if near else f": they are {', '.join(known)}")
 
 
-def _options(kind: Any) -> tuple[Any, ...]:
-    """The types that a field may have."""
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-
-
 def _fits(value: Any, kind: Any) -> bool:
-    for option in _options(kind):
-        if get_origin(option) is Literal:
-            if value in get_args(option):
-                return True
-            continue
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
         if option is float and isinstance(value, int | float) and not isinstance(value, bool):
             return True
         if isinstance(value, get_origin(option) or option) and (option is bool or not isinstance(value, bool)):
@@ -452,22 +445,19 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def _is_text(kind: Any) -> bool:
     """Whether a field takes text and no numbers."""
-    options = set(_options(kind))
+    options = set(get_args(kind) if isinstance(kind, UnionType) else (kind,))
     return str in options and options <= {str, type(None)}
 
 
 def _type_name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(get_args(kind))
     names = {
         int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "nothing",
         list: "a list", dict: "a mapping",
     }  # fmt: skip
-    options = _options(kind)
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(get_args(kind))
-    return " or ".join(
-        " or ".join(get_args(option)) if get_origin(option) is Literal else names[get_origin(option) or option]
-        for option in options
-    )
+    options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    return " or ".join(names[get_origin(option) or option] for option in options)
 
 
 def as_choice(kind: Any, value: Any) -> Any:

@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -339,12 +339,11 @@ def _estimate(
     batches = [Stream(plan, curriculum.datasets, sharding, stop - 1, grad_accum).abstract() for _, stop in steps]
     # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.
     with contextlib.closing(compiler):
-        compiled = [
-            _on_target(target, components, plan, stop - 1, batch, validation)
-            if target is not None
-            else (_step_memory(compiler, train_step, state, hparams, batch), None)
-            for (_, stop), batch in zip(steps, batches, strict=True)
-        ]
+        compiled = (
+            [(_step_memory(compiler, train_step, state, hparams, batch), None) for batch in batches]
+            if target is None
+            else _on_target(target, components, plan, [stop - 1 for _, stop in steps], batches, validation)
+        )
     notes += _max_steps_notes(plan, last, options)
     with usage_errors():
         speed, tokens_per_s, flops_per_s = _speed(request, mesh, bf16=options.bf16_compute or options.use_bf16)
@@ -546,22 +545,30 @@ def _on_one_device(components: RunComponents) -> RunComponents:
 
 
 def _on_target(
-    target: TargetCompiler, components: RunComponents, plan: Plan, step: int, batch: Any, validation: Validation
-) -> tuple[StepMemory | None, TargetPhase]:
-    """(the memory of a phase's training step or None if it does not fit, what its steps cost), by the target's
-    compiler; `step` is one of the phase's, from 0."""
-    shape, phase = plan.segment(step).shape, plan.phase(step) + 1
+    target: TargetCompiler,
+    components: RunComponents,
+    plan: Plan,
+    last_steps: Sequence[int],
+    batches: Sequence[Any],
+    validation: Validation,
+) -> list[tuple[StepMemory | None, TargetPhase]]:
+    """For each phase (the memory of its training step or None if it does not fit, what its steps cost), by the target's
+    compiler; of a phase there is one step, from 0, and its batch."""
     steps = _Steps.of(components, plan.total_steps, target.hosts)
     alone = _Steps.of(_on_one_device(components), plan.total_steps, 1)
-    what = f"step of phase {phase} ({shape.batch_size:,} rows x {shape.seq_len:,} tokens)"
-    flops = one_device_flops(alone.mesh, *alone.training(batch))
-    trained, program = target.measure(f"the training {what}", steps.mesh, *steps.training(batch), flops)
-    evaluated = None
-    if (batch := validation.batch(shape)) is not None:
-        flops = one_device_flops(alone.mesh, *alone.validation(batch))
-        evaluated, _ = target.measure(f"the validation {what}", steps.mesh, *steps.validation(batch), flops)
-    needs = None if program is None else memory_analysis(program)
-    return needs, TargetPhase(**vars(trained), validation=evaluated)
+    found: list[tuple[StepMemory | None, TargetPhase]] = []
+    for step, batch in zip(last_steps, batches, strict=True):
+        shape, phase = plan.segment(step).shape, plan.phase(step) + 1
+        what = f"step of phase {phase} ({shape.batch_size:,} rows x {shape.seq_len:,} tokens)"
+        flops = one_device_flops(alone.mesh, *alone.training(batch))
+        trained, program = target.measure(f"the training {what}", steps.mesh, *steps.training(batch), flops)
+        evaluated = None
+        if (validated := validation.batch(shape)) is not None:
+            flops = one_device_flops(alone.mesh, *alone.validation(validated))
+            evaluated, _ = target.measure(f"the validation {what}", steps.mesh, *steps.validation(validated), flops)
+        needs = None if program is None else memory_analysis(program)
+        found.append((needs, TargetPhase(**vars(trained), validation=evaluated)))
+    return found
 
 
 def _changes(config: Any, rows: int, devices: int) -> list[dict[str, Any]]:
@@ -570,7 +577,7 @@ def _changes(config: Any, rows: int, devices: int) -> list[dict[str, Any]]:
     most = rows // pieces if rows % pieces == 0 else rows
     changes: list[dict[str, Any]] = []
     if config.model is None and config.loss is None and not config.loss_chunk:
-        changes.append({"loss_chunk": 1024})
+        changes.append({"loss_chunk": "auto"})
     if devices > 1 and not config.fsdp:
         changes.append({"fsdp": True})
     if config.grad_accum < most:

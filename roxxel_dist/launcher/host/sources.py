@@ -59,7 +59,7 @@ class _Loader(SourceFileLoader):
         return super().get_code(fullname)
 
 
-@dataclass
+@dataclass(eq=False)
 class SourceRecorder(MetaPathFinder):
     """Notes the sources that are imported from `install` on, and those that were before."""
 
@@ -118,9 +118,6 @@ class SourceRecorder(MetaPathFinder):
                 spec.loader = _Loader(spec.loader.name, spec.loader.path)
             return spec
         return None
-
-    def __hash__(self) -> int:
-        return id(self)
 
 
 @functools.cache
