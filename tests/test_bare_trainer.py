@@ -41,6 +41,7 @@ def trainer(corpus, **options):
     )  # fmt: skip
 
 
+@pytest.mark.cluster
 def test_the_commands_read_its_run(corpus, capsys):
     made = trainer(corpus)
     made.run()

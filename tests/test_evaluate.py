@@ -276,13 +276,15 @@ def sources(path, *, shuffled=False, one_file=True, count=60):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"validation": {"v": "val.rox"}},
-        {"validation": {"v": "val_*.rox"}},
-        {"validation": {"v": "val.rox"}, "packing": "documents"},
-        {"validation": {"v": "val.rox"}, "datasets": {"more": "train.rox"}, "weights": {"self": 0.5, "more": 0.5}},
-        {"data": "val.rox", "val_fraction": 0.5},
+        pytest.param({"validation": {"v": "val.rox"}}, id="one shard", marks=pytest.mark.long),
+        pytest.param({"validation": {"v": "val_*.rox"}}, id="many shards"),
+        pytest.param({"validation": {"v": "val.rox"}, "packing": "documents"}, id="packed", marks=pytest.mark.long),
+        pytest.param(
+            {"validation": {"v": "val.rox"}, "datasets": {"more": "train.rox"}, "weights": {"self": 0.5, "more": 0.5}},
+            id="a blend",
+        ),
+        pytest.param({"data": "val.rox", "val_fraction": 0.5}, id="the training data", marks=pytest.mark.long),
     ],
-    ids=["one shard", "many shards", "packed", "a blend", "the training data"],
 )
 def test_a_few_batches_give_the_losses_of_the_whole_set(tmp_path, monkeypatch, capsys, fields):
     """Whatever lies where in a set: 10 batches of 16 rows are within 4 standard errors of all of its rows."""

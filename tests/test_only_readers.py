@@ -71,6 +71,7 @@ def test_a_reader_works_where_it_may_not_write(run, tmp_path, name):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_a_save_beside_readers_is_complete(run, tmp_path):
     """A real training that saves at each step, while commands read its run."""
     folder = tmp_path / "live"

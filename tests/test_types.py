@@ -7,9 +7,12 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parent.parent / "roxxel_dist"
 
 
+@pytest.mark.docs
 def test_the_type_of_every_public_name_is_written_down(tmp_path):
     """In an environment where the package is a copy: what is installed from a checkout is not looked at."""
     environment = tmp_path / "environment"

@@ -50,6 +50,7 @@ def test_runs_that_part_are_told_apart_at_the_first_logged_step(cut, clean, trai
     assert main(["audit", str(other), "--steps", "13:22"]) == 0
 
 
+@pytest.mark.long
 def test_a_fork_and_a_run_that_goes_back_carry_the_chain_on(cut, clean, tokens, tmp_path):
     fork, back = tmp_path / "fork", shutil.copytree(clean, tmp_path / "back")
     Experiment(Config(max_steps=None)).fit(tokens, fork, fork=f"{cut}@6")
@@ -63,6 +64,7 @@ def test_a_fork_and_a_run_that_goes_back_carry_the_chain_on(cut, clean, tokens, 
     assert main(["audit", str(back), "--steps", "7:22"]) == 0
 
 
+@pytest.mark.long
 def test_a_checkpoint_without_a_digest_begins_the_chain_anew_and_the_audit_says_so(cut, tmp_path, capsys):
     from roxxel_dist.audit.record import RunRecord
     from roxxel_dist.train.checkpoint.store import CheckpointStore

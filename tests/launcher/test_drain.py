@@ -150,6 +150,7 @@ def test_files_of_the_working_folder_are_no_modules_of_the_launcher(name: str, t
     assert (done.returncode, done.stdout.count("it ran")) == (0, 1), done.stderr
 
 
+@pytest.mark.cluster
 def test_keepers_are_reaped(launch: Launch, until: Callable[..., None]) -> None:
     job = launch(
         "bash", "-c", "touch ready.$ROXXEL_ATTEMPT.$ROXXEL_PROCESS_ID; [ $ROXXEL_ATTEMPT = 3 ] || exit 42; sleep 60",

@@ -66,6 +66,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return lambda *words: (main(["launch", "ray", *map(str, words)]), *capsys.readouterr())
 
 
+@pytest.mark.cluster
 def test_what_each_rank_sees(nodes: RayNodes, tmp_path: Path) -> None:
     folder = tmp_path / "with space; $(touch no)"
     folder.mkdir()

@@ -118,6 +118,7 @@ def test_kill_9_ends_the_job_with_the_right_code(victim: str, desk: Callable[[],
     two.until(lambda: not two.left(), "everything to be gone")
 
 
+@pytest.mark.cluster
 def test_the_signal_before_the_time_limit_queues_the_job_again(desk: Callable[[], Desk]) -> None:
     two = desk()
     number = two.launch("--nodes", 2, "--run-id", "first", "--", "bash", "-c", DRAIN)

@@ -121,7 +121,12 @@ STAY = {
 
 @pytest.mark.parametrize(
     ("how", "nprocs"),
-    [("a thread", 1), ("a thread", 2), ("an exit handler", 2), ("its program", 2)],
+    [
+        ("a thread", 1),
+        ("a thread", 2),
+        pytest.param("an exit handler", 2, marks=pytest.mark.cluster),
+        pytest.param("its program", 2, marks=pytest.mark.cluster),
+    ],
 )
 def test_who_does_not_exit_is_named_with_its_stack(how: str, nprocs: int, launch: Launch, tmp_path: Path) -> None:
     """The rank beside it waits for it at the end of jax.distributed, and is not named."""
@@ -411,6 +416,7 @@ def test_a_mistake_of_the_user_counts_not_what_follows_from_it(
     assert job.wait()[0] == 2
 
 
+@pytest.mark.cluster
 def test_a_code_of_2_is_a_failure_like_others_where_a_program_has_spoken(launch: Launch) -> None:
     job = launch("bash", "-c", "echo hours of work; [ $ROXXEL_PROCESS_ID = 0 ] || exit 2; sleep 1000")
     code, _, err = job.wait()

@@ -122,7 +122,14 @@ def temporaries(loss, *arguments):
     return jax.jit(jax.grad(loss)).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("fields", [{}, {"mla": True}, {"sliding_window": True, "context_window": 100}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        pytest.param({"mla": True}, marks=pytest.mark.long),
+        pytest.param({"sliding_window": True, "context_window": 100}, marks=pytest.mark.long),
+    ],
+)
 def test_the_memory_of_a_long_row(fields, monkeypatch):
     """A step of a row of 8,192 tokens takes at most 0.35 of what all scores at once take."""
     length = 8192

@@ -137,6 +137,7 @@ def test_a_run_killed_in_an_upload_goes_on_from_the_bucket_alone(work, server, l
     assert exported.read_bytes() == (work / "whole" / "model_weights.msgpack").read_bytes()
 
 
+@pytest.mark.cluster
 def test_hosts_that_share_nothing(work, server, link, store, tmp_path):
     def rank_1(process):
         children = psutil.Process(process.pid).children(recursive=True)
@@ -157,6 +158,7 @@ def test_hosts_that_share_nothing(work, server, link, store, tmp_path):
     assert run("verify", store.url, cwd=work, **server.environ).returncode == 0
 
 
+@pytest.mark.cluster
 def test_a_store_that_stays_away_ends_the_job_with_74(work, server, link, store, tmp_path):
     env = environment(**server.environ_at(link.endpoint))
     more = ["--store_timeout", 2, "--max_steps", 22]

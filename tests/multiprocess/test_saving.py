@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from commands import run
 
 SCRIPT = os.path.join(os.path.dirname(__file__), "saving.py")
@@ -19,6 +20,7 @@ def launch(processes, devices, what, cwd):
     return lines
 
 
+@pytest.mark.cluster
 def test_a_write_that_fails_on_one_rank_fails_on_all(tmp_path):
     first, second = launch(2, 2, "save", tmp_path)
     lost = "the checkpoint of step {} could not be saved in {}/c (rank {}: File too large); {}"

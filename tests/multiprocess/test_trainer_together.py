@@ -14,6 +14,7 @@ SCRIPT = os.path.join(os.path.dirname(__file__), "trainer_together.py")
 SLOW_COMPILE = os.path.join(os.path.dirname(__file__), "slow_compile.py")
 
 
+@pytest.mark.cluster
 def test_a_rewind_a_request_and_patience_on_two_processes(corpus, tmp_path):
     """The seventh batch is left out; a save is asked for while rank 0 is busy; three evaluations later it is over."""
     launcher = start("launch", "local", "--nprocs", 2, "--devices-per-proc", 2, "--", "python", SCRIPT, tmp_path,

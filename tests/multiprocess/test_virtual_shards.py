@@ -79,6 +79,7 @@ def trained(desk, processes, devices, name, *more):
     return hashlib.sha256(repr(logged).encode() + weights).hexdigest()
 
 
+@pytest.mark.cluster
 def test_a_run_of_two_processes_is_audited_on_four_devices_of_one(desk):
     write_config(desk, phases=CONFIG["phases"][:1])
     trained(desk, 2, 1, "two")

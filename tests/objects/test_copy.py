@@ -22,7 +22,7 @@ from roxxel_dist.objects.tree import BucketSource
 SERVERS = {"s3": S3Server, "gs": GcsServer, "az": AzureServer}
 
 
-@pytest.fixture(scope="module", params=["s3", "gs", pytest.param("az", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["s3", *(pytest.param(name, marks=pytest.mark.long) for name in ("gs", "az"))])
 def server(request, tmp_path_factory):
     with SERVERS[request.param](tmp_path_factory.mktemp(request.param)) as server:
         yield server

@@ -164,6 +164,7 @@ def test_whoever_has_lost_it_is_told(url):
     assert json.loads(store.read("it.lease"))["released"] is False
 
 
+@pytest.mark.long
 def test_a_store_that_is_away_is_not_the_end_until_the_lease_is_stale(server, url):
     with server.link() as link, server.environment(link), take(url) as lease:
         link.down = True

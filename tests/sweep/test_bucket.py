@@ -168,6 +168,7 @@ def test_nothing_is_lost_or_repeated_when_drivers_are_killed_at_20_moments(study
     assert kill_and_go_on(study, random.Random(12), 20, 300) == 20
 
 
+@pytest.mark.cluster
 def test_a_second_driver_is_refused_and_names_the_first(study, monkeypatch):
     first = study.start("stays", count=1)
     until(lambda: study.of("report"), "the first driver's trial")
@@ -181,6 +182,7 @@ def test_a_second_driver_is_refused_and_names_the_first(study, monkeypatch):
     assert study.ends() == [0]
 
 
+@pytest.mark.cluster
 def test_a_store_that_is_away_for_some_seconds_costs_nothing(study, s3):
     with s3.link() as link, s3.environment(link, XDG_CACHE_HOME=os.environ["XDG_CACHE_HOME"]):
         driver = study.start("kept", count=8, workers=2)

@@ -67,7 +67,7 @@ def test_trials_pause_at_rungs_alone_and_the_best_ends(workers: int) -> None:
         pytest.param({}, lambda params: [1 - params["x"]] * (1 + int(9 * params["x"])), None, id="different lengths"),
     ],
 )
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_any_curves_give_a_search(changed: dict[str, Any], table: Any, best: float | None, workers: int) -> None:
     result = replay({**SWEEP, **changed}, table, seed=0, budget_steps=100, workers=workers)
     assert len(result.best)

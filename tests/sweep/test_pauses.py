@@ -84,6 +84,7 @@ def test_a_paused_trial_that_an_earlier_version_ended_for_its_checkpoints_has_a_
     assert study.of("thaw") == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_paused_and_thawed_trial_is_equal_to_the_bit(study):
     """Of a real training: each row, with the digest of the rows read and the losses."""

@@ -64,6 +64,7 @@ def test_a_trial_of_a_host_that_is_gone_goes_on_elsewhere_from_the_bucket(study,
     assert (again, last["result"]["value"]) == (after, end["result"]["value"])
 
 
+@pytest.mark.cluster
 def test_one_that_fails_names_its_log_in_the_bucket(study, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "one"))
     own = {"trial": 1, "run_dir": "x-1a2b/trials/1", "log": "x-1a2b/logs/1.0.log", "params": {"lr": 1e30}}

@@ -24,7 +24,10 @@ def stop(pids):
         os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["the driver alone", "all its processes"])
+@pytest.mark.parametrize(
+    "whole",
+    [pytest.param(False, id="the driver alone", marks=pytest.mark.long), pytest.param(True, id="all its processes")],
+)
 def test_a_driver_that_was_stopped_does_not_take_ray_for_lost(study, whole):
     study.more["times"] = TIMES
     driver = study.start("leaves", count=1)

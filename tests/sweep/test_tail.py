@@ -117,6 +117,7 @@ def test_the_value_is_that_of_rank_0(tmp_path, begin, expected):
         assert expected in last["fail"]["reason"], last
 
 
+@pytest.mark.cluster
 def test_runs_of_others_in_the_same_folder_are_no_values(tmp_path):
     """An old run of the program, and trials of another study of the same name, which was deleted."""
     text = "run = wandb.init(dir='.'); LOG"

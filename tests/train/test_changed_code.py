@@ -126,6 +126,7 @@ def test_changed_code_is_what_is_trained(trained, name):
     assert trained[name] not in [losses for other, losses in trained.items() if other != name]
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("name", ["built-in", "with gelu", "own"])
 def test_each_run_has_its_losses(trained, name):
     assert len(trained[name]) == 3

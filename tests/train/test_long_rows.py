@@ -93,6 +93,7 @@ def test_losses_are_those_of_one_device(fields, rows, axes, packed):
     np.testing.assert_allclose(found, alone, rtol=2e-5)
 
 
+@pytest.mark.long
 def test_micro_batches_of_long_rows():
     found = losses(make_mesh(), {}, (4, 65), 2, grad_accum=2)
     np.testing.assert_allclose(found, losses(make_mesh(1), {}, (4, 65), 2, grad_accum=2), rtol=2e-5)

@@ -22,6 +22,7 @@ read_run("run")
 """
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
 def test_a_bar_and_a_curve_in_the_output_of_the_cell(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(3000)))

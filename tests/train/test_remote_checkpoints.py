@@ -139,6 +139,7 @@ def test_rights_that_lack_deletion_cost_no_checkpoint(url, link, tmp_path):
     assert {key.split("/")[1] for key in keys(url)} == {"3"}
 
 
+@pytest.mark.cluster
 def test_a_store_that_is_away_for_a_moment_costs_no_save_and_one_that_stays_away_ends_the_run(url, link, tmp_path):
     store = opened(url, tmp_path / "first")
     saved(store, 1)

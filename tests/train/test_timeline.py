@@ -90,6 +90,7 @@ with Roxxel({corpus!r}) as corpus:
 """
 
 
+@pytest.mark.long
 def test_a_killed_run_was_down_and_repeats_steps(corpus_pattern, tmp_path):
     """What a kill loses is little: the step under way."""
     tests = os.path.join(os.path.dirname(__file__), "..")

@@ -49,6 +49,7 @@ def hash_of(run):
     return hashlib.sha256(repr([[row.get(name) for name in names] for row in rows]).encode() + weights).hexdigest()
 
 
+@pytest.mark.long
 def test_experts_muon_bf16_and_steps_left_out_on_1_device_and_on_2_and_then_1(data, tmp_path):
     fields = SMALL | {
         "phases": PHASE, "datasets": {"more": str(data / "more.rox")}, "optimizer": "muon", "bf16_compute": True,

@@ -105,6 +105,7 @@ def server():
     assert server.unknown == []
 
 
+@pytest.mark.cluster
 def test_kills_and_restarts_make_one_run_and_no_step_is_sent_twice(tmp_path, server):
     # The client sends often, so that the first process dies when the server has some of its rows and not the others.
     often = environment(server, WANDB__FILE_STREAM_TRANSMIT_INTERVAL="1")

@@ -81,6 +81,7 @@ def test_a_reader_sees_new_checkpoints_at_each_restore(folder):
     assert (model.kernel[...] == 3).all()
 
 
+@pytest.mark.long
 def test_readers_beside_a_writer_disturb_no_save(tmp_path):
     """They open, restore and close all the time while another process saves twelve times."""
     command = [sys.executable, "-c", WRITER, str(tmp_path / "c")]

@@ -56,6 +56,7 @@ def test_forty_flipped_bytes_are_named_and_not_read(server, folder, local, cache
     assert named == damaged
 
 
+@pytest.mark.long
 def test_forty_flipped_bytes_of_all_parts(server, folder, local, cache):
     """One at a time, at any place in the objects: `data verify` names it, and no reader returns wrong tokens."""
     url, rng, store = put(server, folder, "parts"), random.Random(7), ObjectStore.open(server.url("parts"))

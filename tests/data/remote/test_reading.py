@@ -124,6 +124,7 @@ def test_what_the_cache_has_needs_no_network(server, local, url, cache):
         assert remote.fetcher.waits == waits + 1
 
 
+@pytest.mark.long
 def test_a_pass_through_a_small_cache(server, local, url, cache):
     """Blocks go and come back, and nothing else is read; little is fetched twice."""
     with server.link() as link, server.environment(link):
