@@ -1,7 +1,6 @@
 """A study in an object store, and the copy of it on this machine that a driver works from.
 
-The store is the truth: the copy is made from it at every start. Objects are named as the files of a local study, but
-for the journal, which is a folder of segments.
+The store is the truth: the copy is made from it at every start. Objects are named as the files of a local study.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.run_directory import DEFINITION, JOURNAL
 from roxxel_dist.sweep.execution.private_disk import studies_folder
 from roxxel_dist.sweep.journal import WAIT_S, Journal
-from roxxel_dist.sweep.segments import SegmentWriter, make_one_of_many, read_segments
+from roxxel_dist.sweep.stored_journal import PARTS, JournalWriter, read_journal
 from roxxel_dist.sweep.study import BASE, EXTRAS, StudyDir
 
 LEASE = "study.lease"
@@ -60,7 +59,7 @@ class StudyBucket:
                 (self.path / name).unlink(missing_ok=True)
             else:
                 write_file(self.path / name, data)
-        self._copy_journal(read_segments(self._store).data if self.is_there else b"")
+        self._copy_journal(read_journal(self._store).data if self.is_there else b"")
 
     def _copy_journal(self, data: bytes) -> None:
         copy = self.path / JOURNAL
@@ -104,19 +103,18 @@ class StudyBucket:
 
     def rollback(self) -> None:
         """Undo `create`; the lease is held until all is deleted."""
-        journal = [info.key for info in self._store.list("journal/")]
-        self._store.delete([DEFINITION, EXTRAS, BASE, *journal])
+        parts = [info.key for info in self._store.list(PARTS)]
+        self._store.delete([DEFINITION, EXTRAS, BASE, JOURNAL, *parts])
         self.is_there = False
 
     @contextmanager
     def journal(self, log: Callable[[str], None]) -> Iterator[Journal]:
-        """The journal, for the driver that holds the study. Raises what `Journal` and `SegmentWriter` raise."""
+        """The journal, for the driver that holds the study. Raises what `Journal` and `JournalWriter` raise."""
         assert self._lease is not None
-        stored = read_segments(self._store)
-        make_one_of_many(self._store, stored)
+        stored = read_journal(self._store)
         with (
-            SegmentWriter(self._store, stored.last, self._lease) as writer,
-            Journal(self.path, log, segments=writer) as journal,
+            JournalWriter(self._store, stored, self._lease) as writer,
+            Journal(self.path, log, stored=writer) as journal,
         ):
             if unsent := (self.path / JOURNAL).read_bytes()[len(stored.data) :]:
                 writer.add(unsent, soon=True, wait=True)

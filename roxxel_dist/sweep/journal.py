@@ -26,7 +26,7 @@ from roxxel_dist.cluster.folder_lock import hold_folder
 from roxxel_dist.run_directory import JOURNAL
 
 if TYPE_CHECKING:
-    from roxxel_dist.sweep.segments import SegmentWriter
+    from roxxel_dist.sweep.stored_journal import JournalWriter
 
 SEARCHING = "searching in"
 """What the holder of a study's lock does, for messages."""
@@ -303,7 +303,7 @@ class Journal:
         study: its folder; of a study in a bucket the copy of it.
         log: shows a line to a person.
         wait_s: how long another controller is waited for.
-        segments: where the lines of a study in a bucket go.
+        stored: where the lines of a study in a bucket go.
 
     Raises ValueError on entry where another one holds it after `wait_s`, and where it cannot be written or read.
     """
@@ -313,9 +313,9 @@ class Journal:
         study: Path,
         log: Callable[[str], None],
         wait_s: float = WAIT_S,
-        segments: "SegmentWriter | None" = None,
+        stored: "JournalWriter | None" = None,
     ) -> None:
-        self._study, self._log, self._wait_s, self._segments = study, log, wait_s, segments
+        self._study, self._log, self._wait_s, self._stored = study, log, wait_s, stored
         self.history = History()
 
     def __enter__(self) -> "Journal":
@@ -339,7 +339,7 @@ class Journal:
         """Write events, in one piece; they are on the disk when this returns.
 
         Numbers that JSON has no form for are written as null. Raises OSError where the disk does not take them, and
-        what `SegmentWriter.add` raises.
+        what `JournalWriter.add` raises.
         """
         now = round(time.time(), 3)
         timed = [{"event": event["event"], "time": now, **_plain(event)} for event in events]
@@ -348,23 +348,23 @@ class Journal:
             written = 0
             while written < len(data):
                 written += os.write(self._file, data[written:])
-            if self._segments is None:
+            if self._stored is None:
                 os.fdatasync(self._file)
         except OSError:
             with suppress(OSError):  # a later line must not stand behind half of this one
                 os.ftruncate(self._file, self._size)
             raise
         self._size += len(data)
-        if self._segments is not None:
+        if self._stored is not None:
             kinds = {event["event"] for event in timed}
-            self._segments.add(data, soon=bool(kinds & SOON), wait=bool(kinds & AWAITED))
+            self._stored.add(data, soon=bool(kinds & SOON), wait=bool(kinds & AWAITED))
         for event in timed:
             self.history.apply(event)
 
     def check(self) -> None:
-        """Raises what `SegmentWriter.check` raises, where the study is in a bucket."""
-        if self._segments is not None:
-            self._segments.check()
+        """Raises what `JournalWriter.check` raises, where the study is in a bucket."""
+        if self._stored is not None:
+            self._stored.check()
 
 
 def _plain(value: Any) -> Any:

@@ -18,9 +18,9 @@ from roxxel_dist.objects import lease
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.objects.lease import Lease, LeaseHeldError, LeaseLostError
 from roxxel_dist.objects.store import ObjectStore
-from roxxel_dist.sweep import bucket, controller, segments
+from roxxel_dist.sweep import bucket, controller
 from roxxel_dist.sweep.journal import replay
-from roxxel_dist.sweep.segments import Segment, SegmentWriter, chain, make_one_of_many, read_segments
+from roxxel_dist.sweep.stored_journal import JournalWriter, read_journal
 
 SERVERS = {"s3": S3Server, "gs": GcsServer, "az": AzureServer}
 METRIC = {"name": "val_loss", "goal": "minimize"}
@@ -71,7 +71,7 @@ class BucketStudy(Study):
 
     @property
     def stored(self):
-        return read_segments(ObjectStore.open(self.url, timeout_s=10))
+        return read_journal(ObjectStore.open(self.url, timeout_s=10))
 
     @property
     def events(self):
@@ -103,57 +103,53 @@ def study(s3, tmp_path, monkeypatch, request):
         yield study
 
 
-def test_segments_follow_each_other():
-    one, two, three, many = Segment(1, 1), Segment(2, 2), Segment(3, 3), Segment(1, 2)
-    assert many.key == "journal/000000001-000000002.jsonl"
-    assert chain([]) == ([], [])
-    assert chain([two, one]) == ([one, two], [])
-    assert chain([one, two, three, many]) == ([many, three], [one, two])
-    for given, missing in (([two], 1), ([one, three], 2), ([many, Segment(5, 5)], 3)):
-        with pytest.raises(ValueError, match=rf"journal/00000000{missing}\.jsonl is missing"):
-            chain(given)
-
-
-def test_lines_come_in_their_order_and_many_segments_become_one(store, monkeypatch):
-    monkeypatch.setattr(segments, "MANY", 5)
-    monkeypatch.setattr(segments, "LOOKS", 1)
+def test_lines_come_in_their_order_in_one_object(store):
     lines = [json.dumps({"n": n}).encode() + b"\n" for n in range(9)]
+    assert read_journal(store).data == b""
     with Lease.take(store, "study.lease", "test") as held:
-        with SegmentWriter(store, 0, held) as writer:
-            for line in lines[:6]:
-                writer.add(line, soon=False, wait=True)
-            writer.add(lines[6], soon=False, wait=False)
-            writer.add(lines[7], soon=False, wait=False)
-        journal = read_segments(store)
-        assert journal.data == b"".join(lines[:8])
-        assert journal.last == 7  # the last two went together
-        make_one_of_many(store, journal)
-        assert [info.key for info in store.list("journal")] == ["journal/000000001-000000007.jsonl"]
-        store.write("journal/000000003.jsonl", lines[2])  # a start that was killed while it deleted
-        journal = read_segments(store)
-        assert (journal.data, journal.last) == (b"".join(lines[:8]), 7)
-        make_one_of_many(store, journal)
-        with SegmentWriter(store, 7, held) as writer:
-            writer.add(lines[8], soon=True, wait=False)
-        assert read_segments(store).data == b"".join(lines)
-        assert len(store.list("journal")) == 2
-    store.write("journal/000000008.jsonl", lines[8] + b'{"n"')
-    with pytest.raises(ValueError, match=r"journal/000000008\.jsonl, line 2: damaged"):
-        read_segments(store)
-    store.delete(["journal/000000001-000000007.jsonl"])
-    with pytest.raises(ValueError, match=r"journal is damaged: journal/000000001\.jsonl is missing"):
-        read_segments(store)
+        for some in (lines[:5], lines[5:]):
+            with JournalWriter(store, read_journal(store), held) as writer:
+                writer.add(some[0], soon=False, wait=True)
+                for line in some[1:]:
+                    writer.add(line, soon=False, wait=False)
+    assert read_journal(store).data == b"".join(lines)
+    assert [info.key for info in store.list() if not info.key.startswith("study.lease")] == ["journal.jsonl"]
+    store.write("journal.jsonl", lines[8] + b'{"n"')
+    with pytest.raises(ValueError, match=r"journal\.jsonl, line 2: damaged"):
+        read_journal(store)
 
 
-def test_of_two_drivers_that_believe_to_be_alone_one_ends(store):
+def test_a_journal_in_parts_becomes_one_object(store):
+    """As earlier versions wrote it: parts in their order, and a larger one of some of them."""
+    lines = [json.dumps({"n": n}).encode() + b"\n" for n in range(5)]
+    for name, data in {"1": lines[:1], "2": lines[1:2], "1-3": lines[:3], "4": lines[3:4]}.items():
+        first, _, last = name.partition("-")
+        store.write(f"journal/{int(first):09d}{f'-{int(last):09d}' if last else ''}.jsonl", b"".join(data))
+    store.write("journal/000000006.jsonl", lines[4])
+    with pytest.raises(ValueError, match=r"journal/000000005\.jsonl is missing"):
+        read_journal(store)
+    store.delete(["journal/000000006.jsonl"])
+    stored = read_journal(store)
+    assert stored.data == b"".join(lines[:4])
+    with Lease.take(store, "study.lease", "test") as held, JournalWriter(store, stored, held) as writer:
+        writer.add(lines[4], soon=True, wait=False)
+    assert read_journal(store).data == b"".join(lines)
+    assert not store.list("journal")
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_of_two_drivers_that_believe_to_be_alone_one_ends(store, is_begun):
+    if is_begun:
+        store.write("journal.jsonl", b'{"zero": 0}\n')
     with Lease.take(store, "study.lease", "test") as held:
-        with SegmentWriter(store, 0, held) as first:
+        stored = read_journal(store)
+        with JournalWriter(store, stored, held) as first:
             first.add(b'{"first": 1}\n', soon=True, wait=True)
-        second = SegmentWriter(store, 0, held)
+        second = JournalWriter(store, stored, held)
         second.__enter__()
-        with pytest.raises(LeaseLostError, match=r"another driver has written journal/000000001\.jsonl"):
+        with pytest.raises(LeaseLostError, match=r"another driver has written journal\.jsonl"):
             second.add(b'{"second": 1}\n', soon=True, wait=True)
-        assert read_segments(store).data == b'{"first": 1}\n'
+        assert read_journal(store).data == stored.data + b'{"first": 1}\n'
 
 
 def test_a_driver_that_was_killed_goes_on_where_only_the_bucket_is(study):
@@ -209,7 +205,7 @@ def test_a_store_that_stays_away_ends_the_sweep_and_nothing_is_lost(study, s3, c
             link.down |= bool(history.count("done"))
 
         study.changed = changed
-        with pytest.raises(StoreTimeoutError, match=r"journal/\d{9}\.jsonl: .* refuses connections"):
+        with pytest.raises(StoreTimeoutError, match=r"journal\.jsonl: .* refuses connections"):
             study.run_here(trial_bodies.kept, count=4)
         assert main(["sweep", "--study", study.url, "--store_timeout", "1"]) == EXIT_FILES
         assert study.url in capsys.readouterr().err
@@ -231,6 +227,6 @@ def test_reports_of_a_study_in_a_bucket(study, monkeypatch, capsys, tmp_path):
     assert (shown["head"]["path"], shown["head"]["counts"]["done"]) == (str(study.url), 3)
     assert main(["report", study.url, "--best_config", "best.yaml"]) == 2
     assert "trained on another machine" in capsys.readouterr().err
-    assert main(["sweep", "--study", f"{study.url}/journal", "--count", "1"]) == 2
+    assert main(["sweep", "--study", f"{study.url}/report", "--count", "1"]) == 2
     assert "and is not a study: name another place" in capsys.readouterr().err
     assert main(["sweep", "--study", "ftp://host/x", "--count", "1"]) == 2

@@ -27,10 +27,10 @@ FETCH = """
 import sys
 from pathlib import Path
 from roxxel_dist.objects.store import ObjectStore
-from roxxel_dist.sweep.segments import read_segments
+from roxxel_dist.sweep.stored_journal import read_journal
 store, folder = ObjectStore.open(sys.argv[1]), Path(sys.argv[2])
 folder.mkdir()
-(folder / "journal").write_bytes(read_segments(store).data)
+(folder / "journal").write_bytes(read_journal(store).data)
 (folder / "transferred.yaml").write_bytes(store.read("transferred.yaml"))
 """
 

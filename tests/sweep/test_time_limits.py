@@ -3,14 +3,14 @@
 import re
 from pathlib import Path
 
-from roxxel_dist.sweep import controller, journal, segments
+from roxxel_dist.sweep import controller, journal, stored_journal
 from roxxel_dist.sweep.execution import corpus, private_disk, process, ray_executor, trial
 
 README = Path(controller.__file__).parent / "README.md"
 MODULES = {
-    "controller": controller, "journal": journal, "segments": segments, "corpus": corpus, "private_disk": private_disk,
-    "process": process, "ray_executor": ray_executor, "trial": trial,
-}  # fmt: skip
+    module.__name__.rpartition(".")[2]: module
+    for module in (controller, journal, stored_journal, corpus, private_disk, process, ray_executor, trial)
+}
 
 
 def test_their_order():
