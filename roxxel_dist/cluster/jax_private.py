@@ -20,26 +20,3 @@ def key_value_store() -> Any:
     the same object.
     """
     return distributed.global_state.client
-
-
-def lowering_details(lowered: Any) -> str | None:
-    """What jax compiles a `jax.stages.Lowered` with beside its text, as text: which arguments are left of the
-    function's, where they lie, options. None for a program that calls back into its process, or takes constants along.
-
-    Two functions may have the same text and the same arguments, of which one uses the first and the other the second.
-    """
-    lowering = lowered._lowering
-    args = lowering.compile_args
-    if args["host_callbacks"] or args["keepalive"] or args["ordered_effects"] or args["unordered_effects"]:
-        return None
-    if lowering.const_args:
-        return None
-    names = ("in_shardings", "out_shardings", "in_layouts", "out_layouts", "tuple_args", "committed")
-    parts = [sorted(args["kept_var_idx"]), *(args[name] for name in names)]
-    parts += [lowering._donated_invars, lowering._compiler_options_kvs, lowering._platforms]
-    return repr([*parts, lowering_devices(lowered)])
-
-
-def lowering_devices(lowered: Any) -> list[int]:
-    """The ids of the devices that a `jax.stages.Lowered` is for, in its order, which loading it needs."""
-    return [device.id for device in lowered._lowering._device_list]

@@ -1,6 +1,6 @@
 """Compilation ahead of time: programs are compiled in a background thread before the step that needs them.
 
-What was compiled once is kept on disk, and loaded when the job is started again (`cluster/executables.py`).
+jax's own cache keeps them on disk for the next start of the job (on CPUs those of rank 0 alone).
 
 With `SHARE_COMPILATION`, processes that need the same program at about the same time, such as the trials of a sweep,
 compile it once: the first one holds a file lock, and the others wait and read it from jax's compilation cache. That is
@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -24,8 +23,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from roxxel_dist.cluster.distributed import barrier
-from roxxel_dist.cluster.executables import ExecutableStore, compile_kept
-from roxxel_dist.cluster.mesh import device_type, one_device
+from roxxel_dist.cluster.mesh import one_device
 from roxxel_dist.train.config import SHARE_COMPILATION
 
 COMPILE_LIMIT_S = LOCK_LIMIT_S = 3600.0
@@ -56,7 +54,6 @@ class AotCompiler:
         self.mesh: Mesh = mesh
         self._options = None if options is None else dict(options)
         self._pool = ThreadPoolExecutor(1, "roxxel-compile")
-        self._store = ExecutableStore.beside_jax_cache(device_type(mesh).platform)
         self._programs: dict[Hashable, Future[Any]] = {}
         self._shared: set[Hashable] = set()
         self.seconds: dict[Hashable, float] = {}
@@ -117,9 +114,10 @@ class AotCompiler:
         return program
 
     def _compile_one(self, jitted: Any, args: Sequence[Any], mesh: Mesh | None) -> Any:
-        lock = partial(compile_lock, options=self._options)
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-            return compile_kept(self._store, jitted, args, self._options, lock)
+            lowered = jitted.lower(*args)
+            with compile_lock(lowered, self._options):
+                return lowered.compile(compiler_options=self._options)
 
     def _compile_for_each(self, jitted: Any, args: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
         """On each device the same instructions: nothing in the program tells on which one it is."""

@@ -23,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary, process_index
-from roxxel_dist.cluster.executables import ExecutableStore, compile_kept
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, Axes, parameter_sharding
 from roxxel_dist.cluster.xla_flags import SAVE_MEMORY
@@ -259,7 +258,7 @@ def init_state(
         leaves: dict[str, Any] = {name: like[name] for name in given}
         with jax.set_mesh(mesh), _logged_if_slow(f"initialising {size:,} parameters"):
             for program in _init_programs(split, compute, like, mesh, given):
-                leaves |= jax.block_until_ready(_kept(program)())
+                leaves |= jax.block_until_ready(program())
     if load is not None and (split.frozen.names or not restored):
         state = () if restored else split.state_names
         leaves |= load(*({name: leaves[name] for name in names} for names in (_loaded(split), state)))
@@ -284,7 +283,7 @@ def _assemble(
     if isinstance(init_optimizer, InitialState):  # one of our optimizers: it needs the parameters as matrices
         init_optimizer = init_optimizer.for_model(split.params.matrices)
     program, everywhere = _optimizer_program(init_optimizer, params, mesh), NamedSharding(mesh, P())
-    opt_state = program.eval_shape(params) if shapes else _kept(program, params)(params)
+    opt_state = program.eval_shape(params) if shapes else program(params)
     place = _shape_of if shapes else _spread
     step, health = jax.tree.map(
         lambda leaf: place(leaf, everywhere), (np.zeros((), np.int32), LossMonitorState.initial(np.zeros))
@@ -386,11 +385,6 @@ def _init_programs(
 
     weights = [name for name in split.params.names + split.frozen.names if name not in given]
     return [program(names) for names in (split.hparams.names, weights, split.rest.names) if names]
-
-
-def _kept(jitted: Any, *args: Any) -> Any:
-    """The compiled program, as it is kept on disk."""
-    return compile_kept(ExecutableStore.beside_jax_cache(), jitted, args)
 
 
 def _cast(leaf: Any, dtype: Any = None) -> jax.Array:

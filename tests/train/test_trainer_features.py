@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from runs import PHASES, losses, make, model, rows, told, train
 
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
-from roxxel_dist.cluster.executables import ExecutableStore
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.loss import next_token_loss, token_losses
 
@@ -25,9 +24,8 @@ BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def compiled():
     """Counts what XLA compiles, by the name of the jitted function; a program from jax's cache counts too."""
-    monkeypatch.setattr(ExecutableStore, "beside_jax_cache", lambda *_: None)  # what it loads is not compiled
     counts: Counter[str] = Counter()
 
     def listen(event, seconds, **more):
