@@ -2,22 +2,28 @@
 
 import ast
 import math
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from simpleeval import DEFAULT_OPERATORS, EvalWithCompoundTypes, InvalidExpression, NameNotDefined
+
 from roxxel_dist.cluster.exit_codes import UserError
 
-LONGEST, DEEPEST = 2000, 50
-"""Characters of a formula, and operations within one another."""
-NODES = (
-    ast.Name, ast.Constant, ast.List, ast.Tuple, ast.Call, ast.IfExp, ast.expr_context,
-    ast.BoolOp, ast.boolop, ast.UnaryOp, ast.USub, ast.UAdd, ast.Not,
-    ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod,
-    ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn,
-)  # fmt: skip
-"""All that a formula is made of: no attribute, index, power or shift, and no call but of FUNCTIONS."""
+LONGEST, MOST = 2000, 200
+"""Characters and syntax nodes of a formula."""
+EXPRESSIONS = (
+    ast.Name,
+    ast.Constant,
+    ast.List,
+    ast.Tuple,
+    ast.Call,
+    ast.IfExp,
+    ast.BoolOp,
+    ast.UnaryOp,
+    ast.BinOp,
+    ast.Compare,
+)
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs,
     "float": float,
@@ -25,61 +31,28 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "log2": math.log2,
     "max": max,
     "min": min,
-    "round": lambda number, digits=None: round(number, digits and max(digits, -400)),  # 10**-digits is worked out
+    "round": lambda number, digits=None: round(number, digits and max(digits, -400)),  # it computes 10**-digits
     "sqrt": math.sqrt,
 }
-NUMERIC: dict[type[ast.AST], str] = {ast.Mult: "*", ast.Mod: "%"}
-
-
-def _for_numbers(symbol: str, operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The operation for numbers alone: of texts and lists `*` and `%` make any size."""
-
-    def compute(left: Any, right: Any) -> Any:
-        if not (isinstance(left, int | float) and isinstance(right, int | float)):
-            raise TypeError(f"{symbol} is for numbers")
-        return operation(left, right)
-
-    return compute
-
-
-NAMESPACE: dict[str, Any] = {"__builtins__": {}, **{f"{name}()": function for name, function in FUNCTIONS.items()}}
-NAMESPACE |= {"*()": _for_numbers("*", operator.mul), "%()": _for_numbers("%", operator.mod)}
-"""By names that no parameter in a formula can have."""
-
-
+HUGE = ast.Pow, ast.LShift, ast.RShift
+"""Operators whose results can have any size."""
+OPERATORS = {kind: function for kind, function in DEFAULT_OPERATORS.items() if kind not in HUGE}
 MISSING = object()
 """The value of a formula that asks for a parameter that is left out."""
 
 
 class MissingError(UserError):
-    """A formula asks for a parameter that there is not."""
-
-
-class _Compiled(ast.NodeTransformer):
-    """A checked formula as it is run: its calls, `*` and `%` are those of NAMESPACE, and a tuple is a list."""
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        function = ast.Name(f"{ast.unparse(node.func)}()", ast.Load())
-        return ast.Call(function, [self.visit(argument) for argument in node.args], [])
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        self.generic_visit(node)
-        if type(node.op) not in NUMERIC:
-            return node
-        return ast.Call(ast.Name(f"{NUMERIC[type(node.op)]}()", ast.Load()), [node.left, node.right], [])
-
-    def visit_Tuple(self, node: ast.Tuple) -> ast.AST:
-        return ast.List([self.visit(element) for element in node.elts], ast.Load())
+    """A formula asks for a parameter that does not exist."""
 
 
 class Expression:
-    """A formula: parsed by Python, refused where it is more than NODES, and run without Python's builtins.
+    """A formula in Python's syntax, evaluated by simpleeval: no attributes, no indices, no calls but of FUNCTIONS.
 
     Args:
         text: as a person wrote it.
 
     Raises:
-        ValueError: it is no formula, or does what formulas may not.
+        ValueError: it is no formula, or has an expression that formulas must not have.
     """
 
     def __init__(self, text: str) -> None:
@@ -87,15 +60,15 @@ class Expression:
         if len(self.text) > LONGEST:
             raise UserError(f"a formula of {len(self.text):,} characters: {LONGEST:,} are the maximum")
         try:
-            tree = ast.parse(self.text, mode="eval")
+            self._tree: ast.expr = ast.parse(self.text, mode="eval").body
         except (SyntaxError, MemoryError, RecursionError, ValueError) as error:
             why = error.msg if isinstance(error, SyntaxError) else str(error) or "it is nested too deeply"
             raise UserError(f"{self.text!r} is no formula ({why}): write one such as dim % kv_heads == 0") from None
-        if _depth(tree.body) > DEEPEST:
-            raise UserError(f"{self.text!r} is nested too deeply: {DEEPEST} levels of operations are the maximum")
-        nodes = list(ast.walk(tree.body))
+        nodes = [node for node in ast.walk(self._tree) if isinstance(node, ast.expr)]
+        if len(nodes) > MOST:
+            raise UserError(f"{self.text!r} has {len(nodes)} names, numbers and operations: {MOST} are the maximum")
         for node in nodes:
-            if not _is_allowed(node):
+            if not self._is_allowed(node):
                 raise UserError(
                     f"{self.text!r}: {ast.unparse(node)!r} cannot be in a formula; allowed: parameters, numbers, "
                     f"texts, lists, + - * / // %, and or not if, < <= == in …, {', '.join(FUNCTIONS)}"
@@ -103,41 +76,31 @@ class Expression:
         functions = [node.func for node in nodes if isinstance(node, ast.Call)]
         self.names: set[str] = {node.id for node in nodes if isinstance(node, ast.Name) and node not in functions}
         """The parameters that it asks for."""
-        self._code = compile(ast.fix_missing_locations(_Compiled().visit(tree)), "<formula>", "eval")
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """Its result for these parameters.
 
         Raises:
-            MissingError: a parameter that there is not.
+            MissingError: a parameter does not exist.
             ValueError: an operation that these values do not have.
         """
         known = {name: values[name] for name in sorted(self.names) if name in values}
         try:
-            return eval(self._code, NAMESPACE, known)
-        except NameError as error:
+            return EvalWithCompoundTypes(OPERATORS, FUNCTIONS.copy(), known).eval(self.text, self._tree)
+        except NameNotDefined as error:
             raise MissingError(f"{self.text!r}: there is no parameter {error.name!r}") from None
-        except (ArithmeticError, TypeError, ValueError) as error:
+        except (ArithmeticError, TypeError, ValueError, InvalidExpression) as error:
             shown = ", ".join(f"{name} {value!r}" for name, value in known.items())
             raise UserError(f"{self.text!r} cannot be worked out for {shown}: {error}") from None
 
-
-def _depth(tree: ast.AST) -> int:
-    """How many operations stand within one another."""
-    depth, level = 0, [tree]
-    while level:
-        depth += 1
-        level = [child for node in level for child in ast.iter_child_nodes(node)]
-    return depth
-
-
-def _is_allowed(node: ast.AST) -> bool:
-    if isinstance(node, ast.Constant):
-        return isinstance(node.value, str | int | float | bool | None)
-    if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS and not node.keywords
-    operators = [getattr(node, "op", node), *getattr(node, "ops", ())]
-    return isinstance(node, NODES) and all(isinstance(part, NODES) for part in operators)
+    @staticmethod
+    def _is_allowed(node: ast.expr) -> bool:
+        if isinstance(node, ast.Constant):
+            return isinstance(node.value, str | int | float | bool | None)
+        if isinstance(node, ast.Call):
+            return isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS and not node.keywords
+        operators = [*getattr(node, "ops", ()), *([node.op] if isinstance(node, ast.BinOp | ast.UnaryOp) else ())]
+        return isinstance(node, EXPRESSIONS) and all(type(operator) in OPERATORS for operator in operators)
 
 
 class InfeasibleError(UserError):
