@@ -18,7 +18,7 @@ RANKS = [
     ["audit"],
     # One run: from a Config to its directory, and what is read there.
     [
-        "trainer", "coordinates", "experiment", "generator", "export", "evaluate", "estimate", "builders", "report",
+        "trainer", "experiment", "generator", "export", "evaluate", "estimate", "builders", "report",
         "curriculum_builder", "copy", "inspect_batch", "save", "weights", "run_metadata", "run_directory", "config",
         "config_effect", "target_process", "target_steps",
     ],

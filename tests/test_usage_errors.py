@@ -10,6 +10,7 @@ import pytest
 
 from roxxel_dist import Config, Experiment, Phase
 from roxxel_dist.cli import main
+from roxxel_dist.cli.arguments import REMOVED
 from roxxel_dist.cluster.exit_codes import FileSystemError, UserError
 from roxxel_dist.config import usage_errors
 from roxxel_dist.display import aligned
@@ -164,3 +165,12 @@ def test_no_run_begins_anew_where_steps_were_done(tmp_path, monkeypatch, capsys)
     with pytest.raises(FileSystemError, match=message):
         Experiment(Config(**SMALL)).fit("text.txt", "run")
     assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "instead"),
+    [(command, name, instead) for command, names in REMOVED.items() for name, instead in names.items()],
+)
+def test_an_option_that_was_removed_says_what_to_do(command, name, instead, capsys):
+    assert main([command, f"--{name}"]) == 2
+    assert capsys.readouterr().err == f"roxxel-dist: the option --{name} was removed: {instead}\n"

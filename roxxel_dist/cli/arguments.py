@@ -24,6 +24,11 @@ UNITS_S = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 BOOLEANS = {"true": True, "false": False}
 YAML_FIELDS = ("phases", "datasets", "validation", "model_args")
 """Fields that are one word of YAML on the command line."""
+REMOVED = {
+    "plan": {"coordinates": "run examples/coordinate_check.py with the config"},
+    "sweep": {"keep_gb": "leave it out: paused trials keep their checkpoints, which max_to_keep and --count limit"},
+}
+"""Options that a command had, with what to do instead."""
 RULES = tyro.constructors.ConstructorRegistry()
 
 
@@ -203,6 +208,8 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
             continue
         given.add(name)
         if name not in hints and name.removeprefix("no_") not in switches:
+            if instead := REMOVED.get(command, {}).get(name):
+                raise UserError(f"the option {flag(name)} was removed: {instead}")
             near = nearest(name, list(hints))
             hint = f"did you mean {flag(near)}?" if near else "the command does not have it;"
             raise UserError(f"there is no option {flag(name)}: {hint} {all_options}")

@@ -45,11 +45,6 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
 
     with usage_errors():
         flags = dict(flags_in(words))
-        if "keep_gb" in flags:
-            raise UserError(
-                "the option keep_gb was removed, and paused trials keep their checkpoints: leave it out; max_to_keep "
-                "and --count limit what they take"
-            )
         named: dict[str, Any] = {name: flags.get(name) for name in ("study", "sweep_config", "sweep_id")}
         bucket = _bucket(flags, held)
         study = StudyDir(SweepOptions(**named).folder) if bucket is None else bucket.files

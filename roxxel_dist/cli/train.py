@@ -1,6 +1,5 @@
 """The commands about one run: train, save, and what is found out before: plan, find-lr, batch."""
 
-import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -12,7 +11,7 @@ import tyro
 from roxxel_dist.cli.arguments import ConfigArgs, as_flags, parse, parse_config, parse_train, steps_to_skip
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_PREFLIGHT, UserError
 from roxxel_dist.cluster.extras import pip_install
-from roxxel_dist.config import Config, usage_errors
+from roxxel_dist.config import usage_errors
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.run_directory import CONFIG
 
@@ -120,11 +119,6 @@ class PlanArgs(ConfigArgs):
     """What a device has, in GB of 10^9 bytes; what it says itself where not given."""
     arrays: bool = False
     """A line for every array of parameters: shape, and how it is cut."""
-    coordinates: bool = False
-    """Coordinate check of parametrization mup instead: how far a few steps move the activations at base_dim x 1, 2, 4
-    and 8, with mup and without."""
-    out: str = "coordinates.png"
-    """Where the picture of --coordinates goes."""
     json: bool = False
     """Print JSON instead of text."""
 
@@ -146,10 +140,6 @@ def plan(words: list[str]) -> int:
     from roxxel_dist.estimate import EstimateRequest, estimate, table
     from roxxel_dist.target_process import TargetError
 
-    if args.coordinates:
-        if args.target:
-            raise UserError("target is for the plan, and coordinates trains a few steps here: leave one out")
-        return _coordinates(args, config)
     with usage_errors():
         request = EstimateRequest(
             run=Path(run) if run else None, devices=args.devices, target=args.target, processes=args.processes,
@@ -174,27 +164,6 @@ def plan(words: list[str]) -> int:
         sys.stdout.flush()
     if result.problems:
         raise UserError("\n".join(result.problems))
-    return 0
-
-
-def _coordinates(args: PlanArgs, config: Config) -> int:
-    """The coordinate check, as text or JSON, and its picture where matplotlib is installed."""
-    from roxxel_dist.coordinates import check_coordinates, draw, table
-
-    with contextlib.redirect_stdout(sys.stderr):  # for --json: what a slow start prints is not the result
-        check = check_coordinates(config, args.data_path)
-    if args.json:
-        import json
-
-        print(json.dumps(dataclasses.asdict(check), indent=2))
-    else:
-        print(table(check))
-    if importlib.util.find_spec("matplotlib") is None:
-        info(f"no picture: it needs matplotlib: {pip_install('plot')}")
-    else:
-        with usage_errors():
-            draw(check, Path(args.out))
-        info(f"picture: {args.out}")
     return 0
 
 

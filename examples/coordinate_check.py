@@ -2,8 +2,11 @@
 
 With the standard parametrization the changes grow with the width, so that a wider model wants a lower learning rate;
 with mup they do not (Yang et al., "Tensor Programs V", 2022, appendix D.1).
+
+    python examples/coordinate_check.py small.yaml data --picture coordinates.png
 """
 
+import argparse
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -158,3 +161,20 @@ def draw(check: CoordinateCheck, picture: Path) -> None:
         axes.set_xticks(check.widths, [str(width) for width in check.widths])
         axes.minorticks_off()
         axes.legend(ncols=2, fontsize="small")
+
+
+def main() -> None:
+    """Check the config that the command line names."""
+    parser = argparse.ArgumentParser(description="The coordinate check of mup, at the base width times 1, 2, 4 and 8.")
+    parser.add_argument("config", help="a config file, as `roxxel-dist train` takes it")
+    parser.add_argument("data", help="a text file, a folder of text, or shards made by `roxxel-dist data build`")
+    parser.add_argument("--picture", type=Path, help="a PNG file of the table; needs matplotlib")
+    arguments = parser.parse_args()
+    check = check_coordinates(Config.from_yaml(arguments.config), arguments.data)
+    print(table(check))
+    if arguments.picture is not None:
+        draw(check, arguments.picture)
+
+
+if __name__ == "__main__":
+    main()
