@@ -39,7 +39,7 @@ def write_study(study: Study, folder: Path, say: Callable[[str], None]) -> tuple
     with suppress(ImportError):  # scipy may be missing where a study is only read
         shares = importances(study)
     try:
-        draw(study, folder, shares)
+        draw(study, folder)
     except ImportError:
         missing = no_pictures()
     more = {"importance": json.dumps(shares)} if shares else {}
