@@ -124,6 +124,8 @@ def prose(source: str) -> Iterator[tuple[int, list[str]]]:
 
 def riddles(source: str) -> list[tuple[int, str]]:
     """(line, words) of each riddle in the docstrings and comments of a module, also of one that a line break parts."""
+    if not RIDDLES.search(re.sub(r"\n[ #]*", " ", source)):  # most modules: their tokens need not be looked at
+        return []
     found = []
     for begin, lines in prose(source):
         text, starts = " ".join(lines), [0, *accumulate(len(line) + 1 for line in lines)]
