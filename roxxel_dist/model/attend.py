@@ -1,7 +1,6 @@
 """Attention, by the kernel for the device, the shapes and the mesh."""
 
 import math
-from numbers import Real
 from typing import Any
 
 import jax
@@ -69,6 +68,7 @@ def attention(
         segments = jnp.asarray(segments, jnp.int32)
     if positions is not None:
         positions = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (rows, length))
+    scale = None if scale is None else float(scale)
     return _attend(q, k, v, Labels(segments, positions), window, scale, "auto")
 
 
@@ -94,7 +94,7 @@ def _check(q: Any, k: Any, v: Any, window: Any, segments: Any, positions: Any, s
         raise UserError(f"attention: q is {q.dtype}, k {k.dtype} and v {v.dtype}: give all of them one floating type")
     if window is not None and (not isinstance(window, int | np.integer) or isinstance(window, bool) or window < 1):
         raise UserError(f"attention: window is {window!r}: it must be a whole number of tokens, at least 1, or None")
-    if scale is not None and (not isinstance(scale, Real) or not 0 < scale < math.inf):
+    if scale is not None and (not isinstance(scale, int | float | np.floating) or not 0 < scale < math.inf):
         raise UserError(
             f"attention: scale is {scale!r}: it must be a number above 0, or None for 1 / sqrt({q.shape[3]})"
         )

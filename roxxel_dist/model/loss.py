@@ -79,11 +79,10 @@ def _losses_of_own(model: Any, inputs: list[jax.Array], targets_BxL: jax.Array) 
     """float32[B, L] for a model of the user's own: in chunks where it has `states` and `logits`."""
     if not all(callable(getattr(model, name, None)) for name in ("states", "logits")):
         return _cross_entropy(model(*inputs), targets_BxL)
-    x_BxLxD = model.states(*inputs)
+    x_BxLxD, (rows, length) = model.states(*inputs), targets_BxL.shape
     shape = getattr(x_BxLxD, "shape", None)
     if shape is None or len(shape) != 3 or shape[:2] != targets_BxL.shape:
         what = f"a {type(x_BxLxD).__name__}" if shape is None else f"an array of shape {shape}"
-        rows, length = targets_BxL.shape
         raise UserError(
             f"the model's states returned {what} for tokens of shape {targets_BxL.shape}: it must return an array "
             f"({rows}, {length}, width), of which its logits makes ({rows}, {length}, vocabulary)"
@@ -95,7 +94,7 @@ def _losses_of_own(model: Any, inputs: list[jax.Array], targets_BxL: jax.Array) 
 
     head, leaves = _Head.of(model, logits)
     vocabulary = jax.eval_shape(head, leaves, x_BxLxD).shape[-1]
-    count = auto_chunks(*targets_BxL.shape, vocabulary)
+    count = auto_chunks(rows, length, vocabulary)
     if not count:
         return _cross_entropy(model.logits(x_BxLxD), targets_BxL)
     return _by_chunks(model, logits, x_BxLxD, targets_BxL, count)
