@@ -1,4 +1,4 @@
-"""`roxxel_dist.attention`, for models of one's own: against all scores at once in float64, on every kind of mesh."""
+"""`roxxel_dist.attention` against all scores at once in float64, on every kind of mesh."""
 
 import contextlib
 
