@@ -22,9 +22,11 @@ _WHERE = {
     "Generator": "generator",
     "Transformer": "model.transformer",
     "UserError": "cluster.exit_codes",
+    "attention": "model.attend",
     "initialize": "cluster.distributed",
     "read_run": "view.read",
     "read_study": "view.read",
+    "token_losses": "model.loss",
 }
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from roxxel_dist.data.dataset import Roxxel as Roxxel
     from roxxel_dist.experiment import Experiment as Experiment
     from roxxel_dist.generator import Generator as Generator
+    from roxxel_dist.model.attend import attention as attention
+    from roxxel_dist.model.loss import token_losses as token_losses
     from roxxel_dist.model.transformer import Transformer as Transformer
     from roxxel_dist.train.checkpoint.checkpointer import Checkpointer as Checkpointer
     from roxxel_dist.train.loggers.logger import Logger as Logger
@@ -59,9 +63,11 @@ __all__ = [
     "Trainer",
     "Transformer",
     "UserError",
+    "attention",
     "initialize",
     "read_run",
     "read_study",
+    "token_losses",
 ]
 
 

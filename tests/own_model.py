@@ -6,6 +6,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+import roxxel_dist
 from roxxel_dist.lora import LoRALinear
 
 
@@ -37,6 +38,38 @@ def loss(model, batch):
     logits, targets = model(batch[:, :-1]), batch[:, 1:]
     right = (jnp.argmax(logits, -1) == targets).mean()
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean(), {"accuracy": right}
+
+
+class Attending(nnx.Module):
+    """Layers of attention over embedded tokens, by the package's function or by jax's, in rows or packed documents."""
+
+    def __init__(self, vocabulary, width, depth, heads, rngs, plain=False):
+        self.heads, self.plain = heads, plain
+        self.embedding = nnx.Embed(vocabulary, width, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(width, 3 * width, rngs=rngs) for _ in range(depth)])
+        self.mix = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(depth)])
+        self.out = nnx.Linear(width, vocabulary, rngs=rngs)
+
+    def states(self, tokens, segments=None, positions=None):
+        x = self.embedding(tokens)
+        for layer, mix in zip(self.layers, self.mix, strict=True):
+            q, k, v = (part.reshape(*x.shape[:2], self.heads, -1) for part in jnp.split(layer(x), 3, axis=-1))
+            if self.plain:
+                mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+            else:
+                mixed = roxxel_dist.attention(q, k, v, segments=segments, positions=positions)
+            x = x + jax.nn.relu(mix(mixed.reshape(x.shape)))
+        return x
+
+    def logits(self, x):
+        return self.out(x)
+
+    def __call__(self, *batch):
+        return self.logits(self.states(*batch))
+
+
+def build_attending(config, rngs):
+    return Attending(config.vocab_size, **({"width": 32, "depth": 2, "heads": 2} | config.model_args), rngs=rngs)
 
 
 class Pooled(Recurrent):

@@ -19,6 +19,7 @@ RUN_BY = {
     "docs/sweeps.md": "test_guides.py",
     "docs/howto/local.md": "test_howto_local.py",
     "docs/howto/launching.md": "test_howto_local.py",
+    "docs/howto/long-rows.md": "test_guides.py",
     "docs/howto/top.md": "test_guides.py",
     "docs/howto/browser.md": "test_guides.py",
     "docs/howto/tensorboard.md": "test_guides.py",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -149,6 +150,54 @@ def test_a_tpu_slice(work):
     assert phase["attention"] == "splash"
     assert (found["devices"], found["processes"], found["platform"], found["target"]) == (4, 1, "tpu", "v5e:2x2")
     assert os.path.exists("/tmp/libtpu_lockfile") == locked
+
+
+CUT_ROW = """
+import os, sys
+from roxxel_dist.cluster.targets import parse_target
+target = parse_target("v5e:2x4")
+os.environ.update(target.environment())
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from roxxel_dist import attention
+from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
+
+def total(q, k, v):
+    return attention(q, k, v, window=int(sys.argv[1]) or None).astype(jnp.float32).sum()
+
+mesh = phase_mesh(make_mesh(devices=target.devices()), 1)
+place = NamedSharding(mesh, P(None, "tokens"))
+q, k = (jax.ShapeDtypeStruct((1, 8192, heads, 64), jnp.bfloat16, sharding=place) for heads in (4, 2))
+with jax.set_mesh(mesh):
+    print(jax.jit(jax.grad(total, (0, 1, 2)), out_shardings=place).lower(q, k, k).compile().as_text())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("window", "gathered"), [(0, ["bf16[1,8192,2,64]"] * 4), (1024, [])])
+def test_a_row_that_is_cut_has_splash_attention(window, gathered, work):
+    """Compiled for eight chips: the three kernels, and keys and values gathered once a pass, or sent to a neighbour."""
+    if not TPU_PYTHON.exists():
+        pytest.skip("no libtpu: make tpu")
+    command = [TPU_PYTHON, "-c", CUT_ROW, str(window)]
+    done = subprocess.run(command, cwd=work, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kernels = re.findall(r"%(splash_mha_(?:fwd|dq|dkv))\w*[.\d]* = .*custom-call", done.stdout)
+    assert sorted(set(kernels)) == ["splash_mha_dkv", "splash_mha_dq", "splash_mha_fwd"]
+    assert re.findall(r"= (\w+\[[\d,]+\])\S* all-gather\(", done.stdout) == gathered
+    assert ("reduce-scatter(" in done.stdout) == bool(gathered)
+    assert "collective-permute" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_one_row_on_a_tpu_slice(work):
+    phases = "[{steps: 2, batch_size: 1, seq_len: 2049}]"
+    found, _ = plan(work, "--target", "v5e:2x2", "--phases", phases, "--max_context", "2048")
+    step = found["phases"][0]["target"]
+    assert found["phases"][0]["layout"]["token_pieces"] == 4
+    assert step["flops_ratio"] == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.timeout(900)

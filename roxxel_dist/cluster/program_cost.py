@@ -224,8 +224,8 @@ class _Analysis:
                 total.flops += self._flops(where, each)
             case _:
                 kind = each.opcode.removesuffix("-start")
-                if kind in COLLECTIVES:
-                    self._collective(total, where, each, kind, channels)
+                if kind in COLLECTIVES:  # those of a `shard_map` have one channel together
+                    self._collective(total, where, each, kind, set())
         if each.opcode not in FREE:
             total.bytes_accessed += self._bytes(where, each)
 
@@ -455,15 +455,16 @@ def _of_axis(text: str, axis: int, default: str) -> str:
 
 
 def splash_flops(name: str, operands: Sequence[Sequence[int]]) -> float:
-    """FLOPs of a kernel of splash attention, from the shapes of its operands: the pairs of a causal mask, or of the
-    blocks of keys that a window leaves."""
+    """FLOPs of a kernel of splash attention, from the shapes of its operands: half of all pairs, as a causal mask has,
+    also of the queries of a device in a cut row; or the pairs of the blocks of keys that a window leaves."""
     kind = next((kind for kind in ("dkv", "dq", "fwd") if kind in name), "fwd")
-    # The first array of four dimensions, or of three with as many channels, is the queries: [B, H, L, K] or [H, L, K].
-    wide = [shape for shape in operands if len(shape) >= 3 and shape[-1] not in (0,) and shape[-2] >= 128]
+    # The first arrays of four dimensions, or of three with as many channels, are queries and keys: [B, H, L, K] and
+    # [B, G, S, K], or without B. Before them are tables of blocks, [1, blocks, blocks].
+    wide = [shape for shape in operands if len(shape) >= 3 and shape[-1] and shape[-2] >= 128]
     if not wide:
         return 0.0
     *many, length, size = wide[0]
-    pairs = length * length / 2
+    pairs = length * (wide[1][-2] if len(wide) > 1 else length) / 2
     blocks = next((shape for shape in operands if len(shape) == 3 and shape[-2] * 128 <= length), None)
     if blocks is not None and blocks[-1] < blocks[-2]:
         pairs = min(pairs, length * blocks[-1] * (length / blocks[-2]))

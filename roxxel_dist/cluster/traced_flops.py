@@ -60,7 +60,9 @@ def _of_inner(eqn: Any, trips: float) -> float:
         case "cond":
             return max(traced_flops(branch, trips) for branch in params["branches"])
         case "shard_map":
-            devices = math.prod(params["mesh"].shape[axis] for axis in params["manual_axes"])
+            # Its name differs between versions of jax.
+            axes = params["manual_axes"] if "manual_axes" in params else params["newly_manual_axes"]
+            devices = math.prod(params["mesh"].shape[axis] for axis in axes)
             return devices * traced_flops(params["jaxpr"], trips)
         case _:
             return sum(traced_flops(each, trips) for each in _programs(params.values()))

@@ -1,21 +1,115 @@
 """Attention, by the kernel for the device, the shapes and the mesh."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import device_type, row_shards, token_shards
 from roxxel_dist.model.attention_kernels import (
     LONGEST_WHOLE,
+    Kernel,
+    Labels,
     blocked_attention,
     jax_attention,
     kernel_for,
     splash_attention,
+    whole_mask,
 )
 from roxxel_dist.model.config import AttentionKernel
 from roxxel_dist.model.cut_attention import cut_attention
 from roxxel_dist.model.kv_cache import AttentionMetadata
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    window: int | None = None,
+    segments: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Causal attention for a model of your own: softmax(q k scale) v for each head, over the keys that each token sees.
+
+    It uses the kernel of the device, as the built-in model does. In a training step it also divides the work: where a
+    phase cuts the tokens of its rows over devices, each device computes the queries of its own tokens, and keys and
+    values are sent. Any other attention gives the same numbers, but the devices may repeat the work of each other.
+    Outside of a mesh (`jax.set_mesh`) it is computed where its arguments are.
+
+    B rows, L tokens of a row, H heads of queries, G heads of keys and values (each for H / G heads of queries), K
+    channels of a query and a key, V of a value. No L x L array is made for more than 1,024 tokens.
+
+    Args:
+        q: [B, L, H, K], float32, bfloat16 or float16.
+        k: [B, L, G, K], of the same type.
+        v: [B, L, G, V], of the same type.
+        window: a token attends to this many positions, its own included. None: to all before it.
+        segments: int[B, L]: a token attends to the tokens of its own segment, as to those of its document in a packed
+            row. None: a row is one segment.
+        positions: int[B, L] or int[L], below 2^30: a token attends to the tokens of its segment whose positions are at
+            most its own. None: the places 0 to L - 1 in the row. With positions, devices send all keys to each other,
+            also those that no window reaches.
+        scale: of the scores. None: 1 / sqrt(K).
+
+    Returns:
+        [B, L, H, V], of the type of `q`.
+
+    Raises:
+        ValueError: shapes, types or numbers that do not fit together.
+    """
+    _check(q, k, v, window, segments, positions, scale)
+    rows, length = q.shape[:2]
+    if segments is not None:
+        segments = jnp.asarray(segments, jnp.int32)
+    if positions is not None:
+        positions = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (rows, length))
+    scale = None if scale is None else float(scale)
+    return _attend(q, k, v, Labels(segments, positions), window, scale, "auto")
+
+
+def _check(q: Any, k: Any, v: Any, window: Any, segments: Any, positions: Any, scale: Any) -> None:
+    """Raises UserError, with the numbers, for arguments of `attention` that do not fit together."""
+    for name, array, axes in (("q", q, "heads"), ("k", k, "key heads"), ("v", v, "key heads")):
+        if jnp.ndim(array) != 4:
+            raise UserError(
+                f"attention: {name} has shape {jnp.shape(array)}: it must be [rows, tokens, {axes}, channels]"
+            )
+    shapes = f"q has shape {q.shape}, k {k.shape} and v {v.shape}"
+    if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3]:
+        raise UserError(f"attention: {shapes}: rows and tokens must be the same, and key heads those of the values")
+    if q.shape[3] != k.shape[3]:
+        raise UserError(f"attention: {shapes}: queries and keys must have the same number of channels")
+    if 0 in q.shape or 0 in v.shape:
+        raise UserError(f"attention: {shapes}: no axis may be empty")
+    if q.shape[2] % k.shape[2]:
+        raise UserError(
+            f"attention: {q.shape[2]} heads of queries cannot share {k.shape[2]} key heads: it must divide them"
+        )
+    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise UserError(f"attention: q is {q.dtype}, k {k.dtype} and v {v.dtype}: give all of them one floating type")
+    if window is not None and (not isinstance(window, int | np.integer) or isinstance(window, bool) or window < 1):
+        raise UserError(f"attention: window is {window!r}: it must be a whole number of tokens, at least 1, or None")
+    if scale is not None and (not isinstance(scale, int | float | np.floating) or not 0 < scale < math.inf):
+        raise UserError(
+            f"attention: scale is {scale!r}: it must be a number above 0, or None for 1 / sqrt({q.shape[3]})"
+        )
+    for name, array, allowed in (
+        ("segments", segments, [q.shape[:2]]),
+        ("positions", positions, [q.shape[:2], q.shape[1:2]]),
+    ):
+        if array is None:
+            continue
+        if jnp.shape(array) not in allowed or not jnp.issubdtype(jnp.result_type(array), jnp.integer):
+            must = " or ".join(str(shape) for shape in allowed)
+            raise UserError(
+                f"attention: {name} is {jnp.result_type(array)} of shape {jnp.shape(array)}: it must be integers of "
+                f"shape {must}"
+            )
 
 
 def attend(
@@ -41,30 +135,53 @@ def attend(
     Raises:
         ValueError: the kernel cannot run here.
     """
-    if metadata.mask_Bx1xLxS is not None or metadata.slot_BxL is not None:
+    if metadata.mask_Bx1xLxS is not None:
         causal = metadata.slot_BxL is None  # with a cache, the mask includes causality
         return jax_attention(
             q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window if causal else None, scale, causal, metadata.mask_Bx1xLxS
         )
-    segments_BxL = metadata.segments_BxL
+    return _attend(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, Labels(metadata.segments_BxL), window, scale, kernel)
+
+
+def _attend(
+    q_BxLxHxK: jax.Array,
+    k_BxLxGxK: jax.Array,
+    v_BxLxGxV: jax.Array,
+    labels: Labels,
+    window: int | None,
+    scale: float | None,
+    kernel: AttentionKernel,
+) -> jax.Array:
+    """`attend` among the tokens that are being read."""
     rows, length, _, size = q_BxLxHxK.shape
     mesh = jax.sharding.get_abstract_mesh()
     if 1 < token_shards(mesh) <= length:
-        return cut_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, segments_BxL, window, scale or 1 / math.sqrt(size))
-    chosen = kernel_for(
-        kernel,
-        key_size=size,
-        bf16=q_BxLxHxK.dtype == jnp.bfloat16,
-        packed=segments_BxL is not None,
-        whole_rows=mesh.empty or rows % row_shards(mesh) == 0,
-        device=device_type(mesh),
-    )
+        by_splash = kernel in ("auto", "splash") and device_type(mesh).platform == "tpu"
+        return cut_attention(
+            q_BxLxHxK,
+            k_BxLxGxK,
+            v_BxLxGxV,
+            labels,
+            window,
+            scale or 1 / math.sqrt(size),
+            "splash" if by_splash else "xla",
+        )
+    chosen: Kernel = "xla"
+    if labels.positions is None:  # the other kernels know places alone
+        chosen = kernel_for(
+            kernel,
+            key_size=max(size, v_BxLxGxV.shape[-1]),
+            bf16=q_BxLxHxK.dtype == jnp.bfloat16,
+            packed=labels.segments is not None,
+            whole_rows=mesh.empty or rows % row_shards(mesh) == 0,
+            device=device_type(mesh),
+        )
     if chosen == "cudnn":
-        return jax_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window, scale, implementation="cudnn")
+        return jax_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, window, scale, implementation="cudnn")
     if chosen == "xla" and length <= LONGEST_WHOLE:
-        same = None if segments_BxL is None else segments_BxL[:, None, :, None] == segments_BxL[:, None, None, :]
-        return jax_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window, scale, mask=same)
+        by_place, mask = labels.positions is None, whole_mask(labels, window)
+        return jax_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, window if by_place else None, scale, by_place, mask)
     scale = scale or 1 / math.sqrt(size)
     if chosen == "splash":
-        return splash_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, segments_BxL, window, scale)
-    return blocked_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, segments_BxL, window, scale)
+        return splash_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, labels.segments, window, scale)
+    return blocked_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, labels, window, scale)

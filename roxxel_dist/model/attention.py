@@ -58,7 +58,8 @@ class Attention(nnx.Module):
         if self.rotary is not None:
             q, k = (rotate(x, metadata.position_L, self.rotary) for x in (q, k))
         if cache is not None and metadata.slot_BxL is not None:
-            (k, v), cache = update(cache, (k, v), metadata.slot_BxL, self.window)
+            seen, cache = update(cache, (k, v), metadata.slot_BxL, self.window)
+            k, v = (k, v) if metadata.mask_Bx1xLxS is None else seen
         mixed_BxLxHxK = attend(q, k, v, metadata, self.window, self.scale, self.kernel)
         if self.gate is not None:
             mixed_BxLxHxK = self.gate(mixed_BxLxHxK, x_BxLxD)

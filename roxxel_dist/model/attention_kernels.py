@@ -29,6 +29,17 @@ LANES = 128
 """Block sizes of splash attention are multiples of this number of tokens."""
 HIDDEN = -1e30
 """The score of a masked pair: finite, because a block may mask all keys of a query."""
+LATER = 1 << 30
+"""The position of padding: after those of all tokens, which so do not attend to it."""
+
+
+class Labels(NamedTuple):
+    """What decides, of the tokens of a batch, which attend to which; each int32[B, L]."""
+
+    segments: jax.Array | None = None
+    """A token attends to those with its own number. None: a row is one segment."""
+    positions: jax.Array | None = None
+    """A token attends to those at its own position and before it. None: their places in the row."""
 
 
 def kernel_for(
@@ -178,20 +189,37 @@ def jax_attention(
     implementation: Literal["xla", "cudnn"] = "xla",
 ) -> jax.Array:
     """Attention by jax's own function: all scores at once, or cuDNN."""
-    missing = k.shape[-1] - v.shape[-1]  # it needs values as wide as keys
-    wide = jnp.pad(v, [(0, 0), (0, 0), (0, 0), (0, missing)]) if missing else v
+    size, values = k.shape[-1], v.shape[-1]
+    if size != values:  # it needs values as wide as keys; zeros add nothing to a score
+        scale, widest = scale or 1 / math.sqrt(size), max(size, values)
+        q, k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, widest - x.shape[-1])]) for x in (q, k, v))
     mixed = jax.nn.dot_product_attention(
-        q, k, wide, mask=mask, scale=scale, is_causal=causal,
+        q, k, v, mask=mask, scale=scale, is_causal=causal,
         local_window_size=None if window is None else (window - 1, 0), implementation=implementation,
     )  # fmt: skip
-    return mixed[..., : v.shape[-1]] if missing else mixed
+    return mixed if size == values else mixed[..., :values]
+
+
+def whole_mask(labels: Labels, window: int | None) -> jax.Array | None:
+    """bool[B, 1, L, L]: which keys each token may attend to by its labels; None where these say nothing.
+
+    With positions it is the complete mask, else causality and the window by places come on top.
+    """
+    seen, (segments_BxL, positions_BxL) = None, labels
+    if positions_BxL is not None:
+        back_BxLxL = positions_BxL[:, :, None] - positions_BxL[:, None]
+        seen = back_BxLxL >= 0 if window is None else (back_BxLxL >= 0) & (back_BxLxL < window)
+    if segments_BxL is not None:
+        same = segments_BxL[:, :, None] == segments_BxL[:, None]
+        seen = same if seen is None else seen & same
+    return None if seen is None else seen[:, None]
 
 
 def blocked_attention(
     q_BxLxHxK: jax.Array,
     k_BxLxGxK: jax.Array,
     v_BxLxGxV: jax.Array,
-    segments_BxL: jax.Array | None,
+    labels: Labels,
     window: int | None,
     scale: float,
 ) -> jax.Array:
@@ -204,7 +232,7 @@ def blocked_attention(
         q_BxLxHxK: queries; groups of H / G share a key.
         k_BxLxGxK: keys.
         v_BxLxGxV: values.
-        segments_BxL: int32: a token attends to its own segment. None: a row is one segment.
+        labels: of the tokens.
         window: how many tokens a token attends to, itself included; None for all before it.
         scale: of the scores.
     """
@@ -214,13 +242,11 @@ def blocked_attention(
 
     def blocks(x: jax.Array) -> jax.Array:
         """[B, L, G, ...] to [blocks, B, G, ..., size, last]; padding of the last block is masked as later tokens."""
-        x = jnp.pad(x, [(0, 0), (0, count * size - length), *[(0, 0)] * (x.ndim - 2)])
+        x = pad_tokens(x, count * size)
         return jnp.moveaxis(jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0), 2, -2)
 
-    segments = None if segments_BxL is None else blocks(segments_BxL[..., None])[..., 0]
-    at = Blocks(
-        jnp.arange(count), first_blocks(jnp.arange(count), size, window, segments, segments), segments, segments
-    )
+    each = jax.tree.map(lambda x: blocks(x[..., None])[..., 0], pad_labels(labels, count * size))
+    at = Blocks.between(jnp.arange(count), size, window, each, each)
     grouped = q_BxLxHxK.reshape(batch, length, groups, heads // groups, -1)
     out: Any = _blocked(blocks(grouped), blocks(k_BxLxGxK), blocks(v_BxLxGxV), at, window, scale)
     out = jnp.moveaxis(jnp.moveaxis(out, -2, 2), 0, 1)  # [B, blocks, size, G, H / G, V]
@@ -232,31 +258,56 @@ def blocked_attention(
 
 
 class Blocks(NamedTuple):
-    """Which blocks of keys each block of queries attends to: those from `first` to `number`."""
+    """Which blocks of keys each block of queries attends to: those from `first` to `last`."""
 
     number: jax.Array
     """int32[N]: which block of keys has the tokens of a block of queries."""
     first: jax.Array
     """int32[N]."""
-    q_segments: jax.Array | None
-    """int32[N, B, C]; None if a row is one segment."""
-    k_segments: jax.Array | None
-    """int32[M, B, C]."""
+    last: jax.Array
+    """int32[N]: `number`, but where positions say otherwise."""
+    q_labels: Labels
+    """Each int32[N, B, C]."""
+    k_labels: Labels
+    """Each int32[M, B, C]."""
+
+    @classmethod
+    def between(cls, number: jax.Array, size: int, window: int | None, q_labels: Labels, k_labels: Labels) -> "Blocks":
+        """From the first to the last block of keys that may have one that a block of queries attends to."""
+        first, last = jnp.zeros(number.shape, jnp.int32), number
+        may_meet: Any = True  # [N, M, B]
+        if q_labels.segments is not None and k_labels.segments is not None:
+            (least_q, most_q), (least_k, most_k) = _range(q_labels.segments)[:, :, None], _range(k_labels.segments)
+            may_meet = (least_q <= most_k) & (least_k <= most_q)
+        if q_labels.positions is not None and k_labels.positions is not None:
+            (least_q, most_q), (least_k, most_k) = _range(q_labels.positions)[:, :, None], _range(k_labels.positions)
+            may_meet &= least_k <= most_q
+            if window is not None:
+                may_meet &= least_q - most_k < window
+            last = may_meet.shape[1] - 1 - may_meet.any(-1)[:, ::-1].argmax(-1)
+        elif window is not None:
+            first = jnp.maximum(0, (number * size - window + 1) // size)
+        if may_meet is not True:
+            first = jnp.maximum(first, may_meet.any(-1).argmax(-1))
+        return cls(number, first, last, q_labels, k_labels)
 
 
-def first_blocks(
-    number: jax.Array, size: int, window: int | None, q_segments: jax.Array | None, k_segments: jax.Array | None
-) -> jax.Array:
-    """int32[N]: the first block of keys with one that a block of queries attends to, see `Blocks`."""
-    first = jnp.zeros(number.shape, jnp.int32)
-    if window is not None:
-        first = jnp.maximum(0, (number * size - window + 1) // size)
-    if q_segments is not None and k_segments is not None:
-        least, most = q_segments.min(-1)[:, None], k_segments.max(-1)
-        highest, lowest = q_segments.max(-1)[:, None], k_segments.min(-1)
-        may_meet = ((least <= most) & (lowest <= highest)).any(-1)
-        first = jnp.maximum(first, may_meet.argmax(-1))
-    return first
+def _range(labels: jax.Array) -> jax.Array:
+    """[2, N, B]: the least and the largest of each block."""
+    return jnp.stack([labels.min(-1), labels.max(-1)])
+
+
+def pad_tokens(x: jax.Array, length: int) -> jax.Array:
+    """[B, L, ...] to [B, length, ...], with zeros at the end."""
+    return jnp.pad(x, [(0, 0), (0, length - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
+
+
+def pad_labels(labels: Labels, length: int) -> Labels:
+    """Those of rows of `length` tokens, of which no token attends to the further ones."""
+    segments, positions = labels
+    if positions is not None:
+        positions = jnp.pad(positions, [(0, 0), (0, length - positions.shape[1])], constant_values=LATER)
+    return Labels(None if segments is None else pad_tokens(segments, length), positions)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -271,7 +322,8 @@ def blocked_forward(
 
     def queries(_: None, i: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
         def keys(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-            """One step of the online softmax; a query's own block comes last, so at least one key is not masked."""
+            """One step of the online softmax. What blocks that are masked for a query leave, the next one that is not
+            wipes out: it shrinks by exp(HIDDEN - score) = 0. At the least its own block has a key for it."""
             top, total, mixed = carry
             scores = _scores(q, k, at, window, scale, i, j)
             higher = jnp.maximum(top, scores.max(-1))
@@ -281,7 +333,7 @@ def blocked_forward(
 
         each = q.shape[1:-1]
         empty = jnp.full(each, HIDDEN), jnp.zeros(each), jnp.zeros((*each, v.shape[-1]))
-        top, total, mixed = jax.lax.fori_loop(at.first[i], at.number[i] + 1, keys, empty)
+        top, total, mixed = jax.lax.fori_loop(at.first[i], at.last[i] + 1, keys, empty)
         return None, ((mixed / total[..., None]).astype(v.dtype), top + jnp.log(total))
 
     return jax.lax.scan(queries, None, jnp.arange(q.shape[0]))[1]
@@ -308,7 +360,7 @@ def blocked_backward(
             return d_q, d_k.at[j].add(of_k), d_v.at[j].add(of_v)
 
         start = (jnp.zeros(q.shape[1:]), *d_keys)
-        d_q, *d_keys = jax.lax.fori_loop(at.first[i], at.number[i] + 1, keys, start)
+        d_q, *d_keys = jax.lax.fori_loop(at.first[i], at.last[i] + 1, keys, start)
         return tuple(d_keys), d_q.astype(q.dtype)
 
     (d_k, d_v), d_q = jax.lax.scan(queries, (jnp.zeros(k.shape), jnp.zeros(v.shape)), jnp.arange(q.shape[0]))
@@ -335,11 +387,20 @@ def _scores(q: jax.Array, k: jax.Array, at: Blocks, window: int | None, scale: f
     """float32 [B, G, R, C, C]: of queries of block i and keys of block j, `HIDDEN` if masked."""
     size = q.shape[-2]
     scores = jnp.einsum("bgrqk,bgsk->bgrqs", q[i], k[j], preferred_element_type=jnp.float32) * scale
-    back = (at.number[i] - j) * size + jnp.arange(size)[:, None] - jnp.arange(size)
+    (q_segments, q_positions), (k_segments, k_positions) = at.q_labels, at.k_labels
+    if q_positions is None or k_positions is None:
+        back = (at.number[i] - j) * size + jnp.arange(size)[:, None] - jnp.arange(size)
+    else:
+        back = q_positions[i][:, None, None, :, None] - k_positions[j][:, None, None, None, :]
     seen = back >= 0 if window is None else (back >= 0) & (back < window)
-    if at.q_segments is not None and at.k_segments is not None:
-        seen = seen & (at.q_segments[i][:, None, None, :, None] == at.k_segments[j][:, None, None, None, :])
+    if q_segments is not None and k_segments is not None:
+        seen = seen & (q_segments[i][:, None, None, :, None] == k_segments[j][:, None, None, None, :])
     return jnp.where(seen, scores, HIDDEN)
+
+
+def splash_block(length: int) -> int:
+    """The largest block of splash attention, at most `BLOCK`, for a multiple of `LANES` tokens."""
+    return next(size for size in (BLOCK, BLOCK // 2, LANES) if length % size == 0)
 
 
 def splash_attention(
@@ -360,7 +421,7 @@ def splash_attention(
 
     length = q_BxLxHxK.shape[1]
     short = -length % LANES
-    size = next(size for size in (512, 256, 128) if (length + short) % size == 0)
+    size = splash_block(length + short)
     whole = (length + short, length + short)
     mask = splash.CausalMask(whole) if window is None else splash.LocalMask(whole, (window - 1, 0), 0)
     sizes = splash.BlockSizes(

@@ -12,14 +12,33 @@ window alone.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import TENSOR, TOKENS, row_axes, row_shards, token_shards
-from roxxel_dist.model.attention_kernels import Blocks, block_of, blocked_backward, blocked_forward, first_blocks
+from roxxel_dist.model.attention_kernels import (
+    LANES,
+    Blocks,
+    Labels,
+    block_of,
+    blocked_backward,
+    blocked_forward,
+    pad_labels,
+    pad_tokens,
+    splash_block,
+)
+
+NOWHERE = -(1 << 31)
+"""The segment of what a device without tokens before its own has in their place."""
+MOST_PADDING = 17 / 16
+"""Times the tokens of a row that splash attention may compute, whose blocks are of 128 tokens at least."""
+RESIDUALS = "cut_attention"
+"""What splash attention keeps for the backward pass: its output, and the logarithms of the softmax sums."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +53,32 @@ class Cut:
     halo: int | None
     """Blocks before its own that a device needs for its window; None: all blocks of a row."""
 
+    @classmethod
+    def of_lanes(cls, devices: int, length: int, window: int | None) -> "Cut":
+        """The same in blocks that splash attention takes: each device has a multiple of 128 tokens, or of 256."""
+        if window is not None:
+            here = -(-length // devices // LANES) * LANES
+            size = splash_block(here)
+            halo = -(-(window - 1) // size)
+            if halo < (devices - 1) * (here // size):
+                return cls(devices, here // size, size, halo)
+        half = -(-length // (2 * devices) // LANES) * LANES
+        size = splash_block(half)
+        return cls(devices, 2 * half // size, size, None)
+
     @property
     def tokens(self) -> int:
         """Of a row, with padding at its end: causality hides it."""
         return self.devices * self.blocks * self.size
 
     @classmethod
-    def of(cls, devices: int, length: int, window: int | None) -> "Cut":
-        """For rows of `length` tokens: as little padding as blocks of at most `block_of` tokens need."""
+    def of(cls, devices: int, length: int, window: int | None, *, by_place: bool = True) -> "Cut":
+        """For rows of `length` tokens: as little padding as blocks of at most `block_of` tokens need.
+
+        `by_place`: a window is one of places in the row, not of positions, so it is known which devices have its keys.
+        """
         largest = block_of(window)
-        if window is not None:
+        if window is not None and by_place:
             each = -(-length // devices)
             blocks = -(-each // largest)
             size = -(-each // blocks)
@@ -114,87 +149,155 @@ class Cut:
         x = jnp.moveaxis(jnp.moveaxis(x, -2, 2), 0, 1)
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
-    def blocks_here(self, segments_BxL: jax.Array | None, window: int | None) -> Blocks:
+    def blocks_here(self, labels: Labels, window: int | None) -> Blocks:
         """Which keys, of those that `gather` gives, each block of this device's queries attends to."""
         device = jax.lax.axis_index(TOKENS)
-        every = None if segments_BxL is None else self.split(segments_BxL[..., None])[..., 0]
+        every = jax.tree.map(lambda x: self.split(x[..., None])[..., 0], labels)
         if self.halo is None:
             half = jnp.arange(self.blocks // 2)
             last = 2 * self.devices - 1 - device
             number = jnp.concatenate([device * half.size + half, last * half.size + half])
-            of_q = None if every is None else every[number]
-            return Blocks(number, first_blocks(number, self.size, window, of_q, every), of_q, every)
-        number = self.halo + jnp.arange(self.blocks)
-        first = device * self.blocks  # of the row
-        of_q = of_k = None
-        if every is not None:
-            of_q = jax.lax.dynamic_slice_in_dim(every, first, self.blocks)
-            every = jnp.pad(every, [(self.halo, 0), (0, 0), (0, 0)])
-            of_k = jax.lax.dynamic_slice_in_dim(every, first, self.halo + self.blocks)
-        begins = first_blocks(number, self.size, window, of_q, of_k)
-        return Blocks(number, jnp.maximum(begins, self.halo - first), of_q, of_k)
+            return Blocks.between(number, self.size, window, jax.tree.map(lambda x: x[number], every), every)
+        halo, number = self.halo, self.halo + jnp.arange(self.blocks)
+        start = device * self.blocks  # of the row
+        of_q = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, self.blocks), every)
+        every = jax.tree.map(lambda x: jnp.pad(x, [(halo, 0), (0, 0), (0, 0)], constant_values=NOWHERE), every)
+        of_k = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, halo + self.blocks), every)
+        at = Blocks.between(number, self.size, window, of_q, of_k)
+        return at._replace(first=jnp.maximum(at.first, halo - start))
+
+    @property
+    def queries(self) -> np.ndarray:
+        """int32[tokens]: the places of the tokens that the devices, one after the other, have as `order` gives them."""
+        places = np.arange(self.tokens, dtype=np.int32)
+        if self.halo is not None:
+            return places
+        halves = places.reshape(2 * self.devices, -1)
+        return np.stack([halves[: self.devices], halves[: self.devices - 1 : -1]], axis=1).reshape(-1)
 
 
 def cut_attention(
     q_BxLxHxK: jax.Array,
     k_BxLxGxK: jax.Array,
     v_BxLxGxV: jax.Array,
-    segments_BxL: jax.Array | None,
+    labels: Labels,
     window: int | None,
     scale: float,
+    kernel: Literal["xla", "splash"] = "xla",
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
     """`blocked_attention` on a mesh with an axis "tokens", which is set: each device for its part of each row.
 
     Arguments and result are the same; the result is cut along its tokens. Rows are cut where the mesh divides them, and
-    heads where "tensor" divides the key heads.
+    heads where "tensor" divides the key heads. `kernel`: splash attention computes where it can: without positions, and
+    where each device has enough tokens for its blocks. `interpret` runs its program on any device, slowly.
     """
     mesh = jax.sharding.get_abstract_mesh()
     batch, length, heads, _ = q_BxLxHxK.shape
-    groups, cut = k_BxLxGxK.shape[2], Cut.of(token_shards(mesh), length, window)
-    rows = row_axes(mesh) if batch % row_shards(mesh) == 0 else None
-    shared = TENSOR if mesh.shape[TENSOR] > 1 and groups % mesh.shape[TENSOR] == 0 else None
+    groups, together, devices = k_BxLxGxK.shape[2], mesh.shape.get(TENSOR, 1), token_shards(mesh)
+    rows = row_axes(mesh) if TOKENS not in row_axes(mesh) and batch % row_shards(mesh) == 0 else None
+    shared = TENSOR if together > 1 and groups % together == 0 else None
+    cut = Cut.of_lanes(devices, length, window)
+    splash = kernel == "splash" and labels.positions is None and cut.tokens <= MOST_PADDING * length
+    if not splash:
+        cut = Cut.of(devices, length, window, by_place=labels.positions is None)
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, labels: Labels, _: Any) -> jax.Array:
         grouped = q.reshape(*q.shape[:2], k.shape[2], heads // groups, q.shape[-1])
-        mixed: Any = _local(grouped, k, v, segments, cut, window, scale)
+        mixed: Any = _local(grouped, k, v, labels, cut, window, scale)
         return mixed.reshape(*q.shape[:3], v.shape[-1])
 
-    def padded(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, 0), (0, cut.tokens - length), *[(0, 0)] * (x.ndim - 2)])
-
-    q, k, v = (padded(x) for x in (q_BxLxHxK, k_BxLxGxK, v_BxLxGxV))
-    segments = None if segments_BxL is None else padded(segments_BxL)
+    program, local_program, of_program = None, local, None
+    if splash:
+        program = splash_program(cut, heads // (together if shared else 1), window, interpret=interpret)
+        local_program = partial(_local_splash, cut=cut, window=window, scale=scale)
+        # Its tables say which blocks each device computes; with a halo they are the same for all.
+        tables = P(None, None if cut.halo is not None else TOKENS)
+        of_program = program.manual_sharding_spec(NamedSharding(mesh, tables))
+    q, k, v = (pad_tokens(x, cut.tokens) for x in (q_BxLxHxK, k_BxLxGxK, v_BxLxGxV))
     spec = P(rows, TOKENS, shared, None)
     out: Any = jax.shard_map(
-        local, in_specs=(spec, spec, spec, None if segments is None else P(rows, None)), out_specs=spec,
-        check_vma=False,
-    )(q, k, v, segments)  # fmt: skip
+        local_program, in_specs=(spec, spec, spec, P(rows, None), of_program), out_specs=spec, check_vma=False
+    )(q, k, v, pad_labels(labels, cut.tokens), program)  # fmt: skip
     return out[:, :length]
+
+
+def splash_program(cut: Cut, heads: int, window: int | None, *, interpret: bool) -> Any:
+    """Splash attention of each device's queries among the keys that it gathers, with a table of the blocks it needs."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    here, halo = cut.blocks * cut.size, (cut.halo or 0) * cut.size
+    shape = (here, halo + here) if cut.halo is not None else (cut.tokens, cut.tokens)
+    mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), halo)
+    if cut.halo is None:
+        mask.q_sequence = cut.queries
+    size = cut.size
+    sizes = splash.BlockSizes(
+        block_q=size, block_kv=size, block_q_dkv=size, block_kv_dkv=size, block_q_dq=size, block_kv_dq=size
+    )
+    return splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * heads), block_sizes=sizes, head_shards=1,
+        q_seq_shards=cut.devices if cut.halo is None else 1, residual_checkpoint_name=RESIDUALS, interpret=interpret,
+    )  # fmt: skip
+
+
+def _local_splash(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    labels: Labels,
+    program: Any,
+    *,
+    cut: Cut,
+    window: int | None,
+    scale: float,
+) -> jax.Array:
+    """`_local`, for queries [B, tokens, H, K], by splash attention."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    segments = labels.segments
+    if segments is None and cut.halo is not None:  # the first devices have no tokens before their own
+        segments = jnp.zeros((q.shape[0], cut.tokens), jnp.int32)
+
+    def mixed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        at = cut.blocks_here(Labels(segments), window)
+        ids = None
+        if at.q_labels.segments is not None and at.k_labels.segments is not None:
+            of_q, of_k = (cut.join(each[..., None])[..., 0] for each in (at.q_labels.segments, at.k_labels.segments))
+            ids = splash.SegmentIds(of_q, of_k)
+        of_heads = (x.swapaxes(1, 2) for x in (cut.order(q * scale), cut.gather(k), cut.gather(v)))
+        out: Any = jax.vmap(program)(*of_heads, ids)
+        return cut.restore(out.swapaxes(1, 2))
+
+    # The keys of the whole row are gathered again in the backward pass, and not kept since the forward pass.
+    keep = jax.checkpoint_policies.save_only_these_names(RESIDUALS)
+    return jax.checkpoint(mixed, policy=keep)(q, k, v)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _local(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, cut: Cut, window: int | None, scale: float
+    q: jax.Array, k: jax.Array, v: jax.Array, labels: Labels, cut: Cut, window: int | None, scale: float
 ) -> jax.Array:
-    """A device's part of `cut_attention`: queries [B, tokens, G, H / G, K], keys [B, tokens, G, K], all segments."""
-    return _forward(q, k, v, segments, cut, window, scale)[0]
+    """A device's part of `cut_attention`: queries [B, tokens, G, H / G, K], keys [B, tokens, G, K], all labels."""
+    return _forward(q, k, v, labels, cut, window, scale)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, cut: Cut, window: int | None, scale: float
+    q: jax.Array, k: jax.Array, v: jax.Array, labels: Labels, cut: Cut, window: int | None, scale: float
 ) -> tuple[jax.Array, Any]:
     q = cut.split(cut.order(q))
     keys, values = (cut.split(cut.gather(x)) for x in (k, v))
-    out, log_sums = blocked_forward(q, keys, values, cut.blocks_here(segments, window), window, scale)
-    return cut.restore(cut.join(out)), (q, k, v, segments, out, log_sums)
+    out, log_sums = blocked_forward(q, keys, values, cut.blocks_here(labels, window), window, scale)
+    return cut.restore(cut.join(out)), (q, k, v, labels, out, log_sums)
 
 
 def _backward(cut: Cut, window: int | None, scale: float, kept: Any, d_out: jax.Array) -> Any:
-    q, k, v, segments, out, log_sums = kept
+    q, k, v, labels, out, log_sums = kept
     # Gathered again, not kept since the forward pass, which XLA would do: the barrier makes it another computation.
     k, v, d_out = jax.lax.optimization_barrier((k, v, d_out))
     keys, values = (cut.split(cut.gather(x)) for x in (k, v))
-    d_out, at = cut.split(cut.order(d_out)), cut.blocks_here(segments, window)
+    d_out, at = cut.split(cut.order(d_out)), cut.blocks_here(labels, window)
     d_q, d_k, d_v = blocked_backward(q, keys, values, at, out, log_sums, d_out, window, scale)
     own = (cut.scatter(cut.join(x)).astype(like.dtype) for x, like in ((d_k, k), (d_v, v)))
     return cut.restore(cut.join(d_q)), *own, None

@@ -1,7 +1,7 @@
 """Text from a model, as token ids.
 
-The built-in Transformer reads the prompts once (prefill) and then one token at a time (decode), with a cache of earlier
-tokens. Any other model reads the whole text again for each token.
+The built-in Transformer reads the prompts once (prefill), a long one by all devices, and then one token at a time on
+one device (decode), with a cache of earlier tokens. Any other model reads the whole text again for each token.
 
 The next token is the likeliest one (greedy), or drawn from the likeliest ones at a temperature.
 """
@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.mesh import make_mesh, phase_mesh, replicate
 from roxxel_dist.model.kv_cache import Cache
 from roxxel_dist.model.transformer import Transformer
 
@@ -126,6 +128,8 @@ def top_k_top_p_filter(scaled_BxV: jax.Array, inputs: SamplingInputs) -> jax.Arr
 
 
 WINDOW_STEP = 64
+LONG_PROMPT = 1024
+"""Tokens. Longer prompts are read by all devices of this process, as training cuts long rows."""
 NO_TOKEN = -1
 
 
@@ -281,7 +285,25 @@ def _begin(
     for i, prompt in enumerate(prompts):
         rows[i, : len(prompt)], lengths[i] = prompt, len(prompt)
     options = options_for([*seeds, *[0] * (count - len(prompts))])
-    return _prefill(graphdef, state, rows, lengths, options), options
+    mesh = _mesh_for(state, *rows.shape)
+    if mesh is None:
+        return _prefill(graphdef, state, rows, lengths, options), options
+    [home] = jax.tree.leaves(state)[0].devices()
+    with jax.set_mesh(mesh):
+        running = _prefill(graphdef, replicate(state, mesh), rows, lengths, options)
+    return jax.device_put(running, home), options
+
+
+def _mesh_for(state: Any, rows: int, length: int) -> Mesh | None:
+    """The devices that read a long prompt, if the model lies on one of several of its kind; else None.
+
+    All hold the whole model while they read.
+    """
+    places = {device for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) for device in leaf.devices()}
+    if length <= LONG_PROMPT or len(places) != 1:
+        return None
+    devices = jax.local_devices(backend=next(iter(places)).platform)
+    return phase_mesh(make_mesh(devices=devices), rows) if len(devices) > 1 else None
 
 
 @partial(jax.jit, static_argnums=0)
@@ -290,7 +312,8 @@ def _prefill(graphdef: Any, state: Any, prompt_BxL: Any, length_B: Any, inputs: 
     model = nnx.merge(graphdef, state, copy=True)
     read_B = jnp.maximum(length_B, 1)
     batch = prompt_BxL.shape[0]
-    x_BxLxD, _, cache = model.states(prompt_BxL, cache=model.empty_cache(batch)._replace(count_B=read_B))
+    empty = model.empty_cache(batch)._replace(count_B=read_B)
+    x_BxLxD, _, cache = model.states(prompt_BxL, cache=empty, is_empty=True)
     last_Bx1xD = jnp.take_along_axis(x_BxLxD, (read_B - 1)[:, None, None], axis=1)
     token_B = sample(model.logits(last_Bx1xD)[:, 0], read_B, inputs)
     new_BxC = jnp.full((batch, model.config.max_context), NO_TOKEN, jnp.int32).at[:, 0].set(token_B)

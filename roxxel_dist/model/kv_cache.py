@@ -42,11 +42,11 @@ class AttentionMetadata(NamedTuple):
     """int32 [L], or [B, L]: the positions."""
     mask_Bx1xLxS: jax.Array | None = None
     """bool: which of S keys each token may attend to. With a cache it is the complete mask; without one, attention adds
-    the causal mask and the window."""
+    the causal mask and the window. None: to the earlier ones of the tokens that are being read, within the window."""
     slot_BxL: jax.Array | None = None
     """int32: the cache slot of each token; the number of slots if it is not cached. None: no cache."""
     segments_BxL: jax.Array | None = None
-    """int32, without a cache: attention stays among the tokens of a row that have the same number. None: a row is one
+    """int32, without a mask: attention stays among the tokens of a row that have the same number. None: a row is one
     text."""
 
 
@@ -65,9 +65,19 @@ def empty_cache(batch: int, slots: int, shapes: Sequence[Sequence[tuple[int, ...
 
 
 def prepare(
-    cache: Cache, length: int, segments_BxL: jax.Array | None, positions_BxL: jax.Array | None, window: int | None
+    cache: Cache,
+    length: int,
+    segments_BxL: jax.Array | None,
+    positions_BxL: jax.Array | None,
+    window: int | None,
+    *,
+    is_empty: bool = False,
 ) -> tuple[AttentionMetadata, Cache]:
-    """The metadata to read `length` more tokens of each row, and the cache after them, except for its layers."""
+    """The metadata to read `length` more tokens of each row, and the cache after them, except for its layers.
+
+    Of an empty cache they need no mask, which is [B, 1, L, slots]: they attend to each other alone, and padding comes
+    after the real tokens.
+    """
     batch, slots = cache.tokens[0].shape
     place_BxL = cache.length_B[:, None] + jnp.arange(length)
     end_B = cache.length_B + (length if cache.count_B is None else cache.count_B)
@@ -81,7 +91,10 @@ def prepare(
     if window is not None:
         mask_BxLxS &= back_BxLxS < window
     position_BxL = place_BxL if positions_BxL is None else positions_BxL
-    return AttentionMetadata(position_BxL, mask_BxLxS[:, None], slot_BxL), Cache(end_B, tokens, cache.layers)
+    after = Cache(end_B, tokens, cache.layers)
+    if is_empty:
+        return AttentionMetadata(position_BxL, slot_BxL=slot_BxL, segments_BxL=segments_BxL), after
+    return AttentionMetadata(position_BxL, mask_BxLxS[:, None], slot_BxL), after
 
 
 def update(

@@ -1,5 +1,6 @@
 """The cross-entropy of the next token: of all tokens at once, or of some at a time."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,10 +8,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import TENSOR, row_shards, token_shards
-from roxxel_dist.cluster.parameter_sharding import constrain_tokens
+from roxxel_dist.cluster.parameter_sharding import constrain_batch, constrain_tokens
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.layers import Embedding, logits_of
+from roxxel_dist.model.layers import logits_of
 from roxxel_dist.model.transformer import Transformer
 
 CHUNK_BYTES = 64_000_000
@@ -38,6 +40,14 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
     With packed documents also "loss_weight": float32[], the number of tokens in the mean, which is its weight in
     gradient accumulation, and "row_weight": float32[B], the same of each row. With a `Transformer` with experts also
     "balance_loss": float32[], which training adds to the loss.
+
+    For a model of your own it is a loss that is cut as the phase's rows are. Where the model has two methods more, it
+    makes the logits of some tokens at a time, at most 64 MB on a device, and computes them again in the backward pass:
+    `states`, which is called as the model is and returns [B, L, width], and `logits`, which makes of any such [B, C,
+    width] its logits, [B, C, vocabulary], each from its token alone. Without them the model makes all logits at once.
+
+    Raises:
+        ValueError: `states` returns something else.
     """
     balance: dict[str, jax.Array] = {}
 
@@ -45,12 +55,12 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
         # Not the row is cut, but what is computed of it: its inputs and targets have a token less, often 2^k.
         targets_BxL, *inputs = constrain_tokens(targets_BxL, tokens_BxL, *packed)
         if not isinstance(model, Transformer):
-            return _cross_entropy(model(*inputs), targets_BxL)  # pyright: ignore[reportCallIssue]
+            return _losses_of_own(model, inputs, targets_BxL)
         x_BxLxD, of_experts, _ = model.states(*inputs)  # pyright: ignore[reportArgumentType]
         if model.config.use_moe:
             balance["balance_loss"] = of_experts
         if count := chunks_of(model.config, *targets_BxL.shape):
-            return _by_chunks(model, x_BxLxD, targets_BxL, count)
+            return _by_chunks(model.output, logits_of, x_BxLxD, targets_BxL, count)
         return _cross_entropy(model.logits(x_BxLxD), targets_BxL)
 
     if not hasattr(batch, "tokens"):
@@ -65,6 +75,31 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
     return {"loss": mean, "row_loss": rows} | weights | balance
 
 
+def _losses_of_own(model: Any, inputs: list[jax.Array], targets_BxL: jax.Array) -> jax.Array:
+    """float32[B, L] for a model of the user's own: in chunks where it has `states` and `logits`."""
+    if not all(callable(getattr(model, name, None)) for name in ("states", "logits")):
+        return _cross_entropy(model(*inputs), targets_BxL)
+    x_BxLxD, (rows, length) = model.states(*inputs), targets_BxL.shape
+    shape = getattr(x_BxLxD, "shape", None)
+    if shape is None or len(shape) != 3 or shape[:2] != targets_BxL.shape:
+        what = f"a {type(x_BxLxD).__name__}" if shape is None else f"an array of shape {shape}"
+        raise UserError(
+            f"the model's states returned {what} for tokens of shape {targets_BxL.shape}: it must return an array "
+            f"({rows}, {length}, width), of which its logits makes ({rows}, {length}, vocabulary)"
+        )
+    x_BxLxD = constrain_batch(x_BxLxD)
+
+    def logits(model: Any, x_BxCxD: jax.Array) -> jax.Array:
+        return model.logits(x_BxCxD)
+
+    head, leaves = _Head.of(model, logits)
+    vocabulary = jax.eval_shape(head, leaves, x_BxLxD).shape[-1]
+    count = auto_chunks(rows, length, vocabulary)
+    if not count:
+        return _cross_entropy(model.logits(x_BxLxD), targets_BxL)
+    return _by_chunks(model, logits, x_BxLxD, targets_BxL, count)
+
+
 def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """float32[B, L] for logits of any dtype: in bfloat16 the sum over a vocabulary loses its small terms."""
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
@@ -74,16 +109,52 @@ def chunks_of(config: ModelConfig, rows: int, length: int) -> int:
     """Into how many chunks the logits of a batch are cut, see `ModelConfig.loss_chunk`; 0 for none."""
     if isinstance(config.loss_chunk, int):
         return -(-length // max(1, config.loss_chunk // rows)) if config.loss_chunk else 0
-    mesh, vocabulary = jax.sharding.get_abstract_mesh(), config.vocab_size or 0
+    return auto_chunks(rows, length, config.vocab_size or 0)
+
+
+def auto_chunks(rows: int, length: int, vocabulary: int) -> int:
+    """As many chunks as keep the float32 logits of a device within `CHUNK_BYTES`; 0 for none."""
+    mesh = jax.sharding.get_abstract_mesh()
     pieces, together = (1, 1) if mesh.empty else (row_shards(mesh), mesh.shape.get(TENSOR, 1))
     here = -(-rows // pieces) * -(-length // token_shards(mesh)), -(-vocabulary // together)
     chunks = -(-4 * here[0] * here[1] // CHUNK_BYTES)
     return 0 if chunks <= 1 else min(chunks, length)
 
 
-def _by_chunks(model: Transformer, x_BxLxD: jax.Array, targets_BxL: jax.Array, count: int) -> jax.Array:
-    """The same float32[B, L], with the logits of one of `count` chunks of tokens at a time; the backward pass computes
-    them again.
+class _Head:
+    """A function of a module and of states, as one of the module's arrays: NNX objects do not cross jax's traces."""
+
+    def __init__(self, function: Callable[[Any, jax.Array], jax.Array], graphdef: Any, tree: Any) -> None:
+        self._function, self._graphdef, self._tree = function, graphdef, tree
+
+    @classmethod
+    def of(cls, module: nnx.Module, function: Callable[[Any, jax.Array], jax.Array]) -> "tuple[_Head, list[Any]]":
+        """(the function, the arrays of the module)."""
+        graphdef, state = nnx.split(module)
+        leaves, tree = jax.tree.flatten(state)
+        return cls(function, graphdef, tree), leaves
+
+    def __call__(self, leaves: list[Any], x_BxCxD: jax.Array) -> jax.Array:
+        """Of a copy of the module: what the function changes of it is lost."""
+        module = nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, leaves), copy=True)
+        return self._function(module, x_BxCxD)
+
+    def used(self, leaves: list[Any], x_BxCxD: jax.Array) -> list[bool]:
+        """Which of the arrays the result depends on."""
+        jaxpr = jax.make_jaxpr(self)(leaves, x_BxCxD).jaxpr
+        used = {id(atom) for eqn in jaxpr.eqns for atom in eqn.invars} | set(map(id, jaxpr.outvars))
+        return [id(atom) in used for atom in jaxpr.invars[: len(leaves)]]
+
+
+def _by_chunks(
+    module: nnx.Module,
+    logits: Callable[[Any, jax.Array], jax.Array],
+    x_BxLxD: jax.Array,
+    targets_BxL: jax.Array,
+    count: int,
+) -> jax.Array:
+    """float32[B, L], with the `logits` of one of `count` chunks of tokens at a time; the backward pass computes them
+    again.
 
     A chunk is a part of what each device has of every row, so rows and tokens stay on their devices.
     """
@@ -93,16 +164,20 @@ def _by_chunks(model: Transformer, x_BxLxD: jax.Array, targets_BxL: jax.Array, c
     short = shards * count * size - length
     x_BxLxD = jnp.pad(x_BxLxD, [(0, 0), (0, short), (0, 0)])
     targets_BxL = jnp.pad(targets_BxL, [(0, 0), (0, short)])
-    graphdef, state = nnx.split(model.output)
-    # The gradient is summed over the chunks in the dtype of the loop's inputs; bfloat16 would lose small terms.
-    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), state)
+    head, leaves = _Head.of(module, logits)
+    # The gradient is summed over the chunks in the dtype of the loop's inputs; bfloat16 would lose small terms. Arrays
+    # that the logits do not depend on stay out of the loop, which would sum zeros for them.
+    wide = [
+        leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        if used and jnp.issubdtype(leaf.dtype, jnp.floating)
+        else leaf
+        for leaf, used in zip(leaves, head.used(leaves, x_BxLxD[:, :1]), strict=True)
+    ]
 
     def losses_of(piece: tuple[jax.Array, jax.Array]) -> jax.Array:
-        own = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), wide, state)
-        # A copy: NNX objects do not cross jax's trace levels.
-        output: Embedding | nnx.LinearGeneral = nnx.merge(graphdef, own, copy=True)
+        own = [leaf if leaf is like else leaf.astype(like.dtype) for leaf, like in zip(wide, leaves, strict=True)]
         x_BxCxD, targets_BxC = piece
-        return _cross_entropy(logits_of(output, x_BxCxD), targets_BxC)
+        return _cross_entropy(head(own, x_BxCxD), targets_BxC)
 
     def chunks(a: jax.Array) -> jax.Array:
         """[B, L, ...] to [chunks, B, devices x tokens of a chunk, ...]."""

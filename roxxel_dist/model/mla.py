@@ -66,10 +66,11 @@ class LatentAttention(nnx.Module):
             turned = rotate(turned, metadata.position_L, self.rotary)
             q_BxLxHxQ = jnp.concatenate([q_BxLxHxK, turned], axis=-1)
             turned_BxSxR = rotate(turned_BxSxR[:, :, None], metadata.position_L, self.rotary)[:, :, 0]
-        absorbed = self.absorbed or cache is not None
+        absorbed = self.absorbed
         if cache is not None and metadata.slot_BxL is not None:
-            new = (latent_BxSxC, turned_BxSxR)
-            (latent_BxSxC, turned_BxSxR), cache = update(cache, new, metadata.slot_BxL, self.window)
+            seen, cache = update(cache, (latent_BxSxC, turned_BxSxR), metadata.slot_BxL, self.window)
+            if metadata.mask_Bx1xLxS is not None:  # also tokens that were read before
+                absorbed, (latent_BxSxC, turned_BxSxR) = True, seen
         mix = self._among_latents if absorbed else self._among_heads
         mixed_BxLxHxK = mix(q_BxLxHxQ, latent_BxSxC, turned_BxSxR, metadata)
         if self.gate is not None:

@@ -150,8 +150,12 @@ class Transformer(nnx.Module):
         segments_BxL: jax.Array | None = None,
         positions_BxL: jax.Array | None = None,
         cache: Cache | None = None,
+        *,
+        is_empty: bool = False,
     ) -> tuple[jax.Array, jax.Array, Cache | None]:
         """The final states, which `logits` turns into logits. Arguments and errors as of a call.
+
+        Of a cache that `is_empty` nothing is read: then a long text needs no mask of all its tokens.
 
         Training adds the balance loss, float32[], to the loss. It is alpha_balance x the sum over the blocks:
         alpha_balance x num_blocks if all experts get equally many tokens, and 0 without experts.
@@ -166,7 +170,7 @@ class Transformer(nnx.Module):
             position = jnp.arange(length) if positions_BxL is None else positions_BxL
             metadata = AttentionMetadata(position, segments_BxL=segments_BxL)
         else:
-            metadata, cache = prepare(cache, length, segments_BxL, positions_BxL, self.config.window)
+            metadata, cache = prepare(cache, length, segments_BxL, positions_BxL, self.config.window, is_empty=is_empty)
         x_BxLxD = constrain_batch(self._embed(tokens_BxL, metadata.position_L))
         remat = self.config.gradient_checkpointing and not self.deterministic and cache is None
         x_BxLxD, balance, layers = run_stack(

@@ -35,6 +35,11 @@ class BatchLayout:
             return "rows" if self.token_pieces == 1 else "both"
         return "nothing" if self.token_pieces == 1 else "tokens"
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether each device has whole rows of its own."""
+        return self.cut == "rows" and not self.repeated
+
     def __str__(self) -> str:
         """Such as "1 row, cut along the tokens over 8 devices"."""
         who = "devices" if self.together == 1 else f"groups of {self.together} devices (tensor)"

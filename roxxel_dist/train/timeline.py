@@ -2,8 +2,9 @@
 
 A row is {"attempt", "activity", "begin" (unix time), "seconds", "steps"}. One is written when an activity other than a
 step ends, and one at every logged step for the steps since (`steps`: the first and the last of them, from 1), so that a
-kill -9 loses little. An attempt is a process that trained in the run directory, from 0; a row "finished" of no length
-says that the run had no step left. The file is append-only, also where steps are done a second time.
+kill -9 loses little. Rows of steps have "layout" where devices do not have whole rows of their own. An attempt is a
+process that trained in the run directory, from 0; a row "finished" of no length says that the run had no step left. The
+file is append-only, also where steps are done a second time.
 """
 
 import contextlib
@@ -46,6 +47,8 @@ class Timeline:
         self._activity, self._since = "start", time.monotonic()
         self._first = self._done = 0
         self._stepped = False
+        self.layout: str = ""
+        """How devices share a batch of the phase, where not each has rows of its own."""
 
     @staticmethod
     def log(text: str) -> None:
@@ -95,7 +98,8 @@ class Timeline:
         if self._activity and not (steps and self._done < self._first):
             seconds = now - self._since
             row = {"activity": self._activity, "begin": round(time.time() - seconds, 3), "seconds": round(seconds, 6)}
-            self._write(row | ({"steps": steps} if steps else {}))
+            of_steps = {"steps": steps} | ({"layout": self.layout} if self.layout else {})
+            self._write(row | (of_steps if steps else {}))
         self._since, self._first = now, self._done + 1
 
     def _write(self, row: dict[str, Any]) -> None:

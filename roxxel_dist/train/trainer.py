@@ -29,8 +29,9 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.loader import Stream
 from roxxel_dist.data.verify import VerifiedBlocks
-from roxxel_dist.model.transformer import TransformerBuilder
+from roxxel_dist.model.transformer import Transformer, TransformerBuilder
 from roxxel_dist.train.bad_steps import BadStep, BadStepMonitor
+from roxxel_dist.train.batch_layout import batch_layout
 from roxxel_dist.train.bucket_run import BucketRun
 from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
@@ -45,7 +46,7 @@ from roxxel_dist.train.checkpoint.metadata import (
     write_cursor,
 )
 from roxxel_dist.train.checkpoint.store import CheckpointStore, DamagedCheckpoint
-from roxxel_dist.train.compile import AotCompiler, abstract, batch_key
+from roxxel_dist.train.compile import AotCompiler, abstract, batch_key, mesh_of
 from roxxel_dist.train.config import LoopKeywords, LoopOptions
 from roxxel_dist.train.digest_chain import DigestChain, in_hex
 from roxxel_dist.train.evaluator import HELD_OUT, Validation, run_eval_fn, summarize
@@ -54,6 +55,7 @@ from roxxel_dist.train.loggers.choose import trackers_for
 from roxxel_dist.train.loggers.metrics import MetricsLogger
 from roxxel_dist.train.optimizer import InitialState, as_optimizer, check_update
 from roxxel_dist.train.profiler import Profiler
+from roxxel_dist.train.repeated_work import MOST, work_ratio
 from roxxel_dist.train.resume import (
     ResumePoint,
     begin,
@@ -164,6 +166,7 @@ class Trainer:
         self.stopped: bool = False
         self.fetches: int = 0
         self._failed = False
+        self._work_is_known = False
         self._needed = False  # whether the last save must be on disk, whatever copies there are in memory
         self._deferred: tuple[int, Metrics] | None = None
         self._let_go = hold_together(self._folder)
@@ -519,7 +522,9 @@ class Trainer:
 
     def _enter_phase(self, step: int) -> Any:
         """The compiled step of the phase that begins with `step`, once every rank has it."""
-        self._metrics.log_phase(self.plan, step, self._sharding, self._grad_accum)
+        layout = batch_layout(self._sharding, *self.plan.shape(step), self._grad_accum)
+        self._timeline.layout = "" if layout.is_plain else str(layout)
+        self._metrics.log_phase(self.plan, step, layout, self._grad_accum)
         key, begun = self._compile_phase(step), time.perf_counter()
         if waits := not self._compiler.ready(key):  # it was not compiled ahead
             self._wait_for_devices()
@@ -528,7 +533,23 @@ class Trainer:
         if waits:
             self.logger.text(f"waited {time.perf_counter() - begun:.1f} s for this phase's program to be compiled")
             self._timer.restart()
+        if layout.token_pieces > 1 and not self._work_is_known and is_primary():
+            self._note_repeated_work(step, program)
         return program
+
+    def _note_repeated_work(self, step: int, program: Any) -> None:
+        """Log, once, how much of a model of the user's own XLA could not cut along the tokens."""
+        self._work_is_known = True
+        if self.options.virtual_shards or isinstance(self.state.model, Transformer):
+            return
+        batch = self._stream_from(step).abstract()
+        mesh = mesh_of(batch, self.mesh) or self.mesh
+        ratio = work_ratio(program, self._train_step, (self._like, self._hparams, batch), mesh)
+        if ratio is not None and ratio > MOST:
+            self.logger.text(
+                f"warning: in phase {self.plan.phase(step) + 1} {mesh.size} devices do {ratio:.1f} times the work of "
+                f"one: XLA cannot divide all that mixes the tokens of a row; roxxel_dist.attention is divided"
+            )
 
     def _rewind(self, bad: BadStep) -> None:
         """Restore the newest checkpoint that is known to be good, and leave the rows of the bad step out."""

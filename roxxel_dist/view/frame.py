@@ -148,7 +148,8 @@ def _phases(run: RunState, look: Look) -> list[Text]:
     text = f"steps {phase.first:,} to {end:,}, {phase.batch_size} rows x {phase.seq_len} tokens"
     if phase.last < run.last_step and run.step < run.last_step:
         text += f"; the next one begins in {max(0, phase.last - run.step):,}"
-    return [Text(f"phase {now + 1} of {len(run.phases)}  ").append(bar, "cyan"), Text(f"  {text}", "dim")]
+    notes = [Text(f"  {note}", "dim") for note in (text, run.layout) if note]
+    return [Text(f"phase {now + 1} of {len(run.phases)}  ").append(bar, "cyan"), *notes]
 
 
 def _numbers(row: Mapping[str, float], best: float | None) -> Text:

@@ -96,6 +96,8 @@ class RunState:
     phases: tuple[PhaseSpan, ...] = ()
     realised: Mapping[str, float]
     """Share of each data set in the rows that the current phase has read; empty if the plan is not on disk yet."""
+    layout: str = ""
+    """How devices shared the newest batches; empty where each had whole rows of its own."""
     ranks: tuple[RankState, ...] = ()
     job: str = ""
     """Its newest job on this host."""
@@ -232,13 +234,15 @@ class RunReader:
             with suppress(KeyError, TypeError):
                 self._spent = time_spent(self._rows)
         attempts = 1 + int(self._rows[-1].get("attempt", 0)) if self._rows else 0
+        steps = next((row for row in reversed(self._rows) if row.get("activity") == "step"), {})
         if state == "stopped" and self._rows and self._rows[-1].get("activity") == FINISHED:
             now = replace(now, state="finished")
         realised = {}
         if plan and phases and step:
             with suppress(ValueError, KeyError, TypeError, IndexError):
                 realised = _realised(json.dumps(plan), phases[now.phase].first - 1, min(step, phases[-1].last))
-        return replace(now, spent=self._spent, attempts=attempts, realised=realised)
+        layout = str(steps.get("layout", ""))
+        return replace(now, spent=self._spent, attempts=attempts, realised=realised, layout=layout)
 
     def is_trained(self) -> bool:
         """Whether a process trains in it now."""

@@ -172,6 +172,13 @@ def test_a_collective_that_overlaps_with_computing_is_one():
     assert program_cost(entry(*lines, before=fused), [0] * 4).collectives == {"all-gather": 96}
 
 
+def test_collectives_of_one_channel_are_several():
+    """Keys and values of a `shard_map`, of which jax gives all one channel."""
+    gather = "f32[32]{0} all-gather(%a), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}"
+    lines = "%a = f32[8]{0} parameter(0)", f"%k = {gather}", f"%v = {gather}"
+    assert program_cost(entry(*lines), [0] * 4).collectives == {"all-gather": 2 * 96}
+
+
 def test_a_sum_that_is_scattered_is_no_whole_sum():
     fused = """%all-reduce-scatter.1 (p: f32[8]) -> f32[2] {
   %p = f32[8]{0} parameter(0)
@@ -244,3 +251,5 @@ def test_splash_attention_has_half_of_all_pairs_or_those_of_its_window():
     assert whole == 2 * 2 * 4 * 8 * (2048 * 2048 / 2) * 64
     assert splash_flops("splash_mha_dkv", [q, q, q]) == 2 * whole
     assert splash_flops("splash_mha_fwd", [(1, 4, 1), (1, 4, 1), q, q, q]) == whole / 2
+    part = (*q[:2], q[2] // 4, q[3])  # of a cut row a device has the keys of all, and half of its pairs with them
+    assert splash_flops("splash_mha_fwd", [part, q, q]) == whole / 4

@@ -17,6 +17,7 @@ from roxxel_dist.model import attention_kernels
 from roxxel_dist.model.attend import attend
 from roxxel_dist.model.attention_kernels import (
     LONGEST_WHOLE,
+    Labels,
     blocked_attention,
     broken_rule,
     kernel_for,
@@ -85,7 +86,9 @@ def test_blocks_are_the_plain_attention(length, window, heads, value_size, packe
         length, heads=heads[0], groups=heads[1], value_size=value_size, packed=packed, rows=1
     )
     scale = q.shape[-1] ** -0.5
-    blocks = with_gradients(lambda q, k, v: blocked_attention(q, k, v, segments, window, scale), q, k, v, weight)
+    blocks = with_gradients(
+        lambda q, k, v: blocked_attention(q, k, v, Labels(segments), window, scale), q, k, v, weight
+    )
     whole = with_gradients(lambda q, k, v: plain(q, k, v, segments, window), q, k, v, weight)
     for a, b in zip(blocks, whole, strict=True):
         np.testing.assert_allclose(a, b, atol=5e-5)
@@ -97,13 +100,15 @@ def test_segments_need_not_be_in_order(ids):
     q, k, v, _, weight = inputs(1300)
     segments = jnp.repeat(jnp.asarray(ids, jnp.int32), jnp.asarray([400, 500, 400]), total_repeat_length=1300)
     segments = jnp.stack([segments, segments[::-1]])
-    blocks = with_gradients(lambda q, k, v: blocked_attention(q, k, v, segments, None, 8**-0.5), q, k, v, weight)
+    blocks = with_gradients(
+        lambda q, k, v: blocked_attention(q, k, v, Labels(segments), None, 8**-0.5), q, k, v, weight
+    )
     check_same(blocks, with_gradients(lambda q, k, v: plain(q, k, v, segments, None), q, k, v, weight))
 
 
 def test_blocks_in_bfloat16():
     q, k, v, _, weight = inputs(700, dtype=jnp.bfloat16)
-    blocks = with_gradients(lambda q, k, v: blocked_attention(q, k, v, None, 300, 8**-0.5), q, k, v, weight)
+    blocks = with_gradients(lambda q, k, v: blocked_attention(q, k, v, Labels(), 300, 8**-0.5), q, k, v, weight)
     assert all(x.dtype == jnp.bfloat16 for x in blocks)
     exact = with_gradients(lambda q, k, v: plain(*map(jnp.float32, (q, k, v)), None, 300), q, k, v, weight)
     check_same([np.float32(x) for x in exact], [np.float32(x) for x in blocks], atol=0.1)

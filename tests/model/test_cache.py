@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.cluster.mesh import make_mesh, phase_mesh, replicate
 from roxxel_dist.model import generate as generation
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.generate import generate
+from roxxel_dist.model.generate import Sampling, generate, generate_rows
 from roxxel_dist.model.transformer import Transformer
 
 LENGTH = 24
@@ -170,3 +173,38 @@ def test_prefill_and_decoding_are_compiled_once():
 def test_more_context_than_the_model_has():
     with pytest.raises(ValueError, match="max_context is 33: the model reads at most 32 tokens"):
         generate(build(), [1], 5, max_context=33)
+
+
+@pytest.mark.parametrize("fields", [{"kv_heads": 2}, {**WINDOW, "no_sink": True}, {**MLA, "pos_encoding": "learned"}])
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_a_long_prompt_is_read_by_all_devices(fields, prompts, monkeypatch):
+    """Prompts of 20 and fewer tokens on 8 devices, 1 row or 4, and what is written after them on one."""
+    model, rng = build(**fields), np.random.default_rng(0)
+    texts = [rng.integers(0, 50, 20 - 3 * i).tolist() for i in range(prompts)]
+    options = {"max_context": 32, "sampling": Sampling(temperature=0), "seeds": [0] * prompts}
+    alone = generate_rows(model, texts, 8, **options)
+    read = []
+    monkeypatch.setattr(generation, "LONG_PROMPT", 16)
+    monkeypatch.setattr(generation, "replicate", lambda *args: read.append(args[1]) or replicate(*args))
+    assert generate_rows(model, texts, 8, **options) == alone
+    assert [mesh.shape["tokens"] for mesh in read] == [8 if prompts == 1 else 2]
+
+
+def test_the_memory_of_a_long_prompt():
+    """No mask of all pairs of tokens, and on 8 devices a part of what one takes."""
+    length = 4096
+    shape = ModelConfig(**SHAPE | {"max_context": length, "vocab_size": 50})
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Transformer(shape, nnx.Rngs(0))))
+    inputs = generation.sampling_inputs(Sampling(), [0], None)
+
+    def temporaries(mesh):
+        everywhere = NamedSharding(mesh, P())
+        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state)
+        tokens, lengths = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((1, length), (1,)))
+        with jax.set_mesh(mesh):
+            lowered = generation._prefill.lower(graphdef, placed, tokens, lengths, inputs)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    one = temporaries(make_mesh(1))
+    assert one < length**2
+    assert temporaries(phase_mesh(make_mesh(), 1)) < one / 3

@@ -3,31 +3,14 @@
 import jax
 import numpy as np
 import pytest
+from dense_attention import dense_attention
 
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
+from roxxel_dist.cluster.traced_flops import traced_flops
+from roxxel_dist.model.attention_kernels import Labels
 from roxxel_dist.model.cut_attention import Cut, cut_attention
 
 SCALE = 0.25
-
-
-def dense(q, k, v, segments, window, d_out):
-    """(the sum of output x d_out, gradients of q, k, v), in float64."""
-    q, k, v, d_out = (x.astype(np.float64) for x in (q, k, v, d_out))
-    shared, length = q.shape[2] // k.shape[2], q.shape[1]
-    keys, values = np.repeat(k, shared, 2), np.repeat(v, shared, 2)
-    back = np.arange(length)[:, None] - np.arange(length)
-    seen = np.broadcast_to((back >= 0) & (back < (window or length)), (len(q), 1, length, length))
-    if segments is not None:
-        seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
-    scores = np.where(seen, np.einsum("blhk,bshk->bhls", q, keys) * SCALE, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    total = (np.einsum("bhls,bshk->blhk", weights, values) * d_out).sum()
-    d_weights = np.einsum("blhk,bshk->bhls", d_out, values)
-    d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True)) * SCALE
-    d_keys, d_values = np.einsum("bhls,blhk->bshk", d_scores, q), np.einsum("bhls,blhk->bshk", weights, d_out)
-    of_groups = (x.reshape(*k.shape[:3], shared, -1).sum(3) for x in (d_keys, d_values))
-    return total, np.einsum("bhls,bshk->blhk", d_scores, keys), *of_groups
 
 
 @pytest.mark.parametrize(
@@ -43,20 +26,57 @@ def dense(q, k, v, segments, window, d_out):
     ],
 )
 def test_the_same_as_all_scores_at_once(devices, rows, length, heads, groups, window, packed):
-    rng = np.random.default_rng(length)
     shapes = (heads, 16), (groups, 16), (groups, 8), (heads, 8)
+    check(phase_mesh(make_mesh(devices), rows), rows, length, shapes, window, packed)
+
+
+def check(mesh, rows, length, shapes, window, packed, *options, **more):
+    """Output and gradients on a mesh."""
+    rng = np.random.default_rng(length)
     q, k, v, d_out = (rng.normal(size=(rows, length, *shape)).astype(np.float32) for shape in shapes)
     segments = np.sort(rng.integers(0, 4, (rows, length)), 1).astype(np.int32) if packed else None
 
-    def total(q, k, v):
-        return (cut_attention(q, k, v, segments, window, SCALE) * d_out).sum()
+    def mixed(q, k, v):
+        out = cut_attention(q, k, v, Labels(segments), window, SCALE, *options, **more)
+        return (out * d_out).sum(), out
 
-    with jax.set_mesh(phase_mesh(make_mesh(devices), rows)):
-        found, gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2)))(q, k, v)
-    expected, *of_inputs = dense(q, k, v, segments, window, d_out)
-    assert float(found) == pytest.approx(expected, rel=1e-5, abs=1e-4)
-    for mine, whole in zip(gradients, of_inputs, strict=True):
+    with jax.set_mesh(mesh):
+        (_, out), gradients = jax.jit(jax.value_and_grad(mixed, (0, 1, 2), has_aux=True))(q, k, v)
+    expected = dense_attention(q, k, v, d_out, window=window, segments=segments, scale=SCALE)
+    for mine, whole in zip((out, *gradients), expected, strict=True):
         np.testing.assert_allclose(mine, whole, atol=1e-5 * np.abs(whole).max())
+
+
+@pytest.mark.parametrize(
+    ("devices", "tensor", "rows", "length", "heads", "groups", "window", "packed"),
+    [
+        (2, 1, 1, 1024, 2, 1, None, False),
+        (4, 1, 2, 506, 2, 2, None, True),  # 2 rows x 2 devices, and a remainder
+        (3, 1, 1, 750, 2, 1, 200, True),  # the neighbours of a window
+        (3, 1, 1, 750, 1, 1, 700, False),  # a window that is nearly the row
+        pytest.param(4, 2, 1, 512, 4, 2, 100, False, marks=pytest.mark.long),  # and heads over "tensor"
+        pytest.param(8, 1, 1, 2041, 2, 1, None, True, marks=pytest.mark.long),
+    ],
+)
+def test_splash_attention_of_a_cut_row(devices, tensor, rows, length, heads, groups, window, packed):
+    """Its program, interpreted: the hardware that it is for is not here."""
+    shapes = (heads, 64), (groups, 64), (groups, 32), (heads, 32)
+    mesh = phase_mesh(make_mesh(devices, tensor=tensor), rows)
+    check(mesh, rows, length, shapes, window, packed, "splash", interpret=True)
+
+
+def test_splash_attention_computes_no_more_than_on_one_device():
+    """Of each device the kernel's tables name as many blocks; a row that its blocks do not fit is left to XLA."""
+
+    def traced(length, kernel):
+        q = jax.ShapeDtypeStruct((1, length, 2, 64), np.float32)
+        with jax.set_mesh(phase_mesh(make_mesh(8), 1)):
+            return jax.jit(lambda q: cut_attention(q, q, q, Labels(), None, SCALE, kernel)).trace(q).jaxpr
+
+    assert traced_flops(traced(8192, "splash")) == pytest.approx(2 * 2 * 2 * 64 * 8192**2 / 2, rel=0.01)
+    assert "pallas_call" in str(traced(8000, "splash"))
+    assert "pallas_call" not in str(traced(1000, "splash"))
+    assert "pallas_call" not in str(traced(8192, "xla"))
 
 
 @pytest.mark.parametrize("devices", [2, 3, 5, 8, 64])

@@ -3,9 +3,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from own_model import Attending
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.estimate import memory_analysis
+from roxxel_dist.model import loss as loss_module
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
@@ -93,3 +96,66 @@ def test_the_logits_are_never_there_at_once():
 def test_a_number_of_tokens():
     with pytest.raises(ValueError, match="loss_chunk is -1: it must be auto, a number of tokens, or 0"):
         ModelConfig(loss_chunk=-1)
+
+
+class Whole(Attending):
+    """It makes all logits at once."""
+
+    states = None
+
+    def __call__(self, *batch):
+        return self.logits(Attending.states(self, *batch))
+
+
+def of_own(kind, batch, dtype=None, vocabulary=50):
+    parts, params, rest, settings = split_module(kind(vocabulary, 16, 1, 2, nnx.Rngs(0)))
+
+    def loss(params):
+        found = token_losses(parts.merge(cast(params, dtype), rest, settings, training=True), batch)
+        return found["loss"], found
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True)), params
+
+
+def test_a_model_of_ones_own_in_chunks(monkeypatch):
+    """5 tokens of each of 3 rows at a time, in float32 and bfloat16, packed and not."""
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 3 * 5 * 50)
+    for batch in batches():
+        step, params = of_own(Attending, batch)
+        assert "f32[3,23,50]" not in str(jax.make_jaxpr(step)(params))
+        (_, found), gradients = step(params)
+        (_, expected), whole = of_own(Whole, batch)[0](params)
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=2e-6, err_msg=name)
+        for name, leaf in whole.items():
+            np.testing.assert_allclose(gradients[name], leaf, atol=1e-6, err_msg=name)
+        half = of_own(Attending, batch, jnp.bfloat16)[0](params)[1]
+        off, plain_off = (
+            float(jnp.linalg.norm(found["out.kernel"] - whole["out.kernel"]))
+            for found in (half, of_own(Whole, batch, jnp.bfloat16)[0](params)[1])
+        )
+        assert off < 1.5 * plain_off
+
+
+def test_the_gradient_of_a_chunk_is_of_what_logits_use(monkeypatch):
+    """The loop over the chunks carries no sum for the embedding or the layers."""
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 3 * 5 * 20_000)
+    step, params = of_own(Attending, jnp.zeros((3, 24), jnp.int32), vocabulary=20_000)
+    [loops] = [
+        eqn for eqn in jax.make_jaxpr(step)(params).jaxpr.eqns[0].params["jaxpr"].eqns
+        if eqn.primitive.name == "scan" and eqn.params["num_carry"]
+    ]  # fmt: skip
+    summed = {var.aval.shape for var in loops.outvars[: loops.params["num_carry"]]}
+    assert (16, 20_000) in summed
+    assert (20_000, 16) not in summed
+
+
+class Wrong(Attending):
+    def states(self, tokens):
+        return super().states(tokens)[:, 0]
+
+
+def test_states_of_another_shape_are_refused():
+    step, params = of_own(Wrong, jnp.zeros((3, 24), jnp.int32))
+    with pytest.raises(UserError, match=r"states returned an array of shape \(3, 16\) for tokens of shape \(3, 23\)"):
+        step(params)

@@ -5,6 +5,8 @@ import re
 import jax
 import numpy as np
 import pytest
+from flax import nnx
+from own_model import Attending
 
 from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, make_mesh, scalars_on
 from roxxel_dist.data.packing import Packed
@@ -29,9 +31,12 @@ FEATURES = {
 
 
 def compiled(mesh, fields, shape, *, packed=False, fsdp=False, grad_accum=1):
-    """(the compiled training step, state, hparams, a function of a seed that makes a batch)."""
+    """(the compiled training step, state, hparams, a function of a seed that makes a batch).
+
+    `fields` of the built-in model, or a function that builds another.
+    """
     optimizer = NamedOptimizer(OptimizerConfig(lr=1e-2, warmup_steps=0))
-    builder = TransformerBuilder(ModelConfig(**SMALL | fields), 0, 1)
+    builder = fields if callable(fields) else TransformerBuilder(ModelConfig(**SMALL | fields), 0, 1)
     split, state, hparams = init_state(builder, InitialState(optimizer), mesh, fsdp=fsdp, dtype=None)
     hparams |= scalars_on(mesh, {**optimizer.settings(100), SPIKE_FACTOR: 0.0})
     sharding = batch_sharding(mesh)
@@ -121,3 +126,16 @@ def test_one_row_of_2049_tokens_on_eight_devices():
     gathered = arrays_of(cut, "all-gather")
     assert gathered
     assert {shape for shape in gathered if np.prod(shape) >= 2048} == {(1, 2048, 2, 32)}, "keys and values alone"
+
+
+def own(plain=False):
+    return lambda: Attending(128, 64, 2, 4, nnx.Rngs(0), plain)
+
+
+@pytest.mark.parametrize(("rows", "length", "packed"), [(1, 1001, False), (1, 1002, True), (2, 515, False)])
+def test_a_model_of_ones_own(rows, length, packed):
+    """Losses of one device, and its work: 1,000 inputs, and 1,001 and 514 that do not divide."""
+    found = losses(make_mesh(), own(), (rows, length), 2, packed=packed)
+    np.testing.assert_allclose(found, losses(make_mesh(1), own(), (rows, length), 2, packed=packed), rtol=2e-5)
+    alone, cut = (compiled(mesh, own(), (rows, length), packed=packed)[0] for mesh in (make_mesh(1), make_mesh()))
+    assert cut.cost_analysis()["flops"] * 8 <= 1.15 * alone.cost_analysis()["flops"]

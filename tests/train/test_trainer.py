@@ -1,12 +1,14 @@
 """The loop in one process, on two simulated devices."""
 
 import csv
+import re
 
 import jax
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from own_model import Attending, Recurrent
 from runs import PHASES, losses, make, model, rows, train
 
 from roxxel_dist import Checkpointer, Curriculum, Logger, Phase, Roxxel, Trainer
@@ -141,6 +143,25 @@ def test_a_batch_smaller_than_the_devices_is_told(corpus, tmp_path):
     text = (tmp_path / "logs" / "rank-0.log").read_text()
     assert "1 rows x 33 tokens a step: 1 row, cut along the tokens over 2 devices\n" in text
     assert "1 rows x 2 tokens a step: 1 row on each device; 1 of 2 devices repeat the work of others\n" in text
+    assert text.count("warning: ") == 1
+    assert "warning: 1 of 2 devices have no work of their own in phase 2: give it more rows or longer ones" in text
+
+
+MIXING = {
+    "by the package's attention": lambda: Attending(500, 64, 1, 2, nnx.Rngs(0)),
+    "one token after the other": lambda: Recurrent(500, 64, 1, 0.0, nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize("kind", MIXING)
+def test_what_is_repeated_of_a_model_of_ones_own_is_told_once(kind, corpus, tmp_path):
+    """Of a recurrent network all devices do all, and the head alone is divided."""
+    phases = [Phase(2, 8, 17), Phase(2, 1, 129), Phase(2, 1, 257)]
+    train(corpus, tmp_path / "run", phases, model=MIXING[kind], val_fraction=0, mesh=make_mesh())
+    text = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    told = re.findall(r"warning: in phase (\d) 8 devices do ([\d.]+) times the work of one", text)
+    assert text.count("warning: ") == len(told) == (kind != "by the package's attention")
+    assert not told or (told[0][0] == "2" and float(told[0][1]) > 2)
 
 
 def test_blends_train(corpus, tmp_path):

@@ -28,11 +28,13 @@ from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.jobs.record import JobRecorder
 from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.sweep.journal import Journal
+from roxxel_dist.train.timeline import read_timeline
 from roxxel_dist.view import items
 from roxxel_dist.view.frame import Look, frame
 from roxxel_dist.view.items import Jobs, Watched, read
 from roxxel_dist.view.run import RunReader
 from roxxel_dist.view.tail import Tail
+from roxxel_dist.view.web.sections import sections
 
 PHASES = [Phase(6, 8, 17), Phase(4, 8, 33)]
 
@@ -75,6 +77,18 @@ def test_a_frame_has_the_numbers_of_the_run(run, size):
     assert "goodput" in seen
     assert seen.endswith("q quit")
     assert text(state, *size, ascii_only=True).isascii()
+
+
+def test_how_a_phase_is_cut_is_seen(corpus, tmp_path):
+    """In the timeline, in a frame and on the page: of whole rows nothing, of a cut row the line of the log."""
+    train(corpus, tmp_path / "run", [Phase(3, 8, 17), Phase(3, 1, 33)])
+    layout = "1 row, cut along the tokens over 2 devices"
+    steps = [row for row in read_timeline(tmp_path / "run") if row["activity"] == "step"]
+    assert [row.get("layout") for row in steps if row["steps"][1] <= 3] == [None] * 3
+    assert {row.get("layout") for row in steps if row["steps"][0] > 3} == {layout}
+    state = RunReader(tmp_path / "run").read()
+    assert layout in text(state, 80, 24)
+    assert json.loads(sections(state)["phases"])["layout"] == layout
 
 
 def test_a_phase_and_a_damaged_checkpoint_are_seen_by_the_same_reader(run):

@@ -13,7 +13,7 @@ from roxxel_dist.cluster.distributed import process_count, process_index
 from roxxel_dist.cluster.exit_codes import REACHED_ENV
 from roxxel_dist.cluster.mesh import device_type
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.train.batch_layout import batch_layout
+from roxxel_dist.train.batch_layout import BatchLayout
 from roxxel_dist.train.digest_chain import in_hex
 from roxxel_dist.train.loggers.base import LogQueue
 from roxxel_dist.train.resume import ResumePoint
@@ -76,17 +76,22 @@ class MetricsLogger:
         for note in start.notes:
             self._log.text(note)
 
-    def log_phase(self, plan: Plan, step: int, sharding: NamedSharding, grad_accum: int) -> None:
+    def log_phase(self, plan: Plan, step: int, layout: BatchLayout, grad_accum: int) -> None:
         """Log that a phase begins with this step, from 0."""
         rows, length = plan.shape(step)
-        layout = batch_layout(sharding, rows, length, grad_accum)
-        how = "" if layout.cut == "rows" and not layout.repeated else f": {layout}"
+        how = "" if layout.is_plain else f": {layout}"
         if rows < grad_accum:
             how += f", in {rows} micro-batch(es) instead of {grad_accum} because it has no more rows"
         self._log.text(
             f"phase {plan.phase(step) + 1}/{len(plan.shapes)} from step {step + 1}: "
             f"{rows} rows x {length} tokens a step{how}"
         )
+        if layout.repeated:
+            who = "devices" if layout.together == 1 else "groups of devices"
+            self._log.text(
+                f"warning: {layout.repeated} of {layout.pieces + layout.repeated} {who} have no work of their own in "
+                f"phase {plan.phase(step) + 1}: give it more rows or longer ones, or fewer devices"
+            )
 
     def update_progress(self, plan: Plan, done: int) -> None:
         """Update the record of the progress bar, as often as eyes can follow."""

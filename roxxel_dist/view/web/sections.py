@@ -65,7 +65,8 @@ def _run(run: RunState, brief: bool) -> Iterator[tuple[str, Any]]:
     if brief:
         return
     phases = [dataclasses.asdict(phase) for phase in run.phases]
-    yield "phases", {"phases": phases, "current": run.phase if run.phases else None, "realised": run.realised}
+    current = run.phase if run.phases else None
+    yield "phases", {"phases": phases, "current": current, "realised": run.realised, "layout": run.layout}
     yield "ranks", {"job": run.job, "attempts": run.attempts, **_ranks(run.ranks, run.restarts)}
     yield "time", {"kinds": SPENT, "spent": run.spent, "goodput": run.goodput}
     tier = "bucket" if is_url(run.name) else "disk"

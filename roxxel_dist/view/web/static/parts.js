@@ -21,7 +21,7 @@ function runTiles({ row = {}, best, left_s, goodput, state }) {
 }
 
 /** The phases as a bar with their boundaries, and what the current one is. */
-function phaseBar(head, { phases, current }) {
+function phaseBar(head, { phases, current, layout }) {
   const last = head.last_step ?? phases.at(-1)?.last;
   if (!last) return null;
   const share = (step) => Math.min(1, Math.max(0, step / last));
@@ -35,6 +35,7 @@ function phaseBar(head, { phases, current }) {
   const phase = phases[current], next = phases[current + 1];
   const words = [`Step ${format.integer(head.step)} of ${format.integer(last)} (${format.share(share(head.step))})`];
   if (phase) words.push(`phase ${current + 1} of ${phases.length}: ${phase.batch_size} rows × ${format.integer(phase.seq_len)} tokens, to step ${format.integer(phase.last)}`);
+  if (layout) words.push(layout);
   if (next && head.step < last) words.push(`the next phase begins in ${format.integer(Math.max(0, phase.last - head.step))} steps: ${next.batch_size} rows × ${format.integer(next.seq_len)} tokens`);
   return [bar, h("p", { class: "note" }, words.join(" · "))];
 }
