@@ -138,7 +138,7 @@ class Members(Over):
 
     def start_one(self, number: int, attempt: int) -> subprocess.Popen[bytes]:
         program = [sys.executable, "-m", "roxxel_dist", "launch", "member", "--hosts", 2, "--index", number]
-        program += ["--first", "h1", "--run-id", "mine", "--attempt", attempt, *self.options]
+        program += ["--first", "h1", "--run-id", "mine", "--attempt", attempt, "--grace", 5, *self.options]
         env = {"PYTHONPATH": str(ROOT)}
         with (self.folder / f"said.{attempt}.{number}").open("wb") as said:
             return self.hosts.popen(
