@@ -13,7 +13,7 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.control.hang import Hang, HangDetector, StepTimes
-from roxxel_dist.launcher.control.members import WAIT_S, MemberHangs
+from roxxel_dist.launcher.control.members import WAIT_S, Imported, MemberHangs, MemberSources
 from roxxel_dist.launcher.control.outcome import AttemptResult, CodeDiffers, HostLost, LateRank, RankExit, is_drain
 from roxxel_dist.launcher.control.report import slow_report
 from roxxel_dist.launcher.control.signals import SignalPipe
@@ -97,6 +97,8 @@ class Attempt:
     _running: dict[int, RankProcess] = field(default_factory=dict)
     members: MemberHangs | None = None
     """Where other hosts have launchers of their own."""
+    member_sources: MemberSources | None = None
+    """Likewise."""
     _silent_since: float | None = None
     """Since when no host has been heard; None while any is."""
     _looked: float = 0.0
@@ -104,7 +106,7 @@ class Attempt:
     def run(self, placed: Sequence[Placement]) -> AttemptResult:
         """Start all, watch until all have ended, and say what happened."""
         self._result = AttemptResult(exits=self._exits)
-        self._code: dict[str, tuple[str, int, str, str]] = {}
+        self._code: dict[str, Imported] = {}
         self._begun = time.monotonic()
         self._detector = HangDetector(self.job.step_timeout, self.times)
         self._slow = SlowRankDetector({rank: place.host for place in placed for rank in place.ranks})
@@ -122,6 +124,8 @@ class Attempt:
                 self._on_signal(number)
             self._on_clock(time.monotonic())
         self.recorder.update(ranks=())
+        if self.member_sources is not None:
+            self._end_member_sources(self.member_sources)
         return self._result
 
     def _on_event(self, host: HostConnection, event: Message | HostLost | str) -> None:
@@ -185,19 +189,42 @@ class Attempt:
     def _on_code(self, host: HostConnection, files: Sequence[tuple[int, str, str, str]]) -> None:
         """End a start in which ranks run different sources; later it would cost more than it is worth."""
         for rank, name, path, checksum in files:
-            first = self._code.setdefault(name, (checksum, rank, host.host, path))
-            if first[0] == checksum or self._is_ending():
+            source = Imported(checksum, rank, host.host, path)
+            first = self._code.setdefault(name, source)
+            if first is source and self.member_sources is not None and self._is_starting:
+                self.member_sources.add(name, source)
+            if first.checksum == checksum or self._is_ending():
                 continue
-            (_, other, there, other_path) = first
-            text = f"rank {rank} on host {host.host} runs another {path} than rank {other} on host {there}" + (
-                f" ({other_path})" if other_path != path else ""
-            )
-            if self._result.reached or time.monotonic() - self._begun > START_S:
-                self.console.info(f"warning: {text}: it was changed while the job ran")
-                continue
-            fix = "all ranks must run the same code: let a change of it end, or bring it to all hosts"
-            self._result.differs = CodeDiffers(rank=rank, host=host.host, text=f"{text}; {fix}")
-            self._kill()
+            differs = source.difference(first)
+            if self._is_starting:
+                self._refuse(differs)
+            else:
+                self.console.info(f"warning: {differs.text}: it was changed while the job ran")
+
+    @property
+    def _is_starting(self) -> bool:
+        """Whether ranks may still be kept from going on: none has entered a step."""
+        return not self._result.reached and time.monotonic() - self._begun <= START_S
+
+    def _refuse(self, differs: CodeDiffers) -> None:
+        fix = "all ranks must run the same code: let a change of it end, or bring it to all hosts"
+        self._result.differs = replace(differs, text=f"{differs.text}; {fix}")
+        self._kill()
+
+    def _check_member_sources(self, sources: MemberSources, now: float) -> None:
+        """While ranks start, on whichever host: those of others may be slow to come to their first step."""
+        if now - self._begun <= START_S and not self._is_ending() and (differs := sources.check(now)) is not None:
+            self._refuse(differs)
+
+    def _end_member_sources(self, sources: MemberSources) -> None:
+        """The launcher of another host may have ended its ranks, and by that those of this one."""
+        result = self._result
+        failed = any(end.code not in OK_CODES for end in self._exits)
+        known = result.hang is not None or result.requested is not None or result.differs is not None
+        if failed and not known and (differs := sources.last_check()) is not None:
+            self._refuse(differs)
+        if result.differs is None:  # else the others are to find it
+            sources.close()
 
     def _on_exit(self, end: RankExit) -> None:
         result = self._result
@@ -251,6 +278,8 @@ class Attempt:
             factors = self._slow.factors
             ranks = tuple(replace(process, slow=factors.get(rank)) for rank, process in sorted(self._running.items()))
             self.recorder.update(step=self._result.reached, ranks=ranks)
+            if self.member_sources is not None:
+                self._check_member_sources(self.member_sources, now)
             for note in self.lost_hosts.notes() if self.lost_hosts is not None else ():
                 self.console.info(note)
             if not self.job.grow_at_checkpoint:

@@ -10,7 +10,7 @@ from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.attempt import Attempt
 from roxxel_dist.launcher.control.hang import StepTimes
-from roxxel_dist.launcher.control.members import MemberHangs
+from roxxel_dist.launcher.control.members import MemberHangs, MemberSources
 from roxxel_dist.launcher.control.outcome import AttemptResult
 from roxxel_dist.launcher.control.report import report_of
 from roxxel_dist.launcher.control.restart import (
@@ -176,6 +176,7 @@ class _Controller:
         self.recorder.update(state="running", attempt=number)
         hosts, outer = ready.assignment.hosts, backend.environment
         placed = placements(job, hosts, ready.coordinator, outer, number, ready.visible, ready.cores, reached)
+        has_others = job.total > job.nprocs
         begun = time.monotonic()
         logs = Logs(job, console.info, number)
         try:
@@ -193,7 +194,8 @@ class _Controller:
                 lost_hosts=lost_hosts,
                 times=self._times.setdefault(ready.assignment.devices, StepTimes()),
                 grow_after=reached if trains or reached else -1,
-                members=MemberHangs(job, number) if job.total > job.nprocs else None,
+                members=MemberHangs(job, number) if has_others else None,
+                member_sources=MemberSources(job, number) if has_others else None,
             ).run(placed)
         finally:
             logs.close()
