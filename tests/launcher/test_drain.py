@@ -13,11 +13,10 @@ import psutil
 import pytest
 from ranks import is_waiting_spare, write_namesakes
 
-from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit, exit_code, is_drain
+from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit, is_drain
 from roxxel_dist.launcher.control.report import saved
 
 Launch = Callable[..., Any]
-SLOW = HostLost(host="h", code=137, text="h is slow", slow=True)
 
 
 def ends(*codes: int, killed: bool = False) -> list[RankExit]:
@@ -31,18 +30,12 @@ def ends(*codes: int, killed: bool = False) -> list[RankExit]:
     [
         ({"requested": signal.SIGINT}, True),
         ({"grows": "to go on with h2"}, True),
-        ({"lost": SLOW}, True),
         ({"lost": HostLost(host="h", code=137, text="gone")}, False),
         ({}, False),
     ],
 )
 def test_what_is_a_request_to_leave(more: dict[str, Any], drain: bool) -> None:
     assert is_drain(AttemptResult(exits=ends(143), **more)) == drain
-
-
-def test_a_slow_host_of_a_run_that_was_over_ends_nothing() -> None:
-    assert exit_code(AttemptResult(exits=ends(0, 0), lost=SLOW)) == 0
-    assert exit_code(AttemptResult(exits=ends(42, 42), lost=SLOW)) == 137
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,13 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.control.hang import Hang, HangDetector, StepTimes
 from roxxel_dist.launcher.control.members import WAIT_S, Imported, MemberHangs, MemberSources
 from roxxel_dist.launcher.control.outcome import AttemptResult, CodeDiffers, HostLost, LateRank, RankExit, is_drain
-from roxxel_dist.launcher.control.report import slow_report
 from roxxel_dist.launcher.control.signals import SignalPipe
-from roxxel_dist.launcher.control.slow import SlowRankDetector, SlowRanks
-from roxxel_dist.launcher.host.usage import Usage
 from roxxel_dist.launcher.jobs.record import JobRecorder, RankProcess
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
@@ -26,7 +22,7 @@ from roxxel_dist.launcher.placement import Placement
 from roxxel_dist.launcher.preflight.lost_hosts import LostHosts
 from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.connection import HostConnection
-from roxxel_dist.launcher.transport.pool import COMMON_S, EXIT_LOST, QUIET_S, SILENT_S, HostPool
+from roxxel_dist.launcher.transport.pool import COMMON_S, QUIET_S, SILENT_S, HostPool
 from roxxel_dist.launcher.transport.protocol import Message
 
 DUMP_S = 1.25
@@ -82,8 +78,6 @@ class Attempt:
     """Of the first host, as the others reach it."""
     spares: str
     """Whether hosts keep warm spares: on, off, auto."""
-    keeps_slow: str = ""
-    """Why a host that is slow cannot be replaced; empty where it can."""
     lost_hosts: LostHosts | None = None
     """The hosts that the job goes on without, where it can take them in again."""
     times: StepTimes = field(default_factory=StepTimes)
@@ -109,7 +103,6 @@ class Attempt:
         self._code: dict[str, Imported] = {}
         self._begun = time.monotonic()
         self._detector = HangDetector(self.job.step_timeout, self.times)
-        self._slow = SlowRankDetector({rank: place.host for place in placed for rank in place.ranks})
         self.pool.start(self.job, placed, self.key, self.spares, self.address)
         for place in placed:
             for rank in place.ranks:
@@ -148,8 +141,8 @@ class Attempt:
                 self._grow()
             case {"type": "status", "rank": rank, "record": record}:
                 self.console.status(rank, record)
-            case {"type": "progress", "records": records, "usage": usage}:
-                self._on_progress({rank: Record(**values) for rank, values in records}, usage)
+            case {"type": "progress", "records": records}:
+                self._on_progress({rank: Record(**values) for rank, values in records})
             case {"type": "code", "files": files}:
                 self._on_code(host, files)
             case {"type": "dumped", "ranks": ranks} if self._dump is not None:
@@ -165,11 +158,10 @@ class Attempt:
             self._result.lost = self._result.lost or event
         for rank in host.ranks:
             self._detector.forget(rank)
-            self._slow.forget(rank)
             self._running.pop(rank, None)
         self._kill()
 
-    def _on_progress(self, records: Mapping[int, Record], usage: Sequence[tuple[int, dict[str, Any]]]) -> None:
+    def _on_progress(self, records: Mapping[int, Record]) -> None:
         now = time.monotonic()
         for rank, record in records.items():
             self._detector.observe(rank, record, now)
@@ -182,8 +174,6 @@ class Attempt:
                 )  # fmt: skip
         if any(record.activity == "exit" for record in records.values()):
             self._limit_the_end()
-        for rank, values in usage:
-            self._slow.observe(rank, records[rank], Usage(**values), now)
         self._result.reached = max(self._result.reached, self._detector.reached)
 
     def _on_code(self, host: HostConnection, files: Sequence[tuple[int, str, str, str]]) -> None:
@@ -230,7 +220,6 @@ class Attempt:
         result = self._result
         self._exits.append(end)
         self._detector.forget(end.rank)
-        self._slow.forget(end.rank)
         self._running.pop(end.rank, None)
         result.reached = max(result.reached, end.step)
         if end.code not in OK_CODES:
@@ -273,10 +262,7 @@ class Attempt:
                 self._end_dump(self._dump, now)
         elif now >= self._check_at:
             self._check_at = now + CHECK_S
-            for slow in [] if self._is_ending() else self._slow.check(now):
-                self._on_slow(slow)
-            factors = self._slow.factors
-            ranks = tuple(replace(process, slow=factors.get(rank)) for rank, process in sorted(self._running.items()))
+            ranks = tuple(process for _, process in sorted(self._running.items()))
             self.recorder.update(step=self._result.reached, ranks=ranks)
             if self.member_sources is not None:
                 self._check_member_sources(self.member_sources, now)
@@ -317,20 +303,6 @@ class Attempt:
         elif self._silent_since is not None and self.pool.is_whole(now):
             self.console.info(f"all hosts are heard again, after {now - self._silent_since:.0f} s; the job goes on")
             self._silent_since = None
-
-    def _on_slow(self, slow: SlowRanks) -> None:
-        report = slow_report(slow)
-        self.console.info(report)
-        if not self.job.replace_slow or slow.slowness is None or self._is_ending():
-            return
-        if self.keeps_slow:
-            self.console.info(f"host {slow.host} stays: {self.keeps_slow}")
-            return
-        grace = self.job.grace
-        self.console.info(f"a spare host takes the place of {slow.host}: the ranks get {grace:g} s to save and exit")
-        text = f"{report}; it is replaced (--replace-slow)"
-        self._result.lost = HostLost(host=slow.host, code=EXIT_LOST, text=text, slow=True)
-        self.pool.order({"type": "stop", "grace": grace}, within=grace)
 
     def _grow(self) -> None:
         """Have the ranks save and leave, where a host is back: the next attempt has it again."""

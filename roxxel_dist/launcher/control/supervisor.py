@@ -120,7 +120,7 @@ class _Controller:
             if back:
                 self._looks.grown(back, failed={*ready.back} != {*back})
             with self._watch(ready.lost, selector) as lost_hosts:
-                result = self._attempt(ready, pool, "" if selector.has_spare else "no spare host is left", lost_hosts)
+                result = self._attempt(ready, pool, lost_hosts)
             back = lost_hosts.back
             last = self._attempts[-1]
             if ready.back and has_come_to_nothing(last, before):
@@ -129,7 +129,7 @@ class _Controller:
                 selector.leave_out(ready.back)
                 back = ()
             lost = result.lost
-            if lost is not None and (lost.slow or (lost.with_host and selector.has_spare)):
+            if lost is not None and lost.with_host and selector.has_spare:
                 selector.set_aside(lost.host)  # a spare host takes its place without an attempt to reach it
             decision = next_action(self._attempts, self.job.max_restarts, self.job.restart_on, selector.can_do_without)
             self.console.print(last.report)
@@ -166,11 +166,9 @@ class _Controller:
         """The largest step that a rank has entered."""
         return max((attempt.reached for attempt in self._attempts), default=0)
 
-    def _attempt(self, ready: ReadyHosts, pool: HostPool, keeps_slow: str, lost_hosts: LostHosts) -> AttemptResult:
+    def _attempt(self, ready: ReadyHosts, pool: HostPool, lost_hosts: LostHosts) -> AttemptResult:
         job, backend, console = ready.assignment.job, self.backend, self.console
         number = job.first_attempt + len(self._attempts)
-        if not self._has_restarts:
-            keeps_slow = "no restart is left (--max-restarts)"
         reached, trains = self._reached, job.command[0] == "train"
         console.flush()  # a detached launcher lets go of its terminal here
         self.recorder.update(state="running", attempt=number)
@@ -190,7 +188,6 @@ class _Controller:
                 key=self._key,
                 address=ready.coordinator.rpartition(":")[0].strip("[]"),
                 spares=job.warm_spares if self._has_restarts else "off",
-                keeps_slow=keeps_slow,
                 lost_hosts=lost_hosts,
                 times=self._times.setdefault(ready.assignment.devices, StepTimes()),
                 grow_after=reached if trains or reached else -1,
