@@ -25,7 +25,7 @@ BOOLEANS = {"true": True, "false": False}
 YAML_FIELDS = ("phases", "datasets", "validation", "model_args")
 """Fields that are one word of YAML on the command line."""
 REMOVED = {
-    "launch": {"replace_slow": "leave it out: who is slow on an accelerator was never seen by it"},
+    "launch": {"replace_slow": "leave it out: it compared CPU times, which say nothing about an accelerator"},
     "plan": {"coordinates": "run examples/coordinate_check.py with the config"},
     "sweep": {"keep_gb": "leave it out: paused trials keep their checkpoints, which max_to_keep and --count limit"},
 }
