@@ -28,8 +28,10 @@ from hosts import CONTROLLER, Cluster
 
 STALL_S = 240.0
 """A job that makes no new step for so long hangs: that is longer than any pause before a restart, and a start."""
-HITS_S = 60.0
+HITS_S = 120.0
 """A fault that finds nothing to hit for so long is left out; the training is slowed down until then."""
+EARLY = 0.75
+"""All faults come within this share of the steps: the rest is for waits, in which the training goes on slowly."""
 GONE_S, LEASH_S = 5.0, 80.0
 """Of processes when their launcher has ended; and where a host was out of reach, or an agent stopped, just before: the
 ranks live on for --host-lease (60 s) where no host hears the launcher."""
@@ -141,7 +143,7 @@ class Chaos:
     def run(self, faults: Sequence[Fault]) -> None:
         """All faults, one after the other, and then to the end of the training."""
         for number, fault in enumerate(faults, 1):
-            step, begun = max(2, int(fault.place * self.summary.steps)), time.monotonic()
+            step, begun = max(2, int(fault.place * EARLY * self.summary.steps)), time.monotonic()
             while self._newest < step and time.monotonic() < begun + fault.seconds:
                 assert not self._tend(), f"the training was over before fault {number}: it needs more steps"
             self._inject(number, fault)
@@ -164,14 +166,16 @@ class Chaos:
 
     def _inject(self, number: int, fault: Fault) -> None:
         end = time.monotonic() + HITS_S
-        self._injector.is_slowed = KINDS[fault.kind].alone
         while not (hit := self._injector.inject(fault, self._process)):
+            self._injector.is_slowed = True
             assert not self._tend(), f"the training was over before fault {number}: it needs more steps"
             if time.monotonic() > end:
                 self._note(f"fault {number}: {fault.kind} finds nothing to hit")
                 self.summary.left_out.append(fault.kind)
                 self._injector.release()
                 return
+        if not KINDS[fault.kind].alone:
+            self._injector.release()
         kind, now, step = KINDS[fault.kind], time.monotonic(), self._training.step
         if self.summary.outcomes:
             self._say(f"fault {self.summary.outcomes[-1]}")
@@ -306,7 +310,7 @@ def chaos(
     say: Callable[[str], None] = print,
 ) -> Summary:
     """Train twice, once under these faults. Raises AssertionError for whatever differs, hangs or is left behind."""
-    steps = steps or STEPS_A_FAULT * (len(faults) + 1)
+    steps = steps or int(STEPS_A_FAULT * (len(faults) + 1) / EARLY)
     prepare(work, hosts, steps)
     say(f"an undisturbed run of {steps} steps on {len(hosts.names)} hosts")
     peaceful = undisturbed(hosts, work)

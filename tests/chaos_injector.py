@@ -106,6 +106,8 @@ class Injector:
     def _stop_rank(self, fault: Fault, _: object) -> str:
         for host in self._order(fault.host):
             for pid in self._training.ranks(host):
+                if (host, pid) == self._held:  # it would go on with the brake's next turn
+                    continue
                 self._hosts.signal(host, pid, signal.SIGSTOP)
                 if record_of(pid).activity == "step":
                     return f"pid {pid} on {host}"
@@ -342,6 +344,7 @@ class Injector:
         """Stop the training, and launch a program with data workers, which is stopped and launched again."""
         if self.undo:
             return ""  # it takes a while, and hosts have to come back in time
+        self._let_go()  # a rank that is held would save nothing
         launcher.terminate()
         launcher.wait(WORKERS_LIMIT_S)
         if self._workers_done is None:

@@ -21,6 +21,8 @@ STEP_LIMIT_S = 8.0
 RUNTIME_SIGNAL = int(signal.SIGRTMIN) + 9
 """Raises an exception of jax's runtime in a rank."""
 WORKERS_STEPS = 400
+RANKS = 3
+"""At most, of a job."""
 UNLIKE = {"ms_per_step", "tokens_per_s", "ram_gb"}
 """Of a row: what differs between two runs of the same."""
 CONFIG = """
@@ -207,13 +209,13 @@ class Training(Launches):
 def record_of(rank: int) -> progress.Record:
     """What a rank says that it does, by its pid."""
     with suppress(psutil.Error, FileNotFoundError, KeyError):
-        variables = psutil.Process(rank).environ()
-        number = int(variables["ROXXEL_PROCESS_ID"])
-        file = os.open(variables[progress.ENV], os.O_RDONLY)
-        try:
-            return progress.read(file, number + 1)[number]
+        file = os.open(psutil.Process(rank).environ()[progress.ENV], os.O_RDONLY)
+        try:  # not by its number: a spare became another rank than its variables say
+            found = [record for record in progress.read(file, RANKS) if record.pid == rank]
         finally:
             os.close(file)
+        if found:
+            return found[0]
     return progress.Record()
 
 

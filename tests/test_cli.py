@@ -271,6 +271,27 @@ def test_bytes_that_are_no_utf_8(tmp_path, words):
     )
 
 
+GONE = "the working directory is gone (deleted, or replaced by a new one of its name): change to one that is there"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("launch", "local", "--", "true"), 2),
+        (("launch", "ssh", "--hosts", "a", "--dry-run", "--", "true"), 2),
+        (("train", "--data_path", "x"), 2),
+        (("ps",), 0),
+        (("launch", "--help"), 0),
+    ],
+)
+def test_a_working_directory_that_is_gone(tmp_path, monkeypatch, capsys, words, code):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert (main(list(words)), GONE in capsys.readouterr().err) == (code, code == 2)
+
+
 def test_output_on_a_full_disk(tmp_path):
     with open("/dev/full", "w") as full:
         done = subprocess.run(

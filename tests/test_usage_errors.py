@@ -172,5 +172,7 @@ def test_no_run_begins_anew_where_steps_were_done(tmp_path, monkeypatch, capsys)
     [(command, name, instead) for command, names in REMOVED.items() for name, instead in names.items()],
 )
 def test_an_option_that_was_removed_says_what_to_do(command, name, instead, capsys):
-    assert main([command, f"--{name}"]) == 2
-    assert capsys.readouterr().err == f"roxxel-dist: the option --{name} was removed: {instead}\n"
+    flag = f"--{name}" if command != "launch" else f"--{name.replace('_', '-')}"
+    words = ["launch", "ssh", "--hosts", "one", flag, "--", "train"] if command == "launch" else [command, flag]
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"roxxel-dist: the option {flag} was removed: {instead}\n"

@@ -3,7 +3,6 @@
 What `--help` touches imports neither jax nor numpy, so that it answers at once.
 """
 
-import contextlib
 import logging
 import os
 import sys
@@ -64,10 +63,19 @@ def _versions() -> str:
 
 
 def _check_text(words: list[str]) -> None:
-    """Raises UserError for names that the locale makes no text of: they could not be written down in any file."""
+    """Raises UserError for names that the locale makes no text of: they could not be written down in any file.
+
+    The same where the working directory is gone, to which nearly all names are relative.
+    """
     folder = ""
-    with contextlib.suppress(FileNotFoundError):
+    try:
         folder = os.getcwd()
+    except FileNotFoundError as error:
+        if words and words[0] not in ANYWHERE and not HELP.intersection(words):
+            raise UserError(
+                "the working directory is gone (deleted, or replaced by a new one of its name): change to one that is "
+                'there, as with `cd "$PWD"`'
+            ) from error
     for text in (*words, folder):
         try:
             text.encode()
@@ -142,6 +150,8 @@ COMPUTE = frozenset(
     {"demo", "batch", "train", "find-lr", "plan", "eval", "generate", "export", "verify", "audit", "compare", "sweep"}
 )
 """Commands that import jax or flax, or start processes that do."""
+ANYWHERE = frozenset({"ps", "logs", "attach", "stop", "completion"})
+"""Commands that need no working directory."""
 HEAR_THEMSELVES = frozenset({"sweep", "launch", "ps", "logs", "attach", "stop", "save", "doctor"})
 """Commands that wait for other processes, and tell or ask them something when they are interrupted."""
 COMMANDS = {

@@ -25,6 +25,7 @@ BOOLEANS = {"true": True, "false": False}
 YAML_FIELDS = ("phases", "datasets", "validation", "model_args")
 """Fields that are one word of YAML on the command line."""
 REMOVED = {
+    "launch": {"replace_slow": "leave it out: it compared CPU times, which say nothing about an accelerator"},
     "plan": {"coordinates": "run examples/coordinate_check.py with the config"},
     "sweep": {"keep_gb": "leave it out: paused trials keep their checkpoints, which max_to_keep and --count limit"},
 }
@@ -208,7 +209,7 @@ def _check_words(kind: Any, words: list[str], command: str) -> None:
             continue
         given.add(name)
         if name not in hints and name.removeprefix("no_") not in switches:
-            if instead := REMOVED.get(command, {}).get(name):
+            if instead := REMOVED.get(command.split(maxsplit=1)[0], {}).get(name):
                 raise UserError(f"the option {flag(name)} was removed: {instead}")
             near = nearest(name, list(hints))
             hint = f"did you mean {flag(near)}?" if near else "the command does not have it;"

@@ -32,7 +32,7 @@ CONFIG_SECTIONS = {
     "model": "A model of your own",
 }
 """The sections of a config's fields, in the order of the help, each by its first field in the order of the classes."""
-CLASS_SECTIONS = {"JobOptions": "Processes, restarts, limits", "HostOptions": "Hosts that fail or are slow"}
+CLASS_SECTIONS = {"JobOptions": "Processes, restarts, limits", "HostOptions": "Hosts that fail"}
 """The sections of the flags that several commands share, by the class that declares them."""
 SWEEP_SECTIONS = {"ray_address": "Ray cluster and resources", "max_trial_time": "Limits"}
 """The sections of the flags of `sweep`, each by its first flag."""

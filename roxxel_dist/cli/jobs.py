@@ -87,9 +87,6 @@ def _row(job: JobRecord) -> tuple[str, ...]:
         units = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
         unit, length = next((unit for unit in units if age >= 2 * unit[1]), units[-1])
         state += f" {age / length:.0f} {unit} ago"
-    if slow := [rank for rank in job.ranks if rank.slow is not None]:
-        worst = max(rank.slow or 0 for rank in slow)
-        state += f", slow: rank {','.join(str(rank.rank) for rank in slow[:3])}{'…' * (len(slow) > 3)} {worst:.1f}x"
     host = job.controller.host + (f" +{len(job.hosts) - 1}" if len(job.hosts) > 1 else "")
     pids = ",".join(str(rank.pid) for rank in job.ranks[:PIDS]) + "…" * (len(job.ranks) > PIDS)
     counts = (str(job.nprocs), pids or "-", str(job.attempt), str(job.step or "-"))

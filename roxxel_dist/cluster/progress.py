@@ -20,9 +20,7 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import PIPE_ENV, UserError
 
-RECORD = struct.Struct("<qqdqqqqd")  # the fields of a `Record`; of the activity its place in `ACTIVITIES`
-STEPS = struct.Struct("<qqdqqqq")  # all but the last
-PROBE = struct.Struct("<d")  # the last of them, which another thread writes
+RECORD = struct.Struct("<qqdqqq")  # the fields of a `Record`; of the activity its place in `ACTIVITIES`
 ENV = "ROXXEL_PROGRESS"
 ACTIVITIES = ("", "start", "join", "compile", "restore", "step", "eval", "save", "exit")
 """What a rank can say that it does; each has its own limit in the launcher. The first says nothing, and has none."""
@@ -44,10 +42,6 @@ class Record:
     """One of `ACTIVITIES`."""
     pid: int = 0
     """The process that writes; 0 where none has written."""
-    pauses: int = 0
-    """How often it has begun something else than a step: between two records of the same number are steps alone."""
-    probe_s: float = 0.0
-    """CPU seconds that the last speed probe took, see `cluster.speed_probe`; 0 before the first."""
 
 
 def create(path: str | Path, ranks: int) -> int:
@@ -62,8 +56,8 @@ def read(fd: int, ranks: int) -> list[Record]:
     data = os.pread(fd, size, 0).ljust(size, b"\0")
     names = dict(enumerate(ACTIVITIES))
     return [
-        Record(entered, done, when, phase, names.get(number, ""), pid, pauses, probe_s)
-        for entered, done, when, phase, number, pid, pauses, probe_s in RECORD.iter_unpack(data)
+        Record(entered, done, when, phase, names.get(number, ""), pid)
+        for entered, done, when, phase, number, pid in RECORD.iter_unpack(data)
     ]
 
 
@@ -133,17 +127,7 @@ class Progress:
         """
         if activity not in ACTIVITIES:
             raise UserError(f"activity {activity!r}: must be one of {', '.join(map(repr, ACTIVITIES))}")
-        self._write(activity=activity, pauses=self.now.pauses + 1)
-
-    def probe(self, seconds: float) -> None:
-        """A speed probe took so many CPU seconds. Another thread may call it: it writes this number alone."""
-        if self._map is not None:
-            PROBE.pack_into(self._map, self._offset + RECORD.size - PROBE.size, seconds)
-
-    @property
-    def is_read(self) -> bool:
-        """Whether a launcher reads the record."""
-        return self._map is not None
+        self._write(activity=activity)
 
     @contextlib.contextmanager
     def doing(self, activity: str) -> Iterator[None]:
@@ -162,8 +146,8 @@ class Progress:
             self.listener(record)
         if self._map is not None:
             number = ACTIVITIES.index(record.activity)
-            values = (record.entered, record.done, record.time, record.phase, number, record.pid, record.pauses)
-            STEPS.pack_into(self._map, self._offset, *values)
+            values = (record.entered, record.done, record.time, record.phase, number, record.pid)
+            RECORD.pack_into(self._map, self._offset, *values)
 
 
 MESSAGE_BYTES = 4096

@@ -69,9 +69,6 @@ class HostOptions:
 
     spare_hosts: int = 0
     """Number of spare hosts, the last ones of the list. A spare host replaces a host that fails."""
-    replace_slow: bool = False
-    """Replace a slow host, or a host with a slow rank, by a spare host: all ranks save, and the job restarts with
-    it."""
     min_hosts: int | None = None
     """Minimum number of hosts: the job starts, and continues after a failure, with them if others are missing. A host
     that is back is used again. Default: all hosts."""

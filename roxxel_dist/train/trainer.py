@@ -23,7 +23,6 @@ from roxxel_dist.cluster.folder_lock import hold_folder
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
 from roxxel_dist.cluster.preemption import stop_requested, watching_for_stop
 from roxxel_dist.cluster.progress import Progress
-from roxxel_dist.cluster.speed_probe import SpeedProbe
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
@@ -347,7 +346,7 @@ class Trainer:
             in_bucket = self._bucket is not None
             own = trackers_for(self._folder, self.last_step, self.step, self._user_logger, own_log=in_bucket)
             self.logger.open([*own, self._timeline, *self._trackers])
-            with self.logger, watching_for_stop(), self._checkpoints, self._verification, SpeedProbe(self._progress):
+            with self.logger, watching_for_stop(), self._checkpoints, self._verification:
                 self._timeline.open()
                 self._progress.say("start")
                 self._metrics.log_startup(self._sharding, self.start, finished=self.finished)

@@ -197,17 +197,16 @@ def _blend(run: RunState) -> list[Text]:
 def _ranks(ranks: Sequence[RankState]) -> list[Text]:
     if not ranks:
         return []
-    worst = sorted(ranks, key=lambda rank: (rank.state != "stopped", -rank.behind, -(rank.slow or 0), rank.rank))
+    worst = sorted(ranks, key=lambda rank: (rank.state != "stopped", -rank.behind, rank.rank))
     shown = sorted(worst[:MOST_RANKS], key=lambda rank: rank.rank)
     rows = [["rank", "host", "pid", "state", "step", "behind", "ms/step"]]
     for rank in shown:
         still_s = rank.still_s or 0.0
         state = rank.state + (f" for {clock(still_s)}" if still_s > STILL_S else "")
-        state += f", slow {rank.slow:.1f}x" if rank.slow is not None else ""
         speed = _number(rank.ms_per_step, "{:.0f}")
         rows.append([str(rank.rank), rank.host, str(rank.pid), state, f"{rank.step:,}", str(rank.behind), speed])
     head, *table = aligned(rows, right=False)
-    styles = ["bold red" if rank.state == "stopped" or rank.slow is not None else "" for rank in shown]
+    styles = ["bold red" if rank.state == "stopped" else "" for rank in shown]
     lines = [Text(head, "dim"), *(Text(line, style) for line, style in zip(table, styles, strict=True))]
     return [*lines, *([Text(f"… and {len(ranks) - len(shown)} ranks more", "dim")] if len(ranks) > len(shown) else [])]
 

@@ -61,7 +61,6 @@ class RankState:
     """Seconds since its last progress; None if unknown."""
     ms_per_step: float | None
     """Measured between two readings, so None in the first."""
-    slow: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +274,6 @@ class RankRates:
                     behind=most - rank.step,
                     still_s=max(0.0, now - rank.moved) if rank.moved else None,
                     ms_per_step=1000 * seconds / steps if steps > 0 and seconds > 0 else None,
-                    slow=rank.slow,
                 )
             )
             if seconds > 30:

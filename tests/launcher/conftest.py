@@ -36,7 +36,7 @@ class Backend(LocalBackend):  # several agents on this machine stand for several
 job["log_dir"] = Path(job["log_dir"])
 sys.exit(run(JobSpec(command=tuple(sys.argv[2:]), **job), Backend()))
 """
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 RUN_ID = f"run_{os.getpid()}"
 """Of this test process alone: another one's ranks are not what this one's have left."""
 

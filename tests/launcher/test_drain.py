@@ -11,12 +11,12 @@ from typing import Any
 
 import psutil
 import pytest
+from ranks import is_waiting_spare, write_namesakes
 
-from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit, exit_code, is_drain
+from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit, is_drain
 from roxxel_dist.launcher.control.report import saved
 
 Launch = Callable[..., Any]
-SLOW = HostLost(host="h", code=137, text="h is slow", slow=True)
 
 
 def ends(*codes: int, killed: bool = False) -> list[RankExit]:
@@ -30,18 +30,12 @@ def ends(*codes: int, killed: bool = False) -> list[RankExit]:
     [
         ({"requested": signal.SIGINT}, True),
         ({"grows": "to go on with h2"}, True),
-        ({"lost": SLOW}, True),
         ({"lost": HostLost(host="h", code=137, text="gone")}, False),
         ({}, False),
     ],
 )
 def test_what_is_a_request_to_leave(more: dict[str, Any], drain: bool) -> None:
     assert is_drain(AttemptResult(exits=ends(143), **more)) == drain
-
-
-def test_a_slow_host_of_a_run_that_was_over_ends_nothing() -> None:
-    assert exit_code(AttemptResult(exits=ends(0, 0), lost=SLOW)) == 0
-    assert exit_code(AttemptResult(exits=ends(42, 42), lost=SLOW)) == 137
 
 
 @pytest.mark.parametrize(
@@ -130,24 +124,40 @@ def test_a_rank_that_a_batch_system_has_ended_was_preempted(launch: Launch, tmp_
     assert re.search(r"preempted; restart .* [(]it counts for nothing[)]", err)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "queue",
-        "select",
-        *(
-            pytest.param(name, marks=pytest.mark.cluster)
-            for name in ("random", "types", "token", "copy", "signal", "tokenize", "agent")
-        ),
-    ],
-)
-def test_files_of_the_working_folder_are_no_modules_of_the_launcher(name: str, tmp_path: Path) -> None:
-    (tmp_path / f"{name}.py").write_text("raise SystemExit('the file of the user was imported')\n")
-    (tmp_path / "main.py").write_text("print('it ran')\n")
-    program = Path(sys.executable).with_name("roxxel-dist")
-    words = [program, "launch", "local", "--max-restarts", "0", "--", "python", "-m", "main"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout.count("it ran")) == (0, 1), done.stderr
+MAIN = """
+import os, sys, time
+from roxxel_dist.cluster.progress import Progress
+rank, attempt = int(os.environ["ROXXEL_PROCESS_ID"]), int(os.environ["ROXXEL_ATTEMPT"])
+progress = Progress.from_env(rank)
+for step in range(1000 * attempt + 1, 1000 * attempt + (10 if attempt else 900)):
+    progress.enter(step)
+    if os.path.exists("go") and attempt == 0:
+        os.kill(os.getpid(), 9)
+    time.sleep(0.1)
+print("it ran as", os.getpid())
+"""
+
+
+def test_files_of_the_working_folder_are_no_modules_of_the_launcher(tmp_path: Path, until: Callable[..., None]) -> None:
+    """Nor of the ranks: the first one is a fresh process, the second one has waited to be a rank."""
+    write_namesakes(tmp_path)
+    (tmp_path / "main.py").write_text(MAIN)
+    words = [Path(sys.executable).with_name("roxxel-dist"), "launch", "local", "--warm-spares", "on"]
+    words += ["--devices-per-proc", "1", "--", "python", "-m", "main"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(words, cwd=tmp_path, **pipes) as job:
+
+        def waiting() -> list[int]:
+            family = psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []
+            return [one.pid for one in family if is_waiting_spare(one.pid)]
+
+        until(lambda: job.poll() is not None or waiting(), "a spare")
+        (had,) = waiting() or [0]
+        (tmp_path / "go").touch()
+        out, err = job.communicate()
+    assert (job.returncode, out.count("it ran as")) == (0, 1), err
+    assert "was imported" not in out + err
+    assert f"it ran as {had}" in out
 
 
 @pytest.mark.cluster

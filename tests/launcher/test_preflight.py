@@ -145,6 +145,8 @@ UNREACHABLE = [
     (["sh", "-c", "echo Welcome; cat"], ["it sends back what it is sent (its last line: Welcome)"]),
     (["sh", "-c", "echo This account is not available; exit 1"], ["This account is not available (code 1)"]),
     (["true"], ["nothing was said: does the login shell", "~/.bashrc", "(code 0)"]),
+    (["sh"], ["a shell there runs what is meant for the agent (", "ask:", "~/.bashrc"]),
+    (["bash"], ["a shell there runs what is meant for the agent (", "ask:", "~/.bashrc"]),
     (["/nowhere/python"], ["no agent could be started", "/nowhere/python"]),
 ]
 

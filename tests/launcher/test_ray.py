@@ -15,6 +15,7 @@ import pytest
 from commands import losses, run
 from howto import on_hosts
 from machines import missing
+from ranks import write_namesakes
 from ray_nodes import RAY, STAY, RayNodes, begin, launch, ray_nodes, words
 
 from roxxel_dist.cli import main
@@ -97,6 +98,16 @@ def test_the_gpus_that_ray_gives_are_dealt_to_the_ranks(nodes: RayNodes, tmp_pat
     result = launch(nodes, tmp_path, *options)
     assert (result.returncode, result.stderr) == (0, "")
     assert [(tmp_path / f"gpus.{rank}").read_text() for rank in range(4)] == ["0,1\n", "2,3\n"] * 2
+
+
+@pytest.mark.cluster
+def test_files_of_the_working_folder_are_no_modules_of_ray_and_the_launcher(nodes: RayNodes, tmp_path: Path) -> None:
+    write_namesakes(tmp_path)
+    (tmp_path / "main.py").write_text("print('it ran')\n")
+    program = Path(sys.executable).with_name("roxxel-dist")
+    command = [program, *words(nodes.address, 2, "--all-ranks", "--", "python", "-m", "main")[3:]]
+    done = nodes.hosts.run(command, on="h1", cwd=tmp_path, env=nodes.environment, timeout=240)
+    assert (done.returncode, done.stdout.count("it ran")) == (0, 2), done.stderr
 
 
 def test_variables_of_a_node() -> None:

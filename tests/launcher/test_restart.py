@@ -371,7 +371,7 @@ def test_ps_tells_the_processes_that_train(launch: Launch, until: Callable[..., 
         (entry,) = json.loads(subprocess.check_output(words, env={**os.environ, "XDG_STATE_HOME": str(tmp_path)}))
         return [{name: value for name, value in rank.items() if name != "moved"} for rank in entry["ranks"]]
 
-    fields = {"host": socket.gethostname(), "slow": None}
+    fields = {"host": socket.gethostname()}
     expected = [{"rank": n, "pid": pids[n], "step": 5 - 5 * n, "activity": ("step", "")[n], **fields} for n in (0, 1)]
     until(lambda: ranks() == expected, "the ranks")
     os.kill(pids[1], signal.SIGTERM)

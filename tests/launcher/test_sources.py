@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from hosts import ROOT, Cluster
+from ranks import is_waiting_spare
 
 from roxxel_dist.launcher.control.outcome import AttemptResult, CodeDiffers, RankExit, exit_code
 from roxxel_dist.launcher.control.restart import Cause, next_action, summary
@@ -127,15 +128,8 @@ while attempt == 0 or not os.path.exists("end"):
 
 
 def spares(job: Any) -> list[int]:
-    found = []
-    for child in psutil.Process(job.process.pid).children(recursive=True):
-        try:
-            place = Path("/proc", str(child.pid))
-            if (place / "comm").read_text() == "roxxel-spare\n" and "pipe_read" in (place / "wchan").read_text():
-                found.append(child.pid)
-        except OSError:
-            continue
-    return found
+    family = psutil.Process(job.process.pid).children(recursive=True)
+    return [child.pid for child in family if is_waiting_spare(child.pid)]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ranks import is_waiting_spare
 
 from roxxel_dist.cluster.free_memory import free_bytes
 from roxxel_dist.launcher.host.rank import Program, Rank
@@ -73,15 +74,8 @@ class Job:
         ready: list[int] = []
 
         def look() -> bool:
-            for child in psutil.Process(self.launch.process.pid).children(recursive=True):
-                place = Path("/proc", str(child.pid))
-                try:
-                    if (place / "comm").read_text() == "roxxel-spare\n" and "pipe_read" in (
-                        place / "wchan"
-                    ).read_text():
-                        ready[:] = [child.pid]
-                except OSError:  # it ended meanwhile
-                    continue
+            family = psutil.Process(self.launch.process.pid).children(recursive=True)
+            ready[:] = [child.pid for child in family if is_waiting_spare(child.pid)][-1:]
             return bool(ready)
 
         self.until(look, "a spare that is ready")

@@ -435,6 +435,7 @@ def test_the_users_own_ssh_config(ssh: Callable[[int], Ssh]) -> None:
             assert said in done.stderr, (case, done.stderr)
 
 
+ANOTHER_SHELL = "must not start another shell where the login has no terminal"
 BASHRC = {
     # ~/.bashrc of one host: None where the job runs, else the message
     "prints": ("echo Welcome", None),
@@ -450,6 +451,8 @@ BASHRC = {
     "limits": ("ulimit -n 256; umask 077", None),
     "ends": ("exit 0", "does the login shell, or its start-up file (~/.bashrc), end before the program?"),
     "ends with a word": ("echo not today; exit 3", "not today (code 3)"),
+    "starts another shell": ("sh", ANOTHER_SHELL),
+    "becomes another shell": ('[ "$X" ] || { export X=1; exec bash; }', ANOTHER_SHELL),
 }
 
 

@@ -8,17 +8,13 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.control.hang import Hang, HangDetector, StepTimes
-from roxxel_dist.launcher.control.members import WAIT_S, MemberHangs
+from roxxel_dist.launcher.control.members import WAIT_S, Imported, MemberHangs, MemberSources
 from roxxel_dist.launcher.control.outcome import AttemptResult, CodeDiffers, HostLost, LateRank, RankExit, is_drain
-from roxxel_dist.launcher.control.report import slow_report
 from roxxel_dist.launcher.control.signals import SignalPipe
-from roxxel_dist.launcher.control.slow import SlowRankDetector, SlowRanks
-from roxxel_dist.launcher.host.usage import Usage
 from roxxel_dist.launcher.jobs.record import JobRecorder, RankProcess
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
@@ -26,7 +22,7 @@ from roxxel_dist.launcher.placement import Placement
 from roxxel_dist.launcher.preflight.lost_hosts import LostHosts
 from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.connection import HostConnection
-from roxxel_dist.launcher.transport.pool import COMMON_S, EXIT_LOST, QUIET_S, SILENT_S, HostPool
+from roxxel_dist.launcher.transport.pool import COMMON_S, QUIET_S, SILENT_S, HostPool
 from roxxel_dist.launcher.transport.protocol import Message
 
 DUMP_S = 1.25
@@ -82,8 +78,6 @@ class Attempt:
     """Of the first host, as the others reach it."""
     spares: str
     """Whether hosts keep warm spares: on, off, auto."""
-    keeps_slow: str = ""
-    """Why a host that is slow cannot be replaced; empty where it can."""
     lost_hosts: LostHosts | None = None
     """The hosts that the job goes on without, where it can take them in again."""
     times: StepTimes = field(default_factory=StepTimes)
@@ -97,6 +91,8 @@ class Attempt:
     _running: dict[int, RankProcess] = field(default_factory=dict)
     members: MemberHangs | None = None
     """Where other hosts have launchers of their own."""
+    member_sources: MemberSources | None = None
+    """Likewise."""
     _silent_since: float | None = None
     """Since when no host has been heard; None while any is."""
     _looked: float = 0.0
@@ -104,10 +100,9 @@ class Attempt:
     def run(self, placed: Sequence[Placement]) -> AttemptResult:
         """Start all, watch until all have ended, and say what happened."""
         self._result = AttemptResult(exits=self._exits)
-        self._code: dict[str, tuple[str, int, str, str]] = {}
+        self._code: dict[str, Imported] = {}
         self._begun = time.monotonic()
         self._detector = HangDetector(self.job.step_timeout, self.times)
-        self._slow = SlowRankDetector({rank: place.host for place in placed for rank in place.ranks})
         self.pool.start(self.job, placed, self.key, self.spares, self.address)
         for place in placed:
             for rank in place.ranks:
@@ -122,6 +117,8 @@ class Attempt:
                 self._on_signal(number)
             self._on_clock(time.monotonic())
         self.recorder.update(ranks=())
+        if self.member_sources is not None:
+            self._end_member_sources(self.member_sources)
         return self._result
 
     def _on_event(self, host: HostConnection, event: Message | HostLost | str) -> None:
@@ -144,8 +141,8 @@ class Attempt:
                 self._grow()
             case {"type": "status", "rank": rank, "record": record}:
                 self.console.status(rank, record)
-            case {"type": "progress", "records": records, "usage": usage}:
-                self._on_progress({rank: Record(**values) for rank, values in records}, usage)
+            case {"type": "progress", "records": records}:
+                self._on_progress({rank: Record(**values) for rank, values in records})
             case {"type": "code", "files": files}:
                 self._on_code(host, files)
             case {"type": "dumped", "ranks": ranks} if self._dump is not None:
@@ -161,11 +158,10 @@ class Attempt:
             self._result.lost = self._result.lost or event
         for rank in host.ranks:
             self._detector.forget(rank)
-            self._slow.forget(rank)
             self._running.pop(rank, None)
         self._kill()
 
-    def _on_progress(self, records: Mapping[int, Record], usage: Sequence[tuple[int, dict[str, Any]]]) -> None:
+    def _on_progress(self, records: Mapping[int, Record]) -> None:
         now = time.monotonic()
         for rank, record in records.items():
             self._detector.observe(rank, record, now)
@@ -178,32 +174,52 @@ class Attempt:
                 )  # fmt: skip
         if any(record.activity == "exit" for record in records.values()):
             self._limit_the_end()
-        for rank, values in usage:
-            self._slow.observe(rank, records[rank], Usage(**values), now)
         self._result.reached = max(self._result.reached, self._detector.reached)
 
     def _on_code(self, host: HostConnection, files: Sequence[tuple[int, str, str, str]]) -> None:
         """End a start in which ranks run different sources; later it would cost more than it is worth."""
         for rank, name, path, checksum in files:
-            first = self._code.setdefault(name, (checksum, rank, host.host, path))
-            if first[0] == checksum or self._is_ending():
+            source = Imported(checksum, rank, host.host, path)
+            first = self._code.setdefault(name, source)
+            if first is source and self.member_sources is not None and self._is_starting:
+                self.member_sources.add(name, source)
+            if first.checksum == checksum or self._is_ending():
                 continue
-            (_, other, there, other_path) = first
-            text = f"rank {rank} on host {host.host} runs another {path} than rank {other} on host {there}" + (
-                f" ({other_path})" if other_path != path else ""
-            )
-            if self._result.reached or time.monotonic() - self._begun > START_S:
-                self.console.info(f"warning: {text}: it was changed while the job ran")
-                continue
-            fix = "all ranks must run the same code: let a change of it end, or bring it to all hosts"
-            self._result.differs = CodeDiffers(rank=rank, host=host.host, text=f"{text}; {fix}")
-            self._kill()
+            differs = source.difference(first)
+            if self._is_starting:
+                self._refuse(differs)
+            else:
+                self.console.info(f"warning: {differs.text}: it was changed while the job ran")
+
+    @property
+    def _is_starting(self) -> bool:
+        """Whether ranks may still be kept from going on: none has entered a step."""
+        return not self._result.reached and time.monotonic() - self._begun <= START_S
+
+    def _refuse(self, differs: CodeDiffers) -> None:
+        fix = "all ranks must run the same code: let a change of it end, or bring it to all hosts"
+        self._result.differs = replace(differs, text=f"{differs.text}; {fix}")
+        self._kill()
+
+    def _check_member_sources(self, sources: MemberSources, now: float) -> None:
+        """While ranks start, on whichever host: those of others may be slow to come to their first step."""
+        if now - self._begun <= START_S and not self._is_ending() and (differs := sources.check(now)) is not None:
+            self._refuse(differs)
+
+    def _end_member_sources(self, sources: MemberSources) -> None:
+        """The launcher of another host may have ended its ranks, and by that those of this one."""
+        result = self._result
+        failed = any(end.code not in OK_CODES for end in self._exits)
+        known = result.hang is not None or result.requested is not None or result.differs is not None
+        if failed and not known and (differs := sources.last_check()) is not None:
+            self._refuse(differs)
+        if result.differs is None:  # else the others are to find it
+            sources.close()
 
     def _on_exit(self, end: RankExit) -> None:
         result = self._result
         self._exits.append(end)
         self._detector.forget(end.rank)
-        self._slow.forget(end.rank)
         self._running.pop(end.rank, None)
         result.reached = max(result.reached, end.step)
         if end.code not in OK_CODES:
@@ -246,11 +262,10 @@ class Attempt:
                 self._end_dump(self._dump, now)
         elif now >= self._check_at:
             self._check_at = now + CHECK_S
-            for slow in [] if self._is_ending() else self._slow.check(now):
-                self._on_slow(slow)
-            factors = self._slow.factors
-            ranks = tuple(replace(process, slow=factors.get(rank)) for rank, process in sorted(self._running.items()))
+            ranks = tuple(process for _, process in sorted(self._running.items()))
             self.recorder.update(step=self._result.reached, ranks=ranks)
+            if self.member_sources is not None:
+                self._check_member_sources(self.member_sources, now)
             for note in self.lost_hosts.notes() if self.lost_hosts is not None else ():
                 self.console.info(note)
             if not self.job.grow_at_checkpoint:
@@ -288,20 +303,6 @@ class Attempt:
         elif self._silent_since is not None and self.pool.is_whole(now):
             self.console.info(f"all hosts are heard again, after {now - self._silent_since:.0f} s; the job goes on")
             self._silent_since = None
-
-    def _on_slow(self, slow: SlowRanks) -> None:
-        report = slow_report(slow)
-        self.console.info(report)
-        if not self.job.replace_slow or slow.slowness is None or self._is_ending():
-            return
-        if self.keeps_slow:
-            self.console.info(f"host {slow.host} stays: {self.keeps_slow}")
-            return
-        grace = self.job.grace
-        self.console.info(f"a spare host takes the place of {slow.host}: the ranks get {grace:g} s to save and exit")
-        text = f"{report}; it is replaced (--replace-slow)"
-        self._result.lost = HostLost(host=slow.host, code=EXIT_LOST, text=text, slow=True)
-        self.pool.order({"type": "stop", "grace": grace}, within=grace)
 
     def _grow(self) -> None:
         """Have the ranks save and leave, where a host is back: the next attempt has it again."""

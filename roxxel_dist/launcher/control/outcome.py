@@ -49,8 +49,6 @@ class HostLost:
     """When it sent its last message, by the launcher's clock."""
     with_host: bool = False
     """The host is out of reach; an agent that ended by itself leaves a host that can be used."""
-    slow: bool = False
-    """Nothing is wrong with its agent: it works too slowly, and is to be replaced."""
     gone_by: float = 0.0
     """When its ranks have ended, wherever they are, by the launcher's clock; 0: they have."""
     died: bool = False
@@ -121,7 +119,7 @@ class AttemptResult:
 def is_drain(result: AttemptResult) -> bool:
     """Whether all ranks were asked to save and leave, for whatever reason: until the grace is over, the end of one rank
     is no reason to end the others, which may be saving."""
-    return result.requested is not None or bool(result.grows) or (result.lost is not None and result.lost.slow)
+    return result.requested is not None or bool(result.grows)
 
 
 def first_failure(result: AttemptResult) -> RankExit | None:
@@ -159,7 +157,7 @@ def exit_code(result: AttemptResult) -> int:
     if failure is not None:
         return as_code(failure.code)
     codes = {end.code for end in result.exits}
-    if result.lost is not None and not (result.lost.slow and codes == {0}):  # else the run was over
+    if result.lost is not None:
         return result.lost.code
     if result.late and not result.grows and any(end.killed_by_us for end in result.exits):
         return EXIT_HANG

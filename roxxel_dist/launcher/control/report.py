@@ -15,7 +15,6 @@ from roxxel_dist.cluster.exit_codes import (
 )
 from roxxel_dist.launcher.control.hang import Hang
 from roxxel_dist.launcher.control.outcome import AttemptResult, LateRank, RankExit, exit_code, first_failure
-from roxxel_dist.launcher.control.slow import SlowRanks
 from roxxel_dist.launcher.output.console import NOISE_PREFIXES
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.spec import JobSpec
@@ -179,19 +178,3 @@ def hang_report(hang: Hang, host: str) -> str:
         f"rank {hang.rank} on host {host} is stuck: {where}{phase}, for {hang.seconds:.0f} s "
         f"(limit {hang.limit:.0f} s; {flag}){guess}"
     )
-
-
-def slow_report(slow: SlowRanks) -> str:
-    """The ranks that are slow, by how much, and the likely cause; or that they no longer are."""
-    names = ", ".join(map(str, slow.ranks))
-    who = f"host {slow.host} (ranks {names})" if slow.whole_host else f"rank {names} on host {slow.host}"
-    if (slowness := slow.slowness) is None:
-        return f"{who} is no longer slow, after step {slow.step}"
-    what, owner = [], "a process there" if slow.whole_host else "its process"
-    if slowness.waited:
-        what.append(f"{owner} waited {slowness.waited:.0%} of the time for a CPU")
-    if slowness.throttled:
-        what.append(f"its cgroup was throttled for {slowness.throttled:.0%}")
-    if slowness.probe:
-        what.append(f"the probe took {slowness.probe:.1f} x the median of the others")
-    return f"{who} is slow, {slowness.factor:.1f} x the others, after step {slow.step}: {'; '.join(what)}"

@@ -10,7 +10,7 @@ from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.attempt import Attempt
 from roxxel_dist.launcher.control.hang import StepTimes
-from roxxel_dist.launcher.control.members import MemberHangs
+from roxxel_dist.launcher.control.members import MemberHangs, MemberSources
 from roxxel_dist.launcher.control.outcome import AttemptResult
 from roxxel_dist.launcher.control.report import report_of
 from roxxel_dist.launcher.control.restart import (
@@ -120,7 +120,7 @@ class _Controller:
             if back:
                 self._looks.grown(back, failed={*ready.back} != {*back})
             with self._watch(ready.lost, selector) as lost_hosts:
-                result = self._attempt(ready, pool, "" if selector.has_spare else "no spare host is left", lost_hosts)
+                result = self._attempt(ready, pool, lost_hosts)
             back = lost_hosts.back
             last = self._attempts[-1]
             if ready.back and has_come_to_nothing(last, before):
@@ -129,7 +129,7 @@ class _Controller:
                 selector.leave_out(ready.back)
                 back = ()
             lost = result.lost
-            if lost is not None and (lost.slow or (lost.with_host and selector.has_spare)):
+            if lost is not None and lost.with_host and selector.has_spare:
                 selector.set_aside(lost.host)  # a spare host takes its place without an attempt to reach it
             decision = next_action(self._attempts, self.job.max_restarts, self.job.restart_on, selector.can_do_without)
             self.console.print(last.report)
@@ -166,16 +166,15 @@ class _Controller:
         """The largest step that a rank has entered."""
         return max((attempt.reached for attempt in self._attempts), default=0)
 
-    def _attempt(self, ready: ReadyHosts, pool: HostPool, keeps_slow: str, lost_hosts: LostHosts) -> AttemptResult:
+    def _attempt(self, ready: ReadyHosts, pool: HostPool, lost_hosts: LostHosts) -> AttemptResult:
         job, backend, console = ready.assignment.job, self.backend, self.console
         number = job.first_attempt + len(self._attempts)
-        if not self._has_restarts:
-            keeps_slow = "no restart is left (--max-restarts)"
         reached, trains = self._reached, job.command[0] == "train"
         console.flush()  # a detached launcher lets go of its terminal here
         self.recorder.update(state="running", attempt=number)
         hosts, outer = ready.assignment.hosts, backend.environment
         placed = placements(job, hosts, ready.coordinator, outer, number, ready.visible, ready.cores, reached)
+        has_others = job.total > job.nprocs
         begun = time.monotonic()
         logs = Logs(job, console.info, number)
         try:
@@ -189,11 +188,11 @@ class _Controller:
                 key=self._key,
                 address=ready.coordinator.rpartition(":")[0].strip("[]"),
                 spares=job.warm_spares if self._has_restarts else "off",
-                keeps_slow=keeps_slow,
                 lost_hosts=lost_hosts,
                 times=self._times.setdefault(ready.assignment.devices, StepTimes()),
                 grow_after=reached if trains or reached else -1,
-                members=MemberHangs(job, number) if job.total > job.nprocs else None,
+                members=MemberHangs(job, number) if has_others else None,
+                member_sources=MemberSources(job, number) if has_others else None,
             ).run(placed)
         finally:
             logs.close()

@@ -40,7 +40,6 @@ from roxxel_dist.launcher.host.lease import Lease
 from roxxel_dist.launcher.host.process_tree import NOT_FOLLOWED, beat, go_on_under_guard, is_ending, remove
 from roxxel_dist.launcher.host.rank import Program, Rank, start_rank
 from roxxel_dist.launcher.host.spares import Spare, Spares
-from roxxel_dist.launcher.host.usage import Usage
 from roxxel_dist.launcher.spec import CONTRACT
 from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox, take_stdout
 
@@ -361,27 +360,17 @@ class Agent:
         self._keepers = [pid for pid in self._keepers if os.waitpid(pid, os.WNOHANG)[0] == 0]
         if self._lease is not None:
             self._lease.check(clock() - self._heard, clock())
-        moved, usage = [], []
+        moved = []
         records = self._records()
         for rank in self._alive():
             record = records[rank.number]
             if record != rank.reported:
                 rank.reported = record
                 moved.append((rank.number, asdict(record)))
-                if (used := self._usage(rank, record)) is not None:
-                    usage.append((rank.number, asdict(used)))
-        self._outbox.send({"type": "progress", "records": moved, "usage": usage, "echo": self._echo})
+        self._outbox.send({"type": "progress", "records": moved, "echo": self._echo})
         if self._new_code:
             self._outbox.send({"type": "code", "files": self._new_code})
             self._new_code.clear()
-
-    @staticmethod
-    def _usage(rank: Rank, record: progress.Record) -> Usage | None:
-        """The CPU usage of the process that trains; None if there is no new reading."""
-        with suppress(OSError):
-            if record.entered and os.getsid(record.pid) == rank.tree.pid:
-                return rank.usage.read(record.pid)
-        return None
 
     def _records(self) -> list[progress.Record]:
         return progress.read(self._progress, self._total) if self._total else []

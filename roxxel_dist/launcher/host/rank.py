@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from roxxel_dist.cluster import progress
 from roxxel_dist.cluster.exit_codes import PIPE_ENV
 from roxxel_dist.launcher.host.process_tree import Tree, die_with_parent
-from roxxel_dist.launcher.host.usage import UsageReader
 from roxxel_dist.launcher.output.logs import LineSplitter
 from roxxel_dist.launcher.placement import worker_argv
 
@@ -34,7 +33,6 @@ class Rank:
     code: int | None = None  # negative: a signal
     killed_by_us: bool = False  # killed by this agent, and not on its way out before
     reported: progress.Record = field(default_factory=progress.Record)  # what the controller knows
-    usage: UsageReader = field(default_factory=UsageReader)
     first: progress.Record | None = None  # as it was when its first step was seen
     exited: bool = False  # its process; the exit code follows a moment later
     instead: Program | None = None  # for a spare that has not confirmed yet: the program to start if it ends

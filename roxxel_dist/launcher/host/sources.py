@@ -6,6 +6,7 @@ package: their versions are compared before a start.
 """
 
 import functools
+import os
 import sys
 import sysconfig
 import zlib
@@ -19,8 +20,8 @@ from types import CodeType, ModuleType
 
 from roxxel_dist.cluster.progress import agent_pipe
 
-PACKAGE = Path(__file__).parents[2]
-INSTALLED = ("site-packages", "dist-packages")
+PACKAGE = os.path.join(Path(__file__).parents[2], "")
+INSTALLED = ("/site-packages/", "/dist-packages/")
 ENTRIES = 16
 """Of one message to the agent, which has a largest size."""
 
@@ -39,16 +40,15 @@ def checksum_of(path: str) -> str:
 
 
 def counts(path: str) -> bool:
-    """Whether a file is code of this package or of the user."""
-    place = Path(path)
-    if PACKAGE in place.parents:
+    """Whether a file is code of this package or of the user. It is asked for each module that is imported."""
+    if path.startswith(PACKAGE):
         return True
-    return not (set(INSTALLED) & set(place.parts) or any(folder in place.parents for folder in _standard_library()))
+    return not (any(folder in path for folder in INSTALLED) or path.startswith(_standard_library()))
 
 
 @functools.cache
-def _standard_library() -> tuple[Path, ...]:
-    return tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
+def _standard_library() -> tuple[str, ...]:
+    return tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
 
 
 class _Loader(SourceFileLoader):

@@ -139,8 +139,8 @@ def _script(path: str, rest: list[str]) -> None:
     if not os.path.exists(path):
         info(f"script not found: {path!r} (looked in {os.getcwd()}); check the path after `--`")
         sys.exit(2)
+    recorder().add("__main__", os.path.realpath(path))  # before the ranks of all hosts go on together
     _initialize()
-    recorder().add("__main__", os.path.realpath(path))
     sys.argv = [path, *rest]
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     runpy.run_path(path, run_name="__main__")

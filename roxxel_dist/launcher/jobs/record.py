@@ -56,8 +56,6 @@ class RankProcess:
     """The process that trains, as it says itself; of a program that says nothing, the one that was started."""
     step: int
     """The step it has entered; 0 before the first."""
-    slow: float | None = None
-    """How many times slower than the other ranks, where it is slow."""
     activity: str = ""
     """Its reported activity: "step", "compile", "save" and so on; "" if it reports none."""
     moved: float = 0.0

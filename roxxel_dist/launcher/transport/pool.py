@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import secrets
 import selectors
 import threading
@@ -223,9 +224,10 @@ class HostPool:
             del waiting[link]
             refusals.pop(link.host, None)
             limit = min(limit_s, SILENT_S) if link.started else limit_s
-            self._give_up(
-                link, f"it did not answer within {limit:g} s{_last_words(link)}: is it stuck, or its network?"
-            )
+            stuck = "is it stuck, or its network?"
+            if not link.ready:
+                stuck = "is it stuck, or its network, or does a start-up file there (~/.bashrc) not end?"
+            self._give_up(link, f"it did not answer within {limit:g} s{_last_words(link)}: {stuck}")
 
     def _give_up(self, link: HostConnection, why: str) -> None:
         self.unreachable[link.host] = why
@@ -356,7 +358,10 @@ class HostPool:
         if not data:
             self._select.unregister(fd)
         if fd == link.error_fd:
-            yield from link.errors(data)
+            for line in link.errors(data):
+                yield line
+                if not link.ready and ASKED.search(line):
+                    yield UserError(f"a shell there runs what is meant for the agent ({line.strip()}); {ANOTHER_SHELL}")
         elif not data:
             if not link.lost:
                 yield EOFError()
@@ -451,6 +456,9 @@ class HostPool:
                 yield link, self._lose(link, f"{text} (a process that waits for a disk or a driver cannot be)")
 
 
+ASKED = re.compile(r"\bask:[a-z]")
+"""What a shell that reads a question as a command names in its error, without quotes and perhaps without braces."""
+ANOTHER_SHELL = "a start-up file (~/.bashrc) must not start another shell where the login has no terminal"
 HINTS = (
     ("cd:", "name a working directory that is there with --directory"),
     ("Permission denied (", "nobody answers a question here: use a key without a passphrase, or an ssh-agent"),

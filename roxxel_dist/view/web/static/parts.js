@@ -56,10 +56,10 @@ function ranksCard({ ranks, restarts, attempts, job }) {
   const most = Math.max(0, ...ranks.map(({ step }) => step));
   const rows = ranks.map((rank) => {
     const state = rank.state === "stopped" ? "stopped rank" : rank.state;
-    const more = [rank.still_s > STILL_S ? `for ${format.duration(rank.still_s)}` : "", rank.slow ? `slow ${rank.slow.toFixed(1)}×` : ""].filter(Boolean).join(", ");
+    const more = rank.still_s > STILL_S ? `for ${format.duration(rank.still_s)}` : "";
     return {
-      mark: rank.state === "stopped" || rank.slow ? "bad" : "",
-      cells: [String(rank.rank), rank.host, h("span", {}, rank.state === "stopped" || rank.slow ? badge(state) : state, more ? ` ${more}` : ""), format.integer(rank.step), format.integer(most - rank.step), isNumber(rank.ms_per_step) ? rank.ms_per_step.toFixed(0) : NONE],
+      mark: rank.state === "stopped" ? "bad" : "",
+      cells: [String(rank.rank), rank.host, h("span", {}, rank.state === "stopped" ? badge(state) : state, more ? ` ${more}` : ""), format.integer(rank.step), format.integer(most - rank.step), isNumber(rank.ms_per_step) ? rank.ms_per_step.toFixed(0) : NONE],
     };
   });
   const table = rows.length ? plainTable("Ranks", ["Rank", "Host", "State", "Step", "Behind", "ms a step"], rows, [3, 4, 5]) : null;
