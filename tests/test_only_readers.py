@@ -1,13 +1,15 @@
-"""Commands that only look at a run change no file of it, not even while a save is in progress."""
+"""Who only looks changes nothing: no file of a run, of a study or beside them, not even while a save is in progress."""
 
+import hashlib
 import shlex
 import subprocess
 
 import pytest
 from commands import command, environment, start, wait_for
+from made_study import made_study
 
 from roxxel_dist import Config, Experiment, read_run
-from roxxel_dist.cli import main
+from roxxel_dist.cli import COMMANDS, main
 
 TINY = {
     "dim": 16, "num_blocks": 1, "head_size": 8, "kv_heads": 1, "max_context": 16, "batch_size": 2, "max_steps": 2,
@@ -25,32 +27,106 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
+GRID = "{method: grid, metric: {name: val_loss, goal: minimize}, parameters: {lr: {values: [0.001]}}}"
+
+
+@pytest.fixture(scope="module")
+def place(run):
+    """Beside the run: a study, two configs, and, if a command would make it, the state of jobs."""
+    folder = run.parent
+    made_study(folder, count=4)
+    (folder / "tiny.yaml").write_text("".join(f"{name}: {value}\n" for name, value in TINY.items()))
+    (folder / "grid.yaml").write_text(GRID)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        yield folder
+
+
 def contents(folder):
-    return {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
+    """Of everything in a folder, and of itself: mode, size, the time of the last change, and a digest."""
+    found = {}
+    for path in (folder, *folder.rglob("*")):
+        status = path.lstat()
+        data = path.read_bytes() if path.is_file() else b""
+        found[path] = status.st_mode, status.st_size, status.st_mtime_ns, hashlib.sha256(data).hexdigest()
+    return found
 
 
-READERS = {
-    "eval": ["eval", "RUN"],
-    "generate": ["generate", "RUN", "--prompt", "the", "--max_new_tokens", "2"],
-    "report": ["report", "RUN", "--out", "OUT"],
-    "top": ["top", "RUN", "--once"],
-    "verify": ["verify", "RUN"],
-    "audit": ["audit", "RUN"],
-    "compare": ["compare", "RUN", "RUN"],
-    "export": ["export", "RUN", "--format", "msgpack", "--out", "OUT"],
-    "batch": ["batch", "RUN", "--step", "1"],
-    "data info": ["data", "info", "RUN/data"],
-    "plan": ["plan", "RUN"],
-    "verify --deep": ["verify", "RUN", "--deep"],
+TRAIN = "train --config tiny.yaml"
+LOOKS = {
+    "eval run": 0,
+    "generate run --prompt the --max_new_tokens 2": 0,
+    "report run": 0,
+    "report run --out OUT": 0,
+    "report study": 0,
+    "report study --best_config OUT": 0,
+    "top run --once": 0,
+    "top study --once": 0,
+    "top --once": 2,
+    "verify run": 0,
+    "verify run --deep": 0,
+    "verify run/data": 0,
+    "audit run": 0,
+    "compare run run": 0,
+    "export run --format msgpack --out OUT": 0,
+    "batch run --step 1": 0,
+    "batch tiny.yaml --step 1 --data_path run/data": 0,
+    "data info run/data": 0,
+    "data verify run/data": 0,
+    "plan run": 0,
+    "plan --config tiny.yaml --data_path run/data": 0,
+    "plan --config tiny.yaml --data_path text.txt": 0,
+    "find-lr --config tiny.yaml --data_path run/data --num_steps 10 --plot OUT": 0,
+    "find-lr --config tiny.yaml --data_path text.txt --num_steps 10 --plot OUT": 0,
+    "sweep --config tiny.yaml --data_path run/data --sweep_config grid.yaml --dry_run": 0,
+    "sweep --config tiny.yaml --data_path text.txt --sweep_config grid.yaml --dry_run": 0,
+    "sweep --study study --dry_run": 0,
+    "launch local --nprocs 2 --dry-run -- train --config tiny.yaml --data_path text.txt --run_dir run": 0,
+    "launch slurm --print --nodes 2 -- train --config tiny.yaml --data_path text.txt --run_dir new": 0,
+    "ps": 0,
+    "ps --all": 0,
+    "logs run": 0,
+    "stop run": 2,
+    "save run": 2,
+    "attach run": 2,
+    "doctor -- train --config tiny.yaml --data_path text.txt --run_dir run": 0,
+    "completion bash": 0,
+    "copy run OUT": 0,
 }
+"""Command lines that look at what is there, and their exit codes; OUT is a path elsewhere."""
+REFUSED = {
+    f"{TRAIN} --data_path text.txt --run_dir run": 2,
+    f"{TRAIN} --data_path run/data --run_dir study": 2,
+    f"{TRAIN} --data_path run/data --run_dir run/data": 2,
+    f"{TRAIN} --run_dir run --resume": 0,  # it is finished
+    f"{TRAIN} --run_dir run --resume --lr 0.1": 2,
+    f"{TRAIN} --run_dir run --resume --from_step 7": 2,
+    f"{TRAIN} --run_dir run --resume --amend": 2,
+    f"{TRAIN} --run_dir new --fork run@7": 2,
+    f"{TRAIN} --run_dir new --data_path text.txt --batch_size 0": 2,
+    "data build text.txt --out run/data": 2,
+    "data build text.txt --out run": 2,
+    "data append text.txt --out run/data --tokenizer byte": 2,
+    "export run --format msgpack --out run": 2,
+    "export run --format msgpack --out run/data --overwrite": 2,
+    "copy run study": 2,
+    "sweep --config tiny.yaml --data_path run/data --sweep_config grid.yaml --study study": 2,
+}
+"""The same of commands that would write, and refuse to or have nothing to do."""
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_a_reader_changes_no_file_of_a_run(run, tmp_path, name):
-    before = contents(run)
-    words = [word.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")) for word in READERS[name]]
-    assert main(words) == 0
-    assert contents(run) == before
+@pytest.mark.parametrize("line", [*LOOKS, *REFUSED])
+def test_who_only_looks_changes_nothing(place, tmp_path, line):
+    """Neither the run, its data, a study, the folder that they are in, nor the state of jobs."""
+    before = contents(place)
+    assert main([word.replace("OUT", str(tmp_path / "out")) for word in line.split()]) == (LOOKS | REFUSED)[line]
+    assert contents(place) == before
+
+
+def test_every_command_that_looks_is_in_the_list():
+    known = {line.split()[0] for line in LOOKS | REFUSED}
+    assert set(COMMANDS) - known == {"demo"}
 
 
 def test_read_run_changes_no_file_of_a_run(run):
@@ -59,10 +135,20 @@ def test_read_run_changes_no_file_of_a_run(run):
     assert contents(run) == before
 
 
-@pytest.mark.parametrize("name", ["eval", "generate", "report", "plan", "batch", "export"])
+READERS = {
+    "eval": "eval RUN",
+    "generate": "generate RUN --prompt the --max_new_tokens 2",
+    "report": "report RUN --out OUT",
+    "plan": "plan RUN",
+    "batch": "batch RUN --step 1",
+    "export": "export RUN --format msgpack --out OUT",
+}
+
+
+@pytest.mark.parametrize("name", READERS)
 def test_a_reader_works_where_it_may_not_write(run, tmp_path, name):
     """The run is on a mount that is read-only, in a namespace of its own."""
-    words = [word.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")) for word in READERS[name]]
+    words = READERS[name].replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")).split()
     mount = f"mount --bind {run} {run} && mount -o remount,bind,ro {run} && ! touch {run}/x 2>/dev/null"
     line = f"{mount} && exec {shlex.join(command(*words))}"
     done = subprocess.run(
