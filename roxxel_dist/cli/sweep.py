@@ -44,6 +44,8 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
     from roxxel_dist.sweep.study import StudyDir
 
     with usage_errors():
+        if {"-h", "--help"}.intersection(words):  # before the lock of a study is taken
+            parse_config(SweepArgs, words, "sweep", None)
         flags = dict(flags_in(words))
         if "keep_gb" in flags:
             raise UserError(
