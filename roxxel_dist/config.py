@@ -443,6 +443,11 @@ def _fits(value: Any, kind: Any) -> bool:
     return False
 
 
+def takes_fractions(name: str) -> bool:
+    """Whether a field of the config may be a number that is not whole; False where there is no such field."""
+    return name in FIELD_TYPES and _fits(0.5, FIELD_TYPES[name])
+
+
 def _is_text(kind: Any) -> bool:
     """Whether a field takes text and no numbers."""
     options = set(get_args(kind) if isinstance(kind, UnionType) else (kind,))
@@ -477,7 +482,7 @@ def as_choice(kind: Any, value: Any) -> Any:
 def _read(name: str, value: Any) -> Any:
     """A YAML value for a field. YAML reads 5e-4 as text and only 5.0e-4 as a number."""
     value = as_choice(FIELD_TYPES[name], value)
-    if isinstance(value, str) and _fits(0.5, FIELD_TYPES[name]):
+    if isinstance(value, str) and takes_fractions(name):
         try:
             return float(value)
         except ValueError:

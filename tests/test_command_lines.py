@@ -153,3 +153,35 @@ def test_keywords_in_messages_are_parameters():
         if name not in parameters | OTHERS
     ]
     assert not wrong, "\n".join(wrong)
+
+
+NAME = re.compile(r"(?<![\w./$<{\"'-])[a-z]+(?:_[a-z0-9]+)+(?![\w/.(])")
+"""A name with an underscore as a message has it: a field of a config, of a file, or a parameter."""
+CALL = re.compile(r"(?<![\w$\\])(?:\w+\.)*([A-Za-z_]\w*)\((?!e?s\))[\w)=\"'…]")
+ROOMS = ("cli", "curriculum", "data", "model", "objects", "sweep", "train")
+OF_OTHERS = {"bad_alloc", "flatten_indices", "int", "shutdown", "_roxxel_dist"}
+
+
+def test_names_in_messages_are_there():
+    """What a message tells to set, to give or to call was not removed meanwhile."""
+    names, functions = set(FIELD_TYPES), set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                functions.add(node.name)
+            if isinstance(node, ast.FunctionDef):
+                names |= {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+                names.add(node.value)
+    paths = [*PACKAGE.glob("*.py"), *(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py"))]
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {text}: there is no {name}"
+        for path in paths
+        for line, text in messages(path)
+        if " " in text
+        for name in [*({*NAME.findall(text)} - names), *({*CALL.findall(text)} - functions)]
+        if name not in OF_OTHERS
+    ]
+    assert not wrong, "\n".join(wrong)

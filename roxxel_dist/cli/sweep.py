@@ -44,6 +44,8 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
     from roxxel_dist.sweep.study import StudyDir
 
     with usage_errors():
+        if {"-h", "--help"}.intersection(words):  # before the lock of a study is taken
+            parse_config(SweepArgs, words, "sweep", None)
         flags = dict(flags_in(words))
         named: dict[str, Any] = {name: flags.get(name) for name in ("study", "sweep_config", "sweep_id")}
         bucket = _bucket(flags, held)

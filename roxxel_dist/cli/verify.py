@@ -101,7 +101,7 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
             kept.fetch_all(step)  # the errors are found again, and reported
             for verdict in checks.verify_checkpoints(folder, [step], lambda _: None, deep=args.deep):
                 verdicts += _shown(verdict, args)
-            shutil.rmtree(folder / str(step))
+            shutil.rmtree(folder / str(step), ignore_errors=True)
         for name in kept.damaged() if ref.step is None else ():
             verdicts += _shown(checks.Verdict(name=name, state="renamed"), args)
     return _report(verdicts, args)

@@ -52,6 +52,21 @@ def write_file(path: Path, data: bytes | str) -> None:
     sync_folder(path.parent)
 
 
+def put_back(path: Path, descriptor: int) -> bool:
+    """Write a file again that is gone from `path`, as after a cleaner, and is still open for reading as `descriptor`.
+
+    Returns whether it was gone; then the caller opens the new file instead of the old one. Raises OSError.
+    """
+    if path.exists():
+        return False
+    with open(os.dup(descriptor), "rb") as file:
+        file.seek(0)
+        data = file.read()
+    make_folder(path.parent)
+    write_file(path, data)
+    return True
+
+
 def cache_folder() -> Path:
     """Of this user, on this host: what may be deleted, and is made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roxxel-dist"

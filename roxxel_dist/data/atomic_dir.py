@@ -47,12 +47,13 @@ def writing(folder: Path, *, nested: bool = False, wait_s: float = 0.0) -> Itera
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: name a folder for the shards")
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
-    is_outer = not is_held_here(folder)
+    is_outer, is_used, is_written = not is_held_here(folder), (folder / LOCK).exists(), False
     release: Callable[[], None] | None = None
 
     def take_away() -> None:
-        if is_outer and release is not None:
-            (folder / LOCK).unlink(missing_ok=True)  # by its holder: the file of a data set's lock is no file of it
+        # By its holder: the file of a data set's lock is no file of it. Where nothing was written it may be of a run.
+        if is_outer and release is not None and (is_written or not is_used):
+            (folder / LOCK).unlink(missing_ok=True)
         for path in absent:
             with suppress(OSError):  # it has files
                 path.rmdir()
@@ -63,6 +64,7 @@ def writing(folder: Path, *, nested: bool = False, wait_s: float = 0.0) -> Itera
             finish_interrupted(folder)
             _remove_abandoned(folder)
             yield
+            is_written = True
         take_away()  # if an interrupt stops this call, the one below follows
     finally:
         try:

@@ -12,7 +12,16 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, UserError
 from roxxel_dist.cluster.extras import pip_install
-from roxxel_dist.config import FIELD_TYPES, SECTIONS, Config, flat_fields, load_yaml, unknown, usage_errors
+from roxxel_dist.config import (
+    FIELD_TYPES,
+    SECTIONS,
+    Config,
+    flat_fields,
+    load_yaml,
+    takes_fractions,
+    unknown,
+    usage_errors,
+)
 from roxxel_dist.config_effect import chosen, without_effect
 from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.display import counted
@@ -33,7 +42,7 @@ from roxxel_dist.sweep.report.text import table
 from roxxel_dist.sweep.samplers import Engine, SpaceExhausted, make
 from roxxel_dist.sweep.samplers.base import config_key
 from roxxel_dist.sweep.schedulers import PAUSING, make_scheduler
-from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Params, Sweep, nearest
+from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Parameter, Params, Sweep, nearest
 from roxxel_dist.sweep.study import (
     CORPUS,
     DATA_PATH,
@@ -116,10 +125,8 @@ class SweepRun:
 
     @property
     def swept_fields(self) -> set[str]:
-        """The fields of a Config that are parameters; of those in a section the name within it."""
-        paths = [list(parameter.path) for parameter in self.sweep.space.parameters]
-        fields = {path[1] if len(path) > 1 and path[0] in SECTIONS else path[0] for path in paths}
-        return fields | set(self.sweep.rules.derived)
+        """The fields of a Config that are parameters."""
+        return {_field(parameter) for parameter in self.sweep.space.parameters} | set(self.sweep.rules.derived)
 
     @property
     def description(self) -> str:
@@ -229,6 +236,7 @@ def open_sweep(
     _check_pauses(run)
     if is_ours and run.server is None:
         _check_command(run.sweep)
+        _check_integers(run.sweep)
         _check_effect(run)
     if run.server is None:
         run.sampler()
@@ -243,6 +251,25 @@ def _check_command(sweep: Sweep) -> None:
             raise UserError(
                 f"command: {word} does nothing here, because each trial is a training of the config: make it a "
                 "parameter with one value"
+            )
+
+
+def _field(parameter: Parameter) -> str:
+    """The field of a Config that a parameter is; of one in a section the name within it."""
+    first, *rest = parameter.path
+    return rest[0] if rest and first in SECTIONS else first
+
+
+def _check_integers(sweep: Sweep) -> None:
+    """Raises UserError where integer bounds of a field that takes any number would search whole numbers alone, which
+    W&B means by them: of {min: 0, max: 1} it is 0 or 1."""
+    for parameter in sweep.space.free:
+        kind, name = parameter.distribution, _field(parameter)
+        if kind.is_implied and kind.name == "int_uniform" and takes_fractions(name):
+            low, high = kind.quantile(0.0), kind.quantile(1.0)
+            raise UserError(
+                f"parameters.{parameter.name}: between the integers {low} and {high} whole numbers alone are searched, "
+                f"and {name} takes any number: write min: {low}.0 and max: {high}.0, or distribution: int_uniform"
             )
 
 

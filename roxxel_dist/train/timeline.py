@@ -17,6 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.durable import put_back
 from roxxel_dist.cluster.progress import Progress, Record
 
 NAME = "timeline.jsonl"
@@ -110,6 +111,9 @@ class Timeline:
             return
         try:
             file = self._file or self._open(self._path)
+            if put_back(self._path, file.fileno()):  # deleted by a cleaner
+                file.close()
+                file = self._file = self._path.open("a+b", buffering=0)
             line = (json.dumps({"attempt": self._attempt, **row}) + "\n").encode()
             if file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -126,7 +130,7 @@ class Timeline:
                 tail = before.read(TAIL_BYTES)
         self._attempt = max((row["attempt"] + 1 for row in _rows(tail)), default=0)
         # Without a buffer a row is one call, and on a full disk nothing is left to write at the end.
-        file = self._file = path.open("ab", buffering=0)
+        file = self._file = path.open("a+b", buffering=0)
         if tail and not tail.endswith(b"\n"):  # torn by a kill: what comes is not to be a part of that row
             file.write(b"\n")
         return file

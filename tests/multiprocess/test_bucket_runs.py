@@ -1,7 +1,10 @@
 """Runs in a bucket, on hosts that share nothing: what is killed goes on elsewhere with the same bits."""
 
+import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -135,6 +138,73 @@ def test_a_run_killed_in_an_upload_goes_on_from_the_bucket_alone(work, server, l
         assert shown in capsys.readouterr().out
     exported = tmp_path / "weights" / "model_weights.msgpack"
     assert exported.read_bytes() == (work / "whole" / "model_weights.msgpack").read_bytes()
+
+
+def deleted(folder):
+    """As by `rm -rf`, while the run goes on and writes there."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def emptied(folder):
+    """All that is in the folder is deleted, and the folder itself stays."""
+    for path in folder.iterdir():
+        deleted(path) if path.is_dir() else path.unlink()
+
+
+def without_old_files(folder):
+    """As tmpreaper does it: files that have not changed since step 1 was saved, and folders that are empty then."""
+    limit = (folder / "checkpoints" / "1" / "digests.json").stat().st_mtime_ns
+    for path in sorted(folder.rglob("*"), reverse=True):
+        with contextlib.suppress(OSError):  # it changes meanwhile
+            if path.is_dir():
+                path.rmdir()
+            elif path.stat().st_mtime_ns <= limit:
+                path.unlink()
+
+
+PURGES = {"the folder is deleted": deleted, "it is emptied": emptied, "old files are deleted": without_old_files}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("when", ["in mid-run", "between stop and resume"])
+@pytest.mark.parametrize("purge", PURGES)
+def test_a_purge_of_the_local_copy_loses_nothing(work, server, link, store, tmp_path, purge, when):
+    env = environment(**server.environ_at(link.endpoint))
+    link.rate = 100_000  # a checkpoint takes seconds to be sent, so that the run is in its middle
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command(*words(store, tmp_path / "disk")), cwd=work, env=env, stdout=log, stderr=log)
+    try:
+        wait_for(lambda: 1 in steps(store)[0], what="step 1")
+        (folder,) = (tmp_path / "disk").glob("s3/*/*")
+        before = {info.key for info in store.list()}
+        if when == "in mid-run":
+            PURGES[purge](folder)
+        else:
+            process.send_signal(signal.SIGTERM)
+        link.rate = 0
+        code = process.wait(120)
+    finally:
+        process.kill()
+    text = (tmp_path / "log").read_text()
+    assert code == (0 if when == "in mid-run" else 42), text
+    if when != "in mid-run":
+        before |= {info.key for info in store.list()}
+        PURGES[purge](folder)
+        resumed = run(*words(store, tmp_path / "disk", "--resume"), cwd=work, **server.environ)
+        assert resumed.returncode == 0, resumed.stderr
+    whole = {str(path.relative_to(work / "whole")) for path in (work / "whole").rglob("*") if path.is_file()}
+    files = {name for name in whole if not name.startswith((".", "checkpoints/"))}
+    kept = {info.key for info in store.list()}
+    assert before | files <= kept, (text, before - kept, files - kept)
+    assert steps(store)[0] == steps(store)[1] >= {1, 5, 10, 12}
+    assert losses(in_bucket(store, tmp_path)) == losses(work / "whole")
+    newest = digests((work / "whole" / "checkpoints" / "12" / "digests.json").read_bytes())
+    assert digests(store.read("checkpoints/12/digests.json")) == newest
+    log = store.read("logs/rank-0.log").decode()
+    assert {int(step) for step in re.findall(r"\| Step +(\d+)/12", log)} == set(range(1, 13))
+    timed = [json.loads(row).get("steps") for row in store.read("timeline.jsonl").splitlines()]
+    assert {step for first, last in filter(None, timed) for step in range(first, last + 1)} == set(range(1, 13))
+    assert run("verify", store.url, "--deep", cwd=work, **server.environ).returncode == 0
 
 
 @pytest.mark.cluster

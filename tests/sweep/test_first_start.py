@@ -72,6 +72,8 @@ def start(tmp_path, monkeypatch, capsys):
             "when: {dim: lr == 1, lr: dim == 32}",
             "when: each of these formulas needs the other",
         ),
+        ("parameters: {weight_decay: {min: 0, max: 1}}", "", "", "weight_decay: between the integers 0 and 1 whole"),
+        ("parameters: {lr: {min: 1, max: 3}}", "", "", "write min: 1.0 and max: 3.0, or distribution: int_uniform"),
         (LR + "program: train_sweep.py\ncommand: ['${program}', '--dim=32']", "", "", "command: --dim=32 does nothing"),
     ],
 )
@@ -93,6 +95,8 @@ def test_what_a_sweep_does_not_do_is_refused_before_a_study_is_made(start, sweep
             "when: {top_k_mlp: use_moe}",
         ),
         ("parameters: {grad_accum: {values: [1, 2]}, max_steps: {values: [2, 4]}}", PHASES, ""),
+        ("parameters: {warmup_steps: {min: 0, max: 9}, weight_decay: {min: 0.0, max: 1}}", PHASES, ""),
+        ("parameters: {weight_decay: {distribution: int_uniform, min: 0, max: 1}}", PHASES, ""),
         (LR + "early_terminate: {type: hyperband, max_iter: 27, s: 2}", "", ""),
     ],
 )

@@ -21,8 +21,10 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
-def test_what_is_saved_comes_back(tmp_path, state):
-    saver = CheckpointStore(tmp_path / "c")
+@pytest.mark.parametrize("name", ["c", "lr[1]", "a*", "a?", "a{x}", "100%20", "a#b", "a b", "ü", "[!a]"])
+def test_what_is_saved_comes_back(tmp_path, state, name):
+    """In a folder of any name, of such too that are patterns or parts of an address elsewhere."""
+    saver = CheckpointStore(tmp_path / name)
     assert (saver.latest_step(), saver.best_step(), saver.steps(), saver.poll()) == (None, None, [], None)
     saver.save(3, state, {"corpus": "abc"})
     saver.wait()
@@ -32,7 +34,7 @@ def test_what_is_saved_comes_back(tmp_path, state):
     assert (ended.step, ended.problem) == (3, "")
     assert saver.poll() is None
     saver.close()
-    reader = CheckpointStore(tmp_path / "c")
+    reader = CheckpointStore(tmp_path / name)
     like = jax.tree.map(jnp.zeros_like, {k: v for k, v in state.items() if k != "key"}) | {"key": jax.random.key(0)}
     back = reader.restore(3, like)
     reader.close()

@@ -1,17 +1,21 @@
 """What the mirror of a run in a bucket does about files that come, go, and cannot be read."""
 
 import os
+import shutil
 import threading
 
 import pytest
 from commands import wait_for
 
+from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.train import run_mirror
 from roxxel_dist.train.bucket_folder import BucketFolder
+from roxxel_dist.train.loggers.console import TextTracker
 from roxxel_dist.train.loggers.csv_jsonl import CsvTracker, JsonlTracker
 from roxxel_dist.train.run_mirror import RunMirror
+from roxxel_dist.train.timeline import Timeline
 
 
 @pytest.fixture
@@ -139,20 +143,37 @@ def test_a_reader_sees_rows_vanish_that_the_run_has_taken_back(store, tmp_path):
     assert (writer.pull() / "metrics.jsonl").read_bytes().count(b"\n") == 2  # rows that it had not sent yet
 
 
-@pytest.mark.parametrize("tracker", [JsonlTracker, CsvTracker])
-def test_rows_are_put_back_after_a_cleaner(tmp_path, tracker):
-    path = tmp_path / "run" / "rows"
-    path.parent.mkdir()
-    log = tracker(path)
+LOGS = {
+    "metrics.jsonl": JsonlTracker,
+    "training_log.csv": CsvTracker,
+    "logs/rank-0.log": TextTracker,
+    "timeline.jsonl": lambda path: opened_timeline(path.parent),
+}
+
+
+def opened_timeline(run):
+    progress = Progress(None, 0)
+    timeline = Timeline(run, progress)
+    timeline.open()
+    progress.enter(1)
+    return timeline
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_rows_are_put_back_after_a_cleaner(tmp_path, name):
+    """A log that is deleted while it is open, with its folder, has all rows again when the next one comes."""
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    log = LOGS[name](path)
     log.row({"step": 1, "train_loss": 2.0})
     before = path.read_text()
-    path.unlink()
-    path.parent.rmdir()
+    shutil.rmtree(tmp_path / "run")
     log.row({"step": 2, "train_loss": 1.0})
     after = path.read_text()
     assert after.startswith(before)
     assert after.count("\n") == before.count("\n") + 1
     path.unlink()
-    log.rewind(1)
-    assert path.read_text() == before
+    if name in ("metrics.jsonl", "training_log.csv"):
+        log.rewind(1)
+        assert path.read_text() == before
     log.close()

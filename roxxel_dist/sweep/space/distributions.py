@@ -7,7 +7,7 @@ and mean the same by it as W&B does. (Source: W&B's sweep configuration referenc
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -38,6 +38,8 @@ class Distribution:
     """From u in [0, 1] to a value; never decreasing."""
     quantized: tuple[int, Callable[[int], float]] | None = None
     """Where rounding leaves finitely many values: how many, and the u of each, counted from 0 in the order of u."""
+    is_implied: bool = False
+    """Whether the file names no distribution, and the keys and types of its values decided."""
 
     def quantile(self, u: float) -> Any:
         """The value at u in [0, 1]; never decreasing, where values can be compared."""
@@ -144,7 +146,8 @@ def distribution(spec: Mapping[str, Any]) -> Distribution:
         return Distribution(name=name, choices=(given["value"],))
     if name in ("categorical", "categorical_w_probabilities"):
         return _categorical(name, given)
-    return _int_uniform(given) if name == "int_uniform" else _continuous(name, given)
+    found = _int_uniform(given) if name == "int_uniform" else _continuous(name, given)
+    return replace(found, is_implied="distribution" not in spec)
 
 
 def _implied(spec: Mapping[str, Any]) -> str:

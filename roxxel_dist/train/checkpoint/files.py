@@ -8,6 +8,7 @@ written to its end. One that does not agree with its digests is set aside, as `<
 import asyncio
 import contextlib
 import errno
+import glob
 import json
 import logging
 import math
@@ -54,6 +55,8 @@ CHECKPOINTS = "checkpoints"
 STATE, PARAMS, REST = "state", "params/", "rest/"
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the name of a folder that is no complete checkpoint; Orbax's own tools pass over it too."""
+MERGED = "manifest.ocdbt"
+"""In the folder of the state: the table of the arrays of all ranks, which is made last."""
 _Value = TypeVar("_Value")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CAUSES = (*FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
@@ -293,11 +296,27 @@ def commit(handler: ocp.PyTreeCheckpointHandler, temporary: Path, checkpoint: Pa
 
     It is complete from the rename on, with which this ends; the caller brings its name to the disk (`sync_folder`).
     """
-    handler.finalize(epath.Path(temporary / STATE))
+    with _without_patterns(temporary / STATE) as state:
+        handler.finalize(epath.Path(state))
+    if not (temporary / STATE / MERGED).exists():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(temporary / STATE / MERGED))
     write_file(temporary / META, meta)
     if ranks:
         write_table(temporary, int(checkpoint.name), ranks, meta)
     os.rename(temporary, checkpoint)
+
+
+@contextlib.contextmanager
+def _without_patterns(folder: Path) -> Iterator[Path]:
+    """A path of a folder that is no pattern: Orbax finds the parts of the ranks by one that begins with the path, so of
+    a run in `lr[1]` it would find none, and say nothing."""
+    if glob.escape(str(folder)) == str(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as place:
+        link = Path(place, folder.name)
+        link.symlink_to(folder.absolute())
+        yield link
 
 
 def replace_meta(checkpoint: Path, meta: str) -> None:

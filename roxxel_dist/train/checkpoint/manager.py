@@ -10,8 +10,8 @@ from roxxel_dist.cluster.distributed import barrier, is_primary
 from roxxel_dist.cluster.progress import agent_pipe
 from roxxel_dist.cluster.save_requests import SaveRequests
 from roxxel_dist.train.checkpoint import files
-from roxxel_dist.train.checkpoint.digests import read_verified
-from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, write_cursor
+from roxxel_dist.train.checkpoint.digests import TABLE, read_verified
+from roxxel_dist.train.checkpoint.metadata import META, CheckpointMetadata, write_cursor
 from roxxel_dist.train.checkpoint.store import CheckpointStore, SaveError
 from roxxel_dist.train.loggers.base import CRASH_LIMIT_S
 from roxxel_dist.train.run_files import leftovers_of
@@ -35,12 +35,16 @@ class Exporter:
     """
 
     def __init__(
-        self, run: Path, checkpoints: Path, log: Callable[[str], None], *, enabled: bool, with_state: bool = True,
-        fetch: Callable[[int], None] = lambda step: None, delete_in_bucket: Callable[[str], None] = lambda name: None,
-    ) -> None:  # fmt: skip
-        self._run, self._checkpoints, self._log, self._enabled = run, checkpoints, log, enabled
+        self,
+        run: Path,
+        store: CheckpointStore,
+        log: Callable[[str], None],
+        *,
+        enabled: bool,
+        with_state: bool = True,
+    ) -> None:
+        self._run, self._store, self._log, self._enabled = run, store, log, enabled
         self._with_state = with_state
-        self._fetch, self._delete_in_bucket = fetch, delete_in_bucket
         self._steps: dict[str, int] = {}
         """By file, the step that it shall hold and does not yet."""
         self._lock = threading.Lock()
@@ -56,7 +60,7 @@ class Exporter:
                 for left in (*leftovers_of(path), *([path] if void else [])):
                     left.unlink(missing_ok=True)
                 if void:
-                    self._delete_in_bucket(name)
+                    self._store.delete_in_bucket(name)
         if best is not None:
             self.want(BEST, best)
 
@@ -89,7 +93,7 @@ class Exporter:
                     self._thread = None
                     return
                 name, step = self._steps.popitem()
-            checkpoint = self._checkpoints / str(step)
+            checkpoint = self._store.folder / str(step)
             try:
                 self._write(self._run / name, step, checkpoint)
             except Exception as error:
@@ -101,6 +105,8 @@ class Exporter:
     def _write(self, path: Path, step: int, checkpoint: Path) -> None:
         if step_of(path) == step:
             return
+        if not all((checkpoint / name).exists() for name in (META, TABLE)):
+            self._store.fetch_meta(step)  # a cleaner has deleted this host's copy of a checkpoint in a bucket
         saved, table = read_verified(checkpoint, step)
         size = files.model_bytes(saved.shapes)
         if size >= LIMIT:
@@ -110,7 +116,7 @@ class Exporter:
                 f"the checkpoints have larger ones"
             )
             return
-        self._fetch(step)
+        self._store.fetch_model(step)
         params, state = files.read_model(checkpoint, saved, table)
         if checkpoint.exists():  # it was there to the end, so all of it was read
             write_weights(path, step, params, state if self._with_state else {})
@@ -137,15 +143,7 @@ class CheckpointManager:
         self._folder, self._store, self._last_step, self._log = folder, store, last_step, log
         self._requests = SaveRequests(folder, logged)
         enabled = export and is_primary()
-        self._exporter = Exporter(
-            folder,
-            store.folder,
-            log,
-            enabled=enabled,
-            with_state=with_state,
-            fetch=store.fetch_model,
-            delete_in_bucket=store.delete_in_bucket,
-        )
+        self._exporter = Exporter(folder, store, log, enabled=enabled, with_state=with_state)
 
     def __enter__(self) -> "CheckpointManager":
         if is_primary():

@@ -214,6 +214,8 @@ class RemoteCheckpoints:
         except StoreNotFoundError:
             for name in (TABLE, META):
                 (checkpoint / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it has other files
+                checkpoint.rmdir()
 
     def check(self, step: int, table: DigestTable, names: Iterable[str], is_left: IsLeft = _no_block) -> list[str]:
         """Compare files of a checkpoint with their digests, but for the blocks that are left out, and fetch those that

@@ -458,6 +458,11 @@ class CheckpointStore:
         """The parameters alone, whatever the run's optimizer was; see `restore_model`."""
         return self.restore_model(step, {"params": like})["params"]
 
+    def fetch_meta(self, step: int) -> None:
+        """Bring `meta.json` and the digests of a checkpoint in a bucket into the folder. Raises StoreError."""
+        if self._remote is not None:
+            self._remote.fetch_meta(step)
+
     def fetch_model(self, step: int) -> None:
         """Bring what `files.read_model` reads of a checkpoint in a bucket into the folder, for one process alone.
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.durable import put_back
 from roxxel_dist.cluster.exit_codes import STATUS_ENV, UserError
 from roxxel_dist.cluster.progress import agent_pipe
 from roxxel_dist.launcher.output.bar import Bar, clock
@@ -67,15 +68,19 @@ class TextTracker:
     """The same lines with the time, appended to a file: a rank's own log where no launcher keeps one."""
 
     def __init__(self, path: Path, total_steps: int = 0) -> None:
+        self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("a+", encoding="utf-8")
         except (FileExistsError, IsADirectoryError, PermissionError) as error:  # not a disk that is full, or away
             raise UserError(f"{path}: cannot be written ({error.strerror}): move what is there away") from error
         self.total_steps = total_steps
 
     def text(self, text: str) -> None:
         """Append lines."""
+        if put_back(self._path, self._file.fileno()):  # deleted by a cleaner
+            self._file.close()
+            self._file = self._path.open("a+", encoding="utf-8")
         now = time.strftime("%H:%M:%S")
         self._file.writelines(f"{now} | {line}\n" for line in text.splitlines())
         self._file.flush()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from roxxel_dist.cluster.durable import make_folder, write_file
+from roxxel_dist.cluster.durable import put_back, write_file
 from roxxel_dist.cluster.exit_codes import UserError
 
 COLUMNS = (
@@ -65,14 +65,9 @@ class JsonlTracker:
 
     def _put_back(self) -> None:
         """Write the file again where a cleaner has deleted it: while it is open its rows can be read."""
-        if self._path.exists():
-            return
-        self._file.seek(0)
-        rows = self._file.read()
-        self._file.close()
-        make_folder(self._path.parent)
-        write_file(self._path, rows)
-        self._file = self._continue(math.inf)
+        if put_back(self._path, self._file.fileno()):
+            self._file.close()
+            self._file = self._continue(math.inf)
 
     def _continue(self, last_step: float) -> TextIO:
         """The file, at its end."""
