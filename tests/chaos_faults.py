@@ -41,7 +41,7 @@ KINDS: Mapping[str, Kind] = {
     "full state folder": Kind(lasts=(3, 8)),
     "deleted logs": Kind(),
     "kill launcher": Kind(codes=(-9,)),
-    "kill launcher while it drains": Kind(codes=(-9, 42, 143)),
+    "kill launcher while it drains": Kind(codes=(-9, 42, 143, 137, -15)),
     "kill launcher in a save": Kind(codes=(-9,)),
     "kill launcher while a host is replaced": Kind(codes=(-9,), lasts=(16, 20), unready=True),
     "SIGTERM": Kind(codes=(42, 143, 137, -15)),

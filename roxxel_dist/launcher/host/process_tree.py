@@ -426,7 +426,8 @@ def go_on_under_guard(folders: Sequence[str], limit_s: float = math.inf, channel
 
     The guard does nothing until this process is gone, or has not beaten for `limit_s` seconds and is killed. Then it
     kills all processes that are left, removes `folders`, closes `channel` and stderr, and ends with the same exit
-    status. If the guard is killed, the keepers of this process's trees remain, which notice its end.
+    code, or 128 + s for signal s. If the guard is killed, the keepers of this process's trees remain, which notice its
+    end.
     """
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
@@ -464,11 +465,7 @@ def _guard(child: int, limit_s: float, folders: Sequence[str]) -> NoReturn:
     tree.kill(KILL_S)
     remove(folders)  # what was made in them meanwhile
     code = -signal.SIGKILL if tree.code is None else tree.code
-    if code < 0:
-        with suppress(OSError):  # not to be done with SIGKILL
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
+    os._exit(code if code >= 0 else 128 - code)  # of an end by a signal ssh would make that of a broken connection
 
 
 if __name__ == "__main__":

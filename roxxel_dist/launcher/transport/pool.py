@@ -5,6 +5,7 @@ import random
 import re
 import secrets
 import selectors
+import signal
 import threading
 import time
 from collections import deque
@@ -383,6 +384,8 @@ class HostPool:
         code = link.wait(AGENT_END_S)
         if code is None:
             code = link.process.wait()
+        if 128 < code < 128 + signal.NSIG:  # of a guard, whose agent ended by a signal
+            code = 128 - code
         reason = f": {link.stderr[-1]}" if link.stderr else ""
         if not link.ready:
             text = f"the agent on host {link.host} did not start ({how(code)}){reason}"
