@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from roxxel_dist.abstract_steps import memory_analysis
 from roxxel_dist.data.packing import Packed
-from roxxel_dist.estimate import memory_analysis
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
