@@ -1,7 +1,8 @@
 """The steps of a run from shapes alone: what is compiled to learn what they take, and never run."""
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.builders import RunComponents
-from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding
+from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, one_device
 from roxxel_dist.target_steps import peak_bytes
 from roxxel_dist.train.optimizer import InitialState
 from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState, abstract_state
@@ -63,34 +64,52 @@ def memory_analysis(program: Any) -> StepMemory:
 
 @dataclass(frozen=True)
 class Steps:
-    """The jitted steps of components on a mesh, and their arguments but the batch."""
+    """The jitted steps of a run on a mesh, and their arguments but the batch."""
 
+    components: RunComponents
     mesh: Mesh
-    train: Any
-    evaluate: Any
+    split: ModuleSplit
     state: TrainState
     hparams: Leaves
-    grad_accum: int
 
     @classmethod
-    def of(cls, components: RunComponents, total_steps: int, processes: int) -> "Steps":
-        """As training makes them."""
-        mesh, options = components.mesh(processes), components.options
-        split, state, hparams = abstract_train_state(components, mesh, total_steps)
-        dtype = jnp.bfloat16 if options.bf16_compute else None
-        train = make_step(
-            split, components.loss, components.optimizer, state, batch_sharding(mesh),
-            grad_accum=components.grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
+    def of(cls, components: RunComponents, mesh: Mesh, total_steps: int) -> Self:
+        """As training makes them; raises what `abstract_train_state` does."""
+        return cls(components, mesh, *abstract_train_state(components, mesh, total_steps))
+
+    @property
+    def compute_dtype(self) -> Any:
+        """Of parameters in the forward and backward pass; None: their own."""
+        return jnp.bfloat16 if self.components.options.bf16_compute else None
+
+    def train(self) -> Any:
+        """The training step."""
+        of = self.components
+        return make_step(
+            self.split, of.loss, of.optimizer, self.state, batch_sharding(self.mesh), grad_accum=of.grad_accum,
+            compute_dtype=self.compute_dtype, skip_bad=of.options.on_bad_step == "skip",
         )  # fmt: skip
-        return cls(mesh, train, make_eval_step(split, components.loss, dtype), state, hparams, components.grad_accum)
 
-    def training(self, batch: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The training step and its arguments."""
-        return self.train, (self.state, self.hparams, self._placed(batch, self.grad_accum))
+    def evaluate(self) -> Any:
+        """The validation step."""
+        return make_eval_step(self.split, self.components.loss, self.compute_dtype)
 
-    def validation(self, batch: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The validation step and its arguments."""
-        return self.evaluate, (self.state.params, self.state.rest, self.hparams, self._placed(batch))
+    def training_args(self, batch: Any) -> tuple[Any, ...]:
+        """Of the training step, for a batch of any mesh."""
+        return self.state, self.hparams, self._placed(batch, self.components.grad_accum)
+
+    def validation_args(self, batch: Any) -> tuple[Any, ...]:
+        """Of the validation step, for a batch of any mesh."""
+        return self.state.params, self.state.rest, self.hparams, self._placed(batch)
+
+    def on_one_device(self) -> "Steps":
+        """The same steps on the first of the devices, where nothing is cut; the model is not built again."""
+        mesh = one_device(self.mesh, self.mesh.devices.flat[0])
+        whole = NamedSharding(mesh, P())
+        state, hparams = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), (self.state, self.hparams)
+        )
+        return dataclasses.replace(self, mesh=mesh, state=state, hparams=hparams)
 
     def _placed(self, batch: Any, grad_accum: int = 1) -> Any:
         sharding = batch_sharding(self.mesh)

@@ -7,16 +7,15 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from roxxel_dist.abstract_steps import StepMemory, abstract_train_state, memory_analysis
+from roxxel_dist.abstract_steps import StepMemory, Steps, memory_analysis
 from roxxel_dist.builders import RunComponents, build_components, open_corpus, temporary_folder
 from roxxel_dist.cluster.accelerators import peak_flops
 from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_for_run
@@ -40,8 +39,8 @@ from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.report import read_runs
 from roxxel_dist.run_directory import CONFIG, no_run
 from roxxel_dist.run_metadata import check_resumable, data_of, kernel_begun_with, saved_config
-from roxxel_dist.target_process import call_for_target, folder_for_shards
 from roxxel_dist.target_phases import cure, on_target
+from roxxel_dist.target_process import Report, call_for_target, folder_for_shards
 from roxxel_dist.target_steps import TargetCompiler, TargetPhase
 from roxxel_dist.train.batch_layout import BatchLayout, batch_layout
 from roxxel_dist.train.compile import AotCompiler, batch_key
@@ -51,7 +50,7 @@ from roxxel_dist.train.init_from import check_weights, find_checkpoint, with_bas
 from roxxel_dist.train.resume import last_step, max_steps_note
 from roxxel_dist.train.throughput import device_bytes
 from roxxel_dist.train.train_state import TrainView
-from roxxel_dist.train.train_step import check_vocabulary, make_eval_step, make_step, micro_batches
+from roxxel_dist.train.train_step import check_vocabulary, micro_batches
 from roxxel_dist.train.virtual_shards.layout import check_shapes
 
 USUAL_MFU = 0.4
@@ -259,7 +258,7 @@ def _for_target(config: Any, data_path: str | Path | None, request: EstimateRequ
         return call_for_target(target, _estimate_in_process, config, data_path, request, folder)
 
 
-def _estimate_in_process(report: Callable[[str], None], target: Target, *args: Any) -> RunEstimate:
+def _estimate_in_process(report: Report, target: Target, *args: Any) -> RunEstimate:
     """`estimate` in a process with the target's environment."""
     config, data_path, request, folder = args
     compiler = TargetCompiler(target, report)
@@ -295,30 +294,25 @@ def _estimate(
                 "memory is that of steps without virtual_shards: with them a device keeps a few gradients more"
             )
         weights = None if options.init_from is None else find_checkpoint(options.init_from)
-        split, state, hparams = abstract_train_state(components, mesh, plan.total_steps)
+        steps = Steps.of(components, mesh, plan.total_steps)
+        split, state, hparams = steps.split, steps.state, steps.hparams
         if weights is not None:
             check_weights(weights, split.of_base(state.params, hparams))
             notes.append(f"the weights are those of {weights}")
         compiler = AotCompiler(mesh, SIMULATED if request.devices else None)
-        dtype = jnp.bfloat16 if options.bf16_compute else None
-        eval_step = make_eval_step(split, components.loss, dtype)
         sets = components.validation, curriculum.primary_streamer
-        validation = Validation(*sets, eval_step, compiler, sharding, options.eval_iters)
+        validation = Validation(*sets, steps.evaluate(), compiler, sharding, options.eval_iters)
         validation.check(*plan.shapes)
         datasets = {**curriculum.datasets, **components.validation}
         check_vocabulary(split, components.loss, state, hparams, mesh, plan.shapes[0], datasets)
-        train_step = make_step(
-            split, components.loss, components.optimizer, state, sharding,
-            grad_accum=grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
-        )  # fmt: skip
-    steps = spans(plan, last)
-    batches = [Stream(plan, curriculum.datasets, sharding, stop - 1, grad_accum).abstract() for _, stop in steps]
+    phase_spans = spans(plan, last)
+    batches = [Stream(plan, curriculum.datasets, sharding, stop - 1, grad_accum).abstract() for _, stop in phase_spans]
     # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.
     with contextlib.closing(compiler):
         compiled = (
-            [(_step_memory(compiler, train_step, state, hparams, batch), None) for batch in batches]
+            _on_devices(compiler, steps, batches)
             if target is None
-            else on_target(target, components, plan, [stop - 1 for _, stop in steps], batches, validation)
+            else on_target(target, steps, plan, [stop - 1 for _, stop in phase_spans], batches, validation)
         )
     notes += _max_steps_notes(plan, last, options)
     with usage_errors():
@@ -326,7 +320,7 @@ def _estimate(
 
     view = TrainView(split, state, hparams)
     flops_of, phases = view.flops_per_token(), list[PhaseEstimate]()
-    for (first, stop), (needs, on_target) in zip(steps, compiled, strict=True):
+    for (first, stop), (needs, cost) in zip(phase_spans, compiled, strict=True):
         shape, tokens = plan.segment(stop - 1).shape, plan.tokens(stop) - plan.tokens(first)
         layout = batch_layout(sharding, shape.batch_size, shape.seq_len, grad_accum)
         flops, seconds = tokens * flops_of(shape.seq_len), None
@@ -338,7 +332,7 @@ def _estimate(
             _phase(
                 components, plan, (first, stop), layout, processes,
                 tokens=tokens, flops_per_token=flops_of(shape.seq_len), flops=flops, seconds=seconds,
-                memory=needs, target=on_target,
+                memory=needs, target=cost,
             )
         )  # fmt: skip
     params: dict[str, Any] = {**view.frozen, **view.params}
@@ -433,9 +427,17 @@ def _score_bytes(shape: Shape, layout: BatchLayout, components: RunComponents) -
     return score_bytes(kernel, rows, heads, shape.seq_len - 1, config.window) // layout.pieces
 
 
-def _step_memory(compiler: AotCompiler, train_step: Any, state: Any, hparams: Any, batch: Any) -> StepMemory | None:
+def _on_devices(
+    compiler: AotCompiler, steps: Steps, batches: Sequence[Any]
+) -> list[tuple[StepMemory | None, TargetPhase | None]]:
+    """For each phase (the memory of its training step, None), by the compiler of the devices here."""
+    train_step = steps.train()
+    return [(_step_memory(compiler, train_step, steps, batch), None) for batch in batches]
+
+
+def _step_memory(compiler: AotCompiler, train_step: Any, steps: Steps, batch: Any) -> StepMemory | None:
     """The memory of a step; None if the compiler fails because it does not fit."""
-    compiler.prepare(batch_key(batch), train_step, state, hparams, batch)
+    compiler.prepare(batch_key(batch), train_step, steps.state, steps.hparams, batch)
     try:
         return memory_analysis(compiler.get(batch_key(batch)))
     except jax.errors.JaxRuntimeError as error:

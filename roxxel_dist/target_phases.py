@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from roxxel_dist.abstract_steps import StepMemory, Steps, memory_analysis
@@ -13,37 +14,45 @@ from roxxel_dist.target_steps import TargetCompiler, TargetPhase, one_device_flo
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.throughput import device_bytes
 
-
-def _on_one_device(components: RunComponents) -> RunComponents:
-    """The same run on the first of the devices, with the same kernel."""
-    config = dataclasses.replace(components.config, n_devices=1, tensor_devices=1, fsdp_devices=0)
-    return dataclasses.replace(components, config=config, devices=list(components.devices or [])[:1])
+COMPILED_AT_ONCE = 2
+"""The compilers use few threads each; more programs at once would need more memory than most machines have."""
 
 
 def on_target(
-    target: TargetCompiler,
-    components: RunComponents,
-    plan: Plan,
-    last_steps: Sequence[int],
-    batches: Sequence[Any],
+    target: TargetCompiler, steps: Steps, plan: Plan, last_steps: Sequence[int], batches: Sequence[Any],
     validation: Validation,
-) -> list[tuple[StepMemory | None, TargetPhase]]:
+) -> list[tuple[StepMemory | None, TargetPhase]]:  # fmt: skip
     """For each phase (the memory of its training step or None if it does not fit, what its steps cost), by the target's
     compiler; of a phase there is one step, from 0, and its batch."""
-    steps = Steps.of(components, plan.total_steps, target.hosts)
-    alone = Steps.of(_on_one_device(components), plan.total_steps, 1)
-    found: list[tuple[StepMemory | None, TargetPhase]] = []
-    for step, batch in zip(last_steps, batches, strict=True):
-        shape, phase = plan.segment(step).shape, plan.phase(step) + 1
-        what = f"step of phase {phase} ({shape.batch_size:,} rows x {shape.seq_len:,} tokens)"
-        flops = one_device_flops(alone.mesh, *alone.training(batch))
-        trained, program = target.measure(f"the training {what}", steps.mesh, *steps.training(batch), flops)
-        evaluated = None
-        if (validated := validation.batch(shape)) is not None:
-            flops = one_device_flops(alone.mesh, *alone.validation(validated))
-            evaluated, _ = target.measure(f"the validation {what}", steps.mesh, *steps.validation(validated), flops)
-        needs = None if program is None else memory_analysis(program)
-        found.append((needs, TargetPhase(**vars(trained), validation=evaluated)))
+    alone, shapes = steps.on_one_device(), [plan.segment(step).shape for step in last_steps]
+    train, evaluate = (steps.train(), alone.train()), (steps.evaluate(), alone.evaluate())
+
+    def compiled(what: str, pair: tuple[Any, Any], args: tuple[Any, ...], args_alone: tuple[Any, ...]) -> Any:
+        flops = one_device_flops(alone.mesh, pair[1], args_alone)
+        return target.measure(what, steps.mesh, pair[0], args, flops)
+
+    with ThreadPoolExecutor(COMPILED_AT_ONCE, "roxxel-target") as pool:
+        trained, validated = list[Future[Any]](), list[Future[Any] | None]()
+        for step, shape, batch in zip(last_steps, shapes, batches, strict=True):
+            what = f"step of phase {plan.phase(step) + 1} ({shape.batch_size:,} rows x {shape.seq_len:,} tokens)"
+            args = steps.training_args(batch), alone.training_args(batch)
+            trained.append(pool.submit(compiled, f"the training {what}", train, *args))
+            rows = validation.batch(shape)
+            if rows is None:
+                validated.append(None)
+                continue
+            args = steps.validation_args(rows), alone.validation_args(rows)
+            validated.append(pool.submit(compiled, f"the validation {what}", evaluate, *args))
+        found: list[tuple[StepMemory | None, TargetPhase]] = []
+        try:
+            for training, other in zip(trained, validated, strict=True):
+                step, program = training.result()
+                needs = None if program is None else memory_analysis(program)
+                evaluated = None if other is None else other.result()[0]
+                found.append((needs, TargetPhase(**vars(step), validation=evaluated)))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # none of the others is begun
+            raise
     return found
 
 
@@ -78,14 +87,14 @@ def cure(target: TargetCompiler, components: RunComponents, plan: Plan, step: in
             changed = dataclasses.replace(config, **change)
             changed.validate()
             made = build_components(changed, components.data, devices=components.devices)
-            steps = Steps.of(made, plan.total_steps, target.hosts)
+            steps = Steps.of(made, made.mesh(target.hosts), plan.total_steps)
         except ValueError:
             continue  # not for this model, or not on these devices
-        jitted, args = steps.training(batch)
+        args = steps.training_args(batch)
         if device_bytes(args) > limit:
             continue  # the state alone is too large
         what = f"with {words}, the training step of phase {plan.phase(step) + 1}"
-        found, _ = target.measure(what, steps.mesh, jitted, args, 0.0)
+        found, _ = target.measure(what, steps.mesh, steps.train(), args, 0.0)
         if found.fits:
             return f"with {words} it takes {size(found.peak_bytes or 0)} and fits"
         tried.append(words)

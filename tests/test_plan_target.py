@@ -115,6 +115,7 @@ def test_every_target_has_figures(kind):
     assert found.tera_flops > 0
     assert found.gigabytes_per_s > 0
     assert found.link_gigabytes_per_s > 0
+    assert found.source.startswith(("NVIDIA ", "Google Cloud documentation, TPU v"))
     own = [gpu for gpu in GPUS.values() if gpu.device_kind == kind]
     assert all(found.compute_capability == ".".join(map(str, gpu.capability)) for gpu in own)
     assert all(f"major: {gpu.capability[0]}" in gpu_config(gpu) for gpu in own)
@@ -146,6 +147,7 @@ def test_a_tpu_slice(work):
         assert step["compile_seconds"] > 0
     assert phase["target"]["flops_per_device"] * 4 == pytest.approx(phase["flops"] / phase["steps"], rel=0.1)
     assert {"all-gather", "all-reduce"} & set(phase["target"]["collectives"])
+    assert all(whole > 0 for whole in phase["target"]["gathered"].values())
     assert phase["attention"] == "splash"
     assert (found["devices"], found["processes"], found["platform"], found["target"]) == (4, 1, "tpu", "v5e:2x2")
     assert os.path.exists("/tmp/libtpu_lockfile") == locked

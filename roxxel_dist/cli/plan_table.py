@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from roxxel_dist.cluster.accelerators import accelerator
 from roxxel_dist.display import aligned, duration, size
 from roxxel_dist.estimate import PhaseEstimate, RunEstimate
 from roxxel_dist.model.attention_kernels import LONGEST_WHOLE
@@ -98,12 +99,16 @@ def _on_devices(run: RunEstimate) -> list[str]:
                 longest = max(bound, key=lambda name: bound[name], default=None)
                 cells[4] = "" if longest is None else f"{1000 * bound[longest]:.3g} ms ({longest})"
                 links = ", ".join(f"{kind} {size(count)}" for kind, count in step.collectives.items()) or "nothing"
+                whole = max(step.gathered.items(), key=lambda item: item[1], default=None)
+                links += "" if whole is None else f"; the largest array that it gathers is {whole[0]}, {size(whole[1])}"
                 sent.append(f"{name}: a device sends {links}")
             rows.append([name, *cells, f"{step.compile_seconds:.0f} s"])
+    known = accelerator(run.device_kind)
+    figures = "" if known is None else f" ({known.source})"
     return [
         *aligned(rows),
         *sent,
-        "at least: the longest of computing, memory and links by the data sheets; a real step takes longer",
+        f"at least: the longest of computing, memory and links by public figures{figures}; a real step takes longer",
     ]
 
 
