@@ -412,6 +412,9 @@ def _kernel_flops(each: Instruction, operands: Sequence[Sequence[int]], size: in
     target = found[1] if found else ""
     if "splash_mha" in each.name and target == "tpu_custom_call":
         return splash_flops(each.name, operands)
+    if target == "tpu_custom_call":  # another kernel, as those of products over groups of rows: what it says of itself
+        said = re.search(r'"cost_estimate":\{"flops":"?(\d+)', each.rest)
+        return float(said[1]) if said else 0.0
     if "fmha" in target:
         window = re.search(r'"sliding_window_length": ?(\d+)', each.rest)
         causal, width = '"CAUSAL"' in each.rest, int(window[1]) if window else 0

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import make_mesh
@@ -222,6 +222,12 @@ def test_a_program_costs_what_its_trace_says():
     assert found.collectives["all-reduce"] >= 2 * 7 / 8 * 3 * 128 * 128 * 4
 
 
+def _shard_map_of(devices):
+    """A product whose rows lie on so many devices."""
+    mesh = jax.make_mesh((devices,), ("rows",), (AxisType.Auto,), devices=jax.devices()[:devices])
+    return jax.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(P("rows"), P()), out_specs=P("rows"))
+
+
 @pytest.mark.parametrize(
     ("program", "flops"),
     [
@@ -231,6 +237,7 @@ def test_a_program_costs_what_its_trace_says():
         (lambda a: jax.lax.cond(a[0, 0] > 0, lambda a: a @ a.T, lambda a: jnp.ones((8, 8)), a), 2 * 8 * 8 * 16),
         (lambda a: jax.vmap(lambda r: r @ a.T)(a), 2 * 8 * 8 * 16),
         (lambda a: jax.lax.ragged_dot(a, jnp.ones((3, 16, 4)), jnp.array([1, 2, 5])), 2 * 8 * 16 * 4),
+        (lambda a: _shard_map_of(4)(a, jnp.ones((16, 4))), 2 * 8 * 16 * 4),
         (lambda a: jax.lax.conv(a[None, None], jnp.ones((1, 1, 1, 1)), (1, 1), "VALID"), 2 * 8 * 16),
     ],
 )  # fmt: skip
