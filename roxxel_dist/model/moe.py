@@ -23,7 +23,8 @@ def experts(
 ) -> jax.Array:  # fmt: skip
     """The sum over a row's experts e of gate x (activate(row @ first[e]) @ second[e]).
 
-    On a CPU it is `dense`, because `jax.lax.ragged_dot` also computes every expert for every row there.
+    It is `ragged` on a TPU. Elsewhere `jax.lax.ragged_dot` computes every expert for each of N x K rows, so `dense`,
+    which does so for N rows, is less work.
 
     Args:
         x_NxD: the rows.
@@ -36,7 +37,7 @@ def experts(
     Returns:
         [N, D] in the type of x.
     """
-    form = dense if device_type().platform == "cpu" else ragged
+    form = ragged if device_type().platform == "tpu" else dense
     return form(x_NxD, chosen_NxK, gates_NxK, first_ExDxPxF, second_ExFxD, activate)
 
 
@@ -136,11 +137,11 @@ class MixtureOfExperts(nnx.Module):
     its sum it would always be 1, and the router would learn nothing from the text. The router always computes in
     float32, with its matrix in the stored dtype. Experts have no capacity limit, so no tokens are dropped.
 
-    Cost: tokens are sorted by expert, and each token costs its k experts (on a CPU, all: see `experts`). If a mesh is
-    set (`jax.set_mesh`, as `Trainer` does) and its size divides the tokens, each device sorts and computes its own
-    tokens and gathers all experts, as in data parallelism and FSDP; devices along "tensor" have the same tokens, and a
-    share of each expert's hidden units. Otherwise the result is the same, but XLA gathers the tokens and every device
-    computes all of them.
+    Cost: on a TPU tokens are sorted by expert, and each token costs its k experts; elsewhere it costs all of them (see
+    `experts`). If a mesh is set (`jax.set_mesh`, as `Trainer` does) and its size divides the tokens, each device
+    computes its own tokens and gathers all experts, as in data parallelism and FSDP; devices along "tensor" have the
+    same tokens, and a share of each expert's hidden units. Otherwise the result is the same, but XLA gathers the tokens
+    and every device computes all of them.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:

@@ -129,7 +129,7 @@ def test_gradients_are_those_of_computing_every_expert(fields):
 
 
 def test_both_forms_are_the_same():
-    """`ragged` is what runs on a GPU; here it is only slower."""
+    """`ragged` is what runs on a TPU; here it is only slower."""
     moe, x = layer(n_experts=5), tokens(90)
     chosen, gates = choose(jax.nn.softmax(moe.router(x)), 2)
 
