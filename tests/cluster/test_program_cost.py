@@ -73,7 +73,10 @@ LOOP = """%body (s: (s32[], f32[8,16], f32[16,4])) -> (s32[], f32[8,16], f32[16,
   %a = f32[8,16]{1,0} get-tuple-element(%s), index=1
   %b = f32[16,4]{1,0} get-tuple-element(%s), index=2
   DOT
-  ROOT %t = (s32[], f32[8,16]{1,0}, f32[16,4]{1,0}) tuple(%a, %b, %d)
+  %k = s32[] get-tuple-element(%s), index=0
+  %step = s32[] constant(STEP)
+  %grown = s32[] add(%k, %step)
+  ROOT %t = (s32[], f32[8,16]{1,0}, f32[16,4]{1,0}) tuple(%grown, %a, %b)
 }
 
 %less (x: s32[], y: s32[]) -> pred[] {
@@ -92,22 +95,23 @@ LOOP = """%body (s: (s32[], f32[8,16], f32[16,4])) -> (s32[], f32[8,16], f32[16,
 
 
 @pytest.mark.parametrize(
-    ("condition", "known", "trips", "is_open"),
+    ("condition", "step", "known", "trips", "is_open"),
     [
-        ("ROOT %lt = pred[] compare(%i, %n), direction=LT", "", 5, False),
-        ("ROOT %lt = pred[] fusion(%i, %n), kind=kLoop, calls=%less", "", 5, False),
-        ("ROOT %lt = pred[] compare(%i, %n), direction=NE", "", 1, True),
+        ("ROOT %lt = pred[] compare(%i, %n), direction=LT", 1, "", 5, False),
+        ("ROOT %lt = pred[] compare(%i, %n), direction=LT", 2, "", 3, False),
+        ("ROOT %lt = pred[] fusion(%i, %n), kind=kLoop, calls=%less", 1, "", 5, False),
+        ("ROOT %lt = pred[] compare(%i, %n), direction=NE", 1, "", 1, True),
         (
-            "ROOT %lt = pred[] compare(%i, %n), direction=NE",
+            "ROOT %lt = pred[] compare(%i, %n), direction=NE", 1,
             ', backend_config={"known_trip_count":{"n":"7"}}', 7, False,
         ),
     ],
 )  # fmt: skip
-def test_what_is_in_a_loop_counts_as_often_as_it_runs(condition, known, trips, is_open):
+def test_what_is_in_a_loop_counts_as_often_as_it_runs(condition, step, known, trips, is_open):
     text = entry(
         "%zero = s32[] constant(0)", A, B, "%t = (s32[], f32[8,16]{1,0}, f32[16,4]{1,0}) tuple(%zero, %a, %b)",
         f"ROOT %w = (s32[], f32[8,16]{{1,0}}, f32[16,4]{{1,0}}) while(%t), condition=%cond, body=%body{known}",
-        before=LOOP.replace("COND", condition),
+        before=LOOP.replace("COND", condition).replace("STEP", str(step)),
     )  # fmt: skip
     found = program_cost(text, [0])
     assert (found.flops, found.has_open_loops) == (trips * 2 * 8 * 16 * 4, is_open)
