@@ -110,7 +110,8 @@ TABLES = (
         "one device and not compiled. As many rows as devices, fsdp, scan_layers, gradient_checkpointing, bfloat16.",
         quick="v5e:2x2 and h100:1x8, and the smaller model",
         left_out="Nothing was run on an accelerator, so there is no time of a step. The model of 1.3B parameters on "
-        "one v5e chip: its state alone is larger than the memory of the chip.",
+        "one v5e chip: its state alone is larger than the memory of the chip. Other programs that compile for a "
+        "topology, such as MaxText's train_compile: not installed.",
     ),
     Table(
         name="launch", part="launch", title="Launching: faults, starts and restarts",

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from roxxel_dist.cluster.mesh import device_type, row_shards, token_shards
+from roxxel_dist.cluster.parameter_sharding import constrain_heads
 from roxxel_dist.model.attention_kernels import (
     LONGEST_WHOLE,
     blocked_attention,
@@ -60,7 +61,8 @@ def attend(
         device=device_type(mesh),
     )
     if chosen == "cudnn":
-        return jax_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window, scale, implementation="cudnn")
+        qkv = constrain_heads(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV)
+        return constrain_heads(jax_attention(*qkv, window, scale, implementation="cudnn"))[0]
     if chosen == "xla" and length <= LONGEST_WHOLE:
         same = None if segments_BxL is None else segments_BxL[:, None, :, None] == segments_BxL[:, None, None, :]
         return jax_attention(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window, scale, mask=same)
