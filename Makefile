@@ -19,7 +19,7 @@ AZURITE := .cache/azurite
 TPU := .cache/tpu
 CUDA := .cache/cuda
 
-.PHONY: demo test test-newest test-newest-part test-in-newest test-docs test-web test-cluster test-long test-all test-pythons docs reference pictures bench bench-data bench-train \
+.PHONY: demo test test-newest test-newest-part test-in-newest test-docs test-web test-cluster test-long test-all test-pythons docs reference pictures bench bench-data bench-train bench-compiled \
     bench-launch bench-model bench-mup bench-ngram bench-sweep bench-page bench-gpu chaos hf azurite tpu cuda docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
@@ -91,6 +91,9 @@ bench-model: $(VENV)/demo-installed ## what decoding with a cache costs against 
 
 bench-mup: $(VENV)/demo-installed ## the best learning rate at four widths, with the standard parametrization and with mup: half an hour
 	$(MEASURE) mup
+
+bench-compiled: $(VENV)/demo-installed tpu cuda ## what compilers of TPUs and GPUs make of a step, on up to 256 devices: no device is needed
+	$(MEASURE) compiled
 
 bench-ngram: $(VENV)/demo-installed ## the demo's model against a 3-gram model of the same tokens: about five minutes
 	$(MEASURE) ngram

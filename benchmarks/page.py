@@ -27,8 +27,8 @@ networks of real machines: all hosts here are simulated on one.
 INTRODUCTION = """# Benchmarks
 
 `make bench` measures every table of this page and writes the page; `make bench QUICK=1` measures short forms. One part
-is measured again with `make bench-data`, `bench-train`, `bench-model`, `bench-ngram`, `bench-launch` or `bench-sweep`,
-and `make bench-page` after it, which makes the page from the results in `benchmarks/results/`.
+is measured again with `make bench-data`, `bench-train`, `bench-compiled`, `bench-model`, `bench-ngram`, `bench-launch`
+or `bench-sweep`, and `make bench-page` after it, which makes the page from the results in `benchmarks/results/`.
 
 ![Speed of peers and of the bare operations over that of roxxel-dist](benchmarks/overview.png)
 

@@ -102,6 +102,18 @@ TABLES = (
         left_out="Larger models and corpora.",
     ),
     Table(
+        name="compiled", part="compiled", title="Compiled for accelerators",
+        question="Does a device repeat the work of another? How large are the FLOPs of all devices together over those "
+        "of one device, on 1 to 256 TPU chips and on 8 and 64 GPUs?",
+        how="`roxxel-dist plan --target` compiles the training step with the compiler of the accelerators, and counts "
+        "the FLOPs of matrix products and attention in the compiled program. One device: the same step, traced for "
+        "one device and not compiled. As many rows as devices, fsdp, scan_layers, gradient_checkpointing, bfloat16.",
+        quick="v5e:2x2 and h100:1x8, and the smaller model",
+        left_out="Nothing was run on an accelerator, so there is no time of a step. The model of 1.3B parameters on "
+        "one v5e chip: its state alone is larger than the memory of the chip. Other programs that compile for a "
+        "topology, such as MaxText's train_compile: not installed.",
+    ),
+    Table(
         name="launch", part="launch", title="Launching: faults, starts and restarts",
         question="How soon is every process of a job gone when something fails? What does the launcher add to a start, "
         "and how soon does a job go on after a restart?",

@@ -6,26 +6,23 @@ Steps are compiled from shapes alone, so the model may be larger than the memory
 import contextlib
 import dataclasses
 import itertools
-import math
 import os
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
+from roxxel_dist.abstract_steps import StepMemory, Steps, memory_analysis
 from roxxel_dist.builders import RunComponents, build_components, open_corpus, temporary_folder
 from roxxel_dist.cluster.accelerators import peak_flops
 from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_for_run
 from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.extras import pip_install
-from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, simulate_devices
+from roxxel_dist.cluster.mesh import batch_sharding, simulate_devices
 from roxxel_dist.cluster.targets import Target, check_compiler, parse_target
 from roxxel_dist.cluster.xla_flags import SAVE_MEMORY, UNOPTIMIZED
 from roxxel_dist.config import usage_errors
@@ -34,32 +31,26 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.data.loader import Stream
-from roxxel_dist.display import aligned, duration, size
+from roxxel_dist.display import size
 from roxxel_dist.inspect_batch import saved_plan
-from roxxel_dist.model.attention_kernels import LONGEST_WHOLE, score_bytes
+from roxxel_dist.model.attention_kernels import score_bytes
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.report import read_runs
 from roxxel_dist.run_directory import CONFIG, no_run
 from roxxel_dist.run_metadata import check_resumable, data_of, kernel_begun_with, saved_config
-from roxxel_dist.target_process import call_for_target, folder_for_shards
-from roxxel_dist.target_steps import TargetCompiler, TargetPhase, one_device_flops, peak_bytes
+from roxxel_dist.target_phases import cure, on_target
+from roxxel_dist.target_process import Report, call_for_target, folder_for_shards
+from roxxel_dist.target_steps import TargetCompiler, TargetPhase
 from roxxel_dist.train.batch_layout import BatchLayout, batch_layout
 from roxxel_dist.train.compile import AotCompiler, batch_key
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.init_from import check_weights, find_checkpoint, with_base
-from roxxel_dist.train.optimizer import InitialState
 from roxxel_dist.train.resume import last_step, max_steps_note
 from roxxel_dist.train.throughput import device_bytes
-from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState, TrainView, abstract_state
-from roxxel_dist.train.train_step import (
-    SPIKE_FACTOR,
-    check_vocabulary,
-    make_eval_step,
-    make_step,
-    micro_batches,
-)
+from roxxel_dist.train.train_state import TrainView
+from roxxel_dist.train.train_step import check_vocabulary, micro_batches
 from roxxel_dist.train.virtual_shards.layout import check_shapes
 
 USUAL_MFU = 0.4
@@ -101,22 +92,6 @@ class EstimateRequest:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise UserError(f"{name} is {value}: it must be above 0, and finite, or left out")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepMemory:
-    """Bytes of one device, from XLA's memory analysis of the compiled step."""
-
-    arguments: int
-    """State, settings and batch."""
-    temporaries: int
-    """Activations, gradients, gathered parameters."""
-    results: int
-    """Outputs besides the state, which reuses the memory of the previous state."""
-    code: int
-    """The program itself, if the backend reports it."""
-    peak: int
-    """All of them together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +258,7 @@ def _for_target(config: Any, data_path: str | Path | None, request: EstimateRequ
         return call_for_target(target, _estimate_in_process, config, data_path, request, folder)
 
 
-def _estimate_in_process(report: Callable[[str], None], target: Target, *args: Any) -> RunEstimate:
+def _estimate_in_process(report: Report, target: Target, *args: Any) -> RunEstimate:
     """`estimate` in a process with the target's environment."""
     config, data_path, request, folder = args
     compiler = TargetCompiler(target, report)
@@ -319,30 +294,25 @@ def _estimate(
                 "memory is that of steps without virtual_shards: with them a device keeps a few gradients more"
             )
         weights = None if options.init_from is None else find_checkpoint(options.init_from)
-        split, state, hparams = abstract_train_state(components, mesh, plan.total_steps)
+        steps = Steps.of(components, mesh, plan.total_steps)
+        split, state, hparams = steps.split, steps.state, steps.hparams
         if weights is not None:
             check_weights(weights, split.of_base(state.params, hparams))
             notes.append(f"the weights are those of {weights}")
         compiler = AotCompiler(mesh, SIMULATED if request.devices else None)
-        dtype = jnp.bfloat16 if options.bf16_compute else None
-        eval_step = make_eval_step(split, components.loss, dtype)
         sets = components.validation, curriculum.primary_streamer
-        validation = Validation(*sets, eval_step, compiler, sharding, options.eval_iters)
+        validation = Validation(*sets, steps.evaluate(), compiler, sharding, options.eval_iters)
         validation.check(*plan.shapes)
         datasets = {**curriculum.datasets, **components.validation}
         check_vocabulary(split, components.loss, state, hparams, mesh, plan.shapes[0], datasets)
-        train_step = make_step(
-            split, components.loss, components.optimizer, state, sharding,
-            grad_accum=grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
-        )  # fmt: skip
-    steps = spans(plan, last)
-    batches = [Stream(plan, curriculum.datasets, sharding, stop - 1, grad_accum).abstract() for _, stop in steps]
+    phase_spans = spans(plan, last)
+    batches = [Stream(plan, curriculum.datasets, sharding, stop - 1, grad_accum).abstract() for _, stop in phase_spans]
     # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.
     with contextlib.closing(compiler):
         compiled = (
-            [(_step_memory(compiler, train_step, state, hparams, batch), None) for batch in batches]
+            _on_devices(compiler, steps, batches)
             if target is None
-            else _on_target(target, components, plan, [stop - 1 for _, stop in steps], batches, validation)
+            else on_target(target, steps, plan, [stop - 1 for _, stop in phase_spans], batches, validation)
         )
     notes += _max_steps_notes(plan, last, options)
     with usage_errors():
@@ -350,7 +320,7 @@ def _estimate(
 
     view = TrainView(split, state, hparams)
     flops_of, phases = view.flops_per_token(), list[PhaseEstimate]()
-    for (first, stop), (needs, on_target) in zip(steps, compiled, strict=True):
+    for (first, stop), (needs, cost) in zip(phase_spans, compiled, strict=True):
         shape, tokens = plan.segment(stop - 1).shape, plan.tokens(stop) - plan.tokens(first)
         layout = batch_layout(sharding, shape.batch_size, shape.seq_len, grad_accum)
         flops, seconds = tokens * flops_of(shape.seq_len), None
@@ -362,7 +332,7 @@ def _estimate(
             _phase(
                 components, plan, (first, stop), layout, processes,
                 tokens=tokens, flops_per_token=flops_of(shape.seq_len), flops=flops, seconds=seconds,
-                memory=needs, target=on_target,
+                memory=needs, target=cost,
             )
         )  # fmt: skip
     params: dict[str, Any] = {**view.frozen, **view.params}
@@ -457,164 +427,23 @@ def _score_bytes(shape: Shape, layout: BatchLayout, components: RunComponents) -
     return score_bytes(kernel, rows, heads, shape.seq_len - 1, config.window) // layout.pieces
 
 
-def abstract_train_state(
-    components: RunComponents, mesh: Mesh, total_steps: int
-) -> tuple[ModuleSplit, TrainState, Leaves]:
-    """The static part, the state before the first step and the hparams of all steps, as shapes and shardings.
-
-    Raises ValueError if settings of the model or the optimizer are impossible.
-    """
-    optimizer, options = components.optimizer, components.options
-    split, state, hparams = abstract_state(
-        components.build, InitialState(optimizer), mesh, fsdp=options.fsdp,
-        dtype=jnp.bfloat16 if options.use_bf16 else None,
-    )  # fmt: skip
-    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
-    numbers: Any = dict.fromkeys((*optimizer.settings(total_steps), SPIKE_FACTOR), number)
-    return split, state, hparams | numbers
+def _on_devices(
+    compiler: AotCompiler, steps: Steps, batches: Sequence[Any]
+) -> list[tuple[StepMemory | None, TargetPhase | None]]:
+    """For each phase (the memory of its training step, None), by the compiler of the devices here."""
+    train_step = steps.train()
+    return [(_step_memory(compiler, train_step, steps, batch), None) for batch in batches]
 
 
-def memory_analysis(program: Any) -> StepMemory:
-    """Memory of each device for a compiled program, from XLA's memory analysis."""
-    account = program.memory_analysis()
-    parts = {
-        "arguments": account.argument_size_in_bytes,
-        "temporaries": account.temp_size_in_bytes,
-        "results": account.output_size_in_bytes - account.alias_size_in_bytes,
-        "code": account.generated_code_size_in_bytes,
-    }
-    return StepMemory(**parts, peak=peak_bytes(program))
-
-
-def _step_memory(compiler: AotCompiler, train_step: Any, state: Any, hparams: Any, batch: Any) -> StepMemory | None:
+def _step_memory(compiler: AotCompiler, train_step: Any, steps: Steps, batch: Any) -> StepMemory | None:
     """The memory of a step; None if the compiler fails because it does not fit."""
-    compiler.prepare(batch_key(batch), train_step, state, hparams, batch)
+    compiler.prepare(batch_key(batch), train_step, steps.state, steps.hparams, batch)
     try:
         return memory_analysis(compiler.get(batch_key(batch)))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
     return None
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """The jitted steps of components on a mesh, and their arguments but the batch."""
-
-    mesh: Mesh
-    train: Any
-    evaluate: Any
-    state: TrainState
-    hparams: Leaves
-    grad_accum: int
-
-    @classmethod
-    def of(cls, components: RunComponents, total_steps: int, processes: int) -> "_Steps":
-        """As training makes them."""
-        mesh, options = components.mesh(processes), components.options
-        split, state, hparams = abstract_train_state(components, mesh, total_steps)
-        dtype = jnp.bfloat16 if options.bf16_compute else None
-        train = make_step(
-            split, components.loss, components.optimizer, state, batch_sharding(mesh),
-            grad_accum=components.grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
-        )  # fmt: skip
-        return cls(mesh, train, make_eval_step(split, components.loss, dtype), state, hparams, components.grad_accum)
-
-    def training(self, batch: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The training step and its arguments."""
-        return self.train, (self.state, self.hparams, self._placed(batch, self.grad_accum))
-
-    def validation(self, batch: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The validation step and its arguments."""
-        return self.evaluate, (self.state.params, self.state.rest, self.hparams, self._placed(batch))
-
-    def _placed(self, batch: Any, grad_accum: int = 1) -> Any:
-        sharding = batch_sharding(self.mesh)
-
-        def place(leaf: Any) -> Any:
-            fitted = fit_sharding(sharding, leaf.shape, grad_accum)
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=fitted)
-
-        return jax.tree.map(place, batch)
-
-
-def _on_one_device(components: RunComponents) -> RunComponents:
-    """The same run on the first of the devices, with the same kernel."""
-    config = dataclasses.replace(components.config, n_devices=1, tensor_devices=1, fsdp_devices=0)
-    return dataclasses.replace(components, config=config, devices=list(components.devices or [])[:1])
-
-
-def _on_target(
-    target: TargetCompiler,
-    components: RunComponents,
-    plan: Plan,
-    last_steps: Sequence[int],
-    batches: Sequence[Any],
-    validation: Validation,
-) -> list[tuple[StepMemory | None, TargetPhase]]:
-    """For each phase (the memory of its training step or None if it does not fit, what its steps cost), by the target's
-    compiler; of a phase there is one step, from 0, and its batch."""
-    steps = _Steps.of(components, plan.total_steps, target.hosts)
-    alone = _Steps.of(_on_one_device(components), plan.total_steps, 1)
-    found: list[tuple[StepMemory | None, TargetPhase]] = []
-    for step, batch in zip(last_steps, batches, strict=True):
-        shape, phase = plan.segment(step).shape, plan.phase(step) + 1
-        what = f"step of phase {phase} ({shape.batch_size:,} rows x {shape.seq_len:,} tokens)"
-        flops = one_device_flops(alone.mesh, *alone.training(batch))
-        trained, program = target.measure(f"the training {what}", steps.mesh, *steps.training(batch), flops)
-        evaluated = None
-        if (validated := validation.batch(shape)) is not None:
-            flops = one_device_flops(alone.mesh, *alone.validation(validated))
-            evaluated, _ = target.measure(f"the validation {what}", steps.mesh, *steps.validation(validated), flops)
-        needs = None if program is None else memory_analysis(program)
-        found.append((needs, TargetPhase(**vars(trained), validation=evaluated)))
-    return found
-
-
-def _changes(config: Any, rows: int, devices: int) -> list[dict[str, Any]]:
-    """Changes of a config that save memory of its steps, the cheapest in speed first; the last ones have several."""
-    pieces = max(1, devices // config.tensor_devices)
-    most = rows // pieces if rows % pieces == 0 else rows
-    changes: list[dict[str, Any]] = []
-    if config.model is None and config.loss is None and not config.loss_chunk:
-        changes.append({"loss_chunk": "auto"})
-    if devices > 1 and not config.fsdp:
-        changes.append({"fsdp": True})
-    if config.grad_accum < most:
-        changes.append({"grad_accum": most})
-    if config.model is None and not config.gradient_checkpointing:
-        changes.append({"gradient_checkpointing": True})
-    every = {name: value for change in changes for name, value in change.items()}
-    changes += [every] if len(changes) > 1 else []
-    tensor = math.gcd(devices, 4)
-    if config.model is None and config.tensor_devices == 1 and tensor > 1:
-        changes.append({**every, "fsdp": True, "tensor_devices": tensor})
-    return changes
-
-
-def _cure(target: TargetCompiler, components: RunComponents, plan: Plan, step: int, batch: Any) -> str:
-    """Which change makes a phase's training step fit: each is compiled, until one does."""
-    shape, tried = plan.segment(step).shape, list[str]()
-    config, limit = components.config, target.device_bytes or 0
-    for change in _changes(config, shape.batch_size, len(target.devices)):
-        words = ", ".join(f"{name} {str(value).lower()}" for name, value in change.items())
-        try:
-            changed = dataclasses.replace(config, **change)
-            changed.validate()
-            made = build_components(changed, components.data, devices=components.devices)
-            steps = _Steps.of(made, plan.total_steps, target.hosts)
-        except ValueError:
-            continue  # not for this model, or not on these devices
-        jitted, args = steps.training(batch)
-        if device_bytes(args) > limit:
-            continue  # the state alone is too large
-        what = f"with {words}, the training step of phase {plan.phase(step) + 1}"
-        found, _ = target.measure(what, steps.mesh, jitted, args, 0.0)
-        if found.fits:
-            return f"with {words} it takes {size(found.peak_bytes or 0)} and fits"
-        tried.append(words)
-    without = f"tried, and none of them fits: {'; '.join(tried)}. " if tried else ""
-    return f"{without}Use a smaller batch_size or model, or more devices"
 
 
 def spans(plan: Plan, last: int) -> list[tuple[int, int]]:
@@ -657,12 +486,12 @@ def _target_problem(
     if step is None or step.fits:
         return None
     needs = "more" if step.peak_bytes is None else size(step.peak_bytes)
-    cure = "use a smaller batch_size or model, or more devices"
+    advice = "use a smaller batch_size or model, or more devices"
     if what == "training":
-        cure = _cure(target, components, plan, phase.first_step - 1, batch)
+        advice = cure(target, components, plan, phase.first_step - 1, batch)
     return (
         f"phase {phase.phase}: {phase.batch_size} rows x {phase.seq_len} tokens: its {what} step does not fit: it "
-        f"needs {needs} of each device, and one of {target.target.name} has {size(step.device_bytes or 0)}: {cure}"
+        f"needs {needs} of each device, and one of {target.target.name} has {size(step.device_bytes or 0)}: {advice}"
     )
 
 
@@ -688,148 +517,3 @@ def _problem(phase: PhaseEstimate, limit: int | None, config: Any, devices: int)
         f"phase {phase.phase}: {phase.batch_size} rows x {phase.seq_len} tokens: {needs}{has}: use "
         f"{', '.join(cures)}, or more devices"
     )
-
-
-def table(run: RunEstimate, *, every_array: bool = False) -> str:
-    """A whole estimate in sections; with `every_array` each parameter has a line."""
-    sections = {
-        "phases": [run.description, *run.notes],
-        "data": _data(run),
-        "model": _model(run),
-        "devices": _devices(run),
-        "memory of each device": _memory(run),
-        **({} if run.target is None else {f"compiled for {run.target}": _on_devices(run)}),
-        "sharding": _sharding(run, every_array),
-        "compute": _compute(run),
-        "time": _time(run),
-    }
-    return "\n\n".join("\n".join([f"{name}:", *lines]) for name, lines in sections.items())
-
-
-def _data(run: RunEstimate) -> list[str]:
-    lines = [
-        f"{name}: {of['tokens']:,} tokens to train on, {of['passes']:.2f} passes" for name, of in run.datasets.items()
-    ]
-    sets = [f"{name or 'held out'}: {tokens:,} tokens" for name, tokens in run.validation.items() if tokens]
-    return [*lines, "validation: " + (", ".join(sets) or "none"), f"vocabulary: {run.vocab_size:,}"]
-
-
-def _model(run: RunEstimate) -> list[str]:
-    rows = [["parameters", f"{run.parameters:,}", ""]]
-    rows += [[name, f"{count:,}", f"{count / run.parameters:.1%}"] for name, count in run.parts.items()]
-    if (trained := run.trainable_parameters) < run.parameters:
-        rows.append(["trainable", f"{trained:,}", f"{trained / run.parameters:.2%}"])
-    return aligned(rows)
-
-
-def _devices(run: RunEstimate) -> list[str]:
-    several = run.processes > 1
-    kind = ", simulated" if run.simulated else f" ({run.device_kind})" if run.device_kind != run.platform else ""
-    lines = [f"{run.devices} {run.platform} device(s){f' in {run.processes} processes' if several else ''}{kind}"]
-    for phase in run.phases:
-        line = f"phase {phase.phase}: a batch of {phase.batch_size:,} rows x {phase.seq_len:,} tokens"
-        line += f", in {run.grad_accum} micro-batches" if run.grad_accum > 1 else ""
-        line += f": {phase.layout}"
-        line += f"; a process reads {phase.rows_a_process} of {phase.batch_size} rows" if several else ""
-        lines.append(line)
-    return lines
-
-
-def _memory(run: RunEstimate) -> list[str]:
-    rows, limit = [["", "state and batch", "temporaries", "results", "total", "of its memory"]], run.memory_limit
-    for phase in run.phases:
-        cells = ["", "", "", "does not fit", ""]
-        if (of := phase.memory) is not None:
-            share = "unknown" if limit is None else f"{of.peak / limit:.0%}"
-            cells = [*map(size, (of.arguments, of.temporaries, of.results + of.code, of.peak)), share]
-        rows.append([f"phase {phase.phase}", *cells])
-    device = run.device_kind
-    if run.platform == "cpu":
-        device = (
-            "CPU: the state is exact; temporaries are only an estimate for an accelerator, whose compiler has other "
-            "kernels"
-        )
-    return [
-        "state: " + ", ".join(f"{name} {size(count)}" for name, count in run.state.items()),
-        *aligned(rows),
-        *map(_scores, (phase for phase in run.phases if phase.score_bytes is not None)),
-        "the memory of a device is unknown: give --device_memory_gb"
-        if limit is None
-        else f"a device has {size(limit)}",
-        f"source: XLA's memory analysis of the compiled step, for {device}",
-    ]
-
-
-def _on_devices(run: RunEstimate) -> list[str]:
-    """What the target's compiler made of each step."""
-    rows = [["", "memory", "of its memory", "FLOPs a device", "x devices / one", "at least", "compiled in"]]
-    sent: list[str] = []
-    for phase in run.phases:
-        assert phase.target is not None
-        for what, step in (("training", phase.target), ("validation", phase.target.validation)):
-            if step is None:
-                continue
-            name = f"phase {phase.phase}, {what}"
-            cells = [size(step.peak_bytes) if step.peak_bytes else "too much", "", "", "does not fit", ""]
-            if step.flops_per_device is not None:
-                share = step.peak_bytes / step.device_bytes if step.peak_bytes and step.device_bytes else None
-                ratio, bound = step.flops_ratio, step.bound_seconds
-                cells[1] = "unknown" if share is None else f"{share:.0%}"
-                cells[2:4] = [f"{step.flops_per_device:.3g}", "" if ratio is None else f"{ratio:.2f}"]
-                longest = max(bound, key=lambda name: bound[name], default=None)
-                cells[4] = "" if longest is None else f"{1000 * bound[longest]:.3g} ms ({longest})"
-                links = ", ".join(f"{kind} {size(count)}" for kind, count in step.collectives.items()) or "nothing"
-                sent.append(f"{name}: a device sends {links}")
-            rows.append([name, *cells, f"{step.compile_seconds:.0f} s"])
-    return [
-        *aligned(rows),
-        *sent,
-        "at least: the longest of computing, memory and links by the data sheets; a real step takes longer",
-    ]
-
-
-def _scores(phase: PhaseEstimate) -> str:
-    """The memory of the attention kernel, which is part of the temporaries."""
-    is_whole = phase.attention == "xla" and phase.seq_len - 1 <= LONGEST_WHOLE
-    how = "all scores of a row at once" if is_whole else "scores in blocks"
-    return f"attention of phase {phase.phase}: {phase.attention}, {how}, {size(phase.score_bytes or 0)} per layer"
-
-
-def _sharding(run: RunEstimate, every_array: bool) -> list[str]:
-    cut = [array for array in run.arrays if any(array["cut"])]
-    bytes_held, whole = sum(array["device_bytes"] for array in run.arrays), len(run.arrays) - len(cut)
-    what = "fsdp: " if run.fsdp else "" if cut else "no fsdp: "
-    line = (
-        f"{what}{len(cut)} of {len(run.arrays)} parameter arrays are sharded over the devices, {whole} are replicated; "
-        f"each device holds {size(bytes_held)} of parameters"
-    )
-    if every_array:
-        rows = [["array", "shape", "type", "sharding", "per device"]]
-        rows += [[of["name"], *_shape_and_cut(of, of["dtype"]), size(of["device_bytes"])] for of in run.arrays]
-    else:
-        ways = Counter(_shape_and_cut(array) for array in cut)
-        rows = [[f"{count} arrays of", *way] for way, count in ways.items()]
-    return [line, *(aligned(rows) if rows else [])]
-
-
-def _shape_and_cut(array: Mapping[str, Any], *between: str) -> tuple[str, ...]:
-    cut = [f"dimension {i} over {axis}" for i, axis in enumerate(array["cut"]) if axis]
-    return " x ".join(map(str, array["shape"])) or "1", *between, ", ".join(cut) or "replicated"
-
-
-def _compute(run: RunEstimate) -> list[str]:
-    rows = [["FLOPs", "per token", "per step", "total"]]
-    for of in run.phases:
-        rows.append([f"phase {of.phase}", *(f"{n:.3g}" for n in (of.flops_per_token, of.flops / of.steps, of.flops))])
-    return aligned([*rows, ["all", "", "", f"{run.flops:.3g}"]])
-
-
-def _time(run: RunEstimate) -> list[str]:
-    if run.seconds is None:
-        return [run.speed]
-    speed = run.tokens_per_s or run.tokens / run.seconds
-    by_phase = ", ".join(f"phase {phase.phase} {duration(phase.seconds or 0.0)}" for phase in run.phases)
-    return [
-        f"{duration(run.seconds)} for {run.tokens:,} tokens at {speed:,.0f} tokens/s ({run.speed}): {by_phase}",
-        "steps alone: validations, saves and compilations come on top",
-    ]

@@ -28,6 +28,10 @@ FIRST_WORD_S = 10.0
 CHILD = "import sys; from roxxel_dist.target_process import child; child(int(sys.argv[1]))"
 
 
+Report = Callable[[str, bool], None]
+"""(what is compiled, whether that is done)."""
+
+
 class TargetError(RuntimeError):
     """The process of a target's compiler ended without a result."""
 
@@ -35,7 +39,7 @@ class TargetError(RuntimeError):
 def call_for_target(target: Target, function: Callable[..., Any], *args: Any) -> Any:
     """`function(report, target, *args)` in a process with the target's environment; returns what it returns.
 
-    Both, and the result, are pickled. `report` takes a text of what begins to be compiled, and "" when it is done.
+    Both, and the result, are pickled. `report` tells what begins to be compiled, and what is done.
 
     Raises:
         ValueError: raised by the function as a mistake of the user's, with the same message.
@@ -58,21 +62,26 @@ def call_for_target(target: Target, function: Callable[..., Any], *args: Any) ->
         held.callback(process.wait)
         held.callback(stop)
         held.enter_context(interrupt.cleanup(stop))
-        what = ""
+        running: dict[str, float] = {}  # what is compiled now -> when that began
+        word_after = FIRST_WORD_S
         try:
             ours.send((list(sys.path), os.getcwd()))
             ours.send_bytes(pickle.dumps((target, function, args)))
-            begun, word_after = time.monotonic(), FIRST_WORD_S
             while True:
-                left = max(0.0, begun + word_after - time.monotonic()) if what else None
-                if not ours.poll(left):
+                begun = min(running.values(), default=None)
+                left = None if begun is None else max(0.0, begun + word_after - time.monotonic())
+                if begun is not None and not ours.poll(left):
+                    what = " and ".join(running)
                     say(f"compiling {what} for {target.name}: {time.monotonic() - begun:.0f} s so far")
                     word_after *= 2
                     continue
                 kind, value = ours.recv()
                 match kind:
-                    case "begin":
-                        what, begun, word_after = value, time.monotonic(), FIRST_WORD_S
+                    case "begun":
+                        running[value] = time.monotonic()
+                        word_after = FIRST_WORD_S if len(running) == 1 else word_after
+                    case "done":
+                        running.pop(value, None)
                     case "refused":
                         raise UserError(value)
                     case "failed":
@@ -80,7 +89,7 @@ def call_for_target(target: Target, function: Callable[..., Any], *args: Any) ->
                     case "result":
                         return value
         except (EOFError, ConnectionError) as error:
-            raise TargetError(_how_it_ended(process.wait(), what, target)) from error
+            raise TargetError(_how_it_ended(process.wait(), " and ".join(running), target)) from error
 
 
 def _how_it_ended(code: int, what: str, target: Target) -> str:
@@ -105,8 +114,11 @@ def child(descriptor: int) -> None:
         with lock:
             connection.send((kind, value))
 
+    def report(what: str, is_done: bool) -> None:
+        send("done" if is_done else "begun", what)
+
     try:
-        result = function(lambda what: send("begin", what), target, *args)
+        result = function(report, target, *args)
     except UserError as error:
         return send("refused", str(error))
     except Exception as error:

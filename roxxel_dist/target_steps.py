@@ -1,7 +1,7 @@
 """What a step costs on a target: compiled by the target's compiler, and held against what it must do."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from roxxel_dist.cluster.accelerators import accelerator
 from roxxel_dist.cluster.program_cost import ProgramCost, program_cost
 from roxxel_dist.cluster.targets import Target, hosts_of, memory_in
 from roxxel_dist.cluster.traced_flops import traced_flops
+from roxxel_dist.target_process import Report
 from roxxel_dist.train.compile import mesh_of
 
 
@@ -30,6 +31,9 @@ class TargetStep:
     """`flops_per_device` x devices / FLOPs of the same step on one device: 1.0 if no device repeats another's work."""
     collectives: Mapping[str, float]
     """Kind -> bytes that a device sends."""
+    gathered: Mapping[str, float]
+    """Arrays that each device puts together from the parts of several: type and parts, as "bf16[64,512] x 4" -> bytes
+    of the whole."""
     bound_seconds: Mapping[str, float]
     """"compute", "memory" and "links": the least time that each takes, by data sheets; the step takes the longest of
     them at least."""
@@ -49,12 +53,12 @@ class TargetCompiler:
 
     Args:
         target: the devices.
-        begin: called with the name of a program before the compiler begins, and with "" after it.
+        report: called with the name of a program before its compilation and after it.
     """
 
-    def __init__(self, target: Target, begin: Callable[[str], None]) -> None:
+    def __init__(self, target: Target, report: Report) -> None:
         self.target: Target = target
-        self._begin = begin
+        self._report = report
         self.devices: list[Any] = target.devices()
         self.hosts: int = len(set(hosts_of(self.devices)))
         self.device_bytes: int | None = target.device_bytes(self.devices[0])
@@ -72,7 +76,7 @@ class TargetCompiler:
             flops: of the same step on one device.
         """
         start, program, message = time.perf_counter(), None, ""
-        self._begin(what)
+        self._report(what, False)
         try:
             with jax.set_mesh(mesh_of(args[-1], mesh)):
                 options = self.target.compiler_options
@@ -82,13 +86,13 @@ class TargetCompiler:
             if "RESOURCE_EXHAUSTED" not in message:
                 raise
         finally:
-            self._begin("")
+            self._report(what, True)
         seconds = time.perf_counter() - start
         if program is None:
             needs, _ = memory_in(message)
             step = TargetStep(
                 peak_bytes=needs, device_bytes=self.device_bytes, fits=False, flops_per_device=None, flops_ratio=None,
-                collectives={}, bound_seconds={}, compile_seconds=seconds,
+                collectives={}, gathered={}, bound_seconds={}, compile_seconds=seconds,
             )  # fmt: skip
             return step, None
         cost = program_cost(program.as_text(), hosts_of(list(mesh.devices.flat)))
@@ -97,8 +101,8 @@ class TargetCompiler:
             peak_bytes=peak, device_bytes=self.device_bytes,
             fits=self.device_bytes is None or peak <= self.device_bytes,
             flops_per_device=cost.flops, flops_ratio=cost.flops * mesh.size / flops if flops else None,
-            collectives=dict(cost.collectives), bound_seconds=bounds(cost, mesh.devices.flat[0].device_kind),
-            compile_seconds=seconds,
+            collectives=dict(cost.collectives), gathered=cost.gathered,
+            bound_seconds=bounds(cost, mesh.devices.flat[0].device_kind), compile_seconds=seconds,
         )  # fmt: skip
         return step, program
 

@@ -9,8 +9,8 @@ from roxxel_dist.cluster.exit_codes import UserError
 
 
 def environment(report, target):
-    report("a program")
-    report("")
+    report("a program", False)
+    report("a program", True)
     print("not a part of the result")
     return {name: os.environ.get(name) for name in target.environment()}
 
@@ -24,17 +24,20 @@ def fail(report, target):
 
 
 def leave(report, target):
-    report("a program")
+    report("a program", False)
     os._exit(3)
 
 
 def die(report, target):
-    report("a program")
+    report("a program", False)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def take_long(report, target):
-    report("a program")
+    """Two programs are compiled, one of them longer."""
+    report("a program", False)
+    report("another", False)
+    report("another", True)
     time.sleep(1)
 
 

@@ -14,10 +14,11 @@ from runs import rows
 
 from roxxel_dist import Config, Curriculum, Experiment, Phase
 from roxxel_dist.builders import build_components
+from roxxel_dist.cli.plan_table import table
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.display import size
-from roxxel_dist.estimate import EstimateRequest, estimate, spans, table
+from roxxel_dist.estimate import EstimateRequest, estimate, spans
 from roxxel_dist.train.batch_layout import batch_layout
 from roxxel_dist.train.optimizer import InitialState
 from roxxel_dist.train.train_state import init_state, split_module

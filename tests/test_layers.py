@@ -20,7 +20,7 @@ RANKS = [
     [
         "trainer", "experiment", "generator", "export", "evaluate", "estimate", "builders", "report",
         "curriculum_builder", "copy", "inspect_batch", "save", "weights", "run_metadata", "run_directory", "config",
-        "config_effect", "target_process", "target_steps",
+        "config_effect", "abstract_steps", "target_process", "target_steps", "target_phases",
     ],
     ["train"],
     ["data.loader"],

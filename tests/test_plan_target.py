@@ -116,6 +116,7 @@ def test_every_target_has_figures(kind):
     assert found.tera_flops > 0
     assert found.gigabytes_per_s > 0
     assert found.link_gigabytes_per_s > 0
+    assert found.source.startswith(("NVIDIA ", "Google Cloud documentation, TPU v"))
     own = [gpu for gpu in GPUS.values() if gpu.device_kind == kind]
     assert all(found.compute_capability == ".".join(map(str, gpu.capability)) for gpu in own)
     assert all(f"major: {gpu.capability[0]}" in gpu_config(gpu) for gpu in own)
@@ -147,6 +148,7 @@ def test_a_tpu_slice(work):
         assert step["compile_seconds"] > 0
     assert phase["target"]["flops_per_device"] * 4 == pytest.approx(phase["flops"] / phase["steps"], rel=0.1)
     assert {"all-gather", "all-reduce"} & set(phase["target"]["collectives"])
+    assert all(whole > 0 for whole in phase["target"]["gathered"].values())
     assert phase["attention"] == "splash"
     assert (found["devices"], found["processes"], found["platform"], found["target"]) == (4, 1, "tpu", "v5e:2x2")
     assert os.path.exists("/tmp/libtpu_lockfile") == locked
@@ -198,6 +200,13 @@ def test_one_row_on_a_tpu_slice(work):
     step = found["phases"][0]["target"]
     assert found["phases"][0]["layout"]["token_pieces"] == 4
     assert step["flops_ratio"] == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.timeout(900)
+def test_experts_cost_what_their_tokens_cost(work):
+    """Forward and backward, with shares of the hidden units on two chips."""
+    found, _ = plan(work, "--target", "v5e:2x2", "--use_moe", "True", "--tensor_devices", "2")
+    assert found["phases"][0]["target"]["flops_ratio"] == pytest.approx(1, abs=0.03)
 
 
 @pytest.mark.timeout(900)

@@ -135,9 +135,10 @@ def plan(words: list[str]) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from pathlib import Path
 
+    from roxxel_dist.cli.plan_table import table
     from roxxel_dist.cluster.distributed import is_primary
     from roxxel_dist.cluster.targets import MissingCompiler
-    from roxxel_dist.estimate import EstimateRequest, estimate, table
+    from roxxel_dist.estimate import EstimateRequest, estimate
     from roxxel_dist.target_process import TargetError
 
     with usage_errors():

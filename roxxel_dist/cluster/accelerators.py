@@ -17,6 +17,8 @@ class Accelerator(NamedTuple):
     """The most TFLOP/s of dense matrix products, sums in float32."""
     dtypes: tuple[str, ...]
     """Of these matrices."""
+    source: str
+    """Of these figures: a public document of the vendor."""
     gigabytes_per_s: float = 0.0
     """Of its own memory, GB/s of 10^9 bytes."""
     link_gigabytes_per_s: float = 0.0
@@ -28,34 +30,48 @@ class Accelerator(NamedTuple):
     """Of an NVIDIA GPU."""
 
 
-# NVIDIA: the data sheet of each product; where it gives figures "with sparsity", half of them. NVLink is given in both
-# directions together: half of it. The network is that of NVIDIA's own systems, from the data sheets of DGX A100 (one
-# 200 Gb/s port a GPU), DGX H100, H200 and B200 (one of 400 Gb/s). GeForce: the architecture white papers (GA102,
-# AD102). No Laptop, D or Ti variants, and no MIG slices: their kinds end otherwise.
-# TPU: Google Cloud's page of each version, per chip. A jax device is a core in v2 and v3 (half a chip), else a chip.
+def _sheet(product: str) -> str:
+    return f"NVIDIA {product}, data sheet"
+
+
+def _page(version: str) -> str:
+    return f"Google Cloud documentation, TPU {version}"
+
+
+HOPPER = "NVIDIA H100 and H200, data sheets and architecture white paper"
+GEFORCE_30 = "NVIDIA Ampere GA102 GPU architecture, white paper"
+GEFORCE_40 = "NVIDIA Ada GPU architecture, white paper"
+# NVIDIA gives some figures "with sparsity": half of them. It gives NVLink in both directions together: half of it. What
+# has no NVSwitch has NVLink to one other card, by a bridge. The network is that of NVIDIA's own systems, from the data
+# sheets of DGX A100 (one 200 Gb/s port a GPU), DGX H100, H200 and B200 (one of 400 Gb/s). No Laptop, D or Ti variants,
+# and no MIG slices: their kinds end otherwise.
+# Google gives the interconnect of a chip in both directions together: half of it (v4: in one). A jax device is a core
+# in v2 and v3 (half a chip), else a chip.
 ACCELERATORS = (
-    Accelerator(r"(Tesla )?V100-SXM.*", 125.0, ("float16",), 900.0, 150.0, 0.0, "7.0"),
-    Accelerator(r"(Tesla )?V100-PCIE.*", 112.0, ("float16",), 900.0, 0.0, 0.0, "7.0"),
-    Accelerator(r"(Tesla )?V100S-PCIE.*", 130.0, ("float16",), 1134.0, 0.0, 0.0, "7.0"),
-    Accelerator(r"(Tesla )?T4", 65.0, ("float16",), 320.0, 0.0, 0.0, "7.5"),
-    Accelerator(r"A100(-SXM4-40GB|-PCIE-40GB)", 312.0, HALF, 1555.0, 300.0, 25.0, "8.0"),
-    Accelerator(r"A100(-SXM4-\d+GB|-PCIE-\d+GB| 80GB PCIe)", 312.0, HALF, 2039.0, 300.0, 25.0, "8.0"),
-    Accelerator(r"H100 \d+GB HBM3", 989.4, HALF, 3350.0, 450.0, 50.0, "9.0"),  # SXM
-    Accelerator(r"H100 PCIe", 756.0, HALF, 2000.0, 0.0, 0.0, "9.0"),
-    Accelerator(r"H100 NVL", 835.5, HALF, 3900.0, 300.0, 0.0, "9.0"),
-    Accelerator(r"H200", 989.4, HALF, 4800.0, 450.0, 50.0, "9.0"),
-    Accelerator(r"H200 NVL", 835.5, HALF, 4800.0, 450.0, 0.0, "9.0"),
-    Accelerator(r"B200", 2250.0, HALF, 8000.0, 900.0, 50.0, "10.0"),
-    Accelerator(r"L4", 121.0, HALF, 300.0, 0.0, 0.0, "8.9"),
-    Accelerator(r"L40S", 362.05, HALF, 864.0, 0.0, 0.0, "8.9"),
-    Accelerator(r"GeForce RTX 3090", 71.0, HALF, 936.0, 0.0, 0.0, "8.6"),
-    Accelerator(r"GeForce RTX 4090", 165.2, HALF, 1008.0, 0.0, 0.0, "8.9"),
-    Accelerator(r"TPU v2", 22.5, ("bfloat16",), 350.0),
-    Accelerator(r"TPU v3", 61.5, ("bfloat16",), 450.0),
-    Accelerator(r"TPU v4", 275.0, ("bfloat16",), 1200.0, 300.0),
-    Accelerator(r"TPU v5 lite|TPU v5e", 197.0, ("bfloat16",), 819.0, 200.0),
-    Accelerator(r"TPU v5p?", 459.0, ("bfloat16",), 2765.0, 600.0),
-    Accelerator(r"TPU v6 lite|TPU v6e", 918.0, ("bfloat16",), 1640.0, 448.0),
+    Accelerator(r"(Tesla )?V100-SXM.*", 125.0, ("float16",), _sheet("V100"), 900.0, 150.0, 0.0, "7.0"),
+    Accelerator(r"(Tesla )?V100-PCIE.*", 112.0, ("float16",), _sheet("V100"), 900.0, 0.0, 0.0, "7.0"),
+    Accelerator(r"(Tesla )?V100S-PCIE.*", 130.0, ("float16",), _sheet("V100"), 1134.0, 0.0, 0.0, "7.0"),
+    Accelerator(r"(Tesla )?T4", 65.0, ("float16",), _sheet("T4"), 320.0, 0.0, 0.0, "7.5"),
+    Accelerator(r"A100-SXM4-40GB", 312.0, HALF, _sheet("A100"), 1555.0, 300.0, 25.0, "8.0"),
+    Accelerator(r"A100-PCIE-40GB", 312.0, HALF, _sheet("A100"), 1555.0, 300.0, 0.0, "8.0"),
+    Accelerator(r"A100-SXM4-\d+GB", 312.0, HALF, _sheet("A100"), 2039.0, 300.0, 25.0, "8.0"),
+    Accelerator(r"A100 80GB PCIe", 312.0, HALF, _sheet("A100"), 1935.0, 300.0, 0.0, "8.0"),
+    Accelerator(r"H100 \d+GB HBM3", 989.4, HALF, HOPPER, 3350.0, 450.0, 50.0, "9.0"),  # SXM
+    Accelerator(r"H100 PCIe", 756.0, HALF, _sheet("H100"), 2000.0, 300.0, 0.0, "9.0"),
+    Accelerator(r"H100 NVL", 835.5, HALF, _sheet("H100"), 3900.0, 300.0, 0.0, "9.0"),
+    Accelerator(r"H200", 989.4, HALF, HOPPER, 4800.0, 450.0, 50.0, "9.0"),
+    Accelerator(r"H200 NVL", 835.5, HALF, _sheet("H200"), 4800.0, 450.0, 0.0, "9.0"),
+    Accelerator(r"B200", 2250.0, HALF, _sheet("DGX B200"), 8000.0, 900.0, 50.0, "10.0"),
+    Accelerator(r"L4", 121.0, HALF, _sheet("L4"), 300.0, 0.0, 0.0, "8.9"),
+    Accelerator(r"L40S", 362.05, HALF, _sheet("L40S"), 864.0, 0.0, 0.0, "8.9"),
+    Accelerator(r"GeForce RTX 3090", 71.0, HALF, GEFORCE_30, 936.0, 0.0, 0.0, "8.6"),
+    Accelerator(r"GeForce RTX 4090", 165.2, HALF, GEFORCE_40, 1008.0, 0.0, 0.0, "8.9"),
+    Accelerator(r"TPU v2", 22.5, ("bfloat16",), _page("v2"), 350.0),
+    Accelerator(r"TPU v3", 61.5, ("bfloat16",), _page("v3"), 450.0),
+    Accelerator(r"TPU v4", 275.0, ("bfloat16",), _page("v4"), 1200.0, 300.0),
+    Accelerator(r"TPU v5 lite|TPU v5e", 197.0, ("bfloat16",), _page("v5e"), 819.0, 200.0),
+    Accelerator(r"TPU v5p?", 459.0, ("bfloat16",), _page("v5p"), 2765.0, 600.0),
+    Accelerator(r"TPU v6 lite|TPU v6e", 918.0, ("bfloat16",), _page("v6e"), 1638.0, 400.0),
 )
 
 

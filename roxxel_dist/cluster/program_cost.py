@@ -232,7 +232,8 @@ class _Analysis:
     def _trips(self, where: str, loop: Instruction) -> int | None:
         """How often a loop runs; None where only the data decides.
 
-        A scan counts from a constant to a constant by ones. Not every compiler writes down what it knows of it.
+        A scan counts from a constant to a constant, by ones, or by as many turns as XLA has put into one. Not every
+        compiler writes down what it knows of it.
         """
         if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(found[1])
@@ -254,7 +255,20 @@ class _Analysis:
         counter, limit = (self._constant(where, loop, known[name]) for name in names)
         if counter is None or limit is None or test.attribute("direction") != "LT":
             return None
-        return max(0, limit - counter)
+        return max(0, -(-(limit - counter) // self._step(loop, known[names[0]])))
+
+    def _step(self, loop: Instruction, counter: Instruction) -> int:
+        """What a loop adds to its counter in each turn; 1 where that is not plain to see."""
+        body = self._by_name[loop.called()[0]]
+        root = next(each for each in body.values() if each.is_root)
+        index = int(counter.attribute("index") or 0)
+        if counter.opcode != "get-tuple-element" or root.opcode != "tuple" or index >= len(root.operands):
+            return 1
+        grown = body.get(root.operands[index])
+        if grown is None or grown.opcode != "add":
+            return 1
+        added = [body[name].argument for name in grown.operands if name in body and body[name].opcode == "constant"]
+        return int(added[0]) if added and re.fullmatch(r"[1-9]\d*", added[0]) else 1
 
     def _constant(self, where: str, loop: Instruction, each: Instruction) -> int | None:
         """What a loop's condition compares: a constant, or the value that the loop begins with."""
@@ -412,6 +426,9 @@ def _kernel_flops(each: Instruction, operands: Sequence[Sequence[int]], size: in
     target = found[1] if found else ""
     if "splash_mha" in each.name and target == "tpu_custom_call":
         return splash_flops(each.name, operands)
+    if target == "tpu_custom_call":  # another kernel, as those of products over groups of rows: what it says of itself
+        said = re.search(r'"cost_estimate":\{"flops":"?(\d+)', each.rest)
+        return float(said[1]) if said else 0.0
     if "fmha" in target:
         window = re.search(r'"sliding_window_length": ?(\d+)', each.rest)
         causal, width = '"CAUSAL"' in each.rest, int(window[1]) if window else 0

@@ -1,6 +1,7 @@
 """Accelerators that are not here, for which their compiler runs on this machine: names, and devices to compile for."""
 
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -106,7 +107,9 @@ class Target:
                     self.kind, "cuda", target_config=gpu_config(GPUS[self.kind]), topology=f"1x{hosts}x{gpus}"
                 )
             else:
-                found = topologies.get_topology_desc(self.name, "tpu")
+                # The compiler takes a host for one of 2 x 2 chips; one chip is a machine too.
+                bounds = {"chips_per_host_bounds": (1, 1, 1)} if math.prod(self.shape) == 1 else {}
+                found = topologies.get_topology_desc(self.name, "tpu", **bounds)
         except jax.errors.JaxRuntimeError as error:
             word = str(error).splitlines()[0]
             raise UserError(f"target is {self.name}, which its compiler refuses: {word}") from error

@@ -42,7 +42,10 @@ def _of_kernel(eqn: Any) -> float:
     name, params = eqn.primitive.name, eqn.params
     shapes = [getattr(atom.aval, "shape", ()) for atom in eqn.invars]
     if name == "pallas_call":
-        return splash_flops(str(params.get("name") or params.get("name_and_src_info")), shapes)
+        kernel, estimate = str(params.get("name") or params.get("name_and_src_info")), params.get("cost_estimate")
+        if "splash_mha" in kernel or estimate is None:
+            return splash_flops(kernel, shapes) if "splash_mha" in kernel else 0.0
+        return float(estimate.flops)
     if name.startswith("dot_product_attention_"):
         window, causal = int(params.get("sliding_window_length") or 0), "CAUSAL" in str(params.get("mask_type"))
         return cudnn_flops(shapes[0], shapes[1], "bwd" in name, causal, window)

@@ -9,6 +9,7 @@ import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import device_type, row_shards, token_shards
+from roxxel_dist.cluster.parameter_sharding import constrain_heads
 from roxxel_dist.model.attention_kernels import (
     LONGEST_WHOLE,
     Kernel,
@@ -177,7 +178,8 @@ def _attend(
             device=device_type(mesh),
         )
     if chosen == "cudnn":
-        return jax_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, window, scale, implementation="cudnn")
+        qkv = constrain_heads(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV)
+        return constrain_heads(jax_attention(*qkv, window, scale, implementation="cudnn"))[0]
     if chosen == "xla" and length <= LONGEST_WHOLE:
         by_place, mask = labels.positions is None, whole_mask(labels, window)
         return jax_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, window if by_place else None, scale, by_place, mask)

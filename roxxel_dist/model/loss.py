@@ -160,7 +160,8 @@ def _by_chunks(
     """
     batch, length = targets_BxL.shape
     shards = token_shards(jax.sharding.get_abstract_mesh())
-    size = -(-length // (shards * count))  # parts of equal size need little padding
+    size = -(-length // (shards * count))  # parts of equal size need little padding,
+    count = -(-length // (shards * size))  # and as few as hold them all: of one or two tokens each, many would be empty
     short = shards * count * size - length
     x_BxLxD = jnp.pad(x_BxLxD, [(0, 0), (0, short), (0, 0)])
     targets_BxL = jnp.pad(targets_BxL, [(0, 0), (0, short)])

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import make_mesh
@@ -73,7 +73,10 @@ LOOP = """%body (s: (s32[], f32[8,16], f32[16,4])) -> (s32[], f32[8,16], f32[16,
   %a = f32[8,16]{1,0} get-tuple-element(%s), index=1
   %b = f32[16,4]{1,0} get-tuple-element(%s), index=2
   DOT
-  ROOT %t = (s32[], f32[8,16]{1,0}, f32[16,4]{1,0}) tuple(%a, %b, %d)
+  %k = s32[] get-tuple-element(%s), index=0
+  %step = s32[] constant(STEP)
+  %grown = s32[] add(%k, %step)
+  ROOT %t = (s32[], f32[8,16]{1,0}, f32[16,4]{1,0}) tuple(%grown, %a, %b)
 }
 
 %less (x: s32[], y: s32[]) -> pred[] {
@@ -92,22 +95,23 @@ LOOP = """%body (s: (s32[], f32[8,16], f32[16,4])) -> (s32[], f32[8,16], f32[16,
 
 
 @pytest.mark.parametrize(
-    ("condition", "known", "trips", "is_open"),
+    ("condition", "step", "known", "trips", "is_open"),
     [
-        ("ROOT %lt = pred[] compare(%i, %n), direction=LT", "", 5, False),
-        ("ROOT %lt = pred[] fusion(%i, %n), kind=kLoop, calls=%less", "", 5, False),
-        ("ROOT %lt = pred[] compare(%i, %n), direction=NE", "", 1, True),
+        ("ROOT %lt = pred[] compare(%i, %n), direction=LT", 1, "", 5, False),
+        ("ROOT %lt = pred[] compare(%i, %n), direction=LT", 2, "", 3, False),
+        ("ROOT %lt = pred[] fusion(%i, %n), kind=kLoop, calls=%less", 1, "", 5, False),
+        ("ROOT %lt = pred[] compare(%i, %n), direction=NE", 1, "", 1, True),
         (
-            "ROOT %lt = pred[] compare(%i, %n), direction=NE",
+            "ROOT %lt = pred[] compare(%i, %n), direction=NE", 1,
             ', backend_config={"known_trip_count":{"n":"7"}}', 7, False,
         ),
     ],
 )  # fmt: skip
-def test_what_is_in_a_loop_counts_as_often_as_it_runs(condition, known, trips, is_open):
+def test_what_is_in_a_loop_counts_as_often_as_it_runs(condition, step, known, trips, is_open):
     text = entry(
         "%zero = s32[] constant(0)", A, B, "%t = (s32[], f32[8,16]{1,0}, f32[16,4]{1,0}) tuple(%zero, %a, %b)",
         f"ROOT %w = (s32[], f32[8,16]{{1,0}}, f32[16,4]{{1,0}}) while(%t), condition=%cond, body=%body{known}",
-        before=LOOP.replace("COND", condition),
+        before=LOOP.replace("COND", condition).replace("STEP", str(step)),
     )  # fmt: skip
     found = program_cost(text, [0])
     assert (found.flops, found.has_open_loops) == (trips * 2 * 8 * 16 * 4, is_open)
@@ -229,6 +233,12 @@ def test_a_program_costs_what_its_trace_says():
     assert found.collectives["all-reduce"] >= 2 * 7 / 8 * 3 * 128 * 128 * 4
 
 
+def _shard_map_of(devices):
+    """A product whose rows lie on so many devices."""
+    mesh = jax.make_mesh((devices,), ("rows",), (AxisType.Auto,), devices=jax.devices()[:devices])
+    return jax.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(P("rows"), P()), out_specs=P("rows"))
+
+
 @pytest.mark.parametrize(
     ("program", "flops"),
     [
@@ -238,6 +248,7 @@ def test_a_program_costs_what_its_trace_says():
         (lambda a: jax.lax.cond(a[0, 0] > 0, lambda a: a @ a.T, lambda a: jnp.ones((8, 8)), a), 2 * 8 * 8 * 16),
         (lambda a: jax.vmap(lambda r: r @ a.T)(a), 2 * 8 * 8 * 16),
         (lambda a: jax.lax.ragged_dot(a, jnp.ones((3, 16, 4)), jnp.array([1, 2, 5])), 2 * 8 * 16 * 4),
+        (lambda a: _shard_map_of(4)(a, jnp.ones((16, 4))), 2 * 8 * 16 * 4),
         (lambda a: jax.lax.conv(a[None, None], jnp.ones((1, 1, 1, 1)), (1, 1), "VALID"), 2 * 8 * 16),
     ],
 )  # fmt: skip

@@ -5,9 +5,10 @@ import pytest
 from flax import nnx
 from own_model import Attending
 
+from roxxel_dist.abstract_steps import memory_analysis
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.traced_flops import traced_flops
 from roxxel_dist.data.packing import Packed
-from roxxel_dist.estimate import memory_analysis
 from roxxel_dist.model import loss as loss_module
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
@@ -80,6 +81,18 @@ def test_gradients_of_bfloat16_are_added_up_in_float32():
         return float(jnp.linalg.norm(measure(tokens, jnp.bfloat16, **fields)[1]["embedding.embedding"] - exact))
 
     assert off(loss_chunk=2) < 1.5 * off()
+
+
+@pytest.mark.parametrize("logits", [2, 3, 5, 60, 64, 100], ids=str)
+def test_many_chunks_have_few_empty_places(logits, monkeypatch):
+    """Where a chunk is a few tokens of a row, chunks are not more than hold all tokens: 64 a row, so many logits at a
+    time."""
+    monkeypatch.setattr("roxxel_dist.model.loss.CHUNK_BYTES", 4 * 50 * logits)
+    parts, params, rest, settings = taken()
+    tokens = jax.ShapeDtypeStruct((2, 65), jnp.int32)
+    loss = jax.make_jaxpr(lambda params, x: token_losses(parts.merge(params, rest, settings, training=True), x)["loss"])
+    whole = 2 * 2 * 64 * SMALL["dim"] * SMALL["vocab_size"]
+    assert whole <= traced_flops(loss(params, tokens)) <= 1.1 * whole
 
 
 def test_the_logits_are_never_there_at_once():

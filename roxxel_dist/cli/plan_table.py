@@ -1,0 +1,159 @@
+"""The text of the `plan` command."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from roxxel_dist.cluster.accelerators import accelerator
+from roxxel_dist.display import aligned, duration, size
+from roxxel_dist.estimate import PhaseEstimate, RunEstimate
+from roxxel_dist.model.attention_kernels import LONGEST_WHOLE
+
+
+def table(run: RunEstimate, *, every_array: bool = False) -> str:
+    """A whole estimate in sections; with `every_array` each parameter has a line."""
+    sections = {
+        "phases": [run.description, *run.notes],
+        "data": _data(run),
+        "model": _model(run),
+        "devices": _devices(run),
+        "memory of each device": _memory(run),
+        **({} if run.target is None else {f"compiled for {run.target}": _on_devices(run)}),
+        "sharding": _sharding(run, every_array),
+        "compute": _compute(run),
+        "time": _time(run),
+    }
+    return "\n\n".join("\n".join([f"{name}:", *lines]) for name, lines in sections.items())
+
+
+def _data(run: RunEstimate) -> list[str]:
+    lines = [
+        f"{name}: {of['tokens']:,} tokens to train on, {of['passes']:.2f} passes" for name, of in run.datasets.items()
+    ]
+    sets = [f"{name or 'held out'}: {tokens:,} tokens" for name, tokens in run.validation.items() if tokens]
+    return [*lines, "validation: " + (", ".join(sets) or "none"), f"vocabulary: {run.vocab_size:,}"]
+
+
+def _model(run: RunEstimate) -> list[str]:
+    rows = [["parameters", f"{run.parameters:,}", ""]]
+    rows += [[name, f"{count:,}", f"{count / run.parameters:.1%}"] for name, count in run.parts.items()]
+    if (trained := run.trainable_parameters) < run.parameters:
+        rows.append(["trainable", f"{trained:,}", f"{trained / run.parameters:.2%}"])
+    return aligned(rows)
+
+
+def _devices(run: RunEstimate) -> list[str]:
+    several = run.processes > 1
+    kind = ", simulated" if run.simulated else f" ({run.device_kind})" if run.device_kind != run.platform else ""
+    lines = [f"{run.devices} {run.platform} device(s){f' in {run.processes} processes' if several else ''}{kind}"]
+    for phase in run.phases:
+        line = f"phase {phase.phase}: a batch of {phase.batch_size:,} rows x {phase.seq_len:,} tokens"
+        line += f", in {run.grad_accum} micro-batches" if run.grad_accum > 1 else ""
+        line += f": {phase.layout}"
+        line += f"; a process reads {phase.rows_a_process} of {phase.batch_size} rows" if several else ""
+        lines.append(line)
+    return lines
+
+
+def _memory(run: RunEstimate) -> list[str]:
+    rows, limit = [["", "state and batch", "temporaries", "results", "total", "of its memory"]], run.memory_limit
+    for phase in run.phases:
+        cells = ["", "", "", "does not fit", ""]
+        if (of := phase.memory) is not None:
+            share = "unknown" if limit is None else f"{of.peak / limit:.0%}"
+            cells = [*map(size, (of.arguments, of.temporaries, of.results + of.code, of.peak)), share]
+        rows.append([f"phase {phase.phase}", *cells])
+    device = run.device_kind
+    if run.platform == "cpu":
+        device = (
+            "CPU: the state is exact; temporaries are only an estimate for an accelerator, whose compiler has other "
+            "kernels"
+        )
+    return [
+        "state: " + ", ".join(f"{name} {size(count)}" for name, count in run.state.items()),
+        *aligned(rows),
+        *map(_scores, (phase for phase in run.phases if phase.score_bytes is not None)),
+        "the memory of a device is unknown: give --device_memory_gb"
+        if limit is None
+        else f"a device has {size(limit)}",
+        f"source: XLA's memory analysis of the compiled step, for {device}",
+    ]
+
+
+def _on_devices(run: RunEstimate) -> list[str]:
+    """What the target's compiler made of each step."""
+    rows = [["", "memory", "of its memory", "FLOPs a device", "x devices / one", "at least", "compiled in"]]
+    sent: list[str] = []
+    for phase in run.phases:
+        assert phase.target is not None
+        for what, step in (("training", phase.target), ("validation", phase.target.validation)):
+            if step is None:
+                continue
+            name = f"phase {phase.phase}, {what}"
+            cells = [size(step.peak_bytes) if step.peak_bytes else "too much", "", "", "does not fit", ""]
+            if step.flops_per_device is not None:
+                share = step.peak_bytes / step.device_bytes if step.peak_bytes and step.device_bytes else None
+                ratio, bound = step.flops_ratio, step.bound_seconds
+                cells[1] = "unknown" if share is None else f"{share:.0%}"
+                cells[2:4] = [f"{step.flops_per_device:.3g}", "" if ratio is None else f"{ratio:.2f}"]
+                longest = max(bound, key=lambda name: bound[name], default=None)
+                cells[4] = "" if longest is None else f"{1000 * bound[longest]:.3g} ms ({longest})"
+                links = ", ".join(f"{kind} {size(count)}" for kind, count in step.collectives.items()) or "nothing"
+                whole = max(step.gathered.items(), key=lambda item: item[1], default=None)
+                links += "" if whole is None else f"; the largest array that it gathers is {whole[0]}, {size(whole[1])}"
+                sent.append(f"{name}: a device sends {links}")
+            rows.append([name, *cells, f"{step.compile_seconds:.0f} s"])
+    known = accelerator(run.device_kind)
+    figures = "" if known is None else f" ({known.source})"
+    return [
+        *aligned(rows),
+        *sent,
+        f"at least: the longest of computing, memory and links by public figures{figures}; a real step takes longer",
+    ]
+
+
+def _scores(phase: PhaseEstimate) -> str:
+    """The memory of the attention kernel, which is part of the temporaries."""
+    is_whole = phase.attention == "xla" and phase.seq_len - 1 <= LONGEST_WHOLE
+    how = "all scores of a row at once" if is_whole else "scores in blocks"
+    return f"attention of phase {phase.phase}: {phase.attention}, {how}, {size(phase.score_bytes or 0)} per layer"
+
+
+def _sharding(run: RunEstimate, every_array: bool) -> list[str]:
+    cut = [array for array in run.arrays if any(array["cut"])]
+    bytes_held, whole = sum(array["device_bytes"] for array in run.arrays), len(run.arrays) - len(cut)
+    what = "fsdp: " if run.fsdp else "" if cut else "no fsdp: "
+    line = (
+        f"{what}{len(cut)} of {len(run.arrays)} parameter arrays are sharded over the devices, {whole} are replicated; "
+        f"each device holds {size(bytes_held)} of parameters"
+    )
+    if every_array:
+        rows = [["array", "shape", "type", "sharding", "per device"]]
+        rows += [[of["name"], *_shape_and_cut(of, of["dtype"]), size(of["device_bytes"])] for of in run.arrays]
+    else:
+        ways = Counter(_shape_and_cut(array) for array in cut)
+        rows = [[f"{count} arrays of", *way] for way, count in ways.items()]
+    return [line, *(aligned(rows) if rows else [])]
+
+
+def _shape_and_cut(array: Mapping[str, Any], *between: str) -> tuple[str, ...]:
+    cut = [f"dimension {i} over {axis}" for i, axis in enumerate(array["cut"]) if axis]
+    return " x ".join(map(str, array["shape"])) or "1", *between, ", ".join(cut) or "replicated"
+
+
+def _compute(run: RunEstimate) -> list[str]:
+    rows = [["FLOPs", "per token", "per step", "total"]]
+    for of in run.phases:
+        rows.append([f"phase {of.phase}", *(f"{n:.3g}" for n in (of.flops_per_token, of.flops / of.steps, of.flops))])
+    return aligned([*rows, ["all", "", "", f"{run.flops:.3g}"]])
+
+
+def _time(run: RunEstimate) -> list[str]:
+    if run.seconds is None:
+        return [run.speed]
+    speed = run.tokens_per_s or run.tokens / run.seconds
+    by_phase = ", ".join(f"phase {phase.phase} {duration(phase.seconds or 0.0)}" for phase in run.phases)
+    return [
+        f"{duration(run.seconds)} for {run.tokens:,} tokens at {speed:,.0f} tokens/s ({run.speed}): {by_phase}",
+        "steps alone: validations, saves and compilations come on top",
+    ]
