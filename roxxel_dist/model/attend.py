@@ -178,8 +178,8 @@ def _attend(
             device=device_type(mesh),
         )
     if chosen == "cudnn":
-        qkv = constrain_heads(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV)
-        return constrain_heads(jax_attention(*qkv, window, scale, implementation="cudnn"))[0]
+        q, k, v = constrain_heads(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV)
+        return constrain_heads(jax_attention(q, k, v, window, scale, implementation="cudnn"))[0]
     if chosen == "xla" and length <= LONGEST_WHOLE:
         by_place, mask = labels.positions is None, whole_mask(labels, window)
         return jax_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, window if by_place else None, scale, by_place, mask)
