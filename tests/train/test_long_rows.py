@@ -93,6 +93,47 @@ def test_losses_are_those_of_one_device(fields, rows, axes, packed):
     np.testing.assert_allclose(found, alone, rtol=2e-5)
 
 
+THIRTY = {
+    "grouped heads, rotary": ({}, {}),
+    "a head for each": ({"kv_heads": 4}, {}),
+    "latent attention": (MLA, {}),
+    "window": (WINDOW, {}),
+    "gate": ({"no_sink": True}, {}),
+    "learned positions": ({"pos_encoding": "learned"}, {}),
+    "sinusoids": ({"pos_encoding": "absolute"}, {}),
+    "no positions": ({"pos_encoding": "none"}, {}),
+    "stretched positions": ({"rope_scale_factor": 4.0, "rope_trained_context": 64}, {}),
+    "dropout": ({"dropout_rate": 0.1}, {}),
+    "remat": ({"gradient_checkpointing": True}, {}),
+    "scan": ({"scan_layers": True}, {}),
+    "logits in chunks": ({"loss_chunk": 16}, {}),
+    "untied, layernorm, gelu": ({"weight_tying": False, "norm_type": "layernorm", "use_swiglu": False}, {}),
+    "packed": ({}, {"packed": True}),
+    "packed, window": (WINDOW, {"packed": True}),
+    "fsdp": ({}, {"axes": {"fsdp": 8}, "fsdp": True}),
+    "tensor": ({"head_size": 16}, {"axes": {"tensor": 2}}),
+    "fsdp and tensor, packed": ({}, {"axes": {"fsdp": 4, "tensor": 2}, "fsdp": True, "packed": True}),
+    "accumulation": ({}, {"rows": 4, "grad_accum": 2}),
+    "accumulation, packed": ({}, {"rows": 4, "grad_accum": 2, "packed": True}),
+    "three rows": ({}, {"rows": 3}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", THIRTY)
+def test_thirty_steps_are_those_of_one_device(name):
+    """The largest relative difference of a loss is a line in the output of `pytest -rA`."""
+    fields, options = THIRTY[name]
+    options = dict(options)
+    axes, rows = options.pop("axes", {}), options.pop("rows", 1)
+    found = losses(make_mesh(**axes), fields, (rows, 129), 30, **options)
+    options.pop("fsdp", None)
+    alone = losses(make_mesh(1), fields, (rows, 129), 30, **options)
+    mine, whole = (np.array(each)[:, 0] for each in (found, alone))
+    print(f"{name}: {np.abs(mine / whole - 1).max():.1e}")
+    np.testing.assert_allclose(mine, whole, rtol=1e-5)
+
+
 def test_micro_batches_of_long_rows():
     found = losses(make_mesh(), {}, (4, 65), 2, grad_accum=2)
     np.testing.assert_allclose(found, losses(make_mesh(1), {}, (4, 65), 2, grad_accum=2), rtol=2e-5)
