@@ -44,11 +44,11 @@ def on_devices(devices, shards, arrays, segments, window):
 @pytest.mark.parametrize(
     ("shards", "rows", "length", "heads", "groups", "window", "packed"),
     [
-        (8, 1, 128, 2, 1, None, False),
+        pytest.param(8, 1, 128, 2, 1, None, False, marks=pytest.mark.long),
         (8, 1, 131, 4, 2, None, True),  # pieces of unequal documents, the last one padded
-        (8, 2, 60, 2, 2, 20, True),
-        (8, 4, 40, 2, 1, None, False),
-        (4, 1, 1300, 2, 1, 200, False),  # several blocks a piece
+        pytest.param(8, 2, 60, 2, 2, 20, True, marks=pytest.mark.long),
+        pytest.param(8, 4, 40, 2, 1, None, False, marks=pytest.mark.long),
+        pytest.param(4, 1, 1300, 2, 1, 200, False, marks=pytest.mark.long),  # several blocks a piece
     ],
 )
 def test_the_same_as_all_scores_at_once_and_the_same_bits_on_any_devices(

@@ -1,26 +1,34 @@
 """Phases with fewer rows than virtual shards: each row is cut into shards of its tokens, and the bits stay."""
 
 import hashlib
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, make_mesh, scalars_on
+from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.loss import token_losses
+from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.train.compile import AotCompiler
 from roxxel_dist.train.optimizer import InitialState, NamedOptimizer, OptimizerConfig
 from roxxel_dist.train.train_state import init_state
 from roxxel_dist.train.train_step import SPIKE_FACTOR, make_step
+from roxxel_dist.train.virtual_shards.layout import check_virtual_shards
 from roxxel_dist.train.virtual_shards.step import init_state_of_copies, make_sharded_steps
 
 SHARDS = 8
+OWN_MESH = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
 SMALL = {"dim": 32, "num_blocks": 2, "vocab_size": 96, "max_context": 512, "head_size": 16, "kv_heads": 1}
 MLA = {"mla": True, "down_dim_q": 16, "down_dim_kv": 16, "rope_dim": 8}
 FEATURES = {
+    "one block, dropout": {"num_blocks": 1, "dropout_rate": 0.1},
     "plain": {},
     "dropout, scan, logits in chunks": {"dropout_rate": 0.2, "scan_layers": True, "loss_chunk": 8},
     "window, gate, learned positions, remat": {
@@ -84,17 +92,60 @@ def hash_of(result):
     return digest.hexdigest()[:12]
 
 
-PHASES = [(8, 17), (1, 129)]
+PHASES = [(8, 17), (2, 45), (1, 129)]
 
 
 def cases():
-    for name, fields in FEATURES.items():
+    for name in FEATURES:
         for packed in (False, True):
-            quick = name == "dropout, scan, logits in chunks" and packed
-            yield pytest.param(fields, packed, marks=() if quick else pytest.mark.long, id=f"{name}, {packed}")
+            yield pytest.param(name, packed, (1, 2, 4, 8), PHASES, marks=pytest.mark.long, id=f"{name}, {packed}")
+    yield pytest.param("one block, dropout", True, (1, 2), [(1, 65)], id="two devices")
 
 
-@pytest.mark.parametrize(("fields", "packed"), cases())
-def test_one_hash_on_1_2_4_and_8_devices(fields, packed):
-    hashes = {count: hash_of(trained(count, fields, PHASES, packed=packed)) for count in (1, 2, 4, 8)}
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("name", "packed", "devices", "phases"), list(cases()))
+def test_one_hash_on_any_devices(name, packed, devices, phases):
+    hashes = {count: hash_of(trained(count, FEATURES[name], phases, packed=packed)) for count in devices}
     assert len(set(hashes.values())) == 1, hashes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("loss", [token_losses, next_token_loss])
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_one_hash_of_mixed_precision_and_of_a_loss_of_one_number(loss, dtype):
+    fields = {"use_moe": True, "n_experts": 4}
+    hashes = {count: hash_of(trained(count, fields, [(1, 65)], loss=loss, dtype=dtype)) for count in (1, 4)}
+    assert len(set(hashes.values())) == 1, hashes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", [(1, 129), (1, 100), (4, 40)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", [name for name, fields in FEATURES.items() if "dropout_rate" not in fields])
+def test_the_numbers_of_an_ordinary_step(name, packed, shape):
+    """Losses, of rows too, gradient norms and parameters after three steps, up to rounding."""
+    (found, params, _), (whole, expected, _) = (
+        trained(1, FEATURES[name], [shape], shards=shards, packed=packed, steps=3) for shards in (SHARDS, 0)
+    )
+    for (mine, rows), (scalars, of_rows) in zip(found, whole, strict=True):
+        assert mine == pytest.approx(scalars, rel=1e-5)
+        assert rows == pytest.approx(of_rows, rel=1e-5)
+    for leaf, values in params.items():
+        np.testing.assert_allclose(values, expected[leaf], atol=1e-4, err_msg=leaf)
+
+
+LONG = Shape(steps=1, batch_size=1, seq_len=9, weights=(("self", 1.0),))
+REFUSED = [
+    (LONG, {}, r"1, so virtual_shards \(8\) cuts each row .* of two pieces, and it has 8 tokens .* at least 17"),
+    (replace(LONG, batch_size=3), {}, r"cuts each row into 8 / 3 shards, .* a multiple of 8"),
+    (replace(LONG, batch_size=2, seq_len=65), {"grad_accum": 2}, r"4 shards, .* at once, and grad_accum is 2"),
+    (replace(LONG, seq_len=65), {"cuts_rows": False}, r"8 shards, .* the built-in model and its loss alone"),
+    (replace(LONG, seq_len=65), {"mesh": OWN_MESH}, r"8 shards, .* on a mesh of make_mesh alone, .*'x': 8"),
+]
+
+
+@pytest.mark.parametrize(("shape", "options", "words"), REFUSED)
+def test_what_cannot_be_cut_is_refused(shape, options, words):
+    options = {"grad_accum": 1, "mesh": make_mesh(8)} | options
+    with pytest.raises(UserError, match=words):
+        check_virtual_shards(SHARDS, [replace(LONG, batch_size=16), shape], **options)
