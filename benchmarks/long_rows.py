@@ -35,14 +35,15 @@ MEMORY, WORK, TIME, FEW_ROWS = 1 / 6, 1.15, 1.15, 1.2
 
 def planned(python: Path, model: str, target: str, rows: int, length: int) -> dict[str, Any]:
     """What `plan --target` says of the training step."""
-    fields = {**MODELS[model], "vocab_size": 50_257, "max_context": 1 << 22, "bf16_compute": True, "batch_size": rows}
-    fields |= {"seq_len": length, "max_steps": 1, "val_fraction": 0.0, "wandb": "off"}
+    fields = {**MODELS[model], "vocab_size": 50_257, "max_context": 1 << 22, "bf16_compute": True, "val_fraction": 0.0}
+    fields |= {"phases": [{"steps": 1, "batch_size": rows, "seq_len": length}], "wandb": "off"}
     with tempfile.TemporaryDirectory() as folder:
         random_tokens(Path(folder, "tokens.rox"), max(1 << 20, 2 * rows * length), 50_257)
-        words = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+        Path(folder, "plan.yaml").write_text(json.dumps(fields))
+        words = ["--config", "plan.yaml", "--data_path", "tokens.rox", "--target", target, "--json"]
         done = subprocess.run(
-            [python, "-m", "roxxel_dist", "plan", "--target", target, "--json", "--data_path", "tokens.rox", *words],
-            cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+            [python, "-m", "roxxel_dist", "plan", *words], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, check=False,
         )  # fmt: skip
     if not done.stdout:
         raise RuntimeError(done.stderr[-2000:])

@@ -81,7 +81,7 @@ def write_config(desk, **more):
 
 def trained(desk, processes, devices, name, *more):
     """The losses and the digest of every step, and the last weights, of a run, as one hash."""
-    done = run(*launched(processes, devices, f"runs/{name}", *more), cwd=desk)
+    done = run(*launched(processes, devices, f"runs/{name}", *more), cwd=desk, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     logged = [
         (step, row["train_loss"], row.get("val_loss"), row["digest"])
