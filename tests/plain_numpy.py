@@ -46,23 +46,3 @@ def sigmoid(x):
 
 def rms_norm(x, scale):
     return x / np.sqrt((x**2).mean(1, keepdims=True) + 1e-6) * scale
-
-
-def attention_and_gradients(q, k, v, segments, window, scale, d_out):
-    """(the sum of output x d_out, gradients of q, k, v), in float64."""
-    q, k, v, d_out = (x.astype(np.float64) for x in (q, k, v, d_out))
-    shared, length = q.shape[2] // k.shape[2], q.shape[1]
-    keys, values = np.repeat(k, shared, 2), np.repeat(v, shared, 2)
-    back = np.arange(length)[:, None] - np.arange(length)
-    seen = np.broadcast_to((back >= 0) & (back < (window or length)), (len(q), 1, length, length))
-    if segments is not None:
-        seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
-    scores = np.where(seen, np.einsum("blhk,bshk->bhls", q, keys) * scale, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    total = (np.einsum("bhls,bshk->blhk", weights, values) * d_out).sum()
-    d_weights = np.einsum("blhk,bshk->bhls", d_out, values)
-    d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True)) * scale
-    d_keys, d_values = np.einsum("bhls,blhk->bshk", d_scores, q), np.einsum("bhls,blhk->bshk", weights, d_out)
-    of_groups = (x.reshape(*k.shape[:3], shared, -1).sum(3) for x in (d_keys, d_values))
-    return total, np.einsum("bhls,bshk->blhk", d_scores, keys), *of_groups

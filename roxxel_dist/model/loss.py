@@ -49,7 +49,9 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
         x_BxLxD, of_experts, _ = model.states(*inputs)  # pyright: ignore[reportArgumentType]
         if model.config.use_moe:
             balance["balance_loss"] = of_experts
-        return losses_of_states(model.config, model.output, x_BxLxD, targets_BxL)
+        if count := chunks_of(model.config, *targets_BxL.shape):
+            return _by_chunks(model, x_BxLxD, targets_BxL, count)
+        return _cross_entropy(model.logits(x_BxLxD), targets_BxL)
 
     if not hasattr(batch, "tokens"):
         losses = losses_of(batch[:, 1:], batch[:, :-1])
@@ -61,15 +63,6 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
     mean, rows = sums.sum() / jnp.maximum(counts.sum(), 1), sums / jnp.maximum(counts, 1)
     weights = {"loss_weight": jnp.float32(counts.sum()), "row_weight": jnp.float32(counts)}
     return {"loss": mean, "row_loss": rows} | weights | balance
-
-
-def losses_of_states(
-    config: ModelConfig, output: Embedding | nnx.LinearGeneral, x_BxLxD: jax.Array, targets_BxL: jax.Array
-) -> jax.Array:
-    """float32[B, L]: the cross-entropy of the targets, of the final states of a `Transformer` and its output layer."""
-    if count := chunks_of(config, *targets_BxL.shape):
-        return _by_chunks(output, x_BxLxD, targets_BxL, count)
-    return _cross_entropy(logits_of(output, x_BxLxD), targets_BxL)
 
 
 def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -88,9 +81,7 @@ def chunks_of(config: ModelConfig, rows: int, length: int) -> int:
     return 0 if chunks <= 1 else min(chunks, length)
 
 
-def _by_chunks(
-    output: Embedding | nnx.LinearGeneral, x_BxLxD: jax.Array, targets_BxL: jax.Array, count: int
-) -> jax.Array:
+def _by_chunks(model: Transformer, x_BxLxD: jax.Array, targets_BxL: jax.Array, count: int) -> jax.Array:
     """The same float32[B, L], with the logits of one of `count` chunks of tokens at a time; the backward pass computes
     them again.
 
@@ -102,16 +93,16 @@ def _by_chunks(
     short = shards * count * size - length
     x_BxLxD = jnp.pad(x_BxLxD, [(0, 0), (0, short), (0, 0)])
     targets_BxL = jnp.pad(targets_BxL, [(0, 0), (0, short)])
-    graphdef, state = nnx.split(output)
+    graphdef, state = nnx.split(model.output)
     # The gradient is summed over the chunks in the dtype of the loop's inputs; bfloat16 would lose small terms.
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), state)
 
     def losses_of(piece: tuple[jax.Array, jax.Array]) -> jax.Array:
         own = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), wide, state)
         # A copy: NNX objects do not cross jax's trace levels.
-        layer: Embedding | nnx.LinearGeneral = nnx.merge(graphdef, own, copy=True)
+        output: Embedding | nnx.LinearGeneral = nnx.merge(graphdef, own, copy=True)
         x_BxCxD, targets_BxC = piece
-        return _cross_entropy(logits_of(layer, x_BxCxD), targets_BxC)
+        return _cross_entropy(logits_of(output, x_BxCxD), targets_BxC)
 
     def chunks(a: jax.Array) -> jax.Array:
         """[B, L, ...] to [chunks, B, devices x tokens of a chunk, ...]."""

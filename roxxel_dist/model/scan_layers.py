@@ -10,9 +10,6 @@ from flax import nnx
 from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache
 from roxxel_dist.model.layers import DynamicScalar
 
-RunBlock = Callable[[Callable[[Any, Any], Any], jax.Array, Any, Any], tuple[jax.Array, jax.Array, Any]]
-"""(a function that makes a block of its parameters and random streams, its input, these parameters and streams) -> its
-output, its balance loss, and the streams after it."""
 STACKED = "stacked"
 """A flag in the metadata of an `nnx.Param` whose first axis is the layer."""
 
@@ -44,12 +41,11 @@ def stack_of(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs)
 def run_stack(
     blocks: Any,
     x_BxLxD: jax.Array,
-    metadata: AttentionMetadata | None,
+    metadata: AttentionMetadata,
     caches: tuple[LayerCache, ...] | None,
     *,
     scan: bool,
     remat: bool,
-    run: RunBlock | None = None,
 ) -> tuple[jax.Array, jax.Array, tuple[LayerCache, ...] | None]:
     """Run all blocks in order: [B, L, dim], the sum of their balance losses, and the cache of each.
 
@@ -60,36 +56,30 @@ def run_stack(
         caches: the cache of each block.
         scan: compile one block for all. With a cache the loop is unrolled, so that each entry is updated in place.
         remat: compute each block again in the backward pass.
-        run: without caches, how a block runs, other than by a call; `metadata` is not used then.
     """
     graphdef, shared, params, streams = nnx.split(blocks, DynamicScalar, nnx.Param, ...)
 
     def layer(x_BxLxD: jax.Array, params: Any, streams: Any, cache: LayerCache | None) -> Any:
-        def make(params: Any, streams: Any) -> Any:
-            # A copy: NNX objects cannot cross jax's trace levels.
-            return nnx.merge(graphdef, shared, params, streams, copy=True)
-
-        if run is not None:
-            return *run(make, x_BxLxD, params, streams), None
-        block = make(params, streams)
+        # A copy: NNX objects cannot cross jax's trace levels.
+        block: Any = nnx.merge(graphdef, shared, params, streams, copy=True)
         x_BxLxD, balance, cache = block(x_BxLxD, metadata, cache)
         return x_BxLxD, balance, nnx.split(block, DynamicScalar, nnx.Param, ...)[3], cache
 
     # In a loop XLA cannot merge the second computation with the first.
-    run_layer = jax.checkpoint(layer, prevent_cse=not scan) if remat else layer
+    run = jax.checkpoint(layer, prevent_cse=not scan) if remat else layer
     if scan and caches is None:
 
         def step(x_BxLxD: jax.Array, leaves: Any) -> Any:
             params, streams = leaves
-            x_BxLxD, *rest, _ = run_layer(x_BxLxD, params, streams, None)
+            x_BxLxD, *rest, _ = run(x_BxLxD, params, streams, None)
             return x_BxLxD, rest
 
         x_BxLxD, (balances, streams) = jax.lax.scan(step, x_BxLxD, (params, streams))
-        balance = balances.sum(0)
+        balance = balances.sum()
     else:
         results, count = [], len(jax.tree.leaves(params)[0])
         for i, leaves in enumerate(zip(_unstacked(params, count), _unstacked(streams, count), strict=True)):
-            x_BxLxD, *rest = run_layer(x_BxLxD, *leaves, None if caches is None else caches[i])
+            x_BxLxD, *rest = run(x_BxLxD, *leaves, None if caches is None else caches[i])
             results.append(rest)
         balances, after, updated = zip(*results, strict=True)
         balance, streams = jnp.asarray(sum(balances)), jax.tree.map(lambda *leaves: jnp.stack(leaves), *after)

@@ -42,18 +42,9 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, LayerCache | None]:
         """[B, L, dim] to [B, L, dim], float32[] the balance of the experts (0 without), and the new cache."""
         mixed_BxLxD, cache = self.attention(self.attention_norm(x_BxLxD), metadata, cache)
-        return *self._feed(x_BxLxD, mixed_BxLxD), cache
-
-    def finish(
-        self, x_BxLxD: jax.Array, mixed_BxLxHxK: jax.Array, normed_BxLxD: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """[B, L, dim] and the balance, from the input, what the heads gathered, and with a gate the normed input."""
-        return self._feed(x_BxLxD, self.attention.finish(mixed_BxLxHxK, normed_BxLxD))
-
-    def _feed(self, x_BxLxD: jax.Array, mixed_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         x_BxLxD = x_BxLxD + self._drop(mixed_BxLxD)
         y_BxLxD, balance = self.feedforward(self.feedforward_norm(x_BxLxD))
-        return constrain_batch(x_BxLxD + self._drop(y_BxLxD)), balance
+        return constrain_batch(x_BxLxD + self._drop(y_BxLxD)), balance, cache
 
     def _drop(self, x_BxLxD: jax.Array) -> jax.Array:
         return x_BxLxD if self.dropout is None else self.dropout(x_BxLxD)
@@ -251,8 +242,15 @@ class Transformer(nnx.Module):
         return x_BxLxD if self.output_scale == 1 else x_BxLxD * self.output_scale
 
     def _embed(self, tokens_BxL: jax.Array, position_L: jax.Array) -> jax.Array:
-        position = self.position if self.config.pos_encoding == "learned" else None
-        return embedded(self.config, self.embedding, position, tokens_BxL, position_L)
+        x_BxLxD = self.embedding(tokens_BxL)
+        if self.config.pos_encoding == "learned":
+            return x_BxLxD + self.position(position_L)
+        if self.config.pos_encoding == "absolute":
+            # The factor of Vaswani et al.: sinusoids have size 1 and would dominate the embeddings.
+            dim = self.config.dim
+            factor = (self.config.base_dim or dim) ** 0.5
+            return x_BxLxD * factor + sinusoids(position_L, dim).astype(x_BxLxD.dtype)
+        return x_BxLxD
 
     def flops_per_token(self, length: int) -> float:
         """Floating-point operations that a training step does for a token.
@@ -278,20 +276,6 @@ class Transformer(nnx.Module):
     def modules(self) -> Iterator[nnx.Module]:
         """The model and every module in it, such as each `LoRALinear`."""
         return (module for _, module in nnx.iter_modules(self))
-
-
-def embedded(
-    config: ModelConfig, embedding: Embedding, position: Embedding | None, tokens_BxL: jax.Array, position_L: jax.Array
-) -> jax.Array:
-    """[B, L, dim]: tokens and, with learned or absolute positions, these too."""
-    x_BxLxD = embedding(tokens_BxL)
-    if position is not None:
-        return x_BxLxD + position(position_L)
-    if config.pos_encoding == "absolute":
-        # The factor of Vaswani et al.: sinusoids have size 1 and would dominate the embeddings.
-        factor = (config.base_dim or config.dim) ** 0.5
-        return x_BxLxD * factor + sinusoids(position_L, config.dim).astype(x_BxLxD.dtype)
-    return x_BxLxD
 
 
 @dataclass(frozen=True)

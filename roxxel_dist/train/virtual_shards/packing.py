@@ -34,17 +34,3 @@ def unpack(packed: Mapping[str, jax.Array], like: Any) -> Any:
         out.append(packed[name][0, start:stop].reshape(leaf.shape))
         places[name] = stop
     return jax.tree.unflatten(treedef, out)
-
-
-def add_across(own: Packed, axis: str) -> Packed:
-    """The sums along an axis of 2^n devices, within a shard_map over it.
-
-    Level by level each device adds what the one 1, 2, 4, … places away has: a + b is b + a to the bit, so all have the
-    same.
-    """
-    distance, size = 1, jax.lax.axis_size(axis)
-    while distance < size:
-        pairs = [(i, i ^ distance) for i in range(size)]
-        own = jax.tree.map(lambda part, pairs=pairs: part + jax.lax.ppermute(part, axis, pairs), own)
-        distance *= 2
-    return own

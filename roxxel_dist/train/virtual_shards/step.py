@@ -7,7 +7,6 @@ device adds what the one 1, 2, 4, … places away has, and then all have the sam
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,8 +21,7 @@ from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState, init_
 from roxxel_dist.train.train_step import Hparams, LossFn, Metrics
 from roxxel_dist.train.virtual_shards.gradient import ShardPrograms
 from roxxel_dist.train.virtual_shards.layout import SHARDS, DeviceStates, Layout, copies, on_all_devices
-from roxxel_dist.train.virtual_shards.long_rows import LongCopies, LongRows
-from roxxel_dist.train.virtual_shards.packing import Packed, add_across
+from roxxel_dist.train.virtual_shards.packing import Packed
 
 Programs = Sequence[Any]
 """One compiled program, on each device of this process."""
@@ -74,7 +72,7 @@ class Reduction:
         if layout.line.size == 1:
             return cls(layout, add, None)
         butterfly = jax.shard_map(
-            partial(add_across, axis=SHARDS), mesh=layout.line, in_specs=P(SHARDS), out_specs=P(SHARDS), check_vma=False
+            add_across, mesh=layout.line, in_specs=P(SHARDS), out_specs=P(SHARDS), check_vma=False
         )
         whole = {
             name: jax.ShapeDtypeStruct((layout.line.size, leaf.shape[1]), leaf.dtype, sharding=layout.cut)
@@ -103,6 +101,16 @@ class Reduction:
 def add_sums(left: Packed, right: Packed) -> Packed:
     """The sums of two neighbours in the tree."""
     return jax.tree.map(jax.numpy.add, left, right)
+
+
+def add_across(own: Packed) -> Packed:
+    """The sums of all devices, within a shard_map over them: a + b is b + a to the bit, so all have the same."""
+    distance, size = 1, jax.lax.axis_size(SHARDS)
+    while distance < size:
+        pairs = [(i, i ^ distance) for i in range(size)]
+        own = jax.tree.map(lambda part, pairs=pairs: part + jax.lax.ppermute(part, SHARDS, pairs), own)
+        distance *= 2
+    return own
 
 
 @dataclass(frozen=True)
@@ -166,12 +174,10 @@ class ShardedStep:
 
     def compiled(
         self, compile_one: Compile, for_each: CompileForEach, state: TrainState, hparams: Hparams, batch: Any
-    ) -> "CompiledStep | CompiledLongStep":
+    ) -> "CompiledStep":
         """The programs for such (abstract) arguments."""
         programs, layout = self.programs, self.layout
         state, hparams, batch = shapes_of((state, hparams, batch))
-        if jax.tree.leaves(batch)[0].shape[0] < programs.shards:
-            return self._compiled_long(compile_one, for_each, state, hparams, batch)
         rows, part = RowCutter.compiled(layout, batch, for_each)
         number = jax.ShapeDtypeStruct((), np.int32)
         args = state.params, state.rest, hparams, part, number
@@ -189,27 +195,6 @@ class ShardedStep:
             update=for_each(jax.jit(update, donate_argnums=0), (state, hparams, total, counts), layout.devices),
             numbers=shard_numbers(layout),
             hparams=HparamCopies(layout),
-        )
-
-    def _compiled_long(
-        self, compile_one: Compile, for_each: CompileForEach, state: TrainState, hparams: Hparams, batch: Any
-    ) -> "CompiledLongStep":
-        rows = LongRows(self.programs, self.layout, jax.tree.leaves(batch)[0].shape[0])
-        args = rows.like(state.params, state.rest, hparams, batch)
-        like, program = rows.sums_like(*args), rows.sums()
-        total, counts = rows.shapes(program, *args)
-
-        def update(state: TrainState, hparams: Hparams, total: Packed, counts: Leaves) -> tuple[TrainState, Metrics]:
-            return self.programs.update(like, state, hparams, total, counts)
-
-        return CompiledLongStep(
-            layout=self.layout,
-            args=LongCopies(rows, args),
-            sums=compile_one(program, args, rows.grid),
-            update=for_each(
-                jax.jit(update, donate_argnums=0), shapes_of((state, hparams, total, counts)), self.layout.devices
-            ),
-            hparams=HparamCopies(self.layout),
         )
 
 
@@ -249,31 +234,6 @@ class CompiledStep:
         return DeviceStates(states, self.layout.mesh), metrics
 
 
-@dataclass(frozen=True)
-class CompiledLongStep:
-    """`CompiledStep` for fewer rows than shards."""
-
-    layout: Layout
-    args: LongCopies
-    sums: Any
-    update: Programs
-    hparams: HparamCopies
-
-    def __call__(self, state: TrainState | DeviceStates, hparams: Hparams, batch: Any) -> tuple[DeviceStates, Metrics]:
-        """One step."""
-        parts = state.parts if isinstance(state, DeviceStates) else copies(state, self.layout.devices)
-        inputs = self.hparams.of(hparams)
-        own = [(part.params, part.rest, of_device) for part, of_device in zip(parts, inputs, strict=True)]
-        totals = copies(self.sums(*self.args.of(own, batch)), self.layout.devices)
-        states, metrics = [], None
-        for update, part, of_device, (total, counts) in zip(self.update, parts, inputs, totals, strict=True):
-            after, of_step = update(part, of_device, total, counts)
-            states.append(after)
-            metrics = metrics or of_step
-        assert metrics is not None
-        return DeviceStates(states, self.layout.mesh), metrics
-
-
 def shapes_of(tree: Any) -> Any:
     """Shapes and types of a tree, without places: a program of one device has none."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
@@ -301,20 +261,9 @@ class ShardedEvaluation:
         rest: Leaves,
         hparams: Hparams,
         batch: Any,
-    ) -> "CompiledEvaluation | CompiledLongEvaluation":
+    ) -> "CompiledEvaluation":
         """The programs for such (abstract) arguments."""
         params, rest, hparams, batch = shapes_of((params, rest, hparams, batch))
-        if (count := jax.tree.leaves(batch)[0].shape[0]) < self.programs.shards:
-            rows = LongRows(self.programs, self.layout, count)
-            args, program = rows.like(params, rest, hparams, batch), rows.losses()
-            total = rows.shapes(program, *args)
-            return CompiledLongEvaluation(
-                layout=self.layout,
-                args=LongCopies(rows, args),
-                losses=compile_one(program, args, rows.grid),
-                mean=for_each(jax.jit(self.programs.mean_losses), (total,), self.layout.devices[:1])[0],
-                hparams=HparamCopies(self.layout),
-            )
         rows, part = RowCutter.compiled(self.layout, batch, for_each)
         args = params, rest, hparams, part
         total = jax.eval_shape(self.programs.losses, *args)
@@ -345,20 +294,3 @@ class CompiledEvaluation:
         rows = self.rows.run(batch)
         totals = self.reduction.run(lambda i, k: self.losses[i](*parts[i], inputs[i], rows[i][k]))
         return self.mean(totals[0])
-
-
-@dataclass(frozen=True)
-class CompiledLongEvaluation:
-    """`CompiledEvaluation` for fewer rows than shards."""
-
-    layout: Layout
-    args: LongCopies
-    losses: Any
-    mean: Any
-    hparams: HparamCopies
-
-    def __call__(self, params: Leaves, rest: Leaves, hparams: Hparams, batch: Any) -> dict[str, jax.Array]:
-        """The losses of a batch."""
-        parts, inputs = copies((params, rest), self.layout.devices), self.hparams.of(hparams)
-        own = [(*part, of_device) for part, of_device in zip(parts, inputs, strict=True)]
-        return self.mean(copies(self.losses(*self.args.of(own, batch)), self.layout.devices[:1])[0])
