@@ -158,7 +158,7 @@ def test_how_devices_share_a_batch(shape, grad_accum, shared):
     ("axes", "spec", "text"),
     [
         (("x",), P("x", None), "would cut their tokens, and this one has the axes x 8)"),
-        (("data", "fsdp", "tensor"), P(None, "data"), "(without data_sharding, which is PartitionSpec(None, 'data'),"),
+        (("data", "fsdp", "tensor"), P(None, "data"), "(without data_sharding, which is "),
     ],
 )
 def test_a_layout_of_the_users_own_is_told_what_would_cut_its_rows(axes, spec, text):
