@@ -39,9 +39,9 @@ def batch(seed, shape, place, packed):
     return Packed(tokens, *jax.device_put((segments, positions), place))
 
 
-def compiled(mesh, fields, shape, *, packed=False, fsdp=False, grad_accum=1):
+def compiled(mesh, fields, shape, *, packed=False, fsdp=False, grad_accum=1, lr=1e-2):
     """(the compiled training step, state, hparams, a function of a seed that makes a batch)."""
-    optimizer = NamedOptimizer(OptimizerConfig(lr=1e-2, warmup_steps=0))
+    optimizer = NamedOptimizer(OptimizerConfig(lr=lr, warmup_steps=0))
     builder = TransformerBuilder(ModelConfig(**SMALL | fields), 0, 1)
     split, state, hparams = init_state(builder, InitialState(optimizer), mesh, fsdp=fsdp, dtype=None)
     hparams |= scalars_on(mesh, {**optimizer.settings(100), SPIKE_FACTOR: 0.0})
@@ -131,9 +131,9 @@ def test_thirty_steps_are_those_of_one_device(name):
     fields, options = THIRTY[name]
     options = dict(options)
     axes, rows = options.pop("axes", {}), options.pop("rows", 1)
-    found = losses(make_mesh(**axes), fields, (rows, 129), 30, **options)
+    found = losses(make_mesh(**axes), fields, (rows, 129), 30, lr=3e-4, **options)
     options.pop("fsdp", None)
-    alone = losses(make_mesh(1), fields, (rows, 129), 30, **options)
+    alone = losses(make_mesh(1), fields, (rows, 129), 30, lr=3e-4, **options)
     mine, whole = (np.array(each)[:, 0] for each in (found, alone))
     print(f"{name}: {np.abs(mine / whole - 1).max():.1e}")
     np.testing.assert_allclose(mine, whole, rtol=1e-5)
