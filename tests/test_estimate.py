@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from runs import rows
 
@@ -153,6 +153,20 @@ def test_memory_is_that_of_the_real_state(corpus, more):
 def test_how_devices_share_a_batch(shape, grad_accum, shared):
     found = batch_layout(NamedSharding(make_mesh(), P("data", None)), *shape, grad_accum)
     assert (found.cut, found.pieces, found.repeated, str(found)) == shared
+
+
+@pytest.mark.parametrize(
+    ("axes", "spec", "text"),
+    [
+        (("x",), P("x", None), "would cut their tokens, and this one has the axes x 8)"),
+        (("data", "fsdp", "tensor"), P(None, "data"), "(without data_sharding, which is "),
+    ],
+)
+def test_a_layout_of_the_users_own_is_told_what_would_cut_its_rows(axes, spec, text):
+    mesh = jax.make_mesh((8, 1, 1)[: len(axes)], axes, (AxisType.Auto,) * len(axes))
+    found = str(batch_layout(NamedSharding(mesh, spec), 1, 18, 1))
+    assert "1 row on each device; 7 of 8 devices repeat the work of others" in found
+    assert text in found
 
 
 def test_a_phase_ends_where_the_run_does(corpus):

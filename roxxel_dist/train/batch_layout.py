@@ -5,7 +5,7 @@ from typing import Literal
 
 from jax.sharding import NamedSharding
 
-from roxxel_dist.cluster.mesh import TENSOR, fit_sharding, micro_batches, token_shards
+from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, fit_sharding, micro_batches, token_shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,8 @@ class BatchLayout:
     """Devices, or groups of them, that compute the same piece as another."""
     together: int = 1
     """Devices in a group: those along "tensor", which share the work on each piece."""
+    hint: str = ""
+    """What would let them share it, where the mesh or the sharding is the user's own."""
 
     @property
     def pieces(self) -> int:
@@ -55,7 +57,7 @@ class BatchLayout:
                 text = f"{rows} on {'each device' if self.together == 1 else f'each of the {who}'}"
         if self.repeated:
             text += f"; {self.repeated} of {self.pieces + self.repeated} {who} repeat the work of others"
-        return text
+        return f"{text} ({self.hint})" if self.hint else text
 
 
 def batch_layout(sharding: NamedSharding, rows: int, length: int, grad_accum: int) -> BatchLayout:
@@ -70,4 +72,13 @@ def batch_layout(sharding: NamedSharding, rows: int, length: int, grad_accum: in
         by_token = token_shards(fitted.mesh)
     together = sharding.mesh.shape.get(TENSOR, 1)
     repeated = sharding.mesh.size // together - by_row * by_token
-    return BatchLayout(rows=micro[0], row_pieces=by_row, token_pieces=by_token, repeated=repeated, together=together)
+    hint = ""
+    if repeated and length > sharding.mesh.size // together:
+        if sharding.mesh.axis_names != (DATA, FSDP, TENSOR):
+            axes = ", ".join(f"{axis} {size}" for axis, size in sharding.mesh.shape.items())
+            hint = f"a mesh of make_mesh would cut their tokens, and this one has the axes {axes}"
+        else:
+            hint = f"without data_sharding, which is {sharding.spec}, their tokens would be cut"
+    return BatchLayout(
+        rows=micro[0], row_pieces=by_row, token_pieces=by_token, repeated=repeated, together=together, hint=hint
+    )

@@ -16,7 +16,7 @@ from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.train.compile import AotCompiler
 from roxxel_dist.train.optimizer import InitialState, NamedOptimizer, OptimizerConfig
 from roxxel_dist.train.train_state import init_state
-from roxxel_dist.train.train_step import SPIKE_FACTOR, make_step
+from roxxel_dist.train.train_step import SPIKE_FACTOR, make_eval_step, make_step
 
 SMALL = {"dim": 64, "num_blocks": 2, "vocab_size": 128, "max_context": 4096, "head_size": 16, "kv_heads": 2}
 MLA = {"mla": True, "down_dim_q": 32, "down_dim_kv": 32, "rope_dim": 8}
@@ -30,12 +30,23 @@ FEATURES = {
 }
 
 
-def compiled(mesh, fields, shape, *, packed=False, fsdp=False, grad_accum=1):
+def batch(seed, shape, place, packed):
+    rng = np.random.default_rng(seed)
+    tokens = jax.device_put(rng.integers(0, 128, shape).astype(np.int32), place)
+    if not packed:
+        return tokens
+    segments = np.sort(rng.integers(0, 3, shape), 1).astype(np.int32)
+    starts = np.maximum.accumulate(np.where(np.diff(segments, prepend=-1) != 0, np.arange(shape[1]), 0), 1)
+    positions = (np.arange(shape[1]) - starts).astype(np.int32)
+    return Packed(tokens, *jax.device_put((segments, positions), place))
+
+
+def compiled(mesh, fields, shape, *, packed=False, fsdp=False, grad_accum=1, lr=1e-2):
     """(the compiled training step, state, hparams, a function of a seed that makes a batch).
 
     `fields` of the built-in model, or a function that builds another.
     """
-    optimizer = NamedOptimizer(OptimizerConfig(lr=1e-2, warmup_steps=0))
+    optimizer = NamedOptimizer(OptimizerConfig(lr=lr, warmup_steps=0))
     builder = fields if callable(fields) else TransformerBuilder(ModelConfig(**SMALL | fields), 0, 1)
     split, state, hparams = init_state(builder, InitialState(optimizer), mesh, fsdp=fsdp, dtype=None)
     hparams |= scalars_on(mesh, {**optimizer.settings(100), SPIKE_FACTOR: 0.0})
@@ -43,28 +54,22 @@ def compiled(mesh, fields, shape, *, packed=False, fsdp=False, grad_accum=1):
     step = make_step(split, token_losses, optimizer, state, sharding, grad_accum=grad_accum)
     fitted = fit_sharding(sharding, shape, grad_accum)
 
-    def batch(seed):
-        rng = np.random.default_rng(seed)
-        tokens = jax.device_put(rng.integers(0, 128, shape).astype(np.int32), fitted)
-        if not packed:
-            return tokens
-        segments = np.sort(rng.integers(0, 3, shape), 1).astype(np.int32)
-        starts = np.maximum.accumulate(np.where(np.diff(segments, prepend=-1) != 0, np.arange(shape[1]), 0), 1)
-        positions = (np.arange(shape[1]) - starts).astype(np.int32)
-        return Packed(tokens, *jax.device_put((segments, positions), fitted))
-
     compiler = AotCompiler(mesh)
-    compiler.prepare("step", step, state, hparams, batch(0))
+
+    def batch_of(seed):
+        return batch(seed, shape, fitted, packed)
+
+    compiler.prepare("step", step, state, hparams, batch_of(0))
     program = compiler.get("step")
     compiler.close()
-    return program, state, hparams, batch
+    return program, state, hparams, batch_of
 
 
 def losses(mesh, fields, shape, steps=3, **options):
-    program, state, hparams, batch = compiled(mesh, fields, shape, **options)
+    program, state, hparams, batch_of = compiled(mesh, fields, shape, **options)
     found = []
     for step in range(steps):
-        state, metrics = program(state, hparams, batch(step))
+        state, metrics = program(state, hparams, batch_of(step))
         found.append((float(metrics.scalars["loss"]), float(metrics.scalars["grad_norm"])))
     return found
 
@@ -98,6 +103,78 @@ def test_losses_are_those_of_one_device(fields, rows, axes, packed):
     np.testing.assert_allclose(found, alone, rtol=2e-5)
 
 
+THIRTY = {
+    "grouped heads, rotary": ({}, {}),
+    "a head for each": ({"kv_heads": 4}, {}),
+    "latent attention": (MLA, {}),
+    "window": (WINDOW, {}),
+    "gate": ({"no_sink": True}, {}),
+    "learned positions": ({"pos_encoding": "learned"}, {}),
+    "sinusoids": ({"pos_encoding": "absolute"}, {}),
+    "no positions": ({"pos_encoding": "none"}, {}),
+    "stretched positions": ({"rope_scale_factor": 4.0, "rope_trained_context": 64}, {}),
+    "dropout": ({"dropout_rate": 0.1}, {}),
+    "remat": ({"gradient_checkpointing": True}, {}),
+    "scan": ({"scan_layers": True}, {}),
+    "logits in chunks": ({"loss_chunk": 16}, {}),
+    "untied, layernorm, gelu": ({"weight_tying": False, "norm_type": "layernorm", "use_swiglu": False}, {}),
+    "packed": ({}, {"packed": True}),
+    "packed, window": (WINDOW, {"packed": True}),
+    "fsdp": ({}, {"axes": {"fsdp": 8}, "fsdp": True}),
+    "tensor": ({"head_size": 16}, {"axes": {"tensor": 2}}),
+    "fsdp and tensor, packed": ({}, {"axes": {"fsdp": 4, "tensor": 2}, "fsdp": True, "packed": True}),
+    "accumulation": ({}, {"rows": 4, "grad_accum": 2}),
+    "accumulation, packed": ({}, {"rows": 4, "grad_accum": 2, "packed": True}),
+    "three rows": ({}, {"rows": 3}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", THIRTY)
+def test_thirty_steps_are_those_of_one_device(name):
+    """The largest relative difference of a loss is a line in the output of `pytest -rA`."""
+    fields, options = THIRTY[name]
+    options = dict(options)
+    axes, rows = options.pop("axes", {}), options.pop("rows", 1)
+    found = losses(make_mesh(**axes), fields, (rows, 129), 30, lr=3e-4, **options)
+    options.pop("fsdp", None)
+    alone = losses(make_mesh(1), fields, (rows, 129), 30, lr=3e-4, **options)
+    mine, whole = (np.array(each)[:, 0] for each in (found, alone))
+    print(f"{name}: {np.abs(mine / whole - 1).max():.1e}")
+    np.testing.assert_allclose(mine, whole, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("devices", "shape", "packed"),
+    [
+        (2, (1, 8), True),  # 7 tokens, of which none is dropped
+        pytest.param(4, (1, 3000), False, marks=pytest.mark.long),
+        pytest.param(6, (1, 98), True, marks=pytest.mark.long),
+        pytest.param(7, (3, 50), False, marks=pytest.mark.long),
+    ],
+)
+def test_lengths_that_devices_do_not_divide(devices, shape, packed):
+    found = losses(make_mesh(devices), {}, shape, 2, packed=packed)
+    np.testing.assert_allclose(found, losses(make_mesh(1), {}, shape, 2, packed=packed), rtol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.long), True])
+def test_the_validation_of_a_long_row_is_that_of_one_device(packed):
+    """Neither the devices nor what each has of the tokens are in its losses and its weight."""
+    found = []
+    for devices in (1, 8):
+        mesh = make_mesh(devices)
+        builder = TransformerBuilder(ModelConfig(**SMALL | {"num_blocks": 1}), 0, 1)
+        split, state, hparams = init_state(builder, InitialState(NamedOptimizer(OptimizerConfig())), mesh)
+        rows = batch(0, (1, 131), fit_sharding(batch_sharding(mesh), (1, 131)), packed)
+        compiler = AotCompiler(mesh)
+        compiler.prepare("evaluate", make_eval_step(split, token_losses), state.params, state.rest, hparams, rows)
+        losses_here = compiler.get("evaluate")(state.params, state.rest, hparams, rows)
+        compiler.close()
+        found.append({name: float(value) for name, value in losses_here.items()})
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 @pytest.mark.long
 def test_micro_batches_of_long_rows():
     found = losses(make_mesh(), {}, (4, 65), 2, grad_accum=2)
@@ -125,14 +202,25 @@ def test_one_row_of_2049_tokens_on_eight_devices():
     assert temporaries[1] <= temporaries[0] / 4
     gathered = arrays_of(cut, "all-gather")
     assert gathered
-    assert {shape for shape in gathered if np.prod(shape) >= 2048} == {(1, 2048, 2, 32)}, "keys and values alone"
+    long = [shape for shape in gathered if np.prod(shape) >= 2048]
+    assert set(long) == {(1, 2048, 2, 32)}, "keys and values alone"
+    assert len(long) <= 2 * 2 * 2, "both of two layers, once forward and once backward at most"
+    scattered = [shape for shape in arrays_of(cut, "reduce-scatter") if np.prod(shape) >= 2048]
+    assert set(scattered) <= {(1, 256, 2, 32)}, "their gradients"
 
 
 def own(plain=False):
     return lambda: Attending(128, 64, 2, 4, nnx.Rngs(0), plain)
 
 
-@pytest.mark.parametrize(("rows", "length", "packed"), [(1, 1001, False), (1, 1002, True), (2, 515, False)])
+@pytest.mark.parametrize(
+    ("rows", "length", "packed"),
+    [
+        pytest.param(1, 1001, False, marks=pytest.mark.long),
+        (1, 1002, True),
+        pytest.param(2, 515, False, marks=pytest.mark.long),
+    ],
+)
 def test_a_model_of_ones_own(rows, length, packed):
     """Losses of one device, and its work: 1,000 inputs, and 1,001 and 514 that do not divide."""
     found = losses(make_mesh(), own(), (rows, length), 2, packed=packed)
