@@ -97,7 +97,7 @@ def _check(q: Any, k: Any, v: Any, window: Any, segments: Any, positions: Any, s
         raise UserError(f"attention: window is {window!r}: it must be a whole number of tokens, at least 1, or None")
     if scale is not None and (not isinstance(scale, int | float | np.floating) or not 0 < scale < math.inf):
         raise UserError(
-            f"attention: scale is {scale!r}: it must be a number above 0, or None for 1 / sqrt({q.shape[3]})"
+            f"attention: scale is {scale!r}: it must be a number above 0, or None for 1 over the root of {q.shape[3]}"
         )
     for name, array, allowed in (
         ("segments", segments, [q.shape[:2]]),

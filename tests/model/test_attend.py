@@ -130,7 +130,7 @@ def wrong(**changes):
         ({"window": 0}, "window is 0: it must be a whole number of tokens, at least 1, or None"),
         ({"window": 2.5}, "window is 2.5"),
         ({"window": True}, "window is True"),
-        ({"scale": -1.0}, "scale is -1.0: it must be a number above 0, or None for 1 / sqrt(16)"),
+        ({"scale": -1.0}, "scale is -1.0: it must be a number above 0, or None for 1 over the root of 16"),
         ({"scale": float("nan")}, "scale is nan"),
         ({"segments": np.zeros(5, np.int32)}, "segments is int32 of shape (5,): it must be integers of shape (2, 5)"),
         ({"positions": np.zeros(5)}, "of shape (5,): it must be integers of shape (2, 5) or (5,)"),

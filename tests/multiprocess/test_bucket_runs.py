@@ -146,7 +146,7 @@ def deleted(folder):
 
 
 def emptied(folder):
-    """All that is in the folder is deleted, and the folder itself stays."""
+    """Its files and folders are deleted, and the folder itself stays."""
     for path in folder.iterdir():
         deleted(path) if path.is_dir() else path.unlink()
 
