@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -249,3 +250,19 @@ def test_a_folder_that_cannot_be_swept_keeps_no_rank_from_the_end_of_a_save(tmp_
     saver.wait()
     assert saver.steps() == [1]
     saver.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "source", "is_shown"),
+    [
+        (RuntimeError("Event loop is closed"), None, False),
+        (RuntimeError("Event loop is closed"), print, True),
+        (RuntimeError("something else"), None, True),
+    ],
+)
+def test_reads_that_end_behind_a_failed_one_print_nothing(monkeypatch, error, source, is_shown):
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    files.drop_late_reads.__wrapped__()
+    sys.unraisablehook(SimpleNamespace(exc_value=error, object=source))
+    assert len(shown) == is_shown
