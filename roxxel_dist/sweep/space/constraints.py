@@ -36,7 +36,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 HUGE = ast.Pow, ast.LShift, ast.RShift
 """Operators whose results can have any size."""
-OPERATORS = {kind: function for kind, function in DEFAULT_OPERATORS.items() if kind not in HUGE}
+OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    kind: function for kind, function in DEFAULT_OPERATORS.items() if kind not in HUGE
+}
 MISSING = object()
 """The value of a formula that asks for a parameter that is left out."""
 
