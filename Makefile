@@ -27,7 +27,7 @@ demo: $(VENV)/demo-installed ## train a small model on the standard library's so
 
 PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-test: $(VENV)/dev-installed lint ## the linters and every part of the package: about eleven minutes on two cores
+test: $(VENV)/dev-installed lint ## the linters and every part of the package: about fifteen minutes on two cores
 	$(PYTEST) -m "not docs and not web and not cluster and not long"
 
 test-newest: ## the tests of `make test` with the newest Python and jax that are here, in an environment of its own

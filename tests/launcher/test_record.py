@@ -353,3 +353,15 @@ def test_a_copy_does_not_replace_what_is_there() -> None:
     entry.path.unlink()
     record.write(dataclasses.replace(entry, step=5), new_only=True)
     assert only().step == 5
+
+
+def test_fields_of_another_version_are_passed_over() -> None:
+    """Of the job, of a rank and of a restart: else a job that runs would be in no list, and could not be stopped."""
+    rank = record.RankProcess(rank=0, host="h", pid=1, step=3)
+    restart = record.Restart(attempt=0, time=1.0, step=2, cause="lost")
+    with JobRecorder(spec(), LocalBackend()):
+        known = dataclasses.asdict(dataclasses.replace(only(), ranks=(rank,), restarts=(restart,)))
+    for values in (known, known["ranks"][0], known["restarts"][0]):
+        values["slow"] = 2.0
+    found = record.from_values(json.loads(json.dumps(known)))
+    assert (found.ranks, found.restarts) == ((rank,), (restart,))

@@ -198,16 +198,21 @@ def from_values(values: Any) -> JobRecord:
     """The record that `dataclasses.asdict` made plain. Raises TypeError or KeyError for anything else."""
     if not isinstance(values, dict):
         raise TypeError(f"no record of a job: {values!r}")
-    known = {field.name: values[field.name] for field in fields(JobRecord) if field.name in values}
+    known = _fields_of(JobRecord, values)
     controller = Process(**values["controller"])
     numbers = (controller.pid, controller.start)
     names = (values["run_id"], controller.host)  # they become the name of a file
     if not all(isinstance(number, int) for number in numbers) or any("/" in name or "\0" in name for name in names):
         raise TypeError(f"no record of a job: {values!r}")
     tuples = {name: tuple(known[name]) for name in ("hosts", "reach") if name in known}
-    ranks = tuple(RankProcess(**rank) for rank in known.get("ranks", ()))
-    tuples["restarts"] = tuple(Restart(**restart) for restart in known.get("restarts", ()))
+    ranks = tuple(RankProcess(**_fields_of(RankProcess, rank)) for rank in known.get("ranks", ()))
+    tuples["restarts"] = tuple(Restart(**_fields_of(Restart, restart)) for restart in known.get("restarts", ()))
     return JobRecord(**{**known, **tuples, "ranks": ranks, "controller": controller})
+
+
+def _fields_of(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Those that the class has: another version has written others."""
+    return {field.name: values[field.name] for field in fields(kind) if field.name in values}
 
 
 def entries() -> list[JobRecord]:

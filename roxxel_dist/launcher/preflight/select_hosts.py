@@ -257,7 +257,7 @@ class HostSelector:
             if numbers := self._signals.wait(RETRY_S):
                 raise StoppedError(numbers[0])
             return
-        if self._set_aside and not is_replaced:  # one that is slow, or was lost, is better than none
+        if self._set_aside and not is_replaced:  # one that was lost, or failed, is better than none
             rest = self._in_order({*rest, *self._set_aside})
             self._set_aside.clear()
         elif not (is_replaced or may_shrink):
