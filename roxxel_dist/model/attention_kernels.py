@@ -193,11 +193,14 @@ def jax_attention(
     if size != values:  # it needs values as wide as keys; zeros add nothing to a score
         scale, widest = scale or 1 / math.sqrt(size), max(size, values)
         q, k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, widest - x.shape[-1])]) for x in (q, k, v))
+    odd = q.shape[1] % 2 if implementation == "cudnn" else 0
+    if odd:  # cuDNN's backward pass takes even lengths; no token sees the one that is put behind the last
+        q, k, v = (jnp.pad(x, [(0, 0), (0, 1), (0, 0), (0, 0)]) for x in (q, k, v))
     mixed = jax.nn.dot_product_attention(
         q, k, v, mask=mask, scale=scale, is_causal=causal,
         local_window_size=None if window is None else (window - 1, 0), implementation=implementation,
     )  # fmt: skip
-    return mixed if size == values else mixed[..., :values]
+    return mixed[:, : mixed.shape[1] - odd, :, :values]
 
 
 def whole_mask(labels: Labels, window: int | None) -> jax.Array | None:
