@@ -39,6 +39,7 @@ FEATURES = {
     "latent attention, absorbed": {"mla": True, "inference": True},
     "latent attention, cut": {"mla": True, **BOTH},
     "window": {"sliding_window": True, "context_window": 64},
+    "an odd number of tokens": {"phases": [{"steps": 4, "batch_size": 16, "seq_len": 256}]},
     "absolute positions": {"pos_encoding": "absolute"},
     "learned positions": {"pos_encoding": "learned"},
     "no positions": {"pos_encoding": "none"},

@@ -70,9 +70,7 @@ def kernel_for(
     device = device_type() if device is None else device
     if kernel == "auto":
         native: Kernel = "splash" if device.platform == "tpu" else "cudnn" if device.platform == "gpu" else "xla"
-        # A deterministic backward pass of cuDNN keeps all scores in memory, see docs/decisions.md.
-        large = native == "cudnn" and is_deterministic()
-        return "xla" if large or broken_rule(native, device, key_size, bf16, packed, whole_rows) else native
+        return "xla" if broken_rule(native, device, key_size, bf16, packed, whole_rows) else native
     if broken := broken_rule(kernel, device, key_size, bf16, packed, whole_rows):
         rule, fix = broken
         if begun:
@@ -113,11 +111,11 @@ def broken_rule(
             (key_size % 8 == 0, f"cuDNN needs keys of a multiple of 8 channels, and they have {key_size}", "use xla"),
             (key_size <= widest, f"cuDNN takes keys of {widest} channels here, and they have {key_size}", "use xla"),
             (not packed, "cuDNN knows no documents within a row", "use packing contiguous, or xla"),
+            # See docs/decisions.md.
             (
-                capability[0] == 9 or not is_deterministic(),
-                "deterministic is true, and cuDNN's backward pass is known to be deterministic on compute capability "
-                f"9.0 alone, not on a {device.device_kind}",
-                "use xla, or set deterministic to false",
+                not is_deterministic(),
+                "deterministic is true, and XLA does not run cuDNN's deterministic backward pass",
+                "use auto or xla, or set deterministic to false",
             ),
         ]
     return next(((rule, fix) for holds, rule, fix in rules if not holds), None)
@@ -162,15 +160,14 @@ def score_bytes(kernel: Kernel, rows: int, heads: int, length: int, window: int 
     """Bytes of a device for one layer's scores during their computation, and for the backward pass.
 
     XLA keeps the whole matrix of a short row, in float32, for the backward pass; otherwise one block at a time, and the
-    logarithm of each query's sum. cuDNN and splash attention keep blocks in registers. A deterministic backward pass of
-    cuDNN has a bfloat16 for each pair.
+    logarithm of each query's sum. cuDNN and splash attention keep blocks in registers.
     """
     sums = rows * heads * length * 4
     if kernel == "xla":
         if length <= LONGEST_WHOLE:
             return sums * length
         return sums + rows * heads * block_of(window) ** 2 * 4
-    return sums + (rows * heads * length**2 * 2 if kernel == "cudnn" and is_deterministic() else 0)
+    return sums
 
 
 def block_of(window: int | None) -> int:

@@ -221,8 +221,8 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
     checkpoints and numbers."""
     loss_chunk: int | str = "auto"
     """Tokens of a batch, over all devices, whose logits and loss are computed at a time, and again in the backward
-    pass: with a large vocabulary they are most of the memory. auto: as many as have 64 MB of logits on each device. 0
-    for all at once."""
+    pass: with a large vocabulary they are most of the memory. auto: as many as have 64 MB of logits on each
+    device, on a GPU or TPU at least 2,048 of them. 0 for all at once."""
 
     def __post_init__(self) -> None:
         check_sizes({name: getattr(self, name) for name in ("dim", "num_blocks", "max_context", "vocab_size")})

@@ -225,7 +225,6 @@ TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5e")
     ("kernel", "device", "fields", "deterministic", "rule"),
     [
         ("cudnn", HOPPER, {}, False, None),
-        ("cudnn", HOPPER, {}, True, None),
         ("cudnn", HOPPER, {"key_size": 192}, False, None),
         ("cudnn", AMPERE, {}, False, None),
         ("cudnn", BLACKWELL, {}, False, None),
@@ -238,7 +237,7 @@ TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5e")
         ("cudnn", HOPPER, {"bf16": False}, False, "cuDNN computes in bfloat16"),
         ("cudnn", HOPPER, {"packed": True}, False, "cuDNN knows no documents within a row"),
         ("cudnn", HOPPER, {"whole_rows": False}, False, "cuDNN needs whole rows on each device"),
-        ("cudnn", BLACKWELL, {}, True, "deterministic is true, and cuDNN's backward pass is known to be deterministic"),
+        ("cudnn", HOPPER, {}, True, "deterministic is true, and XLA does not run cuDNN's deterministic backward pass"),
         ("cudnn", TPU, {}, False, "cuDNN is for GPUs, and the devices here are tpu"),
         ("splash", HOPPER, {}, False, "splash attention is for TPUs, and the devices here are gpu"),
         ("splash", TPU, {"whole_rows": False}, False, "splash attention needs whole rows on each device"),

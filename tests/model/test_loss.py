@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from roxxel_dist.cluster.traced_flops import traced_flops
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.model import loss as loss_module
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.loss import token_losses
+from roxxel_dist.model.loss import auto_chunks, token_losses
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.train_state import cast, split_module
 
@@ -172,3 +174,11 @@ def test_states_of_another_shape_are_refused():
     step, params = of_own(Wrong, jnp.zeros((3, 24), jnp.int32))
     with pytest.raises(UserError, match=r"states returned an array of shape \(3, 16\) for tokens of shape \(3, 23\)"):
         step(params)
+
+
+def test_chunks_of_an_accelerator_have_a_least_number_of_tokens(monkeypatch):
+    assert auto_chunks(32, 1024, 50_304) == 104  # of 64 MB on a CPU
+    monkeypatch.setattr("roxxel_dist.model.loss.device_type", lambda mesh: SimpleNamespace(platform="gpu"))
+    assert auto_chunks(32, 1024, 50_304) == 32 * 1024 // 2048
+    assert auto_chunks(1, 2048, 50_304) == auto_chunks(32, 1024, 256) == 0
+    assert auto_chunks(32, 1024, 1024) == 3  # of 64 MB, which are more tokens

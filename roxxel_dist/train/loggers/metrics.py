@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding
 
+from roxxel_dist.cluster.determinism import is_deterministic
 from roxxel_dist.cluster.distributed import process_count, process_index
 from roxxel_dist.cluster.exit_codes import REACHED_ENV
 from roxxel_dist.cluster.mesh import device_type
@@ -73,6 +74,8 @@ class MetricsLogger:
             again = max(0, int(os.environ.get(REACHED_ENV) or 0) - self._start_step)
             lost = f"; {again} steps are done again" if again else ""
             self._log.text(f"resuming after step {self._start_step} of {self._last_step}, from {start.whence}{lost}")
+            if device_type(mesh).platform == "gpu" and not is_deterministic():
+                self._log.text("the last bits of its losses may be others: on a GPU deterministic: true repeats them")
         for note in start.notes:
             self._log.text(note)
 
