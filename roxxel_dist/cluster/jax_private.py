@@ -20,3 +20,16 @@ def key_value_store() -> Any:
     the same object.
     """
     return distributed.global_state.client
+
+
+def assume_compute_capability(capability: tuple[int, int]) -> None:
+    """Have attention by cuDNN traced for GPUs of this capability: jax asks a GPU of this process, and there is none.
+
+    Only for a process that compiles for GPUs that are elsewhere.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    def reached(needed: str) -> bool:
+        return capability >= tuple(int(part) for part in needed.split("."))
+
+    attention.check_compute_capability = reached

@@ -41,8 +41,8 @@ GPUS = {
     "h200": Gpu("NVIDIA H200", (9, 0), 132, 128, 228, 50, 1.98, 150_000_000_000, 4800),
     "b200": Gpu("NVIDIA B200", (10, 0), 148, 128, 228, 126, 1.97, 190_000_000_000, 8000),
 }
-GPU_OPTIONS = {"xla_gpu_autotune_level": 0}
-"""To measure kernels needs the device."""
+GPU_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+"""To measure kernels needs the device. Of some Triton kernels XLA finds no configuration without measuring."""
 
 
 class MissingCompiler(Exception):

@@ -46,7 +46,7 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
     "balance_loss": float32[], which training adds to the loss.
 
     For a model of your own it is a loss that is cut as the phase's rows are. Where the model has two methods more, it
-    makes the logits of some tokens at a time, as many as `loss_chunk: auto`, and computes them again in the backward pass:
+    makes the logits of some tokens at a time, as many as with `loss_chunk: auto`, and again in the backward pass:
     `states`, which is called as the model is and returns [B, L, width], and `logits`, which makes of any such [B, C,
     width] its logits, [B, C, vocabulary], each from its token alone. Without them the model makes all logits at once.
 
