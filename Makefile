@@ -20,7 +20,7 @@ TPU := .cache/tpu
 CUDA := .cache/cuda
 
 .PHONY: demo test test-newest test-newest-part test-in-newest test-docs test-web test-cluster test-long test-all test-pythons docs reference pictures bench bench-data bench-train bench-compiled \
-    bench-launch bench-model bench-mup bench-ngram bench-sweep bench-page bench-gpu chaos hf azurite tpu cuda docker-check lint format clean
+    bench-launch bench-model bench-mup bench-ngram bench-sweep bench-table bench-gpu chaos hf azurite tpu cuda docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@trap : INT; $(BIN)/roxxel-dist demo --data_path $(DEMO_DATA) --run_dir $(DEMO_RUN) || [ $$? = 42 ] # stopped and saved
@@ -70,12 +70,12 @@ pictures: $(VENV)/dev-installed ## the pictures of `top` in the documentation, o
 # `make bench QUICK=1`: short forms, in about twenty minutes. QUICK works with one part too.
 MEASURE = @JAX_PLATFORMS=cpu $(BIN)/python benchmarks/bench.py $(if $(QUICK),--quick)
 
-bench: $(VENV)/dev-installed $(VENV)/bench-installed ## every table, docs/benchmarks.md and its pictures: about two and a half hours; as root
+bench: $(VENV)/dev-installed $(VENV)/bench-installed ## all benchmarks, into benchmarks/results/ and docs/benchmarks.md: about two and a half hours; as root
 	-$(MEASURE)
-	@$(BIN)/python benchmarks/page.py
+	@$(BIN)/python benchmarks/summary.py --write
 
-bench-page: $(VENV)/demo-installed ## docs/benchmarks.md and its pictures, from the results that are there
-	@$(BIN)/python benchmarks/page.py
+bench-table: $(VENV)/demo-installed ## the table of docs/benchmarks.md, from the results that are there
+	@$(BIN)/python benchmarks/summary.py --write
 
 bench-data: $(VENV)/dev-installed $(VENV)/bench-installed ## what reading and building data costs, against other loaders
 	$(MEASURE) data

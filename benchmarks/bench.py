@@ -1,9 +1,9 @@
-"""Measure tables, one after the other, and write down what came of each and on what machine: benchmarks/results/.
+"""Run benchmarks and write what they measure, and on what machine, into files: benchmarks/results/NAME.jsonl.
 
-    python benchmarks/bench.py [--quick] [--results FOLDER] [PART or TABLE …]
+    python benchmarks/bench.py [--quick] [--results FOLDER] [PART or NAME …]
 
 Without names all of them. A program that fails, or is not there, is written down as failed; the others are measured
-all the same. `page.py` makes the page from what is written here.
+all the same. `summary.py` puts the numbers of docs/benchmarks.md together from these files.
 """
 
 import argparse
@@ -15,22 +15,62 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from measure import without_paths
-from tables import PARTS, TABLES, Table
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+CACHE = ".cache/benchmarks"
 PACKAGES = ("jax", "numpy", "ray", "torch", "grain", "roxxel", "optuna", "sweeps", "tokenizers")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program of this folder.
+
+    Attributes:
+        name: of the program and its file of results.
+        part: `make bench-PART` runs it.
+        words: of its command line, beside --quick and --json.
+        has_quick: whether it has a short form.
+    """
+
+    name: str
+    part: str
+    words: tuple[str, ...] = ()
+    has_quick: bool = True
+
+
+PROGRAMS = (
+    Program(name="data_read", part="data", words=(CACHE,)),
+    Program(name="remote_data", part="data", words=(CACHE,)),
+    Program(name="train_bucket", part="data", words=(CACHE,)),
+    Program(name="data_build", part="data"),
+    Program(name="train_loop", part="train", words=(CACHE,)),
+    Program(name="train_mup", part="mup"),
+    Program(name="decode", part="model"),
+    Program(name="ngram", part="ngram", words=(CACHE,), has_quick=False),
+    Program(name="compiled", part="compiled"),
+    Program(name="launch", part="launch"),
+    Program(name="sweep_driver", part="sweep"),
+    Program(name="sweep_scale", part="sweep"),
+    Program(name="sweep_engines", part="sweep"),
+    Program(name="sweep_mixint", part="sweep", words=("--instances", "5", "--all")),
+    Program(name="sweep_schedulers", part="sweep"),
+    Program(name="sweep_real", part="sweep", words=(f"{CACHE}/sweep",)),
+    Program(name="sweep_budget", part="sweep", words=(f"{CACHE}/budget",)),
+)
+PARTS = tuple(dict.fromkeys(program.part for program in PROGRAMS))
+
+
 def main() -> int:
-    """1 where a table could not be measured whole."""
-    names = [*PARTS, *(table.name for table in TABLES if table.name not in PARTS)]
+    """1 where a program did not measure all that it measures."""
+    names = [*PARTS, *(program.name for program in PROGRAMS if program.name not in PARTS)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
     parser.add_argument("--quick", action="store_true", help="the short forms")
@@ -39,25 +79,25 @@ def main() -> int:
     if stray := [name for name in asked.names if name not in names]:
         parser.error(f"{stray[0]!r} is none of {', '.join(names)}")
     asked.results.mkdir(parents=True, exist_ok=True)
-    codes = [measure(table, asked.quick, asked.results) for table in chosen(asked.names, asked.quick)]
+    codes = [measure(program, asked.quick, asked.results) for program in chosen(asked.names, asked.quick)]
     return int(any(codes))
 
 
-def chosen(names: Iterable[str], quick: bool) -> list[Table]:
-    """The tables of these names, or parts; all where there is none, but for those that have no short form."""
+def chosen(names: Iterable[str], quick: bool) -> list[Program]:
+    """The programs of these names, or parts; all where there is none, but for those that have no short form."""
     wanted = set(names)
     if not wanted:
-        return [table for table in TABLES if table.quick or not quick]
-    return [table for table in TABLES if {table.name, table.part} & wanted]
+        return [program for program in PROGRAMS if program.has_quick or not quick]
+    return [program for program in PROGRAMS if {program.name, program.part} & wanted]
 
 
-def measure(table: Table, quick: bool, folder: Path, programs: Path = HERE) -> int:
-    """One table. Its file is begun anew, so that a program that ends early leaves no older lines behind."""
-    file, quick = folder / f"{table.name}.jsonl", quick and bool(table.quick)
-    words = [sys.executable, str(programs / f"{table.name}.py"), *table.words, *(["--quick"] if quick else [])]
-    print(f"== {table.title}", file=sys.stderr, flush=True)
+def measure(program: Program, quick: bool, folder: Path, programs: Path = HERE) -> int:
+    """Run one program. Its file is written anew, so that a program that ends early leaves no older lines behind."""
+    file, quick = folder / f"{program.name}.jsonl", quick and program.has_quick
+    words = [sys.executable, str(programs / f"{program.name}.py"), *program.words, *(["--quick"] if quick else [])]
+    print(f"== {program.name}", file=sys.stderr, flush=True)
     begun = time.monotonic()
-    file.write_text(json.dumps({"begin": about() | {"table": table.name, "quick": quick}}) + "\n", encoding="utf-8")
+    file.write_text(json.dumps({"begin": about() | {"table": program.name, "quick": quick}}) + "\n", encoding="utf-8")
     code, last = run([*words, "--json", str(file.resolve())])
     end: dict[str, Any] = {"seconds": round(time.monotonic() - begun, 1), "load": load()}
     lines = file.read_text(encoding="utf-8").splitlines()[1:]

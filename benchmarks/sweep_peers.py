@@ -18,6 +18,20 @@ DESIGN = 12
 """SMAC3's points before its model: its own rule is a quarter of the trials that it is to run, which are 50."""
 
 
+def suggest(trial: Any, parameters: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The parameters of a trial of optuna, on its own distributions."""
+    params = {}
+    for name, spec in parameters.items():
+        if "values" in spec:
+            params[name] = trial.suggest_categorical(name, spec["values"])
+        elif isinstance(spec["min"], int):
+            params[name] = trial.suggest_int(name, spec["min"], spec["max"])
+        else:
+            log = spec.get("distribution") == "log_uniform_values"
+            params[name] = trial.suggest_float(name, spec["min"], spec["max"], log=log)
+    return params
+
+
 class Optuna:
     """One of optuna's samplers, on optuna's own distributions."""
 
@@ -31,15 +45,7 @@ class Optuna:
 
     def ask(self) -> tuple[int, dict[str, Any]]:
         trial = self._study.ask()
-        params = {}
-        for name, spec in self._parameters.items():
-            if "values" in spec:
-                params[name] = trial.suggest_categorical(name, spec["values"])
-            elif isinstance(spec["min"], int):
-                params[name] = trial.suggest_int(name, spec["min"], spec["max"])
-            else:
-                log = spec.get("distribution") == "log_uniform_values"
-                params[name] = trial.suggest_float(name, spec["min"], spec["max"], log=log)
+        params = suggest(trial, self._parameters)
         self._trials[trial.number] = trial
         return trial.number, params
 
