@@ -40,7 +40,6 @@ SWEEP = {
 FULL = "full trials"
 RULES: dict[str, Mapping[str, Any]] = {
     FULL: {},
-    "freeze_thaw": {"early_terminate": {"type": "freeze_thaw"}},
     "asha": {"early_terminate": {"type": "asha", "min_iter": 1, "eta": 3}},
 }
 WORSE = 1.02

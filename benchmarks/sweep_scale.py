@@ -84,7 +84,7 @@ def search(folder: Path, trials: int) -> float:
         SignalPipe(print) as signals,
         contextlib.redirect_stderr(io.StringIO()),
     ):
-        decisions = Decisions(sweep, 0, journal.history, lambda: make(sweep, seed=1), count=trials)
+        decisions = Decisions(sweep, journal.history, lambda: make(sweep, seed=1), count=trials)
         ending = Controller(
             sweep=sweep, decisions=decisions, task_of=lambda trial, params, attempt: {"params": params},
             options=SweepOptions(count=trials, workers=WORKERS), journal=journal, executor=executor,  # pyright: ignore[reportArgumentType]

@@ -39,7 +39,6 @@ OURS_BY_DEFAULT = "asha, bayes"
 OURS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "full trials, bayes": ("bayes", None),
     "asha, bayes": ("bayes", {"type": "asha", "min_iter": 1, "eta": 3}),
-    "asha from report 3, bayes": ("bayes", {"type": "asha", "min_iter": 3, "eta": 3}),
 }
 """Method and early_terminate."""
 PEERS = {"Optuna TPE, full trials": False, "Optuna TPE, successive halving": True}
@@ -78,9 +77,7 @@ class Track:
 def ours(name: str, table: CurveSurface, seed: int, track: Track) -> None:
     method, rule = OURS[name]
     definition = {"method": method, "metric": {"name": "val_loss", "goal": "minimize"}, "early_terminate": rule}
-    search = RecordedSearch(
-        sweep_of({**definition, "parameters": table.kind.parameters}), table, seed, track.budgets[-1]
-    )
+    search = RecordedSearch(sweep_of({**definition, "parameters": table.kind.parameters}), table, seed)
     while not track.is_spent and search.advance(1):
         assert search.history.last is not None
         trial = search.history.trials[search.history.last[1]]

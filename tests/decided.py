@@ -15,7 +15,7 @@ def check_decisions(events: Sequence[dict[str, Any]], given: dict[str, Any], **l
     due: list[dict[str, Any]] = []
 
     def decisions() -> Decisions:
-        return Decisions(sweep, 0, history, lambda: make(sweep, seed=1), **limits)
+        return Decisions(sweep, history, lambda: make(sweep, seed=1), **limits)
 
     for event in events:
         kind = event["event"]

@@ -1,6 +1,7 @@
 """The programs of benchmarks/: what they write of their results, and that docs/benchmarks.md says what stands there."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import bench
 import summary
 from measure import Lines, Result
 
+SWEEPS = ROOT / "docs" / "sweeps.md"
 ABOUT = {"date": "2026-01-02 03:04 UTC", "commit": "abc", "cores": 2, "cpu": "a processor", "quick": True}
 ABOUT |= {"versions": {"jax": "0.10.2"}, "load": 0.4}
 
@@ -38,6 +40,19 @@ def test_the_table_has_at_most_twenty_numbers_each_with_a_result_a_peer_or_limit
         assert row.other is None or row.other.number(results) is not None, row.asked
         assert row.beside, row.asked
         assert row.conditions, row.asked
+
+
+def test_the_page_of_sweeps_has_the_medians_of_the_schedulers() -> None:
+    results, _ = summary.read()
+    row = r"^\| (.*) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$"
+    rows = re.findall(row, SWEEPS.read_text(encoding="utf-8"), re.MULTILINE)
+    said = {name: list(map(float, numbers)) for name, *numbers in rows}
+    measured: dict[str, list[float]] = {}
+    for result in results["sweep_schedulers"]:
+        if result.what.startswith("all kinds"):
+            assert result.measured is not None
+            measured.setdefault(result.against, []).append(float(f"{result.measured:.2g}"))
+    assert said == measured
 
 
 def test_a_number_is_that_of_its_result_or_of_its_note(tmp_path: Path) -> None:

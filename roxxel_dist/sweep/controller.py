@@ -383,9 +383,8 @@ def run_sweep(
                 f"the values cannot be compared; name another folder"
             )
         decisions = Decisions(
-            sweep, options.sweep_seed, journal.history, make_engine,
-            count=options.count, max_steps=options.max_steps_total,
-        )  # fmt: skip
+            sweep, journal.history, make_engine, count=options.count, max_steps=options.max_steps_total
+        )
         with _ray(options, resources, log) as (ray, folder), SignalPipe(log) as signals:
             check_room(ray.nodes(), resources)
             with RayExecutor(ray, run, resources) as executor:

@@ -1,7 +1,7 @@
 """The decisions of a search, as events of its journal: trials that begin, stop, pause and continue.
 
-Each is a function of the sweep, its seed and the history: a search that resumes decides as if it had never ended. The
-controller writes them down before it acts on them; `replay` follows them on recorded curves.
+Each is a function of the sweep, the engine's seed and the history: a search that resumes decides as if it had never
+ended. The controller writes them down before it acts on them; `replay` follows them on recorded curves.
 """
 
 import math
@@ -22,7 +22,6 @@ class Decisions:
 
     Args:
         sweep: what is searched.
-        seed: of everything random.
         history: the events so far; the caller keeps it up to date, and applies each event before the next decision.
         make_engine: a new engine of the sweep.
         count: trials in all; None: no end.
@@ -35,7 +34,6 @@ class Decisions:
     def __init__(
         self,
         sweep: Sweep,
-        seed: int,
         history: History,
         make_engine: Callable[[], Engine],
         *,
@@ -45,7 +43,7 @@ class Decisions:
         self._history, self._make_engine = history, make_engine
         self._limit = min((n for n in (count, sweep.run_cap) if n is not None), default=math.inf)
         self._max_steps = math.inf if max_steps is None else max_steps
-        self._scheduler: Scheduler | None = make_scheduler(sweep, seed, self._max_steps)
+        self._scheduler: Scheduler | None = make_scheduler(sweep)
         self._pauses = self._scheduler is not None and self._scheduler.name in PAUSING
         self._engine = self._told(make_engine(), {})
         self.exhausted: str | None = None

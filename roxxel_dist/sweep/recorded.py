@@ -55,7 +55,7 @@ def replay(
         sweep = read_sweep(os.fspath(sweep))
     elif not isinstance(sweep, Sweep):
         sweep = sweep_of(sweep)
-    search = RecordedSearch(sweep, table, seed, budget_steps)
+    search = RecordedSearch(sweep, table, seed)
     steps: list[int] = []
     best: list[float] = []
     while search.history.steps + search.each <= budget_steps and search.advance(workers):
@@ -71,7 +71,6 @@ class RecordedSearch:
         sweep: what is searched, and by which rules.
         table: as `replay` takes it.
         seed: of everything random.
-        max_steps: the budget of steps that schedulers plan for; None: no end.
 
     Attributes:
         history: what happened so far.
@@ -79,15 +78,13 @@ class RecordedSearch:
         best: the best value so far; NaN before the first one.
     """
 
-    def __init__(
-        self, sweep: Sweep, table: Callable[[Params], ArrayLike], seed: int, max_steps: int | None = None
-    ) -> None:
+    def __init__(self, sweep: Sweep, table: Callable[[Params], ArrayLike], seed: int) -> None:
         self._sweep, self._table = sweep, table
         self.each: int = int(getattr(table, "steps_per_report", 1))
         self.history: History = History()
         study = {"event": "study", "metric": sweep.metric, "goal": sweep.goal, "method": sweep.method, "seed": seed}
         self.history.apply(study)
-        self._decisions = Decisions(sweep, seed, self.history, lambda: make(sweep, seed), max_steps=max_steps)
+        self._decisions = Decisions(sweep, self.history, lambda: make(sweep, seed))
         self._curves: dict[int, list[float]] = {}
         self._running: deque[int] = deque()
         self.best: float = math.nan

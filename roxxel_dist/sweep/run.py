@@ -240,7 +240,7 @@ def open_sweep(
         _check_effect(run)
     if run.server is None:
         run.sampler()
-        make_scheduler(run.sweep, options.sweep_seed)
+        make_scheduler(run.sweep)
     return run
 
 

@@ -113,22 +113,8 @@ def test_a_paused_and_thawed_trial_is_equal_to_the_bit(study):
     assert rows("0") == rows("1")
 
 
-FREEZE_THAW = {
-    "method": "bayes",
-    "parameters": {"x": {"min": 0.0, "max": 1.0}},
-    "early_terminate": {"type": "freeze_thaw"},
-}
-
-
-def test_freeze_thaw_lets_the_promising_ones_go_on(study):
-    ending = study.run(trial_bodies.sliced, FREEZE_THAW, count=8, workers=2)
-    assert ending.code == 0, study.said
-    assert check_decisions(study.events, FREEZE_THAW, count=8) > 8
-    history = study.history
-    assert {each.state for each in history.trials.values()} == {"done", "paused"}
-    assert history.best.state == "done"
-    assert history.steps == len(steps_of(study)) == len(set(steps_of(study))) < 8 * 6
-    assert all(event["reason"] and event["rule"] == "freeze_thaw" for event in study.of("pause") + study.of("thaw"))
+ASHA_BAYES = {**ASHA, "method": "bayes"}
+"""Trials at random would go on as well whatever is known of paused ones."""
 
 
 @pytest.mark.timeout(900)
@@ -138,14 +124,14 @@ def test_drivers_that_are_killed_decide_the_same(study, kills):
     print(f"seed {seed}")
     chance, count = random.Random(seed), 4 * kills
     for _ in range(kills):
-        driver, before = study.start("sliced", FREEZE_THAW, count=count, workers=2), len(study.events)
+        driver, before = study.start("sliced", ASHA_BAYES, count=count, workers=2), len(study.events)
         until(lambda: len(study.events) > before or driver.poll() is not None, "the driver")  # noqa: B023
         time.sleep(chance.uniform(0.0, 1.5))
         driver.kill()
         driver.communicate()
-    code, said = ended(study.start("sliced", FREEZE_THAW, count=count, workers=2), limit_s=300)
+    code, said = ended(study.start("sliced", ASHA_BAYES, count=count, workers=2), limit_s=300)
     assert code == 0, said
-    assert check_decisions(study.events, FREEZE_THAW, count=count) >= count
+    assert check_decisions(study.events, ASHA_BAYES, count=count) >= count
     history, ends = study.history, study.ends()
     assert len(ends) == len(set(ends)), "a result is there once"
     assert sorted(history.trials) == list(range(count))

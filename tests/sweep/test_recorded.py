@@ -17,7 +17,6 @@ REPORTS = 9
 RULES = [
     {"type": "hyperband", "min_iter": 1, "eta": 3},
     {"type": "asha", "min_iter": 1, "eta": 3},
-    {"type": "freeze_thaw"},
 ]
 
 

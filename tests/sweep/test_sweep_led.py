@@ -103,7 +103,6 @@ def test_no_login_searches_here(desk, monkeypatch, capsys):
     ("rule", "words", "said"),
     [
         ({"type": "asha", "min_iter": 1}, (), "early_terminate.type: asha: W&B's server leads this sweep"),
-        ({"type": "freeze_thaw"}, (), "early_terminate.type: freeze_thaw: W&B's server leads this sweep"),
         (None, ("--max_steps_total", "9"), "--max_steps_total: W&B's server leads this sweep"),
     ],
 )

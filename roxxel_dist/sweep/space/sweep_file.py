@@ -24,9 +24,10 @@ KEYS = (
 RULES = {
     "hyperband": ("type", "min_iter", "max_iter", "s", "eta", "strict"),
     "asha": ("type", "min_iter", "max_iter", "s", "eta", "strict"),
-    "freeze_thaw": ("type",),
 }
 """The keys of each `early_terminate.type`; hyperband is W&B's own."""
+REMOVED_RULES = {"freeze_thaw": "was removed: use {type: asha, min_iter: 1}"}
+"""Types of earlier versions: a study that has one can be read, and does not go on."""
 METRIC, SERVER_METRIC = ("name", "goal"), ("impute", "impute_while_running", "target")
 """The keys of `metric`, and those that only W&B's server reads."""
 EXTRAS = ("constraints", "derived", "resources", "when")
@@ -281,6 +282,10 @@ def _early_terminate(spec: Any, locator: YamlLocator) -> Mapping[str, Any] | Non
     if spec is None:
         return None
     kind = spec.get("type") if isinstance(spec, Mapping) else None
+    if kind in REMOVED_RULES:
+        if locator.strict:
+            raise locator.error(["early_terminate", "type"], f"{kind} {REMOVED_RULES[kind]}")
+        return spec
     if not isinstance(spec, Mapping) or kind not in RULES:
         types = ", ".join(RULES)
         why = (
@@ -295,7 +300,7 @@ def _early_terminate(spec: Any, locator: YamlLocator) -> Mapping[str, Any] | Non
         raise locator.error(["early_terminate"], f"min_iter and {more[0]}: give min_iter, or max_iter and s")
     if locator.strict and type(spec.get("strict", False)) is not bool:
         raise locator.error(["early_terminate", "strict"], f"{spec['strict']!r} must be true or false")
-    if kind != "freeze_thaw" and "min_iter" not in spec and not {"max_iter", "s"} <= set(spec):
+    if "min_iter" not in spec and not {"max_iter", "s"} <= set(spec):
         raise locator.error(["early_terminate"], "needs `min_iter`, or `max_iter` and `s`")
     for key in sorted(set(spec) - {"type", "strict"}):
         if not _is_amount(spec[key]) or not spec[key]:
