@@ -58,6 +58,8 @@ def fit_failures(features: np.ndarray, failed: np.ndarray, running: np.ndarray) 
     rate, count = failed.mean(), len(failed)
     if not 0 < rate < 1:
         return None
+    # A regression of 1 (failed) and 0 (did not), which has a closed form; its mean crosses `limit` at one half. A
+    # classification (Rasmussen and Williams 2006, chapter 3) would need an approximation in each fit.
     spread = failed.std()
     values, limit = (failed - rate) / spread, (0.5 - rate) / spread
     subset = training_subset(-values, FIT_TO)
@@ -68,6 +70,8 @@ def fit_failures(features: np.ndarray, failed: np.ndarray, running: np.ndarray) 
     log_modelled = np.where(failed, log_fails, log_ndtr((limit - mean) / deviation)).sum()
     others = (count * rate - failed + 0.5) / count  # the rate of all other trials, never 0 or 1
     log_constant = np.log(np.where(failed, others, 1 - others)).sum()
+    # Both are products of what each trial's outcome was worth to a model that had seen all others (Geisser and Eddy
+    # 1979), so a process with many hyperparameters gains nothing by fitting accidents.
     log_odds = log_modelled - log_constant - ACCIDENTS
     return FailureModel(
         process=process.given(running, process.predict(running)[0]),
@@ -114,6 +118,7 @@ def fit_values(
         if bad.any():
             process = process.given(failed[bad], np.full(bad.sum(), values.max()))
         if len(running):
+            # A joint draw of all that run: over the members, the mean is over results that are not known yet.
             drawn = process.draw(running, rng)
             process, best = process.given(running, drawn), min(best, float(drawn.min()))
         processes.append(replace(process, best=best))
@@ -164,6 +169,7 @@ def choose_scale(features: np.ndarray, values: Sequence[float] | np.ndarray) -> 
     least, median = known.min(), np.median(known)
     if len(known) < FEWEST or median == least:
         return plain, theta
+    # Logarithms spread the values near the best one, where a search looks; SOFTENING keeps the best one's finite.
     most = median + OUTLIER * (median - least)
     behind = np.log(known - least + SOFTENING * (median - least))
     logs = (behind - behind.mean()) / behind.std()
@@ -171,7 +177,7 @@ def choose_scale(features: np.ndarray, values: Sequence[float] | np.ndarray) -> 
     uncut = known[subset] < most
     density = _log_density(here, plain[subset], theta)[uncut] - np.log(np.minimum(known, most).std())
     log_density = _log_density(here, logs[subset], log_theta)[uncut] - np.log(behind.std())
-    # both densities are of the values themselves: that of a logarithm is divided by its argument
+    # Both densities are of the values themselves: for g = log(y - least + c), p(y) = p(g) dg/dy = p(g) exp(-g).
     better = (log_density - behind[subset][uncut]).sum() > density.sum()
     return (logs, log_theta) if better else (plain, theta)
 

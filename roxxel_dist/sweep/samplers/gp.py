@@ -1,8 +1,14 @@
 """A Gaussian process for few, noisy and costly values: what `bayes` expects of the points that it has not seen.
 
-A Matern-5/2 kernel with a length scale a dimension. The scales have a log-normal prior whose centre grows with the root
-of the number of dimensions, so that a space of many dimensions does not look like noise (Hvarfner, Hellsten, Nardi
-2024); signal and noise are fitted too. All three are found together, as the maximum of their posterior.
+The covariance of the values at x and x' is
+
+    signal k(r) + trend f(x)'f(x') + noise [x is x'],    r^2 = sum over d of (x_d - x'_d)^2 / scale_d^2,
+
+with the Matern-5/2 kernel k and the features f of `_trend`. The scales have a log-normal prior whose centre grows with
+the root of the number of dimensions, so that a space of many dimensions does not look like noise (Hvarfner, Hellsten,
+Nardi 2024, arXiv 2402.02229). All hyperparameters are found together, as the maximum of their posterior.
+
+RW: C. E. Rasmussen and C. K. I. Williams, Gaussian Processes for Machine Learning, MIT Press 2006.
 """
 
 from dataclasses import dataclass
@@ -42,6 +48,8 @@ def _kernel(points: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _matern(r: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    # RW equation 4.17: k(r) = (1 + sqrt(5) r + 5/3 r^2) exp(-sqrt(5) r). Gradients by x need k'(r) only in -k'(r) / r
+    # = 5/3 (1 + sqrt(5) r) exp(-sqrt(5) r), which is finite at r = 0.
     decay = np.exp(-ROOT5 * r)
     slope = 5 / 3 * (1 + ROOT5 * r) * decay
     return slope + (5 / 3 * r * r - 2 / 3 * (1 + ROOT5 * r)) * decay, slope
@@ -60,9 +68,9 @@ def _trend_slope(point: np.ndarray) -> np.ndarray:
 
 
 class _Posterior:
-    """The negative logarithm of the posterior of scales, signal and noise, and its gradient.
+    """The negative logarithm of the posterior of scales, signal, noise and trend, and its gradient.
 
-    Its argument: d log scales, the log of the signal's variance, the log of the noise's variance.
+    Its argument, float64[d + 3]: d log scales and the logs of the variances of signal, noise and trend.
     """
 
     def __init__(self, points: np.ndarray, values: np.ndarray, noise: float = USUAL_NOISE) -> None:
@@ -86,15 +94,19 @@ class _Posterior:
             return 1e10, np.zeros(dims + 3)
         inverse, _ = _INVERT(factor, lower=1)
         inverse = np.tril(inverse) + np.tril(inverse, -1).T
+        # RW equations 5.8 and 5.9, with the sign turned: the loss is y'K^-1 y / 2 + log|K| / 2, and its derivative by a
+        # hyperparameter t is tr((K^-1 - a a') dK/dt) / 2 with a = K^-1 y; `residue` is K^-1 - a a'.
         weights = inverse @ values
         residue = inverse - np.outer(weights, weights)
+        # dK_ij / d log scale_d = signal (-k'(r) / r) (s_id - s_jd)^2 for s = x / scale. Half of the sum over i and j of
+        # pull_ij (s_id - s_jd)^2 is multiplied out, so that no array of n x n x d is made.
         pull = residue * (signal * slope)
         gradient = np.empty(dims + 3)
         gradient[:dims] = pull.sum(1) @ scaled**2 - ((pull @ scaled) * scaled).sum(0)
         gradient[dims] = 0.5 * signal * (residue * kernel).sum()
         gradient[dims + 1] = 0.5 * noise * np.trace(residue)
         gradient[dims + 2] = 0.5 * steep * (residue * self._trend).sum()
-        loss = 0.5 * values @ weights + np.log(np.diag(factor)).sum()
+        loss = 0.5 * values @ weights + np.log(np.diag(factor)).sum()  # log|K| / 2 = the sum of log L_ii, for K = LL'
         offsets = (theta - self.centre) / self.spread
         return loss + 0.5 * (offsets**2).sum(), gradient + offsets / self.spread
 
@@ -143,20 +155,24 @@ def sample_hyperparameters(
         (posterior(theta + shift * at)[1] - slope) @ at / shift
         for shift, at in zip(shifts, np.eye(len(theta)), strict=True)
     ]
+    # The stride along each axis is a share of the deviation that the posterior has there, by its curvature at theta; no
+    # wider than that of the prior. So one step size suits all axes (Neal 2011, section 4.1: a diagonal mass matrix).
     strides = STRIDE / np.sqrt(np.maximum(curvature, 1 / posterior.spread**2))
     draws = []
     for _ in range(count):
         momentum = rng.normal(size=len(theta))
         energy, place, pull, there = loss + 0.5 * momentum @ momentum, theta, slope, loss
-        for _ in range(PATH):
+        for _ in range(PATH):  # leapfrog: half a step of the momentum, a whole one of the place, half a step again
             momentum = momentum - 0.5 * strides * pull
             place = place + strides * momentum
+            # A bound reflects the path: place and momentum are mirrored, so that volume and energy stay as they are.
             momentum = np.where((place < low) | (place > high), -momentum, momentum)
             place = np.clip(
                 np.where(place < low, 2 * low - place, np.where(place > high, 2 * high - place, place)), low, high
             )
             there, pull = posterior(place)
             momentum = momentum - 0.5 * strides * pull
+        # Metropolis: the error of the steps is the difference of the energies. A draw that is refused counts again.
         if np.log(rng.random()) < energy - there - 0.5 * momentum @ momentum:
             theta, loss, slope = place, there, pull
         draws.append(theta)
@@ -168,7 +184,7 @@ class GaussianProcess:
     """A process given some values; see `condition`."""
 
     theta: np.ndarray
-    """Log scales, log signal, log noise."""
+    """Log scales, log signal, log noise, log trend: float64[d + 3]."""
     best: float
     """The least mean at a point that was seen: one lucky measurement does not count for much."""
     _points: np.ndarray
@@ -183,6 +199,7 @@ class GaussianProcess:
         Args:
             points: float64[m, d].
         """
+        # RW equations 2.25 and 2.26: mean k'K^-1 y, variance k(x, x) - k'K^-1 k
         kernel = prior_covariance(self.theta, points, self._points)
         prior = np.exp(self.theta[-3]) + np.exp(self.theta[-1]) * (_trend(points) ** 2).sum(1)
         variance = prior - np.einsum("ij,ij->i", kernel @ self._inverse, kernel)
@@ -229,6 +246,8 @@ class GaussianProcess:
         steep += trend * (along[:, : len(point)] + along[:, len(point) :])
         broader = trend * (features * rise).reshape(2, -1).sum(0)
         solved = self._inverse @ kernel
+        # log EI = log s + log h(z) with z = (best - m) / s and h' = cdf; its gradient: ds / s + cdf(z) / h(z) dz, where
+        # dz = (-dm - z ds) / s. `wider` is ds: half of the variance's gradient, over s; `closer` is dz.
         deviation = np.sqrt(max(signal + trend * features @ features - kernel @ solved, 1e-12))
         z = (self.best - kernel @ self._weights) / deviation
         log_h = _log_h(np.array([z]))[0]
@@ -238,7 +257,9 @@ class GaussianProcess:
 
 
 def _log_h(z: np.ndarray) -> np.ndarray:
-    """log(pdf(z) + z cdf(z)) of a standard normal, exact far below 0 too (Ament et al. 2023)."""
+    """log(pdf(z) + z cdf(z)) of a standard normal, exact far below 0 too (Ament et al. 2023, arXiv 2310.20708)."""
+    # Far below 0 both terms are tiny and nearly cancel. There h(z) = pdf(z) (1 + z cdf(z) / pdf(z)), where the ratio is
+    # sqrt(pi / 2) erfcx(-z / sqrt(2)), which neither underflows nor cancels.
     near = np.maximum(z, -1.0)
     density = np.exp(-near * near / 2) / np.sqrt(2 * np.pi)
     plain = np.log(np.maximum(density + near * np.exp(log_ndtr(near)), 1e-300))
@@ -255,6 +276,7 @@ def condition(points: np.ndarray, values: np.ndarray, theta: np.ndarray) -> Gaus
         values: float64[n], finite, of mean 0 and deviation 1 or so; less is better.
         theta: from `fit_hyperparameters`.
     """
+    # The inverse itself, and not its factor alone: thousands of candidates need k'K^-1 k, and RW 5.12 its diagonal.
     kernel = prior_covariance(theta, points, points)
     covariance = kernel + (np.exp(theta[-2]) + JITTER) * np.eye(len(values))
     inverse = cho_solve(cho_factor(covariance, lower=True), np.eye(len(values)))
