@@ -19,11 +19,11 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.data.build.tokenizer import TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.data.discovery import absolute
-from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, stacked_scales, target_of
+from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, target_of
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER, is_study, no_run
 from roxxel_dist.train.bucket_run import BucketRun
-from roxxel_dist.train.checkpoint import files, layout
+from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.digests import check_checkpoint, in_words, read_verified
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
@@ -99,8 +99,7 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
     else:
         params, state, done = _of_files(run, step, best=best)
         metadata = _metadata_of_adapters(load_yaml(run / CONFIG), params)
-    params = _of_this_layout(config, params)
-    scales = stacked_scales(metadata.adapter_scales or {}, params)
+    scales = dict(metadata.adapter_scales or {})
     folders = (run,)
     if metadata.base is not None and (base := base_of(run, metadata)) is not None:
         check_base(base)
@@ -111,20 +110,6 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
     return Weights(
         config=config, params=params, state=state, step=done, tokenizer=tokenizer, scales=scales, folders=folders
     )
-
-
-def _of_this_layout(config: Any, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The parameters of a run, converted from an older layout if necessary."""
-    if config.model is not None:
-        return params
-    _, trained, _, frozen = split_module(nnx.eval_shape(model_builder(config)))
-    shapes = {name: leaf.shape for name, leaf in (trained | frozen).items()}
-    if all(shapes.get(name) == array.shape for name, array in params.items()):
-        return params
-    try:
-        return layout.convert(params, {name: shape for name, shape in shapes.items() if layout.sources(name, params)})
-    except ValueError:  # the config does not fit; `model_of` raises the error
-        return params
 
 
 def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], CheckpointMetadata]:
@@ -240,7 +225,7 @@ def _state_of(weights: Weights, like: Leaves, needed: Collection[str], path: str
     if lacking := [name for name in needed if name not in weights.state]:
         raise UserError(
             f"the weights in {path} lack {', '.join(lacking[:3])}, which the model {weights.config.model!r} has beside "
-            f"its parameters: they were written by an earlier version, or for another model. Name the run that they "
+            f"its parameters: they were written for another model. Name the run that they "
             f"are from, with its checkpoints, or export that again"
         )
     like = {name: leaf for name, leaf in like.items() if name in weights.state}

@@ -163,9 +163,7 @@ def test_a_base_is_known_by_the_digests_of_its_weights(work, tmp_path):
     store.delete_later(36, {**store.meta(36), "rewinds": 1, "went_back": "job"})
     store.close()
     assert fingerprint(copy) == before
-    # The fingerprints of earlier versions: from the checkpoint's own digests, and a hash of all weights.
-    check_base(BaseModelRef(*copy, "base", fingerprint(copy, of_digests=False)))
-    check_base(BaseModelRef(*copy, "base", "2ca2b83692306b02"))
+    check_base(BaseModelRef(*copy, "base", before))
     with pytest.raises(ValueError, match="its weights are not those that the adapters were trained for"):
         check_base(BaseModelRef(work / "base", 40, "base", before))
 

@@ -107,7 +107,7 @@ class RunRecord:
         """Whether a checkpoint still exists; a training run deletes its older ones."""
         return is_url(self.name) or (self.folder / CHECKPOINTS / str(step)).is_dir()
 
-    def checkpoint(self, step: int) -> tuple[CheckpointMetadata, DigestTable | None]:
+    def checkpoint(self, step: int) -> tuple[CheckpointMetadata, DigestTable]:
         """The metadata and digests of a local checkpoint. Raises ValueError if it is damaged, or was deleted
         meanwhile."""
         if not self.has_checkpoint(step):

@@ -6,7 +6,6 @@ step uses W alone. If a model has any `LoRAParam`, only these are trained, and a
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -156,20 +155,6 @@ def adapter_shapes(adapter: str, kernel: tuple[int, ...], rank: int) -> tuple[tu
     """The shapes of A and B of the named adapter, for a kernel."""
     batch = adapter.startswith("blocks.") + adapter.endswith(ADAPTER)  # layers, experts
     return (*kernel[: batch + 1], rank), (*kernel[:batch], rank, *kernel[batch + 1 :])
-
-
-def stacked_scales(scales: Mapping[str, float], params: Mapping[str, Any]) -> dict[str, float]:
-    """The scale of each adapter, by its current name; older layouts had separate names for each block.
-
-    Args:
-        scales: of each adapter, by name.
-        params: by name, including the adapters or their arrays.
-    """
-    names = {}
-    for name, scale in scales.items():
-        whole = re.sub(r"\bblocks\.\d+\.", "blocks.", name).replace("feedforward.up", "feedforward.gate_up")
-        names[name if name + LORA_A_SUFFIX in params or target_of(name) in params else whole] = scale
-    return names
 
 
 def scales_of(model: nnx.Module) -> dict[str, float]:

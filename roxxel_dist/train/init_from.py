@@ -20,7 +20,7 @@ from roxxel_dist.cluster.distributed import is_primary
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.model.lora import LORA_A_SUFFIX, LORA_B_SUFFIX, adapter_shapes, merged, stacked_scales, target_of
+from roxxel_dist.model.lora import LORA_A_SUFFIX, LORA_B_SUFFIX, adapter_shapes, merged, target_of
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.train.bucket_folder import local_run
 from roxxel_dist.train.bucket_run import BucketRun
@@ -118,7 +118,7 @@ def load_params(source: CheckpointRef, like: Leaves, state: Leaves) -> Leaves:
             restored = store.restore_model(step, {"params": like, **rest})
             return restored["params"] | restored.get("rest", {})
         merged_weights, saved = dict(load_base_params(base, like, {})), store.param_shapes(step)
-        scales = stacked_scales(metadata.adapter_scales or {}, like)
+        scales = metadata.adapter_scales or {}
         lora_a = next(leaf for name, leaf in saved.items() if name.endswith(LORA_A_SUFFIX))
         place = next(iter(like.values())).sharding
         place = NamedSharding(place.mesh, P()) if isinstance(place, NamedSharding) else place
@@ -178,34 +178,31 @@ def check_base(base: BaseModelRef) -> None:
     """Raises ValueError where the weights that adapters stand on are gone, or others."""
     cure = f"put {base.checkpoint} back or, if it was moved, name its new place: resume with init_from=NEW_PLACE"
     try:
-        now = fingerprint(base.checkpoint, of_digests=not base.fingerprint.startswith(OF_METADATA))
+        now = fingerprint(base.checkpoint)
     except ValueError as error:
         raise UserError(f"the base weights of the adapters are missing: {error}; {cure}") from error
-    # Earlier versions kept a hash of all weights, which says nothing here.
-    if base.fingerprint.startswith((OF_METADATA, OF_DIGESTS)) and now != base.fingerprint:
+    if base.fingerprint and now != base.fingerprint:
         raise UserError(
             f"init_from is {base.checkpoint}: its weights are not those that the adapters were trained for "
             f"({base.fingerprint}, now {now}): {cure}"
         )
 
 
-def fingerprint(source: CheckpointRef, *, of_digests: bool = True) -> str:
+def fingerprint(source: CheckpointRef) -> str:
     """A hash that identifies the base of adapters: of the digests of its weights.
 
-    If it has none, or `of_digests` is False, of its metadata. For a checkpoint: its losses, the run's data and
-    curriculum, which stay when the run goes back to it. For a folder of Hugging Face: the names and shapes of its
-    tensors and the size of its files. Raises ValueError if it is gone.
+    Of a folder of Hugging Face that has none: of the names and shapes of its tensors and the size of its files. Raises
+    ValueError if it is gone.
     """
+    about: Any = None
     if is_hf_folder(source.run):
         with _errors_of(source), TensorFiles(source.run) as files:
-            about: Any = [files.bytes, files.shapes()]
+            about = [files.bytes, files.shapes()]
             digests = json.dumps(sorted(files.digests.items())) if files.digests else ""
     else:
         with open_checkpoint("init_from", source) as (store, step), _errors_of(source):
-            saved, digests = store.metadata(step), store.fingerprint(step)
-            about = [store.val_loss(step), saved.early_stopping.best_loss, saved.corpus, saved.curriculum]
-    kind = OF_DIGESTS if digests and of_digests else OF_METADATA
-    text = digests if kind == OF_DIGESTS else json.dumps(about, sort_keys=True)
+            digests = store.fingerprint(step)
+    kind, text = (OF_DIGESTS, digests) if digests else (OF_METADATA, json.dumps(about, sort_keys=True))
     return kind + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -277,11 +277,6 @@ class Trainer:
         if self.step:
             with self._progress.doing("restore"):
                 self._parts = restore_start(self.store, self.start, self._state)
-                on_disk = self.start.source is None and self.start.copy is None
-                if on_disk and not self.store.has_digests(self.step):
-                    self.logger.text(f"the checkpoint of step {self.step} has no digests, so it is used unverified")
-                if not self._metadata.digest:
-                    self.logger.text(f"the checkpoint of step {self.step} has no running digest: a new one begins")
 
     def _set_aside(self, damage: DamagedCheckpoint) -> None:
         """Take a damaged checkpoint of the run, not of another one, out of the way of the next older complete one."""

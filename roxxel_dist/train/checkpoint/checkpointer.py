@@ -103,8 +103,6 @@ class Checkpointer:
         return 0
 
     def _restore(self, step: int) -> int:
-        if not self.store.has_digests(step):
-            log.warning("the checkpoint of step %s has no digests, so it is used unverified", step)
         if self._is_of_trainer(step):
             self._restore_run(step)
             return step

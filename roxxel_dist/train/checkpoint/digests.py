@@ -274,12 +274,12 @@ def in_words(problems: Sequence[str], limit: int = 3) -> str:
 
 
 def check_checkpoint(checkpoint: Path, step: int, progress: Progress | None = None) -> list[str]:
-    """What is wrong with the files of a checkpoint; nothing of one without digests that can be read."""
+    """What is wrong with the files of a checkpoint."""
     try:
         _, table = read_verified(checkpoint, step)
     except ValueError as error:
         return [str(error)]
-    return [] if table is None else table.check_files(checkpoint, progress=progress)
+    return table.check_files(checkpoint, progress=progress)
 
 
 def seal(data: bytes) -> bytes:
@@ -305,8 +305,8 @@ def files_below(folder: Path) -> list[Path]:
     return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
 
 
-def read_verified(checkpoint: Path, step: int) -> tuple[MetaFile, DigestTable | None]:
-    """`meta.json` and the table of a checkpoint, once they agree; no table of one that an earlier version has saved.
+def read_verified(checkpoint: Path, step: int) -> tuple[MetaFile, DigestTable]:
+    """`meta.json` and the table of a checkpoint, once they agree.
 
     Raises ValueError where one of them is missing, damaged or of another step.
     """
@@ -314,14 +314,8 @@ def read_verified(checkpoint: Path, step: int) -> tuple[MetaFile, DigestTable | 
     try:
         text = (checkpoint / META).read_bytes()
         name = TABLE
-        table = DigestTable.read(checkpoint / TABLE) if (checkpoint / TABLE).exists() else None
+        table = DigestTable.read(checkpoint / TABLE)
         name = META
-        if table is None:
-            saved = MetaFile.from_json(text)
-            if not saved.has_digests:
-                return saved, None
-            name = TABLE
-            raise FileNotFoundError
         if table.step != step:
             raise UserError(f"{TABLE} is of step {table.step}")
         if digest(text) not in table.meta:

@@ -33,7 +33,6 @@ from roxxel_dist.cluster.durable import make_folder, sync_folder, write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.folder_lock import LOCK
 from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
-from roxxel_dist.train.checkpoint import layout
 from roxxel_dist.train.checkpoint.digests import (
     DAMAGED,
     TABLE,
@@ -311,7 +310,7 @@ def write_table(temporary: Path, step: int, ranks: int, meta: str) -> None:
 
 
 def commit(handler: ocp.PyTreeCheckpointHandler, temporary: Path, checkpoint: Path, meta: str, ranks: int) -> None:
-    """Make a complete checkpoint from the files of all `ranks`; 0: without digests.
+    """Make a complete checkpoint from the files of all `ranks`.
 
     It is complete from the rename on, with which this ends; the caller brings its name to the disk (`sync_folder`).
     """
@@ -320,8 +319,7 @@ def commit(handler: ocp.PyTreeCheckpointHandler, temporary: Path, checkpoint: Pa
     if not (temporary / STATE / MERGED).exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(temporary / STATE / MERGED))
     write_file(temporary / META, meta)
-    if ranks:
-        write_table(temporary, int(checkpoint.name), ranks, meta)
+    write_table(temporary, int(checkpoint.name), ranks, meta)
     os.rename(temporary, checkpoint)
 
 
@@ -342,11 +340,9 @@ def replace_meta(checkpoint: Path, meta: str) -> None:
     """Give a checkpoint another `meta.json`. Cut off anywhere, the old one or the new one is there, and agrees."""
     _, table = read_verified(checkpoint, int(checkpoint.name))
     new = digest(meta.encode())
-    if table is not None:
-        replace(table, meta=(*table.meta, new)).write(checkpoint / TABLE)
+    replace(table, meta=(*table.meta, new)).write(checkpoint / TABLE)
     write_file(checkpoint / META, meta)
-    if table is not None:
-        replace(table, meta=(new,)).write(checkpoint / TABLE)
+    replace(table, meta=(new,)).write(checkpoint / TABLE)
 
 
 def compared(like: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> frozenset[tuple[str, Bounds]]:
@@ -399,43 +395,6 @@ def restore_state(handler: ocp.PyTreeCheckpointHandler, checkpoint: Path, like: 
     return data_to_keys(handler.restore(epath.Path(checkpoint / STATE), args=args), like)
 
 
-def is_convertible(saved: Mapping[str, list[Any]], wanted: Mapping[str, list[Any]]) -> bool:
-    """Whether the arrays of a checkpoint of an older layout are those that are wanted; both as `shapes` tells them."""
-    old = {name: jax.ShapeDtypeStruct(tuple(shape), jnp.float32) for name, (*shape, _) in saved.items()}
-    new = {name: tuple(shape) for name, (*shape, _) in wanted.items()}
-    try:
-        jax.eval_shape(partial(layout.convert, shapes=new), old)
-    except (ValueError, TypeError):
-        return False
-    return True
-
-
-def restore_converted(
-    handler: ocp.PyTreeCheckpointHandler, checkpoint: Path, saved: Mapping[str, list[Any]], like: Any
-) -> Any:
-    """`restore_state` of a checkpoint of an older layout, whose arrays are `saved`."""
-    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, keys_to_data(like))
-    leaves, tree = jax.tree.flatten_with_path(abstract)
-    wanted = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-    sizes = {name: shape[:-1] + ([2] if "key<" in shape[-1] else []) for name, shape in saved.items()}
-    needed = layout.old_tree(saved, wanted, sizes)
-    named = jax.tree_util.keystr
-    item = jax.tree.map_with_path(
-        lambda path, _: needed.get(named(path, simple=True, separator="/"), ocp.PLACEHOLDER),
-        handler.metadata(epath.Path(checkpoint / STATE)).tree,
-    )
-    restore_args = ocp.checkpoint_utils.construct_restore_args(item)
-    restored = handler.restore(
-        epath.Path(checkpoint / STATE), args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
-    )
-    old = {named(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(restored)}
-    old = {name: old[name] for name in needed}
-    shapes = {name: leaf.shape for name, leaf in wanted.items()}
-    places = {name: leaf.sharding for name, leaf in wanted.items()}
-    made = jax.jit(partial(layout.convert, shapes=shapes), out_shardings=places)(old)
-    return data_to_keys(jax.tree.unflatten(tree, [made[name] for name in wanted]), like)
-
-
 def below(prefix: str, shapes: Mapping[str, _Value]) -> dict[str, _Value]:
     """What a train state's `shapes` have of `PARAMS` or `REST`, by name."""
     return {name.removeprefix(prefix): value for name, value in shapes.items() if name.startswith(prefix)}
@@ -454,7 +413,7 @@ def model_bytes(shapes: Mapping[str, list[Any]]) -> int:
 
 
 def read_model(
-    checkpoint: Path, saved: MetaFile, table: DigestTable | None
+    checkpoint: Path, saved: MetaFile, table: DigestTable
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """(parameters, the rest) of a train state, whole and in memory, random keys of the rest as integers.
 
@@ -462,7 +421,7 @@ def read_model(
     Orbax raises passes.
     """
     arrays = read_named(checkpoint, {name for name in saved.shapes if name.startswith((PARAMS, REST))})
-    if table is not None and (problems := check_whole_arrays(arrays, table, saved.shapes)):
+    if problems := check_whole_arrays(arrays, table, saved.shapes):
         raise UserError(in_words(problems))
     return below(PARAMS, arrays), below(REST, arrays)
 

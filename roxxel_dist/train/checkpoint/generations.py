@@ -26,7 +26,6 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.blocks import BlockTable, DamagedFile, Header, read_blocks, read_header
 from roxxel_dist.train.checkpoint.digests import bounds_of, digest
-from roxxel_dist.train.checkpoint.layout import LAYOUT
 from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata
 from roxxel_dist.train.checkpoint.replicas import block_files, fetch_blocks, read_key
 
@@ -69,7 +68,7 @@ class Generation:
 def run_identity(run: object, mesh: Any, settings: Sequence[Any]) -> str:
     """A hash that must be equal for a generation to be used: of the run, its data and plan, devices, and shardings."""
     devices = [(device.id, device.process_index) for device in mesh.devices.flat]
-    text = json.dumps([str(run), LAYOUT, list(mesh.shape.items()), devices, *settings])
+    text = json.dumps([str(run), list(mesh.shape.items()), devices, *settings])
     return digest(text.encode())
 
 

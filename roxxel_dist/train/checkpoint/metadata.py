@@ -30,9 +30,6 @@ class MetaFile(NamedTuple):
     meta: Mapping[str, Any]
     """What the program that saved it adds; `CheckpointMetadata` for a run."""
     val_loss: float | None
-    layout: int
-    has_digests: bool = False
-    """Whether a table of digests was written beside it."""
 
     @classmethod
     def read(cls, checkpoint: Path) -> "MetaFile":
@@ -43,14 +40,11 @@ class MetaFile(NamedTuple):
     def from_json(cls, text: bytes) -> "MetaFile":
         """Raises ValueError, KeyError or TypeError where it is damaged."""
         saved = json.loads(text)
-        return cls(
-            saved["shapes"], saved["meta"], saved["val_loss"], saved.get("layout", 1), saved.get("digests", False)
-        )
+        return cls(saved["shapes"], saved["meta"], saved["val_loss"])
 
     def to_json(self) -> str:
         """As it is written."""
-        saved = {"layout": self.layout, "val_loss": self.val_loss, "shapes": self.shapes, "meta": self.meta}
-        return json.dumps(saved | ({"digests": True} if self.has_digests else {}))
+        return json.dumps({"val_loss": self.val_loss, "shapes": self.shapes, "meta": self.meta})
 
 
 class CheckpointRef(NamedTuple):

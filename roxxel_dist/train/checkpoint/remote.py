@@ -194,7 +194,6 @@ class RemoteCheckpoints:
         the new one is there, and agrees."""
         checkpoint = self._folder / str(step)
         _, table = read_verified(checkpoint, step)
-        assert table is not None  # else it does not count in a bucket
         path = checkpoint / f".{TABLE}.before"
         self._store.download(_key(step, TABLE), path)
         before = DigestTable.read(path)
@@ -272,7 +271,6 @@ class RemoteCheckpoints:
         """Bring what `files.read_model` reads of a checkpoint here, for one process that reads it alone; what is wrong
         with it. Its `meta.json` and table are here."""
         _, table = read_verified(self._folder / str(step), step)
-        assert table is not None  # else it does not count in a bucket
         return self.check(step, table, table.files, lambda name, _: not name.startswith((files.PARAMS, files.REST)))
 
     def fetch_all(self, step: int) -> list[str]:
@@ -282,7 +280,6 @@ class RemoteCheckpoints:
             _, table = read_verified(self._folder / str(step), step)
         except ValueError as error:
             return [str(error)]
-        assert table is not None
         return self.check(step, table, table.files)
 
     def _send(self, folder: Path, step: int, paths: Iterable[Path]) -> None:

@@ -33,7 +33,6 @@ from roxxel_dist.data.discovery import check_local
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.digests import Bounds, DigestTable, damaged_ones, in_words, read_verified
-from roxxel_dist.train.checkpoint.layout import LAYOUT
 from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, MetaFile
 from roxxel_dist.train.checkpoint.remote import RemoteCheckpoints, not_read
 
@@ -119,7 +118,6 @@ class CheckpointStore:
         keep_steps: these steps are kept for ever.
         read_only: look, and change nothing; the folder may belong to a run that is still going on.
         writes_later: the same until `begin_writing` is called; without both the store begins to write at once.
-        digests: hash what is saved, and compare what is restored. Off, checkpoints prove nothing.
         remote: the same checkpoints in a bucket, which alone count; the folder has what this host needs of them.
 
     Raises:
@@ -135,7 +133,6 @@ class CheckpointStore:
         keep_steps: Collection[int] | None = None,
         read_only: bool = False,
         writes_later: bool = False,
-        digests: bool = True,
         remote: RemoteCheckpoints | None = None,
     ) -> None:
         for name, value in (("max_to_keep", max_to_keep), ("keep_every", keep_every)):
@@ -145,7 +142,7 @@ class CheckpointStore:
         self.folder: Path = Path(folder).absolute()
         self._keep = max_to_keep, keep_every, frozenset(keep_steps or ())
         self._name = f"checkpoint {next(_opened)}"
-        self._read_only, self._writes, self._digests = read_only, False, digests
+        self._read_only, self._writes = read_only, False
         self._remote = remote
         self.check_run: Callable[[], None] | None = None if remote is None else remote.check_run
         """Raises what keeps the run from its bucket; None where it has none."""
@@ -153,7 +150,7 @@ class CheckpointStore:
         self._saved: dict[int, float | None] = {}
         self._passed_over: list[int] = []
         """Steps of damaged checkpoints, which `begin_writing` renames."""
-        self._read_last: tuple[int, MetaFile, DigestTable | None] | None = None
+        self._read_last: tuple[int, MetaFile, DigestTable] | None = None
         self._pending: tuple[_Save, Future[_Ending]] | None = None
         if read_only or writes_later:
             self.refresh()
@@ -269,7 +266,7 @@ class CheckpointStore:
         if step in self._saved:
             return
         val_loss = files.number(val_loss)
-        text = MetaFile(files.shapes(state), meta, val_loss, LAYOUT, self._digests).to_json()
+        text = MetaFile(files.shapes(state), meta, val_loss).to_json()
         self._count += 1
         # A name of its own: what a failed attempt still writes, late, cannot get into the next one.
         temporary = self.folder / f"{step}{files.TEMPORARY}-{self._count}"
@@ -291,11 +288,10 @@ class CheckpointStore:
         problem, rank = _Problem(), process_index()
         try:
             writes, blocks = save.begun.result()
-            hashed = files.hash_blocks(blocks, rank) if self._digests else {}
+            hashed = files.hash_blocks(blocks, rank)
             for written in writes:
                 written.result()
-            if self._digests:
-                files.write_part(save.temporary, save.step, hashed, rank)
+            files.write_part(save.temporary, save.step, hashed, rank)
             if self._remote is not None:
                 self._remote.send_part(save.temporary, save.step, rank)
         except Exception as error:  # Orbax raises many kinds; all mean that there is no checkpoint
@@ -326,7 +322,7 @@ class CheckpointStore:
     def _commit(self, save: _Save) -> _Problem:
         """On rank 0, when every rank has written its part: the problem, or nothing."""
         try:
-            ranks = process_count() if self._digests else 0
+            ranks = process_count()
             if self._remote is not None:
                 self._remote.gather_parts(save.temporary, save.step, ranks)
                 files.delete(self.folder / str(save.step))  # that of a save which did not reach the bucket
@@ -511,14 +507,9 @@ class CheckpointStore:
             raise UserError(f"{self.folder} cannot go back to step {step} ({problem}): the folder must be writable")
         self._saved = {other: val_loss for other, val_loss in self._saved.items() if other <= step}
 
-    def has_digests(self, step: int) -> bool:
-        """Whether a checkpoint can be verified; those of earlier versions cannot. It raises what `meta` does."""
-        return self._read(step)[1] is not None
-
     def fingerprint(self, step: int) -> str:
-        """A digest of the parameters of a checkpoint, as its table has them; empty where it has none."""
-        table = self._read(step)[1]
-        return "" if table is None else table.fingerprint(files.PARAMS)
+        """A digest of the parameters of a checkpoint, as its table has them."""
+        return self._read(step)[1].fingerprint(files.PARAMS)
 
     def check(self, step: int) -> None:
         """Compare `meta.json` and every file of a checkpoint with their digests, without a look at the arrays.
@@ -594,49 +585,34 @@ class CheckpointStore:
             f"a new run in another folder"
         )
 
-    def _check(self, step: int, like: Any, *, whole: bool) -> MetaFile | None:
-        """What a checkpoint of an older layout, to be converted, says of itself; None where it is of this one."""
-        (saved, _), wanted = self._read(step), files.shapes(like)
-        wrong = files.difference(saved.shapes, wanted, whole=whole)
-        if wrong and saved.layout < LAYOUT and files.is_convertible(saved.shapes, wanted):
-            return saved
-        if wrong:
+    def _check(self, step: int, like: Any, *, whole: bool) -> None:
+        """Raises UserError where a checkpoint is of another model than `like`, or if `whole` of another optimizer."""
+        if wrong := files.difference(self._read(step)[0].shapes, files.shapes(like), whole=whole):
             what, cure = ("model or optimizer", "config") if whole else ("model", "model fields")
             raise UserError(
                 f"the checkpoint of step {step} in {self.folder} is of another {what} ({wrong}): use the {cure} that "
                 f"it was made with" + (", or a new run directory" if whole else "")
             )
-        return None
 
     def _restore(self, step: int, like: Any, *, whole: bool) -> Any:
-        old, checkpoint = self._check(step, like, whole=whole), self.folder / str(step)
+        self._check(step, like, whole=whole)
         saved, table = self._read(step)
-        table, state, problems = table if self._digests else None, None, list[str]()
-        if table is not None:
-            if self._remote is not None:
-                left = (not_read(like),) if old is None else ()
-                wrong = self._remote.check(step, table, table.files, *left)
-            else:
-                compared = files.compared(like, table, saved.shapes) if old is None else frozenset()
-                wrong = self._wrong_files(step, table, compared)
-            self._agree(step, wrong)  # Orbax is given nothing that is damaged
+        if self._remote is not None:
+            wrong = self._remote.check(step, table, table.files, not_read(like))
+        else:
+            wrong = self._wrong_files(step, table, files.compared(like, table, saved.shapes))
+        self._agree(step, wrong)  # Orbax is given nothing that is damaged
+        state = None
         try:
-            if old is not None:
-                state = files.restore_converted(self._handler, checkpoint, old.shapes, like)
-            else:
-                state = files.restore_state(self._handler, checkpoint, like, whole=whole)
-                problems = [] if table is None else files.check_arrays(state, table, saved.shapes)
+            state = files.restore_state(self._handler, self.folder / str(step), like, whole=whole)
+            problems = files.check_arrays(state, table, saved.shapes)
         except Exception as error:  # Orbax raises various types for a file it cannot read
             problems = [files.cause(error)]
         self._agree(step, problems)
         return state
 
-    def _wrong_files(
-        self, step: int, table: DigestTable | None, compared: Set[tuple[str, Bounds]] = frozenset()
-    ) -> list[str]:
+    def _wrong_files(self, step: int, table: DigestTable, compared: Set[tuple[str, Bounds]] = frozenset()) -> list[str]:
         """What is wrong with this rank's share of a checkpoint's files; blocks that are `compared` are not read."""
-        if table is None:
-            return []
         if self._remote is not None:
             return self._remote.check(step, table, sorted(table.files)[process_index() :: process_count()])
         return table.check_files(self.folder / str(step), process_index(), process_count(), compared=compared)
@@ -667,7 +643,7 @@ class CheckpointStore:
             return str(another).removeprefix(f"the checkpoint of step {another.step} in {self.folder} is damaged: ")
         return f"; the next older complete one is of step {older[-1]}: name that"
 
-    def _read(self, step: int) -> tuple[MetaFile, DigestTable | None]:
+    def _read(self, step: int) -> tuple[MetaFile, DigestTable]:
         """The metadata and digests of a checkpoint, once all ranks have read the same."""
         if step not in self._saved:
             known = ", ".join(map(str, self.steps())) or "none"

@@ -31,7 +31,8 @@ class Verdict:
     name: str
     """Such as "step 300", or a file's name."""
     state: Literal["complete", "unverified", "damaged", "renamed"]
-    """Unverified: it has no digests. Renamed: it was damaged, and a run has renamed it and gone on from another one."""
+    """Unverified: an export of another program, without digests. Renamed: a damaged checkpoint, renamed by a run that
+    has gone on from another one."""
     problems: tuple[str, ...] = ()
     """The files and arrays that differ, and the ranks that wrote them."""
     files: int = 0
@@ -58,15 +59,13 @@ def verify_checkpoints(folder: Path, steps: list[int], progress: Progress, *, de
         try:
             saved, table = read_verified(checkpoint, step)
         except ValueError as error:
-            problems, table = [str(error)], None
-            state = "damaged"
+            problems, state = [str(error)], "damaged"
         else:
-            if table is not None:
-                problems = table.check_files(checkpoint, progress=progress)
-                if deep:
-                    found = problems + _wrong_arrays(checkpoint, table, saved.shapes)
-                    problems = list(dict.fromkeys(found))  # both say the same of some arrays
-            state = "damaged" if problems else "unverified" if table is None else "complete"
+            problems = table.check_files(checkpoint, progress=progress)
+            if deep:
+                found = problems + _wrong_arrays(checkpoint, table, saved.shapes)
+                problems = list(dict.fromkeys(found))  # both say the same of some arrays
+            state = "damaged" if problems else "complete"
         yield _verdict(f"step {step}", state, problems, checkpoint)
 
 
