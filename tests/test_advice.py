@@ -233,7 +233,7 @@ CASES = [
     ("audit r --every 0", "at least 1", "audit r --every 1"),
     ("audit r --steps 5", "as in 101:200", "audit r --steps 1:2"),
     ("audit r --steps 2:9", "has rows of the steps 1 to 3", "audit r --steps 1:3"),
-    ("verify d --deep", "leave it out", "verify d"),
+    ("verify d --deep", "all arrays are compared always", "verify d"),
     ("batch d --step 1", "it has no config.yaml: . has r", "batch r --step 1"),
     ("report r --best_config b.yaml", "name the folder of a sweep", "report r"),
     ("top r --web --once", "leave --web out", "top r --once"),

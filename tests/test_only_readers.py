@@ -68,7 +68,6 @@ LOOKS = {
     "top study --once": 0,
     "top --once": 2,
     "verify run": 0,
-    "verify run --deep": 0,
     "verify run/data": 0,
     "audit run": 0,
     "compare run run": 0,

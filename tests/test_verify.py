@@ -52,7 +52,7 @@ def test_a_complete_run(run, capsys):
     assert main(["verify", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" (")[0] for line in lines] == [f"step {step}: complete" for step in (1, 2, 3)]
-    assert main(["verify", f"{run}@2", "--deep"]) == 0
+    assert main(["verify", f"{run}@2"]) == 0
     assert capsys.readouterr().out.startswith("step 2: complete (")
     assert main(["verify", str(run / "checkpoints"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -62,7 +62,7 @@ def test_a_complete_run(run, capsys):
 
 def test_a_run_is_named_by_a_relative_path(run, monkeypatch, capsys):
     monkeypatch.chdir(run.parent)
-    assert main(["verify", run.name, "--deep"]) == 0, "Orbax reads absolute paths only"
+    assert main(["verify", run.name]) == 0
     assert capsys.readouterr().out.count(": complete (") == 3
 
 
@@ -70,9 +70,9 @@ def test_what_is_damaged_is_named(run, capsys):
     flip(data_of(run, 2), at=2000)
     shutil.copy(run / "checkpoints" / "1" / "meta.json", run / "checkpoints" / "3" / "meta.json")
     (run / "checkpoints" / "1").rename(run / "checkpoints" / "1.damaged")
-    assert main(["verify", str(run), "--deep"]) == 1
+    assert main(["verify", str(run)]) == 1
     first, second, third = capsys.readouterr().out.splitlines()
-    assert first.startswith("step 2: damaged (params/a[0:300,0:70] in state/ocdbt.process_0/d/")
+    assert first.startswith("step 2: damaged (state/ocdbt.process_0/d/")
     assert "does not agree with its digest, written by rank 0" in first
     assert second == "step 3: damaged (meta.json does not agree with its digest, written by rank 0)"
     assert third.startswith("1.damaged: renamed (")
@@ -87,9 +87,9 @@ def test_what_was_written_wrong_is_found(run, capsys):
     wrong = {name: tuple(block._replace(digest="0" * 32) for block in blocks) for name, blocks in table.blocks.items()}
     replace(table, blocks=wrong).write(path)
     assert main(["verify", f"{run}@2"]) == 1
-    assert "step 2: damaged (params/a[0:300,0:70] in state/" in capsys.readouterr().out
-    assert main(["verify", f"{run}@2", "--deep"]) == 1
-    assert "; params/b[0:9] does not agree with its digest" in capsys.readouterr().out  # it lies in the index
+    said = capsys.readouterr().out
+    for name in ("params/a[0:300,0:70]", "params/b[0:9]"):
+        assert f"{name} does not agree with its digest, written by rank 0" in said
 
 
 def test_a_lost_table_is_damage(run, capsys):
@@ -120,7 +120,6 @@ def test_exports(made, tmp_path, format, capsys):
     out = tmp_path / "out"
     export_run(made, format, out)
     assert main(["verify", str(out)]) == 0
-    assert main(["verify", str(out), "--deep"]) == 0
     assert "unverified" not in capsys.readouterr().out
     weights = next(path for path in out.iterdir() if path.suffix in (".msgpack", ".safetensors"))
     flip(weights, at=weights.stat().st_size // 2)

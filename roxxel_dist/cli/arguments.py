@@ -28,6 +28,7 @@ REMOVED = {
     "launch": {"replace_slow": "leave it out: it compared CPU times, which say nothing about an accelerator"},
     "plan": {"coordinates": "run examples/coordinate_check.py with the config"},
     "sweep": {"keep_gb": "leave it out: paused trials keep their checkpoints, which max_to_keep and --count limit"},
+    "verify": {"deep": "leave it out: all arrays are compared always"},
 }
 """Options that a command had, with what to do instead."""
 RULES = tyro.constructors.ConstructorRegistry()

@@ -25,8 +25,6 @@ class VerifyArgs:
     path: tyro.conf.Positional[str]
     """RUN for all its checkpoints, RUN@STEP for one, also in a bucket; a folder of checkpoints; what `export` has made,
     or a file of weights; shards: a folder, a file, or a pattern."""
-    deep: bool = False
-    """Read the arrays of checkpoints and exports too, and compare each with the digest that it had on the device."""
     json: bool = False
     """Print one JSON object instead of lines."""
 
@@ -51,17 +49,17 @@ def verify(words: list[str]) -> int:
         weights = ref.step is None and folder != ref.run and checks.is_export(ref.run)
         paths = [folder / str(step) for step in steps]
         with _progress(checks.size_of(paths)) as advance:
-            for verdict in checks.verify_checkpoints(folder, steps, advance, deep=args.deep):
+            for verdict in checks.verify_checkpoints(folder, steps, advance):
                 verdicts += _shown(verdict, args)
         for verdict in checks.set_aside(folder) if ref.step is None else ():
             verdicts += _shown(verdict, args)
-        for verdict in checks.verify_export(ref.run, lambda _: None, deep=args.deep) if weights else ():
+        for verdict in checks.verify_export(ref.run, lambda _: None) if weights else ():
             verdicts += _shown(verdict, args)
         if not verdicts:
             raise UserError(f"PATH is {args.path}: {folder} has no checkpoint yet")
     elif checks.is_export(ref.run):
         with _progress(checks.size_of([ref.run])) as advance:
-            for verdict in checks.verify_export(ref.run, advance, deep=args.deep):
+            for verdict in checks.verify_export(ref.run, advance):
                 verdicts += _shown(verdict, args)
     else:
         return _verify_shards(args)
@@ -99,7 +97,7 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
             raise UserError(f"RUN is {ref}: {run} has no checkpoint of step {ref.step}; those there are: {known}")
         for step in steps if ref.step is None else [ref.step]:
             kept.fetch_all(step)  # the errors are found again, and reported
-            for verdict in checks.verify_checkpoints(folder, [step], lambda _: None, deep=args.deep):
+            for verdict in checks.verify_checkpoints(folder, [step], lambda _: None):
                 verdicts += _shown(verdict, args)
             shutil.rmtree(folder / str(step), ignore_errors=True)
         for name in kept.damaged() if ref.step is None else ():
@@ -118,8 +116,6 @@ def _verify_shards(args: VerifyArgs) -> int:
     from roxxel_dist.config import usage_errors
     from roxxel_dist.data.discovery import NoShardsError
 
-    if args.deep:
-        raise UserError("--deep is of checkpoints and exports: of shards every block is read anyway; leave it out")
     with usage_errors():
         try:
             complete, lines = verify_shards(args.path)

@@ -127,7 +127,7 @@ def test_a_run_killed_in_an_upload_goes_on_from_the_bucket_alone(work, server, l
     result = run("eval", store.url, cwd=work, **server.environ)
     assert "val_loss is the same as in the log, to the last bit" in result.stdout, result.stderr
     for reads, shown in (
-        (["verify", store.url, "--deep"], "step 12: complete"),
+        (["verify", store.url], "step 12: complete"),
         (["top", "--once", store.url], "step 12 of 12"),
         (["batch", store.url, "--step", 12], "step 12 of"),
         (["report", store.url, "--out", tmp_path / "pictures"], "train_loss"),
@@ -204,7 +204,7 @@ def test_a_purge_of_the_local_copy_loses_nothing(work, server, link, store, tmp_
     assert {int(step) for step in re.findall(r"\| Step +(\d+)/12", log)} == set(range(1, 13))
     timed = [json.loads(row).get("steps") for row in store.read("timeline.jsonl").splitlines()]
     assert {step for first, last in filter(None, timed) for step in range(first, last + 1)} == set(range(1, 13))
-    assert run("verify", store.url, "--deep", cwd=work, **server.environ).returncode == 0
+    assert run("verify", store.url, cwd=work, **server.environ).returncode == 0
 
 
 @pytest.mark.cluster

@@ -1,20 +1,25 @@
 """Checkpoints that are damaged: the next older complete one is used, and the run is what it would have been."""
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from damage import KINDS, copy_damaged, damage, rows_of, state_of
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from runs import PHASES, losses, make, saved, told, train
 
 from roxxel_dist import Checkpointer, Phase
-from roxxel_dist.train.checkpoint.digests import DigestTable
+from roxxel_dist.train.checkpoint.digests import DigestTable, digest
 from roxxel_dist.train.checkpoint.metadata import CheckpointRef, ResumeSpec
 from roxxel_dist.train.checkpoint.store import CheckpointStore, DamagedCheckpoint
 
@@ -77,23 +82,79 @@ def best(run):
     return min((loss, step) for step, _, loss in losses(run) if loss is not None)[1]
 
 
-def test_damage_while_it_is_read(tmp_path):
-    """Behind the look at its files, by a process beside this one: what Orbax then reads is compared too."""
-    state = {"params": {"a": jnp.arange(60000.0)}}
+@pytest.fixture
+def large(tmp_path):
+    """Checkpoints of three steps whose arrays are in files that have no digest of their own."""
+    state = {"params": {"a": jnp.arange(1 << 19, dtype=jnp.float32).reshape(512, 1024), "b": jnp.arange(9.0)}}
     store = CheckpointStore(tmp_path)
-    for step in (1, 2):
-        store.save(step, state, {})
+    for step in (1, 2, 3):
+        store.save(step, jax.tree.map(lambda x, step=step: x + step, state), {"step": step})
     store.wait()
-    table = DigestTable.read(tmp_path / "2" / "digests.json")
-    largest = max((tmp_path / "2" / "state").rglob("*"), key=lambda path: path.stat().st_size)
-    compared = frozenset(("params/a", block.bounds) for block in table.blocks["params/a"])
-    data = bytearray(largest.read_bytes())
-    data[5000] ^= 1
-    largest.write_bytes(data)
-    assert table.check_files(tmp_path / "2", compared=compared) == []  # as it was found before the damage
-    with pytest.raises(DamagedCheckpoint, match=r"step 2 .*params/a\[0:60000\] in state/.* does not agree .* rank 0"):
-        store.restore(2, state)
+    yield tmp_path, store, state
     store.close()
+
+
+def file_of_arrays(folder, step):
+    return max((folder / str(step) / "state").rglob("*"), key=lambda path: path.stat().st_size)
+
+
+def devices_as(state, axis):
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Auto,))
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P(axis if x.ndim > 1 else None))), state)
+
+
+@pytest.mark.parametrize("axis", [None, "x"])
+def test_arrays_are_compared_when_they_are_read(large, axis):
+    """Where they lie as they did, and where no device has a block that was saved: there it is read once more."""
+    folder, store, state = large
+    table, path = DigestTable.read(folder / "2" / "digests.json"), file_of_arrays(folder, 2)
+    assert [name for name, file in table.files.items() if not file.digest] == [str(path.relative_to(folder / "2"))]
+    like = devices_as(state, axis)
+    assert (store.restore(2, like)["params"]["a"] == state["params"]["a"] + 2).all()
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    path.write_bytes(data)
+    assert table.check_files(folder / "2") == []
+    with pytest.raises(DamagedCheckpoint, match=r"step 2 .*: params/a\[0:512,0:1024\] does not agree .* by rank 0"):
+        store.restore(2, like)
+    with pytest.raises(DamagedCheckpoint, match=r"params/a\[0:512,0:1024\] does not agree"):
+        store.check(2)
+
+
+def test_120_damages_of_large_files(large, tmp_path_factory):
+    folder, store, state = large
+    whole = tmp_path_factory.mktemp("whole") / "3"
+    shutil.copytree(folder / "3", whole)
+    for kind in KINDS:
+        for seed in range(20):
+            damage(folder, 3, kind, seed)
+            for look in (partial(store.restore, 3, state), partial(store.check, 3)):
+                store.refresh()
+                with pytest.raises(DamagedCheckpoint, match=r"step 3 .* written by rank 0"):
+                    look()
+            shutil.rmtree(folder / "3")
+            shutil.copytree(whole, folder / "3")
+    store.refresh()
+    assert (store.restore(3, state)["params"]["b"] == state["params"]["b"] + 3).all()
+
+
+def test_a_table_of_before_proves_the_same(large):
+    """It says where in a file each block lies, and its digests of such files are of what lies between."""
+    folder, store, state = large
+    saved, path = json.loads((folder / "2" / "digests.json").read_text()), file_of_arrays(folder, 2)
+    name = str(path.relative_to(folder / "2"))
+    for array, blocks in saved["blocks"].items():
+        for block in blocks:
+            block.extend([name, 0, 1 << 21] if array == "params/a" else ["", 0, 0])
+    saved["files"][name][1] = "0" * 32
+    text = json.dumps({**saved, "version": 1, "digest": None}).removesuffix(', "digest": null}')
+    (folder / "2" / "digests.json").write_text(f'{text}, "digest": "{digest((text + "}").encode())}"}}')
+    store.refresh()
+    store.check(2)
+    assert (store.restore(2, state)["params"]["a"] == state["params"]["a"] + 2).all()
+    damage(folder, 2, "flip", 0)
+    with pytest.raises(DamagedCheckpoint):
+        store.check(2)
 
 
 FLIPPER = """

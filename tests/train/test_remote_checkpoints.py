@@ -19,7 +19,7 @@ from roxxel_dist.train.bucket_folder import BucketFolder, local_run
 from roxxel_dist.train.bucket_run import BucketRun
 from roxxel_dist.train.checkpoint.store import CheckpointStore, DamagedCheckpoint
 
-STATE = {"params": {"w": jnp.arange(60000.0), "b": jnp.arange(3.0)}, "step": jnp.int32(1)}
+STATE = {"params": {"w": jnp.arange(600_000.0), "b": jnp.arange(3.0)}, "step": jnp.int32(1)}
 
 
 @pytest.fixture

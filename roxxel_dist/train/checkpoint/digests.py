@@ -1,16 +1,17 @@
 """Digests of arrays and files, which prove a checkpoint or an export intact. No jax.
 
-`digests.json`, the table of a checkpoint, has the digest of every file in it and of every block of an array as it was
-on the device; the rank that wrote each; its step; and, at its end, its own digest.
+`digests.json`, the table of a checkpoint, has the digest of every block of an array as it was on the device, and of
+every file but those that hold the blocks, of which it has the size; the rank that wrote each; its step; and, at its
+end, its own digest. A block is compared after it is read: bytes of its file that no block uses prove nothing.
 """
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import xxhash
@@ -19,7 +20,10 @@ from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.train.checkpoint.metadata import DAMAGED, META, TABLE, MetaFile
 
-VERSION = 1
+VERSION, IN_FILES = 2, 1
+"""Of tables; those of before say where in a file each block lies, and their digests of such files leave blocks out."""
+STATE = "state"
+"""The folder of the arrays in a checkpoint."""
 LENGTH = 32
 """Hexadecimal digits of a digest."""
 CHUNK = 1 << 20
@@ -27,6 +31,7 @@ CHUNK = 1 << 20
 THREADS = 4
 SEALED, SEAL = b"\x84", b"\xa6digest\xd9\x20"
 """The first byte of a sealed file of msgpack, a map of four, and the bytes before its digest: a key, a text of 32."""
+Item = TypeVar("Item", str, tuple)
 Progress = Callable[[int], None]
 """Takes how many bytes more have been read."""
 Bounds = tuple[tuple[int, int], ...]
@@ -49,16 +54,12 @@ def digest(data: Any) -> str:
 
 
 class BlockDigest(NamedTuple):
-    """A block of an array as it left the device, and where its bytes are."""
+    """A block of an array as it left the device."""
 
     bounds: Bounds
     digest: str
     rank: int
     """The rank that wrote it."""
-    file: str = ""
-    """The path of the file that its bytes are in, as they were in memory; empty where they are in none, or not so."""
-    offset: int = 0
-    size: int = 0
 
     def lies_within(self, bounds: Bounds) -> bool:
         """Whether all of it is between these."""
@@ -73,46 +74,27 @@ class FileDigest(NamedTuple):
 
     size: int
     digest: str
-    """Of what lies outside of blocks."""
+    """Empty for a file of arrays: the digests of their blocks prove what is read from it."""
     rank: int = 0
 
     @classmethod
-    def of(cls, path: Path, rank: int = 0, blocks: Iterable[BlockDigest] = ()) -> Self:
-        """The blocks in it are not read: their digests stand for their bytes. Raises OSError."""
-        blocks = list(blocks)
-        outside, _ = _hash_file(path, blocks, frozenset(blocks))
-        return cls(path.stat().st_size, outside, rank)
+    def of(cls, path: Path, rank: int = 0, *, hashed: bool = True) -> Self:
+        """A file as it is; if not `hashed`, its size alone. Raises OSError."""
+        return cls(path.stat().st_size, _hash_file(path) if hashed else "", rank)
 
 
-def _hash_file(
-    path: Path, blocks: Iterable[BlockDigest], skipped: Set[BlockDigest], progress: Progress | None = None
-) -> tuple[str, dict[BlockDigest, str]]:
-    """(digest of the bytes outside of blocks, of each block but those `skipped`). Raises OSError.
+def _hash_file(path: Path, progress: Progress | None = None) -> str:
+    """The digest of a file. Raises OSError.
 
     Read, not mapped: a file that is cut meanwhile would end the process.
     """
-    outside, inside, buffer = xxhash.xxh3_128(), {}, memoryview(bytearray(CHUNK))
+    state, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
     with path.open("rb", buffering=0) as file:
-
-        def read(state: Any, until: int | None) -> None:
-            while until is None or file.tell() < until:
-                count = file.readinto(buffer if until is None else buffer[: until - file.tell()])
-                if not count:
-                    return
-                state.update(buffer[:count])
-                if progress is not None:
-                    progress(count)
-
-        for block in sorted(blocks, key=lambda block: block.offset):
-            read(outside, block.offset)
-            if block in skipped:
-                file.seek(block.offset + block.size)
-                continue
-            state = xxhash.xxh3_128()
-            read(state, block.offset + block.size)
-            inside[block] = state.hexdigest()
-        read(outside, None)
-    return outside.hexdigest(), inside
+        while count := file.readinto(buffer):
+            state.update(buffer[:count])
+            if progress is not None:
+                progress(count)
+    return state.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,13 +133,16 @@ class DigestTable:
         if data[begin:] != ending % digest(body).encode():
             raise UserError(f"{path.name} does not agree with its own digest")
         saved = json.loads(body)
-        if saved["version"] != VERSION:
+        if saved["version"] not in (IN_FILES, VERSION):
             raise UserError(f"{path.name} is of version {saved['version']}, which this program cannot read")
         blocks = {
-            name: tuple(BlockDigest(tuple((a, b) for a, b in bounds), *rest) for bounds, *rest in blocks)
+            name: tuple(BlockDigest(tuple((a, b) for a, b in bounds), text, rank) for bounds, text, rank, *_ in blocks)
             for name, blocks in saved["blocks"].items()
         }
         files = {name: FileDigest(*entry) for name, entry in saved["files"].items()}
+        if saved["version"] == IN_FILES:
+            with_blocks = {file for blocks in saved["blocks"].values() for *_, file, _, _ in blocks if file}
+            files |= {name: files[name]._replace(digest="") for name in with_blocks}
         return cls(step=saved["step"], files=files, blocks=blocks, meta=tuple(saved["meta"]))
 
     def fingerprint(self, prefix: str) -> str:
@@ -166,71 +151,36 @@ class DigestTable:
         content = [[name, sorted((block.bounds, block.digest) for block in blocks)] for name, blocks in mine.items()]
         return digest(json.dumps(content).encode())
 
+    def all_blocks(self) -> list[tuple[str, BlockDigest]]:
+        """Every block, by the name of its array."""
+        return [(name, block) for name, blocks in self.blocks.items() for block in blocks]
+
     def check_files(
-        self,
-        folder: Path,
-        part: int = 0,
-        parts: int = 1,
-        *,
-        compared: Set[tuple[str, Bounds]] = frozenset(),
-        progress: Progress | None = None,
+        self, folder: Path, part: int = 0, parts: int = 1, *, progress: Progress | None = None
     ) -> list[str]:
-        """What is wrong with the `part`-th of `parts` shares of the files, all of about one size; raises nothing.
+        """What is wrong with the `part`-th of `parts` shares of the files, all of about one size; raises nothing."""
+        mine = shares({file: saved.size if saved.digest else 0 for file, saved in self.files.items()}, parts)[part]
+        return list(self.wrong_files(folder, mine, progress).values())
 
-        Blocks that are `compared`, by name and bounds, when they are read from the files are not hashed here too.
-        """
-        inside = self._blocks_by_file()
-
-        def work(file: str) -> int:
-            skipped = (b.size for b, name in inside.get(file, {}).items() if (name, b.bounds) in compared)
-            return self.files[file].size - sum(skipped)
-
-        mine = _shares({file: work(file) for file in self.files}, parts)[part]
-        wrong = self.wrong_files(folder, mine, compared=compared, progress=progress)
-        return [problem for problems in wrong.values() for problem in problems]
-
-    def wrong_files(
-        self,
-        folder: Path,
-        names: Iterable[str],
-        *,
-        compared: Set[tuple[str, Bounds]] = frozenset(),
-        progress: Progress | None = None,
-    ) -> dict[str, list[str]]:
+    def wrong_files(self, folder: Path, names: Iterable[str], progress: Progress | None = None) -> dict[str, str]:
         """What is wrong with some of the files, by name, without those that agree. See `check_files`."""
-        inside = self._blocks_by_file()
 
-        def check(file: str) -> list[str]:
-            saved, blocks = self.files[file], inside.get(file, {})
+        def check(file: str) -> str:
+            saved = self.files[file]
             by = f", written by rank {saved.rank}"
-            skipped = frozenset(block for block, name in blocks.items() if (name, block.bounds) in compared)
             try:
                 size = (folder / file).stat().st_size
                 if size != saved.size:
-                    return [f"{file} has {size:,} bytes instead of {saved.size:,}{by}"]
-                outside, hashed = _hash_file(folder / file, blocks, skipped, progress)
+                    return f"{file} has {size:,} bytes instead of {saved.size:,}{by}"
+                if saved.digest and _hash_file(folder / file, progress) != saved.digest:
+                    return f"{file} does not agree with its digest{by}"
             except OSError as error:
-                return [f"{file} {'is missing' if isinstance(error, FileNotFoundError) else error.strerror}{by}"]
-            wrong = [f"{blocks[block]}{block} in {file}" for block, text in hashed.items() if text != block.digest]
-            wrong += [file] if outside != saved.digest else []
-            return [f"{what} does not agree with its digest{by}" for what in wrong]
+                return f"{file} {'is missing' if isinstance(error, FileNotFoundError) else error.strerror}{by}"
+            return ""
 
         names = list(names)
         with ThreadPoolExecutor(THREADS) as threads:
             return {file: problem for file, problem in zip(names, threads.map(check, names), strict=True) if problem}
-
-    def blocks_in(self, file: str) -> list[tuple[str, BlockDigest]]:
-        """The blocks that lie in a file, and the names of their arrays."""
-        return [(name, block) for name, blocks in self.blocks.items() for block in blocks if block.file == file]
-
-    def _blocks_by_file(self) -> dict[str, dict[BlockDigest, str]]:
-        """The name of the array of each block that lies in a file."""
-        inside: dict[str, dict[BlockDigest, str]] = {}
-        for name, blocks in self.blocks.items():
-            for block in blocks:
-                if block.file:
-                    inside.setdefault(block.file, {})[block] = name
-        return inside
 
     def check_array(self, name: str, bounds: Bounds, data: Callable[[], np.ndarray]) -> list[str]:
         """What is wrong with the elements of an array within `bounds`, as far as whole blocks lie within them."""
@@ -241,19 +191,18 @@ class DigestTable:
             here = data() if here is None else here
             inner = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(block.bounds, bounds, strict=True))
             if digest(np.asarray(here[inner])) != block.digest:
-                where = f"{name}{block}" + (f" in {block.file}" if block.file else "")
-                problems.append(f"{where} does not agree with its digest, written by rank {block.rank}")
+                problems.append(f"{name}{block} does not agree with its digest, written by rank {block.rank}")
         return problems
 
 
-def _shares(work: Mapping[str, int], parts: int) -> list[list[str]]:
-    """The largest first, each to the share that has the least."""
-    sizes, shares = [0] * parts, [[] for _ in range(parts)]
-    for name in sorted(work, key=lambda name: (-work[name], name)):
+def shares(work: Mapping[Item, int], parts: int) -> list[list[Item]]:
+    """Items by their work, in so many shares: the largest first, each to the share that has the least."""
+    sizes, lists = [0] * parts, [[] for _ in range(parts)]
+    for item in sorted(work, key=lambda item: (-work[item], item)):
         least = sizes.index(min(sizes))
-        sizes[least] += work[name]
-        shares[least].append(name)
-    return shares
+        sizes[least] += work[item]
+        lists[least].append(item)
+    return lists
 
 
 def merge(parts: Iterable[DigestTable], **own: Any) -> DigestTable:
@@ -271,15 +220,6 @@ def in_words(problems: Sequence[str], limit: int = 3) -> str:
     """The first problems of many, in a line."""
     more = [f"and {len(problems) - limit} more"] if len(problems) > limit else []
     return "; ".join([*problems[:limit], *more])
-
-
-def check_checkpoint(checkpoint: Path, step: int, progress: Progress | None = None) -> list[str]:
-    """What is wrong with the files of a checkpoint."""
-    try:
-        _, table = read_verified(checkpoint, step)
-    except ValueError as error:
-        return [str(error)]
-    return table.check_files(checkpoint, progress=progress)
 
 
 def seal(data: bytes) -> bytes:

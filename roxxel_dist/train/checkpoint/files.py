@@ -35,6 +35,7 @@ from roxxel_dist.cluster.folder_lock import LOCK
 from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.train.checkpoint.digests import (
     DAMAGED,
+    STATE,
     TABLE,
     BlockDigest,
     Bounds,
@@ -48,11 +49,12 @@ from roxxel_dist.train.checkpoint.digests import (
     read_verified,
 )
 from roxxel_dist.train.checkpoint.metadata import META, MetaFile
-from roxxel_dist.train.checkpoint.ocdbt import places
 
 CHECKPOINTS = "checkpoints"
 """The name of the folder of checkpoints in a run directory."""
-STATE, PARAMS, REST = "state", "params/", "rest/"
+PARAMS, REST = "params/", "rest/"
+SMALL = 1 << 19
+"""Bytes up to which a file of arrays has a digest of its own too."""
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the name of a folder that is no complete checkpoint; Orbax's own tools pass over it too."""
 MERGED = "manifest.ocdbt"
@@ -271,29 +273,17 @@ def hash_blocks(blocks: list[Block], rank: int) -> dict[str, tuple[BlockDigest, 
     digests: dict[str, tuple[BlockDigest, ...]] = {}
     while blocks:
         name, bounds, data = blocks.pop()
-        digests[name] = (*digests.get(name, ()), BlockDigest(bounds, digest(data), rank, size=data.nbytes))
+        digests[name] = (*digests.get(name, ()), BlockDigest(bounds, digest(data), rank))
     return digests
 
 
 def write_part(temporary: Path, step: int, blocks: Mapping[str, tuple[BlockDigest, ...]], rank: int) -> None:
     """Write the digests of this rank's files, which are final by now, where rank 0 finds them."""
     own = temporary / STATE / f"ocdbt.process_{rank}"
-    # If the blocks of an array differ in size, `places` finds none of them, or one with a wrong size.
-    alike = {name.replace("/", "."): [b - a for a, b in some[0].bounds] for name, some in blocks.items() if some}
-    where, folder = places(own, alike), str(own.relative_to(temporary))
-    inside: dict[str, list[BlockDigest]] = {}
-
-    def located(name: str, block: BlockDigest) -> BlockDigest:
-        place = where.get((name.replace("/", "."), block.bounds))
-        if place is None or place.size != block.size:
-            return block._replace(size=0)
-        block = block._replace(file=f"{folder}/{place.file}", offset=place.offset)
-        inside.setdefault(block.file, []).append(block)
-        return block
-
-    blocks = {name: tuple(located(name, block) for block in theirs) for name, theirs in blocks.items()}
-    names = {str(path.relative_to(temporary)): path for path in files_below(own)}
-    files = {name: FileDigest.of(path, rank, inside.get(name, ())) for name, path in names.items()}
+    files = {
+        str(path.relative_to(temporary)): FileDigest.of(path, rank, hashed=path.stat().st_size <= SMALL)
+        for path in files_below(own)
+    }
     temporary.mkdir(parents=True, exist_ok=True)  # a rank that owns nothing may be here before rank 0 has made it
     (temporary / f"{TABLE}.{rank}").write_text(DigestTable(step=step, files=files, blocks=blocks).to_json())
 
@@ -345,16 +335,16 @@ def replace_meta(checkpoint: Path, meta: str) -> None:
     replace(table, meta=(new,)).write(checkpoint / TABLE)
 
 
-def compared(like: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> frozenset[tuple[str, Bounds]]:
-    """The blocks that `check_arrays` will look at, on one rank or another, in a state that is placed as `like`."""
-    blocks: set[tuple[str, Bounds]] = set()
+def blocks_apart(like: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> list[tuple[str, BlockDigest]]:
+    """The blocks of what is read for `like` that `check_arrays` compares on no rank: they do not lie on one device as
+    they did, or are converted to another type. The same on all ranks."""
+    blocks: list[tuple[str, BlockDigest]] = []
     for name, leaf in _named(like):
-        is_same = saved.get(name) == [*leaf.shape, str(leaf.dtype)] and not is_key(leaf)
-        if not is_same or getattr(leaf, "sharding", None) is None:
-            continue
-        there = {bounds_of(index, leaf.shape) for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
-        blocks |= {(name, b.bounds) for b in table.blocks.get(name, ()) if any(b.lies_within(each) for each in there)}
-    return frozenset(blocks)
+        there: set[Bounds] = set()
+        if saved.get(name) == [*leaf.shape, str(leaf.dtype)] and not is_key(leaf) and getattr(leaf, "sharding", None):
+            there = {bounds_of(index, leaf.shape) for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
+        blocks += [(name, b) for b in table.blocks.get(name, ()) if not any(b.lies_within(each) for each in there)]
+    return blocks
 
 
 def check_arrays(state: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> list[str]:

@@ -1,8 +1,9 @@
 """The object-store tier: the checkpoints of a run that is kept in a bucket, by the names of a local run directory.
 
 Each rank sends the files that it has written, rank 0 the others and, last of all, the table of digests: a checkpoint
-counts when that object is there. Files are first fetched into the local folder, where their digests are compared; one
-that does not agree is fetched once more before it counts as damaged.
+counts when that object is there. What is read is first fetched into the local folder and compared with its digests:
+files whole, of files of arrays the blocks that are read, into files with holes. What does not agree is fetched once
+more before it counts as damaged.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,7 @@ from roxxel_dist.train.checkpoint.digests import (
     read_verified,
 )
 from roxxel_dist.train.checkpoint.metadata import META, MetaFile
+from roxxel_dist.train.checkpoint.stored_blocks import Index, Place, wrong_blocks
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectInfo, ObjectStore
@@ -48,16 +51,8 @@ FETCHES = 16
 FETCH_TIMES = 2
 """How often a file is fetched before it counts as damaged."""
 FETCH_LIMIT_S = 6 * 3600.0
-IsLeft = Callable[[str, BlockDigest], bool]
-"""Whether a block of an array, by its name, is left out."""
-
-
-def _no_block(name: str, block: BlockDigest) -> bool:
-    return False
-
-
-def _all_blocks(name: str, block: BlockDigest) -> bool:
-    return True
+IsRead = Callable[[str, BlockDigest], bool]
+"""Whether a block of an array, by its name, is read."""
 
 
 class RemoteCheckpoints:
@@ -126,16 +121,18 @@ class RemoteCheckpoints:
 
     def gather_parts(self, temporary: Path, step: int, ranks: int) -> None:
         """On rank 0, fetch what it needs of the other ranks' parts to join them: tables and indices, no arrays."""
-        parts: dict[str, DigestTable] = {}
+        self._hollow = []
         for rank in range(1, ranks):
             path = temporary / f"{TABLE}.{rank}"
             if not path.exists():  # a rank of another host
                 self._store.download(_key(step, path.name), path)
             part = DigestTable.read(path)
-            parts |= {name: part for name in part.files if not (temporary / name).exists()}
-        with ThreadPoolExecutor(FETCHES) as threads:
-            list(threads.map(lambda name: self._fetch(temporary, step, parts[name], name, _all_blocks), parts))
-        self._hollow = [name for name, part in parts.items() if part.blocks_in(name)]
+            away = [name for name in part.files if not (temporary / name).exists()]
+            self._fetch_files(temporary, step, part, away)
+            self._hollow += [name for name in away if not part.files[name].digest]
+            if away:
+                place = f"{files.STATE}/{PROCESS}{rank}"
+                Index(temporary / place, partial(self._fetch_node, temporary, step, part, place))
 
     def commit(self, step: int, ranks: int) -> None:
         """On rank 0, send what is left of a checkpoint that is complete in the local folder; its table last."""
@@ -216,20 +213,21 @@ class RemoteCheckpoints:
             with contextlib.suppress(OSError):  # it has other files
                 checkpoint.rmdir()
 
-    def check(self, step: int, table: DigestTable, names: Iterable[str], is_left: IsLeft = _no_block) -> list[str]:
-        """Compare files of a checkpoint with their digests, but for the blocks that are left out, and fetch those that
-        do not agree, or are not here: only what is compared, and once for all processes that share the folder.
+    def fetch(self, step: int, table: DigestTable, is_read: IsRead = lambda name, block: True) -> list[str]:
+        """Bring here what is read of a checkpoint, once for all processes that share the folder, and compare it.
 
-        Returns what is wrong with those that do not agree when they are fetched once more either.
+        Returns what is wrong with what does not agree when it is fetched once more either.
         """
         checkpoint = self._folder / str(step)
-        left = frozenset((name, b.bounds) for name, some in table.blocks.items() for b in some if is_left(name, b))
+        blocks = [(name, block) for name, block in table.all_blocks() if is_read(name, block)]
 
-        def wrong(names: Iterable[str]) -> dict[str, list[str]]:
-            return table.wrong_files(checkpoint, names, compared=left)
+        def compare() -> tuple[dict[str, str], dict[tuple[str, BlockDigest], str]]:
+            if wrong := table.wrong_files(checkpoint, table.files):
+                return wrong, dict.fromkeys(blocks, "")  # without these files no block can be read
+            return {}, wrong_blocks(checkpoint, blocks)
 
-        problems = wrong(names)
-        if not problems:
+        wrong, missing = compare()
+        if not wrong and not missing:
             return []
         lock = wait_for_lock(
             self._folder / ".fetch.lock",
@@ -238,40 +236,64 @@ class RemoteCheckpoints:
             limit_s=FETCH_LIMIT_S, silent_s=FETCH_LIMIT_S,
         )  # fmt: skip
         try:
-            problems = wrong(problems)  # another process may have fetched them meanwhile
+            wrong, missing = compare()  # another process may have fetched them meanwhile
             for _ in range(FETCH_TIMES):
-                with ThreadPoolExecutor(FETCHES) as threads:
-                    list(threads.map(lambda name: self._fetch(checkpoint, step, table, name, is_left), problems))
-                problems = wrong(problems)
+                if wrong:
+                    self._fetch_files(checkpoint, step, table, wrong)
+                    wrong, missing = compare()
+                if missing and not wrong:
+                    self._fetch_blocks(checkpoint, step, table, missing)
+                    wrong, missing = compare()
         finally:
             release_lock(lock)
-        return [line for lines in problems.values() for line in lines]
+        return [problem for problem in (*wrong.values(), *missing.values()) if problem]
 
-    def _fetch(self, checkpoint: Path, step: int, table: DigestTable, name: str, is_left: IsLeft) -> None:
-        """Fetch a file, or of one in which blocks are left out all else; a file that is gone is left to be missed."""
-        path, size, key = checkpoint / name, table.files[name].size, _key(step, name)
-        left = sorted((b.offset, b.offset + b.size) for array, b in table.blocks_in(name) if is_left(array, b))
-        ends = [0, *(end for _, end in left)], [*(start for start, _ in left), size]
-        ranges = [(start, end) for start, end in zip(*ends, strict=True) if start < end]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(StoreNotFoundError):
-            if not left:
-                self._store.download(key, path)
-                return
-            # In place: another process of this host may have fetched other blocks of it.
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
-                file.truncate(size)
-                for start, end in ranges:
-                    for begin in range(start, end, AT_ONCE):
-                        stop = min(begin + AT_ONCE, end)
-                        file.seek(begin)
-                        file.write(self._store.read_range(key, begin, stop))
+    def _fetch_files(self, folder: Path, step: int, table: DigestTable, names: Iterable[str]) -> None:
+        """Fetch files; of files of arrays only the size. One that is gone is left to be missed."""
+
+        def fetch(name: str) -> None:
+            path, key = folder / name, _key(step, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(StoreNotFoundError):
+                if table.files[name].digest:
+                    self._store.download(key, path)
+                else:  # in place: another process of this host may have fetched blocks of it
+                    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
+                        file.truncate(self._store.head(key).size)
+
+        with ThreadPoolExecutor(FETCHES) as threads:
+            list(threads.map(fetch, names))
+
+    def _fetch_blocks(
+        self, checkpoint: Path, step: int, table: DigestTable, blocks: Iterable[tuple[str, BlockDigest]]
+    ) -> None:
+        """Fetch blocks into the files of arrays, which have their sizes."""
+        try:
+            index = Index(checkpoint / files.STATE, partial(self._fetch_node, checkpoint, step, table, files.STATE))
+            places = dict.fromkeys(place for name, block in blocks for place in index.places(name, block.bounds))
+        except (ValueError, KeyError):  # a damaged node: the blocks say that they cannot be read
+            return
+        with ThreadPoolExecutor(FETCHES) as threads:
+            list(threads.map(partial(self._fetch_place, checkpoint, step, files.STATE), places))
+
+    def _fetch_node(self, folder: Path, step: int, table: DigestTable, below: str, place: Place) -> None:
+        """Fetch a node of the index, where it lies in a file of arrays."""
+        if not table.files[f"{below}/{place.file}"].digest:
+            self._fetch_place(folder, step, below, place)
+
+    def _fetch_place(self, folder: Path, step: int, below: str, place: Place) -> None:
+        name = f"{below}/{place.file}"
+        with (folder / name).open("r+b") as file:
+            for begin in range(place.start, place.stop, AT_ONCE):
+                data = self._store.read_range(_key(step, name), begin, min(begin + AT_ONCE, place.stop))
+                file.seek(begin)
+                file.write(data)
 
     def fetch_model(self, step: int) -> list[str]:
         """Bring what `files.read_model` reads of a checkpoint here, for one process that reads it alone; what is wrong
         with it. Its `meta.json` and table are here."""
         _, table = read_verified(self._folder / str(step), step)
-        return self.check(step, table, table.files, lambda name, _: not name.startswith((files.PARAMS, files.REST)))
+        return self.fetch(step, table, lambda name, _: name.startswith((files.PARAMS, files.REST)))
 
     def fetch_all(self, step: int) -> list[str]:
         """The same of all of a checkpoint."""
@@ -280,7 +302,7 @@ class RemoteCheckpoints:
             _, table = read_verified(self._folder / str(step), step)
         except ValueError as error:
             return [str(error)]
-        return self.check(step, table, table.files)
+        return self.fetch(step, table)
 
     def _send(self, folder: Path, step: int, paths: Iterable[Path]) -> None:
         def send(path: Path) -> None:
@@ -290,22 +312,22 @@ class RemoteCheckpoints:
             list(threads.map(send, paths))
 
 
-def not_read(like: Any) -> IsLeft:
-    """Whether a block of a checkpoint is none that this process reads for a state that lies as `like`."""
-    there: dict[str, list[Bounds]] = {}
+def is_read(like: Any) -> IsRead:
+    """Whether this process reads a block of a checkpoint for a state that lies as `like`."""
+    there: dict[str, list[Bounds] | None] = {}
     for path, leaf in jax.tree.leaves_with_path(like):
         name, sharding = jax.tree_util.keystr(path, simple=True, separator="/"), getattr(leaf, "sharding", None)
         if sharding is None or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            there[name] = []
+            there[name] = None  # all of it
         else:
             indices = sharding.addressable_devices_indices_map(leaf.shape).values()
             there[name] = list(dict.fromkeys(bounds_of(index, leaf.shape) for index in indices))
 
-    def is_left(name: str, block: BlockDigest) -> bool:
-        parts = there.get(name)
-        return parts is None or (bool(parts) and not any(_overlap(block.bounds, part) for part in parts))
+    def reads(name: str, block: BlockDigest) -> bool:
+        parts = there.get(name, [])
+        return parts is None or any(_overlap(block.bounds, part) for part in parts)
 
-    return is_left
+    return reads
 
 
 def _overlap(one: Bounds, other: Bounds) -> bool:

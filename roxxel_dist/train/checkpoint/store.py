@@ -7,10 +7,11 @@ waiting for it. Here every rank says how its part went, rank 0 decides, and all 
 import contextlib
 import itertools
 import json
+import math
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -32,9 +33,10 @@ from roxxel_dist.cluster.folder_lock import hold_folder, is_held_here
 from roxxel_dist.data.discovery import check_local
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.train.checkpoint import files
-from roxxel_dist.train.checkpoint.digests import Bounds, DigestTable, damaged_ones, in_words, read_verified
+from roxxel_dist.train.checkpoint.digests import BlockDigest, DigestTable, damaged_ones, in_words, read_verified, shares
 from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, MetaFile
-from roxxel_dist.train.checkpoint.remote import RemoteCheckpoints, not_read
+from roxxel_dist.train.checkpoint.remote import RemoteCheckpoints, is_read
+from roxxel_dist.train.checkpoint.stored_blocks import wrong_blocks
 
 SAVE_LIMIT_S = 3600.0
 """Seconds that all ranks together may take to write one checkpoint."""
@@ -437,7 +439,8 @@ class CheckpointStore:
     def restore(self, step: int, like: Any) -> Any:
         """The state of a checkpoint, with the structure, shapes, dtypes and shardings of `like`.
 
-        Every file is compared with its digest, by one of the ranks, and every block that lies on a device as it did.
+        Every file is compared before it is read, and every block of what was read: where it lies on a device, or, where
+        none has all of it, from the file by one of the ranks.
         Raises ValueError where the checkpoint is of another model or optimizer, or there is none of that step, and
         DamagedCheckpoint where it is damaged.
         """
@@ -512,11 +515,19 @@ class CheckpointStore:
         return self._read(step)[1].fingerprint(files.PARAMS)
 
     def check(self, step: int) -> None:
-        """Compare `meta.json` and every file of a checkpoint with their digests, without a look at the arrays.
+        """Compare `meta.json`, the files and all arrays of a checkpoint with their digests, and keep none of them.
 
         Raises DamagedCheckpoint where one does not agree.
         """
-        self._agree(step, self._wrong_files(step, self._read(step)[1]))
+        table = self._read(step)[1]
+        mine = _share_of(table.all_blocks())
+        if self._remote is not None:
+            wanted = set(mine)
+            problems = self._remote.fetch(step, table, lambda name, block: (name, block) in wanted)
+        else:
+            problems = table.check_files(self.folder / str(step), process_index(), process_count())
+            problems += wrong_blocks(self.folder / str(step), mine).values()
+        self._agree(step, problems)
 
     def set_aside(self, damage: DamagedCheckpoint) -> str:
         """Rename a damaged checkpoint, and older ones that are damaged too; those that stay are as `steps` says.
@@ -597,25 +608,23 @@ class CheckpointStore:
     def _restore(self, step: int, like: Any, *, whole: bool) -> Any:
         self._check(step, like, whole=whole)
         saved, table = self._read(step)
+        checkpoint = self.folder / str(step)
         if self._remote is not None:
-            wrong = self._remote.check(step, table, table.files, not_read(like))
+            wrong = self._remote.fetch(step, table, is_read(like))
         else:
-            wrong = self._wrong_files(step, table, files.compared(like, table, saved.shapes))
-        self._agree(step, wrong)  # Orbax is given nothing that is damaged
+            wrong = table.check_files(checkpoint, process_index(), process_count())
+        self._agree(step, wrong)  # Orbax is given no file that is missing, cut, or of another checkpoint
         state = None
         try:
-            state = files.restore_state(self._handler, self.folder / str(step), like, whole=whole)
+            state = files.restore_state(self._handler, checkpoint, like, whole=whole)
             problems = files.check_arrays(state, table, saved.shapes)
+            if self._remote is None:  # else they were compared when they were fetched
+                apart = files.blocks_apart(like, table, saved.shapes)
+                problems += wrong_blocks(checkpoint, _share_of(apart)).values()
         except Exception as error:  # Orbax raises various types for a file it cannot read
             problems = [files.cause(error)]
         self._agree(step, problems)
         return state
-
-    def _wrong_files(self, step: int, table: DigestTable, compared: Set[tuple[str, Bounds]] = frozenset()) -> list[str]:
-        """What is wrong with this rank's share of a checkpoint's files; blocks that are `compared` are not read."""
-        if self._remote is not None:
-            return self._remote.check(step, table, sorted(table.files)[process_index() :: process_count()])
-        return table.check_files(self.folder / str(step), process_index(), process_count(), compared=compared)
 
     def _agree(self, step: int, problems: list[str]) -> None:
         """Raises DamagedCheckpoint, on all ranks, where one of them has found something wrong."""
@@ -661,3 +670,9 @@ class CheckpointStore:
         assert saved is not None
         self._read_last = step, *saved
         return saved
+
+
+def _share_of(blocks: list[tuple[str, BlockDigest]]) -> list[tuple[str, BlockDigest]]:
+    """The blocks that this rank compares for all."""
+    work = {named: math.prod(high - low for low, high in named[1].bounds) for named in blocks}
+    return shares(work, process_count())[process_index()]

@@ -1,9 +1,8 @@
-"""What `roxxel-dist verify` finds out: whether checkpoints and exports are what was written. No jax, but for `deep`."""
+"""What `roxxel-dist verify` finds out: whether checkpoints and exports are what was written. No jax."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,11 +16,8 @@ from roxxel_dist.train.checkpoint.digests import (
     digest,
     files_below,
     is_sealed,
-    read_verified,
 )
-
-AT_ONCE = 1 << 30
-"""Bytes of arrays that are in memory at a time."""
+from roxxel_dist.train.checkpoint.stored_blocks import check_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,22 +47,12 @@ def steps_of(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def verify_checkpoints(folder: Path, steps: list[int], progress: Progress, *, deep: bool) -> Iterator[Verdict]:
-    """Of each step; the files alone, or with `deep` the arrays in them too."""
+def verify_checkpoints(folder: Path, steps: list[int], progress: Progress) -> Iterator[Verdict]:
+    """Of each step: its files and the arrays in them."""
     for step in steps:
         checkpoint = folder / str(step)
-        problems: list[str] = []
-        try:
-            saved, table = read_verified(checkpoint, step)
-        except ValueError as error:
-            problems, state = [str(error)], "damaged"
-        else:
-            problems = table.check_files(checkpoint, progress=progress)
-            if deep:
-                found = problems + _wrong_arrays(checkpoint, table, saved.shapes)
-                problems = list(dict.fromkeys(found))  # both say the same of some arrays
-            state = "damaged" if problems else "complete"
-        yield _verdict(f"step {step}", state, problems, checkpoint)
+        problems = check_checkpoint(checkpoint, step, progress)
+        yield _verdict(f"step {step}", "damaged" if problems else "complete", problems, checkpoint)
 
 
 def set_aside(folder: Path) -> Iterator[Verdict]:
@@ -90,37 +76,6 @@ def _verdict(name: str, state: Any, problems: list[str], path: Path) -> Verdict:
     return Verdict(name=name, state=state, problems=tuple(problems), files=len(sizes), bytes=sum(sizes))
 
 
-def _wrong_arrays(checkpoint: Path, table: DigestTable, shapes: Mapping[str, list[Any]]) -> list[str]:
-    """What is wrong with the arrays of a checkpoint, which are read by groups that memory has room for."""
-    from roxxel_dist.train.checkpoint import files
-
-    problems: list[str] = []
-    group: list[str] = []
-    size = 0
-    for name, (*shape, kind) in shapes.items():
-        group.append(name)
-        size += prod(shape) * (8 if "key<" in kind else files.bytes_of(kind))
-        if size >= AT_ONCE:
-            problems, group, size = problems + _wrong_group(checkpoint, table, shapes, group), [], 0
-    return problems + _wrong_group(checkpoint, table, shapes, group)
-
-
-def _wrong_group(checkpoint: Path, table: DigestTable, shapes: Mapping[str, list[Any]], names: list[str]) -> list[str]:
-    from roxxel_dist.train.checkpoint import files
-
-    if not names:
-        return []
-    try:
-        arrays = files.read_named(checkpoint.absolute(), names)  # Orbax reads no others
-    except Exception as error:  # Orbax raises various types for a file it cannot read
-        if len(names) == 1:
-            return [f"{names[0]} cannot be read ({files.cause(error)})"]
-        middle = len(names) // 2
-        halves = names[:middle], names[middle:]
-        return [problem for half in halves for problem in _wrong_group(checkpoint, table, shapes, half)]
-    return files.check_whole_arrays(arrays, table, shapes)
-
-
 def is_export(path: Path) -> bool:
     """Whether a folder, or a file, holds weights for other programs."""
     return bool(_weights_in(path)) or (path / TABLE).is_file()
@@ -131,20 +86,18 @@ def _weights_in(path: Path) -> list[Path]:
     return [path for path in paths if path.suffix in (".msgpack", ".safetensors") and path.is_file()]
 
 
-def verify_export(path: Path, progress: Progress, *, deep: bool) -> Iterator[Verdict]:
-    """Of what `export` has made, with its table: one for all; and one for each file of weights, where there is none,
-    or with `deep`."""
-    has_table = (path / TABLE).is_file()
-    if has_table:
+def verify_export(path: Path, progress: Progress) -> Iterator[Verdict]:
+    """Of what `export` has made: one for all with its table, or where there is none, one for each file of weights."""
+    if (path / TABLE).is_file():
         try:
             problems = DigestTable.read(path / TABLE).check_files(path, progress=progress)
         except (OSError, ValueError, KeyError, TypeError) as error:
             problems = [str(error)]
         yield _verdict(path.name, "damaged" if problems else "complete", problems, path)
-    for weights in [] if has_table and not deep else _weights_in(path):
+        return
+    for weights in _weights_in(path):
         state, problems = _check_msgpack(weights) if weights.suffix == ".msgpack" else _check_safetensors(weights)
-        if not has_table:
-            progress(weights.stat().st_size)
+        progress(weights.stat().st_size)
         yield _verdict(weights.name, state, problems, weights)
 
 

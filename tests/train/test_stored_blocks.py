@@ -1,0 +1,27 @@
+"""Where the blocks of arrays lie in the files of a checkpoint."""
+
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from roxxel_dist.train.checkpoint.stored_blocks import Index
+
+
+@pytest.mark.parametrize("node_bytes", [300, 100_000_000])
+def test_an_index_of_any_height(tmp_path, node_bytes):
+    """Of arrays in several blocks: each is where the index says, and every node is fetched before it is read."""
+    array = np.arange(64 * 300, dtype=np.float32).reshape(64, 300)
+    base = {"driver": "file", "path": f"{tmp_path}/"}
+    for name in ("params.a", "params.b"):
+        config = {"max_decoded_node_bytes": node_bytes, "max_inline_value_bytes": 1024}  # the second as Orbax has it
+        place = {"driver": "ocdbt", "base": base, "path": f"{name}/", "config": config}
+        spec = {"driver": "zarr", "kvstore": place, "metadata": {"chunks": [8, 150], "compressor": None}}
+        ts.open(spec, create=True, dtype=np.float32, shape=array.shape).result().write(array).result()
+    fetched = []
+    index = Index(tmp_path, fetched.append)
+    assert (len(fetched) > 1) == (node_bytes == 300)
+    for row, column in ((0, 0), (56, 150)):
+        (place,) = index.places("params/b", ((row, row + 8), (column, column + 150)))
+        data = (tmp_path / place.file).read_bytes()[place.start : place.stop]
+        assert data == np.ascontiguousarray(array[row : row + 8, column : column + 150]).tobytes()
+    assert len(index.places("params/b", ((4, 20), (0, 300)))) == 6
