@@ -74,6 +74,8 @@ class _Past:
     """The config that its directory holds; empty for a new run."""
     fork: CheckpointRef | None
     """The checkpoint that it is, or was, forked from."""
+    skip_steps: tuple[int, int] | None
+    """The steps whose rows the fork leaves out."""
     config: dict[str, Any]
     """`saved`, or that of the run which a new one is forked from."""
 
@@ -110,7 +112,6 @@ class Experiment:
         resume: bool = False,
         amend: bool = False,
         fork: str | None = None,
-        from_step: int | None = None,
         skip_steps: tuple[int, int] | None = None,
         local_dir: str | Path | None = None,
     ) -> RunResult:
@@ -128,8 +129,7 @@ class Experiment:
             amend: change the phases or the shards of the resumed run from this step on.
             fork: RUN@STEP, a kept checkpoint of another run whose whole state the new run starts with; that run is only
                 read. The phases may differ after that step.
-            from_step: go back to this kept checkpoint of the resumed run; later ones are deleted.
-            skip_steps: with `from_step`, skip the rows of these steps (the first and the last, from 1).
+            skip_steps: with `fork`, leave out the rows of these steps (the first and the last, from 1).
             local_dir: of a run in a bucket, the folder on each host below which it is written before it is sent; by
                 default in the user's cache.
 
@@ -144,10 +144,8 @@ class Experiment:
             bucket = self._bucket(run_dir, local_dir)
             # A launched run without a name has the launcher's run id, so a restart continues the same run.
             place = bucket.pull() if bucket else Path(run_dir or default_run_dir())
-            past = self._past(place, resume, fork, in_bucket=bucket is not None)
-            # A resumed fork goes back to a checkpoint of its own; `ResumeSpec` refuses `fork` with `from_step`.
-            goes_back = from_step is not None and fork is None
-            origin = ResumeSpec(fork=None if goes_back else past.fork, from_step=from_step, skip_steps=skip_steps)
+            past = self._past(place, resume, fork, skip_steps, in_bucket=bucket is not None)
+            origin = ResumeSpec(fork=past.fork, skip_steps=past.skip_steps)
             self._name_data_sets(past, data_path)
             is_other_data = self._is_other_data(past, data_path)
             if self.config.deterministic:
@@ -159,7 +157,7 @@ class Experiment:
         initialize()
         named = broadcast_from_primary("run directory", str(run_dir or default_run_dir()))
         run = Path(named) if bucket is None else bucket.folder  # may differ between hosts
-        if resume and not amend and from_step is None and self._was_finished(run, past, is_other_data):
+        if resume and not amend and self._was_finished(run, past, is_other_data):
             return RunResult.of(run, int(read_cursor(run).get("step", 0)), stopped=False)
 
         with contextlib.ExitStack() as held:
@@ -188,7 +186,6 @@ class Experiment:
                     self._check_nothing_new(run, trainer.step, changed_from(past.saved, self.config))
                 if self.config.model or self.config.loss:
                     trainer.try_loss()  # find mistakes in a model or a loss before files are written
-                trainer.go_back()
                 held.enter_context(undo.pop_all())
             message = "" if past.config else self._base_message  # a run that continues has its base already
             # All ranks get the error if the disk is full.
@@ -252,7 +249,9 @@ class Experiment:
         check_local("run_dir", run_dir)
         return None
 
-    def _past(self, run: Path, resume: bool, fork: str | None, *, in_bucket: bool) -> _Past:
+    def _past(
+        self, run: Path, resume: bool, fork: str | None, skip_steps: tuple[int, int] | None, *, in_bucket: bool
+    ) -> _Past:
         """The run to continue from. The config takes the fields that it does not give from there."""
         check_still_there(run)
         if not in_bucket:
@@ -260,10 +259,9 @@ class Experiment:
         saved = saved_config(run) if resume else {}
         if in_bucket and saved and RECORD not in saved:
             raise UserError(f"run_dir has a {CONFIG} which no run made: name another prefix in the bucket")
-        parent = forked_from(fork, saved, run)
-        past = _Past(
-            saved=saved, fork=parent, config=saved_config(local_run(parent.run)) if parent and not saved else saved
-        )
+        parent, skipped = forked_from(fork, skip_steps, saved, run)
+        config = saved_config(local_run(parent.run)) if parent and not saved else saved
+        past = _Past(saved=saved, fork=parent, skip_steps=skipped, config=config)
         if program := RunMetadata.of(past.config).program:
             raise UserError(
                 f"{parent.run if parent and not saved else run} was trained by {program}, with a Trainer of parts: "

@@ -285,24 +285,36 @@ def changed_from(saved: Mapping[str, Any], config: Any, *, with_base: bool = Fal
     }
 
 
-def forked_from(fork: str | None, saved: dict[str, Any], run: Path) -> CheckpointRef | None:
-    """The checkpoint that the run in `run` is forked from: the given one, or the one in its saved config.
+def forked_from(
+    fork: str | None, skip_steps: tuple[int, int] | None, saved: dict[str, Any], run: Path
+) -> tuple[CheckpointRef | None, tuple[int, int] | None]:
+    """(the checkpoint that the run in `run` is forked from, the steps whose rows it leaves out): as given, or of a run
+    that exists as its saved config has them.
 
-    Raises ValueError if `fork` names no run, or the run exists and was not forked from it.
+    Raises ValueError if `fork` names no run, or the run exists and was forked in another way.
     """
     recorded = RunMetadata.of(saved).forked_from
     known = CheckpointRef(Path(recorded["run"]), recorded["step"]) if recorded else None
+    skipped: Any = tuple(recorded["skipped"]) if recorded and "skipped" in recorded else None
     if fork is None:
-        return known
+        if saved and skip_steps is not None:
+            raise UserError(
+                f"skip_steps leaves rows out in a new run, and {run} exists: begin one at a checkpoint of it with "
+                f"fork={run}@STEP and another run_dir"
+            )
+        return known, skipped if saved else skip_steps
     given = CheckpointRef.parse(fork)
     if absolute(given.run) == absolute(run):
         raise UserError(f"fork is {given}, and run_dir is the same run: a fork needs a run_dir of its own")
     if saved and (known is None or (absolute(given.run), given.step) != (absolute(known.run), known.step)):
         came = f"was forked from {known}" if known else "is no fork"
         raise UserError(f"fork is {given}, and the run in {run} {came}: leave fork out, or name another run_dir")
+    if saved and skip_steps != skipped:
+        was, now = ("{}:{}".format(*steps) if steps else None for steps in (skipped, skip_steps))
+        raise UserError(f"skip_steps is {now}, and the run in {run} began with {was}: name another run_dir")
     if not (local_run(given.run) / CONFIG).exists():
         raise UserError(f"fork is {given}: {given.run} is not a run directory, it has no {CONFIG}")
-    return given
+    return given, skip_steps
 
 
 def data_of(saved: Mapping[str, Any], run: Path | None) -> str | None:

@@ -29,7 +29,7 @@ BEGUN = {
     ("sweep",): ["--sweep_config", "none"],
 }
 """Words that a command needs before it looks at the option in question; they name what is not there."""
-NEEDED = {"--from_step": ["--resume", "--run_dir", "none"], "--skip_steps": ["--resume", "--run_dir", "none"]}
+NEEDED = {"--skip_steps": ["--fork", "none@1", "--run_dir", "new"]}
 """Words without which an option is refused, whatever its value."""
 NO_WORDS = {"train", "find-lr", "sweep", "plan", "doctor", "ps", "demo"}
 """Commands that need no word."""

@@ -78,7 +78,7 @@ def test_a_fork_that_is_started_again_has_its_own_config(parent, tmp_path, monke
 def test_what_a_fork_cannot_be(parent, tmp_path):
     config = Config.from_yaml(parent / "config.yaml")
     for fork, fields, message in (
-        (f"{parent}@5", {}, "has no checkpoint of step 5; kept are 1, 3, 6"),
+        (f"{parent}@5", {}, "has no checkpoint of step 5; nearest is 3 or 6, kept are 1, 3, 6"),
         (f"{parent}", {}, "it must say at which step, as in"),
         (f"{parent}@6", {}, "the new run ends at step 6: give it longer phases, or a larger max_steps"),
         (f"{tmp_path}@6", {}, "is not a run directory, it has no config.yaml"),
@@ -121,24 +121,37 @@ def test_data_of_another_tokenizer_is_refused(parent, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_going_back_in_a_finished_run(parent, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(parent, run)
-    config = Config.from_yaml(run / "config.yaml")
-    Experiment(config).fit(run_dir=run, resume=True, from_step=3, skip_steps=(4, 5))
-    log = (run / "logs" / "rank-0.log").read_text()
-    assert "going back from step 6 to step 3, and leaving out what steps 4 to 5 read" in log
-    last = load_yaml(run / "config.yaml")["record"]["resumes"][-1]
-    assert (last["step"], last["back_from"], last["skipped"]) == (3, 6, [4, 5])
+def test_a_fork_without_some_rows(parent, tmp_path):
+    """Started again it has to be asked for in the same way, or not at all."""
+    config, fork = Config.from_yaml(parent / "config.yaml"), f"{parent}@3"
+    before = contents(parent)
+    run = Experiment(config).fit(run_dir=tmp_path / "run", fork=fork, skip_steps=(4, 5))
+    assert contents(parent) == before
+    assert "without what steps 4 to 5 read" in (run / "logs" / "rank-0.log").read_text()
+    origin = load_yaml(run / "config.yaml")["record"]["forked_from"]
+    assert origin == {"run": str(parent), "step": 3, "skipped": [4, 5]}
+    assert main(["audit", str(run)]) == 0
+    shutil.rmtree(run / "checkpoints")  # as if it had died before its first save: it begins again as it began
+    plan = Experiment(config).fit(run_dir=run, resume=True)
+    assert plan == run
+    again = Experiment(config).fit(run_dir=tmp_path / "again", fork=fork, skip_steps=(4, 5))
+    assert (run / "model_weights.msgpack").read_bytes() == (again / "model_weights.msgpack").read_bytes()
+    for words, message in (
+        ({"fork": fork}, "skip_steps is None, and the run in .* began with 4:5: name another run_dir"),
+        ({"fork": fork, "skip_steps": (4, 4)}, "skip_steps is 4:4, and the run in .* began with 4:5"),
+        ({"skip_steps": (6, 6)}, "begin one at a checkpoint of it with fork=.*@STEP and another run_dir"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Experiment(config).fit(run_dir=run, resume=True, **words)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--from_step", "3"], "--from_step goes back in a run that is resumed: add --resume and --run_dir"),
-        (["--skip_steps", "3-4"], "--skip_steps is '3-4': write the first and the last step to leave out"),
-        (["--skip_steps", "3:4", "--run_dir", "x"], "skip_steps leaves rows out behind a step that the run goes back"),
-        (["--run_dir", "x", "--resume", "--from_step", "3", "--fork", "a@3"], "use one of the two"),
+        (["--from_step", "3"], "the option --from_step was removed: begin a new run with --fork RUN@STEP"),
+        (["--skip_steps", "3-4", "--fork", "a@1"], "--skip_steps is '3-4': write the first and the last step"),
+        (["--skip_steps", "3:4", "--run_dir", "x"], "--skip_steps leaves rows out in a new run that begins at a check"),
+        (["--run_dir", "x", "--resume", "--skip_steps", "3:4"], "add --fork RUN@STEP"),
     ],
 )
 def test_words_that_do_not_go_together(words, message, tmp_path, monkeypatch, capsys):

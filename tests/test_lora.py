@@ -113,14 +113,11 @@ def test_a_resumed_one_is_the_same(work, tmp_path):
 
 
 @pytest.mark.long
-def test_a_fork_and_a_run_that_goes_back(work, tmp_path):
+def test_a_fork(work, tmp_path):
     config = Config.from_yaml(work / "tuned" / "config.yaml")
     run = Experiment(config).fit(run_dir=tmp_path / "fork", fork=f"{work / 'tuned'}@12")
     assert rows(run)[16]["train_loss"] == rows(work / "tuned")[16]["train_loss"]
     assert load_yaml(run / "config.yaml")["record"]["initialized_from"]["run"] == str(work / "base")
-    for _ in range(2):  # the first writes anew what the checkpoint knows of its base
-        Experiment(config).fit(run_dir=run, resume=True, from_step=12)
-        assert rows(run)[16]["train_loss"] == rows(work / "tuned")[16]["train_loss"]
 
 
 def test_a_base_that_was_moved_or_changed(work, tmp_path, capsys):
@@ -160,7 +157,7 @@ def test_a_base_is_known_by_the_digests_of_its_weights(work, tmp_path):
     before = fingerprint(copy)
     assert before == fingerprint(CheckpointRef(work / "base", 36))
     store = CheckpointStore(tmp_path / "base" / "checkpoints", max_to_keep=None)
-    store.delete_later(36, {**store.meta(36), "rewinds": 1, "went_back": "job"})
+    store.delete_later(36, {**store.meta(36), "rewinds": 1})
     store.close()
     assert fingerprint(copy) == before
     check_base(BaseModelRef(*copy, "base", before))

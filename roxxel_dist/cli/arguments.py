@@ -28,6 +28,9 @@ REMOVED = {
     "launch": {"replace_slow": "leave it out: it compared CPU times, which say nothing about an accelerator"},
     "plan": {"coordinates": "run examples/coordinate_check.py with the config"},
     "sweep": {"keep_gb": "leave it out: paused trials keep their checkpoints, which max_to_keep and --count limit"},
+    "train": {
+        "from_step": "begin a new run with --fork RUN@STEP and another --run_dir; RUN stays as it is",
+    },
     "verify": {"deep": "leave it out: all arrays are compared always"},
 }
 """Options that a command had, with what to do instead."""
@@ -323,10 +326,8 @@ class TrainArgs(ConfigArgs):
     """RUN@STEP: start a new run from a kept checkpoint of RUN, with its parameters, moments, random streams and data
     position. Fields that --config and flags do not give are those of RUN. Other phases and schedules apply after that
     step. RUN does not change."""
-    from_step: int | None = None
-    """With --resume: go back to this kept checkpoint. Later checkpoints and later rows of the log are deleted."""
     skip_steps: str | None = None
-    """With --from_step: A:B, skip the data of the steps A to B."""
+    """With --fork: A:B, leave out the data of the steps A to B."""
 
 
 def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
@@ -339,10 +340,8 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
         raise UserError("--amend changes a run that is resumed: add --resume and --run_dir")
     if "resume" in given and "run_dir" not in given:
         raise UserError("--resume does not say which run: name its folder with --run_dir")
-    if "from_step" in given and "resume" not in given:
-        raise UserError("--from_step goes back in a run that is resumed: add --resume and --run_dir")
-    if "from_step" in given and "fork" in given:
-        raise UserError("--fork begins a new run and --from_step goes back in an old one: use one of the two")
+    if "skip_steps" in given and "fork" not in given:
+        raise UserError("--skip_steps leaves rows out in a new run that begins at a checkpoint: add --fork RUN@STEP")
     run = Path(given.get("run_dir") or default_run_dir())
     if is_url(run) and ("resume" in given or attempt_number()):
         from roxxel_dist.train.bucket_folder import BucketFolder

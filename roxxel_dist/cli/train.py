@@ -32,7 +32,7 @@ def train(words: list[str]) -> int:
     try:
         experiment.fit(
             args.data_path, args.run_dir, args.resume, args.amend,
-            fork=args.fork, from_step=args.from_step, skip_steps=skipped, local_dir=args.local_dir,
+            fork=args.fork, skip_steps=skipped, local_dir=args.local_dir,
         )  # fmt: skip
     except (
         BadStep,

@@ -154,6 +154,6 @@ def _way_back(first_bad: int, checkpoints: Sequence[int]) -> str:
     if good == last:
         return f"The newest checkpoint is of step {good}, and is known to be good: go on from it with a smaller lr"
     return (
-        f"The newest checkpoint that is known to be good is of step {good} ({ruined}): go back to it with "
-        f"from_step={good} and a smaller lr"
+        f"The newest checkpoint that is known to be good is of step {good} ({ruined}): begin a new run there "
+        f"with fork=RUN@{good} and a smaller lr"
     )

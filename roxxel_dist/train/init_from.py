@@ -54,9 +54,11 @@ def open_checkpoint(field: str, ref: CheckpointRef) -> Iterator[tuple[Checkpoint
             raise UserError(f"{field} is {ref}: {ref.run} has no checkpoint; {_instead(ref.run)}")
         step = kept[-1] if ref.step is None else ref.step
         if step not in kept:
+            below, above = [s for s in kept if s < step][-1:], [s for s in kept if s > step][:1]
             raise UserError(
-                f"{field} is {ref}: {ref.run} has no checkpoint of step {step}; kept are "
-                f"{', '.join(map(str, kept))} (a run keeps more with keep_every, keep_steps or max_to_keep)"
+                f"{field} is {ref}: {ref.run} has no checkpoint of step {step}; nearest is "
+                f"{' or '.join(map(str, below + above))}, kept are {', '.join(map(str, kept))} (a run keeps more with "
+                f"keep_every, keep_steps or max_to_keep)"
             )
         yield store, step
     finally:

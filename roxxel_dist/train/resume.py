@@ -1,9 +1,8 @@
-"""How a run begins: from the start, at its newest checkpoint, at an older one of its own, or at one of another run.
+"""How a run begins: from the start, at its newest checkpoint, or at a checkpoint of another run.
 
 A resumed run follows the plan that it had or, amended, another one from here on.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,9 +38,6 @@ from roxxel_dist.train.init_from import (
 from roxxel_dist.train.optimizer import NamedOptimizer, Optimizer, schedule_change
 from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState
 
-JOB_ENV = "ROXXEL_RUN_ID"
-
-
 MOST_STEPS = (1 << 31) - 1
 
 
@@ -60,8 +56,6 @@ class ResumePoint:
     """The checkpoint of another run to restore; None: the run's own."""
     load: Callable[[Leaves, Leaves], Leaves] | None = None
     """Gives a new run the parameters and the state of another one; a run of adapters, new or not, those of its base."""
-    goes_back: bool = False
-    """Whether later checkpoints of the run are to be deleted, and that of `step` to say `metadata` from now on."""
     copy: Generation | None = None
     """The copy in memory to restore, where it is newer than the run's checkpoints."""
     record: dict[str, Any] = field(default_factory=dict)
@@ -93,10 +87,8 @@ def begin(
     if copy is None:
         store.check_not_all_damaged()
     run = _Run(store, curriculum, optimizer, options, copy, amend=amend)
-    if origin.from_step is not None:
-        start = run.restart_from(origin.from_step, origin.skip_steps)
-    elif store.latest_step() is None and copy is None and origin.fork is not None:
-        start = run.fork(origin.fork)
+    if store.latest_step() is None and copy is None and origin.fork is not None:
+        start = run.fork(origin.fork, origin.skip_steps)
     else:
         start = run.resume_latest()
     if start.step and start.metadata.base is not None:
@@ -168,65 +160,30 @@ class _Run:
                     f"amend=True, or a larger max_steps. Or start a new run"
                 )
 
-    def fork(self, source: CheckpointRef) -> ResumePoint:
-        """A checkpoint of another run."""
+    def fork(self, source: CheckpointRef, skip_steps: tuple[int, int] | None) -> ResumePoint:
+        """A checkpoint of another run, without the rows of `skip_steps`."""
         with open_checkpoint("fork", source) as (store, step):
             saved = store.metadata(step)
         before, seed = self._begun_with(saved), self.options.seed
         if before.seed != seed:
             raise UserError(f"seed is {seed}, and {source} has {before.seed}: a fork keeps it, or reads twice")
         plan = self._plan_to_follow(saved, step, source.run, amend=True)
+        origin: dict[str, Any] = {"run": absolute(source.run), "step": step}
+        note = f"forked from {source}, with its parameters, moments, random streams and position in the data"
+        if skip_steps is not None:
+            plan, origin["skipped"] = _without(plan, *skip_steps), list(skip_steps)
+            note += ", without what steps {} to {} read".format(*skip_steps)
         if step >= (last := last_step(plan, self.options)):
             raise UserError(
                 f"fork is {source}, and the new run ends at step {last}: give it longer phases, or a larger max_steps"
             )
-        note = f"forked from {source}, with its parameters, moments, random streams and position in the data"
         return ResumePoint(
             step,
             plan,
             CheckpointMetadata(base=saved.base, digest=saved.digest, **self.fingerprint),
             notes=(note, *self._plan_notes(saved, before, plan, step)),
             source=source,
-            record={"forked_from": {"run": absolute(source.run), "step": step}},
-        )
-
-    def restart_from(self, step: int, skip_steps: tuple[int, int] | None) -> ResumePoint:
-        """An older checkpoint, on the plan of the newest: what was amended since holds, at the step it was."""
-        kept, folder = self.store.steps(), self.store.folder
-        if not kept:
-            raise UserError(f"from_step is {step}: {folder} has no checkpoint; leave it out to begin")
-        newest, job = self.store.metadata(kept[-1]), os.environ.get(JOB_ENV, "")
-        if job and newest.went_back == job:  # started again by its launcher, with the same words
-            self.amend = False
-            return self.resume_latest()
-        if step not in kept:
-            known = ", ".join(map(str, kept))
-            raise UserError(f"from_step is {step}: {folder} has no checkpoint of that step; kept are {known}")
-        if self.amend and skip_steps:
-            raise UserError(
-                "skip_steps counts the steps of the plan as it is, and amend changes it: do one, then the other"
-            )
-        before, record = self._begun_with(newest), {"back_from": kept[-1]}
-        plan = self._plan_to_follow(newest, step, self.folder, amend=self.amend)
-        note = f"going back from step {kept[-1]} to step {step}"
-        if skip_steps:
-            plan, record = _without(plan, *skip_steps), {**record, "skipped": list(skip_steps)}
-            note += ", and leaving out what steps {} to {} read".format(*skip_steps)
-        if step >= (last := last_step(plan, self.options)):
-            raise UserError(
-                f"from_step is {step}, and the run ends at step {last}: go back further, or let it run longer"
-            )
-        metadata = self.store.metadata(step)
-        if self.amend:
-            metadata = replace(metadata, early_stopping=metadata.early_stopping.patient())
-        metadata = replace(metadata, went_back=job, **self.fingerprint)
-        return ResumePoint(
-            step,
-            plan,
-            checkpoint_metadata(step, plan, metadata, self.optimizer),
-            notes=(note, *self._plan_notes(newest, before, plan, step)),
-            goes_back=True,
-            record=record,
+            record={"forked_from": origin},
         )
 
     def _plan_to_follow(self, saved: CheckpointMetadata, step: int, folder: Path, *, amend: bool) -> Plan:
@@ -322,7 +279,7 @@ def _without(plan: Plan, first: int, last: int) -> Plan:
     if first <= changed:
         raise UserError(
             f"skip_steps is {first}:{last}, and the plan was changed from step {changed + 1} on already: leave out "
-            f"steps behind that, or start a new run"
+            f"steps behind that, or fork at an earlier checkpoint"
         )
     return plan.amend(first - 1, skip=last - first + 1)
 

@@ -102,7 +102,7 @@ class Trainer:
         data_sharding: of a (rows, tokens) batch; by default rows over "data" and "fsdp", or the mesh's first axis.
         grad_accum_steps: micro-batches a step; divides every batch that has more rows, of a smaller one each is a row.
         amend: the curriculum may be another one than the run's, from here on.
-        origin: another run's checkpoint to begin with, or an older one of its own to go back to.
+        origin: another run's checkpoint to begin with.
         trackers: where rows go besides the console, `training_log.csv` and `metrics.jsonl`.
         logger: speaks and writes its own files too, instead of the console; close it after the trainer.
         checkpointer: whose folder and `max_to_keep` the run's checkpoints have, instead of `save_path`/checkpoints;
@@ -335,7 +335,6 @@ class Trainer:
             DamagedData: what a step reads does not agree with its checksums.
         """
         try:
-            self.go_back()
             if self._memory is not None and self.start.copy is None:
                 self._memory.discard()  # before later rows are dropped: no copy is ahead of its log
             in_bucket = self._bucket is not None
@@ -586,22 +585,6 @@ class Trainer:
                 at_the_end()
             except Exception as error:
                 self.logger.text(f"the run is finished; what comes after its last step failed: {error!r}")
-
-    def go_back(self) -> None:
-        """Delete the checkpoints behind that of `from_step`, for a run that goes back; once, and `run` does it too.
-
-        The loss is traced before: a mistake in it costs no checkpoint.
-
-        Raises:
-            ValueError: the folder cannot be written.
-        """
-        if not self.start.goes_back:
-            return
-        self.try_loss()
-        if is_primary():  # before checkpoints go: a run that is cut off here must not be taken for a finished one
-            write_cursor(self._folder, self.start.step, self.last_step, finished=False)
-        self.store.delete_later(self.start.step, self.start.metadata.to_dict())
-        self.start = replace(self.start, goes_back=False)
 
     def try_loss(self) -> None:
         """Trace the loss once, without computing it. What the model or the loss function raises passes."""

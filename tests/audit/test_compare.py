@@ -51,17 +51,15 @@ def test_runs_that_part_are_told_apart_at_the_first_logged_step(cut, clean, trai
 
 
 @pytest.mark.long
-def test_a_fork_and_a_run_that_goes_back_carry_the_chain_on(cut, clean, tokens, tmp_path):
-    fork, back = tmp_path / "fork", shutil.copytree(clean, tmp_path / "back")
+def test_forks_carry_the_chain_on(cut, clean, tokens, tmp_path):
+    fork, without = tmp_path / "fork", tmp_path / "without"
     Experiment(Config(max_steps=None)).fit(tokens, fork, fork=f"{cut}@6")
     assert digests(fork) == {step: digest for step, digest in digests(clean).items() if step > 6}
-    Experiment(Config()).fit(run_dir=back, resume=True, from_step=6)
-    assert digests(back) == digests(clean)
-    Experiment(Config()).fit(run_dir=back, resume=True, from_step=6, skip_steps=(9, 10))
-    same = {step for step, digest in digests(clean).items() if digests(back).get(step) == digest}
-    assert same == {1, 4, 8}
+    Experiment(Config(max_steps=None)).fit(run_dir=without, fork=f"{clean}@6", skip_steps=(9, 10))
+    same = {step for step, digest in digests(clean).items() if digests(without).get(step) == digest}
+    assert same == {8}
     assert main(["audit", str(fork)]) == 0
-    assert main(["audit", str(back), "--steps", "7:22"]) == 0
+    assert main(["audit", str(without)]) == 0
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""A fork, a run with another's weights, and a run that goes back, on two processes."""
+"""Forks, and a run with another's weights, on two processes."""
 
 import hashlib
 
@@ -25,15 +25,13 @@ def test_on_two_processes(tmp_path):
 
     missing = run(*words, "--fork", "run@7", "--run_dir", "none", cwd=tmp_path)
     assert missing.returncode == 2
-    assert "run has no checkpoint of step 7; kept are 1, 5, " in missing.stdout + missing.stderr
+    assert "run has no checkpoint of step 7; nearest is 5 or 10, kept are 1, 5, " in missing.stdout + missing.stderr
     assert not (tmp_path / "none").exists()
 
-    back = run(
-        *words, "--run_dir", "run", "--resume", "--from_step", 5, "--skip_steps", "7:8", "--max_steps", 9, cwd=tmp_path
-    )
-    assert back.returncode == 0, back.stdout + back.stderr
-    again = losses(tmp_path / "run")
-    assert sorted(again) == list(range(1, 10))
-    assert {step: again[step][0] for step in range(1, 7)} == {step: whole[step][0] for step in range(1, 7)}
+    words += ["--fork", "run@5", "--skip_steps", "7:8", "--run_dir", "without", "--max_steps", 9]
+    without = run(*words, cwd=tmp_path)
+    assert without.returncode == 0, without.stdout + without.stderr
+    again = losses(tmp_path / "without")
+    assert sorted(again) == list(range(6, 10))
+    assert again[6][0] == whole[6][0]
     assert again[7] != whole[7]
-    assert sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir())[-1] == 9

@@ -56,7 +56,7 @@ RUINED = "may be ruined, because no step after it went well"
             1,
             0,
             [3, 6],
-            f"known to be good is of step 3 (the weights of step 6 {RUINED}): go back to it with from_step",
+            f"known to be good is of step 3 (the weights of step 6 {RUINED}): begin a new run there with fork=RUN@3",
         ),
         (9, 3, 3, [3, 6, 8], f"known to be good is of step 3 (the weights of step 8 {RUINED})"),  # 7 to 9 were skipped
         (9, 0, 3, [3, 6], "The newest checkpoint is of step 6, and is known"),  # skipped, and all is well again

@@ -22,7 +22,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read_and_written_with_its_keys():
     saved = {
         "corpus": "c", "curriculum": "p", "scales": {"head": 2.0}, "best_loss": 1.5, "waited": 2, "rewinds": 1,
         "base": {"run": "/runs/base", "step": 12, "asked": "runs/base", "fingerprint": "2ca2b83692306b02"},
-        "went_back": "job", "plan": {"step": 8}, "schedule": {"kind": "cosine"},
+        "plan": {"step": 8}, "schedule": {"kind": "cosine"},
     }  # fmt: skip
     metadata = CheckpointMetadata.from_dict(saved)
     assert (metadata.early_stopping.evals_since_best, metadata.rewinds, metadata.base.step) == (2, 1, 12)

@@ -1,8 +1,7 @@
-"""Runs that begin with another run's state or weights, and runs that go back by hand."""
+"""Runs that begin with another run's state or weights."""
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import PHASES, losses, make, model, rows, saved, told, train
+from runs import PHASES, losses, make, model, saved, told, train
 
 from roxxel_dist import Phase
 from roxxel_dist.model.loss import next_token_loss
@@ -89,7 +88,7 @@ def test_a_fork_that_died_begins_again_or_goes_on_alone(corpus, run, tmp_path):
 @pytest.mark.parametrize(
     ("step", "options", "message"),
     [
-        (7, {}, r"has no checkpoint of step 7; kept are 1, 4, .*8, .*keep_every"),
+        (7, {}, r"has no checkpoint of step 7; nearest is 4 or 8, kept are 1, 4, .*8, .*keep_every"),
         (8, {"seed": 1}, "seed is 1, and .*run@8 has 42"),
         (8, {"max_steps": 8}, "the new run ends at step 8: give it longer phases, or a larger max_steps"),
         (8, {"val_fraction": 0.3}, "amending and forking take shards"),
@@ -109,10 +108,10 @@ def test_names_of_checkpoints():
     assert CheckpointRef.parse("runs/me@home") == CheckpointRef(Path("runs/me@home"), None)
     with pytest.raises(ValueError, match="it must say at which step, as in runs/a@1000"):
         ResumeSpec(fork=CheckpointRef.parse("runs/a"))
-    with pytest.raises(ValueError, match="name it with from_step=STEP"):
+    with pytest.raises(ValueError, match="add fork=RUN@STEP"):
         ResumeSpec(skip_steps=(3, 4))
     with pytest.raises(ValueError, match="both above 5"):
-        ResumeSpec(from_step=5, skip_steps=(5, 6))
+        ResumeSpec(fork=CheckpointRef.parse("runs/a@5"), skip_steps=(5, 6))
 
 
 def test_weights_alone(corpus, finished_run, tmp_path):
@@ -165,85 +164,61 @@ def test_weights_that_do_not_fit_are_named(corpus, finished_run, tmp_path):
         ValueError, match=r"init_from is .*run@13: .*of another model .params/.* is float32.* in it and .* here"
     ):
         make(corpus, tmp_path / "x", init_from=str(finished_run), model=lambda: model(dim=32))
-    with pytest.raises(ValueError, match="has no checkpoint of step 7; kept are 1, 4"):
+    with pytest.raises(ValueError, match="has no checkpoint of step 7; nearest is 4 or 8, kept are 1, 4"):
         make(corpus, tmp_path / "x", init_from=f"{finished_run}@7")
 
 
-def test_going_back_by_hand(corpus, run):
-    """To step 4 without the data of steps 7 and 8: earlier steps are the same, and a resume needs no flags."""
-    before, plain = numbers(run), make(corpus, run).plan
-    back = ResumeSpec(from_step=4, skip_steps=(7, 8))
-    made = train(corpus, run, origin=back, max_steps=9, max_to_keep=None)
-    assert made.start_step == 4
-    assert max(saved(run)) == 9
-    after = numbers(run)
-    assert [row["step"] for row in rows(run)] == list(range(1, 10))
-    assert {s: after[s] for s in range(1, 7)} == {s: before[s] for s in range(1, 7)}
+def test_a_fork_leaves_rows_out(corpus, run, tmp_path):
+    """It begins at step 4 without the data of steps 7 and 8: earlier steps are the same, a resume needs no words."""
+    unchanged, before, plain = contents(run), numbers(run), make(corpus, run).plan
+    origin = ResumeSpec(fork=CheckpointRef(run, 4), skip_steps=(7, 8))
+    made = train(corpus, tmp_path / "fork", origin=origin, max_steps=9, max_to_keep=None)
+    assert contents(run) == unchanged
+    after = numbers(tmp_path / "fork")
+    assert sorted(after) == list(range(5, 10))
+    assert {s: after[s] for s in (5, 6)} == {s: before[s] for s in (5, 6)}
     assert after[7] != before[7]
     used = {int(offset) for step in range(10) for offset in made.plan.rows(step).offset}
     assert not used & {int(offset) for step in (6, 7) for offset in plain.rows(step).offset}
-    assert "going back from step 13 to step 4, and leaving out what steps 7 to 8 read" in told(run)
-    assert made.start.record == {"back_from": 13, "skipped": [7, 8]}
-    on = train(corpus, run)
+    assert "position in the data, without what steps 7 to 8 read" in told(tmp_path / "fork")
+    assert made.start.record == {"forked_from": {"run": str(run), "step": 4, "skipped": [7, 8]}}
+    run.rename(tmp_path / "away")
+    on = train(corpus, tmp_path / "fork")
     assert (on.start_step, on.step) == (9, 13)
     assert on.plan.fingerprint == made.plan.fingerprint
 
 
 def test_it_does_what_a_rewind_does(corpus, finished_run, tmp_path):
     """The rows of step 7 left out by hand, or because its loss is no number: the same run to the bit."""
-    shutil.copytree(finished_run, tmp_path / "hand")
     bad = corpus.read(make(corpus, tmp_path / "plain").plan.rows(6).offset, 17, np.int32)
 
     def loss_fn(m, batch):
         loss = next_token_loss(m, batch)
         return loss * jnp.where((batch == bad).all(), jnp.nan, 1.0) if batch.shape == bad.shape else loss
 
-    train(corpus, tmp_path / "rewound", loss_fn=loss_fn, on_bad_step="rewind")
-    train(corpus, tmp_path / "hand", loss_fn=loss_fn, origin=ResumeSpec(from_step=4, skip_steps=(7, 7)))
-    assert numbers(tmp_path / "hand") == numbers(tmp_path / "rewound")
+    train(corpus, tmp_path / "rewound", loss_fn=loss_fn, on_bad_step="rewind", max_to_keep=None)
+    origin = ResumeSpec(fork=CheckpointRef(finished_run, 4), skip_steps=(7, 7))
+    train(corpus, tmp_path / "hand", loss_fn=loss_fn, origin=origin)
+    assert numbers(tmp_path / "hand") == {s: x for s, x in numbers(tmp_path / "rewound").items() if s > 4}
+    again = ResumeSpec(fork=CheckpointRef(tmp_path / "rewound", 4), skip_steps=(6, 6))  # its plan changes behind it
+    with pytest.raises(ValueError, match="was changed from step 7 on already: leave out steps behind that"):
+        make(corpus, tmp_path / "again", origin=again)
 
 
-def test_a_launched_job_goes_back_once(corpus, run, monkeypatch):
-    back = ResumeSpec(from_step=4, skip_steps=(7, 8))
-    monkeypatch.setenv("ROXXEL_RUN_ID", "one")
-    train(corpus, run, origin=back, max_steps=9)
-    again = train(corpus, run, origin=back, max_to_keep=None)  # its launcher has started it again
-    assert (again.start_step, len(again.plan.amendments)) == (9, 2)
-    monkeypatch.setenv("ROXXEL_RUN_ID", "two")
-    assert make(corpus, run, origin=ResumeSpec(from_step=9)).start_step == 9
-
-
-def test_nothing_is_deleted_before_all_is_well(corpus, run, tmp_path):
-    for origin, options, message in (
-        (ResumeSpec(from_step=6), {}, "has no checkpoint of that step; kept are 1, 4, "),
-        (ResumeSpec(from_step=4), {"max_steps": 4}, "from_step is 4, and the run ends at step 4"),
-        (ResumeSpec(from_step=4, skip_steps=(6, 14)), {}, "skip_steps is 6:14, and the plan has 13 steps"),
-        (ResumeSpec(from_step=4, skip_steps=(6, 7)), {"amend": True}, "do one, then the other"),
-        (ResumeSpec(from_step=4), {"optimizer": optax.sgd(0.1)}, "is of another model or optimizer"),
-        (ResumeSpec(from_step=4), {"seed": 3}, "made with another curriculum"),
-    ):
-        before = contents(run)
-        with pytest.raises(ValueError, match=message):
-            make(corpus, run, origin=origin, **options)
-        assert contents(run) == before
-    with pytest.raises(ValueError, match="leave it out to begin"):
-        make(corpus, tmp_path / "empty", origin=ResumeSpec(from_step=4))
-
-
-def test_steps_before_a_change_of_the_plan_cannot_be_left_out(corpus, run):
-    train(corpus, run, origin=ResumeSpec(from_step=8, skip_steps=(9, 9)), max_to_keep=None)
-    with pytest.raises(ValueError, match="was changed from step 9 on already"):
-        make(corpus, run, origin=ResumeSpec(from_step=4, skip_steps=(6, 7)))
-    made = make(corpus, run, origin=ResumeSpec(from_step=8, skip_steps=(10, 11)))
+def test_steps_that_cannot_be_left_out(corpus, finished_run, tmp_path):
+    origin = ResumeSpec(fork=CheckpointRef(finished_run, 4), skip_steps=(6, 14))
+    with pytest.raises(ValueError, match="skip_steps is 6:14, and the plan has 13 steps"):
+        make(corpus, tmp_path / "fork", origin=origin)
+    origin = ResumeSpec(fork=CheckpointRef(finished_run, 8), skip_steps=(9, 9))
+    train(corpus, tmp_path / "one", origin=origin, max_to_keep=None)
+    again = ResumeSpec(fork=CheckpointRef(tmp_path / "one", 8), skip_steps=(10, 11))
+    made = make(corpus, tmp_path / "two", origin=again)
     made.close()
     assert [(a.from_step, a.skip) for a in made.plan.amendments] == [(0, 0), (8, 1), (9, 2)]
 
 
-def test_back_to_before_an_amendment(corpus, tmp_path):
-    """It holds at the step where it was made, whether the run goes back or not."""
-    train(corpus, tmp_path, max_to_keep=None, max_steps=8)
-    longer = [*PHASES[:2], Phase(9, 4, 33)]
-    train(corpus, tmp_path, longer, amend=True, max_to_keep=None)
-    before = numbers(tmp_path)
-    train(corpus, tmp_path, longer, origin=ResumeSpec(from_step=4), max_to_keep=None)
-    assert numbers(tmp_path) == before
+def test_a_fork_with_other_phases_leaves_rows_of_those_out(corpus, finished_run, tmp_path):
+    origin = ResumeSpec(fork=CheckpointRef(finished_run, 8), skip_steps=(10, 11))
+    made = make(corpus, tmp_path / "fork", [*PHASES[:2], Phase(9, 4, 33)], origin=origin)
+    made.close()
+    assert [(a.from_step, a.skip) for a in made.plan.amendments] == [(0, 0), (8, 0), (9, 2)]

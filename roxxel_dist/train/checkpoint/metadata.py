@@ -66,31 +66,25 @@ class CheckpointRef(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeSpec:
-    """The start of a run without checkpoints, or how far a run with checkpoints goes back."""
+    """The start of a run without checkpoints; one with checkpoints resumes from its newest."""
 
     fork: CheckpointRef | None = None
     """Begin with the whole state of this checkpoint: parameters, moments, random streams, position in the data."""
-    from_step: int | None = None
-    """Go back to the run's own checkpoint of this step; later ones are deleted."""
     skip_steps: tuple[int, int] | None = None
-    """With `from_step`: leave out what these steps, the first and the last, counted from 1, would have read."""
+    """Of a fork: leave out what these steps, the first and the last, counted from 1, would have read."""
 
     def __post_init__(self) -> None:
         if self.fork is not None and self.fork.step is None:
             raise UserError(f"fork is {self.fork}: it must say at which step, as in {self.fork}@1000")
-        if self.fork is not None and self.from_step is not None:
-            raise UserError("fork begins a new run and from_step goes back in an old one: use one of the two")
         if self.skip_steps is None:
             return
-        if self.from_step is None:
-            raise UserError(
-                "skip_steps leaves rows out behind a step that the run goes back to: name it with from_step=STEP"
-            )
+        if self.fork is None:
+            raise UserError("skip_steps leaves rows out in a new run that begins at a checkpoint: add fork=RUN@STEP")
         first, last = self.skip_steps
-        if not self.from_step < first <= last:
+        if not (self.fork.step or 0) < first <= last:
             raise UserError(
-                f"skip_steps is {first}:{last}, and the run goes back to where step {self.from_step} was done: write "
-                f"the first and the last step to leave out, both above {self.from_step}"
+                f"skip_steps is {first}:{last}, and the fork begins where step {self.fork.step} was done: write the "
+                f"first and the last step to leave out, both above {self.fork.step}"
             )
 
 
@@ -178,8 +172,6 @@ class CheckpointMetadata:
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     rewinds: int = 0
     """How often the run went back to a checkpoint because of a bad step."""
-    went_back: str = ""
-    """The launched job that went back by hand: started again with the same words, it does not go back once more."""
     adapter_scales: Mapping[str, float] | None = None
     """The scale of each adapter, by its name; None if the checkpoint holds all weights."""
     base: BaseModelRef | None = None
@@ -212,7 +204,7 @@ class CheckpointMetadata:
         )
 
 
-_SAME_KEY = ("corpus", "curriculum", "plan", "schedule", "rewinds", "went_back")
+_SAME_KEY = ("corpus", "curriculum", "plan", "schedule", "rewinds")
 """Fields of `CheckpointMetadata` that have their own name on disk."""
 
 
