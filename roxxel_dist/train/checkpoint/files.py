@@ -336,7 +336,7 @@ def replace_meta(checkpoint: Path, meta: str) -> None:
 
 
 def blocks_apart(like: Any, table: DigestTable, saved: Mapping[str, list[Any]]) -> list[tuple[str, BlockDigest]]:
-    """The blocks of what is read for `like` that `check_arrays` compares on no rank: they do not lie on one device as
+    """The blocks, of arrays read for `like`, that `check_arrays` compares on no rank: they do not lie on one device as
     they did, or are converted to another type. The same on all ranks."""
     blocks: list[tuple[str, BlockDigest]] = []
     for name, leaf in _named(like):

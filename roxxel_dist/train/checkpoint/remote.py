@@ -243,7 +243,7 @@ class RemoteCheckpoints:
                     wrong, missing = compare()
                 if missing and not wrong:
                     self._fetch_blocks(checkpoint, step, table, missing)
-                    wrong, missing = compare()
+                    missing = wrong_blocks(checkpoint, missing)
         finally:
             release_lock(lock)
         return [problem for problem in (*wrong.values(), *missing.values()) if problem]

@@ -439,8 +439,8 @@ class CheckpointStore:
     def restore(self, step: int, like: Any) -> Any:
         """The state of a checkpoint, with the structure, shapes, dtypes and shardings of `like`.
 
-        Every file is compared before it is read, and every block of what was read: where it lies on a device, or, where
-        none has all of it, from the file by one of the ranks.
+        Files are compared before Orbax reads them, and every block of an array after that: where it lies on a device,
+        or, where no device has all of it, from the file by one of the ranks.
         Raises ValueError where the checkpoint is of another model or optimizer, or there is none of that step, and
         DamagedCheckpoint where it is damaged.
         """
