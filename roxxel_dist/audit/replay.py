@@ -284,8 +284,6 @@ def first_difference(run: RunRecord, step: int, mine: CheckpointStore) -> str:
     """The first array of a checkpoint whose content differs, parameters first; empty if none does."""
     theirs = run.checkpoint(step)[1]
     table = DigestTable.read(mine.folder / str(step) / TABLE)
-    if theirs is None:
-        return ""
     names = [name for name in {**theirs.blocks, **table.blocks} if not name.startswith(FORGOTTEN)]
     for name in sorted(names, key=lambda name: (not name.startswith("params/"), name)):
         here, there = ({(b.bounds, b.digest) for b in each.blocks.get(name, ())} for each in (table, theirs))

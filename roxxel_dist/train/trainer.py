@@ -277,6 +277,8 @@ class Trainer:
         if self.step:
             with self._progress.doing("restore"):
                 self._parts = restore_start(self.store, self.start, self._state)
+                if not self._metadata.digest:
+                    self.logger.text(f"the checkpoint of step {self.step} has no running digest: a new one begins")
 
     def _set_aside(self, damage: DamagedCheckpoint) -> None:
         """Take a damaged checkpoint of the run, not of another one, out of the way of the next older complete one."""
