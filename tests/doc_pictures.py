@@ -70,7 +70,7 @@ def run(*words: object) -> None:
 def job() -> dict:
     """The record of the job."""
     with contextlib.suppress(ValueError):
-        (path,) = Path(os.environ["XDG_STATE_HOME"]).rglob("jobs/*.json")
+        (path,) = filter(Path.is_symlink, Path(os.environ["XDG_STATE_HOME"]).rglob("jobs/*"))
         return json.loads(path.read_text())
     return {"step": 0, "ranks": []}
 

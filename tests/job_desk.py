@@ -15,6 +15,12 @@ from commands import command, environment, wait_for
 from roxxel_dist.cli import main
 
 LIMIT_S = 60
+DETACH = """
+from pathlib import Path
+from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.jobs.detach import detach
+from roxxel_dist.launcher.spec import JobSpec
+detach("""
 
 
 @dataclass
@@ -32,15 +38,11 @@ class Desk:
         self.started.append(process)
         return process
 
-    def controller(self) -> subprocess.Popen[str]:
-        """Start what `--detach` starts; it waits for a job on its stdin."""
+    def detach(self, run_id: str, *words: str, log_dir: str = "logs") -> None:
+        """Detach a job of one rank whose logs are in a folder of choice."""
+        job = f"JobSpec(command={words}, nprocs=1, run_id={run_id!r}, log_dir=Path({log_dir!r}), max_restarts=0)"
         env = environment(XDG_STATE_HOME=str(self.folder / "state"))
-        words = [sys.executable, "-m", "roxxel_dist.launcher.jobs.detach"]
-        process = subprocess.Popen(
-            words, cwd=self.folder, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.started.append(process)
-        return process
+        subprocess.run([sys.executable, "-c", DETACH + job + ", LocalBackend())"], cwd=self.folder, env=env, check=True)
 
     def run(self, *words: object) -> tuple[int, str, str]:
         """Run a command to its end: its code, what it showed, and its messages."""

@@ -8,7 +8,6 @@ from commands import rows
 
 from roxxel_dist import cli
 from roxxel_dist.launcher import backends
-from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.sweep import samplers as engine
 from roxxel_dist.train.loggers import choose
 from roxxel_dist.train.loggers.base import LogQueue
@@ -22,7 +21,7 @@ from roxxel_dist.launcher.backends.local import LocalBackend
 
 
 class Added(LocalBackend):
-    kind = "added"
+    """Where it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +69,7 @@ def added(tmp_path, monkeypatch):
 
 def test_a_backend(added, monkeypatch, capsys):
     added(BACKEND)
-    monkeypatch.setitem(backends.BACKENDS, "added", "added_file:Added")
-    assert isinstance(backends.make({"kind": "added"}), LocalBackend)
+    monkeypatch.setitem(backends.BACKENDS, "added", "added_file")
     assert cli.main(["launch", "--help"]) == 0
     assert "  added   Start a program in an added way\n" in capsys.readouterr().out
     assert cli.main(["launch", "added", "--pairs", "2", "--max-restarts", "1", "--dry-run", "--", "true"]) == 0

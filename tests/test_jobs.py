@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import socket
@@ -56,12 +55,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
         yield made
 
 
-def spec(run_id: str, *words: str, log_dir: str = "logs") -> str:
-    """What a detached launcher reads."""
-    job = {"command": words, "nprocs": 1, "run_id": run_id, "log_dir": log_dir, "max_restarts": 0}
-    return json.dumps({"job": job, "backend": {"kind": "local"}, "host": "h"}) + "\n"
-
-
 def test_a_detached_job_is_of_nobody_and_tells_no_secret(running: Desk) -> None:
     desk, job = running, running.job()
     pid, run = job["controller"]["pid"], job["run_id"]
@@ -69,9 +62,8 @@ def test_a_detached_job_is_of_nobody_and_tells_no_secret(running: Desk) -> None:
     assert job["controller"]["host"] == socket.gethostname()
     assert (desk.folder / "length").read_text() == "16\n", "the ranks have the variable"
     words = words_of_all_processes()
-    assert "roxxel_dist.launcher.jobs.detach" in words
     assert "s3cr3t-of-a-test" not in words
-    for path in (*desk.folder.glob("state/**/*.json"), *desk.folder.glob("runs/**/*.log")):
+    for path in (*desk.folder.glob("runs/**/*.json"), *desk.folder.glob("runs/**/*.log")):
         assert "s3cr3t-of-a-test" not in path.read_text()
     stat = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     assert int(stat[3]) != os.getsid(0), "a session of its own"
@@ -286,22 +278,29 @@ def test_what_cannot_start_says_so_and_leaves_nothing(desk: Desk) -> None:
     assert str(port) in err
     assert err.splitlines()[-1].startswith("roxxel-dist: not started: correct what is above")
     assert not (desk.folder / "runs").exists()
-    assert desk.job()["code"] == 69
-    assert desk.run("ps")[1] == ""
+    assert desk.run("ps", "--all") == (0, "", "roxxel-dist: no job runs\n")
 
 
 def test_who_does_not_wait_for_the_start_wants_no_job(desk: Desk) -> None:
-    process = desk.controller()
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdout.close()
-    process.stdin.write(spec("a", "touch", "was-here"))
-    process.stdin.close()
-    assert process.wait(LIMIT_S) == 0
-    log = desk.folder / "logs" / "launcher.log"
+    """The ranks' variables are read from a pipe, after the fork: until they come the caller can be killed."""
+    caller = desk.open("launch", "local", "--detach", "--run-id", "a", "--", "touch", "was-here")
+    log = desk.folder / "runs" / "run_a" / "logs" / "launcher.log"
+    wait_for(log.parent.exists, LIMIT_S, "the controller")
+    caller.kill()
     wait_for(lambda: log.exists() and "so the job does not start" in log.read_text(), LIMIT_S, "the last words")
     assert desk.over()["code"] == 1
     assert not (desk.folder / "was-here").exists()
+
+
+def test_a_detached_launcher_keeps_no_descriptor_of_a_wrapper(desk: Desk) -> None:
+    """Such as the lock of `flock FILE roxxel-dist launch --detach …`."""
+    reader, writer = os.pipe()
+    words = ["launch", "local", "--detach", "--", "bash", "-c", WAIT]
+    assert desk.open(*words, pass_fds=(writer,)).wait(LIMIT_S) == 0
+    os.close(writer)
+    assert os.read(reader, 1) == b"", "nobody has it"
+    os.close(reader)
+    desk.up()
 
 
 def test_a_launch_that_somebody_sits_before_is_a_job_too(desk: Desk) -> None:
@@ -321,18 +320,18 @@ def test_a_launch_that_somebody_sits_before_is_a_job_too(desk: Desk) -> None:
 
 
 def test_two_runs_in_one_directory_have_their_own_lines(desk: Desk) -> None:
-    runs = []
+    """The directory means the newer one; lines of the older one stay in its logs."""
     for text in ("one", "two"):
-        done, _ = desk.controller().communicate(spec(text, "bash", "-c", f"echo {text}"), timeout=LIMIT_S)
-        runs.append(json.loads(done)["entry"]["run_id"])
+        desk.detach(text, "bash", "-c", f"echo {text}")
         wait_for(lambda: {job["state"] for job in desk.jobs()} == {"ended"}, LIMIT_S, "the end of the job")
-    assert runs == ["one", "two"]
-    for run in runs:
-        for option in ("--rank=0", "--launcher"):
-            head, line = desk.run("logs", run, option)[1].splitlines()
-            assert f"run {run}: bash -c 'echo {run}'" in head
-            assert line.endswith(f"0 | {run}")
-    assert desk.run("logs", ".")[1].endswith("0 | two\n"), "a run directory is its newest job"
+    assert desk.job()["run_id"] == "two"
+    for option in ("--rank=0", "--launcher"):
+        head, line = desk.run("logs", "two", option)[1].splitlines()
+        assert "run two: bash -c 'echo two'" in head
+        assert line.endswith("0 | two")
+    assert desk.run("logs", ".")[1].endswith("0 | two\n")
+    assert desk.run("logs", "one")[0] == 2
+    assert "0 | one\n" in (desk.folder / "logs" / "rank-0.log").read_text()
 
 
 TRAIN = """
@@ -350,10 +349,8 @@ time.sleep(1000)
 
 def test_a_run_directory_means_the_job_that_trains_there(desk: Desk) -> None:
     """A second launch is refused; the directory is moved while the first one trains."""
-    job = spec(
-        "one", "env", sys.executable, "-uc", f"print('begun'){TRAIN.format(run='runs/a')}", log_dir="runs/a/logs"
-    )
-    desk.controller().communicate(job, timeout=LIMIT_S)
+    script = f"print('begun'){TRAIN.format(run='runs/a')}"
+    desk.detach("one", "env", sys.executable, "-uc", script, log_dir="runs/a/logs")
     desk.up()
     wait_for(lambda: desk.job()["ranks"], LIMIT_S, "the rank in the record")
     (desk.folder / "runs" / "a").rename(desk.folder / "runs" / "b")
@@ -371,9 +368,8 @@ def test_a_run_directory_means_the_job_that_trains_there(desk: Desk) -> None:
 @pytest.mark.parametrize("launched_before", [False, True])
 def test_a_training_that_was_not_launched_is_named_by_its_process(desk: Desk, launched_before: bool) -> None:
     if launched_before:  # in the same directory, and over
-        done, _ = desk.controller().communicate(spec("one", "true"), timeout=LIMIT_S)
-        assert json.loads(done)["entry"]["run_dir"] == str(desk.folder)
-        desk.over()
+        desk.detach("one", "true")
+        assert desk.over()["run_dir"] == str(desk.folder)
     else:
         desk.launch("true")
     run = "." if launched_before else "runs/b"
@@ -392,7 +388,7 @@ def test_a_training_that_was_not_launched_is_named_by_its_process(desk: Desk, la
         trains.wait()
     if not launched_before:
         code, _, err = desk.run("stop", run)
-        assert (code, "it was not launched, it was moved, or its record is older than a week" in err) == (2, True)
+        assert (code, f"{run} has no record of a launch" in err) == (2, True)
         assert f"nothing trains there now: its log is {log}" in err
 
 
@@ -411,7 +407,7 @@ def test_a_launcher_that_still_exits_is_not_said_to_run(desk: Desk) -> None:
     """Between the end of the job and the end of its launcher."""
     run = desk.launch(DRAIN)
     desk.up()
-    job = record.from_values(desk.job())
+    job = record.from_values(desk.job(), desk.job()["log_dir"])
     assert stop_jobs.progress(job) == f"run {run} is still running"
     ended = dataclasses.replace(job, state="ended", step=7)
     assert stop_jobs.progress(ended) == f"run {run} has ended, its launcher (pid {desk.pid()}) still exits"

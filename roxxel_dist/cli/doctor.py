@@ -91,7 +91,7 @@ def requirements(args: DoctorArgs, command: tuple[str, ...]) -> "Requirements":
     )
     needs = requirements_of(job, {}, writes=True)
     shared, data_path = needs.shared or bool(run_dir), args.data_path or needs.data_path
-    return dataclasses.replace(needs, run_id=None, shared=shared, data_path=data_path)
+    return dataclasses.replace(needs, shared=shared, data_path=data_path)
 
 
 def _as_text(report: "PreflightReport", hosts: int) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shutil
 import socket
 import sys
@@ -46,9 +45,10 @@ class PsArgs:
     """
 
     all: bool = False
-    """Also list jobs that ended or were lost more than a day ago. Records are kept for a week."""
+    """Also list jobs that ended in the last week, or were lost more than a day ago."""
     prune: bool = False
-    """Delete the records of jobs that ended or were lost, and of jobs on other machines without news for a day."""
+    """Take off the list: jobs that ended or were lost, and jobs on other machines without news for a day. Their run
+    directories keep the records."""
     json: bool = False
     """Print a JSON list of the jobs, with the processes of their ranks."""
 
@@ -59,15 +59,16 @@ def ps(words: list[str]) -> int:
     with usage_errors():
         if args.prune:
             forgotten = record.forget()
-            info(
-                f"{len(forgotten)} jobs forgotten"
-                + (f": {', '.join(job.run_id for job in forgotten)}" if forgotten else "")
-            )
+            names = f": {', '.join(job.run_id for job in forgotten)}" if forgotten else ""
+            info(f"{len(forgotten)} jobs taken off the list{names}")
         jobs = record.entries()
     recent = time.time() - record.FORGOTTEN_S
     shown = [job for job in jobs if args.all or not job.is_over or (job.state == "lost" and job.updated > recent)]
     if args.json:
-        values = [dataclasses.asdict(job) | ({} if job.is_known else {"state": "unknown"}) for job in shown]
+        values = [
+            dataclasses.asdict(job) | {"run_dir": job.run_dir} | ({} if job.is_known else {"state": "unknown"})
+            for job in shown
+        ]
         print(json.dumps(values, indent=2))
     elif shown:
         rows = [("RUN", "STATE", "HOST", "RANKS", "PIDS", "ATTEMPT", "STEP", "SINCE", "COMMAND"), *map(_row, shown)]
@@ -196,23 +197,21 @@ def stop(words: list[str]) -> int:
 
 def _find(name: str, command: str) -> JobRecord:
     """The job meant. Raises UserError where there is none, or where `command` needs another machine."""
-    run, jobs = Path(name), record.entries()
+    run, jobs = Path(name), [] if name else record.entries()
     trainer = None if is_url(name) or not name else holding_process(run / LOCK)
     if not name and command != "logs" and all(job.is_over for job in jobs):
         raise UserError(f"no job runs{f'; `roxxel-dist ps --all` lists {len(jobs)} that ended' if jobs else ''}")
     try:
-        job = record.find(name, jobs, (trainer["host"], trainer["pid"]) if trainer else None)
+        job = record.find(name)
     except UserError as error:
         if name and not is_url(name) and (trainer or is_run(run)):
             raise UserError(_not_launched(run, command, trainer)) from error
         raise
-    if trainer and job.is_over and name not in (job.run_id, job.path.stem):
+    if trainer and job.is_over and name != job.run_id:
         raise UserError(_not_launched(run, command, trainer))
-    if not os.path.exists(job.log_dir) and (run / LOGS).is_dir():  # the run directory was moved
-        job = dataclasses.replace(job, log_dir=str(run / LOGS))
-    if job.is_known or (command != "stop" and not job.copied):  # its files are here: machines share them
+    if command != "stop" or job.is_over or job.is_here:  # the files of a job are where its record is
         return job
-    if job.slurm_job and command == "stop":
+    if job.slurm_job:
         raise UserError(
             f"run {job.run_id} is SLURM job {job.slurm_job}: `scancel --batch --signal=INT {job.slurm_job}` asks its "
             f"ranks to save and exit; `scancel {job.slurm_job}` ends it, also where it waits to be started again"
@@ -225,8 +224,7 @@ def _not_launched(run: Path, command: str, trainer: Mapping[str, Any] | None) ->
     log = run / LOGS / "rank-0.log"
     where = f"its log is {log}" if log.exists() else f"it has no log {log}"
     if trainer is None:
-        no_record = "it was not launched, it was moved, or its record is older than a week"
-        return f"no job of {run} is known here ({no_record}), and nothing trains there now: {where}"
+        return f"{run} has no record of a launch, and nothing trains there now: {where}"
     there = "" if trainer["host"] == socket.gethostname() else f" on {trainer['host']}"
     cure = f": `kill -INT {trainer['pid']}`{there} makes it save and exit" if command == "stop" else f": {where}"
     return f"pid {trainer['pid']}{there} trains in {run} and was not launched from here{cure}"
@@ -239,7 +237,9 @@ def _clock(when: float) -> str:
 
 
 def _say_over(job: JobRecord) -> None:
-    if job.state == "lost":
+    if not job.is_over and not job.path.exists():
+        info(f"run {job.run_id} was not started, or its run directory was deleted: its record is gone")
+    elif job.state == "lost":
         info(f"run {job.run_id} is lost: its launcher (pid {job.controller.pid}) was killed, and its ranks with it")
     elif job.state == "ended":
         meaning = {0: " (all went well)", 42: " (stopped, every rank saved)"}.get(job.code or 0, "")

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -33,7 +32,7 @@ ONE_LAUNCHER = ("ray", "slurm", "ssh")
 
 def command_of(name: str) -> Callable[[list[str]], int]:
     """The command `launch NAME` of a backend."""
-    kind: type[Command] = import_module(BACKENDS[name].partition(":")[0]).Options
+    kind: type[Command] = import_module(BACKENDS[name]).Options
 
     def command(words: list[str]) -> int:
         from roxxel_dist.launcher.backends.base import LaunchRequest
@@ -149,17 +148,15 @@ def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
         from roxxel_dist.launcher.control.supervisor import run
 
         return run(job, backend)
-    from roxxel_dist.launcher.jobs.detach import StartError, detach
+    from roxxel_dist.launcher.jobs.detach import NotStartedError, detach
 
     try:
         with usage_errors():
-            entry = detach(job, backend)
-    except StartError as problem:
-        print(printable(str(problem)), file=sys.stderr, flush=True)
+            pid = detach(job, backend)
+    except NotStartedError as problem:
         return problem.code
-    print(entry.run_id, flush=True)  # alone on stdout, for scripts
-    started = f"run {entry.run_id} started, its launcher is pid {entry.controller.pid} on {entry.controller.host}"
-    info(f"{started}; see it with `{entry.line('attach')}`")
+    print(job.run_id, flush=True)  # alone on stdout, for scripts
+    info(f"run {job.run_id} started, its launcher is pid {pid}; see it with `roxxel-dist attach {job.run_id}`")
     return 0
 
 

@@ -39,12 +39,12 @@ def top(words: list[str]) -> int:
     """Show runs, studies and jobs while they run, in the terminal or a browser."""
     args = parse(TopArgs, words, "top")
     with usage_errors():
-        from roxxel_dist.view.items import Jobs, Watched, read
+        from roxxel_dist.view.items import Watched, read
 
         if args.web:
             return _web(args)
-        watched, jobs = Watched(args.names), Jobs()
-        states = [read(item, jobs, brief=len(watched.items) > 1 and not args.json) for item in watched.items]
+        watched = Watched(args.names)
+        states = [read(item, brief=len(watched.items) > 1 and not args.json) for item in watched.items]
     if args.json:
         import json
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def folder() -> Path:
-    """Where the records of jobs are. Raises FileNotFoundError where this user has no home."""
+    """Where the links to the records of jobs are. Raises FileNotFoundError where this user has no home."""
     for state in (os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~/.local/state")):
         if os.path.isabs(state):
             return Path(state, "roxxel-dist", "jobs")
@@ -18,7 +18,7 @@ def claim(name: str) -> bool:
     """Take a name for the life of this process: the lock of a file that no other user can reach.
 
     Such as the id of a run before its first line, or a request that is made once. If the file cannot be made, the name
-    counts as taken by this process. Files that are old are removed with old records (`record.forget`).
+    counts as taken by this process. Files that are old are removed with old links (`record.forget`).
     """
     try:
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)

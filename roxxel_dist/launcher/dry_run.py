@@ -28,7 +28,7 @@ def describe(job: JobSpec, backend: Backend) -> dict[str, Any]:
     return {
         "run_id": job.run_id,
         "log_dir": str(job.log_dir),
-        "working_directory": backend.describe().get("directory") or os.getcwd(),
+        "working_directory": backend.directory or os.getcwd(),
         "coordinator": coordinator,
         "max_restarts": job.max_restarts,
         "step_timeout": job.step_timeout,

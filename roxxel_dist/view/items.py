@@ -19,8 +19,6 @@ from roxxel_dist.view.study import StudyReader, StudyState
 
 RUNS, STUDIES = Path("runs"), Path("studies")
 NOTHING = f"there is no run in {RUNS} and no study in {STUDIES}: name a run, a study, a job or a folder"
-JOBS_S = 5.0
-"""Seconds between searches for new jobs."""
 LOOK_S = 2.0
 """Seconds between searches for new items, while `top` is open."""
 
@@ -35,24 +33,6 @@ class Item:
     reader: RunReader | StudyReader | JobReader
 
 
-class Jobs:
-    """The known jobs of this user on this host, by run directory."""
-
-    def __init__(self) -> None:
-        self._looked = float("-inf")
-        self._by_run: dict[str, list[JobRecord]] = {}
-
-    def of(self, run: Path) -> JobRecord | None:
-        """The current state of the job that a run directory means."""
-        if time.monotonic() - self._looked >= JOBS_S:
-            self._looked = time.monotonic()
-            self._by_run = {}
-            for job in known_jobs():
-                self._by_run.setdefault(os.path.realpath(job.run_dir), []).append(job)
-        jobs = record.meant(self._by_run.get(os.path.realpath(run), []))
-        return jobs[-1].now() if jobs else None
-
-
 def known_jobs() -> list[JobRecord]:
     """All jobs, the oldest first; none if this user has no home directory."""
     with suppress(FileNotFoundError):
@@ -60,10 +40,10 @@ def known_jobs() -> list[JobRecord]:
     return []
 
 
-def read(item: Item, jobs: Jobs, *, brief: bool = False) -> State:
+def read(item: Item, *, brief: bool = False) -> State:
     """The current state of an item."""
     if isinstance(item.reader, RunReader):
-        return item.reader.read(jobs.of(item.reader.path), brief=brief)
+        return item.reader.read(record.of_directory(item.reader.path), brief=brief)
     return item.reader.read()
 
 
@@ -111,7 +91,7 @@ class Watched:
             return found
         ended = bool(states) and not is_active(states[0])
         found = _newest() if ended else []
-        return found if len(found) == 1 and is_active(read(found[0], Jobs(), brief=True)) else [item]
+        return found if len(found) == 1 and is_active(read(found[0], brief=True)) else [item]
 
 
 def _key(item: Item) -> tuple[type, str]:
@@ -131,7 +111,7 @@ def everything() -> list[Item]:
     Raises ValueError if there are none.
     """
     items = [item for folder in (RUNS, STUDIES) for item in _in_folder(folder)]
-    living = [item for job in known_jobs() if not job.is_over and job.is_here for item in _of_job(job)]
+    living = [item for job in known_jobs() if not job.is_over and job.is_known for item in _of_job(job)]
     items = list({(type(item.reader), os.path.realpath(item.name)): item for item in [*items, *living]}.values())
     if not items:
         raise UserError(NOTHING)
@@ -162,11 +142,10 @@ def _named(name: str) -> list[Item]:
         return [Item(name=reader.name, reader=reader)]
     if items := _in_folder(Path(name)):
         return items
-    jobs = known_jobs()
     try:
-        job = record.find(name, jobs)
-    except ValueError as error:
-        if os.path.exists(name) or os.sep in name or not jobs:
+        job = record.find(name)
+    except (ValueError, FileNotFoundError) as error:
+        if os.path.exists(name) or os.sep in name or not known_jobs():
             raise UserError(no_run(Path(name))) from error
         raise
     return _of_job(job)
@@ -186,13 +165,12 @@ def _in_folder(folder: Path) -> list[Item]:
 
 def _newest() -> list[Item]:
     """The runs of the newest active job, else the last written active run or study, else all here."""
-    living = [job for job in known_jobs() if not job.is_over and job.is_here]
+    living = [job for job in known_jobs() if not job.is_over and job.is_known]
     if living := [job for job in living if job.ran] or living:
         return _of_job(living[-1])
     items = [item for folder in (RUNS, STUDIES) for item in _in_folder(folder)]
-    none = Jobs()
     for item in items:
-        if is_active(read(item, none, brief=True)):
+        if is_active(read(item, brief=True)):
             return [item]
     if not items:
         raise UserError(NOTHING)

@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from roxxel_dist.view.frame import Look, frame
-from roxxel_dist.view.items import Jobs, State, Watched, read
+from roxxel_dist.view.items import State, Watched, read
 
 REFRESH_S, LIST_S = 1.0, 2.0
 """Seconds between readings of one item, and of a list."""
@@ -40,7 +40,7 @@ def show(console: Console, states: list[State]) -> None:
 
 def run(console: Console, watched: Watched) -> None:
     """Show the items until the user quits or presses Ctrl-C. Standard input and output are a terminal."""
-    jobs, opened, chosen, zoom = Jobs(), len(watched.items) == 1, watched.items[0], False
+    opened, chosen, zoom = len(watched.items) == 1, watched.items[0], False
     states: list[State] = []
     items = shown = watched.items
     due, drawn = 0.0, (0, 0)
@@ -53,7 +53,7 @@ def run(console: Console, watched: Watched) -> None:
                 if chosen not in items:
                     chosen = items[0]
                 shown = [chosen] if opened or len(items) == 1 else items
-                states = [read(item, jobs, brief=len(shown) > 1 and item != chosen) for item in shown]
+                states = [read(item, brief=len(shown) > 1 and item != chosen) for item in shown]
                 pause = max(REFRESH_S if len(shown) == 1 else LIST_S, (time.process_time() - before) / SHARE)
                 due, drawn = now + min(pause, 60.0), (0, 0)
             if drawn != console.size:

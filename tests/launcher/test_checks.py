@@ -41,7 +41,6 @@ def healthy(number: int) -> dict[str, Any]:
         "tpus": 0,
         "platforms": None,
         "run_dir": {"path": "/runs", "free": 1 << 40, "why": None, "foreign": None},
-        "left": [],
     }
 
 
@@ -59,14 +58,14 @@ def judge(change: Callable[[Hosts], Any], wanted: Requirements | None = None) ->
 def test_nothing_is_wrong_with_healthy_hosts() -> None:
     found = run_checks(Requirements(), three_hosts())
     assert {one.level for one in found} == {"ok"}
-    checks = {"devices", "disk", "leftovers", "versions", "code", "name"}
+    checks = {"devices", "disk", "versions", "code", "name"}
     assert {one.check for one in found} == checks
     assert all(one.hosts == ("h1", "h2", "h3") for one in found)
 
 
 def test_of_one_host_less_is_said() -> None:
     only = {"h1": {name: value for name, value in healthy(1).items() if name not in ("versions", "code", "data")}}
-    assert {one.check for one in run_checks(Requirements(), only)} == {"devices", "disk", "leftovers"}
+    assert {one.check for one in run_checks(Requirements(), only)} == {"devices", "disk"}
 
 
 def put(host: str, **values: Any) -> Callable[[Hosts], None]:
@@ -75,11 +74,6 @@ def put(host: str, **values: Any) -> Callable[[Hosts], None]:
 
 def disk(free: int, why: str | None = None) -> dict[str, Any]:
     return {"path": "/data/runs", "free": free, "why": why, "foreign": None}
-
-
-def rank(*, ours: bool, orphan: bool = True, stuck: bool = False) -> dict[str, Any]:
-    facts = {"pid": 4711, "run_id": "20250101_000000", "seconds": 600.0}
-    return facts | {"ours": ours, "orphan": orphan, "stuck": stuck}
 
 
 TOKENS = {"path": "d", "fingerprint": "aa"}
@@ -117,25 +111,6 @@ CASES = [
     ("disk", "warning", put("h1", run_dir=disk(ADVISED_FREE_BYTES - 1)), ["h1", "/data/runs", "--run_dir"]),
     ("disk", "error", put("h1", run_dir=disk(1 << 40, "no permission")), ["h1", "/data/runs", "no permission"]),
     ("disk", "error", put("h1", run_dir=disk(1 << 40, "is a file")), ["h1: /data/runs is a file: name a folder with"]),
-    (
-        "leftovers",
-        "error",
-        put("h2", left=[rank(ours=True)]),
-        ["h2", "this run", "20250101_000000", "10 min", "kill 4711"],
-    ),
-    (
-        "leftovers",
-        "error",
-        put("h2", left=[rank(ours=True, orphan=False)]),  # a healthy job: its ranks must not be killed
-        ["h2", "this run", "`roxxel-dist stop 20250101_000000` where it was launched"],
-    ),
-    ("leftovers", "warning", put("h2", left=[rank(ours=False)]), ["h2", "another launch has left", "kill 4711"]),
-    (
-        "leftovers",
-        "warning",
-        put("h2", left=[rank(ours=False, orphan=False, stuck=True)]),
-        ["h2", "process 4711 cannot be looked at", "restart the host"],
-    ),
     ("host", "warning", put("h2", machine="boot1 net"), ["h1, h2", "one machine"]),
 ]
 
@@ -192,11 +167,6 @@ def test_gpus_are_as_many_as_wanted() -> None:
     assert judge(gpus(1, 1, 1), Requirements(gpus_per_host=2, visible="MIG-a,MIG-b")) == []
 
 
-def test_ranks_that_somebody_watches_over_are_no_leftovers() -> None:
-    assert judge(put("h2", left=[rank(ours=False, orphan=False)])) == []
-    assert [one.level for one in judge(put("h2", left=[rank(ours=True, orphan=False)]))] == ["error"]
-
-
 def test_text_is_read_by_rank_0_alone() -> None:
     text, absent = {"path": "t.txt", "text": True}, {"path": "t.txt", "why": "no such file"}
     assert judge(with_data(h1=text, h2=absent, h3=absent)) == []
@@ -228,12 +198,12 @@ def test_what_a_job_wants() -> None:
     wanted = requirements_of(
         job("train", "--run-dir=x", "--data-path", "a", "--data_path=b", "--resume"), {}, writes=False
     )
-    assert wanted == Requirements(run_id="r", run_dir="x", shared=True, data_path="b", resume=True)
+    assert wanted == Requirements(run_dir="x", shared=True, data_path="b", resume=True)
     assert not requirements_of(job("train", "--resume", "False"), {}, writes=False).resume
     assert requirements_of(job("train", "--resume=True"), {}, writes=False).resume
     assert requirements_of(job("train"), {}, writes=False).run_dir == str(Path("runs/run_r"))
     other = requirements_of(job("python", "a.py", "--data_path", "b", devices_per_proc=2), {}, writes=False)
-    assert other == Requirements(run_id="r", platforms="cpu")
+    assert other == Requirements(platforms="cpu")
     assert requirements_of(job("true"), {}, writes=True).run_dir == str(Path("runs/run_r"))
     outer = {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert requirements_of(job("true", gpus_per_host=2), outer, writes=False).visible == "0,1"

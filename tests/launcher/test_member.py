@@ -91,7 +91,7 @@ def test_what_the_ranks_of_a_member_are_told(members: Callable[[int], Members]) 
     assert (first[0], first[2], second[0], second[2]) == (0, "", 0, "")
     assert re.fullmatch(r"\d\d:\d\d:\d\d 0 \| 0/4 10.77.0.1:3456 3 mine yes\n", first[1])
     assert re.fullmatch(r"\d\d:\d\d:\d\d 2 \| 2/4 h1:3456 3 mine yes\n", second[1])  # each shows its own first rank
-    logs = sorted((two.folder / "runs" / "run_mine" / "logs").iterdir())
+    logs = sorted((two.folder / "runs" / "run_mine" / "logs").glob("*.log"))
     assert [log.name for log in logs] == [f"rank-{rank}.log" for rank in range(4)]
     assert " h2 3 | 3/4 h1:3456 3 mine yes\n" in logs[3].read_text()
     assert "attempt 3, run mine" in logs[3].read_text()

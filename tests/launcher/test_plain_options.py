@@ -85,7 +85,7 @@ def test_the_rest_is_left_to_tyro(line: str) -> None:
 )
 @pytest.mark.parametrize("form", ["--step-timeout {}", "--step-timeout={}", "--grace {}"])
 def test_a_time_may_have_a_unit(given, seconds, form):
-    kind = import_module(BACKENDS["local"].partition(":")[0]).Options
+    kind = import_module(BACKENDS["local"]).Options
     words = in_seconds(form.format(given).split(), kind)
     assert words[-1].rpartition("=")[2] == seconds
     assert in_seconds(["--nprocs", "5m"], kind) == ["--nprocs", "5m"], "it is no time"

@@ -19,7 +19,6 @@ from roxxel_dist.launcher.preflight.host_info import hash_of_code
 
 LIMIT_S = 60
 FACTS = {"ask": "facts", "run_dir": None, "run_id": None, "data_path": None, "resume": False, "shared": False}
-SLEEP = "import time; print(flush=True); time.sleep(600)"
 
 
 class Asked:
@@ -192,78 +191,6 @@ def test_questions_that_cannot_be_answered(start: Start, tmp_path: Path) -> None
     assert "does not know 'joke'" in probe.ask(ask="joke")["why"]
     assert "why" in probe.ask(ask="touch", run_dir="/proc/new")
     assert "versions" not in probe.facts(compare=False)
-
-
-@pytest.fixture
-def rank(processes: list[subprocess.Popen[bytes]], tmp_path: Path) -> Callable[..., int]:
-    """A process that looks like a rank, as the kernel tells it: a pid."""
-
-    def begin(*words: str, **env: str) -> int:
-        outer = {name: value for name, value in os.environ.items() if not name.startswith("ROXXEL_")}
-        command = [sys.executable, "-c", SLEEP, *words]
-        process = subprocess.Popen(command, cwd=tmp_path, env={**outer, **env}, stdout=-1)
-        processes.append(process)
-        assert process.stdout is not None
-        process.stdout.readline()  # it is what it will be
-        return process.pid
-
-    return begin
-
-
-AGENT, WORKER = "roxxel_dist.launcher.host.agent", "roxxel_dist.launcher.host.worker"
-
-
-def test_leftover_ranks(start: Start, rank: Callable[..., int], tmp_path: Path) -> None:
-    pids = {
-        "same id": rank("no", "worker", ROXXEL_RUN_ID="mine"),
-        "same folder": rank(WORKER, "train", "--run_dir", "runs/x", ROXXEL_RUN_ID="a"),
-        "default folder": rank(WORKER, "train", ROXXEL_RUN_ID="b"),
-        "other": rank(WORKER, "train", "--run_dir", "runs/y", ROXXEL_RUN_ID="c"),
-        "outer": rank(WORKER, "sleep", ROXXEL_RUN_ID="outer"),
-        "no rank": rank("mentions", f"{WORKER}.py", ROXXEL_RUN_ID="d"),
-    }
-    names = {pid: name for name, pid in pids.items()}
-
-    def left(**question: Any) -> dict[str, bool]:
-        told = start(ROXXEL_RUN_ID="outer").facts(compare=False, **question)["left"]
-        assert all(0 <= one["seconds"] < 600 for one in told if one["pid"] in names)
-        return {names[one["pid"]]: one["ours"] for one in told if one["pid"] in names}
-
-    found = left(run_id="mine", run_dir="runs/x")
-    assert found == {"same folder": True, "default folder": False, "other": False}
-    assert left(run_id="mine", run_dir="runs/run_mine")["same id"]
-    assert left(run_id="mine")["same id"]
-    assert left(run_dir="runs/run_b") == {"same folder": False, "default folder": True, "other": False}
-    assert left(run_id="outer") == {"same folder": False, "default folder": False, "other": False, "outer": True}
-
-
-def test_a_rank_whose_agent_lives_is_no_orphan(start: Start, rank: Callable[..., int], tmp_path: Path) -> None:
-    script = "import subprocess, sys; process = subprocess.Popen(sys.argv[2:]); print(process.pid); input()"
-    watched = subprocess.Popen(
-        [
-            sys.executable,
-            "-uc",
-            script,
-            "roxxel_dist.launcher.host.agent",
-            sys.executable,
-            "-c",
-            "input()",
-            WORKER,
-            "x",
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert watched.stdout is not None
-        inner, alone = int(watched.stdout.readline()), rank(WORKER, "x")
-        deadline, orphans = time.monotonic() + LIMIT_S, {}
-        while inner not in orphans and time.monotonic() < deadline:  # until it has become what it is to be
-            orphans = {one["pid"]: one["orphan"] for one in start().facts(compare=False)["left"]}
-        assert (orphans[inner], orphans[alone]) == (False, True)
-    finally:
-        watched.communicate(timeout=LIMIT_S)  # the end of its input, which is also that of its child
 
 
 def test_the_data_set(start: Start, corpus: Roxxel, tmp_path: Path) -> None:

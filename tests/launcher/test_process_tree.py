@@ -245,34 +245,3 @@ def stuck_disk(folder: Path, *words: object) -> list[str]:
     program = Path(__file__).parents[1] / "stuck_disk.py"
     words = ("unshare", "--mount", "--propagation", "private", sys.executable, program, folder / "disk", *words)
     return [str(word) for word in words]
-
-
-# It waits for the disk in the middle of a change of its memory map, so who reads /proc/PID/cmdline waits with it.
-VICTIM = """
-import ctypes, mmap, os, sys
-libc = ctypes.CDLL(None)
-libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-both = mmap.PROT_READ | mmap.PROT_WRITE
-page = libc.mmap(None, 4096, both, mmap.MAP_SHARED, os.open(sys.argv[1] + "/file", os.O_RDWR), 0)
-ctypes.memset(page, 1, 4096)
-print("ready", flush=True)
-MAP_FIXED = 0x10
-libc.mmap(page, 4096, both, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED, -1, 0)
-"""
-LOOK = f"""
-import subprocess, sys, time
-from roxxel_dist.launcher.preflight.stale_ranks import stale_ranks
-victim = subprocess.Popen([sys.executable, "-c", {VICTIM!r}, sys.argv[1]], stdin=-1, stdout=-1)
-victim.stdout.readline()
-while open(f"/proc/{{victim.pid}}/stat").read().rpartition(")")[2].split()[0] not in "DS":
-    time.sleep(0.01)
-time.sleep(0.3)
-found = [one["pid"] == victim.pid for one in stale_ranks("some-id", None, 1.0) if one["stuck"]]
-print(found)
-"""
-
-
-def test_a_process_that_cannot_be_looked_at_is_told_and_not_waited_for(tmp_path: Path) -> None:
-    result = subprocess.run(stuck_disk(tmp_path, sys.executable, "-c", LOOK, tmp_path / "disk"), **TEXT)
-    assert (result.returncode, result.stdout) == (0, "[True]\n"), result.stderr

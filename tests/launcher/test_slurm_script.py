@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.launcher.backends import make
 from roxxel_dist.launcher.backends.slurm.allocation import Allocation, current_allocation, requeue
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend, step_environment
 from roxxel_dist.launcher.backends.slurm.launch import Options, hide_secrets, script
@@ -183,13 +182,6 @@ def test_the_words_of_a_step_in_a_container() -> None:
     assert inside[:-6] == ["apptainer", "exec", "--nv", "--pwd=/work", "--bind=/work", "--bind=/data", "a.sif"]
     assert "--nv" not in words_of(container="a.sif", runtime="apptainer")
     assert SlurmBackend("7", ["n1"], container="a.sif", runtime="apptainer").python == "python3"
-
-
-def test_a_backend_is_made_again_from_its_description() -> None:
-    one = SlurmBackend("7", ["n1"], container="i", runtime="pyxis", mounts=["/m"], gpus=True, binds=False)
-    other = make(one.describe())
-    assert other.argv("n1", "m") == one.argv("n1", "m")
-    assert other.describe() == one.describe()
 
 
 def test_a_step_gets_no_options_from_the_variables_of_its_job() -> None:

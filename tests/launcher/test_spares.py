@@ -83,7 +83,7 @@ class Job:
 
     def rank(self) -> int:
         """The process of the rank, as `ps` tells it."""
-        (path,) = (self.folder / "state").glob("roxxel-dist/jobs/*.json")
+        path = self.folder / "logs" / "launcher.json"
         return next((rank["pid"] for rank in json.loads(path.read_text())["ranks"]), 0)
 
 

@@ -80,7 +80,8 @@ def test_success_says_nothing_and_takes_along_what_ranks_left(launch: Launch, al
     job = launch("bash", "-c", "sleep 1000 & echo $! > pid.$ROXXEL_PROCESS_ID")
     assert job.wait() == (0, "", "")
     assert not any(alive(int(path.read_text())) for path in job.marks("pid.*", 2))
-    assert not (tmp_path / "logs").exists(), "no line, no folder"
+    names = [path.name for path in (tmp_path / "logs").iterdir()]
+    assert sorted(names) == ["launcher.json", "launcher.lock"], "no line, no log"
 
 
 STEP = """
@@ -380,7 +381,7 @@ def test_a_configuration_error_is_said_once_and_leaves_its_log(
     assert code == 2
     assert (out + err).count("dim 7 is odd: use 8\n") == 1
     assert "failed first" not in err
-    assert sorted(path.name for path in log_dir.iterdir()) == [f"rank-{rank}.log" for rank in says]
+    assert sorted(path.name for path in log_dir.glob("*.log")) == [f"rank-{rank}.log" for rank in says]
 
 
 ONE_BY_THE_OTHER = """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.launcher.jobs import record, tail
+from roxxel_dist.launcher.jobs import tail
 
 
 def header(run: str) -> str:
@@ -38,29 +38,3 @@ def test_they_are_those_that_reading_it_all_would_find(
     new = list(iter(lambda: next(lines), None))
     assert [line.decode() for line in new[-2:]] == [header("a"), "new\n"]
     assert len(new) in (2, 3), "the line that was not complete is one, if it is of this run"
-
-
-VALUES = {
-    "run_id": "r", "controller": {"host": "h", "boot": "b", "pid": 7, "start": 1}, "hosts": ["h"], "nprocs": 1,
-    "command": "c", "log_dir": "/l", "run_dir": "/r", "directory": "/", "begun": 0.0, "updated": 0.0, "grace": 1.0,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"run_id": "../r"},
-        {"host": "h/../../x"},
-        {"pid": "x/../../../owned"},
-        {"start": "1"},
-        {"host": "h\0"},
-        {"pid": None},
-    ],
-)
-def test_the_record_of_another_host_names_no_file_elsewhere(wrong: dict[str, object]) -> None:
-    """What a host answers becomes the name of a file here."""
-    assert record.from_values(VALUES).path.parent == record.folder()
-    name = next(iter(wrong))
-    values = {**VALUES, **wrong} if name == "run_id" else {**VALUES, "controller": {**VALUES["controller"], **wrong}}
-    with pytest.raises(TypeError, match="no record of a job"):
-        record.from_values(values)

@@ -9,7 +9,6 @@ from roxxel_dist.launcher.control.attempt import DUMP_S
 from roxxel_dist.launcher.control.hang import LIMITS_S, STILL_S
 from roxxel_dist.launcher.host import agent, lease, process_tree, spares
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
-from roxxel_dist.launcher.jobs import detach
 from roxxel_dist.launcher.preflight.lost_hosts import LOOK_S
 from roxxel_dist.launcher.preflight.probe import LIFE_S
 from roxxel_dist.launcher.spec import LEAST_LEASE_S, JobSpec
@@ -36,7 +35,6 @@ def test_their_order() -> None:
     assert agent.SLACK_S > 0, "an agent ends by itself before its guard kills it"
     assert USAGE_S < pool.SILENT_S
     assert pool.ANSWER_S < LIFE_S, "a probe outlives the slowest answer of another host"
-    assert pool.START_S < detach.START_S
     assert LIMITS_S["join"] < INIT_TIMEOUT_S, "a rank that has not come is named before jax aborts those that wait"
 
 
@@ -66,7 +64,6 @@ def test_the_table_has_their_values() -> None:
         "probe.LIFE_S": LIFE_S,
         'hang.LIMITS_S["join"]': LIMITS_S["join"],
         "distributed.INIT_TIMEOUT_S": INIT_TIMEOUT_S,
-        "detach.START_S": detach.START_S,
     }
     rows = re.findall(r"^\| ([\d.]+) \| (.*?) \|", README.read_text(), re.MULTILINE)
     table = {name: float(seconds) for seconds, names in rows for name in re.findall(r"`(.*?)`", names)}

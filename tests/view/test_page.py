@@ -236,7 +236,7 @@ def test_a_job_whose_rank_is_stopped_and_which_is_restarted(browser, tmp_path, m
 
         def record():
             with contextlib.suppress(ValueError):
-                (path,) = (tmp_path / "state" / "roxxel-dist" / "jobs").glob("*.json")
+                (path,) = tmp_path.glob("runs/*/logs/launcher.json")
                 return json.loads(path.read_text())
             return {"ranks": []}
 

@@ -31,7 +31,7 @@ from roxxel_dist.sweep.journal import Journal
 from roxxel_dist.train.timeline import read_timeline
 from roxxel_dist.view import items
 from roxxel_dist.view.frame import Look, frame
-from roxxel_dist.view.items import Jobs, Watched, read
+from roxxel_dist.view.items import Watched, read
 from roxxel_dist.view.run import RunReader
 from roxxel_dist.view.tail import Tail
 from roxxel_dist.view.web.sections import sections
@@ -227,14 +227,13 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(items, "LOOK_S", 0.0)
-    monkeypatch.setattr(items, "JOBS_S", 0.0)
     return tmp_path
 
 
 def begin_job(name):
     """A job that runs in runs/NAME, of this process as its launcher."""
     job = JobSpec(run_id=name, command=("train",), nprocs=1, log_dir=Path("runs", name, "logs"))
-    recorder = JobRecorder(job, LocalBackend())
+    recorder = JobRecorder(job, LocalBackend()).__enter__()
     recorder.update(state="running")
     return recorder
 
@@ -248,8 +247,7 @@ def begin_run(name, step=1):
 
 
 def names(watched):
-    jobs = Jobs()
-    watched.look([read(item, jobs, brief=True) for item in watched.items])
+    watched.look([read(item, brief=True) for item in watched.items])
     return [item.name for item in watched.items]
 
 
@@ -260,16 +258,17 @@ def test_top_that_was_opened_before_the_first_row_shows_the_curve(place, words):
     assert names(watched) == ["one"], "the job, which has no run directory yet"
     end = begin_run("one")
     assert names(watched) == ["runs/one"]
-    (state,) = [read(item, Jobs()) for item in watched.items]
+    (state,) = [read(item) for item in watched.items]
     assert (state.losses, state.job) == ([(1, 2.5)], "one")
     reader = watched.items[0].reader
     end()
     job.end(0)
+    job.__exit__()
     begin_run("one", step=2)
     begin_job("one")
     assert names(watched) == ["runs/one"], "the job is launched again"
     assert watched.items[0].reader is reader, "what was read is kept"
-    assert read(watched.items[0], Jobs()).step == 2
+    assert read(watched.items[0]).step == 2
 
 
 def test_top_goes_on_to_a_newer_run_when_its_own_has_ended(place):
@@ -338,7 +337,7 @@ def test_a_stopped_rank_and_a_restart_are_seen_in_a_terminal(tmp_path):
         return subprocess.run([*tmux, "capture-pane", "-p"], env=env, capture_output=True, text=True).stdout
 
     def record():
-        (path,) = (tmp_path / "state" / "roxxel-dist" / "jobs").glob("*.json")
+        (path,) = tmp_path.glob("runs/*/logs/launcher.json")
         return json.loads(path.read_text())
 
     def ready():

@@ -4,8 +4,8 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
-from typing import IO, Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import IO, ClassVar, Protocol
 
 from roxxel_dist.launcher.spec import JobOptions, JobSpec
 
@@ -35,8 +35,6 @@ class RemoteProcess(Protocol):
 class Backend(ABC):
     """Where the ranks run."""
 
-    kind: ClassVar[str]
-    """Its name in `backends.BACKENDS`."""
     is_local: ClassVar[bool] = False
     """Whether its only host is this machine, which the launcher checks without an agent."""
     is_coordinator: bool = True
@@ -45,6 +43,8 @@ class Backend(ABC):
     """Each runs one agent; ranks are assigned to hosts in blocks."""
     python: str = sys.executable
     """The interpreter on the hosts."""
+    directory: str = ""
+    """The working directory on the hosts; empty: that of this process."""
     address: str | None = None
     """Where rank 0 is for all ranks, if that is known before anybody has looked."""
     heartbeat_timeout_s: ClassVar[float | None] = None
@@ -69,14 +69,6 @@ class Backend(ABC):
     def is_refusal(self, stderr: Sequence[str]) -> bool:
         """Whether these last lines of a program that did not start say that a server had no room for a connection."""
         return False
-
-    def reach(self, host: str) -> tuple[str, ...]:
-        """The words before a command of this program that run it on a host, for a person; none for this machine."""
-        return ()
-
-    def describe(self) -> Mapping[str, Any]:
-        """Plain values, from which a detached controller makes an equal one (`backends.make`)."""
-        return {"kind": self.kind, **asdict(self)}  # pyright: ignore[reportArgumentType] - a dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +127,8 @@ class Options(JobOptions, Command):
     run_id: str | None = None
     """Name of the run and of its folder runs/run_ID. Default: the time."""
     detach: bool = False
-    """Run in the background: return when the job has started, and print its run id. See `ps`, `logs`, `attach` and
-    `stop`."""
+    """Run the launcher in the background of this machine: return when the job has started, and print its run id. See
+    `ps`, `logs`, `attach` and `stop`."""
     dry_run: bool = False
     """Print the command of each rank, with secrets masked. Start nothing."""
     json: bool = False

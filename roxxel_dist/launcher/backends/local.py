@@ -5,7 +5,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.placement import python_words
@@ -14,7 +14,6 @@ from roxxel_dist.launcher.placement import python_words
 class LocalBackend(base.Backend):
     """One agent, a child of the launcher in a session of its own (so that Ctrl-C reaches the launcher alone)."""
 
-    kind = "local"
     is_local = True
     hosts: Sequence[str] = (socket.gethostname(),)
     address: str | None = "127.0.0.1"
@@ -38,10 +37,6 @@ class LocalBackend(base.Backend):
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-
-    def describe(self) -> Mapping[str, Any]:
-        """What `backends.make` needs."""
-        return {"kind": self.kind}
 
 
 @dataclass(frozen=True, kw_only=True)

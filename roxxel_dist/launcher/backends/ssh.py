@@ -47,7 +47,6 @@ class SshBackend(base.Backend):
         ValueError: a name that cannot be a host's, or one given twice; no ssh on this machine.
     """
 
-    kind = "ssh"
     heartbeat_timeout_s: ClassVar[float | None] = HEARTBEAT_TIMEOUT_S
     broken_link: ClassVar[int | None] = 255
     hosts: Sequence[str]
@@ -75,7 +74,8 @@ class SshBackend(base.Backend):
         """The ssh that `start` runs. The remote shell gets everything quoted."""
         remote = f"cd {shlex.quote(self.directory)} && exec {shlex.join(python_words(self.python, module, *words))}"
         options = [word for option in OPTIONS for word in ("-o", option)]
-        return ["ssh", *self._config_words(), "-T", *options, "--", host, remote]
+        config = () if self.config is None else ("-F", self.config)
+        return ["ssh", *config, "-T", *options, "--", host, remote]
 
     def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
         """Start `python -m MODULE WORDS` on a host. Call it from the main thread: ssh ends with the thread."""
@@ -85,13 +85,6 @@ class SshBackend(base.Backend):
     def is_refusal(self, stderr: Sequence[str]) -> bool:
         """Whether sshd, or a bastion before it, has closed the connection for want of room."""
         return any(REFUSAL.search(line) for line in stderr)
-
-    def reach(self, host: str) -> tuple[str, ...]:
-        """The words before a command of this program that run it on a host, for a person."""
-        return "ssh", *self._config_words(), host, self.python, "-m", "roxxel_dist"
-
-    def _config_words(self) -> tuple[str, ...]:
-        return () if self.config is None else ("-F", self.config)
 
 
 def check_hosts(hosts: Sequence[str]) -> tuple[str, ...]:

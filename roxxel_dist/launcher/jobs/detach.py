@@ -1,93 +1,74 @@
-"""A controller that runs without a terminal: in its own session, with its output in `launcher.log`.
+"""A controller that runs without a terminal: in a process and session of its own, with its output in `launcher.log`.
 
-`python -m roxxel_dist.launcher.jobs.detach` reads a job from stdin, so that its arguments show no secret. Until the job
-has started, it shares the output of the command that asked for it; then it answers on stdout and detaches from it.
+Until the job has started, it shares the stderr of the command that asked for it, so that a refusal reads as without
+`--detach`.
 """
 
-import contextlib
-import dataclasses
-import json
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
-from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, EXIT_USAGE
-from roxxel_dist.launcher.backends import make
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.supervisor import run
-from roxxel_dist.launcher.jobs import record
 from roxxel_dist.launcher.jobs.record import JobRecord, JobRecorder
 from roxxel_dist.launcher.jobs.tail import header
 from roxxel_dist.launcher.output.console import info
-from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.launcher.spec import JobSpec
-from roxxel_dist.launcher.transport.pool import HostPool
-from roxxel_dist.launcher.transport.protocol import Message, encode, take_stdout
-
-START_S = 300.0
-"""For the connection and the preflight of all hosts."""
-MODULE = "roxxel_dist.launcher.jobs.detach"
 
 
-class StartError(Exception):
-    """The job did not start; `code` is that of the command, the message is for people and may be empty."""
+class NotStartedError(Exception):
+    """The job did not start; `code` is that of the command. Why was printed."""
 
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(text)
+    def __init__(self, code: int) -> None:
+        super().__init__(f"exit code {code}")
         self.code = code
 
 
-def detach(job: JobSpec, backend: Backend) -> JobRecord:
-    """Start a controller for the job on the first host of the backend, and return when the ranks are being started.
+class CallerGoneError(Exception):
+    """The command that asked for the job has ended."""
+
+
+def detach(job: JobSpec, backend: Backend) -> int:
+    """Start a controller for the job on this machine; its pid, when the ranks are being started.
+
+    It is a fork of this process, which must have no threads. There this function ends with SystemExit, when the job
+    has ended.
 
     Raises:
-        StartError: why not.
+        NotStartedError: the job was refused.
     """
-    host, described = backend.hosts[0], backend.describe()
-    spec = {
-        "job": dataclasses.asdict(job) | {"log_dir": str(job.log_dir)},
-        "backend": dict(described),
-        "host": host,
-    }
-    with HostPool(backend, words=(MODULE,)) as pool:
-        answer = pool.ask({host: spec}, START_S).get(host)
-    stderr = [line for connection in pool.all for line in connection.stderr]  # whole: the controller has let go of it
-    if answer is None:
-        reason = f"roxxel-dist: the job could not be started on {host}: {pool.unreachable[host]}"
-        raise StartError(EXIT_FAILED, "\n".join([*(stderr if len(stderr) > 1 else []), reason]))
-    if "entry" not in answer:
-        if answer["code"] == EXIT_PREFLIGHT and described["kind"] != "local":
-            hint = f"this was asked from {host}: with --detach it must reach every host, itself too, by ssh"
-            stderr.append(f"roxxel-dist: {hint}")
-        raise StartError(answer["code"], "\n".join(stderr))
-    for line in stderr:
-        print(printable(line), file=sys.stderr, flush=True)
-    try:
-        entry = record.from_values(answer["entry"])
-    except (TypeError, KeyError) as error:
-        wrong = f"{host} started run {job.run_id!r}, but its answer is {error}: is the version there another one?"
-        raise StartError(EXIT_FAILED, f"roxxel-dist: {wrong}") from error
-    if entry.run_id != job.run_id:
-        wrong = f"{host} started run {entry.run_id!r} on {entry.controller.host!r} where it was told {job.run_id!r}"
-        raise StartError(EXIT_FAILED, f"roxxel-dist: {wrong}: look there, with `ps`, for what runs")
-    with contextlib.suppress(OSError):  # the job runs; it is only not listed here
-        record.write(dataclasses.replace(entry, copied=True), new_only=True)
-    return entry
+    answers, sender = os.pipe()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    controller = os.fork()
+    if controller == 0:
+        os.close(answers)
+        sys.exit(_control(job, backend, sender))
+    os.close(sender)
+    with open(answers, "rb") as stream:
+        if stream.read():
+            return controller
+    code = os.waitstatus_to_exitcode(os.waitpid(controller, 0)[1])
+    raise NotStartedError(code if code >= 0 else 128 - code)
 
 
-class ClientGoneError(Exception):
-    """The command that asked for the job is gone."""
+def _control(job: JobSpec, backend: Backend, sender: int) -> int:
+    os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the launcher takes it for a wish to stay
+    for name in os.listdir("/proc/self/fd"):  # of a wrapper, such as the lock of `flock FILE`: not ours to keep open
+        number = int(name)
+        try:
+            if number > 2 and os.get_inheritable(number):
+                os.close(number)
+        except OSError:  # that of the listing
+            continue
+    with open(os.devnull, "rb", buffering=0) as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdin.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout is for the run id alone
 
-
-class _Client:
-    """The command that asked for the job: it has our stdout and stderr until it is answered."""
-
-    def __init__(self) -> None:
-        self._answers = os.fdopen(take_stdout(), "wb", buffering=0)
-
-    def started(self, entry: JobRecord) -> None:
+    def started(entry: JobRecord) -> None:
         """Send all later output to the log, and answer. Raises OSError: then the job must not go on."""
         Path(entry.log_dir).mkdir(parents=True, exist_ok=True)
         with entry.launcher_log.open("ab", buffering=0) as log:
@@ -96,48 +77,13 @@ class _Client:
                 stream.flush()
                 os.dup2(log.fileno(), stream.fileno())
         try:
-            self.answer({"entry": dataclasses.asdict(entry)})
+            os.write(sender, b"1")
         except BrokenPipeError:
-            raise ClientGoneError from None
+            raise CallerGoneError from None
+        os.close(sender)
 
-    def answer(self, message: Message) -> None:
-        """Send the result to the caller, unless it was sent before."""
-        if not self._answers.closed:
-            with self._answers:
-                self._answers.write(encode(message))
-
-
-def _control(spec: dict[str, Any], client: _Client) -> int:
-    values = spec["job"]
-    values |= {name: tuple(values[name]) for name in ("command", "micro_batches") if name in values}
     try:
-        job, backend = JobSpec(**{**values, "log_dir": Path(values["log_dir"])}), make(spec["backend"])
-    except ValueError as error:  # such as a file of --ssh-config that is not here
-        info(f"on {spec['host']}, where the launcher would run: {error}")
-        return EXIT_USAGE
-    reach = backend.reach(spec["host"])
-    try:
-        return run(job, backend, JobRecorder(job, backend, started=client.started, reach=reach))
-    except ClientGoneError:
+        return run(job, backend, JobRecorder(job, backend, started=started))
+    except CallerGoneError:
         info("the command that waited for this job has ended, so the job does not start")
         return EXIT_FAILED
-
-
-def main() -> None:
-    """Read what to do, leave the caller's session, and do it."""
-    spec = json.loads(sys.stdin.readline())
-    if os.fork():
-        os._exit(0)
-    os.setsid()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the launcher takes it for a wish to stay
-    with open(os.devnull, "r+b", buffering=0) as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdin.fileno())
-    client = _Client()
-    code = _control(spec, client)
-    with contextlib.suppress(BrokenPipeError):
-        client.answer({"code": code})
-    sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,13 @@
-"""The jobs of this user on this machine: the records that controllers write, and the functions that read them.
+"""The record of a job: `launcher.json` beside the logs of its ranks, and this user's index of such records.
 
-A job is one JSON file in `$XDG_STATE_HOME/roxxel-dist/jobs`, replaced atomically at each change. A controller that was
-killed writes nothing more; whether it is gone is decided from its process, never from the file.
+The controller replaces the file at each change, and holds the lock beside it for as long as it lives. So a record that
+says that a job goes on, while nobody holds the lock, is of a controller that was killed, whatever process has its
+number by now. The index, `$XDG_STATE_HOME/roxxel-dist/jobs`, has one link to the record of each run directory.
 """
 
 import contextlib
+import hashlib
 import json
-import math
 import os
 import shlex
 import socket
@@ -17,20 +18,20 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.file_lock import is_held, process_record, release_lock, take_lock
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.claims import folder
 from roxxel_dist.launcher.environment import masked_words
 from roxxel_dist.launcher.host.process_tree import STARTED, STATE, stat
 from roxxel_dist.launcher.output.console import info
-from roxxel_dist.launcher.preflight.host_info import boot_id
-from roxxel_dist.launcher.spec import JobSpec, flag, trains_in_bucket
+from roxxel_dist.launcher.spec import RUN_ID, JobSpec, flag, trains_in_bucket
 
 State = Literal["starting", "running", "restarting", "stopping", "ended", "lost"]
-"""`lost`: a controller that is gone without having said `ended`. It never says so itself."""
+"""`lost`: the controller was killed. It is what a reader finds; no record says so."""
 KEPT_S = 7 * 24 * 3600.0
 FORGOTTEN_S = 24 * 3600.0
-"""After which `ps` no longer lists a job that was lost, nor keeps one elsewhere of which nothing is heard."""
-UNHEARD_S = 60 * 24 * 3600.0
+"""After which `ps` no longer lists a job that was lost, and `ps --prune` takes off one that is not reported."""
+UNREPORTED_S = 60 * 24 * 3600.0
 WRITE_S = 1.0
 MAX_LISTED = 10
 
@@ -53,7 +54,7 @@ class RankProcess:
     rank: int
     host: str
     pid: int
-    """The process that trains, as it says itself; of a program that says nothing, the one that was started."""
+    """The process that trains, as it reports; of a program that reports nothing, the one that was started."""
     step: int
     """The step it has entered; 0 before the first."""
     activity: str = ""
@@ -82,7 +83,7 @@ KEPT_RESTARTS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """What is known of one job. Paths are absolute, times are seconds since 1970."""
+    """What is known of one job. Times are seconds since 1970."""
 
     run_id: str
     controller: Process
@@ -91,8 +92,7 @@ class JobRecord:
     command: str
     """Secrets are masked."""
     log_dir: str
-    run_dir: str
-    directory: str
+    """The folder that the record lies in, as an absolute path."""
     begun: float
     updated: float
     grace: float
@@ -109,19 +109,22 @@ class JobRecord:
     code: int | None = None
     """The exit code of the job; None where it has not ended, or was lost."""
     detached: bool = False
-    reach: tuple[str, ...] = ()
-    """The words before a command that run it on the machine of the controller, from elsewhere; empty for `local`."""
     slurm_job: str = ""
     """The number of its SLURM job."""
     ran: bool = False
     """Whether its ranks were started; False for a job that preflight refused."""
-    copied: bool = False
-    """Copied from another machine when the job began: it is not kept up to date."""
+    first_rank: int = 0
+    """Not 0: one of several launchers of a job, each of which starts some ranks and has a record of its own."""
+
+    @property
+    def run_dir(self) -> str:
+        """The run directory."""
+        return str(Path(self.log_dir).parent)
 
     @property
     def path(self) -> Path:
-        """Its file. Two jobs can have one run id: it is unique among those of one working directory alone."""
-        return folder() / f"{self.run_id}.{self.controller.host}.{self.controller.pid}.json"
+        """Its file."""
+        return Path(self.log_dir, f"launcher-{self.first_rank}.json" if self.first_rank else "launcher.json")
 
     def now(self) -> "JobRecord":
         """As `read`; the record as it was where its file is gone."""
@@ -134,19 +137,18 @@ class JobRecord:
 
     @property
     def is_here(self) -> bool:
-        """Whether the controller belongs to this machine, so that its process can be looked at."""
-        known = not (self.reach or self.slurm_job) or self.controller.boot == boot_id()
-        return self.controller.host == socket.gethostname() and known
+        """Whether the controller is a process of this machine."""
+        return self.controller.host == socket.gethostname()
 
     @property
     def is_known(self) -> bool:
-        """Whether this machine can tell that the state is so now."""
-        return self.is_over or self.is_here
+        """Whether this machine can tell that the state is so now: locks may not reach from another one to here."""
+        return self.is_over or self.is_here or is_held(_lock_of(self.path), unknown=False)
 
     def line(self, command: str) -> str:
         """What a person types, here, for `command` of this job."""
-        there = () if self.is_here else self.reach or ("ssh", self.controller.host, "roxxel-dist")
-        return shlex.join([*(there or ("roxxel-dist",)), command, self.run_id])
+        there = () if self.is_here else ("ssh", self.controller.host)
+        return shlex.join([*there, "roxxel-dist", command, self.run_id if self.is_here else self.run_dir])
 
     @property
     def launcher_log(self) -> Path:
@@ -172,42 +174,43 @@ def _process(pid: int) -> Process | None:
     with contextlib.suppress(OSError):
         fields = stat(pid)
         if fields[STATE] not in b"ZX":
-            return Process(host=socket.gethostname(), boot=boot_id(), pid=pid, start=int(fields[STARTED]))
+            boot = process_record().get("boot", "")
+            return Process(host=socket.gethostname(), boot=boot, pid=pid, start=int(fields[STARTED]))
     return None
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_suffix(".lock")
 
 
 def read(path: Path) -> JobRecord | None:
     """The record in a file, as it is now; None where it is gone or no record.
 
-    Where the file says that a job goes on and its controller is gone, the job is `lost`.
+    Where it says that a job of this machine goes on and nobody holds its lock, the job is `lost`.
     """
     was_lost = False
     while True:
         try:
-            record = from_values(json.loads(path.read_text(encoding="utf-8")))
+            record = from_values(json.loads(path.read_text(encoding="utf-8")), str(path.parent))
         except (OSError, ValueError, TypeError, KeyError):
             return None
-        if record.is_over or not record.is_here or is_alive(record.controller):
+        if record.is_over or not record.is_here or is_held(_lock_of(path), unknown=True):
             return record
         if was_lost:
             return replace(record, state="lost", ranks=())
-        was_lost = True  # read it again: its last words may have come between the two looks
+        was_lost = True  # read it again: the end may have been written between the two looks
 
 
-def from_values(values: Any) -> JobRecord:
-    """The record that `dataclasses.asdict` made plain. Raises TypeError or KeyError for anything else."""
-    if not isinstance(values, dict):
+def from_values(values: Any, log_dir: str) -> JobRecord:
+    """The record that `dataclasses.asdict` made plain, found in a folder. Raises TypeError, ValueError or KeyError."""
+    if not isinstance(values, dict) or not RUN_ID.fullmatch(values["run_id"]):
         raise TypeError(f"no record of a job: {values!r}")
-    known = _fields_of(JobRecord, values)
-    controller = Process(**values["controller"])
-    numbers = (controller.pid, controller.start)
-    names = (values["run_id"], controller.host)  # they become the name of a file
-    if not all(isinstance(number, int) for number in numbers) or any("/" in name or "\0" in name for name in names):
-        raise TypeError(f"no record of a job: {values!r}")
-    tuples = {name: tuple(known[name]) for name in ("hosts", "reach") if name in known}
-    ranks = tuple(RankProcess(**_fields_of(RankProcess, rank)) for rank in known.get("ranks", ()))
-    tuples["restarts"] = tuple(Restart(**_fields_of(Restart, restart)) for restart in known.get("restarts", ()))
-    return JobRecord(**{**known, **tuples, "ranks": ranks, "controller": controller})
+    known: dict[str, Any] = _fields_of(JobRecord, values) | {"log_dir": log_dir}
+    known["controller"] = Process(**values["controller"])
+    known["hosts"] = tuple(known["hosts"])
+    known["ranks"] = tuple(RankProcess(**_fields_of(RankProcess, rank)) for rank in known.get("ranks", ()))
+    known["restarts"] = tuple(Restart(**_fields_of(Restart, restart)) for restart in known.get("restarts", ()))
+    return JobRecord(**known)
 
 
 def _fields_of(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -216,57 +219,76 @@ def _fields_of(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def entries() -> list[JobRecord]:
-    """All jobs, in the order in which they began."""
-    return sorted(filter(None, map(read, folder().glob("*.json"))), key=lambda record: record.begun)
+    """The jobs of the index whose run directories are there, in the order in which they began."""
+    found = {job.path: job for link in folder().glob("*") if (job := _linked(link))}
+    return sorted(found.values(), key=lambda job: job.begun)
+
+
+def _linked(link: Path) -> JobRecord | None:
+    try:
+        return read(Path(os.readlink(link)))
+    except OSError:  # no link
+        return None
 
 
 def knows(run_id: str) -> bool:
     """Whether a job of this user had, or has, this run id."""
     with contextlib.suppress(OSError):
-        return any(folder().glob(f"{run_id}.*.json"))
+        return any(folder().glob(f"{run_id}.{'?' * 16}"))
     return False
 
 
-def write(record: JobRecord, *, new_only: bool = False) -> None:
-    """Write a record in one move; with `new_only` not over one that is there. Raises OSError."""
-    record.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = record.path.with_suffix(f".{os.urandom(4).hex()}.tmp")  # containers may share home and pid
+def of_directory(directory: str | Path) -> JobRecord | None:
+    """The newest job of a run directory; None where none was launched."""
+    logs = Path(os.path.abspath(directory), "logs")
+    return read(logs / "launcher.json") or next(filter(None, map(read, sorted(logs.glob("launcher-*.json")))), None)
+
+
+def _enter(record: JobRecord) -> None:
+    """Put a record in the index, in place of an earlier one of its run directory. Raises OSError."""
+    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    key = hashlib.blake2b(os.fsencode(record.path), digest_size=8).hexdigest()
+    link = folder() / f"{record.run_id}.{key}"
+    for earlier in folder().glob(f"*.{key}"):
+        if earlier != link:
+            earlier.unlink(missing_ok=True)
+    if not link.is_symlink():
+        link.symlink_to(record.path)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_suffix(f".{os.urandom(4).hex()}.tmp")
     try:
-        temporary.write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
-        if new_only:
-            with contextlib.suppress(FileExistsError):
-                os.link(temporary, record.path)
-        else:
-            temporary.replace(record.path)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def forget(*, over_s: float = 0.0, unheard_s: float = FORGOTTEN_S) -> list[JobRecord]:
-    """Remove the records of jobs that ended so long ago, and of silent ones on other machines; returns these records.
+def forget(*, over_s: float = 0.0, unreported_s: float = FORGOTTEN_S) -> list[JobRecord]:
+    """Take jobs that ended so long ago off the index, and those elsewhere without a change; returns these jobs.
 
-    Half-written files of killed controllers are removed after `KEPT_S`.
+    Run directories keep their records. A link that leads nowhere (the directory was deleted, or is on another machine)
+    and other files go after the same times.
     """
     forgotten = []
     for path in folder().glob("*"):
         with contextlib.suppress(OSError):
-            written, record = path.stat().st_mtime, read(path)
-            if record is None:
-                limit = KEPT_S
-            elif record.is_known:
-                limit = over_s if record.is_over else math.inf
-            else:
-                limit = unheard_s
-            if time.time() - min(written, record.updated if record else written) >= limit:
+            job = _linked(path)
+            updated = path.lstat().st_mtime if job is None else job.updated
+            limit = over_s if job is not None and job.is_over else unreported_s
+            limit = limit if path.is_symlink() else KEPT_S
+            if time.time() - updated >= limit and (job is None or job.is_over or not job.is_known):
                 path.unlink()
-                forgotten += [record] if record else []
+                forgotten += [job] if job else []
     return forgotten
 
 
 class JobRecorder:
     """The record of the job that this process controls, kept up to date while the context is open.
 
-    If it cannot be written, the job goes on with one warning.
+    If it cannot be written, the job goes on with one warning. A job that ends before its ranks were started leaves the
+    run directory, and the record of an earlier job there, as they were.
     """
 
     def __init__(
@@ -276,44 +298,77 @@ class JobRecorder:
         *,
         started: Callable[[JobRecord], None] | None = None,
         detached: bool = False,
-        reach: Sequence[str] = (),
         slurm_job: str = "",
     ) -> None:
-        try:
-            directory = os.getcwd()
-        except OSError:  # it was taken away
-            directory = os.environ.get("PWD", "")
-        begun, log_dir = time.time(), Path(directory, job.log_dir)
+        begun = time.time()
         self._started = started
         self._wrote = 0.0
         self._failed = False
+        self._lock: int | None = None
+        self._folder: int | None = None  # of the logs, wherever it is moved
+        self._unusable: OSError | None = None
+        self._made: list[Path] = []
+        self._before: str | None = None
         self.entry: JobRecord = JobRecord(
             run_id=job.run_id,
             controller=this_process(),
             hosts=tuple(backend.hosts),
             nprocs=job.total,
             command=shlex.join(masked_words(job.command)),
-            log_dir=str(log_dir),
-            run_dir=str(log_dir.parent),
-            directory=directory,
+            log_dir=os.path.abspath(job.log_dir),
             begun=begun,
             updated=begun,
             grace=job.grace,
             detached=detached or started is not None,
-            reach=tuple(reach),
             slurm_job=slurm_job,
+            first_rank=job.first_rank,
         )
         self._kept: JobRecord | None = None
 
     def __enter__(self) -> Self:
+        """Raises UserError if another launcher's job goes on in the run directory."""
+        path = self.entry.path
+        self._made = [each for each in (path.parent, *path.parent.parents) if not each.exists()]
+        try:
+            self._lock = take_lock(_lock_of(path))
+            if self._lock is None:
+                raise UserError(_goes_on(path))
+            self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                self._before = path.read_text(encoding="utf-8")
+        except OSError as error:
+            self._unusable = error  # preflight says so too
         self.update(state="starting")
         with contextlib.suppress(OSError):
-            forget(over_s=KEPT_S, unheard_s=UNHEARD_S)
+            forget(over_s=KEPT_S, unreported_s=UNREPORTED_S)
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.entry.state != "ended":  # an exception of the launcher's own
             self.end(1)
+        if self._folder is not None:
+            if not self.entry.ran:
+                with contextlib.suppress(OSError):
+                    self._withdraw(self._folder)
+            os.close(self._folder)
+        if self._lock is not None:
+            release_lock(self._lock)
+
+    def _withdraw(self, logs: int) -> None:
+        path = self.entry.path
+        if self._before is not None:
+            _replace(path, self._before)
+            if before := read(path):
+                _enter(before)
+            return
+        if {path.name, _lock_of(path).name} >= {*os.listdir(logs)}:  # a log that says why there are no ranks stays
+            for name in (path.name, _lock_of(path).name):
+                os.unlink(name, dir_fd=logs)
+            for link in folder().glob(f"{self.entry.run_id}.*"):
+                if link.is_symlink() and os.readlink(link) == str(path):
+                    link.unlink()
+            for made in self._made:
+                made.rmdir()
 
     def update(self, *, step: int = 0, ranks: tuple[RankProcess, ...] | None = None, **changes: Any) -> None:
         """Note changed fields of the record: steps and ranks are written once a second at most, the rest at once.
@@ -327,16 +382,33 @@ class JobRecorder:
             self._kept = self.entry = replace(self.entry, updated=time.time())
             self._wrote = time.monotonic()
             try:
-                write(self.entry)
+                self._write(is_new=bool(changes))
             except OSError as error:
-                where = error.filename or "the list of jobs"
-                with contextlib.suppress(OSError):  # a terminal that was closed
-                    if not self._failed:
-                        info(f"cannot write {where} ({error.strerror}): `ps` does not show how this job goes")
-                self._failed = True
+                self._warn(error)
         if changes.get("state") == "running" and self._started is not None:
             started, self._started = self._started, None
             started(self.entry)
+
+    def _write(self, *, is_new: bool) -> None:
+        if self._folder is not None:
+            folder = Path(f"/proc/self/fd/{self._folder}")
+            where = os.readlink(folder)
+            if where != self.entry.log_dir and os.path.isdir(where):  # it was moved
+                self._kept = self.entry = replace(self.entry, log_dir=where)
+                is_new = True
+            _replace(folder / self.entry.path.name, json.dumps(asdict(self.entry)) + "\n")
+            if is_new:
+                _enter(self.entry)
+        elif self.entry.ran and self._unusable is not None:
+            raise self._unusable
+
+    def _warn(self, error: OSError) -> None:
+        where = self.entry.path if str(error.filename).startswith("/proc/") else error.filename
+        with contextlib.suppress(OSError):  # a terminal that was closed
+            if not self._failed:
+                what = f"cannot write {where or 'the list of jobs'} ({error.strerror})"
+                info(f"{what}: `ps` does not show how this job goes")
+        self._failed = True
 
     def restarts(self, cause: str) -> None:
         """The attempt that was noted last ended for this cause, and another one follows."""
@@ -350,24 +422,35 @@ class JobRecorder:
         return code
 
 
-def find(name: str, among: Sequence[JobRecord], trainer: tuple[str, int] | None = None) -> JobRecord:
-    """The job that a person means: a run id, the beginning of one, or a run directory (see `of_directory`).
+def _goes_on(path: Path) -> str:
+    """Why no job can be launched where another one's record is locked."""
+    job, run = read(path), path.parent.parent
+    if job is None:
+        return f"another launcher has begun in {run}: wait for its end, or name another folder"
+    return (
+        f"run {job.run_id} goes on in {run}: its launcher is pid {job.controller.pid} on {job.controller.host}; "
+        f"`{job.line('stop')}` ends it, or name another folder"
+    )
+
+
+def find(name: str) -> JobRecord:
+    """The job that a person means: a run directory, its address in a bucket, a run id, or the beginning of one.
 
     Raises UserError for none, and for several; names the nearest one, or those that run.
     """
+    if name and not trains_in_bucket(("train", "--run_dir", name)) and (job := of_directory(name)):
+        return job
+    among = entries()
     if not among:
         raise UserError(f"there is no run {name!r}: no job of this user is known here")
     living = [record for record in among if not record.is_over]
-    ended = len(among) - len(living)
     if not name:
         raise UserError(f"{'' if living else 'no job runs; '}say which run:{_list(living or among)}")
-    matches = [record for record in among if name in (record.run_id, record.path.stem)]
-    if not matches and (matches := of_directory(name, among, trainer)) and len(matches) > 1:
-        raise UserError(f"{len(matches)} jobs run in {name}: say which, by its id:{_list(matches)}")
-    if not matches:
-        matches = [record for record in among if record.run_id.startswith(name)]
-    if len({(record.run_id, record.run_dir) for record in matches}) == 1:
-        return meant(matches)[-1]  # a SLURM job that was queued again has a record a launch
+    matches = [record for record in among if name == record.run_id]
+    matches = matches or [record for record in among if name.rstrip("/") == _bucket(record)][-1:]
+    matches = matches or [record for record in among if record.run_id.startswith(name)]
+    if len({record.run_dir for record in matches}) == 1:  # several launchers of one job share a directory
+        return matches[0]
     if matches:
         what = f"{len(matches)} runs are meant by {name!r}: say which, by its id or its run directory"
         raise UserError(f"{what}:{_list(matches)}")
@@ -377,45 +460,13 @@ def find(name: str, among: Sequence[JobRecord], trainer: tuple[str, int] | None 
         raise UserError(f"there is no run {name!r}: did you mean {near[0]}?")
     if living:
         raise UserError(f"there is no run {name!r}: these run:{_list(living)}")
-    raise UserError(f"there is no run {name!r}, and no job runs; `roxxel-dist ps --all` lists {ended} that ended")
-
-
-def of_directory(
-    directory: str, among: Sequence[JobRecord], trainer: tuple[str, int] | None = None
-) -> Sequence[JobRecord]:
-    """The jobs that a person means by a run directory: none, one, or several that run there at the same time.
-
-    Args:
-        directory: its path, or the address of a run in a bucket.
-        among: the jobs, in the order in which they began.
-        trainer: (host, pid) of the process that trains there now. The job of this process is meant, also where its
-            record has another path: the directory was moved, or a link to it leads elsewhere now.
-    """
-    for job in among:
-        if trainer and not job.is_over and trainer in [(rank.host, rank.pid) for rank in job.ranks]:
-            return [job]
-    if trains_in_bucket(("train", "--run_dir", directory)):
-        address = directory.rstrip("/")
-        return meant([job for job in among if (_bucket(job) or "").rstrip("/") == address])
-    path = os.path.realpath(directory)
-    return meant([job for job in among if os.path.realpath(job.run_dir) == path])
-
-
-def meant(jobs: Sequence[JobRecord]) -> Sequence[JobRecord]:
-    """Those of the jobs of one run directory that its name means: all that run there now, else the newest one.
-
-    A job whose ranks were started counts before one that was refused, or that may be refused still.
-    """
-    living = [job for job in jobs if job.is_here and not job.is_over]
-    if living:
-        return [job for job in living if job.ran] or living
-    return ([job for job in jobs if job.ran] or jobs)[-1:]
+    raise UserError(f"there is no run {name!r}, and no job runs; `roxxel-dist ps --all` lists {len(among)} that ended")
 
 
 def _bucket(job: JobRecord) -> str | None:
     """The address of the run in a bucket that a job trains; None for another job."""
     words = tuple(shlex.split(job.command))
-    return flag(words, "run_dir") if trains_in_bucket(words) else None
+    return (flag(words, "run_dir") or "").rstrip("/") if trains_in_bucket(words) else None
 
 
 def _list(among: Sequence[JobRecord]) -> str:

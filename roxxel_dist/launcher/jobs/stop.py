@@ -1,11 +1,11 @@
 """Asking the controller of a job of this machine to stop, and waiting until it has."""
 
-import contextlib
 import os
 import select
 import signal
 import time
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.claims import claim
 from roxxel_dist.launcher.jobs.record import JobRecord, is_alive
 from roxxel_dist.launcher.output.console import info
@@ -18,15 +18,15 @@ def stop(job: JobRecord, *, kill: bool, timeout_s: float) -> JobRecord:
     """Ask a job to save and leave (`kill`: to kill its ranks), wait for its end, and return its record.
 
     A job that was asked before is not asked again: a second request would kill its ranks. After `timeout_s` the record
-    is returned as it is.
+    is returned as it is. Raises UserError if the controller is in another container, or of another user.
     """
     try:
         controller = os.pidfd_open(job.controller.pid)
     except ProcessLookupError:
-        return job.now()
+        return _gone(job)
     with open(controller, "rb", buffering=0):
         if not is_alive(job.controller):  # after the open: from here on the descriptor is this very process
-            return job.now()
+            return _gone(job)
         _request(job, controller, kill=kill)
         poll = select.poll()
         poll.register(controller, select.POLLIN)
@@ -34,6 +34,17 @@ def stop(job: JobRecord, *, kill: bool, timeout_s: float) -> JobRecord:
         while (left := begun + timeout_s - time.monotonic()) > 0 and not poll.poll(min(REPORT_S, left) * 1000):
             info(f"{progress(job.now())}, {time.monotonic() - begun:.0f} s after the request")
     return job.now()
+
+
+def _gone(job: JobRecord) -> JobRecord:
+    """The record of a job whose controller is no process here: it has ended, or another container has it."""
+    now = job.now()
+    if now.is_over:
+        return now
+    raise UserError(
+        f"the launcher of run {job.run_id} (pid {job.controller.pid}) runs in another container of this machine: use "
+        f"`roxxel-dist stop {job.run_dir}` there"
+    )
 
 
 def progress(job: JobRecord) -> str:
@@ -53,5 +64,9 @@ def _request(job: JobRecord, controller: int, *, kill: bool) -> None:
         return
     rest = f"its ranks get {job.grace:g} s to save and exit; --kill does not wait for them"
     info(f"run {job.run_id}: {'killing its ranks' if kill else rest}")
-    with contextlib.suppress(ProcessLookupError):  # not SIGTERM: so SLURM asks, to go on later
+    try:  # not SIGTERM: so SLURM asks, to go on later
         signal.pidfd_send_signal(controller, signal.SIGQUIT if kill else signal.SIGINT)
+    except ProcessLookupError:
+        return
+    except PermissionError as error:
+        raise UserError(f"run {job.run_id} was launched by another user, who alone can stop it") from error

@@ -27,7 +27,6 @@ HERE = "the launcher here"
 class Requirements:
     """What a job needs to find on its hosts."""
 
-    run_id: str | None = None
     run_dir: str | None = None
     """Where the hosts write; None where they do not."""
     shared: bool = False
@@ -53,7 +52,6 @@ def requirements_of(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> 
     train = job.command[0] == "train"
     needs_folder = train and not trains_in_bucket(job.command)
     return Requirements(
-        run_id=job.run_id,
         run_dir=str(job.log_dir.parent) if needs_folder or writes else None,
         shared=needs_folder,
         data_path=flag(job.command, "data_path") if train else None,
@@ -97,7 +95,7 @@ class CheckResult:
 
 def run_checks(requirements: Requirements, hosts: Hosts) -> list[CheckResult]:
     """The findings that need no further question."""
-    checks = [_devices, tpu_locks, _disk, _stale_ranks, _versions, _data, _one_machine]
+    checks = [_devices, tpu_locks, _disk, _versions, _data, _one_machine]
     if not are_one_machine(hosts):
         checks.append(own_names)
     return [result for check in checks for result in check(requirements, hosts)]
@@ -193,35 +191,6 @@ def _disk(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
         least = min(places.values(), key=lambda place: place["free"])
         text = f"{least['path']} can be written on {named(list(places))}; at least {size(least['free'])} free"
         yield CheckResult("ok", "disk", tuple(places), text)
-
-
-def _stale_ranks(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
-    def described(ranks: Sequence[HostInfo], harm: str, fix: str) -> str:
-        runs = ", ".join(dict.fromkeys(rank["run_id"] or "unknown" for rank in ranks))
-        age = f"{len(ranks)} of them, for {max(rank['seconds'] for rank in ranks) / 60:.0f} min"
-        if watched := [rank["run_id"] for rank in ranks if not rank["orphan"]]:  # their launcher is well
-            end = f"`roxxel-dist stop {watched[0]}` where it was launched"
-        else:
-            end = "kill " + " ".join(str(rank["pid"]) for rank in ranks)
-        return f"run there: run {runs}, {age}; {harm}; {fix}: {end}"
-
-    good = []
-    for host, info in hosts.items():
-        problems: list[tuple[Level, str]] = []
-        if ours := [rank for rank in info["left"] if rank["ours"]]:
-            text = described(ours, "both would write to its folder", "end them")
-            problems.append(("error", f"processes of this run still {text}"))
-        if others := [rank for rank in info["left"] if rank["orphan"] and not rank["ours"]]:
-            text = described(others, "they hold its devices", "if nobody needs them")
-            problems.append(("warning", f"ranks that another launch has left {text}"))
-        for rank in info["left"]:
-            if rank["stuck"]:
-                text = f"process {rank['pid']} cannot be looked at: it seems to wait for a disk or a driver"
-                problems.append(("warning", f"{text}; if it is a rank that was left, restart the host"))
-        yield from (CheckResult(level, "leftovers", (host,), f"{host}: {text}") for level, text in problems)
-        good += [] if problems else [host]
-    if good:
-        yield CheckResult("ok", "leftovers", tuple(good), f"no ranks that another launch has left on {named(good)}")
 
 
 def _versions(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:

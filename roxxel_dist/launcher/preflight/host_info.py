@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.launcher.host.installed import versions
-from roxxel_dist.launcher.preflight.stale_ranks import stale_ranks
 
 LOCK = Path("/tmp/libtpu_lockfile")
 IS_FILE = "is a file"
@@ -44,7 +43,6 @@ def gather(question: HostInfo) -> HostInfo:
         "cores": os.cpu_count() or 1,
         "platforms": os.environ.get("JAX_PLATFORMS"),
         "run_dir": folder(run_dir, is_run=question["shared"]) if run_dir is not None else None,
-        "left": stale_ranks(question["run_id"], run_dir),
     }
     if question["compare"]:
         connection = os.environ.get("SSH_CONNECTION", "").split()

@@ -132,7 +132,7 @@ def _check(
     if not infos:
         return PreflightReport(unreachable=dict(pool.unreachable))
     for host in infos.keys() & busy:
-        infos[host] |= {"left": [], "tpu_lock": None}
+        infos[host]["tpu_lock"] = None
     first, *others = infos
     findings = [_with_files(pool, result) for result in run_checks(requirements, infos)]
     address = backend.address or LOOPBACK

@@ -65,24 +65,23 @@ class Refusals:
 
 
 class HostPool:
-    """A program on each of some hosts. Use it as a context: at its end the programs, and all that they held, are gone.
+    """An agent on each of some hosts. Use it as a context: at its end the agents, and all that they held, are gone.
 
     Agents outlive the attempts of a job: those that are not lost are asked again, and start ranks again.
 
     Args:
-        backend: starts the programs.
+        backend: starts the agents.
         wake: a descriptor to be waited for too; `events` returns when it can be read, and `ask` raises `Interrupted`.
-        words: the module to start on each host, and its arguments; by default the agent, which answers questions too.
     """
 
-    def __init__(self, backend: Backend, wake: int | None = None, words: Sequence[str] = ()) -> None:
+    def __init__(self, backend: Backend, wake: int | None = None) -> None:
         self._by_host: dict[str, HostConnection] = {}
         self.all: Collection[HostConnection] = self._by_host.values()
         """In the order of their start."""
         self.unreachable: dict[str, str] = {}
         """Hosts that do not answer questions, and why."""
         self._backend = backend
-        self._words = words or agent_words(backend)
+        self._words = agent_words(backend)
         self._select = selectors.DefaultSelector()
         if wake is not None:
             self._select.register(wake, selectors.EVENT_READ)

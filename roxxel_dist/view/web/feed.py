@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from roxxel_dist.view.items import Item, Jobs, read
+from roxxel_dist.view.items import Item, read
 from roxxel_dist.view.web.sections import Sections, item_id, message, sections
 
 REFRESH_S, LIST_S, NEW_S = 1.0, 2.0, 5.0
@@ -33,7 +33,6 @@ class Feed:
     def __init__(self, find: Callable[[], Sequence[Item]]) -> None:
         self._find = find
         self._lock = threading.Lock()
-        self._jobs = Jobs()
         self._items: dict[str, Item] = {}
         self._looked = float("-inf")
         self._readings: dict[tuple[str, ...], _Reading] = {}
@@ -57,7 +56,7 @@ class Feed:
         for name in wanted or self._items:
             if item := self._items.get(name):
                 try:
-                    items[name] = sections(read(item, self._jobs, brief=brief), brief=brief)
+                    items[name] = sections(read(item, brief=brief), brief=brief)
                 except (OSError, ValueError):  # it is being deleted or created
                     self._looked = float("-inf")
         return items

@@ -151,15 +151,9 @@ class MemberBackend(LocalBackend):
         leads: whether rank 0 is one of them.
     """
 
-    kind = "member"
-
     def __init__(self, address: str, *, leads: bool) -> None:
         self.address: str | None = address
         self.is_coordinator: bool = leads
-
-    def describe(self) -> Mapping[str, Any]:
-        """What `backends.make` needs."""
-        return {"kind": self.kind, "address": self.address, "leads": self.is_coordinator}
 
 
 def flags_from_environment(

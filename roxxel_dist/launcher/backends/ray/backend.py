@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -66,7 +66,6 @@ class RayBackend(base.Backend):
         ValueError: an option that cannot be.
     """
 
-    kind = "ray"
     heartbeat_timeout_s: ClassVar[float | None] = HEARTBEAT_TIMEOUT_S
 
     def __init__(self, options: RayOptions, gpus: int | None = None) -> None:
@@ -80,7 +79,8 @@ class RayBackend(base.Backend):
         self._bundle = {"CPU": options.cpus_per_host, **({} if gpus is None else {"GPU": gpus})}
         self.python: str = options.python or sys.executable
         self.hosts: Sequence[str] = tuple(f"bundle-{index}" for index in range(options.hosts))
-        self._directory: str | None = options.directory or os.getcwd()  # None: that of Ray's workers
+        self.directory: str = options.directory or os.getcwd()
+        self._directory: str | None = self.directory  # None: that of Ray's workers
         self._ray: Any = None
         self._head = ""
         self._group: Any = None
@@ -133,10 +133,6 @@ class RayBackend(base.Backend):
         index, number, argv = self.hosts.index(host), len(self._processes), self.argv(host, module, *words)
         self._processes.append(RayProcess(lambda: self._reach(index), number, argv, self._directory, self._closed))
         return self._processes[number]
-
-    def describe(self) -> Mapping[str, Any]:
-        """What a dry run tells of it."""
-        return {"kind": self.kind, "directory": self._directory}
 
     def _make_actor(self, index: int) -> Any:
         """A new actor on the node of a bundle; returns before it is up."""

@@ -29,7 +29,6 @@ KEPT = ("SLURM_CONF", "SLURM_JWT")
 class SlurmBackend(base.Backend):
     """One agent a node of a SLURM job, from anywhere where `srun` works. Raises ValueError as `check_container`."""
 
-    kind = "slurm"
     heartbeat_timeout_s: ClassVar[float | None] = HEARTBEAT_TIMEOUT_S
     job_id: str
     hosts: Sequence[str]
