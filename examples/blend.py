@@ -7,13 +7,14 @@ through the same curriculum. Every size is an option (`--help`). Alone or on man
     roxxel-dist launch local --nprocs 2 --devices-per-proc 2 -- python examples/blend.py
 """
 
+import argparse
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 import optax
-import tyro
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -130,4 +131,7 @@ def tell_what_is_read(curriculum: Curriculum) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, option in inspect.signature(main).parameters.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=type(option.default), default=option.default)
+    main(**vars(parser.parse_args()))

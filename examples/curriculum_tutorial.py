@@ -9,13 +9,14 @@ Started again it continues where it was, or says that it is finished. README.md 
 put right.
 """
 
+import argparse
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 import optax
-import tyro
 from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding
@@ -141,4 +142,7 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, option in inspect.signature(main).parameters.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=type(option.default), default=option.default)
+    main(**vars(parser.parse_args()))

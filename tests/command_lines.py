@@ -9,12 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import tyro
 import yaml
 
-from roxxel_dist.cli import COMMANDS, arguments, main
-from roxxel_dist.cli import launch as launch_command
-from roxxel_dist.cli.arguments import flag_types
+from roxxel_dist.cli import COMMANDS, help, main, parser
+from roxxel_dist.cli.argument_types import option_types
 from roxxel_dist.config import Config
 from roxxel_dist.launcher.backends import options
 from roxxel_dist.train.bucket_folder import BucketFolder
@@ -60,19 +58,19 @@ def _problem(given: tuple[str, ...]) -> str:
 @contextlib.contextmanager
 def _parsing_alone() -> Iterator[None]:
     """Within it a command ends by `Parsed` once its words are parsed; config files and buckets need not be there."""
-    parser, from_yaml, plain, pull = tyro.cli, Config.from_yaml, launch_command.plain_options, BucketFolder.pull
+    read, from_yaml, pull = parser.read, Config.from_yaml, BucketFolder.pull
 
-    def parse(*args: Any, **kwargs: Any) -> None:
-        parser(*args, **kwargs)
+    def parse(*args: Any) -> None:
+        read(*args)
         raise Parsed
 
-    tyro.cli, launch_command.plain_options = parse, lambda *_: None
+    parser.read = parse
     Config.from_yaml = lambda path: from_yaml(path) if Path(path).exists() else Config()
     BucketFolder.pull = lambda self: self.folder
     try:
         yield
     finally:
-        tyro.cli, Config.from_yaml, launch_command.plain_options, BucketFolder.pull = parser, from_yaml, plain, pull
+        parser.read, Config.from_yaml, BucketFolder.pull = read, from_yaml, pull
 
 
 @cache
@@ -84,14 +82,14 @@ def flags(path: tuple[str, ...]) -> dict[str, Any]:
         kinds.append(kind)
         raise Parsed
 
-    text, arguments.help_text = arguments.help_text, helped
+    text, help.help_text = help.help_text, helped
     try:
         main([*path, "--help"])
     except Parsed:
         pass
     finally:
-        arguments.help_text = text
-    return {f"--{name}": hint for name, hint in flag_types(kinds[0]).items()} | {"--help": bool}
+        help.help_text = text
+    return {f"--{name}": hint for name, hint in option_types(kinds[0]).items()} | {"--help": bool}
 
 
 FOREIGN = {

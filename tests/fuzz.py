@@ -9,9 +9,10 @@ from typing import Any, Literal, get_args, get_origin
 from command_lines import PATHS, flags
 
 from roxxel_dist.cli import main
-from roxxel_dist.cli.arguments import ConfigArgs, flag_types
+from roxxel_dist.cli.argument_types import option_types
+from roxxel_dist.cli.arguments import ConfigArgs
 
-FIELDS = {f"--{name}" for name in flag_types(ConfigArgs)}
+FIELDS = {f"--{name}" for name in option_types(ConfigArgs)}
 BEGUN = {
     ("launch", "local"): ["--dry-run"],
     ("launch", "ssh"): ["--hosts", "a,b", "--dry-run"],

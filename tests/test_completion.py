@@ -35,6 +35,10 @@ def test_commands_groups_flags_and_choices(script):
     assert offered(script, "launch", "local", "--max") == ["--max-restarts"]
     assert offered(script, "launch", "local", "--nprocs", "2", "--", "train", "--lr_s") == ["--lr_schedule"]
     assert offered(script, "train", "--optimizer", "ad") == ["adamw", "adafactor"]
+    for words in (["--optimizer", "=", "ad"], ["--optimizer", "="]):  # as bash cuts them (pallets/click#2847)
+        assert offered(script, "train", *words)[0] == "adamw"
+    assert offered(script, "train", "--optimizer=ad") == ["--optimizer=adamw", "--optimizer=adafactor"]
+    assert offered(script, "train", "train") == []  # pallets/click#530
     assert offered(script, "train", "--data_path", "") == []  # bash itself completes files
 
 

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     if words[:1] == ["--version"]:
         print(_versions())
         return 0
-    if words[:1] and words[0] in HEAR_THEMSELVES:
+    if words[:1] and words[0] in HANDLE_INTERRUPTS:
         interrupt.end()
     # It warns where HOME cannot be written, and does without.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
@@ -90,7 +90,7 @@ def _check_text(words: list[str]) -> None:
 
 
 def _dispatch(group: str, names: Iterable[str], find: Callable[[str], Command], words: list[str]) -> int:
-    """Call the command that the first word names, or tell which there are."""
+    """Call the command that the first word names, or list the commands."""
     if not words or words[0] in HELP:
         print(_overview(group, {name: find(name) for name in names}))
         return 0 if words else EXIT_USAGE
@@ -152,8 +152,8 @@ COMPUTE = frozenset(
 """Commands that import jax or flax, or start processes that do."""
 ANYWHERE = frozenset({"ps", "logs", "attach", "stop", "completion"})
 """Commands that need no working directory."""
-HEAR_THEMSELVES = frozenset({"sweep", "launch", "ps", "logs", "attach", "stop", "save", "doctor"})
-"""Commands that wait for other processes, and tell or ask them something when they are interrupted."""
+HANDLE_INTERRUPTS = frozenset({"sweep", "launch", "ps", "logs", "attach", "stop", "save", "doctor"})
+"""Commands that wait for other processes, and have work to do when they are interrupted."""
 COMMANDS = {
     "demo": "roxxel_dist.cli.demo:demo",
     "data": "roxxel_dist.cli:data_group",

@@ -7,9 +7,8 @@ import os
 import sys
 from collections.abc import Iterator
 
-import tyro
-
-from roxxel_dist.cli.arguments import parse
+from roxxel_dist.cli.argument_types import Positional
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.config import usage_errors
 from roxxel_dist.launcher.output.printable import printable
@@ -20,7 +19,7 @@ class AuditArgs:
     """Repeat steps of a run from its checkpoints, and compare them bit by bit: losses, running digests and checkpoints.
     Exit code 1: something differs. Exit code 2: this machine cannot repeat the steps. The run does not change."""
 
-    run: tyro.conf.Positional[str]
+    run: Positional[str]
     """A run directory, local or in a bucket."""
     steps: str | None = None
     """A:B, the first and the last step, counted from 1. Default: all logged steps."""
@@ -112,7 +111,7 @@ class CompareArgs:
     of their configs. Exit code 1: a row differs. Exit code 2: the runs have no step in common. The runs may still be
     training."""
 
-    runs: tyro.conf.Positional[tuple[str, str]]
+    runs: Positional[tuple[str, str]]
     """Two run directories, local or in a bucket."""
     json: bool = False
     """Print one JSON object instead of lines."""

@@ -6,10 +6,9 @@ import io
 import re
 from typing import Literal
 
-import tyro
-
 from roxxel_dist import cli
-from roxxel_dist.cli.arguments import parse
+from roxxel_dist.cli.argument_types import Positional
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.launcher.backends import BACKENDS
 
 GROUPS = {"data": cli.DATA, "launch": BACKENDS}
@@ -17,7 +16,12 @@ FLAG = re.compile(r"^  (--[\w-]+)(?: ([\w|]+))?", re.MULTILINE)
 SCRIPT = """\
 # Completion for roxxel-dist. In ~/.bashrc or ~/.zshrc: eval "$(roxxel-dist completion SHELL)"
 _roxxel_dist() {{
-    local first=0 i path word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words=""
+    local first=0 i path word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words="" prefix=""
+    case "$word" in  # --flag=value is three words in bash, and one in zsh
+        =) word="" ;;
+        --*=*) before=${{word%%=*}} prefix="${{word%%=*}}=" word=${{word#*=}} ;;
+        *) if [ "$before" = = ]; then before=${{COMP_WORDS[COMP_CWORD-2]}}; fi ;;
+    esac
     for ((i = 1; i < COMP_CWORD; i++)); do
         if [ "${{COMP_WORDS[i]}}" = -- ]; then first=$i; fi  # the command that is launched
     done
@@ -32,7 +36,7 @@ _roxxel_dist() {{
 {flags}
         esac ;;
     esac
-    COMPREPLY=($(compgen -W "$words" -- "$word"))
+    COMPREPLY=($(compgen -P "$prefix" -W "$words" -- "$word"))
 }}
 complete -o default -F _roxxel_dist roxxel-dist
 """
@@ -49,7 +53,7 @@ class CompletionArgs:
     it to ~/.zshrc.
     """
 
-    shell: tyro.conf.Positional[Literal["bash", "zsh"]]
+    shell: Positional[Literal["bash", "zsh"]]
     """The shell."""
 
 

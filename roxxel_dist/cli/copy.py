@@ -2,9 +2,8 @@
 
 import dataclasses
 
-import tyro
-
-from roxxel_dist.cli.arguments import parse
+from roxxel_dist.cli.argument_types import Positional
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.config import usage_errors
 
 
@@ -14,9 +13,9 @@ class CopyArgs:
     already has with the same content are not sent again, so you can repeat an interrupted copy. The copy becomes
     visible when it is complete."""
 
-    source: tyro.conf.Positional[str]
+    source: Positional[str]
     """A folder, or an address: s3://BUCKET/PREFIX, gs://... or az://..."""
-    target: tyro.conf.Positional[str]
+    target: Positional[str]
     """A folder that does not exist or is empty, or an address."""
     overwrite: bool = False
     """Replace objects that have other content, and remove shards that the source does not have."""

@@ -3,9 +3,8 @@
 import dataclasses
 from typing import Any
 
-import tyro
-
-from roxxel_dist.cli.arguments import flags_in, parse
+from roxxel_dist.cli.argument_types import Positional
+from roxxel_dist.cli.parser import flags_in, parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.config import usage_errors
 
@@ -14,7 +13,7 @@ from roxxel_dist.config import usage_errors
 class BuildArgs:
     """Build shards of tokens from text, or from token files of another system."""
 
-    paths: tyro.conf.Positional[tuple[str, ...]]
+    paths: Positional[tuple[str, ...]]
     """Text: files and folders (each file is a document), .jsonl, .jsonl.gz and .parquet files, folders saved by Hugging
     Face datasets. Or token files: .npy, .bin, .bin with .idx, .rox."""
     out: str
@@ -77,7 +76,7 @@ class AppendArgs:
     shards that are there do not change. A run continues on them with `train --run_dir RUN --resume --amend`.
     """
 
-    paths: tyro.conf.Positional[tuple[str, ...]]
+    paths: Positional[tuple[str, ...]]
     """Text files and folders, .jsonl, .jsonl.gz and .parquet files, folders saved by Hugging Face datasets; or token
     files, as for `data build`."""
     out: str
@@ -98,8 +97,8 @@ class AppendArgs:
 
 def data_append(words: list[str]) -> int:
     """Add more text to a data set that `data build` has made."""
-    if own := {"tokenizer", "vocab_size"} & {name for name, _ in flags_in(words)}:
-        what = " and ".join(f"--{name}" for name in sorted(own))
+    if refused := {"tokenizer", "vocab_size"} & {name for name, _ in flags_in(words)}:
+        what = " and ".join(f"--{name}" for name in sorted(refused))
         raise UserError(f"a data set keeps the tokenizer that it was built with: leave {what} out")
     args = parse(AppendArgs, words, "data append")
     with usage_errors():
@@ -120,7 +119,7 @@ def data_append(words: list[str]) -> int:
 class InfoArgs:
     """Describe shards of tokens."""
 
-    path: tyro.conf.Positional[str]
+    path: Positional[str]
     """A folder, a file, or a pattern of files."""
     dtype: str | None = None
     """Type of the tokens in .bin files without a header. Default: uint16."""
@@ -142,7 +141,7 @@ def data_info(words: list[str]) -> int:
 class IndexArgs:
     """Write the index of shards that another program has uploaded to an object store. `copy` writes it itself."""
 
-    path: tyro.conf.Positional[str]
+    path: Positional[str]
     """The address of the data set: s3://, gs:// or az://."""
 
 
@@ -163,7 +162,7 @@ def data_index(words: list[str]) -> int:
 class VerifyArgs:
     """Compare every block of every shard with its checksum. Exit code 1: a block is damaged."""
 
-    path: tyro.conf.Positional[str]
+    path: Positional[str]
     """A folder, a file, or a pattern of files."""
     dtype: str | None = None
     """Type of the tokens in .bin files without a header. Default: uint16."""

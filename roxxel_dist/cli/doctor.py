@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roxxel_dist.cli.arguments import parse, parse_train
+from roxxel_dist.cli.arguments import parse_train
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT, UserError
 from roxxel_dist.config import usage_errors
 from roxxel_dist.launcher.output.printable import printable

@@ -6,15 +6,11 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-import tyro
-
+from roxxel_dist.cli.argument_types import POSITIONAL, option_types, parts
 from roxxel_dist.component import field_docs
-from roxxel_dist.config import FIELD_TYPES
 
-POSITIONAL = get_args(tyro.conf.Positional[str])[1]
 POSITIONALS, OPTIONS = "Arguments", "Options"
 CONFIG_SECTIONS = {
     "phases": "Curriculum, devices, tracking",
@@ -46,7 +42,7 @@ class Flag:
     name: str
     """The field."""
     hint: Any
-    """Its type, without what tyro adds."""
+    """Its type, without marks."""
     default: Any
     """`dataclasses.MISSING` where it must be given."""
     doc: str
@@ -59,9 +55,9 @@ class Flag:
     @property
     def choices(self) -> tuple[str, ...]:
         """The words that it takes; empty where it takes others."""
-        literals = [part for part in _options(self.hint) if get_origin(part) is Literal]
+        literals = [part for part in parts(self.hint) if get_origin(part) is Literal]
         words = [str(word) for part in literals for word in get_args(part)]
-        takes_bool = not self.is_switch and bool in _options(self.hint)
+        takes_bool = not self.is_switch and bool in parts(self.hint)
         return tuple(["True", "False"] if takes_bool else words)
 
     @property
@@ -71,9 +67,9 @@ class Flag:
             return ""
         if self.choices:
             return "|".join(self.choices)
-        if any(get_origin(part) is dict or get_args(part)[:1] == (dict[str, Any],) for part in _options(self.hint)):
+        if any(get_origin(part) is dict or get_args(part)[:1] == (dict[str, Any],) for part in parts(self.hint)):
             return "YAML"
-        return "|".join(_value_name(part) for part in _options(self.hint))
+        return "|".join(_value_name(part) for part in parts(self.hint))
 
     @property
     def is_required(self) -> bool:
@@ -111,29 +107,28 @@ def help_text(kind: type, command: str, *, default: Any = None, underscores: boo
 
 def flags_of(kind: type, default: Any = None) -> list[Flag]:
     """Every argument of a command, those of a config's fields among them."""
-    return [*_own(kind, default), *_config_fields(kind, default)]
+    return [*_fields_of(kind, default), *_config_fields(kind, default)]
 
 
-def _own(kind: Any, default: Any) -> Iterator[Flag]:
-    hints, docs, run_on = get_type_hints(kind, include_extras=True), field_docs(kind), OPTIONS
+def _fields_of(kind: Any, default: Any) -> Iterator[Flag]:
+    types, docs, run_on = option_types(kind), field_docs(kind), OPTIONS
     for field in dataclasses.fields(kind):
-        hint, name = hints[field.name], field.name
+        name = field.name
         if name == "fields":
             continue
         owner = next(base.__name__ for base in kind.__mro__ if name in inspect.get_annotations(base))
         run_on = SWEEP_SECTIONS.get(name, run_on)
-        is_positional = get_origin(hint) is Annotated and POSITIONAL in get_args(hint)[1:]
+        hint, *marks = get_args(types[name]) if get_origin(types[name]) is Annotated else (types[name],)
         value = field.default
         if field.default_factory is not dataclasses.MISSING:
             value = field.default_factory()
-        plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
         yield Flag(
             name=name,
-            hint=plain,
+            hint=hint,
             default=getattr(default, name, value),
             doc=docs.get(name, ""),
-            section=POSITIONALS if is_positional else CLASS_SECTIONS.get(owner, run_on),
-            is_switch=plain is bool and value is False,
+            section=POSITIONALS if POSITIONAL in marks else CLASS_SECTIONS.get(owner, run_on),
+            is_switch=hint is bool and value is False,
         )
 
 
@@ -143,23 +138,20 @@ def _config_fields(kind: Any, default: Any) -> Iterator[Flag]:
         return
     made: Any = holder.default_factory  # of a ConfigArgs
     values, docs, section = getattr(default, "fields", None) or made(), field_docs(type(made())), ""
-    for name, hint in FIELD_TYPES.items():
+    names = {field.name for field in dataclasses.fields(kind)}
+    for name, hint in option_types(kind).items():
+        if name in names:
+            continue
         section = CONFIG_SECTIONS.get(name, section)
-        value = getattr(values, name)
-        yield Flag(name=name, hint=hint, default=value, doc=docs[name], section=section, is_switch=False)
+        yield Flag(
+            name=name, hint=hint, default=getattr(values, name), doc=docs[name], section=section, is_switch=False
+        )
 
 
 def _order(flags: list[Flag]) -> list[str]:
     there = {flag.section for flag in flags}
     known = [POSITIONALS, OPTIONS, *SWEEP_SECTIONS.values(), *CLASS_SECTIONS.values(), *CONFIG_SECTIONS.values()]
     return [section for section in known if section in there or section == OPTIONS]
-
-
-def _options(hint: Any) -> list[Any]:
-    """The types that a value may have, without None."""
-    if get_origin(hint) in (Union, UnionType):
-        return [part for part in get_args(hint) if part is not type(None)]
-    return [hint]
 
 
 def _value_name(part: Any) -> str:

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
-from roxxel_dist.cli.arguments import parse
+from roxxel_dist.cli.argument_types import Positional, Short
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, OK_CODES, UserError
 from roxxel_dist.cluster.file_lock import holding_process
 from roxxel_dist.cluster.folder_lock import LOCK
@@ -33,7 +32,7 @@ SLACK_S = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Run:
-    run: tyro.conf.Positional[str] = ""
+    run: Positional[str] = ""
     """A run id, the beginning of one, or a run directory."""
 
 
@@ -102,9 +101,9 @@ class LogsArgs(_Run):
     """The rank."""
     launcher: bool = False
     """Show the output of the detached launcher instead."""
-    follow: Annotated[bool, tyro.conf.arg(aliases=("-f",))] = False
+    follow: Annotated[bool, Short("-f")] = False
     """Print new lines until the job ends."""
-    lines: Annotated[int, tyro.conf.arg(aliases=("-n",))] = LINES
+    lines: Annotated[int, Short("-n")] = LINES
     """Number of lines."""
 
 
@@ -117,20 +116,20 @@ def logs(words: list[str]) -> int:
         job = _find(args.run, "logs")
         if args.launcher and not job.detached:
             raise UserError(
-                f"run {job.run_id} was launched without --detach: what its launcher says went to its own terminal; "
+                f"run {job.run_id} was launched without --detach: the output of its launcher went to its terminal; "
                 f"leave --launcher out for the lines of rank 0"
             )
         if not 0 <= args.rank < job.nprocs:
             raise UserError(f"--rank {args.rank}: run {job.run_id} has the ranks 0 to {job.nprocs - 1}")
         log = job.launcher_log if args.launcher else Path(job.log_dir, f"rank-{args.rank}.log")
         if not log.exists() and (job.is_over or not args.follow):
-            _say_over(job)
+            _report_end(job)
             others = ", ".join(sorted(path.name for path in log.parent.glob("*.log")))
             raise UserError(
                 f"{log} is not there: nothing was printed{'' if job.is_over else ' yet'}, or it was moved"
                 + (f"; there are {others} in {log.parent}" if others else "")
             )
-        _say_over(_show(job, log, args.lines, follow=args.follow))
+        _report_end(_show(job, log, args.lines, follow=args.follow))
     return 0
 
 
@@ -162,7 +161,7 @@ def attach(words: list[str]) -> int:
         except KeyboardInterrupt:
             info(f"run {job.run_id} goes on; `{job.line('stop')}` ends it")
             raise
-    _say_over(job)
+    _report_end(job)
     return EXIT_FAILED if job.code is None else job.code
 
 
@@ -191,7 +190,7 @@ def stop(words: list[str]) -> int:
     if not job.is_over:
         info(f"run {job.run_id} is {job.state} after {limit:g} s: `roxxel-dist stop {job.run_id} --kill` ends it")
         return EXIT_FAILED
-    _say_over(job)
+    _report_end(job)
     return 0 if job.code in OK_CODES else EXIT_FAILED
 
 
@@ -236,7 +235,7 @@ def _clock(when: float) -> str:
     return time.strftime("%H:%M:%S" if then[:3] == time.localtime()[:3] else "%Y-%m-%d", then)
 
 
-def _say_over(job: JobRecord) -> None:
+def _report_end(job: JobRecord) -> None:
     if not job.is_over and not job.path.exists():
         info(f"run {job.run_id} was not started, or its run directory was deleted: its record is gone")
     elif job.state == "lost":

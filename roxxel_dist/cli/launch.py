@@ -7,25 +7,20 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from roxxel_dist.cli.parser import HELP, parse
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.output.printable import printable
-from roxxel_dist.launcher.spec import split_flags
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.backends.base import Backend, Command, Options
     from roxxel_dist.launcher.spec import JobSpec
 
-T = TypeVar("T")
 MOST = 1_000_000
 """Hosts, processes, devices, restarts or ports of a job, at most."""
-READERS: dict[Any, Callable[[str], Any]] = {
-    int: int, int | None: int, float: float, float | None: float, str: str, str | None: str,
-}  # fmt: skip
-
 ONE_LAUNCHER = ("ray", "slurm", "ssh")
 """Backends whose launcher starts the ranks of all hosts, so that there is one launcher a job."""
 
@@ -39,28 +34,21 @@ def command_of(name: str) -> Callable[[list[str]], int]:
 
         end = words.index("--") if "--" in words else len(words)
         with usage_errors():
-            if "--" not in words and not {"-h", "--help"} & set(words):
+            if "--" not in words and not HELP.intersection(words):
                 example = f"`launch {name} {kind.example} -- train --data_path DIR`"
                 raise UserError(f"no command: write it after `--`, as in {example}")
-            passed, own = kind.split_words([_as_ours(word, kind) for word in words[:end]])
+            passed, given = kind.split_words([_with_our_name(word, kind) for word in words[:end]])
             if name in ONE_LAUNCHER and "SLURM_STEP_ID" in os.environ:
                 from roxxel_dist.launcher.backends.slurm.allocation import refuse_copies
 
                 refuse_copies(os.environ)
-        program = without_own_name(words[end + 1 :])
-        options = plain_options(kind, own)
-        if options is None:
-            import tyro
-
-            from roxxel_dist.cli.arguments import normalise_switches, parse
-
-            own = normalise_switches(own, kind)
-            options = parse(kind, own, f"launch {name}", underscores=False, marks=(tyro.conf.UseAppendAction,))
+        program = without_program_name(words[end + 1 :])
+        options = parse(kind, given, f"launch {name}", underscores=False)
         with usage_errors():
             _check_counts(options)
         request = LaunchRequest(
             command=tuple(program),
-            words=own,
+            words=given,
             passed=passed,
             job=lambda options, nprocs, backend: job_of(options, nprocs, program, backend),
             start=start,
@@ -73,47 +61,20 @@ def command_of(name: str) -> Callable[[list[str]], int]:
     return command
 
 
-def without_own_name(command: list[str]) -> list[str]:
+def without_program_name(command: list[str]) -> list[str]:
     """A command without `roxxel-dist`, or `python -m roxxel_dist`, before a sub-command.
 
     `train` alone is checked before the start, and a host may not have this program in its PATH.
     """
     from roxxel_dist.launcher.host.worker import PYTHON, SUBCOMMANDS
 
-    own = 1 if os.path.basename(command[0] if command else "") == "roxxel-dist" else 0
-    if not own and command[:1] and command[0] in PYTHON and command[1:3] == ["-m", "roxxel_dist"]:
-        own = 3
-    return command[own:] if command[own : own + 1] and command[own] in SUBCOMMANDS else command
+    skip = 1 if os.path.basename(command[0] if command else "") == "roxxel-dist" else 0
+    if not skip and command[:1] and command[0] in PYTHON and command[1:3] == ["-m", "roxxel_dist"]:
+        skip = 3
+    return command[skip:] if command[skip : skip + 1] and command[skip] in SUBCOMMANDS else command
 
 
-def plain_options(kind: type[T], words: Sequence[str]) -> T | None:
-    """The options that these words are, as tyro reads them; None for help, slips and rare forms, which are tyro's.
-
-    Its import and its work take twice as long as all else that a launch does before it reaches its first host.
-    """
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
-    values: dict[str, Any] = {}
-    for name, value, _ in split_flags(words, {name for name, field in fields.items() if field.type is bool}):
-        held = fields[name].type if name in fields else None
-        if held is bool and value is None and fields[name].default is False:
-            values[name] = True
-        elif value is None or value.startswith("-") or value == "None":
-            return None
-        elif held == tuple[str, ...]:
-            values[name] = (*values.get(name, ()), value)
-        elif held in READERS:
-            try:
-                values[name] = READERS[held](value)
-            except ValueError:
-                return None
-        else:
-            return None
-    missing = dataclasses.MISSING
-    needed = {name for name, field in fields.items() if field.default is field.default_factory is missing}
-    return kind(**values) if needed <= values.keys() else None
-
-
-def _as_ours(word: str, kind: Any) -> str:
+def _with_our_name(word: str, kind: Any) -> str:
     """The flag of torchrun for the processes of a host as the launcher calls it."""
     name, equals, value = word.partition("=")
     if name.replace("-", "_") != "__nproc_per_node":
@@ -135,7 +96,7 @@ def usage_errors() -> Iterator[None]:
 
 
 def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
-    """Start a job, leave it to a controller of its own, or tell what would be started; the exit code."""
+    """Start a job, detach it, or print what would be started; the exit code."""
     if options.dry_run:
         from roxxel_dist.launcher.dry_run import as_text, describe
 
@@ -217,7 +178,7 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
     from roxxel_dist.launcher.spec import JobSpec, log_dir_for, new_run_id
 
     if options.json and not options.dry_run:
-        raise UserError("--json tells what would run: give it with --dry-run")
+        raise UserError("--json prints what would run: give it with --dry-run")
     batches = micro_batches(command)
     shared = {field.name for field in dataclasses.fields(JobSpec)} - {"env", "nprocs", "run_id"}
     run_id = options.run_id or new_run_id(record.knows)

@@ -5,9 +5,8 @@ import json
 import math
 from typing import Any, Literal
 
-import tyro
-
-from roxxel_dist.cli.arguments import parse
+from roxxel_dist.cli.argument_types import Positional
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import parse_yaml, usage_errors
 
@@ -17,7 +16,7 @@ class EvalArgs:
     """Repeat the validation of a run from a kept checkpoint, and compare its val_loss with the log. The run does not
     change, and may be training."""
 
-    run: tyro.conf.Positional[str]
+    run: Positional[str]
     """RUN@STEP, or RUN for its newest checkpoint."""
     best: bool = False
     """The checkpoint with the lowest val_loss."""
@@ -80,7 +79,7 @@ def _as_json(evaluation: Any) -> dict[str, Any]:
 class GenerateArgs:
     """Continue a text with a trained model."""
 
-    run_dir: tyro.conf.Positional[str]
+    run_dir: Positional[str]
     """A run directory, an export of `export`, or a Hugging Face model folder."""
     prompt: str = ""
     """The text to continue. If empty, the model starts a new document."""
@@ -136,7 +135,7 @@ def generate(words: list[str]) -> int:
 class ExportArgs:
     """Write the weights of a run for other programs, with its config and tokenizer. The run does not change."""
 
-    run: tyro.conf.Positional[str]
+    run: Positional[str]
     """RUN@STEP, or RUN for its newest checkpoint."""
     format: Literal["msgpack", "safetensors", "hf"]
     """msgpack: one Flax file. safetensors: the same names in safetensors files. hf: a folder that transformers loads as

@@ -5,9 +5,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from roxxel_dist.cli.arguments import parse
+from roxxel_dist.cli.argument_types import Positional
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import usage_errors
 from roxxel_dist.launcher.output.console import info
@@ -27,7 +26,7 @@ class ReportArgs:
     needs no server.
     """
 
-    runs: tyro.conf.Positional[tuple[str, ...]]
+    runs: Positional[tuple[str, ...]]
     """Run directories, or one study."""
     out: str | None = None
     """The folder for the page and the pictures. Default: `report`; for a study, `report` in its folder."""
@@ -60,7 +59,7 @@ def report(words: list[str]) -> int:
 
 
 def _runs(args: ReportArgs) -> str:
-    """Tell of runs; returns what to say of pictures that could not be drawn."""
+    """Report runs; returns a message about pictures that could not be drawn."""
     from roxxel_dist.report import differences, draw, no_pictures, read_runs, table
     from roxxel_dist.view.web.report import write_runs
 
@@ -95,7 +94,7 @@ def _in_bucket(args: ReportArgs) -> bool:
 
 
 def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
-    """Tell of a study; returns what to say of pictures that could not be drawn."""
+    """Report a study; returns a message about pictures that could not be drawn."""
     from roxxel_dist.sweep.report.text import as_json, table, write_best_config
     from roxxel_dist.sweep.study import REPORT, read_study
     from roxxel_dist.view.web.report import write_study

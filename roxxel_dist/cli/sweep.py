@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from roxxel_dist.cli.arguments import ConfigArgs, flags_in, parse_config
+from roxxel_dist.cli.arguments import ConfigArgs, parse_config
+from roxxel_dist.cli.parser import flags_in
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import usage_errors
 from roxxel_dist.data.discovery import check_local
@@ -24,7 +25,7 @@ class SweepArgs(SweepOptions, ConfigArgs):
     """
 
     def __post_init__(self) -> None:
-        """Checked where `sweep` makes SweepOptions of it: tyro would put the message into a box."""
+        """Checked where `sweep` makes SweepOptions of it: with the folder of the study."""
 
 
 def sweep(words: list[str]) -> int:

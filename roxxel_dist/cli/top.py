@@ -4,9 +4,8 @@ import contextlib
 import dataclasses
 import sys
 
-import tyro
-
-from roxxel_dist.cli.arguments import parse
+from roxxel_dist.cli.argument_types import Positional
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import usage_errors
 
@@ -19,7 +18,7 @@ class TopArgs:
     colours off.
     """
 
-    names: tyro.conf.Positional[tuple[str, ...]] = ()
+    names: Positional[tuple[str, ...]] = ()
     """Run directories, folders of a `sweep`, run ids of jobs, or folders that hold runs. Default: the newest that is
     running; if none runs, a list of `runs` and `studies`."""
     once: bool = False

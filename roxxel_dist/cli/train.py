@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-import tyro
-
-from roxxel_dist.cli.arguments import ConfigArgs, as_flags, parse, parse_config, parse_train, steps_to_skip
+from roxxel_dist.cli.argument_types import Positional
+from roxxel_dist.cli.arguments import ConfigArgs, as_flags, parse_config, parse_train, steps_to_skip
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_PREFLIGHT, UserError
 from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.config import usage_errors
@@ -50,7 +50,7 @@ def train(words: list[str]) -> int:
 class BatchArgs:
     """Print the rows that one step reads."""
 
-    source: tyro.conf.Positional[str]
+    source: Positional[str]
     """A run directory, or a config file."""
     step: int
     """The step, counted from 1 as in the log."""
@@ -75,7 +75,7 @@ class SaveArgs:
     """Request a checkpoint of a running job at its next logged step, and wait until it is on disk. Exit code 1: no
     checkpoint was saved."""
 
-    run: tyro.conf.Positional[str]
+    run: Positional[str]
     """The run directory of the job."""
     timeout: float = 600.0
     """Maximum seconds to wait."""

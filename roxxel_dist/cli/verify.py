@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import tyro
-
-from roxxel_dist.cli.arguments import parse
+from roxxel_dist.cli.argument_types import Positional
+from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.objects.url import is_url
@@ -22,7 +21,7 @@ class VerifyArgs:
     """Comparison of the checkpoints of a run, of an export or of shards with their digests; exits with 1 where
     something is damaged. It reads only."""
 
-    path: tyro.conf.Positional[str]
+    path: Positional[str]
     """RUN for all its checkpoints, RUN@STEP for one, also in a bucket; a folder of checkpoints; what `export` has made,
     or a file of weights; shards: a folder, a file, or a pattern."""
     json: bool = False

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from roxxel_dist.cli import main
-from roxxel_dist.cli.launch import without_own_name
+from roxxel_dist.cli.launch import without_program_name
 
 TRAIN = ("--", "train", "--data_path", "data")
 
@@ -48,4 +48,4 @@ def test_names_and_addresses_are_hosts(host: str, capsys: pytest.CaptureFixture[
     ],
 )
 def test_the_name_of_this_program_before_a_sub_command_is_left_out(command: list[str], is_read_as: list[str]) -> None:
-    assert without_own_name(command) == is_read_as
+    assert without_program_name(command) == is_read_as

@@ -47,7 +47,7 @@ SUBCOMMANDS = frozenset(
 PYTHON = frozenset({"python", "python3", sys.executable})
 JOINING = ("roxxel_dist.cluster.distributed",)
 """Modules that are imported before any program that runs in this process."""
-TRAINING = (*JOINING, "roxxel_dist.cli.train", "roxxel_dist.experiment", "typeguard")
+TRAINING = (*JOINING, "roxxel_dist.cli.train", "roxxel_dist.experiment")
 """The same, with those of `train`: a spare imports them ahead of time. None of them touches a device."""
 LINGER_S = 1.0
 """How long a rank that has failed waits for its agent to end it."""

@@ -28,15 +28,15 @@ def header(record: JobRecord) -> str:
 def run_lines(path: Path, run_id: str, last: int | None = None) -> Iterator[bytes | None]:
     """The lines of one run in a log, with their ends; None where there is no more yet, as often as it is asked.
 
-    Other runs in the same directory may have begun the file, or gone on with it: `--resume` is a run of its own.
+    Other runs in the same directory may have begun the file, or gone on with it: `--resume` is another run.
     `last`: of the lines that are there, only so many; they are looked for from the end of the file.
     """
     while not path.exists():
         yield None
-    line, is_own = b"", False
+    line, is_of_run = b"", False
     with path.open("rb") as file:
         if last is not None:
-            lines, end, is_own = _last_lines(file, run_id, last)
+            lines, end, is_of_run = _last_lines(file, run_id, last)
             yield from lines
             file.seek(end)
         while True:
@@ -45,8 +45,8 @@ def run_lines(path: Path, run_id: str, last: int | None = None) -> Iterator[byte
                 yield None
                 continue
             if match := HEADER.match(line):
-                is_own = match[1] == os.fsencode(run_id)
-            if is_own:
+                is_of_run = match[1] == os.fsencode(run_id)
+            if is_of_run:
                 yield line
             line = b""
 
@@ -55,17 +55,17 @@ def _last_lines(file: BinaryIO, run_id: str, count: int) -> tuple[list[bytes], i
     """(the last complete lines of a run, where the complete lines end, whether what follows is of the run)."""
     end = stop = _find_before(file, b"\n", file.seek(0, os.SEEK_END)) + 1
     found: deque[bytes] = deque()
-    is_own: bool | None = None
-    while stop > 0 and (len(found) < count or is_own is None):
-        begin, own = _section(file, stop, run_id)
-        is_own = own if is_own is None else is_own
-        while own and stop > begin and len(found) < count:
+    is_of_run: bool | None = None
+    while stop > 0 and (len(found) < count or is_of_run is None):
+        begin, of_run = _section(file, stop, run_id)
+        is_of_run = of_run if is_of_run is None else is_of_run
+        while of_run and stop > begin and len(found) < count:
             start = max(begin, _find_before(file, b"\n", stop - 1) + 1)
             file.seek(start)
             found.appendleft(file.read(stop - start))
             stop = start
         stop = begin
-    return list(found), end, bool(is_own)
+    return list(found), end, bool(is_of_run)
 
 
 def _section(file: BinaryIO, stop: int, run_id: str) -> tuple[int, bool]:
@@ -108,7 +108,7 @@ def follow(lines: Iterator[bytes | None], job: JobRecord) -> JobRecord:
     reader = select.poll()
     reader.register(sys.stdout.fileno(), 0)  # only to learn that its reader is gone
     while True:
-        record = read(job.path)  # before the log: what the job says last must not be missed
+        record = read(job.path)  # before the log: the last output must not be missed
         show(iter(lambda: next(lines), None))
         if record is None or record.is_over:
             return record or job
