@@ -38,7 +38,9 @@ EXCEPTIONS = {
     # Tokenizer.load of a SentencePiece model
     ("roxxel_dist.data.build.tokenizer", "roxxel_dist.data.build.sentencepiece"),
 }
-LAUNCHER_NEEDS = {f"roxxel_dist.cluster.{name}" for name in ("exit_codes", "extras", "free_memory", "progress")}
+LAUNCHER_NEEDS = {
+    f"roxxel_dist.cluster.{name}" for name in ("exit_codes", "extras", "file_lock", "free_memory", "progress")
+}
 # A rank joins the others before the user's program begins.
 IN_A_RANK = ("roxxel_dist.launcher.host.worker", "roxxel_dist.cluster.distributed")
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}

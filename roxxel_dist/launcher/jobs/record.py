@@ -114,7 +114,7 @@ class JobRecord:
     ran: bool = False
     """Whether its ranks were started; False for a job that preflight refused."""
     first_rank: int = 0
-    """Not 0: one of several launchers of a job, each of which starts some ranks and has a record of its own."""
+    """Not 0: one of several launchers of a job, each of which starts part of the ranks and has a record."""
 
     @property
     def run_dir(self) -> str:
@@ -152,7 +152,7 @@ class JobRecord:
 
     @property
     def launcher_log(self) -> Path:
-        """What a detached launcher says."""
+        """The output of a detached launcher."""
         return Path(self.log_dir, "launcher.log")
 
 
@@ -337,14 +337,14 @@ class JobRecorder:
             with contextlib.suppress(FileNotFoundError, ValueError):
                 self._before = path.read_text(encoding="utf-8")
         except OSError as error:
-            self._unusable = error  # preflight says so too
+            self._unusable = error  # preflight reports it
         self.update(state="starting")
         with contextlib.suppress(OSError):
             forget(over_s=KEPT_S, unreported_s=UNREPORTED_S)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.entry.state != "ended":  # an exception of the launcher's own
+        if self.entry.state != "ended":  # an exception of the launcher
             self.end(1)
         if self._folder is not None:
             if not self.entry.ran:
@@ -404,11 +404,12 @@ class JobRecorder:
 
     def _warn(self, error: OSError) -> None:
         where = self.entry.path if str(error.filename).startswith("/proc/") else error.filename
-        with contextlib.suppress(OSError):  # a terminal that was closed
-            if not self._failed:
-                what = f"cannot write {where or 'the list of jobs'} ({error.strerror})"
-                info(f"{what}: `ps` does not show how this job goes")
+        if self._failed or not self.entry.ran:  # what is wrong before the start is named by preflight
+            return
         self._failed = True
+        with contextlib.suppress(OSError):  # a terminal that was closed
+            what = f"cannot write {where or 'the list of jobs'} ({error.strerror})"
+            info(f"{what}: `ps` does not show how this job goes")
 
     def restarts(self, cause: str) -> None:
         """The attempt that was noted last ended for this cause, and another one follows."""
