@@ -183,7 +183,7 @@ class Bench:
 
 
 def steady(bench: Bench) -> Iterable[Result]:
-    """Steps that need half the link. One waits for the store where a block that it reads is not in the cache yet."""
+    """Steps that need half the link. One waits for the store where a chunk that it reads is not in the cache yet."""
     with bench.link() as link, cloud(link.endpoint, bench.server):
         watch, begin = Witness(), time.monotonic()
         data = bench.opened("steady")
@@ -209,7 +209,7 @@ def steady(bench: Bench) -> Iterable[Result]:
         note=first + f"{max(waits[FIRST:]) * 1e3:.0f} ms; {requests:,} requests, {size / 1e6:,.0f} MB",
     )  # fmt: skip
     yield Result(
-        what="the same", against=f"steps with all blocks in the cache, delayed over {STALL_S * 1e3:.0f} ms",
+        what="the same", against=f"steps with all chunks in the cache, delayed over {STALL_S * 1e3:.0f} ms",
         measured=len(delayed), note=f"a process beside it that only sleeps was so late {len(late)} times"
         + (f", {max(late) * 1e3:.0f} ms at most" if late else ""),
     )  # fmt: skip

@@ -68,7 +68,7 @@ def test_a_run_of_data_in_a_bucket(server, folders, cache, tmp_path):
     done = run("train", "--run_dir", "bucket", "--resume", "--max_steps", 12, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "bucket") == losses(tmp_path / "local")
-    assert list(cache.glob("blocks-*/*.data"))
+    assert list(cache.glob("chunks/*/*"))
     text = (tmp_path / "bucket" / "config.yaml").read_text()
     assert f"self: {urls['self']}" in text
     assert server.secret_key not in text

@@ -20,7 +20,7 @@ from roxxel_dist.data.build.writer import WriteOptions, write_data_set
 from roxxel_dist.data.discovery import DataPath, NoShardsError, Target, find_shards, names_objects
 from roxxel_dist.data.foreign import ForeignFile
 from roxxel_dist.data.packing import segments_and_positions
-from roxxel_dist.data.reader import WindowReader
+from roxxel_dist.data.reader import MappedReader, WindowReader
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.fetch import Fetcher
 from roxxel_dist.data.remote.open import open_shards, read_beside
@@ -197,25 +197,25 @@ class Roxxel:
 
     @cached_property
     def _reader(self) -> WindowReader:
+        shard = self.shards[0]
+        if isinstance(shard, RemoteShard):
+            return RemoteReader(self.ranges, self.dtype, shard.path, shard.fetcher, self.first_tokens)
         arrays = [part.shard.tokens[part.low : part.high] for part in self._slices]
-        firsts, name = [first for first, _ in self.ranges], self.shards[0].path
-        if isinstance(shard := self.shards[0], RemoteShard):
-            return RemoteReader(arrays, firsts, name, shard.fetcher, self.first_tokens)
-        return WindowReader(arrays, firsts, name)
+        return MappedReader(arrays, [first for first, _ in self.ranges], shard.path)
 
     @property
     def fetcher(self) -> Fetcher | None:
-        """The fetcher of blocks of shards in an object store; None for local files."""
+        """The fetcher of chunks of shards in an object store; None for local files."""
         shard = self.shards[0]
         return shard.fetcher if isinstance(shard, RemoteShard) else None
 
     def fetch(self, offsets: np.ndarray, length: int, *, documents: bool = False) -> None:
-        """Fetch the blocks for a `read` of some windows into the cache; does nothing for local files.
+        """Fetch the chunks for a `read` of some windows into the cache; does nothing for local files.
 
         With `documents`, also for `segments`.
 
         Raises:
-            ValueError: a window is not within one of `ranges`, a fetched block is damaged, or the cache is full.
+            ValueError: a window is not within one of `ranges`, or the checksums of a shard are damaged.
             StoreError: the object store fails.
         """
         if isinstance(self._reader, RemoteReader):
@@ -284,24 +284,21 @@ class Roxxel:
         Raises:
             ValueError: it is not the tokenizer that made the tokens.
         """
-        path = self._beside(TOKENIZER_FILE)
-        if path is None:
+        shard = self.shards[0]
+        if isinstance(shard, RemoteShard):
+            path, data = f"{shard.path.parent}/{TOKENIZER_FILE}", read_beside(shard, TOKENIZER_FILE)
+            tokenizer = None if data is None else Tokenizer.parse(path, data)
+        else:
+            path = Path(str(shard.path.parent)) / TOKENIZER_FILE
+            tokenizer = Tokenizer.load(path) if path.exists() else None
+        if tokenizer is None:
             return None
-        tokenizer = Tokenizer.load(path)
         if self.tokenizer_fingerprint not in (None, tokenizer.fingerprint):
             raise UserError(
                 f"{path}: its fingerprint is {tokenizer.fingerprint}, the shards beside it were made with "
                 f"{self.tokenizer_fingerprint}. Put the right file back or build the data set again"
             )
         return tokenizer
-
-    def _beside(self, name: str) -> Path | None:
-        """A file beside the shards, or None."""
-        shard = self.shards[0]
-        if isinstance(shard, RemoteShard):
-            return read_beside(shard, name)
-        path = Path(str(shard.path.parent)) / name
-        return path if path.exists() else None
 
     def split(self, val_fraction: float) -> tuple["Roxxel", "Roxxel"]:
         """Two views of the same files: training part and held-out part.

@@ -9,6 +9,7 @@ import mmap
 import os
 import resource
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,11 +39,6 @@ class _Memory:
         }  # fmt: skip
 
 
-def view_memory(address: int, count: int, dtype: str, owner: object) -> np.ndarray:
-    """`count` elements from an address, read-only; `owner` keeps the memory alive."""
-    return np.asarray(_Memory(address, count, dtype, np.dtype(dtype).itemsize, owner))
-
-
 def map_files(paths: Sequence[Path]) -> list[np.ndarray]:
     """The bytes of some files: a read-only uint8 array [file size] each, all in one range of addresses.
 
@@ -59,15 +55,14 @@ def map_files(paths: Sequence[Path]) -> list[np.ndarray]:
     for path, size in zip(paths, sizes, strict=True):
         if not size:
             raise UserError(f"{path}: the file is empty. {REPLACE}")
-    arrays = reserve_memory(sizes)
+    arrays = _reserve_memory(sizes)
     for path, array in zip(paths, arrays, strict=True):
-        map_file(path, array)
+        _map_file(path, array)
     return arrays
 
 
-def reserve_memory(sizes: Sequence[int]) -> list[np.ndarray]:
-    """Read-only uint8 arrays of zeros with these sizes in one address range, each on a page boundary, for
-    `map_file`."""
+def _reserve_memory(sizes: Sequence[int]) -> list[np.ndarray]:
+    """Read-only uint8 arrays of zeros with these sizes in one address range, each on a page boundary."""
     pages = [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
     reserved = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     address = _map_memory(None, sum(pages), mmap.PROT_READ, reserved, -1)
@@ -78,8 +73,8 @@ def reserve_memory(sizes: Sequence[int]) -> list[np.ndarray]:
     return [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
-def map_file(path: Path, array: np.ndarray) -> None:
-    """Map a file over an array of `reserve_memory` of the same length; raises as `map_files`."""
+def _map_file(path: Path, array: np.ndarray) -> None:
+    """Map a file over an array of `_reserve_memory` of the same length; raises as `map_files`."""
     size = len(array)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -121,24 +116,66 @@ def read_tokens(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndar
     return tokens
 
 
-class WindowReader:
+class WindowReader(ABC):
+    """Finds the range that holds each window of a data set: the base of readers, which copy windows from there.
+
+    Args:
+        firsts: the numbers of the ranges' first tokens in the data set.
+        lengths: tokens of each range.
+        dtype: of the tokens.
+        name: of the data set, for messages.
+    """
+
+    def __init__(self, firsts: Sequence[int], lengths: Sequence[int], dtype: np.dtype, name: object) -> None:
+        self.dtype, self._name = dtype, name
+        self._firsts = np.array(firsts, np.int64)
+        self._stops = self._firsts + np.array(lengths, np.int64)
+        self._last: dict[int, np.ndarray] = {}
+
+    def locate(self, offsets: np.ndarray, length: int) -> np.ndarray:
+        """The array that contains each window, int64 [R]. Raises ValueError if none contains it."""
+        numbers = self._firsts.searchsorted(offsets, "right") - 1
+        if length not in self._last:
+            # One more entry for index -1, the result for offsets before the first array: no window begins there.
+            self._last[length] = np.append(self._stops - min(length, 1 << 62), np.iinfo(np.int64).min)
+        outside = offsets > self._last[length][numbers]
+        if length >= 1 and not np.count_nonzero(outside):
+            return numbers
+        first = int(offsets[np.argmax(outside)]) if len(offsets) else 0
+        raise UserError(
+            f"a window of {length} tokens at token {first} is not within one of the {len(self._firsts)} ranges from "
+            f"{self._name} on; a window has at least 1 token and crosses no shard and no cut of split()"
+        )
+
+    @abstractmethod
+    def read(self, offsets: np.ndarray, length: int, dtype: np.dtype) -> np.ndarray:
+        """The windows of `length` tokens from `offsets` on, int64 [R]: a fresh array [R, length] of `dtype`."""
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether a recent read had to wait for the disk, so that `prefetch` is worth a call."""
+        return False
+
+    def prefetch(self, offsets: np.ndarray, length: int) -> None:
+        """Ask the kernel to load the pages of some windows, given as in `read`, before their use."""
+        self.locate(offsets, length)
+
+
+class MappedReader(WindowReader):
     """Copies windows of tokens out of arrays, anywhere in memory, with one gather.
 
-    It does not use files: the arrays (1-D, contiguous, of one dtype, at least one) may be maps of files or of fetched
-    blocks. `firsts` are the numbers of their first tokens in the data set.
+    It does not use files: the arrays (1-D, contiguous, of one dtype, at least one) may be maps of files. `firsts` are
+    the numbers of their first tokens in the data set.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray], firsts: Sequence[int], name: object = "the data set") -> None:
-        self._arrays, self._name = tuple(arrays), name
-        self.dtype: np.dtype = arrays[0].dtype
-        self._firsts = np.array(firsts, np.int64)
-        self._stops = self._firsts + [len(array) for array in arrays]
+        super().__init__(firsts, [len(array) for array in arrays], arrays[0].dtype, name)
+        self._arrays = tuple(arrays)
         addresses = np.array([array.__array_interface__["data"][0] for array in arrays], np.int64)
         self._low = int(addresses.min())
         self._high = int((addresses + [array.nbytes for array in arrays]).max())
         self._shift = addresses - self._low - self._firsts * self.dtype.itemsize
         self._views: dict[int, np.ndarray] = {}
-        self._last: dict[int, np.ndarray] = {}
         self._waits, self._cold_for = _major_faults(), 0
 
     def _view(self, length: int) -> np.ndarray:
@@ -165,21 +202,6 @@ class WindowReader:
         elif self._cold_for:
             self._cold_for -= 1
         return rows
-
-    def locate(self, offsets: np.ndarray, length: int) -> np.ndarray:
-        """The array that contains each window, int64 [R]. Raises ValueError if none contains it."""
-        numbers = self._firsts.searchsorted(offsets, "right") - 1
-        if length not in self._last:
-            # One more entry for index -1, the result for offsets before the first array: no window begins there.
-            self._last[length] = np.append(self._stops - min(length, 1 << 62), np.iinfo(np.int64).min)
-        outside = offsets > self._last[length][numbers]
-        if length >= 1 and not np.count_nonzero(outside):
-            return numbers
-        first = int(offsets[np.argmax(outside)]) if len(offsets) else 0
-        raise UserError(
-            f"a window of {length} tokens at token {first} is not within one of the {len(self._arrays)} ranges from "
-            f"{self._name} on; a window has at least 1 token and crosses no shard and no cut of split()"
-        )
 
     @property
     def is_cold(self) -> bool:

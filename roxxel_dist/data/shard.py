@@ -93,6 +93,11 @@ class Shard:
         """The dtype of the tokens."""
         return self.layout.dtype
 
+    @property
+    def blocks(self) -> int:
+        """The number of blocks of tokens, which have a checksum each."""
+        return block_count(self.layout.metadata.tokens * self.layout.dtype.itemsize, self.layout.block_size)
+
     def follows(self, previous: "Shard | None") -> bool:
         """Whether this shard was written directly after `previous` (None: as the first of a data set)."""
         layout, before = self.layout, previous.metadata.chain if previous else ""
@@ -110,7 +115,7 @@ class Shard:
             ValueError: something differs; the message names the file and, for tokens, the block and the document.
         """
         self.verify_tables()
-        self.refuse(self.damaged_blocks(np.arange(len(self.checksums))))
+        self.refuse(self.damaged_blocks(np.arange(self.blocks)))
 
     def verify_tables(self) -> None:
         """Check everything except the tokens: size, header, tables, metadata and footer. Raises ValueError as `verify`
@@ -143,7 +148,7 @@ class Shard:
 
     def pieces(self) -> list[np.ndarray]:
         """The blocks in pieces of about 16 MiB: int64 each."""
-        blocks, step = np.arange(len(self.checksums)), max(1, PIECE_BYTES // self.layout.block_size)
+        blocks, step = np.arange(self.blocks), max(1, PIECE_BYTES // self.layout.block_size)
         return [blocks[first : first + step] for first in range(0, len(blocks), step)]
 
     def damaged_blocks(self, blocks: np.ndarray) -> list[int]:
@@ -166,7 +171,7 @@ class Shard:
     def refuse(self, damaged: list[int]) -> None:
         """Raise if there is a damaged block: ValueError, naming the first, its tokens and its documents."""
         if damaged:
-            blocks = f"{len(damaged)} of {len(self.checksums)} blocks are"
+            blocks = f"{len(damaged)} of {self.blocks} blocks are"
             raise UserError(f"{self.damage(damaged)}; {blocks}. Write the file again from its source")
 
     def damage(self, damaged: list[int]) -> str:

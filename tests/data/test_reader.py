@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.reader import WindowReader, map_files
+from roxxel_dist.data.reader import MappedReader, map_files
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_windows_at_any_byte_offset(files, dtype, header):
         [map_files([path])[0] for path in paths[1:]],
         list(map(np.frombuffer, contents[1:], ["u1"] * 3)),
     ):
-        reader = WindowReader([array[header : header + 4088].view(dtype) for array in arrays], firsts[:-1].tolist())
+        reader = MappedReader([array[header : header + 4088].view(dtype) for array in arrays], firsts[:-1].tolist())
         last = 4088 // np.dtype(dtype).itemsize - 6
         places = [(number, at) for number in (2, 0, 1) for at in (0, 1, 77, last)]
         offsets = np.array([firsts[number] + at for number, at in places])

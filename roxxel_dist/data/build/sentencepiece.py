@@ -22,7 +22,7 @@ class SentencePieceTokenizer(Tokenizer):
     `eos_token` is the piece that ends a document, None for the model's default; `path` is for messages.
     """
 
-    def __init__(self, model: bytes, eos_token: str | None, path: Path) -> None:
+    def __init__(self, model: bytes, eos_token: str | None, path: object) -> None:
         try:
             import sentencepiece
         except ImportError as error:
@@ -94,9 +94,9 @@ class SentencePieceTokenizer(Tokenizer):
         write_file(Path(path), json.dumps(packed).encode())
 
 
-def load(data: bytes, eos_token: str | None, path: Path) -> SentencePieceTokenizer | None:
+def load(data: bytes, eos_token: str | None, path: object) -> SentencePieceTokenizer | None:
     """The tokenizer in a `.model` file, or in a file of `save`; None for other bytes."""
-    if path.suffix == ".model":
+    if str(path).endswith(".model"):
         return SentencePieceTokenizer(data, eos_token, path)
     if not data.startswith(b'{"' + KEY.encode()):
         return None

@@ -175,20 +175,23 @@ class Tokenizer:
             FileNotFoundError: there is no such file.
             ValueError: it is not such a file. The message names it.
         """
-        from roxxel_dist.data.build import sentencepiece
-
         path = Path(path)
         if path.is_dir():
             path = next((path / name for name in TOKENIZER_NAMES if (path / name).is_file()), path / TOKENIZER_FILE)
-        data = path.read_bytes()
-        eos_token = eos_token or _named_eos(path)
-        model = sentencepiece.load(data, eos_token, path)
+        return cls.parse(path, path.read_bytes(), eos_token or _named_eos(path))
+
+    @classmethod
+    def parse(cls, where: object, data: bytes, eos_token: str | None = None) -> "Tokenizer":
+        """The tokenizer in the bytes of a file, as `load` reads it. Raises ValueError, naming `where`."""
+        from roxxel_dist.data.build import sentencepiece
+
+        model = sentencepiece.load(data, eos_token, where)
         if model is not None:
             return model
         try:
             return cls(tokenizers.Tokenizer.from_buffer(data), eos_token)
         except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{path}: not a tokenizer.json of the `tokenizers` library ({error})") from error
+            raise UserError(f"{where}: not a tokenizer.json of the `tokenizers` library ({error})") from error
 
 
 def _named_eos(path: Path) -> str | None:

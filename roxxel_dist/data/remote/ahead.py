@@ -19,8 +19,6 @@ SPAN_BYTES = 32 << 20
 """Bytes of windows that are fetched in one span."""
 SPANS = 4
 """Spans to fetch ahead, at most."""
-CACHE_SHARE = 8
-"""Fetch ahead at most 1 / this part of the cache."""
 AGAIN_S = 1.0
 
 
@@ -60,9 +58,8 @@ class FetchAhead:
     ) -> None:
         self._position = _Position(first)
         weakref.finalize(self, self._position.close).atexit = False
-        most = min(SPANS * SPAN_BYTES, *(fetcher.cache.capacity // CACHE_SHARE for fetcher in fetchers))
         threading.Thread(
-            target=_run, args=(self._position, windows, stop, most), name="roxxel-ahead", daemon=True
+            target=_run, args=(self._position, windows, stop, fetchers), name="roxxel-ahead", daemon=True
         ).start()
 
     def reached(self, step: int) -> None:
@@ -94,13 +91,16 @@ class _Position:
         return not self.closed
 
 
-def _run(position: _Position, windows: Callable[[int, int], Iterable[Windows]], stop: int, most: int) -> None:
+def _run(
+    position: _Position, windows: Callable[[int, int], Iterable[Windows]], stop: int, fetchers: Sequence[Fetcher]
+) -> None:
     """Fetch span after span."""
     step = position.step
     _fetch(list(windows(step, min(step + 1, stop))))
     step += 1
     while step < stop and not position.closed:
         step = max(step, position.step)
+        most = min(SPANS * SPAN_BYTES, *(fetcher.ahead_bytes for fetcher in fetchers))
         size = max(1, sum(each.nbytes for each in windows(step, step + 1)))
         count = max(1, min(SPAN_BYTES, most // 2) // size)
         ahead = max(count + 1, most // size)
@@ -121,6 +121,6 @@ def _fetch(spans: Sequence[Windows]) -> bool:
             each.data.fetch(each.offset, each.length, documents=each.packed)
         except StoreError:
             failed = True
-        except ValueError:  # damage, a full disk: the step that reads the window raises it
+        except ValueError:  # damage: the step that reads the window raises it
             pass
     return failed

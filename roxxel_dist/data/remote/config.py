@@ -9,10 +9,10 @@ class RemoteConfig:
     """The cache of data that is in an object store, and how long the store may fail."""
 
     cache_dir: str | None = None
-    """Folder on a local disk for blocks of data in an object store, shared by all processes of the host. Default:
+    """Folder on a local disk for data of an object store, shared by all processes of the host. Default:
     $XDG_CACHE_HOME/roxxel-dist, or ~/.cache/roxxel-dist."""
     cache_gb: float = 32.0
-    """Maximum size of the blocks in cache_dir, in GB (10^9 bytes); the oldest are evicted first."""
+    """Maximum size of that data in cache_dir, in GB (10^9 bytes). What was not used for longest is deleted first."""
     store_timeout: float = 120.0
     """Seconds for which a failed operation of an object store is retried; then the run ends with exit code 74."""
 

@@ -1,43 +1,56 @@
-"""Fetching missing cells of shards into the cache, in ranges, in parallel, each verified with its digest.
+"""Reading chunks of shards: from memory, from the cache of the host, or from the store, in ranges, in parallel.
 
-Separate threads fetch the cells that a reader waits for: they are free if those that fetch ahead wait for the store.
+A chunk is verified whenever it enters memory, from the store as from the cache: tokens with the checksums of the shard,
+a part of a table with its digest in the index. What a batch is copied from is memory, so it is verified too.
+
+Separate threads fetch the chunks that a reader waits for: they are free if those that fetch ahead wait for the store.
 """
 
+import logging
 import queue
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
+import xxhash
 
 from roxxel_dist.data.format import checksum
-from roxxel_dist.data.reader import view_memory
-from roxxel_dist.data.remote.cache import BlockCache, CacheError
-from roxxel_dist.data.remote.index import TABLE_NUMBERS, digests
-from roxxel_dist.data.remote.shard import RemoteShard
+from roxxel_dist.data.remote.cache import ChunkCache
+from roxxel_dist.data.remote.index import TABLE_BYTES, TABLE_NUMBERS, digests
+from roxxel_dist.data.remote.shard import Chunk, Place, RemoteShard, damage_of
 from roxxel_dist.data.shard import DamagedData
 from roxxel_dist.objects.errors import StoreNotFoundError, StorePreconditionError
 from roxxel_dist.objects.store import ObjectStore
 
-T = TypeVar("T")
-THREADS = 16
-GAP_BYTES = 1 << 16
-"""Ranges with at most this gap are joined: it costs as much as a request, at 50 ms and 20 MB/s among 16."""
-REQUEST_BYTES = 1 << 20
-ROUNDS = 100
-"""Attempts to fetch and read cells that are evicted before the read."""
+THREADS = 32
+REQUEST_BYTES = 1 << 19
+"""Bytes that are fetched by one request, at most."""
+GAP_BYTES = 1 << 15
+"""Chunks with at most so much between them are fetched together: it costs as much as a request, at 50 ms and 20 MB/s
+among 32."""
+MEMORY_BYTES = 1 << 27
+"""Bytes of chunks of a data set that a process keeps in memory."""
+COPY_BYTES = 1 << 26
+"""Bytes of windows that are copied at a time."""
+POLL_S = 0.01
+INDEX_BITS = 40
+CACHE_SHARE = 8
+"""Fetch ahead at most 1 / this part of the cache."""
+
+log: logging.Logger = logging.getLogger(__name__)
 
 
-class _Run:
-    """Cells of a shard that are being fetched, or are queued."""
+class _Job:
+    """Neighbouring chunks of a shard that are being fetched, or are queued."""
 
-    def __init__(self, number: int, first: int, stop: int) -> None:
-        self.number, self.first, self.stop = number, first, stop
+    def __init__(self, places: Sequence[Place], tables: Mapping[Place, Chunk], *, complete: bool) -> None:
+        self.places, self.tables, self.complete = places, tables, complete
         self.begun = False
-        self.done: Future[None] = Future()
+        self.done: Future[dict[Place, Chunk]] = Future()
 
 
 class _Pool:
@@ -66,178 +79,311 @@ def _end(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
         jobs.put(None)
 
 
+class _Memory:
+    """The chunks that were used last. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._chunks: OrderedDict[Place, Chunk] = OrderedDict()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def get(self, place: Place) -> Chunk | None:
+        with self._lock:
+            if (chunk := self._chunks.get(place)) is not None:
+                self._chunks.move_to_end(place)
+            return chunk
+
+    def put(self, place: Place, chunk: Chunk) -> None:
+        with self._lock:
+            if (before := self._chunks.pop(place, None)) is not None:
+                self._size -= before.data.nbytes
+            self._chunks[place] = chunk
+            self._size += chunk.data.nbytes
+            while self._size > MEMORY_BYTES and len(self._chunks) > 1:
+                self._size -= self._chunks.popitem(last=False)[1].data.nbytes
+
+
 class Fetcher:
-    """Fetches the cells of the shards of one data set. Thread-safe.
+    """Reads the chunks of the shards of one data set. Thread-safe.
 
     Attributes:
-        waits: how often a reader has waited for missing cells.
+        waits: how often a reader has waited for chunks that were neither in memory nor in the cache.
     """
 
-    def __init__(self, store: ObjectStore, cache: BlockCache) -> None:
+    def __init__(self, store: ObjectStore, cache: ChunkCache) -> None:
         self.store: ObjectStore = store
-        self.cache: BlockCache = cache
+        self.cache: ChunkCache = cache
         self.shards: Sequence[RemoteShard] = ()
         self.waits: int = 0
+        self._memory = _Memory()
         self._lock = threading.Lock()
-        self._pending: dict[int, list[_Run]] = {}
+        self._pending: dict[Place, _Job] = {}
+        self._digests: dict[Place, np.ndarray] = {}
+        """Of the tables of shards without an index, by their first chunk: found when the whole table is fetched."""
         self._urgent, self._ahead = _Pool("roxxel-fetch"), _Pool("roxxel-fetch-ahead")
+        self._has_warned = False
 
     def serve(self, shards: Sequence[RemoteShard]) -> None:
-        """Fetch for these shards from now on; their files are mapped in one range of addresses, in this order."""
+        """Read these shards from now on; their places are in this order."""
         self.shards = shards
-        addresses = [shard.present.__array_interface__["data"][0] for shard in shards]
-        low, high = min(addresses), max(addresses[-1] + shards[-1].cells.count, max(addresses) + 1)
-        self._present = view_memory(low, high - low, "|b1", shards)
-        self._base = np.array(addresses, np.int64) - low
-        self._is_mapped = np.zeros(len(shards), bool)
-        self._blocks = np.array([shard.cells.blocks for shard in shards], np.int64)
-        self._first_sum = np.array([shard.cells.first_sum for shard in shards], np.int64)
-        self._block_size = np.array([shard.layout.block_size for shard in shards], np.int64)
+        self._keys = [
+            xxhash.xxh3_64_hexdigest(f"{shard.path} {shard.entry.etag} {shard.entry.size} {shard.chunks.size}".encode())
+            for shard in shards
+        ]
+        self._sizes = np.array([shard.chunks.size for shard in shards], np.int64)
 
-    def fetch(self, numbers: np.ndarray, first: np.ndarray, stop: np.ndarray, *, urgent: bool) -> int:
-        """Fetch the missing cells from `first` to `stop`, int64 [N] each, of the shards with these numbers.
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes that may be fetched ahead: without a cache what is fetched stays in memory."""
+        return MEMORY_BYTES // 2 if self.cache.is_paused else self.cache.capacity // CACHE_SHARE
 
-        Returns the eviction count at which all of them were present. If not `urgent`, cells that are evicted meanwhile
-        are not fetched again.
+    # -- reading
+
+    def copy(self, numbers: np.ndarray, starts: np.ndarray, rows: np.ndarray) -> None:
+        """Copy bytes of the tokens of shards into rows.
+
+        Args:
+            numbers: int64 [R], the shard of each row.
+            starts: int64 [R], the first byte, counted from the shard's first token.
+            rows: uint8 [R, bytes].
 
         Raises:
-            DamagedData: the cells are damaged in a second try too, or the object has been replaced.
+            DamagedData: a block that is read is damaged in the bucket, or the object was replaced.
             StoreError: the store fails after all retries.
-            CacheError: the cache is full, or too small.
         """
-        self._map(numbers)
-        counts = stop - first
-        starts = np.cumsum(counts) - counts
-        cells = np.arange(int(counts.sum())) + np.repeat(first - starts, counts)
-        places = np.repeat(self._base[numbers], counts) + cells
-        for _ in range(ROUNDS):
-            evictions = self.cache.evictions
-            missing = np.unique(places[~self._present[places]])
-            if not len(missing):
-                return evictions
-            if urgent:
-                self.waits += 1
-                self._check_capacity(numbers, counts)
-            damage: DamagedData | None = None
-            for run in [self._begin(*run, urgent=urgent) for run in self._runs(missing)]:
-                try:
-                    run.done.result()
-                except DamagedData as error:
-                    damage = damage or error
-            if damage is not None and not self._present[places].all():  # else the damage is in a gap
-                raise damage
-            if not urgent:
-                return evictions
-        raise self._too_small()
+        count, length = rows.shape
+        at_once = max(1, COPY_BYTES // max(1, length))
+        for low in range(0, count, at_once):
+            part = slice(low, low + at_once)
+            self._copy(numbers[part], starts[part], rows[part])
 
-    def _map(self, numbers: np.ndarray) -> None:
-        """Map the files of shards on their first read, because creating all of them at the start takes seconds."""
-        if self._is_mapped[numbers].all():
-            return
+    def _copy(self, numbers: np.ndarray, starts: np.ndarray, rows: np.ndarray) -> None:
+        length = rows.shape[1]
+        chunks = self.take(self.places(numbers, starts, length))
+        is_damaged = any(chunk.damaged for chunk in chunks.values())
+        for row, number, start in zip(rows, numbers.tolist(), starts.tolist(), strict=True):
+            size, stop, done = self.shards[number].chunks.size, start + length, 0
+            for index in range(start // size, (stop - 1) // size + 1):
+                chunk = chunks[number, index]
+                low, high = max(start - index * size, 0), min(stop - index * size, size)
+                if is_damaged:
+                    self._refuse(number, index, chunk, low, high)
+                row[done : done + high - low] = chunk.data[low:high]
+                done += high - low
+
+    def _refuse(self, number: int, index: int, chunk: Chunk, low: int, high: int) -> None:
+        """Raise for a damaged block in the bytes `low` to `high` of a chunk of tokens."""
+        shard = self.shards[number]
+        size, first = shard.layout.block_size, shard.chunks.blocks(index)[0]
+        for block in chunk.damaged:
+            at = (block - first) * size
+            if at < high and low < at + size:
+                raise damage_of(shard, index, [block])
+
+    def places(self, numbers: np.ndarray, starts: np.ndarray, length: int) -> list[Place]:
+        """The chunks of tokens that have the `length` bytes from `starts` on of shards, int64 [R] each."""
+        sizes = self._sizes[numbers]
+        low, high = starts // sizes, (starts + length - 1) // sizes
+        counts = high - low + 1
+        before = np.cumsum(counts) - counts
+        index = np.arange(int(counts.sum())) + np.repeat(low - before, counts)
+        keys = np.unique((np.repeat(numbers, counts) << INDEX_BITS) | index)
+        return list(zip((keys >> INDEX_BITS).tolist(), (keys & ((1 << INDEX_BITS) - 1)).tolist(), strict=True))
+
+    def take(self, places: Iterable[Place], *, urgent: bool = True) -> dict[Place, Chunk]:
+        """Some chunks. Those with damage say where; raises as `copy` if a damaged table leaves them unverified."""
+        found: dict[Place, Chunk] = {}
+        missing: list[Place] = []
+        for place in places:
+            if (chunk := self._memory.get(place)) is not None:
+                found[place] = chunk
+            else:
+                missing.append(place)
+        if not missing:
+            return found
+        tables, absent = self._tables(missing, urgent=urgent), list[Place]()
+        for place in missing:
+            if (chunk := self._from_cache(place, tables)) is not None:
+                found[place] = chunk
+            else:
+                absent.append(place)
+        self.waits += bool(absent) and urgent
+        while absent := [place for place in absent if place not in found]:
+            for job in self._submit(absent, tables, urgent=urgent, complete=True):
+                found |= job.done.result()
+        return found
+
+    def fetch(self, places: Iterable[Place]) -> None:
+        """Bring chunks into the cache; those that another process of the host fetches are left to it.
+
+        Raises as `copy`, but not for damage in the chunks themselves.
+        """
+        absent = [p for p in places if self._memory.get(p) is None and not self.cache.touch(self._name(p))]
+        for job in self._submit(absent, self._tables(absent, urgent=False), urgent=False, complete=False):
+            job.done.result()
+
+    def _tables(self, places: Sequence[Place], *, urgent: bool) -> dict[Place, Chunk]:
+        """The parts of the tables of checksums for some chunks of tokens."""
+        wanted: dict[Place, None] = {}
+        for number, index in places:
+            chunks = self.shards[number].chunks
+            if index < chunks.tokens:
+                wanted |= dict.fromkeys((number, part) for part in chunks.sums_of(index))
+        tables = self.take(wanted, urgent=urgent) if wanted else {}
+        for (number, index), chunk in tables.items():
+            if chunk.damaged:
+                raise damage_of(self.shards[number], index, chunk.damaged)
+        return tables
+
+    def _from_cache(self, place: Place, tables: Mapping[Place, Chunk]) -> Chunk | None:
+        """A chunk in the cache of the host, if it is there and undamaged."""
+        shard, (low, high) = self.shards[place[0]], self.shards[place[0]].chunks.span(place[1])
+        data = self.cache.read(self._name(place), high - low)
+        expected = self._expected(place, tables)
+        if data is None or expected is None:
+            return None
+        chunk = self._verified(place, np.frombuffer(data, np.uint8), expected)
+        if chunk.damaged:
+            self.cache.drop(self._name(place))
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "%s: bytes %d to %d were damaged in the cache of this host, after a power failure or by its disk: "
+                    "they are fetched again, as all others that are (not logged). Where it comes again, replace the "
+                    "disk of cache_dir %s", shard.path, low, high, self.cache.folder,
+                )  # fmt: skip
+            return None
+        self._memory.put(place, chunk)
+        return chunk
+
+    def _name(self, place: Place) -> str:
+        return f"{self._keys[place[0]]}-{place[1]}"
+
+    # -- verifying
+
+    def _expected(self, place: Place, tables: Mapping[Place, Chunk]) -> np.ndarray | None:
+        """uint64: the checksums of the blocks of a chunk; None for a table that has only one as a whole."""
+        number, index = place
+        shard = self.shards[number]
+        if table := shard.chunks.table(index):
+            known = shard.entry.sums if table[0] == shard.chunks.first_sum else shard.entry.ends
+            if known is None:
+                known = self._digests.get((number, table[0]))
+            return None if known is None else known[index - table[0] : index - table[0] + 1]
+        first, stop = shard.chunks.blocks(index)
+        parts = [tables[number, part].data for part in shard.chunks.sums_of(index)]
+        sums = (parts[0] if len(parts) == 1 else np.concatenate(parts)).view("<u8")
+        begin = first // TABLE_NUMBERS * TABLE_NUMBERS
+        return sums[first - begin : stop - begin]
+
+    def _verified(self, place: Place, data: np.ndarray, expected: np.ndarray) -> Chunk:
+        """A chunk with these bytes, and its damaged blocks."""
+        chunks = self.shards[place[0]].chunks
+        if chunks.table(place[1]):
+            return Chunk(data, () if digests(data.data, TABLE_BYTES)[0] == expected[0] else (place[1],))
+        wrong = np.flatnonzero(digests(data.data, chunks.layout.block_size) != expected)
+        return Chunk(data, (wrong + chunks.blocks(place[1])[0]).tolist())
+
+    # -- fetching
+
+    def _submit(
+        self, places: Sequence[Place], tables: Mapping[Place, Chunk], *, urgent: bool, complete: bool
+    ) -> list[_Job]:
+        """Queue chunks; those that are being fetched already are not queued again."""
+        jobs: dict[_Job, None] = {}
         with self._lock:
-            for number in np.unique(numbers[~self._is_mapped[numbers]]).tolist():
-                self.cache.map(self.shards[number].file, self.shards[number].memory)
-                self._is_mapped[number] = True
+            absent = []
+            for place in places:
+                job = self._pending.get(place)
+                if job and (job.begun or not urgent):
+                    jobs[job] = None
+                else:
+                    absent.append(place)
+            for run in self._runs(absent):
+                job = _Job(run, tables, complete=complete)
+                jobs[job] = None
+                self._pending |= dict.fromkeys(run, job)
+                (self._urgent if urgent else self._ahead).submit(lambda job=job: self._do(job))
+        return list(jobs)
 
-    def read(self, numbers: np.ndarray, first: np.ndarray, stop: np.ndarray, copy: Callable[[], T]) -> T:
-        """The result of `copy`, during which all these cells are present; raises as `fetch`."""
-        for _ in range(ROUNDS):
-            evictions = self.fetch(numbers, first, stop, urgent=True)
-            result = copy()
-            if self.cache.evictions == evictions:
-                return result
-        raise self._too_small()
-
-    def forget(self, shard: RemoteShard, cells: Sequence[int]) -> None:
-        """Remove cells that have changed in the cache."""
-        for cell in cells:
-            with self.cache.claim(shard.file, cell, 1) as claim:
-                claim.forget(cell, 1)
-
-    def cell_bytes(self, numbers: np.ndarray) -> np.ndarray:
-        """Bytes of a block in the shards with these numbers."""
-        return self._block_size[numbers]
-
-    def _check_capacity(self, numbers: np.ndarray, counts: np.ndarray) -> None:
-        if int((self._block_size[numbers] * counts).sum()) > self.cache.capacity:
-            raise self._too_small()
-
-    def _too_small(self) -> CacheError:
-        return CacheError(
-            f"cache_gb is {self.cache.capacity / 1e9:g}: blocks are evicted before they are read, a batch of each "
-            f"process of the host, and what is fetched ahead for it, must have room. Use a larger cache_gb"
-        )
-
-    def _runs(self, missing: np.ndarray) -> list[tuple[int, int, int]]:
-        """(shard, first cell, end) of the ranges to fetch, from the sorted places of missing cells."""
-        numbers = self._base.searchsorted(missing, side="right") - 1
-        cells = missing - self._base[numbers]
-        kinds = (cells >= self._blocks[numbers]).astype(np.int64) + (cells >= self._first_sum[numbers])
-        gap = np.where(kinds == 0, np.maximum(1, GAP_BYTES // self._block_size[numbers] + 1), 1)
-        cuts = (np.diff(numbers) != 0) | (np.diff(kinds) != 0) | (np.diff(cells) > gap[1:])
-        bounds = [0, *(np.flatnonzero(cuts) + 1).tolist(), len(cells)]
-        runs: list[tuple[int, int, int]] = []
-        for low, high in pairwise(bounds):
-            number, kind = int(numbers[low]), int(kinds[low])
-            first, stop, own = int(cells[low]), int(cells[high - 1]) + 1, self.shards[number].cells
-            size = int(self._block_size[number])
-            step = max(1, REQUEST_BYTES // size)
-            if kind:
-                step = max(1, own.count)
-                if self.shards[number].entry.sums is None:  # it can only be verified as a whole
-                    first, stop = (own.blocks, own.first_sum) if kind == 1 else (own.first_sum, own.count)
-            runs += [(number, begin, min(begin + step, stop)) for begin in range(first, stop, step)]
+    def _runs(self, places: Sequence[Place]) -> list[list[Place]]:
+        """Chunks that are fetched by one request each: near ones with those between, or a whole table."""
+        runs: list[list[Place]] = []
+        for number, index in sorted(places):
+            chunks = self.shards[number].chunks
+            table, last = chunks.table(index), runs[-1][-1] if runs else (-1, -1)
+            if table and self._expected((number, index), {}) is None:  # it can only be verified as a whole
+                if last != (number, table[1] - 1):
+                    runs.append([(number, part) for part in range(*table)])
+                continue
+            size = TABLE_BYTES if table else chunks.size
+            is_near = last[0] == number and chunks.table(last[1]) == table and (index - last[1] - 1) * size <= GAP_BYTES
+            if is_near and (index - runs[-1][0][1]) * size < REQUEST_BYTES:
+                runs[-1] += [(number, between) for between in range(last[1] + 1, index + 1)]
+            else:
+                runs.append([(number, index)])
         return runs
 
-    def _begin(self, number: int, first: int, stop: int, *, urgent: bool) -> _Run:
-        """Queue a range: a new run, or a pending run that includes it."""
-        with self._lock:
-            for run in self._pending.get(number, ()):
-                if run.first <= first and stop <= run.stop and (run.begun or not urgent):
-                    return run
-            run = _Run(number, first, stop)
-            self._pending.setdefault(number, []).append(run)
-        (self._urgent if urgent else self._ahead).submit(lambda: self._do(run))
-        return run
-
-    def _do(self, run: _Run) -> None:
-        run.begun = True
-        problem: BaseException | None = None
+    def _do(self, job: _Job) -> None:
+        job.begun = True
+        problem, result = None, dict[Place, Chunk]()
         try:
-            self._fetch(self.shards[run.number], run.first, run.stop)
+            result = self._load(job)
         except BaseException as error:  # the waiting reader must get any error
             problem = error
         with self._lock:
-            self._pending[run.number].remove(run)
+            for place in job.places:
+                if self._pending.get(place) is job:
+                    del self._pending[place]
         if problem is None:
-            run.done.set_result(None)
+            job.done.set_result(result)
         else:
-            run.done.set_exception(problem)
+            job.done.set_exception(problem)
 
-    def _fetch(self, shard: RemoteShard, first: int, stop: int) -> None:
-        """Fetch the missing cells of a range, once no other process fetches any of it."""
-        with self.cache.claim(shard.file, first, stop - first) as claim:
-            missing = np.flatnonzero(~shard.present[first:stop])
-            if not len(missing):
-                return
-            if shard.entry.sums is not None or first < shard.cells.blocks:
-                first, stop = first + int(missing[0]), first + int(missing[-1]) + 1
-            low, data, damaged = shard.cells.span(first, stop)[0], *self._read(shard, first, stop)
-            view, begin = memoryview(data), first
-            for end in [*damaged, stop]:  # the intact cells between the damaged ones
-                if begin < end:
-                    start, finish = shard.cells.span(begin, end)
-                    claim.put(begin, end - begin, start, view[start - low : finish - low])
-                begin = end + 1
-            if damaged:
-                raise self._damage(shard, damaged)
+    def _load(self, job: _Job) -> dict[Place, Chunk]:
+        """The chunks of a job, fetched or found in the cache. Those that another process fetches are waited for, unless
+        the job need not be complete."""
+        result: dict[Place, Chunk] = {}
+        waiting = list(job.places)
+        while waiting:
+            mine, others = list[Place](), list[Place]()
+            try:
+                for place in waiting:
+                    if not self.cache.claim(self._name(place)):
+                        others.append(place)
+                    elif (chunk := self._from_cache(place, job.tables)) is not None:  # it came meanwhile
+                        self.cache.release(self._name(place))
+                        result[place] = chunk
+                    else:
+                        mine.append(place)
+                for run in self._runs(mine):
+                    result |= self._fetch(run, job)
+            except BaseException:
+                for place in mine:
+                    self.cache.release(self._name(place))
+                raise
+            waiting = [place for place in others if place not in result] if job.complete else []
+            if waiting:
+                time.sleep(POLL_S)
+        return result
 
-    def _read(self, shard: RemoteShard, first: int, stop: int) -> tuple[bytes, list[int]]:
-        """(The bytes of some cells, the cells that do not match their digests); these are read a second time first."""
-        low, high = shard.cells.span(first, stop)
-        is_table = first >= shard.cells.blocks
-        expected = self._table_digests(shard, first, stop) if is_table else self._checksums(shard, first, stop)
-        data, damaged = b"", list[int]()
+    def _fetch(self, places: Sequence[Place], job: _Job) -> dict[Place, Chunk]:
+        """Fetch neighbouring chunks, and keep those without damage in the cache."""
+        result = self._read(places, job.tables)
+        for place, chunk in result.items():
+            is_kept = not chunk.damaged and self.cache.write(self._name(place), chunk.data.data)
+            if not is_kept:
+                self.cache.release(self._name(place))
+            if job.complete or not is_kept:
+                self._memory.put(place, chunk)
+        return result
+
+    def _read(self, places: Sequence[Place], tables: Mapping[Place, Chunk]) -> dict[Place, Chunk]:
+        """Neighbouring chunks from the store; damaged ones are read a second time first."""
+        shard = self.shards[places[0][0]]
+        spans = [shard.chunks.span(index) for _, index in places]
+        low, high = spans[0][0], spans[-1][1]
+        result: dict[Place, Chunk] = {}
         for _ in range(2):
             try:
                 data = self.store.read_range(shard.entry.name, low, high, etag=shard.entry.etag)
@@ -247,47 +393,16 @@ class Fetcher:
                     f"{shard.path} {what} the bucket after its data set was opened or its index was written: put it "
                     f"back, or write the index again (`roxxel-dist data index`) and start again"
                 ) from error
-            if expected is None:
-                sums = first >= shard.cells.first_sum
-                whole = shard.layout.sums_checksum if sums else shard.layout.ends_checksum
-                damaged = [] if checksum(data) == whole else list(range(first, stop))
-            else:
-                size = shard.cells.span(first, first + 1)[1] - low if stop - first > 1 else high - low
-                damaged = (first + np.flatnonzero(digests(data, size) != expected)).tolist()
-            if not damaged:
+            if (table := shard.chunks.table(places[0][1])) and self._expected(places[0], tables) is None:
+                is_sums = table[0] == shard.chunks.first_sum
+                if checksum(data) == (shard.layout.sums_checksum if is_sums else shard.layout.ends_checksum):
+                    self._digests[shard.number, table[0]] = digests(data)
+            for place, (start, stop) in zip(places, spans, strict=True):
+                piece = np.frombuffer(data[start - low : stop - low], np.uint8)
+                expected = self._expected(place, tables)
+                result[place] = (
+                    Chunk(piece, (place[1],)) if expected is None else self._verified(place, piece, expected)
+                )
+            if not any(chunk.damaged for chunk in result.values()):
                 break
-        return data, damaged
-
-    def _damage(self, shard: RemoteShard, damaged: list[int]) -> DamagedData:
-        first = damaged[0]
-        cure = (
-            f"does not agree with its checksum, fetched twice. `roxxel-dist data verify {shard.path.parent}` names all "
-            f"that is damaged; copy the object again from its source and go on"
-        )
-        if first >= shard.cells.blocks:
-            name = "checksums" if first >= shard.cells.first_sum else "document ends"
-            return DamagedData(f"{shard.path}: the table of {name} {cure}")
-        return DamagedData(f"{shard.damage(damaged)}: it {cure}")
-
-    def _table_digests(self, shard: RemoteShard, first: int, stop: int) -> np.ndarray | None:
-        """uint64 digests of some cells of a table; None if the table has a single digest."""
-        begin, known = shard.cells.blocks, shard.entry.ends
-        if first >= shard.cells.first_sum:
-            begin, known = shard.cells.first_sum, shard.entry.sums
-        return None if known is None else known[first - begin : stop - begin]
-
-    def _checksums(self, shard: RemoteShard, first: int, stop: int) -> np.ndarray:
-        """uint64 checksums of some blocks, from the table in the cache, which is fetched if missing."""
-        low = shard.cells.first_sum + first // TABLE_NUMBERS
-        high = shard.cells.first_sum + (stop - 1) // TABLE_NUMBERS + 1
-        for _ in range(ROUNDS):
-            evictions = self.cache.evictions
-            if shard.present[low:high].all():
-                sums = shard.checksums[first:stop].copy()
-                if self.cache.evictions == evictions:
-                    return sums
-            else:
-                runs = self._runs(self._base[shard.number] + low + np.flatnonzero(~shard.present[low:high]))
-                for _, begin, end in runs:
-                    self._fetch(shard, begin, end)
-        raise self._too_small()
+        return result

@@ -138,7 +138,7 @@ def cut_of(ends: np.ndarray, tokens: int, share: float) -> tuple[int, int, int]:
     return target, number, int(ends[number - 1]) if number else 0
 
 
-def digests(data: bytes, size: int = TABLE_BYTES) -> np.ndarray:
+def digests(data: bytes | memoryview, size: int = TABLE_BYTES) -> np.ndarray:
     """uint64: the xxh3-64 of each `size` bytes."""
     view: Any = memoryview(data)
     return np.array([xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, len(data), size)], np.uint64)

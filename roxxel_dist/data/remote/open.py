@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from roxxel_dist.cluster.durable import cache_folder, write_file
+from roxxel_dist.cluster.durable import cache_folder
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.discovery import DataPath, NoShardsError
-from roxxel_dist.data.reader import reserve_memory
-from roxxel_dist.data.remote.cache import BlockCache
+from roxxel_dist.data.remote.cache import ChunkCache
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.fetch import Fetcher
 from roxxel_dist.data.remote.index import INDEX, ShardEntry, is_shard, read_ends, unpack
-from roxxel_dist.data.remote.shard import Cells, RemoteShard
+from roxxel_dist.data.remote.shard import RemoteShard
 from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.url import ObjectUrl, is_url
@@ -37,7 +36,7 @@ def open_shards(path: DataPath, config: RemoteConfig) -> list[RemoteShard]:
         raise UserError(f"{path}: data in an object store is one address, not a list: name a prefix or a pattern")
     url = ObjectUrl.parse(path)
     folder = Path(os.path.abspath(os.path.expanduser(config.cache_dir))) if config.cache_dir else cache_folder()
-    cache = BlockCache(folder, int(config.cache_gb * 1e9))
+    cache = ChunkCache(folder, int(config.cache_gb * 1e9))
     store, entries = find_shards(url, config.store_timeout, cache)
     if not entries:
         raise NoShardsError(
@@ -51,23 +50,16 @@ def _opened(store: ObjectStore, entries: Sequence[ShardEntry], fetcher: Fetcher)
     # By index in the data set, which may differ from the order of names.
     order = sorted(range(len(entries)), key=lambda number: layouts[number].metadata.index)
     entries = [entries[number] for number in order]
-    urls = [store.url.join(entry.name) for entry in entries]
-    cells = [Cells.of(layouts[number]) for number in order]
-    files = [
-        fetcher.cache.file(f"{url} {entry.etag} {entry.size}", entry.size, each.count)
-        for url, entry, each in zip(urls, entries, cells, strict=True)
-    ]
-    maps = reserve_memory([file.whole for file in files])
     shards = [
-        RemoteShard.opened(url, entry, each, number, file, mapped, fetcher)
-        for number, (url, entry, each, file, mapped) in enumerate(zip(urls, entries, cells, files, maps, strict=True))
+        RemoteShard.opened(store.url.join(entry.name), entry, layouts[order[number]], number, fetcher)
+        for number, entry in enumerate(entries)
     ]
     fetcher.serve(shards)
     return shards
 
 
 def find_shards(
-    url: ObjectUrl, timeout_s: float, cache: BlockCache | None = None
+    url: ObjectUrl, timeout_s: float, cache: ChunkCache | None = None
 ) -> tuple[ObjectStore, list[ShardEntry]]:
     """(the store of their folder, the entries of the shards) for an address.
 
@@ -89,7 +81,7 @@ def find_shards(
     return store, [known[each] for each in chosen]
 
 
-def _entries(store: ObjectStore, cache: BlockCache | None, pattern: str | None = None) -> list[ShardEntry]:
+def _entries(store: ObjectStore, cache: ChunkCache | None, pattern: str | None = None) -> list[ShardEntry]:
     """The shards directly below a prefix, from its index or else a listing; only those that may match `pattern`."""
     if cache is not None:
         with suppress(StoreNotFoundError):
@@ -99,36 +91,30 @@ def _entries(store: ObjectStore, cache: BlockCache | None, pattern: str | None =
     return read_ends(store, shards)
 
 
-def _read_index(store: ObjectStore, cache: BlockCache) -> list[ShardEntry]:
+def _read_index(store: ObjectStore, cache: ChunkCache) -> list[ShardEntry]:
     """The index of a data set. It is cached under its ETag, for the other processes of the host.
 
     Raises StoreNotFoundError if there is none.
     """
     where, info = store.url.join(INDEX), store.head(INDEX)
-    kept = cache.path(f"{where} {info.etag} {info.size}", ".index")
-    with suppress(FileNotFoundError, ValueError):
-        return unpack(where, kept.read_bytes())
+    kept = cache.index_file(f"{where} {info.etag} {info.size}")
+    with suppress(OSError, ValueError):
+        entries = unpack(where, kept.read_bytes())
+        os.utime(kept)
+        return entries
     data = store.read(INDEX, etag=info.etag)
     try:
         entries = unpack(where, data)
     except ValueError:  # read damaged data a second time
         data = store.read(INDEX, etag=info.etag)
         entries = unpack(where, data)
-    with cache.disk_errors():
-        write_file(kept, data)
+    cache.write_index(kept, data)
     return entries
 
 
-def read_beside(shard: RemoteShard, name: str) -> Path | None:
-    """A small object beside a shard, such as the tokenizer, as a file in the cache; None if there is none."""
-    store, cache = shard.fetcher.store, shard.cache
+def read_beside(shard: RemoteShard, name: str) -> bytes | None:
+    """A small object beside a shard, such as the tokenizer; None if there is none."""
     try:
-        info = store.head(name)
+        return shard.fetcher.store.read(name)
     except StoreNotFoundError:
         return None
-    path = cache.path(f"{store.url.join(name)} {info.etag} {info.size}", f"-{name}")
-    if not path.exists():
-        data = store.read(name, etag=info.etag)
-        with cache.disk_errors():
-            write_file(path, data)
-    return path

@@ -1,77 +1,117 @@
-"""A shard in an object store: blocks are fetched into the cache before they are read."""
+"""A shard in an object store: chunks of it are fetched when they are read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.data.format import HEADER_BYTES, Layout, block_count
-from roxxel_dist.data.remote.cache import BlockCache, CacheFile
+from roxxel_dist.data.format import HEADER_BYTES, Layout
 from roxxel_dist.data.remote.index import TABLE_BYTES, TABLE_NUMBERS, ShardEntry
 from roxxel_dist.data.shard import DamagedData, Shard
 from roxxel_dist.objects.url import ObjectUrl
 
-T = TypeVar("T")
-KEPT_PARTS = 64
-"""Parts of a shard's document ends that a process keeps in memory."""
+CHUNK_BYTES = 1 << 14
+"""Bytes of a chunk of tokens, rounded down to whole blocks. The units of a plan are scattered, and 8 windows of 2,049
+tokens of 2 bytes are 33 KB: larger chunks would bring more that is not read than is read while the cache is new."""
+
+Place = tuple[int, int]
+"""The number of a shard in its data set, and of a chunk in the shard."""
 
 
-class Blocks(Protocol):
-    """The interface of `fetch.Fetcher`, which fetches cells into the cache."""
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A verified part of an object."""
 
-    cache: BlockCache
+    data: np.ndarray
+    """Read-only uint8."""
+    damaged: Sequence[int] = ()
+    """The blocks of the shard in it that do not match their checksums; of a table, the chunk itself."""
 
-    def read(self, numbers: np.ndarray, first: np.ndarray, stop: np.ndarray, copy: Callable[[], T]) -> T:
-        """The result of `copy` while the cells are present."""
+
+class ChunkSource(Protocol):
+    """The interface of `fetch.Fetcher`."""
+
+    def take(self, places: Iterable[Place]) -> Mapping[Place, Chunk]:
+        """Chunks, verified."""
         ...
 
-    def forget(self, shard: "RemoteShard", cells: Sequence[int]) -> None:
-        """Remove cells from the cache."""
+    def copy(self, numbers: np.ndarray, starts: np.ndarray, rows: np.ndarray) -> None:
+        """Copy bytes of shards into uint8 rows."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cells:
-    """The cells of a shard, in the order of the file: blocks of tokens, then parts of 64 KiB of its two tables."""
+class Chunks:
+    """The chunks of a shard, in the order of the file: blocks of tokens, then parts of 64 KiB of its two tables."""
 
     layout: Layout
-    blocks: int
-    end_parts: int
-    sum_parts: int
+    size: int
+    """Bytes of a chunk of tokens, whole blocks."""
+    tokens: int
+    """Chunks of tokens."""
+    ends: int
+    """Chunks of the document ends."""
+    sums: int
+    """Chunks of the checksums."""
 
     @classmethod
-    def of(cls, layout: Layout) -> "Cells":
-        """The cells of a shard with this layout."""
-        blocks = block_count(layout.metadata.tokens * layout.dtype.itemsize, layout.block_size)
+    def of(cls, layout: Layout) -> "Chunks":
+        """The chunks of a shard with this layout."""
+        size = max(1, CHUNK_BYTES // layout.block_size) * layout.block_size
+        tokens = -(-layout.metadata.tokens * layout.dtype.itemsize // size)
         parts = (layout.sums_offset - layout.ends_offset, layout.meta_offset - layout.sums_offset)
-        end_parts, sum_parts = (-(-size // TABLE_BYTES) for size in parts)
-        return cls(layout=layout, blocks=blocks, end_parts=end_parts, sum_parts=sum_parts)
-
-    @property
-    def count(self) -> int:
-        """The number of cells."""
-        return self.blocks + self.end_parts + self.sum_parts
-
-    def span(self, first: int, stop: int) -> tuple[int, int]:
-        """The bytes of the object (first, end) of some cells, all of them blocks or all of one table."""
-        layout = self.layout
-        if first < self.blocks:
-            begin, size, end = HEADER_BYTES, layout.block_size, layout.metadata.tokens * layout.dtype.itemsize
-            end += HEADER_BYTES
-        elif first < self.blocks + self.end_parts:
-            begin, size, end = layout.ends_offset, TABLE_BYTES, layout.sums_offset
-            first, stop = first - self.blocks, stop - self.blocks
-        else:
-            begin, size, end = layout.sums_offset, TABLE_BYTES, layout.meta_offset
-            first, stop = first - self.blocks - self.end_parts, stop - self.blocks - self.end_parts
-        return begin + first * size, min(begin + stop * size, end)
+        ends, sums = (-(-part // TABLE_BYTES) for part in parts)
+        return cls(layout=layout, size=size, tokens=tokens, ends=ends, sums=sums)
 
     @property
     def first_sum(self) -> int:
-        """The first cell of the table of checksums."""
-        return self.blocks + self.end_parts
+        """The first chunk of the checksums."""
+        return self.tokens + self.ends
+
+    def table(self, chunk: int) -> tuple[int, int] | None:
+        """The chunks (first, end) of the table that has a chunk; None for a chunk of tokens."""
+        if chunk < self.tokens:
+            return None
+        return (self.tokens, self.first_sum) if chunk < self.first_sum else (self.first_sum, self.first_sum + self.sums)
+
+    def span(self, chunk: int) -> tuple[int, int]:
+        """The bytes of the object (first, end) of a chunk."""
+        layout, table = self.layout, self.table(chunk)
+        if table is None:
+            begin, size, end = HEADER_BYTES, self.size, layout.metadata.tokens * layout.dtype.itemsize + HEADER_BYTES
+        elif chunk < self.first_sum:
+            begin, size, end = layout.ends_offset, TABLE_BYTES, layout.sums_offset
+        else:
+            begin, size, end = layout.sums_offset, TABLE_BYTES, layout.meta_offset
+        number = chunk - table[0] if table else chunk
+        return begin + number * size, min(begin + (number + 1) * size, end)
+
+    def blocks(self, chunk: int) -> tuple[int, int]:
+        """The blocks (first, end) in a chunk of tokens."""
+        start, stop = (at - HEADER_BYTES for at in self.span(chunk))
+        return start // self.layout.block_size, -(-stop // self.layout.block_size)
+
+    def sums_of(self, chunk: int) -> range:
+        """The chunks that have the checksums of a chunk of tokens."""
+        first, stop = self.blocks(chunk)
+        return range(self.first_sum + first // TABLE_NUMBERS, self.first_sum + (stop - 1) // TABLE_NUMBERS + 1)
+
+
+class RemoteTokens:
+    """The tokens of a shard, fetched on demand, with the needed part of a numpy array's interface."""
+
+    def __init__(self, shard: "RemoteShard") -> None:
+        self._shard = shard
+        self.nbytes: int = len(self) * shard.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._shard.metadata.tokens
+
+    def __getitem__(self, index: slice) -> np.ndarray:
+        first, stop, step = index.indices(len(self))
+        return self._shard.read(first, stop)[::step]
 
 
 class RemoteEnds:
@@ -79,7 +119,6 @@ class RemoteEnds:
 
     def __init__(self, shard: "RemoteShard") -> None:
         self._shard = shard
-        self._parts: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         return self._shard.metadata.documents
@@ -95,12 +134,12 @@ class RemoteEnds:
         firsts = self._shard.entry.firsts
         if firsts is None:  # without an index the whole table is fetched
             firsts = np.concatenate(
-                [part[:1] for part in self._read(range(self._shard.cells.end_parts))] or [values[:0]]
+                [part[:1] for part in self._shard.read_ends(range(self._shard.chunks.ends))] or [values[:0]]
             )
         parts = firsts.searchsorted(values, side="right") - 1
         counts = np.zeros(values.shape, np.int64)
-        wanted = np.unique(parts[parts >= 0])
-        for number, part in zip(wanted.tolist(), self._read(wanted.tolist()), strict=True):
+        wanted = np.unique(parts[parts >= 0]).tolist()
+        for number, part in zip(wanted, self._shard.read_ends(wanted), strict=True):
             chosen = parts == number
             counts[chosen] = number * TABLE_NUMBERS + part.searchsorted(values[chosen], side="right")
         return counts
@@ -116,122 +155,78 @@ class RemoteEnds:
         if numbers.size and not (-len(self) <= numbers.min() and numbers.max() < len(self)):
             raise IndexError(f"{self._shard.path} has {len(self)} document ends")
         parts, inside = np.divmod(numbers % max(1, len(self)), TABLE_NUMBERS)
-        wanted = np.unique(parts)
-        for number, part in zip(wanted.tolist(), self._read(wanted.tolist()), strict=True):
+        wanted = np.unique(parts).tolist()
+        for number, part in zip(wanted, self._shard.read_ends(wanted), strict=True):
             chosen = parts == number
             result[chosen] = part[inside[chosen]]
         return result
-
-    def parts_of(self, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """The parts of 64 KiB to read for the document ends in windows of tokens, int64 [R] each: int64 [N]."""
-        firsts, last = self._shard.entry.firsts, self._shard.cells.end_parts
-        if firsts is None or not last:
-            return np.arange(last)
-        low, high = (np.maximum(firsts.searchsorted(at, side="right") - 1, 0) for at in (first, stop - 1))
-        return np.unique(np.concatenate([low, high]))
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         del copy
         return np.asarray(self[:], dtype)
 
-    def _read(self, wanted: Any) -> list[np.ndarray]:
-        """Some parts of 64 KiB: int64 each."""
-        known = {number: self._parts[number] for number in wanted if number in self._parts}
-        missing = [number for number in wanted if number not in known]
-        if missing:
-            known |= zip(missing, self._shard.read_parts(missing), strict=True)
-            self._parts = dict([*self._parts.items(), *known.items()][-KEPT_PARTS:])
-        return [known[number] for number in wanted]
-
 
 @dataclass(frozen=True, eq=False)
 class RemoteShard(Shard):
-    """One `.rox` object. `tokens` and `checksums` are maps of the cache, which are zero unless fetched: read them with
-    `read`, `damaged_blocks` or through the data set."""
+    """One `.rox` object. `tokens` and `document_ends` fetch what is read of them; `checksums` is empty."""
 
     entry: ShardEntry
-    cells: Cells
+    chunks: Chunks
     number: int
     """The number of the shard in its data set, in the order of opening."""
-    cache: BlockCache
-    file: CacheFile
-    memory: np.ndarray
-    """uint8 [file.whole]: zeros, and after the first fetch the map of `file`."""
-    present: np.ndarray
-    """bool [cells]: the cells that are now in the cache."""
     fetcher: Any = field(repr=False)
-    """`Blocks`"""
+    """`ChunkSource`"""
 
     @classmethod
     def opened(
-        cls, url: ObjectUrl, entry: ShardEntry, cells: Cells, number: int, file: CacheFile, mapped: np.ndarray,
-        fetcher: Blocks,
-    ) -> "RemoteShard":  # fmt: skip
-        """The shard whose cache file will be mapped over `mapped`: read-only uint8."""
-        layout, data = cells.layout, mapped.data
+        cls, url: ObjectUrl, entry: ShardEntry, layout: Layout, number: int, fetcher: ChunkSource
+    ) -> "RemoteShard":
+        """The shard of an entry with this layout."""
+        none: Any = np.empty(0, np.uint8)
         shard = cls(
-            path=url,
-            layout=layout,
-            tokens=np.ndarray(layout.metadata.tokens, layout.dtype, data, HEADER_BYTES),
-            document_ends=np.empty(0, np.int64),
-            checksums=np.ndarray(cells.blocks, "<u8", data, layout.sums_offset),
-            _bytes=mapped[: entry.size],
-            entry=entry,
-            cells=cells,
-            number=number,
-            cache=fetcher.cache,
-            file=file,
-            memory=mapped,
-            present=np.ndarray(cells.count, bool, data, file.cells_at),
-            fetcher=fetcher,
-        )
+            path=url, layout=layout, tokens=none, document_ends=none, checksums=none, _bytes=none, entry=entry,
+            chunks=Chunks.of(layout), number=number, fetcher=fetcher,
+        )  # fmt: skip
+        object.__setattr__(shard, "tokens", RemoteTokens(shard))
         object.__setattr__(shard, "document_ends", RemoteEnds(shard))
         return shard
 
     def read(self, first: int, stop: int) -> np.ndarray:
-        """The tokens `first` to `stop`: a fresh array; missing blocks are fetched."""
-        size, width = self.layout.block_size, self.dtype.itemsize
-        if first >= stop:
-            return self.tokens[:0]
-        return self._copy(first * width // size, -(-stop * width // size), self.tokens[first:stop].copy)
+        """The tokens `first` to `stop`: a fresh array."""
+        tokens = np.empty(max(0, stop - first), self.dtype)
+        if len(tokens):
+            starts = np.array([first * self.dtype.itemsize])
+            self.fetcher.copy(np.array([self.number]), starts, tokens.view(np.uint8)[None])
+        return tokens
 
-    def _copy(self, first: int, stop: int, copy: Callable[[], T]) -> T:
-        """The result of `copy` while the cells `first` to `stop` are present."""
-        return self.fetcher.read(np.array([self.number]), np.array([first]), np.array([stop]), copy)
+    def end_chunks(self, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """The chunks to read for the document ends in windows of tokens, int64 [R] each: int64 [N]."""
+        firsts, parts = self.entry.firsts, np.arange(self.chunks.ends)
+        if firsts is not None and len(parts):
+            low, high = (np.maximum(firsts.searchsorted(at, side="right") - 1, 0) for at in (first, stop - 1))
+            parts = np.unique(np.concatenate([low, high]))
+        return self.chunks.tokens + parts
 
-    def end_cells(self, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """The cells to read for the document ends in windows of tokens, int64 [R] each: int64 [N]."""
-        ends: Any = self.document_ends
-        return self.cells.blocks + ends.parts_of(first, stop)
-
-    def read_parts(self, parts: list[int]) -> list[np.ndarray]:
+    def read_ends(self, parts: Iterable[int]) -> list[np.ndarray]:
         """Parts of 64 KiB of the document ends, by number: int64 [up to 8192] each."""
-        ends, data = self.cells.blocks, self._bytes
-        cells = np.array(parts, np.int64) + ends
-
-        def copy() -> list[np.ndarray]:
-            spans = (self.cells.span(cell, cell + 1) for cell in cells.tolist())
-            return [data[low:high].view("<i8").copy() for low, high in spans]
-
-        return self.fetcher.read(np.full(len(cells), self.number), cells, cells + 1, copy)
+        places = [(self.number, self.chunks.tokens + part) for part in parts]
+        chunks = self.fetcher.take(places)
+        for place in places:
+            if chunks[place].damaged:
+                raise damage_of(self, place[1], chunks[place].damaged)
+        return [chunks[place].data.view("<i8") for place in places]
 
     def damaged_blocks(self, blocks: np.ndarray) -> list[int]:
-        """An empty list for some blocks, int64 [N], ascending: fetched blocks are verified with their checksums.
+        """An empty list for some blocks, int64 [N], ascending: chunks are verified when they are fetched.
 
         Raises:
-            DamagedData: a block is damaged, in the object or in the cache.
+            DamagedData: a block is damaged in the bucket.
         """
-        if not len(blocks):
-            return []
-        sums = np.unique(blocks // TABLE_NUMBERS) + self.cells.first_sum
-        cells, check = np.concatenate([blocks, sums]), super().damaged_blocks
-        damaged = self.fetcher.read(np.full(len(cells), self.number), cells, cells + 1, lambda: check(blocks))
-        if damaged:
-            self.fetcher.forget(self, damaged)
-            raise DamagedData(
-                f"{self.damage(damaged)} in the cache of this host, and was not when it was fetched: its disk has "
-                f"changed it. It is thrown away; look after the disk of cache_dir {self.cache.user_folder}, and go on"
-            )
+        per_chunk, wanted = self.chunks.size // self.layout.block_size, set(blocks.tolist())
+        places = [(self.number, chunk) for chunk in np.unique(blocks // per_chunk).tolist()]
+        for (_, number), chunk in self.fetcher.take(places).items():
+            if damaged := sorted(wanted.intersection(chunk.damaged)):
+                raise damage_of(self, number, damaged)
         return []
 
     def damage(self, damaged: list[int]) -> str:
@@ -242,9 +237,9 @@ class RemoteShard(Shard):
             return f"{self.path}: block {damaged[0]} is damaged"
 
     def verify(self) -> None:
-        """Fetch missing cells, and verify all checksums. Raises ValueError as `Shard.verify`."""
+        """Fetch missing chunks, and verify all checksums. Raises ValueError as `Shard.verify`."""
         for blocks in self.pieces():
-            self.refuse(self.damaged_blocks(blocks))
+            self.damaged_blocks(blocks)
 
     def verify_tables(self) -> None:
         """Does nothing: each part of a table is verified with its digest when it is fetched."""
@@ -254,3 +249,15 @@ class RemoteShard(Shard):
 
     def verify_document_ends(self) -> None:
         """Nothing, as `verify_tables`."""
+
+
+def damage_of(shard: RemoteShard, chunk: int, damaged: Sequence[int]) -> DamagedData:
+    """The error that names the first damaged block of a chunk, or the table that the chunk is of."""
+    cure = (
+        f"does not agree with its checksum, fetched twice. `roxxel-dist data verify {shard.path.parent}` names all "
+        f"that is damaged; copy the object again from its source and go on"
+    )
+    if shard.chunks.table(chunk):
+        name = "checksums" if chunk >= shard.chunks.first_sum else "document ends"
+        return DamagedData(f"{shard.path}: the table of {name} {cure}")
+    return DamagedData(f"{shard.damage(list(damaged))}: it {cure}")

@@ -7,11 +7,10 @@ import numpy as np
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.discovery import NoShardsError
-from roxxel_dist.data.format import HEADER_BYTES, Layout, chain_of, checksum, npy_header
+from roxxel_dist.data.format import HEADER_BYTES, Layout, block_count, chain_of, checksum, npy_header
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.index import INDEX, ShardEntry, digests, unpack
 from roxxel_dist.data.remote.open import find_shards
-from roxxel_dist.data.remote.shard import Cells
 from roxxel_dist.data.shard import check_ends, describe_damage
 from roxxel_dist.objects.errors import StoreNotFoundError, StorePreconditionError
 from roxxel_dist.objects.store import ObjectStore
@@ -59,13 +58,14 @@ def verify_objects(url: str, progress: Progress, config: RemoteConfig | None = N
 
 def _verify(store: ObjectStore, entry: ShardEntry, layout: Layout, where: ObjectUrl) -> Iterator[int]:
     """Verify one shard; yields the number of bytes read. Raises ValueError for damage."""
-    cells, cure = Cells.of(layout), "Copy the object again from its source"
+    cure, size = "Copy the object again from its source", layout.metadata.tokens * layout.dtype.itemsize
+    blocks = block_count(size, layout.block_size)
     if store.read_range(entry.name, 0, HEADER_BYTES, etag=entry.etag) != npy_header(
         layout.dtype, layout.metadata.tokens
     ):
         raise UserError(f"{where}: the .npy header is damaged: it does not agree with the footer. {cure}")
     tables = b"".join(_read(store, entry, layout.ends_offset, layout.meta_offset))
-    sums = np.frombuffer(tables, "<u8", cells.blocks, layout.sums_offset - layout.ends_offset)
+    sums = np.frombuffer(tables, "<u8", blocks, layout.sums_offset - layout.ends_offset)
     ends = np.frombuffer(tables, "<i8", layout.metadata.documents)
     if checksum(sums.data) != layout.sums_checksum:
         raise UserError(f"{where}: the table of checksums is damaged. {cure}")
@@ -75,15 +75,16 @@ def _verify(store: ObjectStore, entry: ShardEntry, layout: Layout, where: Object
     yield HEADER_BYTES + len(tables)
     damaged: list[int] = []
     step = max(1, PIECE_BYTES // layout.block_size)
-    for first in range(0, cells.blocks, step):
-        stop = min(first + step, cells.blocks)
-        data = b"".join(_read(store, entry, *cells.span(first, stop)))
+    for first in range(0, blocks, step):
+        stop = min(first + step, blocks)
+        low, high = first * layout.block_size, min(stop * layout.block_size, size)
+        data = b"".join(_read(store, entry, HEADER_BYTES + low, HEADER_BYTES + high))
         damaged += (first + np.flatnonzero(digests(data, layout.block_size) != sums[first:stop])).tolist()
         yield len(data)
     if damaged:
         what = describe_damage(where, layout, ends, damaged)
-        raise UserError(f"{what}; {len(damaged)} of {cells.blocks} blocks are. {cure}")
-    between = cells.span(0, cells.blocks)[1] if cells.blocks else HEADER_BYTES
+        raise UserError(f"{what}; {len(damaged)} of {blocks} blocks are. {cure}")
+    between = HEADER_BYTES + size
     if between < layout.ends_offset and any(store.read_range(entry.name, between, layout.ends_offset)):
         raise UserError(f"{where}: the bytes between tokens and document ends are not zero. {cure}")
 

@@ -175,17 +175,3 @@ def test_a_damaged_index(server, folder, cache):
     store.write(INDEX, b"something else")
     with pytest.raises(ValueError, match=r"shards.index is no index of shards"):
         opened(url, cache)
-
-
-def test_a_disk_that_changes_the_cache(url, local, cache):
-    remote = opened(url, cache)
-    offset = np.array([5000])
-    remote.read(offset, 99)
-    shard = remote.shards[0]
-    with shard.file.path.open("r+b") as file:
-        file.seek(HEADER_BYTES + 10_000)
-        file.write(bytes(8))
-    with pytest.raises(DamagedData, match=r"block 2 .* in the cache of this host, and was not when it was fetched"):
-        shard.damaged_blocks(np.array([2]))
-    assert np.array_equal(remote.read(offset, 99), local.read(offset, 99))
-    assert shard.damaged_blocks(np.arange(4)) == []
