@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import takewhile
+from itertools import zip_longest
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
@@ -20,10 +20,12 @@ class Amendment:
     shapes: tuple[Shape, ...]
     """All phases, from step 0: those before `from_step` only say how long they were."""
     sources: Mapping[str, UnitSource]
+    is_fork: bool = False
+    """Whether ranges may have been taken away: the next pass over their data sets begins."""
 
     def state(self) -> dict[str, Any]:
         """Plain numbers and names, for JSON."""
-        return {
+        state = {
             "from_step": self.from_step,
             "skip": self.skip,
             "shapes": [_shape_state(shape) for shape in self.shapes],
@@ -32,6 +34,7 @@ class Amendment:
                 for name, source in self.sources.items()
             },
         }
+        return state | {"is_fork": True} if self.is_fork else state
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], order: int) -> "Amendment":
@@ -44,7 +47,10 @@ class Amendment:
             name: UnitSource(name=name, units=Units([(s, n) for s, n in kept["ranges"]], kept["unit"]), order=order)
             for name, kept in state["datasets"].items()
         }
-        return cls(from_step=state["from_step"], skip=state["skip"], shapes=tuple(shapes), sources=sources)
+        return cls(
+            from_step=state["from_step"], skip=state["skip"], shapes=tuple(shapes), sources=sources,
+            is_fork=state.get("is_fork", False),
+        )  # fmt: skip
 
 
 def _shape_state(shape: Shape) -> dict[str, Any]:
@@ -115,31 +121,36 @@ def check_batch(phase: int, shape: Shape, source: UnitSource) -> None:
         )
 
 
-def carried_over(before: Cursor | None, earlier: Sequence[UnitSource], source: UnitSource, key: Key) -> Cursor:
-    """A data set's cursor (None: a new one) after an amendment; `earlier` is the data set as it was, oldest first.
+def check_added(before: Mapping[str, UnitSource], datasets: Mapping[str, Ranges]) -> None:
+    """Raises UserError unless each data set that was there begins with the ranges that it had."""
+    for name, ranges in datasets.items():
+        if name in before and (shard := _first_change(before[name], ranges)) is not None:
+            raise UserError(
+                f"the data {name!r} differs from what the run read, from shard {shard} on: an amendment adds shards "
+                f"behind those that are there, with the same val_fraction. Put them back, or begin a run that reads "
+                f"other data from a checkpoint on: fork=RUN@STEP"
+            )
 
-    Where it was cut in longer units its next pass begins: of the spread units that are not read yet hardly two are
-    neighbours, so that they hold no longer window.
+
+def _first_change(before: UnitSource, ranges: Ranges) -> int | None:
+    """The first of the ranges of a data set that is no longer there as it was; None if all are."""
+    pairs = zip_longest(before.units.ranges, ranges[: len(before.units.ranges)])
+    return next((number for number, (old, new) in enumerate(pairs) if new is None or tuple(old) != tuple(new)), None)
+
+
+def carried_over(before: Cursor | None, earlier: UnitSource | None, source: UnitSource, key: Key) -> Cursor:
+    """A data set's cursor after an amendment; `before` and `earlier` are its cursor and the data set as they were.
+
+    Added units are read in this pass. The next pass begins where units became longer, for of the spread units that are
+    not read yet hardly two are neighbours, so that they hold no longer window; and, in a fork, where ranges were taken
+    away, for its places are of units that are no longer there.
     """
-    if before is None or not earlier:
+    if before is None or earlier is None:
         return source.new_pass(key, 0)
-    if source.units.size != earlier[-1].units.size:
+    if source.units.size != earlier.units.size or _first_change(earlier, source.units.ranges) is not None:
         return source.new_pass(key, before.pass_index + 1)
-    alike = takewhile(lambda old: old.units.size == source.units.size, reversed(earlier))
-    earlier = list(alike)[::-1]
-    kept = _units_in_common(source, earlier[-1])
-    if kept == earlier[-1].units.count == source.units.count:
+    units = earlier.units.count, source.units.count
+    if units[0] == units[1]:
         return before
-    known = max(_units_in_common(source, old) for old in earlier)
     rest = key.rest_of_pass(source.number, before.pass_index)
-    remaining = before.remaining.amended(before.used, kept, source.units.count, rest, known=known)
-    return Cursor(
-        pass_index=before.pass_index, remaining=remaining, exhausted=before.exhausted and source.units.count <= kept
-    )
-
-
-def _units_in_common(source: UnitSource, other: UnitSource) -> int:
-    """Units of the ranges with which both begin."""
-    pairs = zip(source.units.ranges, other.units.ranges, strict=False)
-    common = sum(1 for _ in takewhile(lambda pair: tuple(pair[0]) == tuple(pair[1]), pairs))
-    return Units(source.units.ranges[:common], source.units.size).count
+    return Cursor(pass_index=before.pass_index, remaining=before.remaining.amended(before.used, units, rest))

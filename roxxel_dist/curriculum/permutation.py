@@ -54,39 +54,34 @@ class Permutation:
 
     def __call__(self, index: np.ndarray) -> np.ndarray:
         """The images of `index` (integers in [0, n), any shape), int64 of the same shape."""
-        return self._walk(index, back=False)
-
-    def inverse(self, image: np.ndarray) -> np.ndarray:
-        """The indices whose images these are: int64 of the same shape."""
-        return self._walk(image, back=True)
-
-    def _walk(self, index: np.ndarray, *, back: bool) -> np.ndarray:
-        x = self._network(index.astype(self._dtype).ravel(), back)
+        x = self._network(index.astype(self._dtype).ravel())
         if not self._exact:
+            # Cycle walking: who leaves [0, n) is permuted again. It comes back, for a bijection of a finite set has
+            # cycles alone, and no two come back at one place.
             outside = np.flatnonzero(x >= self.n)
             while len(outside):
-                again = self._network(x[outside], back)
+                again = self._network(x[outside])
                 x[outside] = again
                 outside = outside[again >= self.n]
         return x.astype(np.int64).reshape(index.shape)
 
-    def _network(self, x: np.ndarray, back: bool) -> np.ndarray:
-        # All of it in four arrays: fresh ones would take longer than the arithmetic.
+    def _network(self, x: np.ndarray) -> np.ndarray:
+        # x = high * 2^k + low. All of it in four arrays: fresh ones would take longer than the arithmetic.
         high, low, noise, spare = x >> self._low_bits, x & self._low_mask, np.empty_like(x), np.empty_like(x)
-        for changes_high, key in reversed(self._rounds) if back else self._rounds:
+        for changes_high, key in self._rounds:
             if not changes_high:
+                # low <- low xor the upper k bits of F(high)
                 self._scramble(high, key, noise, spare)
                 np.right_shift(noise, self._low_shift, out=noise)
                 np.bitwise_xor(low, noise, out=low)
                 continue
+            # high <- (high + floor(size * f)) mod size, where f in [0, 1) has the upper bits of F(low)
             self._scramble(low, key, noise, spare)
             np.right_shift(noise, self._size_bits, out=noise)
             np.multiply(noise, self._size, out=noise)
             np.right_shift(noise, self._size_shift, out=noise)
-            if back:
-                np.subtract(self._size, noise, out=noise)
             np.add(high, noise, out=high)
-            # Below the size, the difference wraps round to something larger.
+            # The sum is below 2 * size. Where it is below size, the difference wraps round to something larger.
             np.subtract(high, self._size, out=spare)
             np.minimum(high, spare, out=high)
         np.left_shift(high, self._low_bits, out=high)

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.curriculum.amend import Amendment, carried_over, check, cut_in_units
-from roxxel_dist.curriculum.segments import Cursor, Key, Segment, SegmentBuilder, Shape
+from roxxel_dist.curriculum.amend import Amendment, carried_over, check, check_added, cut_in_units
+from roxxel_dist.curriculum.segments import Cursor, Key, Segment, SegmentBuilder, Shape, UnitSource
 from roxxel_dist.data.units import LARGE_UNITS, SPREAD, Ranges
 
 ROWS_AHEAD = 8192
@@ -112,15 +112,19 @@ class Plan:
     def _cursors_for(self, level: int, key: Key) -> dict[str, Cursor]:
         """How far each data set was read when an amendment begins.
 
-        One that is taken away keeps its cursor, for when it comes back.
+        A data set that is no longer in the plan keeps its cursor, for when it comes back.
         """
-        amendment, earlier, before = self.amendments[level], self.amendments[:level], {}
+        amendment, before, earlier = self.amendments[level], dict[str, Cursor](), dict[str, UnitSource]()
         if level:
             done = min(amendment.from_step + amendment.skip, self.total_steps)
             segment = self.segment(min(done, self.total_steps - 1))
             before = segment.after(done - segment.first_step)
+        for one in self.amendments[:level]:
+            earlier |= one.sources
+        if not amendment.is_fork:
+            check_added(earlier, {name: source.units.ranges for name, source in amendment.sources.items()})
         return before | {
-            name: carried_over(before.get(name), [a.sources[name] for a in earlier if name in a.sources], source, key)
+            name: carried_over(before.get(name), earlier.get(name), source, key)
             for name, source in amendment.sources.items()
         }
 
@@ -144,15 +148,26 @@ class Plan:
             step: the first step that changes.
             phases: all phases, from step 0; the ones there are where not given.
             datasets: all data sets by name, with their ranges; the ones there are where not given. Ranges may be
-                added behind those of a data set, or taken away from its end; whole data sets may come and go.
+                added behind those of a data set, and whole data sets may come and go.
             skip: leave out what the next so many steps of this plan would have read.
 
         Returns:
             A new plan; this one stays what it is.
 
         Raises:
-            ValueError: the step is outside the plan or before the last amendment, or a data set holds no such window.
+            ValueError: the step is outside the plan or before the last amendment, a data set holds no such window, or
+                has other ranges than before.
         """
+        return self._amended(step, phases, datasets, skip, is_fork=False)
+
+    def fork(self, step: int, phases: Sequence[Shape], *, datasets: Mapping[str, Ranges]) -> "Plan":
+        """As `amend`, and ranges may be taken away from a data set: then its next pass begins at `step`."""
+        return self._amended(step, phases, datasets, 0, is_fork=True)
+
+    def _amended(
+        self, step: int, phases: Sequence[Shape] | None, datasets: Mapping[str, Ranges] | None, skip: int,
+        *, is_fork: bool,
+    ) -> "Plan":  # fmt: skip
         last = self.amendments[-1]
         if not last.from_step <= step <= self.total_steps:
             raise UserError(
@@ -170,7 +185,7 @@ class Plan:
             raise UserError(f"the phases end at step {total}, and step {step} was to be amended: give longer ones")
         plan = object.__new__(Plan)
         plan.order = self.order
-        amendment = Amendment(from_step=step, skip=skip, shapes=shapes, sources=sources)
+        amendment = Amendment(from_step=step, skip=skip, shapes=shapes, sources=sources, is_fork=is_fork)
         plan._build(self.seed, self.max_passes, [*self.amendments, amendment])
         return plan
 
@@ -363,6 +378,13 @@ def _events(plan: Plan) -> list[tuple[int, str]]:
             f"{name!r} (units of {source.units.size:,} tokens)" for name, source in amendment.sources.items()
             if name in earlier.sources and source.units.size != earlier.sources[name].units.size
         ]  # fmt: skip
+        shorter = [
+            f"{name!r}" for name, source in amendment.sources.items()
+            if name in earlier.sources and len(source.units.ranges) < len(earlier.sources[name].units.ranges)
+        ]  # fmt: skip
+        if shorter:
+            event = f"the next pass over {', '.join(shorter)} begins, because shards were taken away"
+            events.append((amendment.from_step, event))
         if longer:
             event = f"the next pass over {', '.join(longer)} begins, because rows are longer than the units until here"
             events.append((amendment.from_step, event))

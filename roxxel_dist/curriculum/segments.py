@@ -6,7 +6,7 @@ data set: units of a pass, and their windows in a keyed order. `SegmentBuilder` 
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -47,113 +47,58 @@ class Key:
         return self.seed, 2, self.level, step
 
 
-def _none() -> np.ndarray:
-    return np.empty(0, np.int64)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RemainingUnits:
     """The units that a pass has yet to visit, in an order.
 
-    A pass begins with all units. An amendment during the pass makes another object from the units that are left: it
-    omits removed units and includes added ones. It refers to the previous object instead of listing the units, so it
-    stays small; only units that are removed, or come back, cost memory, 8 bytes each.
+    A pass begins with all n units, in the order sigma: place t of the pass is unit sigma(t). An amendment that adds m
+    units after u were given out leaves r = n - u + m. They get an order of their own, sigma' of [0, r): place t is unit
+    sigma(u + sigma'(t)) where sigma'(t) < n - u, one that the pass had left, and else unit n + sigma'(t) - (n - u), one
+    that was added. So no unit is listed, and a pass that is amended k times asks k + 1 bijections for a unit.
     """
 
     size: int
     order: Permutation | SpreadOrder | None
-    """Of the positions [0, size); None where there are none."""
+    """Of [0, size); None where there are none."""
     block: int = 0
     """Of a `SpreadOrder`: its argument; 0: orders are plain permutations."""
     parent: "RemainingUnits | None" = None
-    consumed: int = 0
-    """Units that the parent gave out before: its positions below this."""
-    removed: np.ndarray = field(default_factory=_none)
-    """Sorted places among the parent's rest of units that are no longer there."""
+    """The units that the pass had before the amendment."""
+    used: int = 0
+    """Units that the parent gave out before: its places below this."""
     added: int = 0
-    """The first unit of those that were added (of a new pass 0: all units count as added)."""
-    already_read: np.ndarray = field(default_factory=_none)
-    """Sorted places among the added units of those that this pass has read before they were taken away."""
+    """The first unit of those that were added; of a new pass 0."""
 
     @classmethod
     def first(cls, units: int, key: Sequence[int], block: int = 0) -> "RemainingUnits":
         """All of so many units."""
         return cls(size=units, order=_order(units, key, block), block=block)
 
-    def amended(self, used: int, kept: int, units: int, key: Sequence[int], *, known: int = 0) -> "RemainingUnits":
-        """The remaining units after `used` were given out, those from `kept` on removed, and [kept, units) added.
-
-        Of the added units those below `known` were there earlier in this pass.
-        """
-        positions = self.positions(np.arange(kept, self._stop))
-        removed = np.sort(positions[positions >= used]) - used
-        returning = np.arange(kept, known)
-        already_read = np.flatnonzero(self._given_out(returning, used))
-        size = self.size - used - len(removed) + units - kept - len(already_read)
+    def amended(self, used: int, units: tuple[int, int], key: Sequence[int]) -> "RemainingUnits":
+        """What remains after `used` units were given out, and the units [units[0], units[1]) were added."""
+        added, stop = units
+        size = self.size - used + stop - added
         return RemainingUnits(
-            size=size,
-            order=_order(size, key, self.block),
-            block=self.block,
-            parent=self,
-            consumed=used,
-            removed=removed,
-            added=kept,
-            already_read=already_read,
+            size=size, order=_order(size, key, self.block), block=self.block, parent=self, used=used, added=added
         )
 
-    @property
-    def _left(self) -> int:
-        """Units that come from the parent."""
-        return self.parent.size - self.consumed - len(self.removed) if self.parent else 0
-
-    @property
-    def _stop(self) -> int:
-        """One past the highest unit."""
-        return self.added + self.size - self._left + len(self.already_read)
-
-    def units(self, position: np.ndarray) -> np.ndarray:
-        """The units that stand at these positions of the order: int64 to int64 of the same shape."""
+    def units(self, place: np.ndarray) -> np.ndarray:
+        """The units at these places of the order: int64 to int64 of the same shape."""
         assert self.order is not None
-        place = self.order(position)
-        result = self.added + _nth_without(self.already_read, place - self._left)
-        old = place < self._left
-        if self.parent is not None and old.any():
-            result[old] = self.parent.units(self.consumed + _nth_without(self.removed, place[old]))
+        inner = self.order(place)
+        if self.parent is None:
+            return inner
+        left = self.parent.size - self.used
+        result, is_old = self.added + inner - left, inner < left
+        if is_old.any():
+            result[is_old] = self.parent.units(self.used + inner[is_old])
         return result
-
-    def positions(self, unit: np.ndarray) -> np.ndarray:
-        """Where these units stand in the order: int64, -1 for a unit that is not among them."""
-        inside = unit - self.added
-        new = (unit >= self.added) & (unit < self._stop) & ~np.isin(inside, self.already_read)
-        place = self._left + inside - np.searchsorted(self.already_read, inside)
-        if self.parent is not None:
-            above = self.parent.positions(unit) - self.consumed
-            old = (unit < self.added) & (above >= 0) & ~np.isin(above, self.removed)
-            place = np.where(old, above - np.searchsorted(self.removed, above), place)
-            new = new | old
-        result = np.full(unit.shape, -1, np.int64)
-        if new.any():
-            assert self.order is not None
-            result[new] = self.order.inverse(place[new])
-        return result
-
-    def _given_out(self, unit: np.ndarray, used: int) -> np.ndarray:
-        """Whether these units are among the first `used`, or among those that were given out before an amendment."""
-        position = self.positions(unit)
-        given = (position >= 0) & (position < used)
-        given[np.isin(unit - self.added, self.already_read)] = True
-        return given | self.parent._given_out(unit, self.consumed) if self.parent is not None else given
 
 
 def _order(size: int, key: Sequence[int], block: int) -> Permutation | SpreadOrder | None:
     if not size:
         return None
     return SpreadOrder(size, key, block) if block else Permutation(size, key)
-
-
-def _nth_without(removed: np.ndarray, n: np.ndarray) -> np.ndarray:
-    """The n-th (from 0) whole number that is not in the sorted `removed`."""
-    return n + np.searchsorted(removed - np.arange(len(removed)), n, side="right")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,18 +58,6 @@ class SpreadOrder:
         unit = self._first[stratum] + (place + self._turned[stratum]) % self._size[stratum]
         return unit.reshape(index.shape)
 
-    def inverse(self, image: np.ndarray) -> np.ndarray:
-        """The places of these units: int64 of the same shape."""
-        unit = image.astype(np.int64).ravel()
-        stratum = np.searchsorted(self._first, unit, side="right") - 1
-        place = (unit - self._first[stratum] - self._turned[stratum]) % self._size[stratum]
-        is_last = place == self._rounds
-        turn = place.copy()
-        turn[~is_last] = self._inside.inverse(place[~is_last])
-        slot = self._reversed[stratum ^ self._mask(turn)]
-        slot[is_last] = np.searchsorted(self._longer, stratum[is_last])
-        return (turn * self._strata + slot).reshape(image.shape)
-
     def _mask(self, turn: np.ndarray) -> np.ndarray:
         """A number below the count of strata for each round, int64."""
         return (mixed(self._word, turn) & np.uint64(self._strata - 1)).astype(np.int64)
@@ -100,19 +88,6 @@ class _BlockOrder:
         in_block = place < self._blocks
         place[in_block] = self._order(place[in_block])
         return place * self._block + inside
-
-    def inverse(self, image: np.ndarray) -> np.ndarray:
-        if self._windows == 1:
-            return self._shuffle(0).inverse(image)
-        place, inside = np.divmod(image, self._block)
-        in_block = place < self._blocks
-        place[in_block] = self._order.inverse(place[in_block])
-        window = np.minimum(place // BLOCKS_TOGETHER, self._windows - 1)
-        result = (place - window * BLOCKS_TOGETHER) * self._block + inside
-        for number in np.unique(window).tolist():
-            here = window == number
-            result[here] = self._shuffle(number).inverse(result[here]) + number * self._width
-        return result
 
     @property
     def _order(self) -> Permutation:

@@ -167,7 +167,7 @@ class _Run:
         before, seed = self._begun_with(saved), self.options.seed
         if before.seed != seed:
             raise UserError(f"seed is {seed}, and {source} has {before.seed}: a fork keeps it, or reads twice")
-        plan = self._plan_to_follow(saved, step, source.run, amend=True)
+        plan = self._plan_to_follow(saved, step, source.run, amend=True, is_fork=True)
         origin: dict[str, Any] = {"run": absolute(source.run), "step": step}
         note = f"forked from {source}, with its parameters, moments, random streams and position in the data"
         if skip_steps is not None:
@@ -186,7 +186,9 @@ class _Run:
             record={"forked_from": origin},
         )
 
-    def _plan_to_follow(self, saved: CheckpointMetadata, step: int, folder: Path, *, amend: bool) -> Plan:
+    def _plan_to_follow(
+        self, saved: CheckpointMetadata, step: int, folder: Path, *, amend: bool, is_fork: bool = False
+    ) -> Plan:
         """The plan after a checkpoint of the run in `folder`: its own, or that and the curriculum from there on."""
         before = Plan.from_state(saved.plan)
         fields = [name for name, now in self.fingerprint.items() if getattr(saved, name) != now]
@@ -206,9 +208,11 @@ class _Run:
         # Amendments of a rewind after this step are dropped: that data was not read yet, and is checked again.
         known = [amendment for amendment in saved.plan["amendments"] if amendment["from_step"] <= step]
         before = Plan.from_state({**saved.plan, "amendments": known})
+        if not is_fork:
+            return before.amend(step, self.shapes, datasets=ranges)
         for name, mine in ranges.items():
             _check_ranges(name, before.amendments[-1].sources, mine)
-        return before.amend(step, self.shapes, datasets=ranges)
+        return before.fork(step, self.shapes, datasets=ranges)
 
     def _plan_notes(self, saved: CheckpointMetadata, before: Plan, plan: Plan, step: int) -> tuple[str, ...]:
         """The plan that is followed after `step` steps, and the learning rate; both, where a checkpoint has others."""
@@ -222,13 +226,14 @@ class _Run:
 
 
 def _check_ranges(name: str, sources: Mapping[str, Any], now: Sequence[tuple[int, int]]) -> None:
-    """Shards may be added or removed only at the end: otherwise it is unknown which data the run has read."""
+    """Raises UserError if a fork has other shards than its source, or cuts them otherwise: those that were held out
+    would be trained on, or the reverse."""
     before = sources[name].units.ranges if name in sources else []
     for shard, (old, new) in enumerate(zip(before, now, strict=False)):
         if tuple(old) != tuple(new):
             raise UserError(
-                f"the data {name!r} differs from what the run read, from shard {shard} on: amending and forking take "
-                f"shards that are added at the end or taken away from it, with the same val_fraction"
+                f"the data {name!r} differs from what the run read, from shard {shard} on: a fork takes shards that "
+                f"are added at the end or taken away from it, with the same val_fraction"
             )
 
 

@@ -1,6 +1,8 @@
 """Changing a plan in mid-run: the past stays, and what a pass has read is not read again."""
 
+import hashlib
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from roxxel_dist.curriculum.segments import RemainingUnits, Shape
 from roxxel_dist.data.units import LARGE_UNITS, SPREAD
 
 SIZE = 400_000
+RECORDED = Path(__file__).parent / "amended_plan.json"
 OLD = {"self": [(0, 100_000), (100_000, 60_000)], "code": [(0, 50_000)]}
 LONGER = {**OLD, "self": [*OLD["self"], (200_000, 90_000)]}
 SHORTER = {**OLD, "self": OLD["self"][:1]}
@@ -75,7 +78,8 @@ def test_whatever_changes(changes, seed):
         assert trace(amended, range(step)) == before
         assert amended.segment(step).first_step == step
         plan = amended
-    assert all("weights name" in message or "the phases end at step" in message for message in refused)
+    words = ("weights name", "the phases end at step", "an amendment adds shards behind those that are there")
+    assert all(any(word in message for word in words) for message in refused)
     seen = check_disjoint(plan)
     for (name, _), counts in seen.items():
         readable = np.zeros(SIZE, bool)
@@ -177,23 +181,56 @@ def test_the_past_cannot_be_amended():
         plan.amend(50, shapes((40, 4, 65, BOTH, "row")))
 
 
-@given(
-    st.integers(1, 300),
-    st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.integers(0, 50)), max_size=4),
-    st.integers(0, 99),
+@pytest.mark.parametrize(
+    "ranges", [SHORTER["self"], [(0, 100_000), (100_000, 50_000)], [(0, 90_000), *LONGER["self"][1:]]]
 )
+def test_what_takes_data_away_is_a_fork(ranges):
+    plan = Plan(START, OLD, 3)
+    with pytest.raises(
+        ValueError, match=r"the data 'self' differs .* from shard [01] on: an amendment adds .*fork=RUN@STEP"
+    ):
+        plan.amend(20, datasets={**OLD, "self": ranges})
+    state = Plan(START, LONGER, 3).amend(20).state(0)
+    state["amendments"][1]["datasets"]["self"]["ranges"].pop()
+    with pytest.raises(ValueError, match=r"from shard 2 on: an amendment adds shards"):
+        Plan.from_state(state)
+
+
+def test_a_fork_without_a_shard_begins_the_next_pass():
+    plan = Plan(START, OLD, 3)
+    forked = plan.fork(20, START, datasets=SHORTER)
+    assert trace(forked, range(20)) == trace(plan, range(20))
+    passes = {a.source.name: a.cursor.pass_index for a in forked.segment(20).allocations}
+    assert passes == {"self": 1, "code": 0}
+    assert "step 21: the next pass over 'self' begins, because shards were taken away" in forked.describe()
+    for rows in map(forked.rows, range(20, 120)):
+        assert max(rows.offset[rows.dataset == 0], default=0) + rows.seq_len <= 100_000
+    check_disjoint(forked)
+    again = Plan.from_state(json.loads(json.dumps(forked.state(0))))
+    assert trace(again, range(120)) == trace(forked, range(120))
+    added = plan.fork(20, START, datasets=LONGER)  # what only adds reads what an amendment reads
+    assert trace(added, range(120)) == trace(plan.amend(20, START, datasets=LONGER), range(120))
+
+
+def test_amendments_of_runs_that_began_before_are_read_as_they_were():
+    """Three amendments with added shards, one with a skip; the rows are those that the code of that time gave."""
+    state, rows = json.loads(RECORDED.read_text())
+    plan = Plan.from_state(state)
+    digest = hashlib.sha256()
+    for step in range(plan.total_steps):
+        digest.update(plan.rows(step).dataset.tobytes() + plan.rows(step).offset.tobytes())
+    assert digest.hexdigest() == rows
+
+
+@given(st.integers(1, 300), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 50)), max_size=4), st.integers(0, 99))
 def test_a_pool_is_what_is_left(units, changes, seed):
     pool, left, total = RemainingUnits.first(units, (seed,)), set(range(units)), units
-    for level, (used_share, kept_share, added) in enumerate(changes):
-        used, kept = int(used_share * pool.size), int(kept_share * total)
-        given_out = set(pool.units(np.arange(used)).tolist()) if used else set()
-        total = kept + added
-        pool = pool.amended(used, kept, total, (seed, level))
-        left = {unit for unit in left - given_out if unit < kept} | set(range(kept, total))
+    for level, (used_share, added) in enumerate(changes):
+        used = int(used_share * pool.size)
+        left -= set(pool.units(np.arange(used)).tolist()) if used else set()
+        pool = pool.amended(used, (total, total + added), (seed, level))
+        left |= set(range(total, total + added))
+        total += added
         assert pool.size == len(left)
         if left:
-            order = pool.units(np.arange(pool.size))
-            assert set(order.tolist()) == left
-            assert np.array_equal(pool.positions(order), np.arange(pool.size))
-        gone = np.setdiff1d(np.arange(total), sorted(left))
-        assert (pool.positions(gone) == -1).all()
+            assert set(pool.units(np.arange(pool.size)).tolist()) == left

@@ -13,7 +13,6 @@ def test_is_a_bijection(n, key):
     order = Permutation(n, key)
     images = order(np.arange(n))
     assert np.array_equal(np.sort(images), np.arange(n))
-    assert np.array_equal(order.inverse(images), np.arange(n))
 
 
 @given(st.integers(2**30, 2**61), st.integers(0, 2**32))
@@ -21,7 +20,6 @@ def test_stays_inside_large_domains_and_never_repeats(n, seed):
     index = np.unique(np.random.default_rng(seed).integers(0, n, 1000))
     order = Permutation(n, [seed])
     images = order(index)
-    assert np.array_equal(order.inverse(images), index)
     assert images.min() >= 0
     assert images.max() < n
     assert len(np.unique(images)) == len(index)

@@ -20,16 +20,15 @@ def test_is_a_bijection(n, block, key):
     order = SpreadOrder(n, (key, 7), block)
     units = order(np.arange(n))
     assert np.array_equal(np.sort(units), np.arange(n))
-    assert np.array_equal(order.inverse(units), np.arange(n))
 
 
 @given(st.integers(100_000, 1 << 40), st.integers(1, 5000), st.integers(0, 99), st.data())
-def test_large_domains_are_left_and_found_again(n, block, key, data):
-    places = np.array(data.draw(st.lists(st.integers(0, n - 1) | st.integers(n - 300, n - 1), min_size=1, max_size=9)))
-    order = SpreadOrder(n, (key,), block)
-    units = order(places)
+def test_stays_inside_large_domains_and_never_repeats(n, block, key, data):
+    near = st.integers(0, n - 1) | st.integers(n - 300, n - 1)
+    places = np.array(data.draw(st.lists(near, min_size=1, max_size=99, unique=True)))
+    units = SpreadOrder(n, (key,), block)(places)
     assert ((units >= 0) & (units < n)).all()
-    assert np.array_equal(order.inverse(units), places)
+    assert len(np.unique(units)) == len(places)
 
 
 @given(st.integers(2_000, 1 << 36), st.integers(1, 5000), st.integers(0, 99), st.data())

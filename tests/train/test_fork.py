@@ -91,7 +91,7 @@ def test_a_fork_that_died_begins_again_or_goes_on_alone(corpus, run, tmp_path):
         (7, {}, r"has no checkpoint of step 7; nearest is 4 or 8, kept are 1, 4, .*8, .*keep_every"),
         (8, {"seed": 1}, "seed is 1, and .*run@8 has 42"),
         (8, {"max_steps": 8}, "the new run ends at step 8: give it longer phases, or a larger max_steps"),
-        (8, {"val_fraction": 0.3}, "amending and forking take shards"),
+        (8, {"val_fraction": 0.3}, "a fork takes shards that are added"),
         (8, {"optimizer": optax.sgd(1e-2)}, "is of another model or optimizer"),
     ],
 )

@@ -70,9 +70,9 @@ def test_an_index_is_all_that_opening_reads(server, url, cache):
 def test_blends_packing_amendments_and_resumes(local, url, code, code_url, cache):
     remote = {"self": opened(url, cache), "code": opened(code_url, cache)}
     here = {"self": local, "code": Roxxel(code)}
-    plan = Curriculum(local, PHASES, {"code": here["code"]}).plan(11)
-    shorter = {"self": local.ranges[:4], "code": here["code"].ranges}
-    plan = plan.amend(25, datasets=shorter)
+    ranges = {"self": local.ranges, "code": here["code"].ranges}
+    phases = Curriculum(local, PHASES, {"code": here["code"]}).plan(11).shapes
+    plan = Plan(phases, {**ranges, "self": local.ranges[:4]}, 11).amend(25, datasets=ranges)
     expected = list(Stream(plan, here, None))
     for mine, other in zip(Stream(Plan.from_state(plan.state(0)), remote, None), expected, strict=True):
         assert same(mine, other)
