@@ -14,13 +14,15 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import xxhash
 
 from roxxel_dist.data.format import checksum
 from roxxel_dist.data.remote.cache import ChunkCache
-from roxxel_dist.data.remote.index import TABLE_BYTES, TABLE_NUMBERS, digests
+from roxxel_dist.data.remote.index import TABLE_BYTES, digests
 from roxxel_dist.data.remote.shard import Chunk, Place, RemoteShard, damage_of
 from roxxel_dist.data.shard import DamagedData
 from roxxel_dist.objects.errors import StoreNotFoundError, StorePreconditionError
@@ -32,8 +34,9 @@ REQUEST_BYTES = 1 << 19
 GAP_BYTES = 1 << 15
 """Chunks with at most so much between them are fetched together: it costs as much as a request, at 50 ms and 20 MB/s
 among 32."""
-MEMORY_BYTES = 1 << 27
-"""Bytes of chunks of a data set that a process keeps in memory."""
+MEMORY_BYTES = 1 << 28
+"""Bytes of chunks of a data set that a process keeps in memory: twice what `ahead` fetches, so that a step seldom reads
+files. Each of them would let other threads take the interpreter's lock several times."""
 COPY_BYTES = 1 << 26
 """Bytes of windows that are copied at a time."""
 POLL_S = 0.01
@@ -41,16 +44,9 @@ INDEX_BITS = 40
 CACHE_SHARE = 8
 """Fetch ahead at most 1 / this part of the cache."""
 
+T = TypeVar("T")
+
 log: logging.Logger = logging.getLogger(__name__)
-
-
-class _Job:
-    """Neighbouring chunks of a shard that are being fetched, or are queued."""
-
-    def __init__(self, places: Sequence[Place], tables: Mapping[Place, Chunk], *, complete: bool) -> None:
-        self.places, self.tables, self.complete = places, tables, complete
-        self.begun = False
-        self.done: Future[dict[Place, Chunk]] = Future()
 
 
 class _Pool:
@@ -61,11 +57,20 @@ class _Pool:
         self._name, self._threads = name, 0
         weakref.finalize(self, _end, self._jobs).atexit = False
 
-    def submit(self, job: Callable[[], None]) -> None:
+    def submit(self, call: Callable[[], T]) -> "Future[T]":
+        done: Future[T] = Future()
+
+        def job() -> None:
+            try:
+                done.set_result(call())
+            except BaseException as error:  # the waiting reader must get any error
+                done.set_exception(error)
+
         self._jobs.put(job)
         if self._threads < THREADS:
             self._threads += 1
             threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True).start()
+        return done
 
 
 def _work(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
@@ -116,20 +121,13 @@ class Fetcher:
         self.shards: Sequence[RemoteShard] = ()
         self.waits: int = 0
         self._memory = _Memory()
-        self._lock = threading.Lock()
-        self._pending: dict[Place, _Job] = {}
-        self._digests: dict[Place, np.ndarray] = {}
-        """Of the tables of shards without an index, by their first chunk: found when the whole table is fetched."""
         self._urgent, self._ahead = _Pool("roxxel-fetch"), _Pool("roxxel-fetch-ahead")
         self._has_warned = False
 
     def serve(self, shards: Sequence[RemoteShard]) -> None:
         """Read these shards from now on; their places are in this order."""
         self.shards = shards
-        self._keys = [
-            xxhash.xxh3_64_hexdigest(f"{shard.path} {shard.entry.etag} {shard.entry.size} {shard.chunks.size}".encode())
-            for shard in shards
-        ]
+        self._keys = [_key_of(shard) for shard in shards]
         self._sizes = np.array([shard.chunks.size for shard in shards], np.int64)
 
     @property
@@ -208,10 +206,7 @@ class Fetcher:
             else:
                 absent.append(place)
         self.waits += bool(absent) and urgent
-        while absent := [place for place in absent if place not in found]:
-            for job in self._submit(absent, tables, urgent=urgent, complete=True):
-                found |= job.done.result()
-        return found
+        return found | self._fetch(absent, tables, urgent=urgent, wait=True)
 
     def fetch(self, places: Iterable[Place]) -> None:
         """Bring chunks into the cache; those that another process of the host fetches are left to it.
@@ -219,8 +214,7 @@ class Fetcher:
         Raises as `copy`, but not for damage in the chunks themselves.
         """
         absent = [p for p in places if self._memory.get(p) is None and not self.cache.touch(self._name(p))]
-        for job in self._submit(absent, self._tables(absent, urgent=False), urgent=False, complete=False):
-            job.done.result()
+        self._fetch(absent, self._tables(absent, urgent=False), urgent=False, wait=False)
 
     def _tables(self, places: Sequence[Place], *, urgent: bool) -> dict[Place, Chunk]:
         """The parts of the tables of checksums for some chunks of tokens."""
@@ -239,10 +233,9 @@ class Fetcher:
         """A chunk in the cache of the host, if it is there and undamaged."""
         shard, (low, high) = self.shards[place[0]], self.shards[place[0]].chunks.span(place[1])
         data = self.cache.read(self._name(place), high - low)
-        expected = self._expected(place, tables)
-        if data is None or expected is None:
+        if data is None:
             return None
-        chunk = self._verified(place, np.frombuffer(data, np.uint8), expected)
+        chunk = self._verified(place, np.frombuffer(data, np.uint8), tables)
         if chunk.damaged:
             self.cache.drop(self._name(place))
             if not self._has_warned:
@@ -261,122 +254,77 @@ class Fetcher:
 
     # -- verifying
 
-    def _expected(self, place: Place, tables: Mapping[Place, Chunk]) -> np.ndarray | None:
-        """uint64: the checksums of the blocks of a chunk; None for a table that has only one as a whole."""
+    def _expected(self, place: Place, tables: Mapping[Place, Chunk]) -> np.ndarray:
+        """uint64: the checksums of the blocks of a chunk, or the digest of a chunk of a table."""
         number, index = place
         shard = self.shards[number]
         if table := shard.chunks.table(index):
-            known = shard.entry.sums if table[0] == shard.chunks.first_sum else shard.entry.ends
-            if known is None:
-                known = self._digests.get((number, table[0]))
-            return None if known is None else known[index - table[0] : index - table[0] + 1]
+            is_sums = table[0] == shard.chunks.first_sum
+            known = shard.entry.sums if is_sums else shard.entry.ends
+            if known is None:  # without an index the table is one chunk
+                return np.array([shard.layout.sums_checksum if is_sums else shard.layout.ends_checksum], np.uint64)
+            return known[index - table[0] : index - table[0] + 1]
         first, stop = shard.chunks.blocks(index)
         parts = [tables[number, part].data for part in shard.chunks.sums_of(index)]
         sums = (parts[0] if len(parts) == 1 else np.concatenate(parts)).view("<u8")
-        begin = first // TABLE_NUMBERS * TABLE_NUMBERS
+        begin = first // shard.chunks.numbers * shard.chunks.numbers
         return sums[first - begin : stop - begin]
 
-    def _verified(self, place: Place, data: np.ndarray, expected: np.ndarray) -> Chunk:
+    def _verified(self, place: Place, data: np.ndarray, tables: Mapping[Place, Chunk]) -> Chunk:
         """A chunk with these bytes, and its damaged blocks."""
-        chunks = self.shards[place[0]].chunks
+        chunks, expected = self.shards[place[0]].chunks, self._expected(place, tables)
         if chunks.table(place[1]):
-            return Chunk(data, () if digests(data.data, TABLE_BYTES)[0] == expected[0] else (place[1],))
+            return Chunk(data, () if checksum(data.data) == int(expected[0]) else (place[1],))
         wrong = np.flatnonzero(digests(data.data, chunks.layout.block_size) != expected)
         return Chunk(data, (wrong + chunks.blocks(place[1])[0]).tolist())
 
     # -- fetching
 
-    def _submit(
-        self, places: Sequence[Place], tables: Mapping[Place, Chunk], *, urgent: bool, complete: bool
-    ) -> list[_Job]:
-        """Queue chunks; those that are being fetched already are not queued again."""
-        jobs: dict[_Job, None] = {}
-        with self._lock:
-            absent = []
-            for place in places:
-                job = self._pending.get(place)
-                if job and (job.begun or not urgent):
-                    jobs[job] = None
-                else:
-                    absent.append(place)
-            for run in self._runs(absent):
-                job = _Job(run, tables, complete=complete)
-                jobs[job] = None
-                self._pending |= dict.fromkeys(run, job)
-                (self._urgent if urgent else self._ahead).submit(lambda job=job: self._do(job))
-        return list(jobs)
+    def _fetch(
+        self, places: Sequence[Place], tables: Mapping[Place, Chunk], *, urgent: bool, wait: bool
+    ) -> dict[Place, Chunk]:
+        """Fetch chunks in parallel; `wait` for those that others are fetching, or leave them out."""
+        pool, result = self._urgent if urgent else self._ahead, dict[Place, Chunk]()
+        jobs = [pool.submit(partial(self._fetch_run, run, tables, wait=wait)) for run in self._runs(places)]
+        for job in jobs:
+            result |= job.result()
+        return result
 
     def _runs(self, places: Sequence[Place]) -> list[list[Place]]:
-        """Chunks that are fetched by one request each: near ones with those between, or a whole table."""
+        """Chunks that are fetched by one request each: near ones, with those between."""
         runs: list[list[Place]] = []
         for number, index in sorted(places):
-            chunks = self.shards[number].chunks
-            table, last = chunks.table(index), runs[-1][-1] if runs else (-1, -1)
-            if table and self._expected((number, index), {}) is None:  # it can only be verified as a whole
-                if last != (number, table[1] - 1):
-                    runs.append([(number, part) for part in range(*table)])
-                continue
-            size = TABLE_BYTES if table else chunks.size
-            is_near = last[0] == number and chunks.table(last[1]) == table and (index - last[1] - 1) * size <= GAP_BYTES
+            chunks, last = self.shards[number].chunks, runs[-1][-1] if runs else (-1, -1)
+            size = TABLE_BYTES if chunks.table(index) else chunks.size
+            is_near = last[0] == number and chunks.table(last[1]) == chunks.table(index)
+            is_near = is_near and (index - last[1] - 1) * size <= GAP_BYTES
             if is_near and (index - runs[-1][0][1]) * size < REQUEST_BYTES:
                 runs[-1] += [(number, between) for between in range(last[1] + 1, index + 1)]
             else:
                 runs.append([(number, index)])
         return runs
 
-    def _do(self, job: _Job) -> None:
-        job.begun = True
-        problem, result = None, dict[Place, Chunk]()
-        try:
-            result = self._load(job)
-        except BaseException as error:  # the waiting reader must get any error
-            problem = error
-        with self._lock:
-            for place in job.places:
-                if self._pending.get(place) is job:
-                    del self._pending[place]
-        if problem is None:
-            job.done.set_result(result)
-        else:
-            job.done.set_exception(problem)
-
-    def _load(self, job: _Job) -> dict[Place, Chunk]:
-        """The chunks of a job, fetched or found in the cache. Those that another process fetches are waited for, unless
-        the job need not be complete."""
+    def _fetch_run(self, places: Sequence[Place], tables: Mapping[Place, Chunk], *, wait: bool) -> dict[Place, Chunk]:
+        """The chunks of a run, fetched or found in the cache, where others may have brought them meanwhile."""
         result: dict[Place, Chunk] = {}
-        waiting = list(job.places)
-        while waiting:
-            mine, others = list[Place](), list[Place]()
+        while True:
+            mine = [place for place in places if place not in result and self.cache.claim(self._name(place))]
             try:
-                for place in waiting:
-                    if not self.cache.claim(self._name(place)):
-                        others.append(place)
-                    elif (chunk := self._from_cache(place, job.tables)) is not None:  # it came meanwhile
-                        self.cache.release(self._name(place))
+                for place in mine:
+                    if (chunk := self._from_cache(place, tables)) is not None:
                         result[place] = chunk
-                    else:
-                        mine.append(place)
-                for run in self._runs(mine):
-                    result |= self._fetch(run, job)
-            except BaseException:
+                for run in self._runs([place for place in mine if place not in result]):
+                    result |= self._read(run, tables)
+                    for place in run:
+                        if not result[place].damaged:
+                            self.cache.write(self._name(place), result[place].data.data)
+                        self._memory.put(place, result[place])
+            finally:
                 for place in mine:
                     self.cache.release(self._name(place))
-                raise
-            waiting = [place for place in others if place not in result] if job.complete else []
-            if waiting:
-                time.sleep(POLL_S)
-        return result
-
-    def _fetch(self, places: Sequence[Place], job: _Job) -> dict[Place, Chunk]:
-        """Fetch neighbouring chunks, and keep those without damage in the cache."""
-        result = self._read(places, job.tables)
-        for place, chunk in result.items():
-            is_kept = not chunk.damaged and self.cache.write(self._name(place), chunk.data.data)
-            if not is_kept:
-                self.cache.release(self._name(place))
-            if job.complete or not is_kept:
-                self._memory.put(place, chunk)
-        return result
+            if not wait or len(result) >= len(places):
+                return result
+            time.sleep(POLL_S)
 
     def _read(self, places: Sequence[Place], tables: Mapping[Place, Chunk]) -> dict[Place, Chunk]:
         """Neighbouring chunks from the store; damaged ones are read a second time first."""
@@ -393,16 +341,16 @@ class Fetcher:
                     f"{shard.path} {what} the bucket after its data set was opened or its index was written: put it "
                     f"back, or write the index again (`roxxel-dist data index`) and start again"
                 ) from error
-            if (table := shard.chunks.table(places[0][1])) and self._expected(places[0], tables) is None:
-                is_sums = table[0] == shard.chunks.first_sum
-                if checksum(data) == (shard.layout.sums_checksum if is_sums else shard.layout.ends_checksum):
-                    self._digests[shard.number, table[0]] = digests(data)
             for place, (start, stop) in zip(places, spans, strict=True):
                 piece = np.frombuffer(data[start - low : stop - low], np.uint8)
-                expected = self._expected(place, tables)
-                result[place] = (
-                    Chunk(piece, (place[1],)) if expected is None else self._verified(place, piece, expected)
-                )
+                result[place] = self._verified(place, piece, tables)
             if not any(chunk.damaged for chunk in result.values()):
                 break
         return result
+
+
+def _key_of(shard: RemoteShard) -> str:
+    """A name for an object and its chunks: those of another version of it are other chunks."""
+    entry, chunks = shard.entry, shard.chunks
+    parts = f"{shard.path} {entry.etag} {entry.size} {chunks.size} {chunks.numbers}"
+    return xxhash.xxh3_64_hexdigest(parts.encode())

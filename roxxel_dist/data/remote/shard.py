@@ -8,7 +8,7 @@ import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.format import HEADER_BYTES, Layout
-from roxxel_dist.data.remote.index import TABLE_BYTES, TABLE_NUMBERS, ShardEntry
+from roxxel_dist.data.remote.index import TABLE_NUMBERS, ShardEntry
 from roxxel_dist.data.shard import DamagedData, Shard
 from roxxel_dist.objects.url import ObjectUrl
 
@@ -44,11 +44,16 @@ class ChunkSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """The chunks of a shard, in the order of the file: blocks of tokens, then parts of 64 KiB of its two tables."""
+    """The chunks of a shard, in the order of the file: blocks of tokens, then parts of 64 KiB of its two tables.
+
+    Without an index, which has a digest for each part, a table is one chunk.
+    """
 
     layout: Layout
     size: int
     """Bytes of a chunk of tokens, whole blocks."""
+    numbers: int
+    """Numbers of a chunk of a table; the last one may have fewer."""
     tokens: int
     """Chunks of tokens."""
     ends: int
@@ -57,13 +62,14 @@ class Chunks:
     """Chunks of the checksums."""
 
     @classmethod
-    def of(cls, layout: Layout) -> "Chunks":
+    def of(cls, layout: Layout, *, has_index: bool) -> "Chunks":
         """The chunks of a shard with this layout."""
         size = max(1, CHUNK_BYTES // layout.block_size) * layout.block_size
         tokens = -(-layout.metadata.tokens * layout.dtype.itemsize // size)
-        parts = (layout.sums_offset - layout.ends_offset, layout.meta_offset - layout.sums_offset)
-        ends, sums = (-(-part // TABLE_BYTES) for part in parts)
-        return cls(layout=layout, size=size, tokens=tokens, ends=ends, sums=sums)
+        tables = (layout.sums_offset - layout.ends_offset, layout.meta_offset - layout.sums_offset)
+        numbers = TABLE_NUMBERS if has_index else max(TABLE_NUMBERS, *(table // 8 for table in tables))
+        ends, sums = (-(-table // (8 * numbers)) for table in tables)
+        return cls(layout=layout, size=size, numbers=numbers, tokens=tokens, ends=ends, sums=sums)
 
     @property
     def first_sum(self) -> int:
@@ -82,9 +88,9 @@ class Chunks:
         if table is None:
             begin, size, end = HEADER_BYTES, self.size, layout.metadata.tokens * layout.dtype.itemsize + HEADER_BYTES
         elif chunk < self.first_sum:
-            begin, size, end = layout.ends_offset, TABLE_BYTES, layout.sums_offset
+            begin, size, end = layout.ends_offset, 8 * self.numbers, layout.sums_offset
         else:
-            begin, size, end = layout.sums_offset, TABLE_BYTES, layout.meta_offset
+            begin, size, end = layout.sums_offset, 8 * self.numbers, layout.meta_offset
         number = chunk - table[0] if table else chunk
         return begin + number * size, min(begin + (number + 1) * size, end)
 
@@ -96,7 +102,7 @@ class Chunks:
     def sums_of(self, chunk: int) -> range:
         """The chunks that have the checksums of a chunk of tokens."""
         first, stop = self.blocks(chunk)
-        return range(self.first_sum + first // TABLE_NUMBERS, self.first_sum + (stop - 1) // TABLE_NUMBERS + 1)
+        return range(self.first_sum + first // self.numbers, self.first_sum + (stop - 1) // self.numbers + 1)
 
 
 class RemoteTokens:
@@ -132,16 +138,14 @@ class RemoteEnds:
             raise UserError(f"side is {side!r}: only the documents that end at or before a token are counted")
         values = np.asarray(tokens, np.int64)
         firsts = self._shard.entry.firsts
-        if firsts is None:  # without an index the whole table is fetched
-            firsts = np.concatenate(
-                [part[:1] for part in self._shard.read_ends(range(self._shard.chunks.ends))] or [values[:0]]
-            )
+        if firsts is None:  # without an index the table is one chunk
+            firsts = np.zeros(self._shard.chunks.ends, np.int64)
         parts = firsts.searchsorted(values, side="right") - 1
         counts = np.zeros(values.shape, np.int64)
         wanted = np.unique(parts[parts >= 0]).tolist()
         for number, part in zip(wanted, self._shard.read_ends(wanted), strict=True):
             chosen = parts == number
-            counts[chosen] = number * TABLE_NUMBERS + part.searchsorted(values[chosen], side="right")
+            counts[chosen] = number * self._shard.chunks.numbers + part.searchsorted(values[chosen], side="right")
         return counts
 
     def __getitem__(self, index: Any) -> Any:
@@ -154,7 +158,7 @@ class RemoteEnds:
         result = np.empty(numbers.shape, np.int64)
         if numbers.size and not (-len(self) <= numbers.min() and numbers.max() < len(self)):
             raise IndexError(f"{self._shard.path} has {len(self)} document ends")
-        parts, inside = np.divmod(numbers % max(1, len(self)), TABLE_NUMBERS)
+        parts, inside = np.divmod(numbers % max(1, len(self)), self._shard.chunks.numbers)
         wanted = np.unique(parts).tolist()
         for number, part in zip(wanted, self._shard.read_ends(wanted), strict=True):
             chosen = parts == number
@@ -185,7 +189,7 @@ class RemoteShard(Shard):
         none: Any = np.empty(0, np.uint8)
         shard = cls(
             path=url, layout=layout, tokens=none, document_ends=none, checksums=none, _bytes=none, entry=entry,
-            chunks=Chunks.of(layout), number=number, fetcher=fetcher,
+            chunks=Chunks.of(layout, has_index=entry.sums is not None), number=number, fetcher=fetcher,
         )  # fmt: skip
         object.__setattr__(shard, "tokens", RemoteTokens(shard))
         object.__setattr__(shard, "document_ends", RemoteEnds(shard))
@@ -208,7 +212,7 @@ class RemoteShard(Shard):
         return self.chunks.tokens + parts
 
     def read_ends(self, parts: Iterable[int]) -> list[np.ndarray]:
-        """Parts of 64 KiB of the document ends, by number: int64 [up to 8192] each."""
+        """Chunks of the document ends, by number in their table: int64 each."""
         places = [(self.number, self.chunks.tokens + part) for part in parts]
         chunks = self.fetcher.take(places)
         for place in places:
