@@ -1,8 +1,18 @@
 """Which data set each step, or each row, of a blend reads: exact shares, in an order that looks random, in closed form.
 
-A segment's items (steps or rows) are cut in blocks. At a block's end the count of data set i is
-round(C_i x) - round(C_(i-1) x), where x is the number of items so far and C the running sums of the weights: within one
-of weight x items. Inside a block the quotas that follow from that are put in a keyed order.
+Let w_i be the weights, whose sum is 1, and C_i = w_1 + ... + w_i. After x items (steps or rows) of a segment the count
+of data set i is
+
+    q_i(x) = round(C_i x) - round(C_(i-1) x)        (C_0 = 0, C_n = 1)
+
+So the counts sum to x exactly, and each is within one of w_i x: two numbers are rounded, each by at most 1/2. This is
+cumulative rounding (error diffusion along the data sets), which needs no table of remainders as apportionment does.
+
+From one item to the next q_i may fall: round(C_i x) may stay where round(C_(i-1) x) grows. So items are cut in blocks
+of b items, with b w_i >= 1 for every i, and block k gives data set i the quota q_i((k + 1) b) - q_i(k b). It is the
+difference of two numbers that are each less than 1 away from b C_i and b C_(i-1), so it is above b w_i - 2 >= -1, and
+never negative. The last block also has the items that fill none. A keyed permutation of each block orders its quotas.
+Counts before any item are q(k b) and what comes before it in its block: O(b), however far it is.
 """
 
 from collections.abc import Sequence
@@ -14,7 +24,7 @@ import numpy as np
 from roxxel_dist.curriculum.permutation import shuffled_blocks
 
 BLOCK = 64
-"""Items a block. More where a weight is below 1/64, so that every data set can come up in every block."""
+"""Items per block, the b above. More where a weight is below 1/64."""
 
 
 class Mixture:
@@ -63,7 +73,7 @@ class Mixture:
         """The data sets of some neighbouring blocks of one length, one block behind the other."""
         starts = np.arange(first, first + count)[:, None] * self.block
         cumulative = np.array(self.cumulative)
-        # Inside the block: data set i has the places from its predecessor's end to its own.
+        # round(C_i (k + 1) b) - round(C_i k b): data set i has the places from its predecessor's end to its own.
         ends = np.floor((starts + length) * cumulative + 0.5).astype(np.int64)
         ends -= np.floor(starts * cumulative + 0.5).astype(np.int64)
         places = shuffled_blocks(first, count, length, self._key)
@@ -88,7 +98,7 @@ def quota(cumulative: Sequence[float], items: int) -> list[int]:
 
 
 def block_length(least: float) -> int:
-    """Items a block, so that the smallest share comes to at least one: rounding then never takes a count back."""
+    """Items per block, so that the smallest share of it is at least one item: then no quota is negative."""
     length = BLOCK
     while length * least < 1:
         length *= 2

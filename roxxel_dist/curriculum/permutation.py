@@ -1,10 +1,17 @@
 """Keyed bijections of [0, n): shuffling without a table.
 
-A Feistel network over pairs (high, low) with low in [0, 2^k) and high in [0, ceil(n / 2^k)), where 2^k is about the
-square root of n: the rounds add to `high`, modulo its size, a number that follows from `low`, and exclusive-or to `low`
-one that follows from `high`. The pairs are barely more than n, so few values have to be walked until they fall below n
-(Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The numbers come from multiplying and xor-shifting,
-which is not linear: linear rounds leave patterns on small domains. Memory and time for a value do not depend on n.
+x in [0, n) is written x = high 2^k + low, with low in [0, 2^k) and high in [0, m), where 2^k is about the square root
+of n, and m = ceil(n / 2^k). Rounds change the two in turn, by a keyed function F of the other:
+
+    high <- (high + floor(m f)) mod m,  f = F(low) as a fraction in [0, 1)
+    low  <- low xor (the upper k bits of F(high))
+
+Each round can be undone by who knows the other half, so their composition is a bijection of m 2^k pairs, whatever F is
+(an unbalanced Feistel network: Luby and Rackoff, "How to construct pseudorandom permutations", 1988; Schneier and
+Kelsey, "Unbalanced Feistel networks and block cipher design", 1996). m 2^k is below n + 2^k, so hardly a value leaves
+[0, n); one that does is permuted again until it is back (cycle walking: Black and Rogaway, "Ciphers with arbitrary
+finite domains", 2002). F multiplies and xor-shifts, which is not linear: linear rounds leave patterns on small domains.
+Nothing here is cryptography. Memory and time for a value do not depend on n.
 """
 
 import hashlib

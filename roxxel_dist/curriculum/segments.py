@@ -1,5 +1,11 @@
 """From phases and data sets to segments: stretches of steps in which nothing changes.
 
+Within a segment a data set's items are counted by the closed form of `mixture`, so the longest segment that what is
+left of a pass can give is found by bisection of that form. Its windows are those of the next units of the pass, in
+chunks: window w of a chunk is window tau(w) mod m of the chunk's unit tau(w) div m, where tau is a keyed bijection and
+m the windows per unit. Units are found by the bijection sigma of the pass. So a row costs two bijections, wherever it
+is.
+
 `RemainingUnits` are the units that a pass over a data set has yet to visit, `Allocation` is what a segment reads of one
 data set: units of a pass, and their windows in a keyed order. `SegmentBuilder` cuts phases into segments.
 """

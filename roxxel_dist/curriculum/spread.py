@@ -1,10 +1,10 @@
 """The order of the units in a pass: every stretch of it is spread over the whole data set, in closed form.
 
-The n units are cut in S strata of neighbours, all of one size or one more. The order visits them round after round. In
-round t, place s is of the stratum `reversed(s) xor mask(t)`, where `reversed` turns the bits of s around (van der
-Corput): each 2^b places of a round that begin at a multiple of 2^b are of 2^b different parts of the data set. So the
-count of a part of share p in any k places is within a few units of p k, where k draws at random miss it by about
-sqrt(k p (1 - p)).
+The n units are cut in S strata of neighbours (stratified sampling), all of one size or one more. The order visits them
+round after round. In round t, place s is of the stratum `reversed(s) xor mask(t)`, where `reversed` turns the bits of s
+around (the sequence of van der Corput, 1935; the mask is a digital shift, as in randomised quasi-Monte Carlo): each 2^b
+places of a round that begin at a multiple of 2^b are of 2^b different parts of the data set. So the count of a part of
+share p in any k places is within a few units of p k, where k draws at random miss it by about sqrt(k p (1 - p)).
 
 Within a stratum, units that are neighbours on disk form blocks, and a few blocks at a time are shuffled: a long run
 reads S x BLOCKS_TOGETHER stretches of the data set at a time, not all of it.
