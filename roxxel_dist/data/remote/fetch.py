@@ -298,6 +298,8 @@ class Fetcher:
             size = TABLE_BYTES if chunks.table(index) else chunks.size
             is_near = last[0] == number and chunks.table(last[1]) == chunks.table(index)
             is_near = is_near and (index - last[1] - 1) * size <= GAP_BYTES
+            if is_near and not chunks.table(index):  # the checksums of those between must be known too
+                is_near = chunks.sums_of(index)[0] - chunks.sums_of(last[1])[-1] <= 1
             if is_near and (index - runs[-1][0][1]) * size < REQUEST_BYTES:
                 runs[-1] += [(number, between) for between in range(last[1] + 1, index + 1)]
             else:
@@ -308,19 +310,19 @@ class Fetcher:
         """The chunks of a run, fetched or found in the cache, where others may have brought them meanwhile."""
         result: dict[Place, Chunk] = {}
         while True:
-            mine = [place for place in places if place not in result and self.cache.claim(self._name(place))]
+            claimed = {place for place in places if place not in result and self.cache.claim(self._name(place))}
             try:
-                for place in mine:
+                for place in claimed:
                     if (chunk := self._from_cache(place, tables)) is not None:
                         result[place] = chunk
-                for run in self._runs([place for place in mine if place not in result]):
-                    result |= self._read(run, tables)
-                    for place in run:
-                        if not result[place].damaged:
-                            self.cache.write(self._name(place), result[place].data.data)
-                        self._memory.put(place, result[place])
+                for run in self._runs([place for place in claimed if place not in result]):
+                    for place, chunk in self._read(run, tables).items():
+                        result[place] = chunk
+                        self._memory.put(place, chunk)
+                        if not chunk.damaged and self.cache.write(self._name(place), chunk.data.data):
+                            claimed.discard(place)
             finally:
-                for place in mine:
+                for place in claimed:
                     self.cache.release(self._name(place))
             if not wait or len(result) >= len(places):
                 return result
