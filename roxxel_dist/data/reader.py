@@ -127,7 +127,8 @@ class WindowReader(ABC):
     """
 
     def __init__(self, firsts: Sequence[int], lengths: Sequence[int], dtype: np.dtype, name: object) -> None:
-        self.dtype, self._name = dtype, name
+        self.dtype: np.dtype = dtype
+        self._name = name
         self._firsts = np.array(firsts, np.int64)
         self._stops = self._firsts + np.array(lengths, np.int64)
         self._last: dict[int, np.ndarray] = {}

@@ -2,12 +2,12 @@
 
 `chunks/XX/HASH-N` has the bytes of chunk N of an object and nothing else; HASH is of the object's address, ETag and
 size, XX of HASH-N. A file is written under another name and renamed, so it is there whole or not at all. After a power
-failure it may have lost bytes: whoever reads one compares it with the checksums of its object (`fetch`).
+failure it may have lost bytes: a reader compares it with the checksums of its object (`fetch`).
 
 - *Once a host*: `HASH-N.part` says that a process fetches the chunk. Others wait for it, but not for longer than
   `CLAIM_S`: it may have been killed. Two that fetch the same chunk do no harm: their bytes are the same.
-- *Eviction*: a read sets the time of a file. A process that has written enough looks at the files where it did, and
-  unlinks those that nobody has used for longest. Who has a file open still reads all of it.
+- *Eviction*: a read sets the time of a file. A process that has written enough looks at the files of the same set, and
+  unlinks the least recently used. A process that has a file open still reads all of it.
 - *A full disk* takes nothing more: `write` unlinks old files, and if that is not enough the cache is left alone for
   `PAUSE_S`, after one line in the log.
 """
@@ -176,8 +176,10 @@ class ChunkCache:
         return f"{self._chunks}/{zlib.crc32(name.encode()) % FOLDERS:02x}/{name}"
 
     def _evict(self, which: int, used_share: float = 1.0) -> int:
-        """Unlink the files of a set that nobody has used for longest, to `LOW` of its size or `used_share` of what it
-        has. Returns how many."""
+        """Unlink the least recently used files of a set, down to `LOW` of its size or `used_share` of its files.
+
+        Returns the number of files.
+        """
         files: list[tuple[float, int, str]] = []
         now = time.time()
         # FOLDERS is a multiple of `sets`: these folders have all names of the set.
