@@ -38,7 +38,9 @@ def work(tmp_path, monkeypatch):
     return tmp_path
 
 
-KNOWN = "v5e:4x4, v5p:2x2x2 or v6e:4x4 (v4, v5e, v5p, v6e); GPUs by hosts x GPUs of a host, as h100:2x8 (a100, h100,"
+KNOWN = (
+    "v5e:4x4, v5p:2x2x2 or v6e:4x4 (v4, v5e, v5p, v6e, tpu7x); GPUs by hosts x GPUs of a host, as h100:2x8 (a100, h100,"
+)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,9 @@ KNOWN = "v5e:4x4, v5p:2x2x2 or v6e:4x4 (v4, v5e, v5p, v6e); GPUs by hosts x GPUs
         ("v5e:4x", "needs its shape behind a colon"),
         ("v5e:0x4", "needs its shape behind a colon"),
         ("v5e:4x4x4x4", "needs its shape behind a colon"),
+        ("v5e:4x4x4", "target is v5e:4x4x4: slices of these chips have 2 axes, so use two, as 4x4"),
+        ("v6e:32x16", "target is v6e:32x16, a slice of 512 chips: the largest has 256, so use fewer"),
+        ("v5p:9999x9999x9999", "the largest has 8,960, so use fewer"),
         ("h100:8", "needs its shape behind a colon"),
         ("h100:2x8x8", "needs its shape behind a colon"),
         ("h100:-1x8", "needs its shape behind a colon"),
@@ -66,7 +71,9 @@ def test_a_name_that_is_none(name, message, work, capsys):
     assert message in capsys.readouterr().err.replace("--target", "target")
 
 
-@pytest.mark.parametrize("name", ["v5e:2x2", "v5e:16x16", "v5p:2x2x2", "v6e:4x4", "h100:1x8", "b200:64x8", "a100:1x1"])
+@pytest.mark.parametrize(
+    "name", ["v5e:2x2", "v5e:16x16", "v5p:2x2x2", "v6e:4x4", "tpu7x:2x2x1", "h100:1x8", "b200:64x8"]
+)
 def test_a_name_is_a_kind_and_a_shape(name):
     kind, shape = name.split(":")
     target = parse_target(name)
@@ -109,14 +116,17 @@ def test_what_a_compiler_says_of_memory(message, found):
     assert memory_in(message) == ((None, None) if found is None else tuple(int(n * (1 << 30)) for n in found))
 
 
-@pytest.mark.parametrize("kind", [gpu.device_kind for gpu in GPUS.values()] + ["TPU v5 lite", "TPU v5", "TPU v6 lite"])
+TPU_KINDS = ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"]
+
+
+@pytest.mark.parametrize("kind", [gpu.device_kind for gpu in GPUS.values()] + TPU_KINDS)
 def test_every_target_has_figures(kind):
     found = accelerator(kind)
     assert found is not None
     assert found.tera_flops > 0
     assert found.gigabytes_per_s > 0
     assert found.link_gigabytes_per_s > 0
-    assert found.source.startswith(("NVIDIA ", "Google Cloud documentation, TPU v"))
+    assert found.source.startswith(("NVIDIA ", "Google Cloud documentation, TPU"))
     own = [gpu for gpu in GPUS.values() if gpu.device_kind == kind]
     assert all(found.compute_capability == ".".join(map(str, gpu.capability)) for gpu in own)
     assert all(f"major: {gpu.capability[0]}" in gpu_config(gpu) for gpu in own)
@@ -244,4 +254,30 @@ def test_what_train_refuses_is_refused(words, message, work):
 
 def test_kinds_of_tpu_are_those_that_libtpu_names():
     """Each has the name of a machine, which libtpu asks for."""
-    assert all(machine.startswith("v") and machine.split("-")[1].isdigit() for machine in TPUS.values())
+    assert all(re.fullmatch(r"(v|tpu)\w+-\d", tpu.machine) for tpu in TPUS.values())
+
+
+DEVICES = """
+import os, sys
+from roxxel_dist.cluster.targets import parse_target
+target = parse_target(sys.argv[1])
+os.environ.update(target.environment())
+devices = target.devices()
+print(len(devices), devices[0].device_kind, target.device_bytes(devices[0]) >> 30, sep=",")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        ("v4:2x2x1", "4,TPU v4,30"),  # as jax has on a v4-8: a device is a chip of 32 GiB, not one of its two cores
+        ("v4:1x1x1", "1,TPU v4,30"),
+        ("tpu7x:2x2x1", "8,TPU7x,94"),  # half a chip of 192 GiB
+    ],
+)
+def test_a_device_is_what_training_has(name, devices, work):
+    if not TPU_PYTHON.exists():
+        pytest.skip("no libtpu: make tpu")
+    command = [TPU_PYTHON, "-c", DEVICES, name]
+    done = subprocess.run(command, cwd=work, env=environment(), capture_output=True, text=True)
+    assert done.stdout.strip() == devices, done.stderr

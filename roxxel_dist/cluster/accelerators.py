@@ -46,7 +46,7 @@ GEFORCE_40 = "NVIDIA Ada GPU architecture, white paper"
 # sheets of DGX A100 (one 200 Gb/s port a GPU), DGX H100, H200 and B200 (one of 400 Gb/s). No Laptop, D or Ti variants,
 # and no MIG slices: their kinds end otherwise.
 # Google gives the interconnect of a chip in both directions together: half of it (v4: in one). A jax device is a core
-# in v2 and v3 (half a chip), else a chip.
+# in v2, v3 and TPU7x (half a chip), else a chip.
 ACCELERATORS = (
     Accelerator(r"(Tesla )?V100-SXM.*", 125.0, ("float16",), _sheet("V100"), 900.0, 150.0, 0.0, "7.0"),
     Accelerator(r"(Tesla )?V100-PCIE.*", 112.0, ("float16",), _sheet("V100"), 900.0, 0.0, 0.0, "7.0"),
@@ -72,6 +72,7 @@ ACCELERATORS = (
     Accelerator(r"TPU v5 lite|TPU v5e", 197.0, ("bfloat16",), _page("v5e"), 819.0, 200.0),
     Accelerator(r"TPU v5p?", 459.0, ("bfloat16",), _page("v5p"), 2765.0, 600.0),
     Accelerator(r"TPU v6 lite|TPU v6e", 918.0, ("bfloat16",), _page("v6e"), 1638.0, 400.0),
+    Accelerator(r"TPU7x", 1153.5, ("bfloat16",), "Google Cloud documentation, TPU7x", 3690.0, 300.0),
 )
 
 

@@ -14,8 +14,30 @@ FORMS = (
     "TPU slices are named by chips, as v5e:4x4, v5p:2x2x2 or v6e:4x4 ({tpu}); GPUs by hosts x GPUs of a host, as "
     "h100:2x8 ({gpu})"
 )
-TPUS = {"v4": "v4-8", "v5e": "v5litepod-4", "v5p": "v5p-8", "v6e": "v6e-4"}
-"""libtpu's name of a version, and of a machine of it, which it asks for."""
+
+
+class Tpu(NamedTuple):
+    """What libtpu asks of a version of TPUs, and how they are connected."""
+
+    machine: str
+    """Its name of a machine with four chips."""
+    axes: int
+    """Of a slice: a torus of two or three dimensions."""
+    pod: int
+    """Chips of the largest slice. Source: Google Cloud documentation, the page of each version."""
+    chip: str = "default"
+    """How the cores of a chip are devices, by libtpu's name. Training on v4 has one device a chip ("megacore"), which
+    is not libtpu's default for compilation; a chip of tpu7x has two devices."""
+
+
+TPUS = {
+    "v4": Tpu("v4-8", 3, 4096, "megacore"),
+    "v5e": Tpu("v5litepod-4", 2, 256),
+    "v5p": Tpu("v5p-8", 3, 8960),
+    "v6e": Tpu("v6e-4", 2, 256),
+    "tpu7x": Tpu("tpu7x-8", 3, 9216),
+}
+"""By libtpu's name of a version."""
 
 
 class Gpu(NamedTuple):
@@ -86,7 +108,7 @@ class Target:
         return common | {
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # takes no lock, and is not kept out by that of a job
             "TPU_SKIP_MDS_QUERY": "1",  # asks no metadata server what this machine is
-            "TPU_ACCELERATOR_TYPE": TPUS[self.kind],
+            "TPU_ACCELERATOR_TYPE": TPUS[self.kind].machine,
             "TPU_WORKER_HOSTNAMES": "localhost",
             "TPU_LOG_DIR": "disabled",
         }
@@ -109,7 +131,8 @@ class Target:
             else:
                 # The compiler takes a host for one of 2 x 2 chips; one chip is a machine too.
                 bounds = {"chips_per_host_bounds": (1, 1, 1)} if math.prod(self.shape) == 1 else {}
-                found = topologies.get_topology_desc(self.name, "tpu", **bounds)
+                chip = TPUS[self.kind].chip
+                found = topologies.get_topology_desc(self.name, "tpu", chip_config_name=chip, **bounds)
         except jax.errors.JaxRuntimeError as error:
             word = str(error).splitlines()[0]
             raise UserError(f"target is {self.name}, which its compiler refuses: {word}") from error
@@ -148,7 +171,19 @@ def parse_target(name: str) -> Target:
     shape = tuple(int(n) for n in text.split("x")) if re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*", text) else ()
     if len(shape) not in ((2,) if kind in GPUS else (2, 3)):
         raise UserError(f"target is {name!r}, and {kind!r} needs its shape behind a colon: {forms}")
+    if kind in TPUS:
+        _check_slice(name, TPUS[kind], shape)
     return Target(name, kind, shape)
+
+
+def _check_slice(name: str, tpu: Tpu, shape: tuple[int, ...]) -> None:
+    """Raises for a slice that there is not: libtpu ends its process for some, and compiles for others."""
+    if math.prod(shape[tpu.axes :]) > 1:
+        raise UserError(f"target is {name}: slices of these chips have {tpu.axes} axes, so use two, as 4x4")
+    if math.prod(shape) > tpu.pod:
+        raise UserError(
+            f"target is {name}, a slice of {math.prod(shape):,} chips: the largest has {tpu.pod:,}, so use fewer"
+        )
 
 
 def check_compiler(target: Target, install: str) -> None:
