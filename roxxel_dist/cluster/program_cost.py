@@ -9,10 +9,10 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -20,7 +20,8 @@ COLLECTIVES = (
 )  # fmt: skip
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call",
-    "partition-id", "replica-id", "opt-barrier", "iota", "async-done", "async-update", "copy-start", "domain",
+    "partition-id", "replica-id", "opt-barrier", "iota", "call-start", "call-done", "async-done", "async-update",
+    "copy-start", "domain",
     *(f"{kind}{end}" for kind in COLLECTIVES for end in ("", "-start", "-done")),
 }  # fmt: skip
 """Instructions that move no memory of their own; the bytes of collectives are counted apart."""
@@ -184,36 +185,38 @@ def _closing(line: str, start: int) -> int:
 class _Analysis:
     def __init__(self, computations: dict[str, list[Instruction]], hosts: Sequence[int]) -> None:
         self.computations, self.hosts = computations, hosts
-        self._known: dict[tuple[str, float], ProgramCost] = {}
+        self._known: dict[tuple[str, float, frozenset[Any]], ProgramCost] = {}
         self._by_name = {name: {each.name: each for each in body} for name, body in computations.items()}
 
-    def cost(self, name: str, trips: float) -> ProgramCost:
-        """Of one run of a computation, within a loop of so many trips."""
-        if (name, trips) not in self._known:
-            total = self._known[name, trips] = ProgramCost()
-            channels = set[str]()
+    def cost(self, name: str, trips: float, begun: Set[Any] = frozenset()) -> ProgramCost:
+        """Of one run of a computation, within a loop of so many trips, without the collectives that are `begun`."""
+        key = name, trips, frozenset(begun)
+        if key not in self._known:
+            total = self._known[key] = ProgramCost()
+            channels = set(begun)
             for each in self.computations[name]:
                 self._add(total, name, each, trips, channels)
-        return self._known[name, trips]
+        return self._known[key]
 
-    def _add(self, total: ProgramCost, where: str, each: Instruction, trips: float, channels: set[str]) -> None:
+    def _add(self, total: ProgramCost, where: str, each: Instruction, trips: float, channels: set[Any]) -> None:
         match each.opcode:
             case "while":
                 found = self._trips(where, each)
                 count = (trips + 1) / 2 if found is None else float(found)
                 total.has_open_loops |= found is None
-                total.add(self.cost(each.called()[0], count), count)
+                total.add(self.cost(each.called()[0], count, channels), count)
             case "conditional":
-                costs = [self.cost(name, trips) for name in each.called()]
+                costs = [self.cost(name, trips, channels) for name in each.called()]
                 total.add(max(costs, key=lambda cost: (cost.flops, cost.bytes_accessed)))
-            case "call" | "async-start":
+            case "call" | "call-start" | "async-start":  # newer TPUs start collectives on their SparseCores by a call
                 for name in each.called():
-                    total.add(self.cost(name, trips))
+                    total.add(self.cost(name, trips, channels))
             case "fusion":
                 for name in each.called():
                     total.flops += self.cost(name, trips).flops
-                    # Where a collective overlaps with computing, each fusion on its way names it: it is one by its
-                    # channel. A TPU adds and scatters at once, in a fusion of that name.
+                    # Where a collective overlaps with computing, each fusion on its way names it, also those of loops
+                    # that run meanwhile: it is one by its channel. A TPU adds and scatters at once, in a fusion of that
+                    # name.
                     for inner in self.computations[name]:
                         kind = inner.opcode.removesuffix("-start")
                         if kind in COLLECTIVES:
@@ -330,8 +333,8 @@ class _Analysis:
                 written = part
         return written + sum(reads)
 
-    def _collective(self, total: ProgramCost, where: str, each: Instruction, kind: str, channels: set[str]) -> None:
-        channel = each.attribute("channel_id") or each.name
+    def _collective(self, total: ProgramCost, where: str, each: Instruction, kind: str, channels: set[Any]) -> None:
+        channel = each.attribute("channel_id") or each.name, *((array.dtype, array.shape) for array in each.results)
         if channel in channels:
             return
         channels.add(channel)

@@ -176,6 +176,50 @@ def test_a_collective_that_overlaps_with_computing_is_one():
     assert program_cost(entry(*lines, before=fused), [0] * 4).collectives == {"all-gather": 96}
 
 
+def test_a_collective_that_overlaps_with_a_loop_is_one():
+    """The loop's turns carry it on, and have one of their own."""
+    gather = "all-gather(%p.{0}), channel_id={1}, replica_groups=[1,4]<=[4], dimensions={{0}}"
+    fused = "".join(
+        f"%fused.{i} (p.{i}: f32[8]) -> f32[32] {{\n"
+        f"  %p.{i} = f32[8]{{0}} parameter(0)\n"
+        f"  ROOT %g.{i} = f32[32]{{0}} {gather.format(i, channel)}\n}}\n\n"
+        for i, channel in enumerate([7, 7, 8])
+    )
+    body = """%turn (s: f32[8]) -> f32[8] {
+  %s = f32[8]{0} parameter(0)
+  %more = f32[32] fusion(%s), kind=kCustom, calls=%fused.1
+  %new = f32[32] fusion(%s), kind=kCustom, calls=%fused.2
+  ROOT %same = f32[8]{0} copy(%s)
+}
+
+"""
+    lines = (
+        "%a = f32[8]{0} parameter(0)",
+        "%f = f32[32] fusion(%a), kind=kCustom, calls=%fused.0",
+        'ROOT %w = f32[8]{0} while(%a), condition=%no, body=%turn, backend_config={"known_trip_count":{"n":"5"}}',
+    )
+    found = program_cost(entry(*lines, before=fused + body), [0] * 4)
+    assert found.collectives == {"all-gather": (1 + 5) * 96}
+
+
+def test_a_collective_that_another_core_of_the_chip_does_counts():
+    """A TPU7x has cores for it, which a call starts."""
+    called = """%apart (p: f32[8], t: token[]) -> f32[32] {
+  %t = token[] parameter(1)
+  %p = f32[8]{0} parameter(0)
+  ROOT %g = f32[32]{0} all-gather(%p), channel_id=7, replica_groups=[1,4]<=[4], dimensions={0}
+}
+
+"""
+    lines = (
+        "%a = f32[8]{0} parameter(0)",
+        '%s = ((f32[8]{0}), f32[32]{0}, s32[]) call-start(%a), async_execution_thread="sparsecore", to_apply=%apart',
+        "ROOT %d = f32[32]{0} call-done(%s)",
+    )
+    found = program_cost(entry(*lines, before=called), [0] * 4)
+    assert (found.collectives, found.bytes_accessed) == ({"all-gather": 96}, 0)
+
+
 def test_collectives_of_one_channel_are_several():
     """Keys and values of a `shard_map`, of which jax gives all one channel."""
     gather = "f32[32]{0} all-gather(%a), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}"
