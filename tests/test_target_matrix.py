@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import environment
+from commands import environment, run
 
 ROOT = Path(__file__).parent.parent
 COMPILERS = {"v5e:2x2": "tpu", "v5p:2x2x1": "tpu", "h100:1x8": "cuda"}
 ONCE = {
-    "v4:2x2x1": "tpu", "v5e:1x1": "tpu", "v5p:2x2x2": "tpu", "v6e:2x2": "tpu", "a100:1x8": "cuda", "h200:1x8": "cuda",
-    "b200:1x8": "cuda",
+    "v4:2x2x1": "tpu", "v5e:1x1": "tpu", "v5p:2x2x2": "tpu", "v6e:2x2": "tpu", "tpu7x:2x2x1": "tpu",
+    "a100:1x8": "cuda", "h200:1x8": "cuda", "b200:1x8": "cuda",
 }  # fmt: skip
 """Targets that one plain step is compiled for."""
 CONFIG = {
@@ -24,7 +24,7 @@ CONFIG = {
     "eval_iters": 1, "val_fraction": 0.1, "phases": [{"steps": 4, "batch_size": 16, "seq_len": 257}],
 }  # fmt: skip
 EXPERTS = {"use_moe": True, "n_experts": 4, "top_k_mlp": 2}
-LORA = {"use_lora": True, "lora_targets": "all"}
+LORA = {"use_lora": True, "lora_targets": "all", "init_from": "base"}
 PACKED = [{"steps": 4, "batch_size": 16, "seq_len": 257, "packing": "documents"}]
 BOTH = {"fsdp": True, "tensor_devices": 2}
 TWO_PHASES = [{"steps": 4, "batch_size": 16, "seq_len": 129}, {"steps": 4, "batch_size": 8, "seq_len": 257}]
@@ -90,8 +90,18 @@ def python_for(compiler):
     return found
 
 
+def train_base(work, config):
+    """The run that adapters stand on: a step of the same model, on the CPU."""
+    base = {name: value for name, value in config.items() if name not in (*LORA, *BOTH)}
+    phases = [{"steps": 1, "batch_size": 1, "seq_len": 33}]
+    (work / "base.yaml").write_text(json.dumps(base | {"phases": phases, "val_fraction": 0}))
+    run("train", "--config", "base.yaml", "--data_path", "tokens.npy", "--run_dir", "base", cwd=work)
+
+
 def planned(work, target, compiler, config):
     """The phases of a plan."""
+    if "init_from" in config:
+        train_base(work, config)
     (work / "config.yaml").write_text(json.dumps(config))
     command = [python_for(compiler), "-m", "roxxel_dist", "plan", "--config", "config.yaml", "--json"]
     done = subprocess.run(
