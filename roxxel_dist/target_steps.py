@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from roxxel_dist.cluster.accelerators import accelerator
 from roxxel_dist.cluster.jax_private import assume_compute_capability
 from roxxel_dist.cluster.program_cost import ProgramCost, program_cost
-from roxxel_dist.cluster.targets import GPUS, Target, hosts_of, memory_in
+from roxxel_dist.cluster.targets import GPUS, Target, hosts_of, is_too_large, memory_in
 from roxxel_dist.cluster.traced_flops import traced_flops
 from roxxel_dist.target_process import Report
 from roxxel_dist.train.compile import mesh_of
@@ -86,7 +86,7 @@ class TargetCompiler:
                 program = jitted.lower(*args).compile(compiler_options=None if options is None else dict(options))
         except jax.errors.JaxRuntimeError as error:
             message = str(error)
-            if "RESOURCE_EXHAUSTED" not in message:
+            if not is_too_large(message):
                 raise
         finally:
             self._report(what, True)

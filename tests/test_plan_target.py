@@ -13,7 +13,7 @@ from commands import environment
 from roxxel_dist.cli import main
 from roxxel_dist.cluster.accelerators import accelerator
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.targets import GPUS, TPUS, gpu_config, memory_in, parse_target
+from roxxel_dist.cluster.targets import GPUS, TPUS, gpu_config, is_too_large, memory_in, parse_target
 from roxxel_dist.estimate import EstimateRequest
 
 TPU_PYTHON = Path(__file__).parent.parent / ".cache" / "tpu" / "bin" / "python"
@@ -109,11 +109,29 @@ def test_without_the_compiler_there_is_the_line_that_installs_it(name, extra, wo
     [
         ("Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm. Exceeded", (17.5, 15.75)),
         ("the total memory required for HLO temporaries (2.00T) exceeds available HBM (95.74G).", (2048, 95.74)),
+        ("unlikely to have enough memory. Requires 3.84T, has 90.96G available. If more", (3840 * 1.024, 90.96)),
+        ("unlikely to have enough device memory. Requires 3.5E, has 14.5G available.", (3.5 * (1 << 30), 14.5)),
+        ("Ran out of memory in memory space vmem. Used 32.42M of 16.00M vmem.", None),
         ("something else", None),
     ],
 )
 def test_what_a_compiler_says_of_memory(message, found):
     assert memory_in(message) == ((None, None) if found is None else tuple(int(n * (1 << 30)) for n in found))
+
+
+@pytest.mark.parametrize(
+    ("message", "is_so"),
+    [
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm.", True),
+        ("RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required (2.00T) exceeds available HBM", True),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.", True),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 32.42M of 16.00M vmem.", False),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space smem. Used 1.00M of 1.00M smem.", False),
+        ("INTERNAL: Mosaic failed to compile TPU kernel", False),
+    ],
+)
+def test_a_program_is_too_large_for_the_memory_of_a_device_or_has_another_mistake(message, is_so):
+    assert is_too_large(message) == is_so
 
 
 TPU_KINDS = ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"]

@@ -228,18 +228,27 @@ def quoted(text: str) -> str:
 
 def memory_in(message: str) -> tuple[int | None, int | None]:
     """(bytes that a program needs, bytes that a device has) from the compiler's refusal of it, where it says them."""
-    number = r"([\d.]+)([KMGT]?)"
-    needs = re.search(rf"Used {number} of", message) or re.search(rf"\({number}\) exceeds available", message)
-    has = re.search(rf"Used [\d.]+[KMGT]? of {number}", message) or re.search(
-        rf"exceeds available HBM \({number}\)", message
-    )
-    return _bytes(needs), _bytes(has)
+    amount = r"([\d.]+[KMGTPE]?)"
+    for form in (
+        rf"memory space hbm\. Used {amount} of {amount}",
+        rf"\({amount}\) exceeds available HBM \({amount}\)",
+        rf"Requires {amount}, has {amount} available",
+    ):
+        if found := re.search(form, message):
+            return _bytes(found[1]), _bytes(found[2])
+    return None, None
 
 
-def _bytes(found: re.Match[str] | None) -> int | None:
-    if found is None:
-        return None
-    return int(float(found[1]) * 1024 ** (" KMGT".index(found[2]) if found[2] else 0))
+def is_too_large(message: str) -> bool:
+    """Whether a compiler refuses a program because of the memory of a device. What a kernel has no room for in the
+    chip's own fast memory (vmem, smem) is a mistake in the kernel: no smaller batch or more devices mend it."""
+    space = re.search(r"memory space (\w+)", message)
+    return "RESOURCE_EXHAUSTED" in message and (space is None or space[1] == "hbm")
+
+
+def _bytes(amount: str) -> int:
+    power = " KMGTPE".find(amount[-1])
+    return int(float(amount if power < 0 else amount[:-1]) * 1024 ** max(0, power))
 
 
 def hosts_of(devices: Sequence[Any]) -> list[int]:
