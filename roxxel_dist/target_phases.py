@@ -98,5 +98,5 @@ def cure(target: TargetCompiler, components: RunComponents, plan: Plan, step: in
         if found.fits:
             return f"with {words} it takes {size(found.peak_bytes or 0)} and fits"
         tried.append(words)
-    without = f"tried, and none of them fits: {'; '.join(tried)}. " if tried else ""
-    return f"{without}Use a smaller batch_size or model, or more devices"
+    without = f"tried, and none of them fits: {'; '.join(tried)}; " if tried else ""
+    return f"{without}use a smaller batch_size or model, or more devices"
