@@ -39,7 +39,6 @@ FEATURES = {
     "latent attention, absorbed": {"mla": True, "inference": True},
     "latent attention, cut": {"mla": True, **BOTH},
     "window": {"sliding_window": True, "context_window": 64},
-    "an odd number of tokens": {"phases": [{"steps": 4, "batch_size": 16, "seq_len": 256}]},
     "absolute positions": {"pos_encoding": "absolute"},
     "learned positions": {"pos_encoding": "learned"},
     "no positions": {"pos_encoding": "none"},
@@ -72,8 +71,11 @@ FEATURES = {
     "attention by xla": {"attention": "xla"},
     "bad steps skipped": {"on_bad_step": "skip", "fsdp": True},
     **{name: {"optimizer": name, "fsdp": True} for name in ("nadamw", "lion", "sgd", "muon", "adafactor")},
+    "muon, cut": {"optimizer": "muon", **BOTH},
     "muon and tensor": {"optimizer": "muon", "tensor_devices": 2},
 }
+REPEATED = {"muon and tensor": 1.3}
+"""What is known to be repeated, and how much at most: chips that hold the same part of a matrix compute its update."""
 
 
 @pytest.fixture
@@ -147,7 +149,7 @@ def test_a_feature_is_compiled(feature, target, work):
     for phase in planned(work, target, COMPILERS[target], CONFIG | FEATURES[feature]):
         for what, step in (("training", phase["target"]), ("validation", phase["target"]["validation"])):
             shown(f"{target} {feature}, {phase['attention']}, {what}", step)
-            assert step["flops_ratio"] == pytest.approx(1, abs=0.05)
+            assert 0.95 < step["flops_ratio"] < REPEATED.get(feature, 1.05)
 
 
 @pytest.mark.long
@@ -168,7 +170,8 @@ def test_generation_with_a_cache_is_compiled(fields, target, work):
     shape = {name: CONFIG[name] for name in ("dim", "n_heads", "num_blocks", "max_context", "vocab_size")}
     for what, step in called(work, target, COMPILERS[target], "generation", shape | fields).items():
         shown(f"{target} {what}", step)
-        assert step["flops_ratio"] <= 1.05  # XLA makes sums of products of one row, which do not count
+        # A TPU multiplies and adds the scores of one query a head without a matrix product, and only those are counted.
+        assert (0.8 if what == "adding tokens" else 0.95) < step["flops_ratio"] < 1.05
 
 
 @pytest.mark.long
