@@ -40,7 +40,7 @@ def parse(kind: type[T], words: list[str], command: str, *, underscores: bool = 
         words: the command line after the command.
         command: its name, for messages.
         underscores: how options are written in its help: --max_steps, or --max-steps.
-        default: has the values of what is not given; without it the fields' own defaults hold.
+        default: has the values of options that are not given; without it the fields' own defaults hold.
 
     Raises:
         UserError: a word is no option and has no place, a value is none of its type, or something is not given. The
@@ -209,7 +209,7 @@ class _Arguments:
         raise UserError(f"{command} takes only options, and {word!r} is not one{hint}")
 
     def _place(self, placed: list[str], result: dict[str, list[str]]) -> None:
-        """Give words their places. Raises UserError for what has no default and is not given."""
+        """Give words their places. Raises UserError for an argument without a default that is not given."""
         rest = list(placed)
         for name in self._positional:
             held = self._types[name]

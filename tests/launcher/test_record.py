@@ -196,7 +196,7 @@ def test_a_refused_launch_keeps_the_record_of_the_run(tmp_path: Path) -> None:
 
 
 def test_a_copy_of_a_run_directory_is_not_the_job(tmp_path: Path) -> None:
-    """It has the controller's number in its record, and nobody's lock."""
+    """It has the controller's number in its record, and a lock that no process holds."""
     with JobRecorder(spec(), LocalBackend()) as register:
         register.update(state="running")
         shutil.copytree("runs/one", "runs/copy")

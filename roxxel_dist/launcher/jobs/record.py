@@ -1,7 +1,7 @@
 """The record of a job: `launcher.json` beside the logs of its ranks, and this user's index of such records.
 
 The controller replaces the file at each change, and holds the lock beside it for as long as it lives. So a record that
-says that a job goes on, while nobody holds the lock, is of a controller that was killed, whatever process has its
+says that a job goes on, while no process holds the lock, is of a controller that was killed, whatever process has its
 number by now. The index, `$XDG_STATE_HOME/roxxel-dist/jobs`, has one link to the record of each run directory.
 """
 
@@ -186,7 +186,7 @@ def _lock_of(path: Path) -> Path:
 def read(path: Path) -> JobRecord | None:
     """The record in a file, as it is now; None where it is gone or no record.
 
-    Where it says that a job of this machine goes on and nobody holds its lock, the job is `lost`.
+    Where it says that a job of this machine goes on and no process holds its lock, the job is `lost`.
     """
     was_lost = False
     while True:
@@ -268,7 +268,7 @@ def _replace(path: Path, text: str) -> None:
 def forget(*, over_s: float = 0.0, unreported_s: float = FORGOTTEN_S) -> list[JobRecord]:
     """Take jobs that ended so long ago off the index, and those elsewhere without a change; returns these jobs.
 
-    Run directories keep their records. A link that leads nowhere (the directory was deleted, or is on another machine)
+    Run directories keep their records. A link whose target is gone (the directory was deleted, or is on another machine)
     and other files go after the same times.
     """
     forgotten = []
