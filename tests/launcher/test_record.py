@@ -136,7 +136,7 @@ def test_another_process_of_that_number_is_not_the_controller() -> None:
 
 
 def enter(run_id: str, folder: str, **changes: object) -> JobRecord:
-    """The record of a job that ended, or with `changes`, beside nobody's lock."""
+    """The record of a job that ended, or with `changes`, beside a lock that no process holds."""
     recorder = JobRecorder(spec(run_id, folder), LocalBackend())
     with recorder:
         recorder.update(state="running")

@@ -268,8 +268,8 @@ def _replace(path: Path, text: str) -> None:
 def forget(*, over_s: float = 0.0, unreported_s: float = FORGOTTEN_S) -> list[JobRecord]:
     """Take jobs that ended so long ago off the index, and those elsewhere without a change; returns these jobs.
 
-    Run directories keep their records. A link whose target is gone (the directory was deleted, or is on another machine)
-    and other files go after the same times.
+    Run directories keep their records. A link whose target is gone (the directory was deleted, or is on another
+    machine) and other files go after the same times.
     """
     forgotten = []
     for path in folder().glob("*"):
