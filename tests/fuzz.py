@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from command_lines import PATHS, flags
 
 from roxxel_dist.cli import main
-from roxxel_dist.cli.argument_types import option_types
+from roxxel_dist.cli.argument_types import POSITIONAL, marks, option_types
 from roxxel_dist.cli.arguments import ConfigArgs
 
 FIELDS = {f"--{name}" for name in option_types(ConfigArgs)}
@@ -54,7 +54,7 @@ def options(path: tuple[str, ...]) -> dict[str, Any]:
 
 def is_positional(hint: Any) -> bool:
     """Whether this is a word of its own, and no option."""
-    return any("Positional" in repr(mark) or "positional" in repr(mark).lower() for mark in get_args(hint)[1:])
+    return POSITIONAL in marks(hint)
 
 
 def wrong(hint: Any, value: str) -> bool:

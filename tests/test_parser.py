@@ -83,6 +83,7 @@ def test_words_become_values(line: str) -> None:
 
 
 WRONG = {
+    "--paths a": "there is no option --paths: PATHS is given by its place: `roxxel-dist x --help` lists all",
     "--coun 4": "there is no option --coun: did you mean --count? `roxxel-dist x --help` lists all",
     "--no-count": "there is no option --no_count: ",  # brentyi/tyro#45, python/cpython#131175: nothing is abbreviated
     "--t x": "there is no option --t: ",

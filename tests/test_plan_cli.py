@@ -85,7 +85,7 @@ MISTAKES = [
     ([*WORDS, "--warmup_steps", "4"], "warmup_steps is 4: it must be below"),
     ([*WORDS, "--use_lora", "True"], "use_lora is True, and init_from names no run"),
     ([*WORDS, "--init_from", "nowhere"], "nowhere has no checkpoint; name the folder of a run that has"),
-    ([*WORDS, "--init_from", "run@9"], "run has no checkpoint of step 9; kept are 1"),
+    ([*WORDS, "--init_from", "run@9"], "run has no checkpoint of step 9; nearest is 1, kept are 1"),
     ([*WORDS, "--init_from", "run", "--dim", "32"], "run@1: the checkpoint of step 1"),
     ([*WORDS, "--init_from", "run", "--data_path", "chars"], "run, whose tokenizer is"),
     ([*WORDS, "--model", "own_model:missing"], "has no 'missing'"),

@@ -172,9 +172,15 @@ class _Arguments:
     def _no_option(self, name: str) -> str:
         if instead := REMOVED.get(self._command.split(maxsplit=1)[0], {}).get(name):
             return f"the option {self.flag(name)} was removed: {instead}"
-        near = nearest(name, list(self._types))
+        if name in self._positional:
+            return f"there is no option {self.flag(name)}: {name.upper()} is given by its place: {self._all_options}"
+        near = nearest(name, self._option_names)
         hint = f"did you mean {self.flag(near)}?" if near else "the command does not have it;"
         return f"there is no option {self.flag(name)}: {hint} {self._all_options}"
+
+    @property
+    def _option_names(self) -> list[str]:
+        return [name for name in self._types if name not in self._positional]
 
     @property
     def _room(self) -> int | None:
@@ -186,7 +192,7 @@ class _Arguments:
         """Raises UserError for a word that is neither an option nor a value, where the command has no place for it."""
         command = f"`{self._command}`"
         name, equals, value = word.lstrip("-").partition("=")
-        near = nearest(name.replace("-", "_"), list(self._types))
+        near = nearest(name.replace("-", "_"), self._option_names)
         if word.startswith("-") and word != "-":
             hint = f"did you mean {self.flag(near)}?" if near else self._all_options
             raise UserError(f"there is no option {word}: options begin with two dashes: {hint}")
