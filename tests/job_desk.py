@@ -21,6 +21,15 @@ from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.jobs.detach import detach
 from roxxel_dist.launcher.spec import JobSpec
 detach("""
+ABANDONED = """
+import os, sys
+from pathlib import Path
+from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.jobs import detach
+from roxxel_dist.launcher.spec import JobSpec
+reader, writer = os.pipe()
+os.close(reader)
+sys.exit(detach._control("""
 
 
 @dataclass
@@ -43,6 +52,13 @@ class Desk:
         job = f"JobSpec(command={words}, nprocs=1, run_id={run_id!r}, log_dir=Path({log_dir!r}), max_restarts=0)"
         env = environment(XDG_STATE_HOME=str(self.folder / "state"))
         subprocess.run([sys.executable, "-c", DETACH + job + ", LocalBackend())"], cwd=self.folder, env=env, check=True)
+
+    def abandoned(self, run_id: str, *words: str) -> int:
+        """Begin such a job for a command that has ended; the exit code of its launcher."""
+        job = f"JobSpec(command={words}, nprocs=1, run_id={run_id!r}, log_dir=Path('logs'), max_restarts=0)"
+        env = environment(XDG_STATE_HOME=str(self.folder / "state"))
+        script = ABANDONED + job + ", LocalBackend(), writer))"
+        return subprocess.run([sys.executable, "-c", script], cwd=self.folder, env=env, check=False).returncode
 
     def run(self, *words: object) -> tuple[int, str, str]:
         """Run a command to its end: its code, what it showed, and its messages."""

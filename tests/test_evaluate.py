@@ -232,7 +232,7 @@ def test_a_checkpoint_that_does_not_give_its_loss_is_told(work, capsys):
 
 def test_what_cannot_be_evaluated(work, capsys):
     assert "there is no nowhere: " in refused(capsys, "nowhere")
-    assert "run has no checkpoint of step 5; kept are 1, 2, 3, 4, 6, 7" in refused(capsys, "run@5")
+    assert "run has no checkpoint of step 5; nearest is 4 or 6, kept are 1, 2, 3, 4, 6, 7" in refused(capsys, "run@5")
     assert "RUN is run@4, and --best takes the step" in refused(capsys, "run@4", "--best")
     assert "--validation is 'x': write names and paths" in refused(capsys, "run", "--validation", "x")
     assert "validation: 'x' is 3: write names" in refused(capsys, "run", "--validation", "{x: 3}")

@@ -336,7 +336,7 @@ def test_agent_and_guard_killed_at_once_leave_no_rank(launch: Launch, alive: Ali
     family = job.family()
     for pid in (*family["guard"], *family["agent"]):
         os.kill(pid, signal.SIGKILL)
-    assert job.wait()[0] == 137
+    assert job.wait()[0] in (137, 69)  # 69: the launcher had not read yet that the ranks had started
     until(lambda: not any(map(alive, family["all"])), "all ranks to be gone")
 
 

@@ -33,4 +33,4 @@ def test_two_processes_give_the_losses_of_the_log(tmp_path):
             assert abs(found["difference"]) < 1e-4
     missing = run(*ranks, "eval", "run@3", cwd=tmp_path)
     assert missing.returncode == 2
-    assert "run has no checkpoint of step 3; kept are 1, 5, 6" in missing.stdout + missing.stderr
+    assert "run has no checkpoint of step 3; nearest is 1 or 5, kept are 1, 5, 6" in missing.stdout + missing.stderr
