@@ -93,8 +93,9 @@ class Follower(Reader):
         line = re.sub(r"\S*/bin/python[\d.]*", "python3", line.replace(str(self.folder), "/home/me/work"))
         line = re.sub(r"\b(\d{8}_\d{6})_\d+\b", r"\1", line)  # of two jobs that began in one second
         line = re.sub(r" - +(?=\d\d:\d\d:\d\d )", " 0 ", line)  # `ps` is a second behind: no step yet
+        line = re.sub(r"-[0-9a-f]{8}\b", "-ID", line)  # before numbers: an id may have digits alone
         line = re.sub(r"\b(?:node|h)\d\b|\b[\d.]{7,}\b", "HOST", line.replace(platform.node(), "node1"))
-        return " ".join(re.sub(r"(?<![=\d,.:])\d[\d.,:]*", "N", re.sub(r"-[0-9a-f]{8}\b", "-ID", line)).split())
+        return " ".join(re.sub(r"(?<![=\d,.:])\d[\d.,:]*", "N", line).split())
 
     def run(self, words: list[str], block: Block | None = None) -> str:
         """Run the words of a block, or others, where the page is followed; what they said on stdout."""
