@@ -367,7 +367,7 @@ class JobView {
   update([[, { head, ranks, lines }]]) {
     if (!head) return;
     fill(this.title, [head.name, head.state], () => h("h1", {}, head.name, badge(head.state)));
-    this.about.textContent = `${head.command} in ${head.directory}`;
+    this.about.textContent = `${head.command} in ${head.path}`;
     fill(this.tiles, head, () => tiles([["Step", format.integer(head.step)], ["Attempt", String(head.attempt + 1)], ["Ranks", String(head.nprocs)], ["Hosts", String(head.hosts.length), head.hosts.slice(0, 4).join(", ")], ["Begun", format.time(head.begun)], ["Exit code", head.code === null ? NONE : String(head.code)]]));
     if (ranks) fill(this.ranks, ranks, ranksCard);
     this.lines.textContent = (lines ?? []).join("\n");
