@@ -112,11 +112,23 @@ def _trial(trial: Trial) -> dict[str, Any]:
 
 def _job(state: JobState, brief: bool) -> Iterator[tuple[str, Any]]:
     job = state.record
-    yield "head", {
-        "kind": "job", "name": job.run_id, "path": job.run_dir, "state": job.state, "code": job.code,
-        "attempt": job.attempt, "step": job.step, "begun": job.begun, "updated": job.updated, "hosts": job.hosts,
-        "nprocs": job.nprocs, "command": job.command,
-    }  # fmt: skip
+    yield (
+        "head",
+        {
+            "kind": "job",
+            "name": job.run_id,
+            "path": job.run_dir,
+            "state": job.state,
+            "code": job.code,
+            "attempt": job.attempt,
+            "step": job.step,
+            "begun": job.begun,
+            "updated": job.updated,
+            "hosts": job.hosts,
+            "nprocs": job.nprocs,
+            "command": job.command,
+        },
+    )
     if not brief:
         yield "ranks", {"job": job.run_id, "attempts": job.attempt + 1, **_ranks(state.ranks, job.restarts)}
         yield "lines", state.lines
