@@ -2,17 +2,16 @@
 
 import contextlib
 import json
-import secrets
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.save_requests import post_request, take_answer, withdraw
+from roxxel_dist.cluster.save_requests import post_request, read_answer
 from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, is_held
-from roxxel_dist.train.bucket_folder import LEASE, SAVE_ANSWERS, SAVE_REQUESTS
+from roxxel_dist.train.bucket_folder import LEASE, SAVE_ANSWER, SAVE_REQUEST
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectStore
@@ -25,7 +24,7 @@ class NotSaved(Exception):
 
 
 def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
-    """Have the job that trains in `run` save its next logged step, wait until that is on disk, and return the step.
+    """Have the job that trains in `run` save within two seconds or steps, wait until that is on disk; returns the step.
 
     Raises:
         ValueError: `run` is not a run directory or the address of a run, or no job trains there.
@@ -41,11 +40,8 @@ def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
         raise UserError(f"{run} is not a run directory: it has no {CONFIG}")
     if not is_held(folder):
         raise UserError(f"no job trains in {run} now: its checkpoints are in {folder / CHECKPOINTS}")
-    request = post_request(folder)
-    try:
-        answer = _wait(folder, request, timeout_s)
-    finally:
-        withdraw(folder, request)
+    post_request(folder)
+    answer = _wait(folder, timeout_s)
     if "error" in answer:
         raise NotSaved(answer["error"])
     return answer["step"]
@@ -54,21 +50,20 @@ def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
 def _ask_through_bucket(run: str | Path, timeout_s: float) -> int:
     """The same of a run in a bucket, where rank 0 looks for requests every few seconds."""
     from roxxel_dist.objects.store import ObjectStore
+    from roxxel_dist.train.run_mirror import is_asked
 
-    store, request, end = ObjectStore.open(run), secrets.token_hex(8), time.monotonic() + timeout_s
+    store, end = ObjectStore.open(run), time.monotonic() + timeout_s
     if not any(info.key == CONFIG for info in store.list()):
         raise UserError(f"{store.url} is not a run: it has no {CONFIG}")
     answer = None
-    store.write(SAVE_REQUESTS + request, b"")
-    try:
-        while answer is None:
-            if (reason := _nobody(store)) or time.monotonic() > end:
-                raise NotSaved(reason or f"the job in {store.url} did not save within {timeout_s:g} s: see its log")
-            time.sleep(BUCKET_POLL_S)
-            with contextlib.suppress(StoreNotFoundError):
-                answer = json.loads(store.read(SAVE_ANSWERS + request))
-    finally:
-        store.delete([SAVE_REQUESTS + request, SAVE_ANSWERS + request])
+    store.write(SAVE_REQUEST, b"")
+    while answer is None:
+        if (reason := _nobody(store)) or time.monotonic() > end:
+            raise NotSaved(reason or f"the job in {store.url} did not save within {timeout_s:g} s: see its log")
+        time.sleep(BUCKET_POLL_S)
+        with contextlib.suppress(StoreNotFoundError):
+            if not is_asked(store):
+                answer = json.loads(store.read(SAVE_ANSWER))
     if "error" in answer:
         raise NotSaved(answer["error"])
     return answer["step"]
@@ -83,11 +78,11 @@ def _nobody(store: "ObjectStore") -> str:
     return f"no job trains in {store.url} now: its checkpoints are there" if released else ""
 
 
-def _wait(folder: Path, request: str, timeout_s: float) -> dict:
+def _wait(folder: Path, timeout_s: float) -> dict:
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         held = is_held(folder)  # before the last look: the job may answer and end in between
-        answer = take_answer(folder, request)
+        answer = read_answer(folder)
         if answer is not None:
             return answer
         if not held:

@@ -1,6 +1,7 @@
 """Small runs for the tests of the loop."""
 
 import json
+from dataclasses import replace
 
 import optax
 from flax import nnx
@@ -10,6 +11,7 @@ from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.layers import Dropout
 from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.train.agreement import StepAgreement
 
 PHASES = [Phase(6, 8, 17), Phase(4, 8, 17), Phase(3, 8, 33)]
 
@@ -67,3 +69,9 @@ def told(path):
 
 def saved(path):
     return sorted(int(p.name) for p in (path / "checkpoints").iterdir() if p.name.isdigit())
+
+
+def stop_after(patch, step):
+    """Every trainer is asked to stop after `step`, while a `pytest.MonkeyPatch` lasts."""
+    after = StepAgreement.after
+    patch.setattr(StepAgreement, "after", lambda self, done: replace(after(self, done), stop=done == step))

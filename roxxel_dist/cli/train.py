@@ -72,8 +72,8 @@ def batch(words: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveArgs:
-    """Request a checkpoint of a running job at its next logged step, and wait until it is on disk. Exit code 1: no
-    checkpoint was saved."""
+    """Request a checkpoint of a running job, which saves it within two seconds or steps, and wait until it is on disk.
+    Exit code 1: no checkpoint was saved."""
 
     run: Positional[str]
     """The run directory of the job."""
@@ -82,7 +82,7 @@ class SaveArgs:
 
 
 def save(words: list[str]) -> int:
-    """Ask a running job for a checkpoint at its next logged step."""
+    """Ask a running job for a checkpoint, and wait until it is on disk."""
     args = parse(SaveArgs, words, "save")
     with usage_errors():
         from roxxel_dist.save import NotSaved, ask_for_checkpoint

@@ -37,6 +37,8 @@ def initialize() -> None:
     if devices := env.get("ROXXEL_LOCAL_DEVICES"):
         jax.config.update("jax_num_cpu_devices", int(devices))
     pin_threads()
+    # Else jax keeps SIGTERM to itself, and a request from before the first step is lost.
+    jax.config.update("jax_enable_preemption_service", False)
     if coordinator := env.get("ROXXEL_COORDINATOR"):
         if env["ROXXEL_PROCESS_ID"] == "0":
             _check_port(coordinator)

@@ -1,7 +1,6 @@
-"""A request to stop: one rank hears it, and all of them save and exit after the same step."""
+"""Requests to stop that this process receives; `train/agreement.py` makes them requests to all ranks."""
 
 import contextlib
-import itertools
 import os
 import signal
 import threading
@@ -9,13 +8,11 @@ from collections.abc import Iterator
 from types import FrameType
 
 import jax
-from jax.experimental import multihost_utils
 
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.exit_codes import SCHEDULER_SIGNALS, STATUS_ENV
 
 _stop, _stepped = threading.Event(), threading.Event()
-_calls = itertools.count(1)
 
 
 @contextlib.contextmanager
@@ -24,14 +21,14 @@ def watching_for_stop() -> Iterator[None]:
     loop to stop after the step in hand; another Ctrl-C kills.
 
     A command that has done no step yet has nothing to save: it ends at once. A SIGHUP that is ignored (`nohup`) stays
-    so. In a job of several processes jax has taken SIGTERM over already, and passes it on to all of them.
+    so.
     """
     _stop.clear()
     _stepped.clear()
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    watched = [signal.SIGINT] + ([signal.SIGTERM] if jax.process_count() == 1 else [])
+    watched = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         watched.append(signal.SIGHUP)
     watched += [number for number in SCHEDULER_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
@@ -56,16 +53,9 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         line = f"{signal.Signals(number).name}: finishing this step and saving it; another Ctrl-C ends without saving"
         with contextlib.suppress(OSError):  # a terminal that is closed
             os.write(2, f"\nroxxel-dist: {line}\n".encode())  # print may not be called here: the handler interrupts one
-    if jax.process_count() > 1:
-        # Tell everybody by the way that jax knows: all ranks must leave after the same step.
-        signal.raise_signal(signal.SIGTERM)
 
 
-def stop_requested(step: int) -> bool:
-    """Whether to save and leave after `step`: the same answer on every rank, which must all ask after every step."""
+def stop_requested() -> bool:
+    """Whether this process was asked to stop; to be called when a step is done."""
     _stepped.set()
-    if jax.process_count() == 1:
-        return _stop.is_set()
-    # jax stops at the number that is one above the largest asked for so far, and at no other: with the steps of a run
-    # that goes on, whose first one is 56, a request that comes before it is for 1, and would never be seen.
-    return multihost_utils.reached_preemption_sync_point(next(_calls))
+    return _stop.is_set()

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 LEASE = "run.lease"
 CONFIG, TOKENIZER, DATA, LOGS, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", "logs", "checkpoints"
-SAVE_REQUESTS, SAVE_ANSWERS = ".save-requests/", ".save-answers/"
-"""Where requests to save, and the answers to them, are in a bucket."""
+SAVE_REQUEST, SAVE_ANSWER = ".save/request", ".save/answer"
+"""A request to save, and its answer, in a bucket; `cluster/save_requests.py` has those of a folder."""
 NOT_FETCHED = ("profile/", "plots/")
 """Folders of a run that training never reads again, so they are not fetched; nor are hidden files."""
 AT_ONCE = 16 << 20

@@ -6,17 +6,17 @@ Nothing is deleted there because a local file is gone: the local folder is a cop
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roxxel_dist.cluster.save_requests import ANSWER, REQUEST
+from roxxel_dist.cluster.save_requests import post_request, read_answer
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
-from roxxel_dist.train.bucket_folder import AT_ONCE, CHECKPOINTS, SAVE_ANSWERS, SAVE_REQUESTS, FileState, state_of
+from roxxel_dist.train.bucket_folder import AT_ONCE, CHECKPOINTS, SAVE_ANSWER, SAVE_REQUEST, FileState, state_of
 from roxxel_dist.train.checkpoint.digests import files_below
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class RunMirror:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._problem: Exception | None = None
+        self._serving = False  # a request of the bucket is in the folder
         self._unreadable: dict[str, str] = {}
         """By file, the error of the disk that kept it from being sent, and is logged."""
         self._thread = threading.Thread(target=self._work, name="run mirror", daemon=True)
@@ -60,9 +61,8 @@ class RunMirror:
     def start(self) -> None:
         """Begin; delete the requests and answers that an earlier process left."""
         if self._serves:
-            self._store.delete(
-                [info.key for prefix in (SAVE_REQUESTS, SAVE_ANSWERS) for info in self._store.list(prefix)]
-            )
+            self._store.delete([SAVE_ANSWER])  # first: else it would answer the request
+            self._store.delete([SAVE_REQUEST])
         self._thread.start()
 
     def check(self) -> None:
@@ -94,8 +94,6 @@ class RunMirror:
         try:
             while not self._over.wait(INTERVAL_S):
                 self._pass(everything=False)
-                with self._readable("requests to save"):
-                    self._take_requests()
             self._pass(everything=True)
         except Exception as error:  # `check` raises it in the run's own thread
             self._problem = error
@@ -123,8 +121,9 @@ class RunMirror:
             if everything or now >= self._sent.get(name, (None, 0.0))[1]:
                 with self._readable(name):
                     self._send(name, path)
-        with self._readable("answers to requests to save"):
-            self._send_answers()
+        if self._serves:
+            with self._readable("requests to save"):
+                self._serve_request()
 
     def _files(self) -> list[Path]:
         """What this rank sends: no checkpoints, which have their own way, and nothing hidden."""
@@ -151,16 +150,17 @@ class RunMirror:
                 return
             self._sent[name] = state, time.monotonic() + state[0] / BYTES_PER_S
 
-    def _take_requests(self) -> None:
-        if self._serves:
-            for info in self._store.list(SAVE_REQUESTS):
-                (self._folder / f"{REQUEST}{info.key.removeprefix(SAVE_REQUESTS)}").touch()
-                self._store.delete([info.key])
+    def _serve_request(self) -> None:
+        """Pass a request in the bucket to the folder, and its answer back."""
+        if not self._serving and is_asked(self._store):
+            post_request(self._folder)
+            self._serving = True
+        elif self._serving and (answer := read_answer(self._folder)) is not None:
+            self._store.write(SAVE_ANSWER, json.dumps(answer).encode())
+            self._store.delete([SAVE_REQUEST])
+            self._serving = False
 
-    def _send_answers(self) -> None:
-        if self._serves:
-            for path in self._folder.glob(f"{ANSWER}*"):
-                if path.suffix != ".part":
-                    self._store.write(f"{SAVE_ANSWERS}{path.name.removeprefix(ANSWER)}", path.read_bytes())
-                    with contextlib.suppress(OSError):
-                        os.unlink(path)
+
+def is_asked(store: ObjectStore) -> bool:
+    """Whether a request to save the run at the prefix of `store` is open."""
+    return SAVE_REQUEST in (info.key for info in store.list(SAVE_REQUEST.rpartition("/")[0]))

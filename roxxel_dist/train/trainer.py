@@ -21,7 +21,7 @@ from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.folder_lock import hold_folder
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
-from roxxel_dist.cluster.preemption import stop_requested, watching_for_stop
+from roxxel_dist.cluster.preemption import watching_for_stop
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
@@ -29,6 +29,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.loader import Stream
 from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.model.transformer import Transformer, TransformerBuilder
+from roxxel_dist.train.agreement import StepAgreement
 from roxxel_dist.train.bad_steps import BadStep, BadStepMonitor
 from roxxel_dist.train.batch_layout import batch_layout
 from roxxel_dist.train.bucket_run import BucketRun
@@ -299,11 +300,11 @@ class Trainer:
             self.logger, self._timer, self.last_step, self.step, self.state.flops_per_token(), self.mesh.devices.flat
         )
         self._monitor = BadStepMonitor(log, skip=options.on_bad_step == "skip")
-        logged = partial(options.is_due, "log", last_step=self.last_step)
         self._checkpoints = CheckpointManager(
-            self._folder, self.store, self.last_step, log, logged, export=options.export_weights,
+            self._folder, self.store, self.last_step, log, export=options.export_weights,
             with_state=not has_random_streams_alone(self._split),
         )  # fmt: skip
+        self._agreement = StepAgreement(self._checkpoints.requests, self._memory)
         steps = options.profile_steps
         self._profiler = None if steps is None else Profiler(self._folder / "profile", *steps, log=log)
 
@@ -385,6 +386,7 @@ class Trainer:
             if begins := self.plan.phase(step) != phase:
                 self._flush_metrics()  # before the line that announces the phase
                 phase, train_step = self.plan.phase(step), self._enter_phase(step)
+                self._agreement.begin(step)
             batch = next(stream)  # read while the devices work on the steps before
             if self._throttler.wait_for_next():
                 self._timer.finished()
@@ -475,10 +477,11 @@ class Trainer:
 
     def _save_and_copy_due(self, done: int) -> tuple[bool, bool]:
         """Whether to save a checkpoint after a step, as it is due or asked for; whether to copy the state in memory."""
-        self.stopped = stop_requested(done) and done < self.last_step
-        save = self._checkpoints.save_requested(done) or self.stopped
-        save = save or self.options.is_due("checkpoint", done, self.last_step)
-        return save, self._memory is not None and self._memory.due(done) and done < self.last_step
+        announced = self._agreement.after(done)
+        self.stopped = announced.stop and done < self.last_step
+        save = announced.save or self.stopped or self.options.is_due("checkpoint", done, self.last_step)
+        copy = self._memory is not None and self._memory.accept(announced.copy)
+        return save, copy and done < self.last_step
 
     def _keep(self, done: int, val_loss: float | None, idle_since: float, *, save: bool, copy: bool) -> None:
         if save:

@@ -66,14 +66,14 @@ def test_initialize_is_harmless_after_jax_was_used():
 def test_a_request_to_stop_lasts_as_long_as_the_loop():
     before = signal.getsignal(signal.SIGTERM)
     with preemption.watching_for_stop():
-        assert not preemption.stop_requested(1)
+        assert not preemption.stop_requested()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert preemption.stop_requested(2)
+        assert preemption.stop_requested()
     assert signal.getsignal(signal.SIGTERM) is before
     with preemption.watching_for_stop():
-        assert not preemption.stop_requested(1)
+        assert not preemption.stop_requested()
         os.kill(os.getpid(), signal.SIGINT)
-        assert preemption.stop_requested(2)
+        assert preemption.stop_requested()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 

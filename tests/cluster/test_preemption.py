@@ -1,24 +1,31 @@
-"""A request to stop in a job of several processes: real ones, with jax's own way to agree."""
+"""A request to stop in a job of several real processes."""
 
+import pytest
 from commands import run
 
 PROGRAM = """
-import os, signal, time
+import os, signal, sys, time
 from roxxel_dist.cluster.distributed import initialize, process_index
-from roxxel_dist.cluster.preemption import stop_requested, watching_for_stop
+from roxxel_dist.cluster.preemption import watching_for_stop
+from roxxel_dist.cluster.save_requests import SaveRequests
+from roxxel_dist.train.agreement import StepAgreement
 
 initialize()
+agreement = StepAgreement(SaveRequests("."), None)
 with watching_for_stop():
-    if process_index() == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(3)  # jax looks once a second, and the ranks agree then
-    stopped = next((step for step in range(56, 66) if time.sleep(0.1) or stop_requested(step)), None)
-print("stopped after", stopped, flush=True)
+    if process_index() == int(sys.argv[1]):
+        os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+    agreement.begin(55)
+    stopped = next((step for step in range(56, 99) if time.sleep(0.1) or agreement.after(step).stop), None)
+open(f"stopped-{process_index()}", "w").write(str(stopped))
 """
 
 
-def test_a_run_that_goes_on_hears_a_request_from_before_its_first_step(tmp_path):
+@pytest.mark.parametrize(("rank", "name"), [(1, "SIGTERM"), (0, "SIGINT"), (1, "SIGUSR1")])
+def test_one_rank_is_asked_to_stop_before_its_first_step_and_all_do_after_the_same_one(tmp_path, rank, name):
     (tmp_path / "program.py").write_text(PROGRAM)
-    done = run("launch", "local", "--nprocs", 2, "--", "python", "program.py", cwd=tmp_path)
+    done = run("launch", "local", "--nprocs", 2, "--", "python", "program.py", rank, name, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert sorted(line.split("| ")[1] for line in done.stdout.splitlines() if "stopped" in line) == ["stopped after 56"]
+    first, second = ((tmp_path / f"stopped-{number}").read_text() for number in (0, 1))
+    assert first == second
+    assert 56 <= int(first) <= 60

@@ -1,6 +1,6 @@
 """Run by every rank: a training loop in small, with a collective a step, one in flight, until FOLDER/stop is there.
 
-Each third step is logged. The steps that each rank was asked to save are in FOLDER/seen-RANK.json.
+The steps that each rank was asked to save are in FOLDER/seen-RANK.json.
 """
 
 import json
@@ -18,6 +18,7 @@ from roxxel_dist.cluster.distributed import barrier, initialize, is_primary, pro
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.cluster.save_requests import SaveRequests
 from roxxel_dist.run_directory import RunDirectory
+from roxxel_dist.train.agreement import StepAgreement
 
 PAUSES = (0.0, 0.0, 0.001, 0.02)
 
@@ -27,7 +28,9 @@ def lockstep(folder):
     sharding = NamedSharding(mesh, P("data"))
     add = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))
     seen, step, before = [], 0, None
-    requests = SaveRequests(folder, lambda step: step % 3 == 0)
+    requests = SaveRequests(folder)
+    agreement = StepAgreement(requests, None)
+    agreement.begin(0)
     while True:
         step += 1
         time.sleep(chance.choice(PAUSES))
@@ -37,11 +40,12 @@ def lockstep(folder):
             break
         before = now
         time.sleep(chance.choice(PAUSES))
-        if requests.should_save(step):
+        if agreement.after(step).save:
             seen.append(step)
             barrier("save", limit_s=60)  # as a checkpoint's: it hangs where ranks save different steps
             requests.saved(step)
-    requests.finish(step)
+    if is_primary():
+        requests.finish(step)
     assert int(now) in (0, 1)
     return seen
 

@@ -1,4 +1,4 @@
-"""Asking a job of several processes for a checkpoint: the same logged steps on all ranks."""
+"""Asking a job of several processes for a checkpoint: the same steps on all ranks."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from commands import run, start, wait_for
 
+from roxxel_dist.cluster.save_requests import REQUEST
 from roxxel_dist.save import ask_for_checkpoint
 
 LOOP = os.path.join(os.path.dirname(__file__), "save_loop.py")
@@ -52,7 +53,7 @@ def test_all_ranks_save_the_steps_that_were_asked_for(folder, job):
     launcher = job(2)
 
     def ask(_):
-        time.sleep(random.uniform(0, 3))
+        time.sleep(random.uniform(0, 5))
         return ask_for_checkpoint(folder, 60)
 
     with ThreadPoolExecutor(12) as people:
@@ -64,7 +65,6 @@ def test_all_ranks_save_the_steps_that_were_asked_for(folder, job):
     assert first == second
     assert sorted(set(first)) == first, "a step was saved twice"
     assert said.stdout == f"saved: step {first[-1]}\n", said.stderr
-    assert sorted({*answers, first[-1]}) == first
+    assert {*answers} <= {*first}
     assert len(first) > 2, "all at once: nothing was tried"
-    assert {step % 3 for step in first} == {0}, "a step that is not logged was saved"
-    assert not [path for path in folder.iterdir() if path.name.startswith(".save")]
+    assert not (folder / REQUEST).exists()

@@ -27,13 +27,13 @@ def folder(monkeypatch):
     path = Path(tempfile.mkdtemp(prefix="test-memory-", dir="/dev/shm"))
     (path / "key").write_text("ab" * 32)
     monkeypatch.setenv("ROXXEL_MEMORY", str(path))
-    due = memory.MemoryTier.due
+    decide = memory.MemoryTier.decide
 
-    def in_time(tier, step):  # on a busy machine a copy may not have ended when the next is due, which is left out
+    def in_time(tier, step, done):  # on a busy machine a copy may not have ended when the next is due: it is left out
         tier.settle()
-        return due(tier, step)
+        return decide(tier, step, done)
 
-    monkeypatch.setattr(memory.MemoryTier, "due", in_time)
+    monkeypatch.setattr(memory.MemoryTier, "decide", in_time)
     yield path
     shutil.rmtree(path)
 
@@ -249,13 +249,13 @@ def test_auto_takes_no_more_than_its_share(corpus, folder, tmp_path):
     tier = made._memory
     tier.begin(made._state, 0, None)
     tier.settle()
-    schedule, decide = tier.schedule, tier._decide
+    schedule, decide = tier.schedule, tier.decide
     assert decide(2, 2).generation  # its cost is not yet known
     schedule._costs.extend([0.5, 0.25, 9.0])  # one that others had the cores for counts for nothing
     schedule._clock = 2, schedule._clock[1] - 8.0  # eight steps of a second
     tier._job = None
-    after = decide(10, 10)
-    assert (after.generation, after.next_step) == ("", 2 + 50)
+    assert decide(10, 10) is None
+    assert tier.next_step == 2 + 50
     schedule._clock = 2, schedule._clock[1] - 42.0
     assert decide(52, 52).generation
     made.close()

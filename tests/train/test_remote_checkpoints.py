@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from commands import wait_for
 
-from roxxel_dist.cluster.save_requests import post_answer, take_requests
+from roxxel_dist.cluster.save_requests import ANSWER, REQUEST, SaveRequests
 from roxxel_dist.objects import lease
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.objects.store import ObjectStore
@@ -197,14 +197,16 @@ def test_small_files_follow_and_are_there_at_the_end(url, tmp_path, quick):
 def test_requests_to_save_come_through_the_bucket(url, tmp_path, quick):
     run, other = BucketRun(url, tmp_path / "first"), ObjectStore.open(url)
     run.pull()
-    other.write(".save-requests/old", b"")
+    other.write(".save/request", b"")
     run.begin()
-    other.write(".save-requests/abc", b"")
-    wait_for(lambda: take_requests(run.folder) == ["abc"])
-    post_answer(run.folder, "abc", {"step": 7})
-    wait_for(lambda: keys(url, ".save-answers") == [".save-answers/abc"])
-    assert json.loads(other.read(".save-answers/abc")) == {"step": 7}
-    assert keys(url, ".save-requests") == []
+    assert keys(url, ".save") == [], "what a dead run was asked"
+    for step in (7, 9):
+        other.write(".save/request", b"")
+        wait_for((run.folder / REQUEST).exists)
+        SaveRequests(run.folder).finish(step)
+        assert json.loads((run.folder / ANSWER).read_text()) == {"step": step}
+        wait_for(lambda: keys(url, ".save") == [".save/answer"])
+        assert json.loads(other.read(".save/answer")) == {"step": step}
     run.close()
 
 

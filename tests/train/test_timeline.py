@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from commands import environment, wait_for
@@ -14,7 +15,6 @@ from runs import make, train
 
 from roxxel_dist import Phase
 from roxxel_dist.cluster.progress import Progress
-from roxxel_dist.cluster.save_requests import SaveRequests
 from roxxel_dist.train.timeline import SPENT, Timeline, read_timeline, time_spent
 
 
@@ -138,13 +138,10 @@ def test_a_killed_run_was_down_and_repeats_steps(corpus_pattern, tmp_path):
 
 def test_a_checkpoint_on_request_is_time_spent_on_saving(corpus, tmp_path):
     made = make(corpus, tmp_path, [Phase(9, 8, 17)], eval_every=100, checkpoint_every=100)
-    asked = SaveRequests.should_save
-    try:
-        SaveRequests.should_save = lambda self, step: step == 5 or asked(self, step)
-        made.run()
-    finally:
-        SaveRequests.should_save = asked
-        made.close()
+    after = made._agreement.after
+    made._agreement.after = lambda step: replace(after(step), save=step == 5)
+    made.run()
+    made.close()
     rows = read_timeline(tmp_path)
     index = next(i for i, one in enumerate(rows) if one.get("steps", [0, 0])[1] == 5)
     assert rows[index + 1]["activity"] == "save"

@@ -9,12 +9,12 @@ import optax
 import pytest
 from flax import nnx
 from own_model import Attending, Recurrent
-from runs import PHASES, losses, make, model, rows, train
+from runs import PHASES, losses, make, model, rows, stop_after, train
 
 from roxxel_dist import Checkpointer, Curriculum, Logger, Phase, Roxxel, Trainer
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.train import trainer as trainer_module
+from roxxel_dist.train.agreement import Announcement, StepAgreement
 from roxxel_dist.train.throughput import StepTimer
 
 
@@ -28,13 +28,13 @@ def test_first_and_last_steps_are_logged_validated_and_saved(corpus, tmp_path):
 def test_what_was_logged_after_the_last_checkpoint_is_logged_once(corpus, finished_run, tmp_path, monkeypatch):
     """The loop dies after step 7; the last checkpoint is of step 5, which was validated and the best until then."""
 
-    def die(step):
+    def die(agreement, step):
         if step == 7:
             raise RuntimeError("power cut")
-        return False
+        return Announcement(next_step=step + 1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "stop_requested", die)
+        patch.setattr(StepAgreement, "after", die)
         made = make(corpus, tmp_path / "cut", keep_best=True)
         with pytest.raises(RuntimeError, match="power cut"):
             made.run()
@@ -49,7 +49,7 @@ def test_what_was_logged_after_the_last_checkpoint_is_logged_once(corpus, finish
 
 def test_asked_to_stop_it_saves_that_step(corpus, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "stop_requested", lambda step: step == 6)
+        stop_after(patch, 6)
         assert train(corpus, tmp_path).stopped
     again = train(corpus, tmp_path)
     assert again.start_step == 6
@@ -113,7 +113,7 @@ def test_the_model_and_the_optimizer_that_it_was_given_are_the_trained_ones(corp
     before = np.array(net.embedding.embedding[...])
     optimizer = nnx.Optimizer(net, optax.adam(3e-2), wrt=nnx.Param)
     if stopped:
-        monkeypatch.setattr(trainer_module, "stop_requested", lambda step: step == 3)
+        stop_after(monkeypatch, 3)
     made = train(corpus, tmp_path, model=net, optimizer=optimizer)
     assert made.stopped == stopped
     steps = 3 if stopped else 13

@@ -4,12 +4,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from runs import PHASES, losses, make, model, rows, saved, told, train
+from runs import PHASES, losses, make, model, rows, saved, stop_after, told, train
 
 from roxxel_dist import Curriculum, Phase, Roxxel
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.train import compile as programs
-from roxxel_dist.train import trainer as trainer_module
 from roxxel_dist.train.digest_chain import absorb
 from roxxel_dist.train.evaluator import HELD_OUT, TRAIN, summarize
 
@@ -175,7 +174,7 @@ def test_patience_and_the_best_loss_outlive_the_process(corpus, tmp_path, monkey
     """Cut after step 5, one validation after the best. Without what was kept, it would wait for three more."""
     options = {"optimizer": STILL, "eval_every": 3, "patience": 3, "checkpoint_every": 1}
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "stop_requested", lambda step: step == 5)
+        stop_after(patch, 5)
         assert train(corpus, tmp_path, **options).stopped
     made = train(corpus, tmp_path, **options)
     assert (made.start_step, made.step) == (5, 9)

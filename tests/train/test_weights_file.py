@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from commands import wait_for
 from flax import serialization
-from runs import model, told, train
+from runs import model, stop_after, told, train
 from small_disks import mounted_disk
 
 from roxxel_dist import Phase
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.train import trainer as trainer_module
 from roxxel_dist.train.bad_steps import LossMonitorState
 from roxxel_dist.train.checkpoint import manager as exporter_module
 from roxxel_dist.train.checkpoint.manager import Exporter
@@ -257,14 +256,14 @@ def test_the_weights_of_a_run_and_of_one_that_goes_back(corpus, tmp_path):
 
 def test_asked_to_stop_too_large_and_not_wanted(corpus, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "stop_requested", lambda step: step == 6)
+        stop_after(patch, 6)
         patch.setattr(exporter_module, "LIMIT", 1000)
         assert train(corpus, tmp_path, max_steps=8, keep_best=True).stopped
     assert "the weights take 0.0 GB" in told(tmp_path)
     assert told(tmp_path).count("the checkpoints have larger ones") == 1
     assert not list(tmp_path.glob("*.msgpack"))
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "stop_requested", lambda step: step == 7)
+        stop_after(patch, 7)
         assert train(corpus, tmp_path, max_steps=8, keep_best=True).stopped
     assert (step_of(tmp_path / NEWEST), step_of(tmp_path / BEST)) == (7, 5)  # of the losses of steps 1 and 5
     before = (tmp_path / NEWEST).stat()

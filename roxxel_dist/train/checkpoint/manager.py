@@ -125,8 +125,7 @@ class Exporter:
 class CheckpointManager:
     """Saves the checkpoints of a run, and logs the results. All ranks make the same calls.
 
-    A requested checkpoint is saved at the next step that is `logged`; `export` also writes the weights into files,
-    `with_state` what the model has beside its parameters too.
+    `export` also writes the weights into files, `with_state` what the model has beside its parameters too.
     """
 
     def __init__(
@@ -135,13 +134,12 @@ class CheckpointManager:
         store: CheckpointStore,
         last_step: int,
         log: Callable[[str], None],
-        logged: Callable[[int], bool],
         *,
         export: bool,
         with_state: bool,
     ) -> None:
         self._folder, self._store, self._last_step, self._log = folder, store, last_step, log
-        self._requests = SaveRequests(folder, logged)
+        self.requests: SaveRequests = SaveRequests(folder)
         enabled = export and is_primary()
         self._exporter = Exporter(folder, store, log, enabled=enabled, with_state=with_state)
 
@@ -152,10 +150,6 @@ class CheckpointManager:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._exporter.wait(STOP_LIMIT_S if kind is None else CRASH_LIMIT_S)
-
-    def save_requested(self, step: int) -> bool:
-        """Whether a request asks to save `step`; to be called once a step, on every rank."""
-        return self._requests.should_save(step)
 
     def save(self, step: int, state: TrainState, metadata: CheckpointMetadata, val_loss: float | None) -> None:
         """Begin to save; of the first checkpoint, wait until it is there, and raise SaveError if it is not."""
@@ -175,11 +169,11 @@ class CheckpointManager:
         while self._store.unreported and (ended := self._store.poll()) is not None:
             if ended.problem:
                 self._log(f"{ended.problem}. Training continues, and the next save is tried")
-                self._requests.failed(ended.step, ended.problem)
+                self.requests.failed(ended.step, ended.problem)
             else:
                 if ended.warning:
                     self._log(ended.warning)
-                self._requests.saved(ended.step)
+                self.requests.saved(ended.step)
                 if is_primary():
                     agent_pipe().tell({"saved": ended.step})
                 self._write_cursor(ended.step, finished=False)
@@ -199,7 +193,8 @@ class CheckpointManager:
             newest = self._store.latest_step()
             raise SaveError(f"{error}, then continue the run from step {newest} with resume=True") from None
         self.poll()
-        self._requests.finish(step)
+        if is_primary():
+            self.requests.finish(step)
         if (newest := self._store.latest_step()) is not None:
             self._exporter.want(NEWEST, newest)
 

@@ -5,8 +5,7 @@ the folder that the launcher keeps for the job on each host; what follows, in a 
 copy (`replicas.py`) and the report to rank 0. The next generation is begun when all ranks have ended that of before, so
 the file that it overwrites is never one of the newest whole generation.
 
-Rank 0 says one step ahead whether to take a generation, into which file, and when it is looked at next, in the way of
-`cluster/save_requests.py`.
+Rank 0 decides whether to take a generation, and into which file; `train/agreement.py` makes that known to all ranks.
 """
 
 import contextlib
@@ -16,7 +15,6 @@ import os
 import re
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
@@ -33,12 +31,9 @@ from roxxel_dist.cluster.distributed import (
     is_primary,
     process_count,
     process_index,
-    unique_key,
-    wait_for_key,
 )
 from roxxel_dist.cluster.exit_codes import MEMORY_ENV
 from roxxel_dist.cluster.free_memory import free_bytes
-from roxxel_dist.cluster.jax_private import key_value_store
 from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.blocks import (
     BlockFile,
@@ -50,7 +45,7 @@ from roxxel_dist.train.checkpoint.blocks import (
     read_header,
 )
 from roxxel_dist.train.checkpoint.generations import Generation, Generations, exchange
-from roxxel_dist.train.checkpoint.memory_schedule import Announcement, Report, Schedule
+from roxxel_dist.train.checkpoint.memory_schedule import CopyDecision, Report, Schedule
 from roxxel_dist.train.checkpoint.replicas import (
     COPY,
     CopyServer,
@@ -62,9 +57,6 @@ from roxxel_dist.train.checkpoint.replicas import (
 
 REPORT_LIMIT_S = 600.0
 """Seconds that all ranks together may take for a generation, after the copy."""
-ANNOUNCEMENT_LIMIT_S = 3600.0
-"""Seconds that the other ranks wait for rank 0, which may have to validate or to write for long."""
-KEPT_ANNOUNCEMENTS = 16
 SLACK = 1.1
 """Of the memory that is needed, so much must be free: others need some too."""
 IN_USE: set[Path] = set()
@@ -88,13 +80,11 @@ class MemoryTier:
         self._replicas = replicas if replicas is not None else int(len(set(hosts)) > 1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory")
         self._job: Future[list[Report]] | None = None
-        self._next: int | None = None  # the step that the next announcement is about; None where there is none
-        self._announcement: Announcement | None = None
-        self._key: str | None = None
-        self._old_keys: deque[str] = deque()
+        self._off = True  # until `begin`, and when there is no room
+        self._decision: CopyDecision | None = None
         self._files: list[BlockFile] = []
         self.schedule: Schedule = Schedule(every, log if is_primary() else lambda _: None)
-        """Of rank 0; the others hear its announcements."""
+        """Of rank 0; the others receive its decisions."""
 
     # At the start of a process.
 
@@ -125,34 +115,33 @@ class MemoryTier:
         self._pieces = self._table.pieces(state, self._numbers)
         self._on_cpu = all(each.platform == "cpu" for each in jax.tree.leaves(state)[0].sharding.device_set)
         self.schedule.begin(step, 1 - kept.slot if kept else 0)
-        self._next = self.schedule.first_after(step)
+        self._off = False
         self._submit(partial(self._prepare, kept.name if kept else None))
 
-    def due(self, step: int) -> bool:
-        """Whether to take a generation after `step`. Every rank calls this once a step, at the same place.
+    @property
+    def next_step(self) -> int | None:
+        """On rank 0: the step that the next decision is about; None where there is none."""
+        return None if self._off else self.schedule.next_step
 
-        Raises:
-            TimeoutError: rank 0 did not reach the step before `step` within an hour.
-            LostRankError: jax's heartbeat reports a lost rank.
-        """
-        if self._next is None:
+    def decide(self, step: int, done: int) -> CopyDecision | None:
+        """On rank 0: what all ranks do after `step`, when `done` steps are done; None: nothing."""
+        if self._off or step < self.schedule.next_step:
+            return None
+        self.schedule.start_clock(done)
+        if self._job is not None and not self._job.done():
+            return self.schedule.postpone(step)
+        reports, self._job = self._job.result() if self._job is not None else [], None
+        return self.schedule.decide(step, done, reports)
+
+    def accept(self, decision: Mapping[str, Any] | None) -> bool:
+        """Obey what rank 0 decided about a step, a `CopyDecision` as a dict; returns whether to take a generation."""
+        if decision is None:
             return False
-        self.schedule.start_clock(step)
-        self._announcement = None
-        if step == self._next:
-            self._announcement = self._hear(step)
-            self._next = self._announcement.next_step
-            if self._announcement.off:
-                self._next = None
-                self._release()
-        if self._next is not None and step == self._next - 1 and process_count() > 1:
-            self._key = unique_key("generation")
-            if is_primary():
-                key_value_store().key_value_set(self._key, json.dumps(asdict(self._decide(step + 1, step))))
-                self._old_keys.append(self._key)
-                if len(self._old_keys) > KEPT_ANNOUNCEMENTS:
-                    key_value_store().key_value_delete(self._old_keys.popleft())
-        return self._announcement is not None and self._announcement.generation != ""
+        self._decision = CopyDecision(**decision)
+        if self._decision.off:
+            self._off = True
+            self._release()
+        return self._decision.generation != ""
 
     def clock(self) -> float:
         """Seconds by which the loop's part of a generation is measured.
@@ -162,7 +151,7 @@ class MemoryTier:
         return time.thread_time() if self._on_cpu else time.perf_counter()
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any], pending: int | None, idle_since: float) -> None:
-        """Take the generation that `due` has announced; returns when the state may change, and be donated.
+        """Take the generation that was accepted; returns when the state may change, and be donated.
 
         Args:
             step: steps done; their rows are on disk, and their losses were looked at.
@@ -171,8 +160,8 @@ class MemoryTier:
             pending: the step whose checkpoint is on its way to the disk, if it must not be missing there.
             idle_since: when, by `clock`, the devices began to have nothing to do for it.
         """
-        assert self._announcement is not None
-        slot, name = self._announcement.slot, self._announcement.generation
+        assert self._decision is not None
+        slot, name = self._decision.slot, self._decision.generation
         self.settle()
         leaves = jax.tree.leaves(files.keys_to_data(state))
         arrays = [leaves[leaf].addressable_data(piece) for leaf, piece in self._pieces]
@@ -206,18 +195,14 @@ class MemoryTier:
         """Void all generations: the run goes back to `step`. All ranks call it together."""
         self.settle()
         barrier("generations")  # what a neighbour sends has come
-        if self._next is not None or self._files:
-            for file in self._files:
-                file.invalidate()
-            if self._rank == self._locals[0]:
-                for path in block_files(self._folder):
-                    if path.name.endswith(COPY) or not self._is_mine(path):
-                        path.unlink(missing_ok=True)
+        for file in self._files:
+            file.invalidate()
+        if self._rank == self._locals[0]:
+            for path in block_files(self._folder):
+                if path.name.endswith(COPY) or not self._is_mine(path):
+                    path.unlink(missing_ok=True)
         barrier("generations")
-        self._key, self._announcement = None, None
-        if self._next is not None:
-            self._next = self.schedule.first_after(step)
-            self.schedule.go_back(step)
+        self.schedule.go_back(step)
 
     def close(self, limit_s: float | None = None) -> None:
         """Let go of threads and connections; the files stay, for the next attempt. Waits for so many seconds."""
@@ -347,25 +332,6 @@ class MemoryTier:
         except (OSError, ValueError) as error:
             return f"rank {neighbour}, the neighbour of rank {self._rank}, does not keep its copy ({error})"
         return ""
-
-    def _hear(self, step: int) -> Announcement:
-        """What is announced for this step."""
-        if process_count() == 1:
-            said = self._decide(step, step)
-        elif self._key is None:  # the first step of all: nothing could be announced before
-            said = Announcement(next_step=self.schedule.first_after(step))
-        else:
-            what = f"waited {ANNOUNCEMENT_LIMIT_S:.0f} s for rank 0 to say whether to copy the state (look at its log)"
-            said = Announcement(**json.loads(wait_for_key(self._key, ANNOUNCEMENT_LIMIT_S, what)))
-        self._key = None
-        return said
-
-    def _decide(self, step: int, done: int) -> Announcement:
-        """On rank 0: whether to take a generation at `step`, when `done` steps are done."""
-        if self._job is not None and not self._job.done():
-            return self.schedule.postpone(step)
-        reports, self._job = self._job.result() if self._job is not None else [], None
-        return self.schedule.decide(step, done, reports)
 
 
 def open_memory(

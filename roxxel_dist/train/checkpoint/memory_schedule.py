@@ -1,4 +1,4 @@
-"""After which steps a generation is taken: rank 0 decides it from the cost of earlier ones, and announces it."""
+"""After which steps a generation is taken: rank 0 decides it from the cost of earlier ones."""
 
 import math
 import secrets
@@ -19,15 +19,13 @@ LOOK_AGAIN = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Announcement:
+class CopyDecision:
     """The decision of rank 0 about a step, for all ranks."""
 
     generation: str = ""
     """The generation to take; empty for none."""
     slot: int = 0
     """Which of a rank's two files holds it."""
-    next_step: int = 0
-    """The step that the next announcement is about."""
     off: str = ""
     """Why there are no more generations."""
 
@@ -60,48 +58,48 @@ class Schedule:
     def begin(self, step: int, slot: int) -> None:
         """The run goes on after a step; the first generation is kept in a slot."""
         self._name = secrets.token_hex(4)  # no two processes give the same name to different generations
-        self._count, self._slot = 0, slot
+        self._count, self._slot, self._off = 0, slot, ""
         self.go_back(step)
 
     def go_back(self, step: int) -> None:
         """The run goes on after an earlier step."""
         self._last, self._clock = step, None
+        self.next_step: int = step + FIRST_AFTER if self._every is None else (step // self._every + 1) * self._every
+        """The step that the next decision is about."""
 
     def start_clock(self, step: int) -> None:
         """The first step since `begin` or `go_back` is done."""
         if self._clock is None:
             self._clock: tuple[int, float] | None = (step, time.monotonic())
 
-    def first_after(self, step: int) -> int:
-        """The step of the first announcement, for a process that goes on after `step`."""
-        if self._every is None:
-            return step + FIRST_AFTER
-        return (step // self._every + 1) * self._every
-
-    def postpone(self, step: int) -> Announcement:
+    def postpone(self, step: int) -> None:
         """The generation before is not done."""
-        return Announcement(next_step=step + (self._every or 1))
+        self.next_step = step + (self._every or 1)
 
-    def decide(self, step: int, done: int, reports: Sequence[Report]) -> Announcement:
-        """Whether to take a generation at `step`, when `done` steps are done.
+    def decide(self, step: int, done: int, reports: Sequence[Report]) -> CopyDecision | None:
+        """Whether to take a generation at `step`, when `done` steps are done; None: neither that, nor an end of it.
 
         Args:
-            step: that is announced.
+            step: that is decided about.
             done: steps that are done now.
-            reports: of all ranks, on what they ended since the last announcement; empty where that was nothing.
+            reports: of all ranks, on what they ended since the last decision; empty where that was nothing.
         """
-        if reports and (problem := self._take_in(reports)):
-            return Announcement(off=problem)
+        if reports:
+            self._off = self._take_in(reports)
+        if self._off:
+            return CopyDecision(off=self._off)
         every = self._every or LOOK_AGAIN
         if self._every is None and self._costs:
             begun, since = self._clock or (done, time.monotonic())
             a_step = (time.monotonic() - since) / max(1, done - begun)
             every = max(1, math.ceil(statistics.median(self._costs) / max(SHARE * a_step, 1e-9)))
             if step - self._last < every and self._count:
-                return Announcement(next_step=self._last + every)
+                self.next_step = self._last + every
+                return None
         self._count += 1
+        self.next_step = step + every
         self._last, self._clock = step, (done, time.monotonic())
-        return Announcement(generation=f"{self._name}.{self._count}", slot=self._slot, next_step=step + every)
+        return CopyDecision(generation=f"{self._name}.{self._count}", slot=self._slot)
 
     def _take_in(self, reports: Sequence[Report]) -> str:
         """Learn from the reports of all ranks; returns why there can be no generations, or nothing."""
