@@ -7,9 +7,12 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+
+import pytest
 
 LIMIT_S = 20.0
 PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
@@ -174,3 +177,13 @@ def _kill(pid: int, namespace: int) -> None:
             os.close(handle)
     except OSError:  # it has ended
         return
+
+
+def stuck_disk(folder: Path, *words: object) -> list[str]:
+    """The command that runs another one beside a disk that does not answer, at FOLDER/disk."""
+    if why := missing():
+        pytest.skip(why)
+    (folder / "disk").mkdir()
+    program = Path(__file__).parent / "stuck_disk.py"
+    words = ("unshare", "--mount", "--propagation", "private", sys.executable, program, folder / "disk", *words)
+    return [str(word) for word in words]

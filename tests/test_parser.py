@@ -122,6 +122,8 @@ class Placed:
     """A number."""
     tail: bool = False
     """Follow."""
+    several: tuple[str, ...] = ()
+    """Any number."""
 
 
 @pytest.mark.parametrize(
@@ -129,6 +131,7 @@ class Placed:
     [
         ("", "`y` needs ONE (The first); --must MUST (A number). `roxxel-dist y --help` lists all"),
         ("x --must 1 y", "`y` needs PAIR, 2 words, and has 1. "),
+        ("--several x y --must 1", "`y` needs ONE, and --several has taken all of x y: write ONE before --several. "),
         ("x y z w --must 1", "`y` takes one ONE and PAIR, and 'w' is one more: "),
     ],
 )

@@ -77,7 +77,7 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
 
         runs.append(local_run(CheckpointRef.parse(given["fork"]).run))
     saved = (str(folder / CONFIG) for folder in runs if (folder / CONFIG).exists())
-    return parse_config(TrainArgs, words, "train", next(saved, None))
+    return _parse_normalised(TrainArgs, words, "train", next(saved, None))
 
 
 def parse_config(
@@ -88,7 +88,13 @@ def parse_config(
     `path` is the config of the run that is resumed or forked: the fields that neither `--config` nor a flag gives.
     Raises ValueError for a value or a file that cannot be used; a word that is no flag exits with 2 and a message.
     """
-    words, model_args = _without_model_args(normalise_switches(words, kind))
+    return _parse_normalised(kind, normalise_switches(words, kind), command, path)
+
+
+def _parse_normalised(
+    kind: type[ConfigArgsT], words: list[str], command: str, path: str | None
+) -> tuple[ConfigArgsT, Config]:
+    words, model_args = _without_model_args(words)
     flags = dict(flags_in(words))
     base = Config.from_yaml(flags["config"]) if flags.get("config") else Config()
     if path:
@@ -98,7 +104,7 @@ def parse_config(
             del values["max_steps"]  # a config without one trains to the end of its phases
         base = base.with_defaults(values)
         base.of_run = base.of_run if flags.get("config") else saved.of_run
-    args = parse(kind, words, command, default=kind(fields=base))
+    args = parse(kind, words, command, default=kind(fields=base), normalised=True)
     values = args.fields.to_dict()
     defaults = Config().to_dict()
     if model_args:

@@ -30,7 +30,15 @@ REMOVED = {
 """Options that a command had, with what to do instead."""
 
 
-def parse(kind: type[T], words: list[str], command: str, *, underscores: bool = True, default: T | None = None) -> T:
+def parse(
+    kind: type[T],
+    words: list[str],
+    command: str,
+    *,
+    underscores: bool = True,
+    default: T | None = None,
+    normalised: bool = False,
+) -> T:
     """The words as an object.
 
     With `--help` among them it prints the help of the command and exits with 0.
@@ -41,6 +49,7 @@ def parse(kind: type[T], words: list[str], command: str, *, underscores: bool = 
         command: its name, for messages.
         underscores: how options are written in its help: --max_steps, or --max-steps.
         default: has the values of options that are not given; without it the fields' own defaults hold.
+        normalised: whether `words` come from `normalise_switches`.
 
     Raises:
         UserError: a word is no option and has no place, a value is none of its type, or something is not given. The
@@ -51,13 +60,13 @@ def parse(kind: type[T], words: list[str], command: str, *, underscores: bool = 
 
         print(help_text(kind, command, default=default, underscores=underscores))
         raise SystemExit(0)
-    return read(kind, words, command, default)
+    return read(kind, words if normalised else normalise_switches(words, kind), command, default)
 
 
 def read(kind: type[T], words: list[str], command: str, default: T | None) -> T:
-    """As `parse`, for words without `--help`."""
+    """As `parse`, for words of `normalise_switches` without `--help`."""
     taken = _Arguments(kind, command)
-    given = taken.given(normalise_switches(words, kind))
+    given = taken.given(words)
     values = {name: taken.value(name, found) for name, found in given.items()}
     names = {field.name for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
     of_config = {name: values.pop(name) for name in [*values] if name not in names}
@@ -227,6 +236,13 @@ class _Arguments:
                     f"`{self._command}` needs {name.upper()}, {count} words, and has {len(found)}. {self._all_options}"
                 )
         missing = {name: self._types[name] for name in self._required if name not in result}
+        if takers := [name for name in result if name in self._lists - {*self._positional} and len(result[name]) > 1]:
+            for name in {*missing} & {*self._positional}:
+                flag, words = self.flag(takers[-1]), " ".join(result[takers[-1]])
+                raise UserError(
+                    f"`{self._command}` needs {name.upper()}, and {flag} has taken all of {words}: write "
+                    f"{name.upper()} before {flag}. {self._all_options}"
+                )
         if len(missing) == 1 and placed and {*missing} <= {*self._positional}:
             names = " and ".join(name.upper() for name in sorted(self._positional))
             raise UserError(

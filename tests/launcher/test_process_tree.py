@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from machines import missing
+from machines import stuck_disk
 
 Alive = Callable[[int], bool]
 Until = Callable[[Callable[[], Any], str], None]
@@ -235,13 +235,3 @@ def test_a_spawned_tree_ends_with_its_parent_and_with_its_keeper(
 
 
 TEXT: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60}
-
-
-def stuck_disk(folder: Path, *words: object) -> list[str]:
-    """The command that runs another one beside a disk that does not answer, at FOLDER/disk."""
-    if why := missing():
-        pytest.skip(why)
-    (folder / "disk").mkdir()
-    program = Path(__file__).parents[1] / "stuck_disk.py"
-    words = ("unshare", "--mount", "--propagation", "private", sys.executable, program, folder / "disk", *words)
-    return [str(word) for word in words]

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from machines import stuck_disk
 
 from roxxel_dist.cli import jobs as cli_jobs
 from roxxel_dist.cluster import file_lock
@@ -390,3 +391,23 @@ def test_fields_of_another_version_are_passed_over() -> None:
         values["slow"] = 2.0
     found = record.from_values(json.loads(json.dumps(known)), "/l")
     assert (found.ranks, found.restarts) == ((rank,), (restart,))
+
+
+# A process that waits for the disk, whichever of its threads does, cannot end before the disk is gone (NFS lets it).
+LISTED = """
+import subprocess, sys
+code = "from roxxel_dist.cli import main; print('codes', main(['ps', '--all']), main(['ps', '--prune']), flush=True)"
+listing = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+print(next(line for line in listing.stdout if line.startswith("codes")))
+"""
+
+
+def test_a_run_directory_that_does_not_answer_holds_up_no_list(tmp_path: Path, state: Path) -> None:
+    dead = state / "roxxel-dist" / "jobs" / "20260102_030406.0123456789abcdef"
+    dead.parent.mkdir(parents=True)
+    dead.symlink_to(tmp_path / "disk" / "dead" / "logs" / "launcher.json")
+    words = stuck_disk(tmp_path, sys.executable, "-c", LISTED)
+    result = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert result.stdout == "codes 0 0\n\n", result.stderr
+    assert f"1 jobs are left out: their file system does not answer, such as at {dead.readlink()}" in result.stderr
+    assert dead.is_symlink()

@@ -11,8 +11,9 @@ import json
 import os
 import shlex
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -34,6 +35,8 @@ FORGOTTEN_S = 24 * 3600.0
 UNREPORTED_S = 60 * 24 * 3600.0
 WRITE_S = 1.0
 MAX_LISTED = 10
+ANSWER_LIMIT_S = 5.0
+"""Seconds that the file systems of all run directories have to give their records."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,16 +222,38 @@ def _fields_of(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def entries() -> list[JobRecord]:
-    """The jobs of the index whose run directories are there, in the order in which they began."""
-    found = {job.path: job for link in folder().glob("*") if (job := _linked(link))}
+    """The jobs of the index whose run directories are there, in the order in which they began.
+
+    Directories on a file system that does not answer are left out, with one line.
+    """
+    links = list(folder().glob("*"))
+    jobs = _linked(links)
+    if silent := [os.readlink(link) for link in links if link not in jobs]:
+        info(f"{len(silent)} jobs are left out: their file system does not answer, such as at {silent[0]}")
+    found = {job.path: job for job in jobs.values() if job}
     return sorted(found.values(), key=lambda job: job.begun)
 
 
-def _linked(link: Path) -> JobRecord | None:
-    try:
-        return read(Path(os.readlink(link)))
-    except OSError:  # no link
-        return None
+def _linked(links: Iterable[Path]) -> dict[Path, JobRecord | None]:
+    """The records of links, None where there is none; without the links whose targets do not answer in time.
+
+    Each is read by a thread of its own: one that waits for a network file system whose server is gone cannot be ended.
+    """
+    jobs: dict[Path, JobRecord | None] = {}
+
+    def work(link: Path) -> None:
+        job = None
+        with contextlib.suppress(OSError):  # no link
+            job = read(Path(os.readlink(link)))
+        jobs[link] = job
+
+    threads = [threading.Thread(target=work, args=(link,), daemon=True) for link in links]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + ANSWER_LIMIT_S
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return dict(jobs)
 
 
 def knows(run_id: str) -> bool:
@@ -272,9 +297,8 @@ def forget(*, over_s: float = 0.0, unreported_s: float = FORGOTTEN_S) -> list[Jo
     machine) and other files go after the same times.
     """
     forgotten = []
-    for path in folder().glob("*"):
+    for path, job in _linked(folder().glob("*")).items():
         with contextlib.suppress(OSError):
-            job = _linked(path)
             updated = path.lstat().st_mtime if job is None else job.updated
             limit = over_s if job is not None and job.is_over else unreported_s
             limit = limit if path.is_symlink() else KEPT_S

@@ -4,14 +4,15 @@ checkpoint in a bucket, where they lie. No jax.
 Orbax stores zarr arrays, each block a value of an OCDBT database: files of values, and a tree of nodes that says where.
 """
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import tensorstore as ts
 
 from roxxel_dist.train.checkpoint.digests import (
@@ -41,9 +42,11 @@ def wrong_blocks(
 ) -> dict[tuple[str, BlockDigest], str]:
     """What is wrong with blocks of arrays, given by name, without those that agree; each is read from the files."""
 
+    opened = functools.cache(partial(_open, checkpoint / STATE))  # an array has many blocks
+
     def check(name: str, block: BlockDigest) -> str:
         try:
-            data = _read(checkpoint / STATE, name, block.bounds)
+            data = opened(name)[tuple(slice(*part) for part in block.bounds)].read().result()
         except Exception as error:  # tensorstore raises various types for a file that it cannot read
             problem = f"cannot be read ({str(error).splitlines()[0][:300]})"
         else:
@@ -60,10 +63,9 @@ def wrong_blocks(
         return {named: problem for named, problem in zip(blocks, problems, strict=True) if problem}
 
 
-def _read(state: Path, name: str, bounds: Bounds) -> np.ndarray:
+def _open(state: Path, name: str) -> ts.TensorStore:
     place = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{state}/"}, "path": f"{_key(name)}/"}
-    array = ts.open({"driver": "zarr", "kvstore": place}, open=True, read=True, context=ts.Context()).result()
-    return array[tuple(slice(*part) for part in bounds)].read().result()
+    return ts.open({"driver": "zarr", "kvstore": place}, open=True, read=True, context=ts.Context()).result()
 
 
 def _key(name: str) -> str:
