@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_count, process_index
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.file_lock import say
+from roxxel_dist.cluster.file_lock import print_line
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.config import Config, usage_errors
@@ -259,7 +259,7 @@ def open_corpus(
     if is_tokens(data_path):
         data = Roxxel(data_path, dtype=config.data_dtype, remote=config.part(RemoteConfig))
         if data.guessed_dtype is not None and is_primary():
-            say(f"{data.shards[0].path} has no header: its tokens are taken for {data.dtype} (data_dtype)")
+            print_line(f"{data.shards[0].path} has no header: its tokens are taken for {data.dtype} (data_dtype)")
         if config.init_from is not None:
             check_tokenizer(config.init_from, data)
         return data

@@ -73,7 +73,7 @@ class RunDirectory:
         inside = (DATA, CHECKPOINTS, *logs, LOG, METRICS, LOCK)
         files = (*(path / name for name in inside), path, *path.parents)
         self._new = [file for file in files if not os.path.exists(file)]  # Path.exists raises if a name is too long
-        self._let_go: Callable[[], None] = lambda: None
+        self._release_folder: Callable[[], None] = lambda: None
 
     def claim(self, resume: bool) -> None:
         """Make the folder and hold it until `release`.
@@ -85,7 +85,7 @@ class RunDirectory:
             raise UserError(f"run_dir is {self.path}, a file: name a folder")
         self.check_new(resume)
         try:
-            self._let_go = hold_folder(self.path, "training in", nested=False)
+            self._release_folder = hold_folder(self.path, "training in", nested=False)
         except FolderIsHeld:
             self._new = []
             raise
@@ -103,7 +103,7 @@ class RunDirectory:
 
     def release(self) -> None:
         """Release the folder to others."""
-        self._let_go()
+        self._release_folder()
 
     def discard(self) -> None:
         """Remove the files that were made since this object was created; older files stay."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.file_lock import say
+from roxxel_dist.cluster.file_lock import print_line
 from roxxel_dist.cluster.targets import Target, process_environment
 
 FIRST_WORD_S = 10.0
@@ -72,7 +72,7 @@ def call_for_target(target: Target, function: Callable[..., Any], *args: Any) ->
                 left = None if begun is None else max(0.0, begun + word_after - time.monotonic())
                 if begun is not None and not ours.poll(left):
                     what = " and ".join(running)
-                    say(f"compiling {what} for {target.name}: {time.monotonic() - begun:.0f} s so far")
+                    print_line(f"compiling {what} for {target.name}: {time.monotonic() - begun:.0f} s so far")
                     word_after *= 2
                     continue
                 kind, value = ours.recv()

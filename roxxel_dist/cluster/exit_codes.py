@@ -11,10 +11,10 @@ are requests to save and leave, as SIGTERM is, unless the program has a handler 
 STATUS_ENV = "ROXXEL_STATUS"
 """Set to 1 where a launcher keeps what a rank prints, and draws the progress bar."""
 PIPE_ENV = "ROXXEL_PIPE"
-"""DESCRIPTOR:INODE of the pipe by which a rank tells its agent what is no output; see `progress.agent_pipe`."""
+"""DESCRIPTOR:INODE of the pipe by which a rank sends its agent what is no output; see `progress.agent_pipe`."""
 
 SPARE_ENV = "ROXXEL_SPARE"
-"""The descriptor by which a spare process hears which rank it becomes; no program finds it."""
+"""The descriptor from which a spare process reads which rank it becomes; no program finds it."""
 MEMORY_ENV = "ROXXEL_MEMORY"
 """A folder in the memory of the host, for all ranks of the host and all attempts of the job; gone when the job ends.
 At first it has the file `key` alone, with 64 hex digits that are the same on all hosts of the job."""

@@ -28,12 +28,12 @@ _held_by_name: set[int] = set()
 """Locks that only their file says are held."""
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Show a line to a person."""
     print(f"roxxel-dist: {line}", file=sys.stderr, flush=True)
 
 
-def take_lock(path: Path, say: Callable[[str], None] = say) -> int | None:
+def take_lock(path: Path, log: Callable[[str], None] = print_line) -> int | None:
     """The descriptor that holds the lock of a file; None where another has it. File and folder are made if missing.
 
     If the file system has no locks, it warns once, and the process named in the file holds the lock while it lives on
@@ -47,7 +47,7 @@ def take_lock(path: Path, say: Callable[[str], None] = say) -> int | None:
             path.parent.mkdir(parents=True, exist_ok=True)
             continue
         try:
-            if not _lock(lock, path, say):
+            if not _lock(lock, path, log):
                 os.close(lock)
                 return None
             if is_lock_of(lock, path):  # else its holder has removed the file: this lock is on nothing
@@ -80,7 +80,7 @@ def wait_for_lock(
     limit_s: float,
     silent_s: float = 0.0,
     progress: Callable[[], object] = lambda: None,
-    say: Callable[[str], None] = say,
+    log: Callable[[str], None] = print_line,
     error: type[UserError] = UserError,
 ) -> int:
     """Wait until no other process holds the lock of a file; returns the descriptor that holds it, like `take_lock`.
@@ -91,14 +91,14 @@ def wait_for_lock(
     clock = AwakeClock()  # the holder may be stopped together with this process
     changed = 0.0
     state, said = progress(), False
-    while (lock := take_lock(path, say)) is None:
+    while (lock := take_lock(path, log)) is None:
         now = clock.now()
         if (new := progress()) != state:
             state, changed = new, now
         if now - changed >= limit_s:
             raise error(failed(holder(path)))
         if not said and now >= silent_s:
-            say(waiting(holder(path)))
+            log(waiting(holder(path)))
             said = True
         time.sleep(POLL_S)
     return lock
@@ -136,7 +136,7 @@ def holder(path: Path) -> str:
 
 
 def process_record() -> dict[str, Any]:
-    """This process, as others can look for it: pid, host and, where the kernel tells, boot id, pid namespace, start."""
+    """This process, as others can look for it: pid, host and, if the kernel has them, boot id, pid namespace, start."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = os.readlink("/proc/self/ns/pid")  # two containers of a host may have the same name and number
@@ -186,7 +186,7 @@ def is_lock_of(lock: int, path: Path) -> bool:
         raise
 
 
-def _lock(lock: int, path: Path, say: Callable[[str], None]) -> bool:
+def _lock(lock: int, path: Path, log: Callable[[str], None]) -> bool:
     for _ in range(2):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -200,7 +200,7 @@ def _lock(lock: int, path: Path, say: Callable[[str], None]) -> bool:
             if path.parent not in _unlocked:
                 _unlocked.add(path.parent)
                 last = f"; the last was {holder(path)}" if owner and lives is None else ""
-                say(
+                log(
                     f"{path.parent}: this file system has no locks ({error.strerror}): make sure that only one "
                     f"process writes there{last}"
                 )

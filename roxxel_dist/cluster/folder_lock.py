@@ -10,7 +10,7 @@ from pathlib import Path
 
 from roxxel_dist.cluster.durable import make_folder
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.file_lock import holder, release_lock, say, take_lock, wait_for_lock
+from roxxel_dist.cluster.file_lock import holder, print_line, release_lock, take_lock, wait_for_lock
 
 LOCK = ".lock"
 _held: set[Path] = set()
@@ -28,7 +28,7 @@ def hold_folder(
     nested: bool = True,
     wait_s: float = 0.0,
     progress: Callable[[], object] = lambda: None,
-    log: Callable[[str], None] = say,
+    log: Callable[[str], None] = print_line,
 ) -> Callable[[], None]:
     """Hold the lock of a folder, made if it is missing, for this process; returns a function that releases it.
 
@@ -64,7 +64,7 @@ def hold_folder(
                 is_held_by,
                 limit_s=wait_s,
                 progress=progress,
-                say=log,
+                log=log,
                 error=FolderIsHeld,
             )
     except OSError as error:

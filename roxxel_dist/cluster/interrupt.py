@@ -26,7 +26,7 @@ _active = threading.Event()
 
 
 def begin() -> None:
-    """Hear the signals from here on; those that are ignored (`nohup`) stay ignored. For a command's main thread."""
+    """Handle the signals from here on; those that are ignored (`nohup`) stay ignored. For a command's main thread."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     for number in SIGNALS:
@@ -39,7 +39,7 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Give the signals back to Python: for a command that has handlers of its own."""
+    """Restore Python's handlers: for a command that sets handlers."""
     if not _active.is_set():
         return
     _active.clear()
@@ -56,7 +56,7 @@ def active() -> bool:
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Within it the main thread's handlers, which are others, hear the signals alone."""
+    """Within it the main thread's handlers, which are others, receive the signals alone."""
     if not _active.is_set():
         yield
         return

@@ -1,4 +1,4 @@
-"""What a rank tells its launcher beside its output: a record in memory, and messages in a pipe.
+"""What a rank sends its launcher beside its output: a record in memory, and messages in a pipe.
 
 The record is in a memory-mapped file, 64 bytes a rank, no locks. A rank names the step it enters before it waits for
 anybody, so the rank whose `entered` is the smallest is the one that the others wait for. Standard library only: the
@@ -176,7 +176,7 @@ class AgentPipe:
             os.close(self._fd)
             self._fd = -1
 
-    def tell(self, message: dict[str, Any]) -> bool:
+    def send(self, message: dict[str, Any]) -> bool:
         """Write a message, without waiting; whether the agent will read it."""
         line = json.dumps(message).encode() + b"\n"
         try:

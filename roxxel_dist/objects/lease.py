@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.file_lock import is_alive, process_record, say
+from roxxel_dist.cluster.file_lock import is_alive, print_line, process_record
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError, StorePreconditionError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Lease:
         *,
         job: str | None = None,
         wait_s: float = 0.0,
-        say: Callable[[str], None] = say,
+        log: Callable[[str], None] = print_line,
     ) -> "Lease":
         """Take the lease under a key of a store, once it is free.
 
@@ -82,7 +82,7 @@ class Lease:
             owner: the name of the owner in messages: a command.
             job: an id that all attempts of a job share, if only one attempt lives at a time.
             wait_s: how long to wait for an owner that renews it.
-            say: prints a line for the user.
+            log: prints a line for the user.
 
         Raises:
             LeaseHeldError: the owner renews it; the message has the owner and the age.
@@ -90,7 +90,7 @@ class Lease:
         """
         conditions = store.supports_conditions()
         if not conditions:
-            say(f"{store.url}: this store has no conditional writes: make sure that only one process writes there")
+            log(f"{store.url}: this store has no conditional writes: make sure that only one process writes there")
         began, seen, server_time = time.monotonic(), None, None
         while True:
             other, etag, modified = _read(store, key)
@@ -103,7 +103,7 @@ class Lease:
                     return lease
                 continue  # another process was first
             if seen is None:
-                say(
+                log(
                     f"waiting for {_name(other)}, which renewed its lease of {store.url} {age_s:.0f} s ago. The wait "
                     f"ends when that process ends, or has not renewed the lease for {STALE_S:g} s"
                 )

@@ -75,12 +75,12 @@ class StudyBucket:
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
             write_file(self.path / name, data)
 
-    def hold(self, say: Callable[[str], None]) -> None:
+    def hold(self, log: Callable[[str], None]) -> None:
         """Be the only driver from now on, until `release`; makes the copy again.
 
         Raises LeaseHeldError if there is another one.
         """
-        self._lease = Lease.take(self._store, LEASE, "sweep", wait_s=WAIT_S, say=say)
+        self._lease = Lease.take(self._store, LEASE, "sweep", wait_s=WAIT_S, log=log)
         self.fetch()
 
     def release(self) -> None:
@@ -149,7 +149,7 @@ class StudyBucket:
 
 @contextmanager
 def driver_bucket(
-    url: ObjectUrl, say: Callable[[str], None], cache_dir: str | None, timeout_s: float
+    url: ObjectUrl, log: Callable[[str], None], cache_dir: str | None, timeout_s: float
 ) -> Iterator[StudyBucket]:
     """A study in a bucket, for its driver: its copy, below `cache_dir` or in the user's cache, is for one process at a
     time.
@@ -166,14 +166,14 @@ def driver_bucket(
             "place"
         ),
         limit_s=WAIT_S,
-        say=say,
+        log=log,
     )
     try:
         bucket = StudyBucket(ObjectStore.open(url, timeout_s=timeout_s), path)
         bucket.fetch()
         bucket.check_free()
         try:
-            bucket.hold(say)
+            bucket.hold(log)
             yield bucket
         finally:
             bucket.release()

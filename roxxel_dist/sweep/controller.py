@@ -32,7 +32,7 @@ from roxxel_dist.sweep.samplers import Engine
 from roxxel_dist.sweep.space.sweep_file import Params, Sweep
 
 POLL_S = 0.5
-"""How soon a signal is heard."""
+"""Seconds until a signal is acted on."""
 WAITS_S = 30.0
 """How long a trial waits for room before the user sees a message."""
 
@@ -154,7 +154,7 @@ class Controller:
             self._last = ending
             self.log(ending.reason)
         for attempt in self.executor.running:
-            if not attempt.heard and attempt.cancel_reason is None:
+            if not attempt.has_begun and attempt.cancel_reason is None:
                 self.executor.cancel(attempt, "drain")
 
     def _look_at_clock(self) -> None:
@@ -165,11 +165,11 @@ class Controller:
             self._decided(self.decisions.pause_all("max_hours", HOURS_SPENT))
 
     def _handle(self, attempt: Attempt, item: Item) -> None:
-        """Act on what a trial says."""
+        """Act on a message of a trial."""
         [(name, event)] = item.items()
         trial = attempt.trial
-        if not attempt.heard and name != "exited":
-            attempt.heard, attempt.since = True, time.monotonic()
+        if not attempt.has_begun and name != "exited":
+            attempt.has_begun, attempt.since = True, time.monotonic()
         if name == "exited":
             self._gone(attempt)
         elif attempt.cancel_reason == "ended":
@@ -212,7 +212,7 @@ class Controller:
         trial = self._history.trials[attempt.trial]
         if not _is_finite(value):
             self._not_finite(attempt, value, f" at step {step}")
-        elif trial.reported(step) != value:  # a trial that is run again tells its earlier ones again
+        elif trial.reported(step) != value:  # a trial that is run again reports its earlier ones again
             self._write("report", trial.number, step=step, value=value)
             self._decided(self.decisions.reported(trial.number, step))
 

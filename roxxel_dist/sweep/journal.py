@@ -1,9 +1,9 @@
 """The journal of a study: append-only JSON lines, each kept before anything is done about it, by one writer.
 
 Kept is what is on the disk or, of a study in a bucket, what its store has. There start and report may follow within a
-second: a trial that is run again tells them again; and so does one whose result was not sent any more.
+second: a trial that is run again reports them again; and so does one whose result was not sent any more.
 
-`History` is what the journal tells: the trials, what they reported, and how they ended. It is kept up to date line by
+`History` is the state of the journal: the trials, what they reported, and how they ended. It is kept up to date line by
 line, at a cost that does not grow with the number of trials.
 """
 
@@ -50,7 +50,7 @@ State = Literal["running", "paused", "done", "stopped", "failed"]
 
 @dataclass(kw_only=True)
 class Trial:
-    """One trial, as far as the journal tells."""
+    """One trial, as the journal has it."""
 
     number: int
     params: dict[str, Any]
@@ -181,7 +181,7 @@ class History:
             before = trial.step
             trial.report(event["step"], event["value"])
             self.steps += trial.step - before
-            if trial.state == "paused":  # it had made this report before it heard of its pause
+            if trial.state == "paused":  # it had made this report before it received its pause
                 self._pause(trial)
         elif kind in ("stop", "pause", "thaw"):
             self._decide(trial, event)

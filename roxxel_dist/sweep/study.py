@@ -235,7 +235,7 @@ class StudyDir:
         )
 
     def create(self, sweep_config: str, extras: str | None, config: Any, metadata: Mapping[str, str | None]) -> None:
-        """Write a study that begins; `metadata` is what the method of this name tells. Raises OSError."""
+        """Write a study that begins; `metadata` is what the method of this name returns. Raises OSError."""
         make_folder(self.path)
         config.save_yaml(self.path / BASE, metadata)
         if extras is not None:

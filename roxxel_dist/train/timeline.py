@@ -41,7 +41,7 @@ class Timeline:
 
     def __init__(self, run: Path | None, progress: Progress) -> None:
         self._path = run and run / NAME
-        progress.listener = self.heard
+        progress.listener = self.receive
         self._file: FileIO | None = None
         self._early: list[dict[str, Any]] | None = []
         self._attempt = 0
@@ -62,7 +62,7 @@ class Timeline:
         for row in early or ():
             self._write(row)
 
-    def heard(self, record: Record) -> None:
+    def receive(self, record: Record) -> None:
         """The activity of this rank is another one from now on."""
         self._done = record.done
         self._stepped |= record.activity == "step"

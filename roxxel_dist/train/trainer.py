@@ -169,9 +169,9 @@ class Trainer:
         self._work_is_known = False
         self._needed = False  # whether the last save must be on disk, whatever copies there are in memory
         self._deferred: tuple[int, Metrics] | None = None
-        self._let_go = hold_together(self._folder)
+        self._release_folder = hold_together(self._folder)
         with contextlib.ExitStack() as undo:
-            undo.callback(self._let_go)
+            undo.callback(self._release_folder)
             self.store: CheckpointStore = self._open_store(checkpointer)
             if checkpointer is None:
                 undo.callback(self.store.close)
@@ -608,7 +608,7 @@ class Trainer:
         if self._memory is not None:
             self._memory.close(CRASH_LIMIT_S if self._failed else None)
         self._compiler.close()
-        self._let_go()
+        self._release_folder()
 
 
 def loop_options(options: LoopKeywords) -> LoopOptions:
@@ -623,18 +623,18 @@ def loop_options(options: LoopKeywords) -> LoopOptions:
 
 
 def hold_together(run: Path) -> Callable[[], None]:
-    """Hold a run directory on rank 0 for all ranks; returns what lets it go.
+    """Hold a run directory on rank 0 for all ranks; returns what releases it.
 
     Raises ValueError, on every rank, where another process trains in it, it cannot be written, or it has files that no
     run made and a run would replace.
     """
-    let_go, problem = lambda: None, ""
+    release, problem = lambda: None, ""
     if is_primary():
         try:
             check_run_folder(run)
-            let_go = hold_folder(run, "training in")
+            release = hold_folder(run, "training in")
         except UserError as error:
             problem = str(error)
     if problem := broadcast_from_primary("run directory is free", problem):
         raise UserError(problem)
-    return let_go
+    return release

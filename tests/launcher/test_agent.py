@@ -137,10 +137,10 @@ assert own.startswith("pipe:") and own in pipes() and "ROXXEL_PIPE" not in os.en
 seen = "import os; print(*(os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')[:-1]))"
 assert own not in subprocess.check_output([sys.executable, "-c", seen], text=True, close_fds=False)
 if os.fork() == 0:
-    os._exit(agent_pipe().tell({"failed": 5}) or own in pipes())
+    os._exit(agent_pipe().send({"failed": 5}) or own in pipes())
 assert os.wait()[1] == 0
 subprocess.check_call(["sh", "-c", "printf '\\036failed 7\\n'; printf '\\036failed 7\\n' >&2"])
-assert agent_pipe().tell({"no": "message"})
+assert agent_pipe().send({"no": "message"})
 print("the end", flush=True)
 """
 
@@ -197,7 +197,7 @@ from roxxel_dist.cluster.progress import agent_pipe
 for step in range(3, 6):
     record = {"step": step, "total": 5, "start": 2, "phase": "warm [/x]", "loss": 1.5}
     record |= {"tokens_per_s": 1234.0, "eta_s": 65}
-    agent_pipe().tell(record)
+    agent_pipe().send(record)
     print("a line [/x]", step, flush=True)
 """
 

@@ -159,7 +159,7 @@ class Agents:
                 lease.check(silent_s, self.now)
             for lease, silent_s in [*zip(self.leases, silent, strict=True)] * 2:
                 while lease.fd is not None and select.select([lease.fd], [], [], 0)[0]:
-                    lease.hear(silent_s, self.now)
+                    lease.receive(silent_s, self.now)
         return [lease.holds for lease in self.leases]
 
 

@@ -77,7 +77,7 @@ def test_a_host_that_is_back_is_taken_in_again(
         "while attempt != '2':\n"
         "    time.sleep(0.1)\n"
         "    if os.path.exists('save'):\n"
-        "        pipe.tell({'saved': 1})\n"
+        "        pipe.send({'saved': 1})\n"
     )
     options = ["--grow-at-checkpoint"] if at_checkpoint else []
     launch = started(hosts, tmp_path, *options, "--", "python", program)

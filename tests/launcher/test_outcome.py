@@ -53,8 +53,8 @@ def ends(*codes: int) -> list[RankExit]:
         ((3, -9), {"lost": LOST}, 137, None),
         ((-11, -9), {"lost": LOST}, 139, 0),
         ((2, -9), {"lost": LOST}, 2, 0),
-        ((3, -9), {"lost": replace(LOST, heard=2.0), "failed": 1.0}, 3, 0),
-        ((3, -9), {"lost": replace(LOST, heard=2.0, died=True), "failed": 1.0}, 137, None),
+        ((3, -9), {"lost": replace(LOST, last_seen=2.0), "failed": 1.0}, 3, 0),
+        ((3, -9), {"lost": replace(LOST, last_seen=2.0, died=True), "failed": 1.0}, 137, None),
     ],
 )
 def test_the_code_of_a_job(codes: tuple[int, ...], more: dict[str, Any], code: int, culprit: int | None) -> None:

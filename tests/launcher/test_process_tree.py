@@ -88,13 +88,13 @@ def test_kill_9_leaves_nothing(victims: str, start: Start, alive: Alive, until: 
 TWO = """
 first, second = tree(sys.argv[1] + "sleep 1000; true"), tree(sys.argv[1] + "exit 7")
 said = [made.pid for made, _ in (first, second)] + [int(out.readline()) for _, out in (first, second)]
-second[0].hear()
+second[0].receive()
 say(*said, second[0].code)
 for made in (second[0], first[0]):
     sys.stdin.readline()
     made.kill()
     while not made.is_empty:
-        made.hear()
+        made.receive()
     say(made.code)
 sys.stdin.readline()
 """
@@ -127,7 +127,7 @@ for _ in range(3):
 os.kill(ended.keeper, signal.SIGCONT)
 os.waitid(os.P_PID, ended.keeper, os.WEXITED | os.WNOWAIT)
 while not ended.is_empty:
-    ended.hear()
+    ended.receive()
 say(ended.code)
 """
 
@@ -155,7 +155,7 @@ while state(child)[-1] not in "ZX" or state(dead.pid) != "cat D":
     time.sleep(0.01)
 os.set_blocking(dead.fd, False)
 try:
-    dead.hear()
+    dead.receive()
 except BlockingIOError:
     say(dead.keeper, dead.pid, state(dead.pid), dead.is_empty)
 from roxxel_dist.launcher.host.process_tree import Subreaper

@@ -56,7 +56,7 @@ def short():
 
 def take(url, said=None, **options):
     said = [] if said is None else said
-    return Lease.take(ObjectStore.open(url, timeout_s=2), "it.lease", "test", say=said.append, **options)
+    return Lease.take(ObjectStore.open(url, timeout_s=2), "it.lease", "test", log=said.append, **options)
 
 
 def hold(url, ready, end):

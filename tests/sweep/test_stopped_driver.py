@@ -74,7 +74,7 @@ def test_a_stop_is_no_silence_of_the_holder_of_a_lock(tmp_path, monkeypatch):
         file_lock, "time", type("Stopped", (), {"sleep": staticmethod(pause), "monotonic": real.monotonic})
     )
     with pytest.raises(ValueError, match="held"):
-        file_lock.wait_for_lock(tmp_path / "lock", str, lambda owner: "held", limit_s=1.0, say=lambda line: None)
+        file_lock.wait_for_lock(tmp_path / "lock", str, lambda owner: "held", limit_s=1.0, log=lambda line: None)
     assert len(looks) >= 5
     assert lock is not None
     file_lock.release_lock(lock)

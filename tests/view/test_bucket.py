@@ -49,7 +49,7 @@ def test_a_run_in_a_bucket_is_what_the_local_one_is(server, tmp_path, capsys):
         store.write("metrics.jsonl", store.read("metrics.jsonl") + json.dumps(row).encode() + b"\n")
         gone = here.checkpoints[0].name
         store.delete([f"checkpoints/{gone}/digests.json"])  # as a run takes it away: the rest follows
-        with Lease.take(store, LEASE, "train", say=lambda _: None):
+        with Lease.take(store, LEASE, "train", log=lambda _: None):
             files.pull()
             assert files.is_trained
             seen = reader.read()

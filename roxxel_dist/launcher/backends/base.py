@@ -48,7 +48,7 @@ class Backend(ABC):
     address: str | None = None
     """Where rank 0 is for all ranks, if that is known before anybody has looked."""
     heartbeat_timeout_s: ClassVar[float | None] = None
-    """Seconds without a word from here after which an agent kills its ranks; None where a pipe tells it at once."""
+    """Seconds without a word from here after which an agent kills its ranks; None where a pipe is closed at once."""
 
     broken_link: ClassVar[int | None] = None
     """The exit code of a near end whose connection broke, which says nothing of the program at the far end."""

@@ -1,7 +1,7 @@
 """One attempt at a job, from the start of its agents to the end of the last rank.
 
-It runs in the launcher's own process, in one thread: it waits for what agents say, for signals, and for its clocks (how
-long ranks may stay when another has ended, and how long a rank may stay in a step).
+It runs in the launcher's own process, in one thread: it waits for messages of agents, for signals, and for its clocks
+(how long ranks may stay when another has ended, and how long a rank may stay in a step).
 """
 
 import signal
@@ -94,11 +94,11 @@ class Attempt:
     member_sources: MemberSources | None = None
     """Likewise."""
     _silent_since: float | None = None
-    """Since when no host has been heard; None while any is."""
+    """Since when no host has sent anything; None while any does."""
     _looked: float = 0.0
 
     def run(self, placed: Sequence[Placement]) -> AttemptResult:
-        """Start all, watch until all have ended, and say what happened."""
+        """Start all, watch until all have ended, and return what happened."""
         self._result = AttemptResult(exits=self._exits)
         self._code: dict[str, Imported] = {}
         self._begun = time.monotonic()
@@ -274,7 +274,7 @@ class Attempt:
             hang = None if self.pool.silence(now) > COMMON_S else self._detector.check(now)
             if hang is None or self._result.hang is not None or self._is_ending():
                 return
-            if now - self._host_of(hang.rank).heard >= QUIET_S:
+            if now - self._host_of(hang.rank).last_seen >= QUIET_S:
                 return  # nothing is known of its ranks: the limit of the host decides
             self._ask_for_stacks(hang, now)
 

@@ -20,7 +20,7 @@ from roxxel_dist.launcher.spec import JobSpec
 WAIT_S = 4.0
 """For the hangs that other launchers find: they look four times a second at ranks that stopped in one moment."""
 LOOK_S = 2.0
-"""How often a launcher tells the others which sources its ranks run, and looks at those of the first host."""
+"""How often a launcher sends the others the sources that its ranks run, and looks at those of the first host."""
 
 
 class MemberHangs:

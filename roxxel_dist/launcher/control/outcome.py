@@ -33,19 +33,19 @@ class RankExit:
     killed_by_us: bool
     """Killed by the launcher; its code says nothing."""
     step: int
-    """The step it had entered; 0 when it never said."""
+    """The step it had entered; 0 when it never reported one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostLost:
-    """An agent that is gone, or out of reach: its ranks are dead, or will be when it has heard nothing for long."""
+    """An agent that is gone, or out of reach: its ranks are dead, or will be when it has received nothing for long."""
 
     host: str
     code: int
     """The exit code of a job that ends by it."""
     text: str
     """A description for the user."""
-    heard: float = 0.0
+    last_seen: float = 0.0
     """When it sent its last message, by the launcher's clock."""
     with_host: bool = False
     """The host is out of reach; an agent that ended by itself leaves a host that can be used."""
@@ -73,7 +73,7 @@ class LateRank:
     host: str
     pid: int
     step: int
-    """The step it had entered; 0 when it never said."""
+    """The step it had entered; 0 when it never reported one."""
     exits: bool
     """Its program has ended: something keeps its process, or it waits for others."""
     stack: Sequence[str] = ()
@@ -102,7 +102,7 @@ class AttemptResult:
     gone_by: dict[str, float] = field(default_factory=dict)
     """Of each host that was lost: when its ranks have ended, wherever they are (`HostLost.gone_by`)."""
     failed: float = 0.0
-    """When the first failure of a rank was heard of, by the launcher's clock."""
+    """When the first failure of a rank was reported, by the launcher's clock."""
     hang: Hang | None = None
     """A rank did not go on within its limit; all were killed."""
     hang_host: str = ""
@@ -139,7 +139,7 @@ def first_failure(result: AttemptResult) -> RankExit | None:
     if first.code == EXIT_USAGE:
         return first
     lost = result.lost
-    if lost is not None and first.code > 0 and (lost.died or lost.heard <= result.failed):
+    if lost is not None and first.code > 0 and (lost.died or lost.last_seen <= result.failed):
         return None
     return next((end for end in failures if end.code < 0 and -end.code not in FOLLOWING), first)
 

@@ -117,7 +117,7 @@ def failure_report(failure: RankExit, tail: Sequence[str], log: Path) -> list[st
 
 
 def last_words(tail: Sequence[str]) -> Sequence[str]:
-    """Of the last lines of a rank, those that tell why it ended: from its traceback on, if there is one."""
+    """Of the last lines of a rank, those that show why it ended: from its traceback on, if there is one."""
     lines = [line for line in tail if not NOISE_PREFIXES.match(line)] or tail  # a thread may write behind a traceback
     starts = (number for number, line in enumerate(lines) if line.startswith(CRASH_HEADERS))
     return lines[next(starts, -TAIL_WITHOUT_TRACEBACK) :]

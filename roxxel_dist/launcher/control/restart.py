@@ -29,7 +29,7 @@ IDLE_PREEMPTIONS = 10
 
 PREEMPTED = {EXIT_DRAINED, *(128 + number for number in (signal.SIGTERM, signal.SIGHUP, *SCHEDULER_SIGNALS))}
 OF_NO_RANK = {EXIT_PORT, EXIT_FILES, EXIT_LOST_RANK}
-"""Codes by which a rank tells of a failure that is not its own: the same rank may end with them again and again."""
+"""Codes by which a rank reports a failure that is not its own: the same rank may end with them again and again."""
 INFRASTRUCTURE = (
     OF_NO_RANK
     | {EXIT_RUNTIME, EXIT_NOT_STARTED}
@@ -108,7 +108,7 @@ def classify(result: AttemptResult) -> Cause:
 
 
 def summary(result: AttemptResult, *, seconds: float, counts: bool, report: Sequence[str] = ()) -> AttemptSummary:
-    """An attempt for `next_action`. `counts`: the program is known to tell its steps, even if it has not yet."""
+    """An attempt for `next_action`. `counts`: the program is known to report its steps, even if it has not yet."""
     failure = first_failure(result)
     culprit = None if failure is not None and failure.code in OF_NO_RANK else result.hang or failure
     if result.differs is not None:  # an edit in the middle of a start: the next one may find the same code everywhere

@@ -36,7 +36,7 @@ class SignalPipe:
         numbers += [number for number in SCHEDULER_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
         # The wake-up descriptor has the number already; without a handler it would not get it.
         self._before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # one that came before this was ready is heard now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # one that came before this was ready is received now
         return self
 
     def __exit__(self, *error: object) -> None:

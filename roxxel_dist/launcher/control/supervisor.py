@@ -42,7 +42,7 @@ class JobResult:
     host_lost: bool = False
     """It could go on, with another host for one that is out of reach."""
     idle: bool = False
-    """Its last attempt came to no step, though its program tells its steps."""
+    """Its last attempt came to no step, though its program reports its steps."""
 
 
 def run(job: JobSpec, backend: Backend, recorder: JobRecorder | None = None) -> int:
@@ -55,7 +55,7 @@ def run(job: JobSpec, backend: Backend, recorder: JobRecorder | None = None) -> 
 
 
 def supervise(job: JobSpec, backend: Backend, recorder: JobRecorder) -> JobResult:
-    """As `run`, and tells more of the end."""
+    """As `run`; returns more about the end."""
     with recorder:
         with (
             Console(all_ranks=job.all_ranks, first=job.first_rank) as console,
@@ -170,7 +170,7 @@ class _Controller:
         job, backend, console = ready.assignment.job, self.backend, self.console
         number = job.first_attempt + len(self._attempts)
         reached, trains = self._reached, job.command[0] == "train"
-        console.flush()  # a detached launcher lets go of its terminal here
+        console.flush()  # a detached launcher leaves its terminal here
         self.recorder.update(state="running", attempt=number)
         hosts, outer = ready.assignment.hosts, backend.environment
         placed = placements(job, hosts, ready.coordinator, outer, number, ready.visible, ready.cores, reached)

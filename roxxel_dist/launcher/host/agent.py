@@ -4,8 +4,8 @@ One thread, one epoll, and no blocking call: pidfds report the ends of ranks, or
 processes do the killing (`process_tree`). epoll returns descriptors in the order in which they became ready, and a rank
 that runs Python reports its failure before its connections close, so the first reported failure is the first one. The
 agent takes orders from its stdin alone (signals do nothing once it has ranks). When that ends, or is silent for longer
-than the heartbeat timeout, the controller is lost: the agent ends, and with it the ranks. Where no host hears the
-controller, ranks live on for the job's lease (`lease`).
+than the heartbeat timeout, the controller is lost: the agent ends, and with it the ranks. Where no host receives from
+the controller, ranks live on for the job's lease (`lease`).
 """
 
 import errno
@@ -96,7 +96,7 @@ START_FIXES = {
 SLACK_S = 2.0
 """An agent that is stopped is killed by its guard so much later than it would have ended by itself."""
 REPORT_S = 0.5
-"""How often the controller hears how far the ranks are."""
+"""Seconds between reports to the controller of how far the ranks are."""
 
 
 def clock() -> float:
@@ -143,7 +143,7 @@ class Agent:
         self._kill_at: float | None = None
         self._report_at = 0.0
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._heard = clock()
+        self._last_received = clock()
         self._echo = 0.0  # the time in the newest heartbeat, by the controller's clock
         self._lease: Lease | None = None
         self._draining = self._paused = self._writable = self._done = self._ended = False
@@ -178,11 +178,11 @@ class Agent:
         self._poll.close()
 
     def _end_where_lost(self) -> None:
-        """End if nothing was heard for too long: a link that is cut, or a controller or a machine that stood still."""
+        """End if nothing was received for too long: a link that is cut, a controller or a machine that stood still."""
         limit = self._heartbeat_timeout_s
         if self._lease is not None and self._lease.holds:
             limit = max(limit, self._lease.limit_s)
-        if clock() - self._heard > limit:
+        if clock() - self._last_received > limit:
             self._ended = True
             self.why = SILENCE.format(limit)
 
@@ -202,7 +202,7 @@ class Agent:
 
     def _read_orders(self) -> None:
         data = os.read(ORDERS, CHUNK)
-        self._heard = clock()
+        self._last_received = clock()
         if not data:
             self._ended = True
         self._orders.extend(self._inbox.feed(data))
@@ -214,11 +214,11 @@ class Agent:
                 from roxxel_dist.launcher.preflight.probe import answer  # late: a local job asks nothing
 
                 self._outbox.send(answer(order, self._held))
-                self._heard = clock()  # it may have taken long
+                self._last_received = clock()  # it may have taken long
             elif order["type"] == "start":
                 self._clear()
                 self._start(order)
-                self._heard = clock()
+                self._last_received = clock()
             elif order["type"] == "alive":
                 self._echo = order["at"]
             elif order["type"] == "first" and self._lease is not None:
@@ -258,7 +258,7 @@ class Agent:
     def _take_lease(self, terms: Message) -> None:
         lease = self._lease = Lease(terms)
         if lease.fd is not None:
-            self._watch(lease.fd, lambda: lease.hear(clock() - self._heard, clock()))
+            self._watch(lease.fd, lambda: lease.receive(clock() - self._last_received, clock()))
         if lease.port is not None:
             self._outbox.send({"type": "first", "port": lease.port})
 
@@ -359,7 +359,7 @@ class Agent:
             self._outbox.send({"type": "signal", "number": self._asked.popleft()})
         self._keepers = [pid for pid in self._keepers if os.waitpid(pid, os.WNOHANG)[0] == 0]
         if self._lease is not None:
-            self._lease.check(clock() - self._heard, clock())
+            self._lease.check(clock() - self._last_received, clock())
         moved = []
         records = self._records()
         for rank in self._alive():
@@ -403,7 +403,7 @@ class Agent:
         self._exited.append(rank)
 
     def _hear_keeper(self, rank: Rank) -> None:
-        rank.tree.hear()
+        rank.tree.receive()
         if rank.tree.is_empty:
             self._unwatch(rank.tree.fd)
             rank.tree.close()

@@ -1,12 +1,12 @@
-"""May the ranks of a host go on although it hears nothing from the launcher? Only if no host of the job hears it.
+"""May the ranks of a host go on while it receives nothing from the launcher? Only if no host of the job does.
 
-A host that hears nothing may be cut off alone. Then the launcher starts other ranks in the place of its own, which must
-have ended by then (`HEARTBEAT_TIMEOUT_S`). Or the launcher's own link is cut: then no host hears it, nothing is started
-anywhere, and the ranks, which reach each other, go on for the lease. A host cannot tell the two apart. So each host
-that has heard nothing for `ORPHAN_S` asks the first one, by a datagram; the first one answers when all hosts ask at
-once. Where a firewall drops datagrams, there is no answer, and ranks end as if their host were cut off alone.
+A host that receives nothing may be cut off alone. Then the launcher starts other ranks in the place of its own, which
+must have ended by then (`HEARTBEAT_TIMEOUT_S`). Or the launcher's own link is cut: then no host receives, nothing is
+started anywhere, and the ranks, which reach each other, go on for the lease. A host cannot distinguish the two. So each
+host that has received nothing for `ORPHAN_S` asks the first one, by a datagram; the first one answers when all hosts
+ask at once. Where a firewall drops datagrams, there is no answer, and ranks end as if their host were cut off alone.
 
-The launcher holds the other half: it takes a host for cut off alone only if others have heard it all the time
+The launcher holds the other half: it takes a host for cut off alone only if others have received from it all the time
 (`pool.COMMON_S`, which is less than `ORPHAN_S - FRESH_S`).
 """
 
@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 ORPHAN_S = 6.0
-"""A host that has heard nothing for so long asks the first host."""
+"""A host that has received nothing for so long asks the first host."""
 FRESH_S = 2.5
 """A question counts for so long."""
 SIZE = 256
@@ -34,7 +34,7 @@ class Lease:
     def __init__(self, terms: Mapping[str, Any]) -> None:
         self.limit_s: float = terms["limit"]
         self.holds: bool = False
-        """Whether no host has heard the launcher since this one has."""
+        """Whether no host has received from the launcher since this one has."""
         self._hosts, self._index = int(terms["hosts"]), int(terms["index"])
         self._token, self._address = str(terms["token"]).encode(), str(terms["address"])
         self._asked: dict[int, float] = {}
@@ -53,7 +53,7 @@ class Lease:
 
     @property
     def fd(self) -> int | None:
-        """Readable when there is something to `hear`."""
+        """Readable when there is something to `receive`."""
         return None if self._socket is None else self._socket.fileno()
 
     def meet(self, port: int) -> None:
@@ -73,7 +73,7 @@ class Lease:
             with suppress(OSError):  # no route, so no answer
                 self._socket.sendto(b"%s %d" % (self._token, self._index), self._first)
 
-    def hear(self, silent_s: float, now: float) -> None:
+    def receive(self, silent_s: float, now: float) -> None:
         """Take in one datagram: a question to the first host, or its answer."""
         if self._socket is None:
             return

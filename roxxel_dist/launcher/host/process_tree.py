@@ -205,7 +205,7 @@ class Subreaper:
 class Tree:
     """A program under a keeper: a small process, forked from this one, that adopts all orphans of the program.
 
-    This process must have one thread. The descriptor `fd` is readable when there is something to `hear`.
+    This process must have one thread. The descriptor `fd` is readable when there is something to `receive`.
 
     Args:
         start: starts the program, as the leader of a session, from inside the keeper.
@@ -247,7 +247,7 @@ class Tree:
         """Where the keeper's messages come from."""
         return self._control.fileno()
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Take in one message of the keeper."""
         try:
             said = self._control.recv(32)
@@ -317,7 +317,7 @@ class SpawnedTree(Tree):
         """Whether nothing is left of it, waited for so long."""
         end = time.monotonic() + limit_s
         while not self.is_empty and self._poll.poll(1000 * max(0.0, end - time.monotonic())):
-            self.hear()
+            self.receive()
             if self.is_empty:
                 self._process.wait()
                 self.close()
@@ -395,13 +395,13 @@ def _keep(control: socket.socket, child: int, linger_s: float) -> bool:
     """
     end, order = math.inf, KILL
 
-    def tell(code: int) -> None:
+    def report(code: int) -> None:
         nonlocal end
         end = time.monotonic() + linger_s
         with suppress(OSError):
             control.send(b"%d" % code)
 
-    tree = Subreaper(child, tell)
+    tree = Subreaper(child, report)
     wakes, writes = os.pipe()
     for fd in (wakes, writes):
         os.set_blocking(fd, False)

@@ -1,4 +1,4 @@
-"""A rank as its agent has it: the tree of its processes, its output, and what it tells."""
+"""A rank as its agent has it: the tree of its processes, its output, and its messages."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ class Rank:
     number: int
     tree: Tree
     output: int
-    pipe: int  # what it tells beside its output: `progress.AgentPipe`
+    pipe: int  # its messages beside its output: `progress.AgentPipe`
     lines: LineSplitter = field(default_factory=LineSplitter)
     messages: LineSplitter = field(default_factory=LineSplitter)
     code: int | None = None  # negative: a signal
@@ -50,10 +50,10 @@ def start_rank(number: int, program: Program, folders: Sequence[str], pass_fds: 
     `folders` are the agent's own, see `Tree`; `pass_fds` are closed here. Raises OSError where it cannot be started.
     """
     reads, writes = os.pipe()
-    hears, tells = os.pipe()
-    for fd in (reads, hears, tells):
+    pipe_read, pipe_write = os.pipe()
+    for fd in (reads, pipe_read, pipe_write):
         os.set_blocking(fd, False)
-    env = {**program.env, PIPE_ENV: f"{tells}:{os.fstat(tells).st_ino}"}
+    env = {**program.env, PIPE_ENV: f"{pipe_write}:{os.fstat(pipe_write).st_ino}"}
 
     def start() -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
@@ -62,18 +62,18 @@ def start_rank(number: int, program: Program, folders: Sequence[str], pass_fds: 
             stdout=writes,
             stderr=writes,
             env=env,
-            pass_fds=(tells, *pass_fds),
+            pass_fds=(pipe_write, *pass_fds),
             start_new_session=True,
             preexec_fn=die_with_parent,  # noqa: PLW1509 - a system call; its keeper has one thread
         )
 
     try:
-        tree = Tree(start, holds=(writes, tells, *pass_fds), folders=folders)
+        tree = Tree(start, holds=(writes, pipe_write, *pass_fds), folders=folders)
     except BaseException:
         os.close(reads)
-        os.close(hears)
+        os.close(pipe_read)
         raise
     finally:
-        for fd in (writes, tells, *pass_fds):
+        for fd in (writes, pipe_write, *pass_fds):
             os.close(fd)
-    return Rank(number=number, tree=tree, output=reads, pipe=hears)
+    return Rank(number=number, tree=tree, output=reads, pipe=pipe_read)

@@ -77,12 +77,12 @@ class SourceRecorder(MetaPathFinder):
                     self.add(spec.name or name, spec.loader.path)
             sys.meta_path.insert(0, self)
 
-    def tell(self) -> None:
+    def send(self) -> None:
         """Have the agent know all sources, those too that are imported from now on."""
         self._tells = True
         while names := self._untold[:ENTRIES]:
             files = [[name, self.sources[name].path, self.sources[name].checksum] for name in names]
-            if not agent_pipe().tell({"code": files}):
+            if not agent_pipe().send({"code": files}):
                 return
             del self._untold[: len(names)]
 
@@ -92,7 +92,7 @@ class SourceRecorder(MetaPathFinder):
             self.sources[name] = Source(path, checksum_of(path))
             self._untold.append(name)
         if self._tells:
-            self.tell()
+            self.send()
 
     def changed(self) -> str:
         """A file that has another content than when it was imported; empty where there is none."""

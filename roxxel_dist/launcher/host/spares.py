@@ -43,12 +43,12 @@ class Spare:
 
 def start_spare(number: int, program: Program, folders: Sequence[str]) -> Spare:
     """Start one beside the rank `number`, whose program it is. Raises OSError."""
-    hears, orders = os.pipe()
+    orders_read, orders = os.pipe()
     os.set_blocking(orders, False)
     with suppress(OSError):  # for a large environment
         fcntl.fcntl(orders, fcntl.F_SETPIPE_SZ, 1 << 20)
-    env = {**program.env, SPARE_ENV: str(hears)}
-    rank = start_rank(number, Program(program.command, env), folders, (hears,))
+    env = {**program.env, SPARE_ENV: str(orders_read)}
+    rank = start_rank(number, Program(program.command, env), folders, (orders_read,))
     return Spare(rank=rank, program=program, orders=orders)
 
 
@@ -63,7 +63,7 @@ def choose(spares: Sequence[Spare], number: int, program: Program) -> Spare | No
 
 
 def hand_over(spare: Spare, env: dict[str, str]) -> bool:
-    """Tell a spare which rank it is; whether it will hear it."""
+    """Send a spare the number of its rank; returns whether it will receive it."""
     data = json.dumps({"env": env}).encode() + b"\n"
     try:
         return os.write(spare.orders, data) == len(data)
@@ -78,7 +78,7 @@ class Spares:
         folders: of the agent, see `Tree`.
         watch: takes a spare whose descriptors are to be watched.
         end: takes the rank of a spare that is ended; kills it and forgets its descriptors.
-        note: tells people.
+        note: takes lines for people.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ def become_rank(modules: Sequence[str]) -> None:
             for module in modules:
                 import_module(module)
         size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        pipe.tell({"spare": "ready", "size": size})
+        pipe.send({"spare": "ready", "size": size})
         order = b""
         while not order.endswith(b"\n"):
             piece = os.read(orders, 1 << 16)
@@ -53,18 +53,18 @@ def become_rank(modules: Sequence[str]) -> None:
     os.close(orders)
     installed = [name for name, version in versions().items() if before.get(name) != version]
     if changed := recorder().changed() or ", ".join(installed):
-        pipe.tell({"spare": "stale", "changed": changed})
+        pipe.send({"spare": "stale", "changed": changed})
         os._exit(0)
     os.environ.clear()
     os.environ.update(json.loads(order)["env"])
-    if not pipe.tell({"spare": "taken"}):
+    if not pipe.send({"spare": "taken"}):
         os._exit(1)
     sys.stdout.flush()
 
 
 @contextmanager
 def _shown_as_spare() -> Iterator[None]:
-    """Within it `ps` tells this process from a rank, and the kernel ends it first where memory is short."""
+    """Within it `ps` shows this process as no rank, and the kernel ends it first where memory is short."""
     values = {Path("/proc/self/comm"): NAME, Path("/proc/self/oom_score_adj"): FIRST_VICTIM}
     before = {path: path.read_text(encoding="ascii").strip() for path in values}
     for path, value in values.items():

@@ -198,7 +198,7 @@ def _run(program: Callable[[], None]) -> None:
     """
     agent_pipe()  # before the program starts others
     recorder().install()
-    recorder().tell()
+    recorder().send()
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, all_threads=True)
     try:
@@ -278,7 +278,7 @@ def _fail(code: int) -> NoReturn:
     first.
     """
     _flush()
-    if agent_pipe().tell({"failed": code}):
+    if agent_pipe().send({"failed": code}):
         time.sleep(LINGER_S)
     _leave(code)
 

@@ -145,7 +145,7 @@ class JobRecord:
 
     @property
     def is_known(self) -> bool:
-        """Whether this machine can tell that the state is so now: locks may not reach from another one to here."""
+        """Whether this machine sees that the state is so now: locks may not reach from another one to here."""
         return self.is_over or self.is_here or is_held(_lock_of(self.path), unknown=False)
 
     def line(self, command: str) -> str:

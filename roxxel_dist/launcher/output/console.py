@@ -24,7 +24,7 @@ MAX_WAITING = 4 << 20
 LAST_S = 2.0
 """How long the terminal may take for the last words."""
 NOISE_PREFIXES = re.compile(r"\[Gloo\] |[IW]\d{4} \S+ +\d+ preemption_notifier\.cc:\d+\] ")
-"""How lines begin in which a library tells of connections made, or of a SIGTERM: kept in the log, not shown."""
+"""How lines begin by which a library reports connections, or a SIGTERM: kept in the log, not shown."""
 
 
 def info(text: str) -> None:

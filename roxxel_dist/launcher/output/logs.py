@@ -58,8 +58,8 @@ def _text(block: bytes) -> list[str]:
 class Logs:
     """One file a rank under `job.log_dir`, made with its first line, and the last lines of each in memory."""
 
-    def __init__(self, job: JobSpec, say: Callable[[str], None], attempt: int = 0) -> None:
-        self._say = say
+    def __init__(self, job: JobSpec, log: Callable[[str], None], attempt: int = 0) -> None:
+        self._log = log
         self._folder = Path(job.log_dir)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         command = shlex.join(masked_words(job.command)).replace("\n", "\\n")
@@ -95,7 +95,7 @@ class Logs:
             self._close(rank)
             if not self._broken:
                 self._broken = True
-                self._say(f"cannot write {self.path(rank)} ({error.strerror}): lines are missing there from now on")
+                self._log(f"cannot write {self.path(rank)} ({error.strerror}): lines are missing there from now on")
 
     def _is_in_place(self, rank: int) -> bool:
         """Whether the open file of a rank still has its name: a person, or logrotate, may have moved or deleted it."""

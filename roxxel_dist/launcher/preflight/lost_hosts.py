@@ -39,7 +39,7 @@ class LookHistory:
     """Between two looks at hosts of which nothing is known."""
     unfit: dict[str, int] = field(default_factory=dict)
     """How many looks in a row a host has answered and was not fit."""
-    told: set[tuple[str, str]] = field(default_factory=set)
+    reported: set[tuple[str, str]] = field(default_factory=set)
     """Hosts, and what people have read of them, without its numbers."""
 
     def grown(self, hosts: Sequence[str], *, failed: bool) -> None:
@@ -48,7 +48,7 @@ class LookHistory:
         for host in hosts:
             self.unfit.pop(host, None)
             if not failed:
-                self.told = {known for known in self.told if known[0] != host}
+                self.reported = {known for known in self.reported if known[0] != host}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +185,6 @@ class LostHosts:
 
     def _tell(self, host: str, text: str) -> None:
         about = host, NUMBERS.sub("", text)
-        if about not in self._history.told:
-            self._history.told.add(about)
+        if about not in self._history.reported:
+            self._history.reported.add(about)
             self._notes.put(text)

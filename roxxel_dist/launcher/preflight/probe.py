@@ -90,7 +90,7 @@ def _listen(address: str, port: int, nonce: str, held: ExitStack) -> int:
     server.bind((address, port))
     server.listen(128)
 
-    def tell() -> None:
+    def report() -> None:
         while True:
             try:
                 connection, _ = server.accept()
@@ -101,9 +101,9 @@ def _listen(address: str, port: int, nonce: str, held: ExitStack) -> int:
                 connection.sendall(nonce.encode())
                 connection.recv(1)  # the other side closes first: then no closed connection lingers on this port
 
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
-    held.callback(teller.join, 2)  # until it has gone the port is in use
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
+    held.callback(reporter.join, 2)  # until it has gone the port is in use
     held.callback(server.shutdown, socket.SHUT_RDWR)  # wakes it
     return server.getsockname()[1]
 

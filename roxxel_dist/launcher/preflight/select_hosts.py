@@ -176,8 +176,8 @@ class HostSelector:
     ) -> ReadyHosts:
         """The hosts that start this attempt, when the ranks of lost ones have ended.
 
-        A lost host that answers again tells of ranks that still run there. Of one that does not, they have ended by the
-        time in `gone_by`: its agent has heard nothing for long. Hosts that are `back` are used if nothing speaks
+        A lost host that answers again reports ranks that still run there. Those of one that does not have ended by the
+        time in `gone_by`: its agent has received nothing for long. Hosts that are `back` are used if nothing speaks
         against it.
 
         Raises:

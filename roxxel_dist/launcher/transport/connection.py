@@ -15,9 +15,9 @@ from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox
 CHUNK = 1 << 20
 AGENT_END_S = 10.0
 HEARTBEAT_S = 0.5
-"""How often a controller lets its agents hear that it lives."""
+"""Seconds between the heartbeats that a controller sends its agents."""
 STDERR_LINES = 100
-"""Of a program's stderr so many lines are kept, to tell why it ended."""
+"""Of a program's stderr so many lines are kept, to show why it ended."""
 
 
 def agent_words(backend: Backend) -> tuple[str, ...]:
@@ -33,12 +33,12 @@ class HostConnection:
     host: str
     process: RemoteProcess
     ranks: list[int] = field(default_factory=list)
-    heard: float = field(default_factory=time.monotonic)
+    last_seen: float = field(default_factory=time.monotonic)
     """When the last message of the program came, by the launcher's clock."""
     echoed: float = 0.0
-    """When the newest heartbeat was sent of which the program has said that it came, by the launcher's clock."""
+    """When the newest heartbeat was sent that the program has acknowledged, by the launcher's clock."""
     leased: bool = False
-    """Whether its ranks may have a lease: for some time no host is known to have heard the launcher."""
+    """Whether its ranks may have a lease: for some time no host is known to have received from the launcher."""
     ready: bool = False
     """Whether any message has come."""
     done: bool = False

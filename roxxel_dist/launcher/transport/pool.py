@@ -1,4 +1,4 @@
-"""A program on each of some hosts: starts them, asks them, hands over what they say, and notices the silent ones."""
+"""A program on each of some hosts: starts them, asks them, hands over their messages, and notices the silent ones."""
 
 import os
 import random
@@ -26,9 +26,9 @@ from roxxel_dist.launcher.transport.protocol import Message
 SILENT_S = 10.0
 """An agent speaks each half second. Silent for longer, it is lost, with its ranks (`Backend.heartbeat_timeout_s`)."""
 QUIET_S = 2.0
-"""A host that has sent nothing for so long gets no heartbeat: it hears nothing much later than it was heard."""
+"""A host that has sent nothing for so long gets no heartbeat: it receives nothing much later than it sent something."""
 COMMON_S = 3.0
-"""If for so long no host is known to have heard a heartbeat, the ranks of all may have a lease (`host.lease`)."""
+"""If for so long no host is known to have received a heartbeat, the ranks of all may have a lease (`host.lease`)."""
 GONE_S = 2.5
 """The ranks of a lost host are gone so long after its agent gives up: a guard may have to end it (`agent.SLACK_S`)."""
 START_S = 60.0
@@ -125,10 +125,10 @@ class HostPool:
             for link, event in events:
                 if isinstance(event, Exception):
                     self._forget(link)
-        self._let_go([link for link in self.all if link.lost])
+        self._disconnect([link for link in self.all if link.lost])
         self.unreachable.clear()
 
-    def _let_go(self, links: Sequence[HostConnection]) -> None:
+    def _disconnect(self, links: Sequence[HostConnection]) -> None:
         for link in links:
             self._forget(link)
             del self._by_host[link.host]
@@ -138,7 +138,7 @@ class HostPool:
             link.close(max(0.0, end - time.monotonic()))
 
     def ask(self, questions: Mapping[str, Message], limit_s: float = ANSWER_S) -> dict[str, Message]:
-        """Ask hosts, `AT_ONCE` at a time, and wait for all answers; `heard` in each is the time here when it came.
+        """Ask hosts, `AT_ONCE` at a time, and wait for all answers; `received` in each is the time here when it came.
 
         A host that does not answer within `limit_s` seconds, or whose program ends, has no answer, and is in
         `unreachable`. An agent that has had ranks has `SILENT_S` at most, for it is connected.
@@ -184,7 +184,7 @@ class HostPool:
                     refusals.pop(link.host, None)
                     self._give_up(link, why)
                 elif isinstance(event, dict) and "type" not in event and event.pop("id", None) in (None, link.question):
-                    answers[link.host] = event | {"heard": time.time()}
+                    answers[link.host] = event | {"received": time.time()}
                     refusals.pop(link.host, None)
                     self._room += 1 / self._room  # as many more in each round, until a connection is refused
                 else:
@@ -214,7 +214,7 @@ class HostPool:
         refused.again = now + min(RETRY_S * 2**refused.count, RETRY_MOST_S) * random.uniform(0.5, 1)
         if refused.again >= refused.until or refused.count == REFUSALS:
             return False
-        self._let_go([link])
+        self._disconnect([link])
         return True
 
     def _give_up_the_late(
@@ -249,8 +249,8 @@ class HostPool:
         self._kill_by = None
         for index, place in enumerate(placed):
             link = self.connect(place.host)
-            link.ranks, link.heard, link.ready = list(place.ranks), time.monotonic(), link.started
-            link.started, link.done, link.echoed, link.leased = True, False, link.heard, False
+            link.ranks, link.last_seen, link.ready = list(place.ranks), time.monotonic(), link.started
+            link.started, link.done, link.echoed, link.leased = True, False, link.last_seen, False
             ranks = [{"rank": rank, "env": dict(env)} for rank, env in place.ranks.items()]
             more: Message = {"key": key} if job.is_restartable else {}
             if self._lease_s is not None:
@@ -261,13 +261,13 @@ class HostPool:
             self._heartbeat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
             self._heartbeat.start()
         hosts = {place.host for place in placed}
-        self._let_go([link for link in self.all if link.host not in hosts])
+        self._disconnect([link for link in self.all if link.host not in hosts])
 
     def _beat(self) -> None:
         """Tell agents, in a thread, that their controller lives: its loop may have to wait, for a disk for instance."""
         while not self._ending.wait(HEARTBEAT_S):
             for link in tuple(self.all):
-                is_quiet = self._lease_s is not None and self._looked - link.heard > QUIET_S
+                is_quiet = self._lease_s is not None and self._looked - link.last_seen > QUIET_S
                 if link.started and not link.lost and not link.waiting and not is_quiet:
                     link.send({"type": "alive", "at": time.monotonic()})
 
@@ -307,13 +307,13 @@ class HostPool:
         yield from self._silent(time.monotonic())
 
     def silence(self, now: float) -> float:
-        """Seconds since any host was heard; 0 where no link can be cut, and while none has sent a word yet."""
-        heard = [link.heard for link in self.all if link.ready and not link.lost]
-        return 0.0 if self._lease_s is None or not heard else now - max(heard)
+        """Seconds since any host sent something; 0 where no link can be cut, and while none has sent a word yet."""
+        seen = [link.last_seen for link in self.all if link.ready and not link.lost]
+        return 0.0 if self._lease_s is None or not seen else now - max(seen)
 
     def is_whole(self, now: float) -> bool:
-        """Whether every host is heard."""
-        return not any(link.lost or now - link.heard > QUIET_S for link in self.all)
+        """Whether every host sends."""
+        return not any(link.lost or now - link.last_seen > QUIET_S for link in self.all)
 
     def _take_note(self, link: HostConnection, message: Message) -> None:
         """Act on what concerns the link itself."""
@@ -366,7 +366,7 @@ class HostPool:
             if not link.lost:
                 yield EOFError()
         else:
-            link.heard = time.monotonic()
+            link.last_seen = time.monotonic()
             link.ready = True
             try:
                 for message in link.decoder.feed(data):
@@ -406,9 +406,15 @@ class HostPool:
         gone: bool = False,
     ) -> HostLost:
         self._forget(link)
-        gone_by = 0.0 if gone else link.heard + QUIET_S + self._limit_s(link) + GONE_S
+        gone_by = 0.0 if gone else link.last_seen + QUIET_S + self._limit_s(link) + GONE_S
         return HostLost(
-            host=link.host, code=code, text=text, heard=link.heard, with_host=with_host, died=died, gone_by=gone_by
+            host=link.host,
+            code=code,
+            text=text,
+            last_seen=link.last_seen,
+            with_host=with_host,
+            died=died,
+            gone_by=gone_by,
         )
 
     def _limit_s(self, link: HostConnection) -> float:
@@ -428,7 +434,7 @@ class HostPool:
         stood_still = now - self._looked > STILL_S  # the launcher itself, and has not listened
         if stood_still:
             for link in self.all:
-                link.heard += now - self._looked
+                link.last_seen += now - self._looked
             if self._kill_by is not None:
                 self._kill_by += now - self._looked
         self._looked = now
@@ -440,7 +446,7 @@ class HostPool:
             if link.done:
                 continue
             limit = self._limit_s(link)
-            if now - link.heard > limit:
+            if now - link.last_seen > limit:
                 link.process.kill()
                 text = (
                     f"host {link.host} has sent nothing for {limit:g} s (its network link is cut, or it is "

@@ -1,4 +1,4 @@
-"""What the controller and a program on a host say to each other: one JSON object a line, over its stdin and stdout.
+"""The messages of the controller and a program on a host: one JSON object a line, over its stdin and stdout.
 
 Before the start: questions of preflight with `ask`, each with an answer, see `preflight.probe`
 To the agent:  start (command, ranks: [{rank, env}], total, key, spares, lease) · stop (grace) · kill (after) · dump ·

@@ -82,8 +82,8 @@ def local_ray(workers: int, cpus: float, log: Callable[[str], None]) -> Iterator
 
 def _start(ray: Any, folder: Path, cpus: int) -> None:
     """Start Ray, with its files in a folder. Raises ClusterError."""
-    # Its processes inherit what is blocked. A terminal that is closed tells all of its processes, and those of Ray
-    # would end before their driver has told its trials to save.
+    # Its processes inherit what is blocked. A terminal that is closed signals all of its processes, and those of Ray
+    # would end before their driver has asked its trials to save.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         ray.init(

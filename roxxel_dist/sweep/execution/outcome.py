@@ -1,4 +1,4 @@
-"""The outcome of a trial's program: whose fault its end was, and the line that says why."""
+"""The outcome of a trial's program: what caused its end, and the line with the reason."""
 
 import re
 

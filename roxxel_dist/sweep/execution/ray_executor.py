@@ -1,6 +1,6 @@
-"""Trials as Ray tasks: submitted, heard, cancelled, and made to end; and what a task does inside its worker.
+"""Trials as Ray tasks: submitted, observed, cancelled, and ended; and what a task does inside its worker.
 
-A task runs the generator of its trial, hears Ray's cancel at once, and dies with the driver.
+A task runs the generator of its trial, receives Ray's cancel at once, and dies with the driver.
 """
 
 import math
@@ -49,7 +49,7 @@ def function_name(run: Callable[[Item], Iterator[Item]]) -> str:
 def body(run: str, task: Item, driver: Mapping[str, Any]) -> Iterator[Item]:
     """Run a trial: the generator function `run`, as `module:name`. Yields what it yields.
 
-    Besides, {"start"} gets the address of this node, an error becomes a {"fail"}, and {"fatal": {"reason"}} tells that
+    Besides, {"start"} gets the address of this node, an error becomes a {"fail"}, and {"fatal": {"reason"}} means that
     no trial can run here. This process dies with the driver, where that can be seen from here.
     """
     os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets its own
@@ -146,8 +146,8 @@ class Attempt:
     """Attempts that were lost before this one, since the driver started."""
     stream: Any
     since: float = field(default_factory=time.monotonic)
-    """When it was submitted or, from `heard` on, when it began."""
-    heard: bool = False
+    """When it was submitted or, from `has_begun` on, when it began."""
+    has_begun: bool = False
     cancel_reason: CancelReason | None = None
     """The decision about it: stopped early, paused, to be run again by the next start, or already reported as ended."""
     end: float = math.inf
@@ -176,7 +176,7 @@ class RayExecutor:
         self._clock = AwakeClock()
         self._answers, self._seen, self._answered, self._died = 0, 0, 0.0, False
         self._closed = threading.Event()
-        # In a thread of its own: with a cluster that is gone the call lasts ten minutes, in which no signal is heard.
+        # In a thread of its own: with a cluster that is gone the call lasts ten minutes, and no signal is received.
         self._asks = threading.Thread(target=self._ask, name="ray-health", daemon=True)
 
     def __enter__(self) -> "RayExecutor":
@@ -217,8 +217,8 @@ class RayExecutor:
         """
         handles = [attempt.stream if attempt.value is None else attempt.value for attempt in self.running]
         ready = {id(handle) for handle in self._ray.wait(handles, num_returns=1, timeout=seconds)[0]}
-        heard = [attempt for attempt, handle in zip(self.running, handles, strict=True) if id(handle) in ready]
-        return [(attempt, item) for attempt in heard for item in self._read(attempt)]
+        answered = [attempt for attempt, handle in zip(self.running, handles, strict=True) if id(handle) in ready]
+        return [(attempt, item) for attempt in answered for item in self._read(attempt)]
 
     def _read(self, attempt: Attempt) -> list[Item]:
         from ray import exceptions
@@ -264,7 +264,7 @@ class RayExecutor:
     def waiting(self, seconds: float) -> str | None:
         """The message about trials that found no room for so long; names each trial once."""
         before = time.monotonic() - seconds
-        silent = [attempt for attempt in self.running if not (attempt.heard or attempt.cancel_reason)]
+        silent = [attempt for attempt in self.running if not (attempt.has_begun or attempt.cancel_reason)]
         new = [attempt for attempt in silent if not attempt.announced and attempt.since < before]
         if not new:
             return None

@@ -175,7 +175,7 @@ class CheckpointManager:
                     self._log(ended.warning)
                 self.requests.saved(ended.step)
                 if is_primary():
-                    agent_pipe().tell({"saved": ended.step})
+                    agent_pipe().send({"saved": ended.step})
                 self._write_cursor(ended.step, finished=False)
                 if self._store.best_step() == ended.step:
                     self._exporter.want(BEST, ended.step)

@@ -54,7 +54,7 @@ class ConsoleTracker:
     def status(self, record: Mapping[str, Any]) -> None:
         """Move the bar."""
         if self._launched:
-            agent_pipe().tell({**record})
+            agent_pipe().send({**record})
         elif self._bar is not None:
             self._bar.update(dict(record))
 

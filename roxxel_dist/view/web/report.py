@@ -26,15 +26,15 @@ def write_runs(runs: Sequence[Run], folder: Path) -> Path:
     return _write(folder, names, [(RunReader(run.path, run.name).read(), {}) for run in runs])
 
 
-def write_study(study: Study, folder: Path, say: Callable[[str], None]) -> tuple[Path, str]:
+def write_study(study: Study, folder: Path, log: Callable[[str], None]) -> tuple[Path, str]:
     """Write the page of a study, and its pictures, into a folder: (the page, a message if no pictures could be drawn).
 
-    `say` is called with a line if it takes long.
+    `log` is called with a line if it takes long.
     """
     from roxxel_dist.sweep.report.plots import draw
 
     if len(study.done) >= LARGE:
-        say(f"making the page of {len(study.done):,} trials …")
+        log(f"making the page of {len(study.done):,} trials …")
     shares, missing = dict[str, float](), ""
     with suppress(ImportError):  # scipy may be missing where a study is only read
         shares = importances(study)

@@ -161,14 +161,14 @@ class _Handler(BaseHTTPRequestHandler):
         """Send changes as they happen, until the browser leaves."""
         self.connection.settimeout(WRITE_S)
         self._head(HTTPStatus.OK, "text/event-stream")
-        changes, heard = Changes(self.server.feed, wanted), 0.0
+        changes, sent = Changes(self.server.feed, wanted), 0.0
         with contextlib.suppress(OSError):
             while not self.server.ended.is_set():
                 text = changes.next()
-                if text or time.monotonic() >= heard + ALIVE_S:
+                if text or time.monotonic() >= sent + ALIVE_S:
                     self.wfile.write(f"data: {text}\n\n".encode() if text else b": alive\n\n")
                     self.wfile.flush()
-                    heard = time.monotonic()
+                    sent = time.monotonic()
                 self.server.ended.wait(LOOK_S)
 
     def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:

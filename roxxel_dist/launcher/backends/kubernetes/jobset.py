@@ -282,7 +282,7 @@ def _failure_policy(max_restarts: int) -> Plain:
         "name": "preempted",
         "action": "RestartJobSetAndIgnoreMaxRestarts",
         "onJobFailureReasons": ["PodFailurePolicy"],
-        # The Job tells which of its rules it was in its message alone.
+        # Which of its rules it was is in the message of the Job alone.
         "onJobFailureMessagePatterns": ["matching FailJob rule at index [01]$"],
     }
     error = {"name": "program_error", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}

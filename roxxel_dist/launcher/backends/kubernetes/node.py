@@ -177,7 +177,7 @@ def flags_from_environment(
     return filled
 
 
-def find_first(node: Node, limit_s: float, say: Callable[[str], None], pause: Callable[[float], bool]) -> str | None:
+def find_first(node: Node, limit_s: float, log: Callable[[str], None], pause: Callable[[float], bool]) -> str | None:
     """The address of rank 0 for the ranks of this node: on host 0 its own address, on others the name.
 
     A name may take some time to resolve, and may still mean a host of an earlier attempt. Other hosts get the name, not
@@ -186,7 +186,7 @@ def find_first(node: Node, limit_s: float, say: Callable[[str], None], pause: Ca
     Args:
         node: which host this is.
         limit_s: seconds to wait.
-        say: tells people.
+        log: takes lines for people.
         pause: waits so many seconds; True if the launcher was asked to stop.
 
     Returns:
@@ -206,7 +206,7 @@ def find_first(node: Node, limit_s: float, say: Callable[[str], None], pause: Ca
             raise NoFirstHostError(f"{why}; waited {limit_s:g} s (--host-timeout)")
         if waited >= TELL_S and not said:
             said = True
-            say(f"{why}; waiting up to {limit_s:g} s (--host-timeout)")
+            log(f"{why}; waiting up to {limit_s:g} s (--host-timeout)")
         if pause(min(RETRY_S, limit_s - waited)):
             return None
 

@@ -1,4 +1,4 @@
-"""Ranks on the nodes of a Ray cluster: an actor a node starts the agents, and Ray carries what they say."""
+"""Ranks on the nodes of a Ray cluster: an actor a node starts the agents, and Ray carries their messages."""
 
 import os
 import sys
@@ -55,8 +55,8 @@ class RayOptions:
 class RayBackend(base.Backend):
     """One agent a node, started by an actor in a placement group that spreads over `options.hosts` nodes.
 
-    Before it is `opened` it only tells what it would do. Then a host is called by the address of its node, and keeps
-    that name: the next `start` replaces an actor that died, on the node to which Ray has moved its bundle.
+    Before it is `opened` it only describes what it would do. Then a host is called by the address of its node, and
+    keeps that name: the next `start` replaces an actor that died, on the node to which Ray has moved its bundle.
 
     Args:
         options: which nodes, of which cluster.
@@ -92,7 +92,7 @@ class RayBackend(base.Backend):
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Connected, with the nodes held; at the end they are let go, and whatever runs there.
+        """Connected, with the nodes held; at the end they are released, and whatever runs there ends.
 
         Raises:
             ValueError: Ray is not installed, or there is no token.

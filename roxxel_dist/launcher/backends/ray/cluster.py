@@ -151,7 +151,7 @@ def place(ray: Any, count: int, bundle: Mapping[str, float], limit_s: float) -> 
 
     group = placement_group([dict(bundle)] * count, strategy="STRICT_SPREAD", name="roxxel-dist")
     end = time.monotonic() + limit_s
-    while not group.wait(max(0.1, min(1.0, end - time.monotonic()))):  # in pieces: Ctrl-C is heard between them
+    while not group.wait(max(0.1, min(1.0, end - time.monotonic()))):  # in pieces: Ctrl-C is received between them
         if time.monotonic() >= end:
             raise ClusterError(no_room(count, bundle, limit_s, ray.nodes(), ray.available_resources()))
     return group

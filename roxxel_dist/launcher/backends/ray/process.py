@@ -96,7 +96,7 @@ class RayProcess:
         self._threads[-1].start()
 
     def _run(self, orders: int, out: int, err: int) -> None:
-        """The life of the program: started, what it says carried here, its end heard."""
+        """The life of the program: started, its output carried here, its end received."""
         code = LOST
         try:
             self._actor = self._reach()
@@ -129,7 +129,7 @@ class RayProcess:
         return result(getattr(self._actor, method).remote(self._number, *arguments), self._closed)
 
     def _carry_output(self, out: int, err: int) -> int:
-        """Bring what the program says into the pipes here, to its end; its exit code."""
+        """Bring the output of the program into the pipes here, to its end; returns its exit code."""
         while True:
             *pieces, code = self._ask("read")
             for fd, data in zip((out, err), pieces, strict=True):

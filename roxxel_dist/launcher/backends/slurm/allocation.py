@@ -28,7 +28,7 @@ NO_DAEMON = re.compile("Unable to contact|timed out|Connection refused", re.IGNO
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """What SLURM's variables say of the job that this process is in."""
+    """The job that this process is in, from SLURM's variables."""
 
     job_id: str
     nodelist: str
@@ -90,7 +90,7 @@ def refuse_copies(environ: Mapping[str, str]) -> None:
 
 
 def nodes(nodelist: str) -> list[str]:
-    """The names behind `n[1-3,7]`. Raises ValueError where SLURM cannot tell."""
+    """The names behind `n[1-3,7]`. Raises ValueError where SLURM does not know."""
     names = _scontrol("show", "hostnames", nodelist)
     if names.returncode != 0 or not names.stdout.split():
         why = names.stderr.strip() or "it names none"

@@ -45,7 +45,7 @@ class SlurmBackend(base.Backend):
     mounts: Sequence[str] = ()
     """Of the container, beside the working directory, as `/path` or `/path:/inside`."""
     gpus: bool = False
-    """Whether the ranks use GPUs: apptainer has to be told."""
+    """Whether the ranks use GPUs: apptainer needs a flag for them."""
     binds: bool = True
     """Whether this SLURM would bind the agent, and with it its ranks, to some of the CPUs of the job."""
 
