@@ -1,7 +1,7 @@
 """A checkpoint on request: a command touches a file in the run directory, and waits until the job takes it away.
 
-The job looks about once a second, saves, writes the answer into a second file, and then deletes the first one. Whoever
-asks while a save is under way is answered by the next one. The command that asks does not import jax.
+The job looks about once a second, saves, writes the answer into a second file, and then deletes the first one. A
+request during a save is answered by the next save. The command that asks does not import jax.
 """
 
 import contextlib

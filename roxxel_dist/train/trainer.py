@@ -378,6 +378,7 @@ class Trainer:
         self._verification.follow(stream, self.last_step)
         self._timer.restart()
         for step in range(self.step, self.last_step):
+            # The numbers are those of README.md. 1: the launcher sees which step a rank waits in, so before any wait.
             done = step + 1  # the plan counts steps from 0; logs, checkpoints and people count those that are done
             self._progress.enter(done, self.plan.phase(step) + 1)
             self._verification.enter(step)
@@ -387,13 +388,15 @@ class Trainer:
                 self._flush_metrics()  # before the line that announces the phase
                 phase, train_step = self.plan.phase(step), self._enter_phase(step)
                 self._agreement.begin(step)
+            # 2 to 4: read, wait for room on the devices, dispatch.
             batch = next(stream)  # read while the devices work on the steps before
             if self._throttler.wait_for_next():
                 self._timer.finished()
             self._parts, metrics = train_step(self._parts, self._hparams, batch)  # donates the state
             metrics = metrics._replace(digest=self._chain.add(stream.rows, metrics.scalars["loss"]))
-            self._flush_metrics()  # of the step before: they are there, and the devices are busy with this one
+            self._flush_metrics()  # 5: of the step before: they are there, and the devices are busy with this one
 
+            # 6: count the step, and note its metrics where they are due.
             self._throttler.add(metrics.scalars["loss"])
             self._timer.step(math.prod(self.plan.shape(step)))
             self._progress.finish(done)
@@ -406,8 +409,10 @@ class Trainer:
             if self._profiler is not None:
                 self._profiler.after(done, metrics.scalars["loss"])
 
+            # 7: on every rank, each step, at this place: the announcements are counted.
             save, copy = self._save_and_copy_due(done)
             if save or copy or due("eval", done):
+                # 8: evaluate; then the row, which has its losses; then the save, which is never ahead of its row.
                 self._wait_for_devices()
                 self._verification.wait(done)
                 self._timer.pause()

@@ -304,11 +304,12 @@ def commit(handler: ocp.PyTreeCheckpointHandler, temporary: Path, checkpoint: Pa
 
     It is complete from the rename on, with which this ends; the caller brings its name to the disk (`sync_folder`).
     """
-    with _without_patterns(temporary / STATE) as state:
+    with _without_patterns(temporary / STATE) as state:  # Orbax writes one database over those of the ranks
         handler.finalize(epath.Path(state))
     if not (temporary / STATE / MERGED).exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(temporary / STATE / MERGED))
     write_file(temporary / META, meta)
+    # The table has the digest of each small file, so it comes after all of them.
     write_table(temporary, int(checkpoint.name), ranks, meta)
     os.rename(temporary, checkpoint)
 

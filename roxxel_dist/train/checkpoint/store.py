@@ -1,7 +1,7 @@
 """The checkpoints of a run: saved by all ranks together while training goes on, restored exactly.
 
 Orbax writes and reads the arrays; its manager is not used, because there a rank whose disk is full leaves the others
-waiting for it. Here every rank says how its part went, rank 0 decides, and all learn the same.
+waiting for it. Here every rank reports how its part went, rank 0 decides, and all receive the same decision.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ CHECK_LIMIT_S = 3600.0
 """Seconds that ranks may differ in how long they read and hash one."""
 
 _opened = itertools.count()
-"""Tells the stores of this process apart; all ranks open them in the same order."""
+"""Numbers the stores of this process, for the keys of their messages; all ranks open them in the same order."""
 
 
 class SaveError(RuntimeError):
@@ -286,19 +286,27 @@ class CheckpointStore:
         return files.begin(self._handler, temporary, state)
 
     def _finish(self, save: _Save) -> _Ending:
-        """In the background: how the save ended, the same on all ranks."""
+        """In the background: how the save ended, the same on all ranks.
+
+        The order makes a checkpoint whole or absent, wherever it is cut off, and loses no older one for a newer one
+        that is not there: 1. every rank writes its arrays and their digests into a temporary folder; 2. all report to
+        rank 0; 3. rank 0 merges the parts, and renames the folder, which is the moment from which the checkpoint counts
+        (in a bucket: the write of its table); 4. that name is brought to the disk; 5. older checkpoints are deleted; 6.
+        all receive how it ended. The rows of the log were on disk before `save` was called.
+        """
         problem, rank = _Problem(), process_index()
         try:
             writes, blocks = save.begun.result()
-            hashed = files.hash_blocks(blocks, rank)
+            hashed = files.hash_blocks(blocks, rank)  # of the copies in memory, while they are written
             for written in writes:
                 written.result()
-            files.write_part(save.temporary, save.step, hashed, rank)
+            files.write_part(save.temporary, save.step, hashed, rank)  # last: where it is, the files are final
             if self._remote is not None:
                 self._remote.send_part(save.temporary, save.step, rank)
         except Exception as error:  # Orbax raises many kinds; all mean that there is no checkpoint
             problem = _Problem.of(rank, error)
         try:
+            # A rank that failed reports too, so the others do not wait for it.
             texts = gather_to_primary(self._name, json.dumps(problem), SAVE_LIMIT_S)
             problems = [_Problem(*json.loads(text)) for text in texts]
         except TimeoutError as error:
