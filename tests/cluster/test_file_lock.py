@@ -102,7 +102,7 @@ def test_who_holds_it_is_named_after_a_silence_and_the_wait_ends_with_him(elsewh
         said.append(line)
         process.stdin.close()
 
-    os.close(wait_for_lock(path, "waiting for {}".format, str, limit_s=60, silent_s=0.2, say=say))
+    os.close(wait_for_lock(path, "waiting for {}".format, str, limit_s=60, silent_s=0.2, log=say))
     (line,) = said
     assert line.startswith(f"waiting for another process (pid {process.pid} on host ")
 
