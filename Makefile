@@ -20,7 +20,7 @@ TPU := .cache/tpu
 CUDA := .cache/cuda
 
 .PHONY: demo test test-newest test-newest-part test-in-newest test-docs test-web test-cluster test-long test-all test-pythons docs reference pictures bench bench-data bench-train bench-compiled \
-    bench-launch bench-model bench-mup bench-ngram bench-sweep bench-table bench-gpu chaos hf azurite tpu cuda docker-check lint format clean
+    bench-launch bench-long bench-model bench-mup bench-ngram bench-sweep bench-table bench-gpu chaos hf azurite tpu cuda docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@trap : INT; $(BIN)/roxxel-dist demo --data_path $(DEMO_DATA) --run_dir $(DEMO_RUN) || [ $$? = 42 ] # stopped and saved
@@ -94,6 +94,9 @@ bench-mup: $(VENV)/demo-installed ## the best learning rate at four widths, with
 
 bench-compiled: $(VENV)/demo-installed tpu cuda ## what compilers of TPUs and GPUs make of a step, on up to 256 devices: no device is needed
 	$(MEASURE) compiled
+
+bench-long: $(VENV)/demo-installed tpu cuda ## rows that are cut over devices: memory, work, time, and the longest that fits: half an hour
+	$(MEASURE) long
 
 bench-ngram: $(VENV)/demo-installed ## the demo's model against a 3-gram model of the same tokens: about five minutes
 	$(MEASURE) ngram

@@ -56,6 +56,7 @@ PROGRAMS = (
     Program(name="decode", part="model"),
     Program(name="ngram", part="ngram", words=(CACHE,), has_quick=False),
     Program(name="compiled", part="compiled"),
+    Program(name="long_rows", part="long"),
     Program(name="launch", part="launch"),
     Program(name="sweep_driver", part="sweep"),
     Program(name="sweep_scale", part="sweep"),

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,11 @@ LONG = 32_769
 CPU_MODEL: dict[str, Any] = {
     "dim": 256, "num_blocks": 2, "kv_heads": 4, "head_size": 64, "vocab_size": 8192, "max_context": 65_536,
 }  # fmt: skip
-MEMORY, WORK, TIME, FEW_ROWS = 1 / 6, 1.15, 1.15, 1.2
-"""Targets: of one device's memory, FLOPs and CPU time x devices, FLOPs of 2, 3 and 6 rows x devices."""
+SAME_CHUNKS = {"loss_chunk": 1024}
+"""With auto one device makes its logits in chunks, and so again in the backward pass, where each of eight has few
+enough to make them once: that would count for the eight."""
+MEMORY, WORK, TIME, FEW_ROWS, ONCE = 1 / 6, 1.15, 1.15, 1.2, 1.01
+"""Targets: of one device's memory, FLOPs and CPU time x devices, FLOPs of 2, 3 and 6 rows x devices, gathered bytes."""
 
 
 def planned(python: Path, model: str, target: str, rows: int, length: int) -> dict[str, Any]:
@@ -51,8 +54,10 @@ def planned(python: Path, model: str, target: str, rows: int, length: int) -> di
 
 
 def on_target(python: Path, one: str, many: str, devices: int) -> Iterable[Result]:
-    """Memory and FLOPs of a device of 1 x 32,769, against those of a single one."""
+    """Memory, FLOPs and gathered bytes of a device of 1 x 32,769, against those of a single one."""
     alone, cut = (planned(python, "14M", target, 1, LONG) for target in (one, many))
+    model, here = MODELS["14M"], (LONG - 1) // devices
+    once = 2 * 2 * here * model["kv_heads"] * model["head_size"] * (devices - 1) * model["num_blocks"]
     what = f"14M, 1 x {LONG:,} on {many}"
     yield Result(
         what=f"{what}: memory of a device", against=f"x {one}", measured=cut["peak_bytes"] / alone["peak_bytes"],
@@ -61,6 +66,11 @@ def on_target(python: Path, one: str, many: str, devices: int) -> Iterable[Resul
     yield Result(
         what=f"{what}: FLOPs x {devices}", against=f"x {one}", target=WORK, at_most=True,
         measured=cut["flops_per_device"] * devices / alone["flops_per_device"],
+    )  # fmt: skip
+    yield Result(
+        what=f"{what}: bytes that all-gather sends", against="x keys and values of each layer, forward and backward",
+        measured=cut["collectives"].get("all-gather", 0) / (2 * once), target=ONCE, at_most=True,
+        note=f"gathered: {', '.join(cut['gathered'])}",
     )  # fmt: skip
 
 
@@ -83,8 +93,8 @@ def largest(python: Path, model: str, quick: bool) -> Iterable[Result]:
         yield Result(what=f"{model}: the longest row that fits {target}", against="tokens", measured=length + 1)
 
 
-def step_of(devices: int, rows: int, length: int) -> tuple[Any, tuple[Any, ...]]:
-    """A compiled training step on simulated devices, and its arguments."""
+def step_of(devices: int, rows: int, length: int, fields: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """A compiled training step on simulated devices, and its arguments; `fields` are more ones of the model."""
     import jax
     import numpy as np
 
@@ -98,7 +108,7 @@ def step_of(devices: int, rows: int, length: int) -> tuple[Any, tuple[Any, ...]]
     from roxxel_dist.train.train_step import SPIKE_FACTOR, make_step
 
     mesh, optimizer = make_mesh(devices), NamedOptimizer(OptimizerConfig(lr=1e-3, warmup_steps=0))
-    builder = TransformerBuilder(ModelConfig(**CPU_MODEL), 0, 1)
+    builder = TransformerBuilder(ModelConfig(**CPU_MODEL | fields), 0, 1)
     split, state, hparams = init_state(builder, InitialState(optimizer), mesh, fsdp=False, dtype=None)
     hparams = {**hparams, **scalars_on(mesh, {**optimizer.settings(100), SPIKE_FACTOR: 0.0})}
     sharding = batch_sharding(mesh)
@@ -111,18 +121,18 @@ def step_of(devices: int, rows: int, length: int) -> tuple[Any, tuple[Any, ...]]
     return program, (state, hparams, batch)
 
 
-def cost_of(devices: int, rows: int, length: int) -> tuple[float, int]:
+def cost_of(devices: int, rows: int, length: int, fields: Mapping[str, Any]) -> tuple[float, int]:
     """(FLOPs, bytes) of a device."""
     from roxxel_dist.cluster.program_cost import program_cost
     from roxxel_dist.target_steps import peak_bytes
 
-    program, _ = step_of(devices, rows, length)
+    program, _ = step_of(devices, rows, length, fields)
     return program_cost(program.as_text(), [0] * devices).flops, peak_bytes(program)
 
 
 def on_cpu() -> Iterable[Result]:
     """Memory and FLOPs of a simulated device."""
-    (alone, whole), (cut, part) = (cost_of(devices, 1, LONG) for devices in (1, 8))
+    (alone, whole), (cut, part) = (cost_of(devices, 1, LONG, {}) for devices in (1, 8))
     what = f"1 x {LONG:,} on 8 simulated devices"
     yield Result(what=f"{what}: memory of a device", against="x one", measured=part / whole, target=MEMORY,
                  at_most=True, note=f"{whole / 1e9:.2f} and {part / 1e9:.2f} GB")  # fmt: skip
@@ -132,7 +142,7 @@ def on_cpu() -> Iterable[Result]:
 def few_rows() -> Iterable[Result]:
     """2, 3 and 6 rows on 8 simulated devices."""
     for rows in (2, 3, 6):
-        alone, cut = (cost_of(devices, rows, 4097)[0] for devices in (1, 8))
+        alone, cut = (cost_of(devices, rows, 4097, SAME_CHUNKS)[0] for devices in (1, 8))
         yield Result(what=f"{rows} x 4,097 on 8 simulated devices: FLOPs x 8", against="x one",
                      measured=8 * cut / alone, target=FEW_ROWS, at_most=True)  # fmt: skip
 
@@ -141,7 +151,7 @@ def seconds_of(devices: int, steps: int) -> list[float]:
     """CPU seconds of this process for each of some steps of 1 x 8,193."""
     import jax
 
-    program, (state, hparams, batch) = step_of(devices, 1, 8193)
+    program, (state, hparams, batch) = step_of(devices, 1, 8193, SAME_CHUNKS)
     found = []
     for _ in range(steps + 1):
         begun = time.process_time()
@@ -167,7 +177,7 @@ def main() -> int:
     parser = flags(__doc__)
     parser.add_argument("--only", help="a part of the table: cpu, rows, time, tpu, gpu, fits, largest")
     parser.add_argument("--tpu", type=Path, default=ROOT / ".cache" / "tpu" / "bin" / "python")
-    parser.add_argument("--gpu", type=Path, default=Path(sys.executable))
+    parser.add_argument("--gpu", type=Path, default=ROOT / ".cache" / "cuda" / "bin" / "python")
     parser.add_argument("--steps", type=int, help="print the seconds of so many steps, on --devices")
     parser.add_argument("--devices", type=int, default=8)
     options = parser.parse_args()

@@ -32,6 +32,9 @@ ON_CHIP = re.compile(r"S\([1-9]\)")
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](\{[^{}]*\})?")
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = ")
 COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
+MEAN_TRIPS = "mean_trips_"
+"""The `jax.named_scope` of a loop whose trips only the data decides is this and a number: how often it runs on average,
+over all devices and over the loops that it is in."""
 
 
 class Array(NamedTuple):
@@ -129,8 +132,8 @@ class ProgramCost:
 def program_cost(text: str, hosts: Sequence[int]) -> ProgramCost:
     """The cost of an optimized HLO program.
 
-    A loop whose trips only the data decides counts as one that runs as often, on average, as a triangle is wide: (n +
-    1) / 2 times within a loop of n trips, as causal attention in blocks does, and once elsewhere.
+    A loop whose trips only the data decides counts as often as its scope says (`MEAN_TRIPS`). Without one it counts as
+    often, on average, as a triangle is wide: (n + 1) / 2 times within a loop of n trips, and once elsewhere.
 
     Args:
         text: `jax.stages.Compiled.as_text()`.
@@ -138,6 +141,12 @@ def program_cost(text: str, hosts: Sequence[int]) -> ProgramCost:
     """
     computations, entry = _parse(text)
     return _Analysis(computations, hosts).cost(entry, 1)
+
+
+def mean_trips(scope: str) -> float | None:
+    """What the innermost scope of a loop says of its trips; transformations of jax put it in parentheses."""
+    found = re.search(MEAN_TRIPS + r"([\d.]+)\)*$", scope)
+    return float(found[1]) if found else None
 
 
 def _parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
@@ -201,7 +210,9 @@ class _Analysis:
     def _add(self, total: ProgramCost, where: str, each: Instruction, trips: float, channels: set[Any]) -> None:
         match each.opcode:
             case "while":
-                found = self._trips(where, each)
+                scope = re.search(r'op_name="([^"]*)/while"', each.rest)
+                mean = mean_trips(scope[1]) if scope else None
+                found = self._trips(where, each) if mean is None else mean
                 count = (trips + 1) / 2 if found is None else float(found)
                 total.has_open_loops |= found is None
                 total.add(self.cost(each.called()[0], count, channels), count)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from roxxel_dist.cluster.program_cost import cudnn_flops, splash_flops
+from roxxel_dist.cluster.program_cost import cudnn_flops, mean_trips, splash_flops
 
 
 def traced_flops(jaxpr: Any, trips: float = 1) -> float:
@@ -59,7 +59,9 @@ def _of_inner(eqn: Any, trips: float) -> float:
         case "scan":
             return params["length"] * traced_flops(params["jaxpr"], params["length"])
         case "while":
-            return (trips + 1) / 2 * traced_flops(params["body_jaxpr"], (trips + 1) / 2)
+            mean = mean_trips(str(eqn.source_info.name_stack))
+            count = (trips + 1) / 2 if mean is None else mean
+            return count * traced_flops(params["body_jaxpr"], count)
         case "cond":
             return max(traced_flops(branch, trips) for branch in params["branches"])
         case "shard_map":

@@ -12,12 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.accelerators import accelerator
 from roxxel_dist.cluster.determinism import is_deterministic
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import TENSOR, device_type, row_axes
+from roxxel_dist.cluster.program_cost import MEAN_TRIPS
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 
 Kernel = Literal["xla", "cudnn", "splash"]
@@ -312,13 +314,29 @@ def pad_labels(labels: Labels, length: int) -> Labels:
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, window: int | None, scale: float) -> jax.Array:
-    return blocked_forward(q, k, v, at, window, scale)[0]
+    return _blocked_forward(q, k, v, at, window, scale)[0]
+
+
+def _over_keys(i: jax.Array, at: Blocks, size: int, of_row: int, window: int | None, body: Any, start: Any) -> Any:
+    """`jax.lax.fori_loop` over the blocks of keys that block `i` of queries attends to.
+
+    Their number differs between blocks and devices, and the program has it as data. So a scope says how many they are
+    on average over the `of_row` blocks of a row, for who counts FLOPs; where labels decide, it is the most.
+    """
+    number = np.arange(of_row)
+    by_place = window is not None and at.q_labels.positions is None
+    first = np.maximum(0, (number * size - window + 1) // size) if by_place else 0
+    with jax.named_scope(f"{MEAN_TRIPS}{(number - first + 1).mean():g}"):
+        return jax.lax.fori_loop(at.first[i], at.last[i] + 1, body, start)
 
 
 def blocked_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, window: int | None, scale: float
+    q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, of_row: int, window: int | None, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """The output [N, B, G, R, C, V], and the logarithms of the softmax sums, float32 [N, B, G, R, C]."""
+    """The output [N, B, G, R, C, V], and the logarithms of the softmax sums, float32 [N, B, G, R, C].
+
+    A row has `of_row` blocks, on all devices together.
+    """
 
     def queries(_: None, i: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
         def keys(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
@@ -333,7 +351,7 @@ def blocked_forward(
 
         each = q.shape[1:-1]
         empty = jnp.full(each, HIDDEN), jnp.zeros(each), jnp.zeros((*each, v.shape[-1]))
-        top, total, mixed = jax.lax.fori_loop(at.first[i], at.last[i] + 1, keys, empty)
+        top, total, mixed = _over_keys(i, at, q.shape[-2], of_row, window, keys, empty)
         return None, ((mixed / total[..., None]).astype(v.dtype), top + jnp.log(total))
 
     return jax.lax.scan(queries, None, jnp.arange(q.shape[0]))[1]
@@ -341,7 +359,7 @@ def blocked_forward(
 
 def blocked_backward(
     q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, out: jax.Array, log_sums: jax.Array, d_out: jax.Array,
-    window: int | None, scale: float,
+    of_row: int, window: int | None, scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """The gradients of queries, in their type, and of keys and values, in the float32 that they are summed in."""
 
@@ -360,7 +378,7 @@ def blocked_backward(
             return d_q, d_k.at[j].add(of_k), d_v.at[j].add(of_v)
 
         start = (jnp.zeros(q.shape[1:]), *d_keys)
-        d_q, *d_keys = jax.lax.fori_loop(at.first[i], at.last[i] + 1, keys, start)
+        d_q, *d_keys = _over_keys(i, at, q.shape[-2], of_row, window, keys, start)
         return tuple(d_keys), d_q.astype(q.dtype)
 
     (d_k, d_v), d_q = jax.lax.scan(queries, (jnp.zeros(k.shape), jnp.zeros(v.shape)), jnp.arange(q.shape[0]))
@@ -370,13 +388,13 @@ def blocked_backward(
 def _blocked_forward(
     q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, window: int | None, scale: float
 ) -> tuple[jax.Array, Any]:
-    out, log_sums = blocked_forward(q, k, v, at, window, scale)
+    out, log_sums = blocked_forward(q, k, v, at, k.shape[0], window, scale)
     return out, (q, k, v, at, out, log_sums)
 
 
 def _blocked_backward(window: int | None, scale: float, kept: Any, d_out: jax.Array) -> Any:
     q, k, v, at, out, log_sums = kept
-    d_q, d_k, d_v = blocked_backward(q, k, v, at, out, log_sums, d_out, window, scale)
+    d_q, d_k, d_v = blocked_backward(q, k, v, at, out, log_sums, d_out, k.shape[0], window, scale)
     return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 

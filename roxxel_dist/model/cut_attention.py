@@ -69,7 +69,12 @@ class Cut:
     @property
     def tokens(self) -> int:
         """Of a row, with padding at its end: causality hides it."""
-        return self.devices * self.blocks * self.size
+        return self.of_row * self.size
+
+    @property
+    def of_row(self) -> int:
+        """Blocks of a row."""
+        return self.devices * self.blocks
 
     @classmethod
     def of(cls, devices: int, length: int, window: int | None, *, by_place: bool = True) -> "Cut":
@@ -288,17 +293,19 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     q = cut.split(cut.order(q))
     keys, values = (cut.split(cut.gather(x)) for x in (k, v))
-    out, log_sums = blocked_forward(q, keys, values, cut.blocks_here(labels, window), window, scale)
+    out, log_sums = blocked_forward(q, keys, values, cut.blocks_here(labels, window), cut.of_row, window, scale)
     return cut.restore(cut.join(out)), (q, k, v, labels, out, log_sums)
 
 
 def _backward(cut: Cut, window: int | None, scale: float, kept: Any, d_out: jax.Array) -> Any:
     q, k, v, labels, out, log_sums = kept
-    # Gathered again, not kept since the forward pass, which XLA would do: the barrier makes it another computation.
-    k, v, d_out = jax.lax.optimization_barrier((k, v, d_out))
+    # Gathered again, not kept since the forward pass: XLA would take it for the same computation, and drops an
+    # optimization barrier on some devices. So keys are those of this gradient: NaN where it is, as theirs would be.
+    first = d_out.reshape(-1)[0]
+    k, v = (jnp.where(jnp.isnan(first), first.astype(x.dtype), x) for x in (k, v))
     keys, values = (cut.split(cut.gather(x)) for x in (k, v))
     d_out, at = cut.split(cut.order(d_out)), cut.blocks_here(labels, window)
-    d_q, d_k, d_v = blocked_backward(q, keys, values, at, out, log_sums, d_out, window, scale)
+    d_q, d_k, d_v = blocked_backward(q, keys, values, at, out, log_sums, d_out, cut.of_row, window, scale)
     own = (cut.scatter(cut.join(x)).astype(like.dtype) for x, like in ((d_k, k), (d_v, v)))
     return cut.restore(cut.join(d_q)), *own, None
 

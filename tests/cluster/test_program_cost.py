@@ -6,9 +6,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
 from roxxel_dist.cluster.program_cost import _groups, _instruction, program_cost, splash_flops
 from roxxel_dist.cluster.traced_flops import traced_flops
+from roxxel_dist.model.attend import attention
 
 F32 = jnp.float32
 
@@ -104,6 +105,10 @@ LOOP = """%body (s: (s32[], f32[8,16], f32[16,4])) -> (s32[], f32[8,16], f32[16,
         (
             "ROOT %lt = pred[] compare(%i, %n), direction=NE", 1,
             ', backend_config={"known_trip_count":{"n":"7"}}', 7, False,
+        ),
+        (
+            "ROOT %lt = pred[] compare(%i, %n), direction=NE", 1,
+            ', metadata={op_name="jit(f)/transpose(jvp(mean_trips_2.5))/while"}', 2.5, False,
         ),
     ],
 )  # fmt: skip
@@ -275,6 +280,21 @@ def test_a_program_costs_what_its_trace_says():
     found = program_cost(text, [0] * 8)
     assert found.flops * 8 == pytest.approx(one, rel=0.35)
     assert found.collectives["all-reduce"] >= 2 * 7 / 8 * 3 * 128 * 128 * 4
+
+
+@pytest.mark.parametrize(("window", "blocks"), [(None, (16 + 1) / 2), (300, 2 - 1 / 16)])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_attention_in_blocks_has_the_products_of_its_mask(devices, window, blocks):
+    """Traced and compiled, forward and backward, whatever a device has of a row of 16 blocks: its loops run as often as
+    the data says."""
+    q = jax.ShapeDtypeStruct((1, 8192, 2, 16), F32)
+    step = jax.jit(jax.grad(lambda q: attention(q, q, q, window=window).sum()))
+    with jax.set_mesh(phase_mesh(make_mesh(devices), 1)):
+        traced = step.trace(q)
+        program = traced.lower().compile()
+    flops = 7 * 2 * (2 * 16) * 8192 * 512 * blocks
+    assert traced_flops(traced.jaxpr) == flops
+    assert devices * program_cost(program.as_text(), [0] * devices).flops == flops
 
 
 def _shard_map_of(devices):
