@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -38,7 +39,8 @@ NOWHERE = -(1 << 31)
 MOST_PADDING = 17 / 16
 """Times the tokens of a row that splash attention may compute, whose blocks are of 128 tokens at least."""
 RESIDUALS = "cut_attention"
-"""What splash attention keeps for the backward pass: its output, and the logarithms of the softmax sums."""
+"""What is kept for the backward pass, with gradient checkpointing too: the output, and the logarithms of the softmax
+sums. To compute them again, keys and values would be gathered once more."""
 
 
 @dataclass(frozen=True)
@@ -127,22 +129,27 @@ class Cut:
         last = 2 * self.devices - 1
         return tuple([min(s, last - s) for s in range(first, 2 * self.devices, 2)] for first in (0, 1))  # pyright: ignore[reportReturnType]
 
-    def gather(self, x: jax.Array) -> jax.Array:
-        """[B, tokens, ...] of a device to those of a whole row; with a halo, of it and the own ones."""
+    def gather(self, x: jax.Array, *, in_blocks: bool = False) -> jax.Array:
+        """[B, tokens, ...] of a device to those of a whole row; with a halo, of it and the own ones.
+
+        `in_blocks`: `x` is as `split` makes it, and so is the result. No copy of a whole row is then made for that.
+        """
+        axis, unit = (0, 1) if in_blocks else (1, self.size)
         if self.halo is None:
-            return jax.lax.all_gather(x, TOKENS, axis=1, tiled=True)
+            return jax.lax.all_gather(x, TOKENS, axis=axis, tiled=True)
         parts, left = [x], self.halo
         for shift in range(1, -(-self.halo // self.blocks) + 1):  # from the neighbours before
-            take = min(left, self.blocks) * self.size
+            take = min(left, self.blocks) * unit
             left -= self.blocks
             pairs = [(i, i + shift) for i in range(self.devices - shift)]  # the first devices get zeros
-            parts.insert(0, jax.lax.ppermute(x[:, x.shape[1] - take :], TOKENS, pairs))
-        return jnp.concatenate(parts, axis=1)
+            own = jax.lax.slice_in_dim(x, x.shape[axis] - take, None, axis=axis)
+            parts.insert(0, jax.lax.ppermute(own, TOKENS, pairs))
+        return jnp.concatenate(parts, axis=axis)
 
     def scatter(self, x: jax.Array) -> jax.Array:
-        """The transpose of `gather`: of gradients of gathered keys, the sums of this device's own keys."""
-        own = jax.ShapeDtypeStruct((x.shape[0], self.blocks * self.size, *x.shape[2:]), x.dtype)
-        return jax.linear_transpose(self.gather, own)(x)[0]
+        """The transpose of `gather` in blocks: of gradients of gathered keys, the sums of this device's own keys."""
+        own = jax.ShapeDtypeStruct((self.blocks, *x.shape[1:]), x.dtype)
+        return jax.linear_transpose(partial(self.gather, in_blocks=True), own)(x)[0]
 
     def split(self, x: jax.Array) -> jax.Array:
         """[B, tokens, G, ...] to blocks [blocks, B, G, ..., size, last]."""
@@ -292,8 +299,9 @@ def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, labels: Labels, cut: Cut, window: int | None, scale: float
 ) -> tuple[jax.Array, Any]:
     q = cut.split(cut.order(q))
-    keys, values = (cut.split(cut.gather(x)) for x in (k, v))
-    out, log_sums = blocked_forward(q, keys, values, cut.blocks_here(labels, window), cut.of_row, window, scale)
+    keys, values = (cut.gather(cut.split(x), in_blocks=True) for x in (k, v))
+    at = cut.blocks_here(labels, window)
+    out, log_sums = checkpoint_name(blocked_forward(q, keys, values, at, cut.of_row, window, scale), RESIDUALS)
     return cut.restore(cut.join(out)), (q, k, v, labels, out, log_sums)
 
 
@@ -303,10 +311,10 @@ def _backward(cut: Cut, window: int | None, scale: float, kept: Any, d_out: jax.
     # optimization barrier on some devices. So keys are those of this gradient: NaN where it is, as theirs would be.
     first = d_out.reshape(-1)[0]
     k, v = (jnp.where(jnp.isnan(first), first.astype(x.dtype), x) for x in (k, v))
-    keys, values = (cut.split(cut.gather(x)) for x in (k, v))
+    keys, values = (cut.gather(cut.split(x), in_blocks=True) for x in (k, v))
     d_out, at = cut.split(cut.order(d_out)), cut.blocks_here(labels, window)
     d_q, d_k, d_v = blocked_backward(q, keys, values, at, out, log_sums, d_out, cut.of_row, window, scale)
-    own = (cut.scatter(cut.join(x)).astype(like.dtype) for x, like in ((d_k, k), (d_v, v)))
+    own = (cut.join(cut.scatter(x)).astype(like.dtype) for x, like in ((d_k, k), (d_v, v)))
     return cut.restore(cut.join(d_q)), *own, None
 
 

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.mesh import token_shards
+from roxxel_dist.cluster.parameter_sharding import constrain_tokens
 from roxxel_dist.model.config import ModelConfig, PositionConfig
 
 FULL_PRECISION = "full_precision"
@@ -82,8 +84,15 @@ class Embedding(nnx.Embed):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """int[...] to [..., features] in the type of the table."""
+        # Where devices have unequal parts of a row, XLA adds the gradient of its own padding to row 0 of a table that
+        # "tensor" cuts (jax 0.10.2). So the tokens are padded here, and the gradient of that is 0.
+        length = inputs.shape[-1] if inputs.ndim else 0
+        if short := -length % token_shards(jax.sharding.get_abstract_mesh()):
+            even = jnp.pad(inputs, [*[(0, 0)] * (inputs.ndim - 1), (0, short)])
+            inputs = constrain_tokens(even)[0] if inputs.ndim > 1 else even
         # Look up in float32, then cast: the gradient of a row is a sum over all its tokens.
-        return super().__call__(inputs, out_sharding).astype(self.embedding[...].dtype)
+        found = super().__call__(inputs, out_sharding).astype(self.embedding[...].dtype)
+        return found[..., :length, :] if short else found
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
         """[..., features] to [..., rows of the table]: the product with each of them, see `unrounded_product`."""

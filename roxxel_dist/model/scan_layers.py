@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from roxxel_dist.model.cut_attention import RESIDUALS
 from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache
 from roxxel_dist.model.layers import DynamicScalar
 
@@ -55,7 +56,7 @@ def run_stack(
         metadata: for all of them.
         caches: the cache of each block.
         scan: compile one block for all. With a cache the loop is unrolled, so that each entry is updated in place.
-        remat: compute each block again in the backward pass.
+        remat: compute each block again in the backward pass, but for the attention of rows that are cut over devices.
     """
     graphdef, shared, params, streams = nnx.split(blocks, DynamicScalar, nnx.Param, ...)
 
@@ -66,7 +67,8 @@ def run_stack(
         return x_BxLxD, balance, nnx.split(block, DynamicScalar, nnx.Param, ...)[3], cache
 
     # In a loop XLA cannot merge the second computation with the first.
-    run = jax.checkpoint(layer, prevent_cse=not scan) if remat else layer
+    keep = jax.checkpoint_policies.save_only_these_names(RESIDUALS)
+    run = jax.checkpoint(layer, prevent_cse=not scan, policy=keep) if remat else layer
     if scan and caches is None:
 
         def step(x_BxLxD: jax.Array, leaves: Any) -> Any:

@@ -1,5 +1,6 @@
 """A phase whose rows are fewer than the devices: each device computes a part of each row, and the numbers stay."""
 
+import math
 import re
 
 import jax
@@ -9,6 +10,7 @@ from flax import nnx
 from own_model import Attending
 
 from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, make_mesh, scalars_on
+from roxxel_dist.cluster.program_cost import program_cost
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
@@ -77,7 +79,7 @@ def losses(mesh, fields, shape, steps=3, **options):
 def cases():
     """Every feature with 1, 2 and 6 rows, and with axes of parameters; `make test` has one of each feature."""
     quick = {("dropout, logits in chunks", 1, "fsdp 8"), ("experts", 6, "data 8")}
-    quick |= {("mla, remat, scan", 2, "fsdp 4 x tensor 2")}
+    quick |= {("mla, remat, scan", 2, "fsdp 4 x tensor 2"), ("plain", 1, "fsdp 4 x tensor 2")}
     meshes = {
         "data 8": {},
         "fsdp 8": {"fsdp": 8},
@@ -200,13 +202,32 @@ def test_one_row_of_2049_tokens_on_eight_devices():
     assert flops[1] * 8 <= 1.15 * flops[0]
     temporaries = [program.memory_analysis().temp_size_in_bytes for program in (alone, cut)]
     assert temporaries[1] <= temporaries[0] / 4
-    gathered = arrays_of(cut, "all-gather")
-    assert gathered
-    long = [shape for shape in gathered if np.prod(shape) >= 2048]
-    assert set(long) == {(1, 2048, 2, 32)}, "keys and values alone"
-    assert len(long) <= 2 * 2 * 2, "both of two layers, once forward and once backward at most"
-    scattered = [shape for shape in arrays_of(cut, "reduce-scatter") if np.prod(shape) >= 2048]
-    assert set(scattered) <= {(1, 256, 2, 32)}, "their gradients"
+
+
+REMAT = {"gradient_checkpointing": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "axes"),
+    [
+        ({}, {}),
+        (REMAT, {}),
+        pytest.param(REMAT | {"scan_layers": True}, {"fsdp": 8}, marks=pytest.mark.long),
+        pytest.param({"kv_heads": 4, "dropout_rate": 0.1}, {"fsdp": 2}, marks=pytest.mark.long),
+    ],
+)
+def test_keys_and_values_alone_are_gathered_once_a_layer_and_direction(fields, axes):
+    """Bytes and shapes from the compiled program: remat gathers nothing again, and no activation is gathered."""
+    program = compiled(make_mesh(**axes), fields, (1, 2049), fsdp="fsdp" in axes)[0]
+    layers, heads, width = 2, fields.get("kv_heads", 2), 16
+    keys = 16, 1, heads, 128, width  # in blocks of 128 tokens
+    long = [shape for shape in arrays_of(program, "all-gather") if 2048 in shape or len(shape) > 3]
+    assert set(long) == {keys}
+    assert len(long) == 2 * 2 * (1 if "scan_layers" in fields else layers)
+    assert {shape for shape in arrays_of(program, "reduce-scatter") if len(shape) > 3} == {(2, *keys[1:])}
+    if not axes:
+        sent = program_cost(program.as_text(), [0] * 8).collectives["all-gather"]
+        assert sent == 2 * 2 * layers * math.prod(keys) * 4 * 7 / 8
 
 
 def own(plain=False):
