@@ -36,10 +36,10 @@ MEMORY, WORK, TIME, FEW_ROWS, ONCE = 1 / 6, 1.15, 1.15, 1.2, 1.01
 """Targets: of one device's memory, FLOPs and CPU time x devices, FLOPs of 2, 3 and 6 rows x devices, gathered bytes."""
 
 
-def planned(python: Path, model: str, target: str, rows: int, length: int) -> dict[str, Any]:
-    """What `plan --target` says of the training step."""
+def planned(python: Path, model: str, target: str, rows: int, length: int, **more: Any) -> dict[str, Any]:
+    """What `plan --target` says of the training step; `more` are other fields of the configuration."""
     fields = {**MODELS[model], "vocab_size": 50_257, "max_context": 1 << 22, "bf16_compute": True, "val_fraction": 0.0}
-    fields |= {"phases": [{"steps": 1, "batch_size": rows, "seq_len": length}], "wandb": "off"}
+    fields |= more | {"phases": [{"steps": 1, "batch_size": rows, "seq_len": length}], "wandb": "off"}
     with tempfile.TemporaryDirectory() as folder:
         random_tokens(Path(folder, "tokens.rox"), max(1 << 20, 2 * rows * length), 50_257)
         Path(folder, "plan.yaml").write_text(json.dumps(fields))
@@ -59,10 +59,13 @@ def on_target(python: Path, one: str, many: str, devices: int) -> Iterable[Resul
     model, here = MODELS["14M"], (LONG - 1) // devices
     once = 2 * 2 * here * model["kv_heads"] * model["head_size"] * (devices - 1) * model["num_blocks"]
     what = f"14M, 1 x {LONG:,} on {many}"
-    yield Result(
-        what=f"{what}: memory of a device", against=f"x {one}", measured=cut["peak_bytes"] / alone["peak_bytes"],
-        target=MEMORY, at_most=True, note=f"{alone['peak_bytes'] / 1e9:.2f} and {cut['peak_bytes'] / 1e9:.2f} GB",
-    )  # fmt: skip
+    frugal = [planned(python, "14M", target, 1, LONG, fsdp=True, **SAME_CHUNKS) for target in (one, many)]
+    for how, (whole, part) in {"": (alone, cut), ", fsdp and loss_chunk 1,024": frugal}.items():
+        yield Result(
+            what=f"{what}{how}: memory of a device", against=f"x {one}", target=MEMORY, at_most=True,
+            measured=part["peak_bytes"] / whole["peak_bytes"],
+            note=f"{whole['peak_bytes'] / 1e9:.2f} and {part['peak_bytes'] / 1e9:.2f} GB",
+        )  # fmt: skip
     yield Result(
         what=f"{what}: FLOPs x {devices}", against=f"x {one}", target=WORK, at_most=True,
         measured=cut["flops_per_device"] * devices / alone["flops_per_device"],

@@ -324,8 +324,9 @@ def _over_keys(i: jax.Array, at: Blocks, size: int, of_row: int, window: int | N
     on average over the `of_row` blocks of a row, for who counts FLOPs; where labels decide, it is the most.
     """
     number = np.arange(of_row)
-    by_place = window is not None and at.q_labels.positions is None
-    first = np.maximum(0, (number * size - window + 1) // size) if by_place else 0
+    first: Any = 0
+    if window is not None and at.q_labels.positions is None:
+        first = np.maximum(0, (number * size - window + 1) // size)
     with jax.named_scope(f"{MEAN_TRIPS}{(number - first + 1).mean():g}"):
         return jax.lax.fori_loop(at.first[i], at.last[i] + 1, body, start)
 
