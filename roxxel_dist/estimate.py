@@ -42,7 +42,7 @@ from roxxel_dist.run_metadata import check_resumable, data_of, kernel_begun_with
 from roxxel_dist.target_phases import cure, on_target
 from roxxel_dist.target_process import Report, call_for_target, folder_for_shards
 from roxxel_dist.target_steps import TargetCompiler, TargetPhase
-from roxxel_dist.train.batch_layout import BatchLayout, batch_layout
+from roxxel_dist.train.batch_layout import BatchLayout, batch_layout, cut_rows_text
 from roxxel_dist.train.compile import AotCompiler, batch_key
 from roxxel_dist.train.config import LoopOptions
 from roxxel_dist.train.evaluator import Validation
@@ -51,7 +51,7 @@ from roxxel_dist.train.resume import last_step, max_steps_note
 from roxxel_dist.train.throughput import device_bytes
 from roxxel_dist.train.train_state import TrainView
 from roxxel_dist.train.train_step import check_vocabulary, micro_batches
-from roxxel_dist.train.virtual_shards.layout import check_shapes
+from roxxel_dist.train.virtual_shards.layout import can_cut_rows, check_shapes
 
 USUAL_MFU = 0.4
 """Model FLOPs utilisation if no speed was measured: that of a dense model on a few accelerators."""
@@ -286,13 +286,13 @@ def _estimate(
         mesh = components.mesh(processes if target is not None else request.processes)
         config, curriculum = components.config, components.curriculum
         options, grad_accum, sharding = components.options, components.grad_accum, batch_sharding(mesh)
-        check_shapes(curriculum.shapes, grad_accum, options.virtual_shards, mesh)
+        check_shapes(
+            curriculum.shapes, grad_accum, options.virtual_shards, mesh,
+            cuts_rows=can_cut_rows(components.build, components.loss),
+        )  # fmt: skip
         plan = _plan(curriculum, config.seed, request.run)
         last = last_step(plan, options)
-        if options.virtual_shards:
-            notes.append(
-                "memory is that of steps without virtual_shards: with them a device keeps a few gradients more"
-            )
+        notes += _virtual_shards_notes(options.virtual_shards, curriculum)
         weights = None if options.init_from is None else find_checkpoint(options.init_from)
         steps = Steps.of(components, mesh, plan.total_steps)
         split, state, hparams = steps.split, steps.state, steps.hparams
@@ -374,6 +374,17 @@ def _estimate(
         tokens_per_s=tokens_per_s, speed=speed,
         problems=tuple(filter(None, problems)),
     )  # fmt: skip
+
+
+def _virtual_shards_notes(count: int, curriculum: Curriculum) -> list[str]:
+    """What virtual shards change in the estimate, and how they cut rows."""
+    if not count:
+        return []
+    texts = [cut_rows_text(count, shape.batch_size, shape.seq_len) for shape in curriculum.shapes]
+    return [
+        "memory is that of steps without virtual_shards: with them a device keeps a few gradients more",
+        *(f"phase {i + 1}: virtual_shards is {count}, {text}" for i, text in enumerate(texts) if text),
+    ]
 
 
 def _phase(

@@ -145,7 +145,7 @@ def micro_batches(command: Sequence[str]) -> tuple[int, ...]:
     from roxxel_dist.curriculum.phases import Phase
 
     _, config = parse_train(list(command[1:]))
-    if config.virtual_shards:  # which divide the rows of every phase, and which the devices divide
+    if config.virtual_shards:  # the shards of every phase, which the devices divide
         return (config.virtual_shards,)
     if not config.phases:
         return (config.batch_size,)

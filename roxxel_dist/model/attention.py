@@ -52,18 +52,26 @@ class Attention(nnx.Module):
         self, x_BxLxD: jax.Array, metadata: AttentionMetadata, cache: LayerCache | None = None
     ) -> tuple[jax.Array, LayerCache | None]:
         """[B, L, dim] to [B, L, dim], and the new cache: keys and values [B, slots, kv_heads, K]."""
+        q, k, v = self.heads(x_BxLxD, metadata.position_L)
+        if cache is not None and metadata.slot_BxL is not None:
+            seen, cache = update(cache, (k, v), metadata.slot_BxL, self.window)
+            k, v = (k, v) if metadata.mask_Bx1xLxS is None else seen
+        return self.finish(attend(q, k, v, metadata, self.window, self.scale, self.kernel), x_BxLxD), cache
+
+    def heads(self, x_BxLxD: jax.Array, position_L: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [B, L, H, K], keys and values [B, L, G, K]."""
         qkv_BxLxGxSxK = self.qkv(x_BxLxD)
         q = qkv_BxLxGxSxK[..., :-2, :].reshape(*x_BxLxD.shape[:2], self.n_heads, self.head_size)
         k, v = qkv_BxLxGxSxK[..., -2, :], qkv_BxLxGxSxK[..., -1, :]
         if self.rotary is not None:
-            q, k = (rotate(x, metadata.position_L, self.rotary) for x in (q, k))
-        if cache is not None and metadata.slot_BxL is not None:
-            seen, cache = update(cache, (k, v), metadata.slot_BxL, self.window)
-            k, v = (k, v) if metadata.mask_Bx1xLxS is None else seen
-        mixed_BxLxHxK = attend(q, k, v, metadata, self.window, self.scale, self.kernel)
-        if self.gate is not None:
+            q, k = (rotate(x, position_L, self.rotary) for x in (q, k))
+        return q, k, v
+
+    def finish(self, mixed_BxLxHxK: jax.Array, x_BxLxD: jax.Array | None) -> jax.Array:
+        """[B, L, dim] from what the heads gathered, and for the gate the layer's input."""
+        if self.gate is not None and x_BxLxD is not None:
             mixed_BxLxHxK = self.gate(mixed_BxLxHxK, x_BxLxD)
-        return self.out(mixed_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1)), cache
+        return self.out(mixed_BxLxHxK.reshape(*mixed_BxLxHxK.shape[:2], -1))
 
     @property
     def cache_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -63,9 +63,7 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
         x_BxLxD, of_experts, _ = model.states(*inputs)  # pyright: ignore[reportArgumentType]
         if model.config.use_moe:
             balance["balance_loss"] = of_experts
-        if count := chunks_of(model.config, *targets_BxL.shape):
-            return _by_chunks(model.output, logits_of, x_BxLxD, targets_BxL, count)
-        return _cross_entropy(model.logits(x_BxLxD), targets_BxL)
+        return losses_of_states(model.config, model.output, x_BxLxD, targets_BxL)
 
     if not hasattr(batch, "tokens"):
         losses = losses_of(batch[:, 1:], batch[:, :-1])
@@ -77,6 +75,13 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
     mean, rows = sums.sum() / jnp.maximum(counts.sum(), 1), sums / jnp.maximum(counts, 1)
     weights = {"loss_weight": jnp.float32(counts.sum()), "row_weight": jnp.float32(counts)}
     return {"loss": mean, "row_loss": rows} | weights | balance
+
+
+def losses_of_states(config: ModelConfig, output: Any, x_BxLxD: jax.Array, targets_BxL: jax.Array) -> jax.Array:
+    """float32[B, L]: the cross-entropy of the targets, of the final states of a `Transformer` and its output layer."""
+    if count := chunks_of(config, *targets_BxL.shape):
+        return _by_chunks(output, logits_of, x_BxLxD, targets_BxL, count)
+    return _cross_entropy(logits_of(output, x_BxLxD), targets_BxL)
 
 
 def _losses_of_own(model: Any, inputs: list[jax.Array], targets_BxL: jax.Array) -> jax.Array:

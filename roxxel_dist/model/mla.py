@@ -57,41 +57,55 @@ class LatentAttention(nnx.Module):
         self, x_BxLxD: jax.Array, metadata: AttentionMetadata, cache: LayerCache | None = None
     ) -> tuple[jax.Array, LayerCache | None]:
         """[B, L, dim] to [B, L, dim], and the new cache: latents and rotary keys."""
+        q_BxLxHxQ, latent_BxSxC, turned_BxSxR = self._latents(x_BxLxD, metadata.position_L)
+        absorbed = self.absorbed
+        if cache is not None and metadata.slot_BxL is not None:
+            seen, cache = update(cache, (latent_BxSxC, turned_BxSxR), metadata.slot_BxL, self.window)
+            if metadata.mask_Bx1xLxS is not None:  # also tokens that were read before
+                absorbed, (latent_BxSxC, turned_BxSxR) = True, seen
+        if absorbed:
+            mixed_BxLxHxK = self._among_latents(q_BxLxHxQ, latent_BxSxC, turned_BxSxR, metadata)
+        else:
+            k, v = self._expanded(latent_BxSxC, turned_BxSxR)
+            mixed_BxLxHxK = attend(q_BxLxHxQ, k, v, metadata, self.window, self.scale, self.kernel)
+        return self.finish(mixed_BxLxHxK, x_BxLxD), cache
+
+    def heads(self, x_BxLxD: jax.Array, position_L: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries and keys [B, L, H, K + rope_dim], and values [B, L, H, K], as in training."""
+        q_BxLxHxQ, latent_BxLxC, turned_BxLxR = self._latents(x_BxLxD, position_L)
+        return q_BxLxHxQ, *self._expanded(latent_BxLxC, turned_BxLxR)
+
+    def finish(self, mixed_BxLxHxK: jax.Array, x_BxLxD: jax.Array | None) -> jax.Array:
+        """[B, L, dim] from what the heads gathered, and for the gate the layer's input."""
+        if self.gate is not None and x_BxLxD is not None:
+            mixed_BxLxHxK = self.gate(mixed_BxLxHxK, x_BxLxD)
+        return self.out(mixed_BxLxHxK.reshape(*mixed_BxLxHxK.shape[:2], -1))
+
+    def _latents(self, x_BxLxD: jax.Array, position_L: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [B, L, H, K + rope_dim], latents [B, L, C], and rotary keys [B, L, rope_dim]."""
         q_BxLxHxQ = self.up_q(self.norm_q(self.down_q(x_BxLxD)))
         q_BxLxHxQ = q_BxLxHxQ.reshape(*x_BxLxD.shape[:2], self.n_heads, -1)
         latent_BxSxC, turned_BxSxR = jnp.split(self.down_kv(x_BxLxD), [self.latent_size], axis=-1)
         latent_BxSxC = self.norm_kv(latent_BxSxC)
         if self.rotary is not None:
             q_BxLxHxK, turned = jnp.split(q_BxLxHxQ, [self.head_size], axis=-1)
-            turned = rotate(turned, metadata.position_L, self.rotary)
+            turned = rotate(turned, position_L, self.rotary)
             q_BxLxHxQ = jnp.concatenate([q_BxLxHxK, turned], axis=-1)
-            turned_BxSxR = rotate(turned_BxSxR[:, :, None], metadata.position_L, self.rotary)[:, :, 0]
-        absorbed = self.absorbed
-        if cache is not None and metadata.slot_BxL is not None:
-            seen, cache = update(cache, (latent_BxSxC, turned_BxSxR), metadata.slot_BxL, self.window)
-            if metadata.mask_Bx1xLxS is not None:  # also tokens that were read before
-                absorbed, (latent_BxSxC, turned_BxSxR) = True, seen
-        mix = self._among_latents if absorbed else self._among_heads
-        mixed_BxLxHxK = mix(q_BxLxHxQ, latent_BxSxC, turned_BxSxR, metadata)
-        if self.gate is not None:
-            mixed_BxLxHxK = self.gate(mixed_BxLxHxK, x_BxLxD)
-        return self.out(mixed_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1)), cache
+            turned_BxSxR = rotate(turned_BxSxR[:, :, None], position_L, self.rotary)[:, :, 0]
+        return q_BxLxHxQ, latent_BxSxC, turned_BxSxR
 
-    def _among_heads(
-        self, q: jax.Array, latent: jax.Array, turned: jax.Array, metadata: AttentionMetadata
-    ) -> jax.Array:
-        """Attention with keys and values of each head expanded from the latents, as in training."""
+    def _expanded(self, latent: jax.Array, turned: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of each head, expanded from the latents."""
         k_BxSxHxK, v_BxSxHxK = (
             up(latent).reshape(*latent.shape[:2], self.n_heads, -1) for up in (self.up_k, self.up_v)
         )
         shared = jnp.broadcast_to(turned[:, :, None], (*k_BxSxHxK.shape[:3], self.rope_dim))
-        key = jnp.concatenate([k_BxSxHxK, shared], axis=-1)
-        return attend(q, key, v_BxSxHxK, metadata, self.window, self.scale, self.kernel)
+        return jnp.concatenate([k_BxSxHxK, shared], axis=-1), v_BxSxHxK
 
     def _among_latents(
         self, q: jax.Array, latent: jax.Array, turned: jax.Array, metadata: AttentionMetadata
     ) -> jax.Array:
-        """The same in the absorbed form."""
+        """Attention in the absorbed form."""
         up_k_CxHxK, up_v_CxHxK = (
             kernel_of(up).reshape(self.latent_size, self.n_heads, self.head_size) for up in (self.up_k, self.up_v)
         )

@@ -42,9 +42,18 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, LayerCache | None]:
         """[B, L, dim] to [B, L, dim], float32[] the balance of the experts (0 without), and the new cache."""
         mixed_BxLxD, cache = self.attention(self.attention_norm(x_BxLxD), metadata, cache)
+        return *self._feed(x_BxLxD, mixed_BxLxD), cache
+
+    def finish(
+        self, x_BxLxD: jax.Array, mixed_BxLxHxK: jax.Array, normed_BxLxD: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """[B, L, dim] and the balance, from the input, what the heads gathered, and with a gate the normed input."""
+        return self._feed(x_BxLxD, self.attention.finish(mixed_BxLxHxK, normed_BxLxD))
+
+    def _feed(self, x_BxLxD: jax.Array, mixed_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         x_BxLxD = x_BxLxD + self._drop(mixed_BxLxD)
         y_BxLxD, balance = self.feedforward(self.feedforward_norm(x_BxLxD))
-        return constrain_batch(x_BxLxD + self._drop(y_BxLxD)), balance, cache
+        return constrain_batch(x_BxLxD + self._drop(y_BxLxD)), balance
 
     def _drop(self, x_BxLxD: jax.Array) -> jax.Array:
         return x_BxLxD if self.dropout is None else self.dropout(x_BxLxD)
@@ -171,7 +180,7 @@ class Transformer(nnx.Module):
             metadata = AttentionMetadata(position, segments_BxL=segments_BxL)
         else:
             metadata, cache = prepare(cache, length, segments_BxL, positions_BxL, self.config.window, is_empty=is_empty)
-        x_BxLxD = constrain_batch(self._embed(tokens_BxL, metadata.position_L))
+        x_BxLxD = constrain_batch(self.embed(tokens_BxL, metadata.position_L))
         remat = self.config.gradient_checkpointing and not self.deterministic and cache is None
         x_BxLxD, balance, layers = run_stack(
             self.blocks, x_BxLxD, metadata, None if cache is None else cache.layers,
@@ -179,17 +188,17 @@ class Transformer(nnx.Module):
         )  # fmt: skip
         if self.config.use_moe:
             balance *= self.alpha_balance[...]
-        return self._final(x_BxLxD), balance, None if cache is None else cache._replace(layers=layers)
+        return self.final(x_BxLxD), balance, None if cache is None else cache._replace(layers=layers)
 
     def residual_stream(self, tokens_BxL: jax.Array) -> Iterator[jax.Array]:
         """[B, L, dim] after the embedding, after each block, and the input of `logits`. Tokens as in a call."""
         metadata = AttentionMetadata(jnp.arange(tokens_BxL.shape[1]))
-        yield (x_BxLxD := self._embed(tokens_BxL, metadata.position_L))
+        yield (x_BxLxD := self.embed(tokens_BxL, metadata.position_L))
         for index in range(self.config.num_blocks):
             layer = layer_of(self.blocks, index)
             x_BxLxD, _, _ = run_stack(layer, x_BxLxD, metadata, None, scan=False, remat=False)
             yield x_BxLxD
-        yield self._final(x_BxLxD)
+        yield self.final(x_BxLxD)
 
     @property
     def output(self) -> Embedding | nnx.LinearGeneral:
@@ -240,12 +249,13 @@ class Transformer(nnx.Module):
 
         return load_transformer(path, best=best)
 
-    def _final(self, x_BxLxD: jax.Array) -> jax.Array:
-        """The normalized states, scaled for the width."""
+    def final(self, x_BxLxD: jax.Array) -> jax.Array:
+        """The input of `logits`, of the output of the last block: normalized, and scaled for the width."""
         x_BxLxD = self.norm(x_BxLxD)
         return x_BxLxD if self.output_scale == 1 else x_BxLxD * self.output_scale
 
-    def _embed(self, tokens_BxL: jax.Array, position_L: jax.Array) -> jax.Array:
+    def embed(self, tokens_BxL: jax.Array, position_L: jax.Array) -> jax.Array:
+        """[B, L, dim]: the input of the first block."""
         x_BxLxD = self.embedding(tokens_BxL)
         if self.config.pos_encoding == "learned":
             return x_BxLxD + self.position(position_L)

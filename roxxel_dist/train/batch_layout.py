@@ -82,3 +82,11 @@ def batch_layout(sharding: NamedSharding, rows: int, length: int, grad_accum: in
     return BatchLayout(
         rows=micro[0], row_pieces=by_row, token_pieces=by_token, repeated=repeated, together=together, hint=hint
     )
+
+
+def cut_rows_text(virtual_shards: int, rows: int, length: int) -> str:
+    """Of a phase whose rows virtual shards cut, such as "each row in 8 virtual shards of 4,096 tokens"; else ""."""
+    if rows >= virtual_shards:
+        return ""
+    each = virtual_shards // rows
+    return f"each row in {each} virtual shards of {-(-(length - 1) // each):,} tokens"

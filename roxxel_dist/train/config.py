@@ -158,8 +158,9 @@ class LoopOptions:
     """Fully sharded data parallelism (FSDP): parameters and moments are sharded over devices (see fsdp_devices), not
     replicated."""
     virtual_shards: int = 0
-    """Virtual shards of each batch, a power of two that divides the batch of every phase. The run then has the same
-    bits on any number of devices that divides it, in any number of processes. 0: none."""
+    """Virtual shards of each batch, a power of two. A phase has a multiple of so many rows, or fewer rows that divide
+    it: then each row is cut into virtual shards of its tokens. The run has the same bits on any number of devices that
+    divides it, in any number of processes. 0: none."""
     profile_steps: list[int] | None = None
     """Steps [A, B] to profile. Their trace is written to the run directory."""
 

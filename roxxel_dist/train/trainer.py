@@ -81,7 +81,7 @@ from roxxel_dist.train.train_step import (
     make_step,
 )
 from roxxel_dist.train.verification import Verification
-from roxxel_dist.train.virtual_shards.layout import DeviceStates, check_shapes
+from roxxel_dist.train.virtual_shards.layout import DeviceStates, can_cut_rows, check_shapes
 from roxxel_dist.train.virtual_shards.step import init_state_of_copies, make_sharded_steps
 
 
@@ -153,7 +153,10 @@ class Trainer:
         self.mesh: Mesh = mesh or make_mesh()
         self._sharding = data_sharding or batch_sharding(self.mesh)
         self._curriculum, held_out = curriculum.hold_out(0 if validation else self.options.val_fraction)
-        check_shapes(self._curriculum.shapes, grad_accum_steps, self.options.virtual_shards, self.mesh)
+        check_shapes(
+            self._curriculum.shapes, grad_accum_steps, self.options.virtual_shards, self.mesh,
+            cuts_rows=can_cut_rows(model, loss_fn),
+        )  # fmt: skip
         self._folder, self._loss_fn, self._eval_fn = Path(save_path), loss_fn, eval_fn
         self._trackers, self._user_logger, self._bucket = trackers, logger, bucket
         self._given_validation = validation
@@ -527,7 +530,7 @@ class Trainer:
         """The compiled step of the phase that begins with `step`, once every rank has it."""
         layout = batch_layout(self._sharding, *self.plan.shape(step), self._grad_accum)
         self._timeline.layout = "" if layout.is_plain else str(layout)
-        self._metrics.log_phase(self.plan, step, layout, self._grad_accum)
+        self._metrics.log_phase(self.plan, step, layout, self._grad_accum, self.options.virtual_shards)
         key, begun = self._compile_phase(step), time.perf_counter()
         if waits := not self._compiler.ready(key):  # it was not compiled ahead
             self._wait_for_devices()

@@ -80,10 +80,10 @@ def test_what_is_added_to_the_embedding():
     learned, absolute = build(pos_encoding="learned"), build(pos_encoding="absolute")
     table, rows = float64(learned.embedding.embedding[...]), float64(learned.position.embedding[...])
     assert rows.shape == (64, 32)
-    np.testing.assert_allclose(learned._embed(tokens, places)[0], table[[3, 3, 9]] + rows[[0, 5, 5]], atol=1e-6)
+    np.testing.assert_allclose(learned.embed(tokens, places)[0], table[[3, 3, 9]] + rows[[0, 5, 5]], atol=1e-6)
     table = float64(absolute.embedding.embedding[...])
     expected = table[[3, 3, 9]] * 32**0.5 + float64(sinusoids(places, 32)[0])
-    np.testing.assert_allclose(absolute._embed(tokens, places)[0], expected, atol=1e-6)
+    np.testing.assert_allclose(absolute.embed(tokens, places)[0], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from roxxel_dist.cluster.distributed import process_count, process_index
 from roxxel_dist.cluster.exit_codes import REACHED_ENV
 from roxxel_dist.cluster.mesh import device_type
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.train.batch_layout import BatchLayout
+from roxxel_dist.train.batch_layout import BatchLayout, cut_rows_text
 from roxxel_dist.train.digest_chain import in_hex
 from roxxel_dist.train.loggers.base import LogQueue
 from roxxel_dist.train.resume import ResumePoint
@@ -79,10 +79,12 @@ class MetricsLogger:
         for note in start.notes:
             self._log.text(note)
 
-    def log_phase(self, plan: Plan, step: int, layout: BatchLayout, grad_accum: int) -> None:
+    def log_phase(self, plan: Plan, step: int, layout: BatchLayout, grad_accum: int, virtual_shards: int = 0) -> None:
         """Log that a phase begins with this step, from 0."""
         rows, length = plan.shape(step)
         how = "" if layout.is_plain else f": {layout}"
+        if text := cut_rows_text(virtual_shards, rows, length):
+            how += f"{', ' if how else ': '}{text}"
         if rows < grad_accum:
             how += f", in {rows} micro-batch(es) instead of {grad_accum} because it has no more rows"
         self._log.text(

@@ -120,7 +120,10 @@ class ShardPrograms:
         self, like: Sums, state: TrainState, hparams: Hparams, total: Packed, counts: Leaves
     ) -> tuple[TrainState, Metrics]:
         """The state after a step, of the packed sums of all shards; `like` has the shapes of the sums."""
-        sums: Sums = unpack(total, like)
+        return self.finish(unpack(total, like), state, hparams, counts)
+
+    def finish(self, sums: Sums, state: TrainState, hparams: Hparams, counts: Leaves) -> tuple[TrainState, Metrics]:
+        """The state after a step, of the sums of all shards."""
         counted = divisor(sums.weight)
         grads = {name: (grad / counted).astype(state.params[name].dtype) for name, grad in sums.grads.items()}
         means = {name: (leaf / self.shards).astype(state.rest[name].dtype) for name, leaf in sums.statistics.items()}

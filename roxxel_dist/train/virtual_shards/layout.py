@@ -11,7 +11,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, micro_batches
 from roxxel_dist.curriculum.segments import Shape
+from roxxel_dist.model.loss import next_token_loss, token_losses
+from roxxel_dist.model.transformer import Transformer, TransformerBuilder
 from roxxel_dist.train.train_state import TrainState
 from roxxel_dist.train.train_step import check_batches
 
@@ -19,15 +22,27 @@ SHARDS = "shards"
 """The one axis of `Layout.line`."""
 
 
-def check_shapes(shapes: Sequence[Shape], grad_accum: int, virtual_shards: int, mesh: Mesh) -> None:
-    """Raises UserError for a phase whose batch cannot be divided as the run asks for; `plan` and `train` share it."""
+def check_shapes(
+    shapes: Sequence[Shape], grad_accum: int, virtual_shards: int, mesh: Mesh, *, cuts_rows: bool = True
+) -> None:
+    """Raises UserError for a phase whose batch cannot be divided as the run asks for; `plan` and `train` share it.
+
+    `cuts_rows` says whether the model and the loss are those whose rows virtual shards can cut (`can_cut_rows`).
+    """
     check_batches(shapes, grad_accum)
     if virtual_shards:
-        check_virtual_shards(virtual_shards, shapes, grad_accum, mesh)
+        check_virtual_shards(virtual_shards, shapes, grad_accum, mesh, cuts_rows=cuts_rows)
 
 
-def check_virtual_shards(count: int, shapes: Sequence[Shape], grad_accum: int, mesh: Mesh) -> None:
-    """Raises ValueError where the devices do not divide the shards, or these a phase's batch.
+def can_cut_rows(model: Any, loss_fn: Any) -> bool:
+    """Whether virtual shards can cut rows: of the built-in Transformer, or its builder, and its loss."""
+    return isinstance(model, Transformer | TransformerBuilder) and loss_fn in (token_losses, next_token_loss)
+
+
+def check_virtual_shards(
+    count: int, shapes: Sequence[Shape], grad_accum: int, mesh: Mesh, *, cuts_rows: bool = True
+) -> None:
+    """Raises UserError where the devices do not divide the shards, or these a phase's batch.
 
     `count` is a power of two already, as `LoopOptions` says.
     """
@@ -42,12 +57,46 @@ def check_virtual_shards(count: int, shapes: Sequence[Shape], grad_accum: int, m
             f"most {count}"
         )
     for i, shape in enumerate(shapes):
-        if shape.batch_size % (count * grad_accum):
+        phase, rows = f"phase {i + 1}: batch_size is {shape.batch_size}", shape.batch_size
+        if rows < count and count % rows == 0:
+            _check_long_rows(phase, count, shape, grad_accum, mesh, cuts_rows)
+        elif rows < count:
+            raise UserError(
+                f"{phase}, and virtual_shards ({count}) cuts each row into {count} / {rows} shards, which is no whole "
+                f"number: use a power of two, or a multiple of {count * grad_accum}"
+            )
+        elif rows % (count * grad_accum):
             accumulated = f" x grad_accum ({grad_accum})" if grad_accum > 1 else ""
             raise UserError(
-                f"phase {i + 1}: batch_size is {shape.batch_size}, which is not a multiple of virtual_shards ({count})"
-                f"{accumulated}: use a multiple of {count * grad_accum}"
+                f"{phase}, which is not a multiple of virtual_shards ({count}){accumulated}: use a multiple of "
+                f"{count * grad_accum}"
             )
+
+
+def _check_long_rows(phase: str, count: int, shape: Shape, grad_accum: int, mesh: Mesh, cuts_rows: bool) -> None:
+    """Raises UserError for a phase whose rows virtual shards would have to cut, and cannot."""
+    rows, length = shape.batch_size, shape.seq_len
+    cut = f"{phase}, so virtual_shards ({count}) cuts each row into {count // rows} shards"
+    if not cuts_rows:
+        raise UserError(
+            f"{cut}, which it can with the built-in model and its loss alone: use a multiple of {count * grad_accum}, "
+            f"or set virtual_shards to 0"
+        )
+    if micro_batches(grad_accum, rows) > 1:
+        raise UserError(
+            f"{cut}, which are computed at once, and grad_accum is {grad_accum}: use 1 row, a multiple of "
+            f"{count * grad_accum}, or set grad_accum to 1"
+        )
+    if length - 1 < 2 * count // rows:
+        raise UserError(
+            f"{cut} of two pieces, and it has {length - 1} tokens to predict: use rows of at least "
+            f"{2 * count // rows + 1} tokens, or fewer virtual_shards"
+        )
+    if mesh.size > 1 and mesh.axis_names != (DATA, FSDP, TENSOR):
+        raise UserError(
+            f"{cut}, which it can on a mesh of make_mesh alone, and the mesh is {dict(mesh.shape)}: leave mesh out, or "
+            f"use a multiple of {count * grad_accum}"
+        )
 
 
 def on_all_devices(tree: Any, mesh: Mesh) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import one_device
 from roxxel_dist.train.compile import Compile, CompileForEach
@@ -20,11 +19,11 @@ from roxxel_dist.train.optimizer import Optimizer
 from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState, init_state
 from roxxel_dist.train.train_step import Hparams, LossFn, Metrics
 from roxxel_dist.train.virtual_shards.gradient import ShardPrograms
-from roxxel_dist.train.virtual_shards.layout import SHARDS, DeviceStates, Layout, copies, on_all_devices
+from roxxel_dist.train.virtual_shards.layout import DeviceStates, Layout, copies, on_all_devices
+from roxxel_dist.train.virtual_shards.long_rows import CompiledLongEvaluation, CompiledLongStep
 from roxxel_dist.train.virtual_shards.packing import Packed
-
-Programs = Sequence[Any]
-"""One compiled program, on each device of this process."""
+from roxxel_dist.train.virtual_shards.piece_programs import Model
+from roxxel_dist.train.virtual_shards.reduction import Programs, Reduction
 
 
 def make_sharded_steps(
@@ -52,65 +51,6 @@ def init_state_of_copies(model: Any, init_optimizer: Any, mesh: Mesh, **options:
     """`init_state` for virtual shards: each process computes it on one device, and each device has the whole of it."""
     split, state, hparams = init_state(model, init_optimizer, one_device(mesh), **options)
     return split, on_all_devices(state, mesh), on_all_devices(hparams, mesh)
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """The tree of additions over all virtual shards, compiled for sums of one shape."""
-
-    layout: Layout
-    add: Programs
-    cross: Any
-    """Across devices; None where there is one."""
-
-    @classmethod
-    def compiled(cls, layout: Layout, like: Packed, compile_one: Compile, for_each: CompileForEach) -> "Reduction":
-        """For packed sums such as `like`."""
-        add: Programs = ()
-        if layout.per_device > 1:
-            add = for_each(jax.jit(add_sums, donate_argnums=0), (like, like), layout.devices)
-        if layout.line.size == 1:
-            return cls(layout, add, None)
-        butterfly = jax.shard_map(
-            add_across, mesh=layout.line, in_specs=P(SHARDS), out_specs=P(SHARDS), check_vma=False
-        )
-        whole = {
-            name: jax.ShapeDtypeStruct((layout.line.size, leaf.shape[1]), leaf.dtype, sharding=layout.cut)
-            for name, leaf in like.items()
-        }
-        return cls(layout, add, compile_one(jax.jit(butterfly, donate_argnums=0), (whole,), layout.line))
-
-    def run(self, sums: Callable[[int, int], Packed]) -> list[Packed]:
-        """The sums of all shards, on each device; `sums` gives those of the k-th shard of the i-th device."""
-        count = len(self.layout.devices)
-        trees: list[list[tuple[int, Packed]]] = [[] for _ in range(count)]  # of each device: (level, sums)
-        for k in range(self.layout.per_device):
-            for i, tree in enumerate(trees):  # every device has something to do at once
-                tree.append((0, sums(i, k)))
-                while len(tree) > 1 and tree[-1][0] == tree[-2][0]:
-                    (level, left), (_, right) = tree[-2:]
-                    tree[-2:] = [(level + 1, self.add[i](left, right))]
-        own = [tree[0][1] for tree in trees]
-        del trees
-        if self.cross is None:
-            return own
-        total = self.cross({name: self.layout.along([part[name] for part in own]) for name in own[0]})
-        return [{name: array.addressable_data(i) for name, array in total.items()} for i in range(count)]
-
-
-def add_sums(left: Packed, right: Packed) -> Packed:
-    """The sums of two neighbours in the tree."""
-    return jax.tree.map(jax.numpy.add, left, right)
-
-
-def add_across(own: Packed) -> Packed:
-    """The sums of all devices, within a shard_map over them: a + b is b + a to the bit, so all have the same."""
-    distance, size = 1, jax.lax.axis_size(SHARDS)
-    while distance < size:
-        pairs = [(i, i ^ distance) for i in range(size)]
-        own = jax.tree.map(lambda part, pairs=pairs: part + jax.lax.ppermute(part, SHARDS, pairs), own)
-        distance *= 2
-    return own
 
 
 @dataclass(frozen=True)
@@ -178,6 +118,9 @@ class ShardedStep:
         """The programs for such (abstract) arguments."""
         programs, layout = self.programs, self.layout
         state, hparams, batch = shapes_of((state, hparams, batch))
+        if jax.tree.leaves(batch)[0].shape[0] < programs.shards:
+            long = CompiledLongStep.compiled(programs, layout, state, hparams, batch, compile_one, for_each)
+            return CompiledStep(layout, long, HparamCopies(layout))
         rows, part = RowCutter.compiled(layout, batch, for_each)
         number = jax.ShapeDtypeStruct((), np.int32)
         args = state.params, state.rest, hparams, part, number
@@ -187,15 +130,14 @@ class ShardedStep:
         def update(state: TrainState, hparams: Hparams, total: Packed, counts: Leaves) -> tuple[TrainState, Metrics]:
             return programs.update(like, state, hparams, total, counts)
 
-        return CompiledStep(
-            layout=layout,
+        of_rows = RowStep(
             rows=rows,
             sums=for_each(jax.jit(programs.packed_sums), args, layout.devices),
             reduction=Reduction.compiled(layout, total, compile_one, for_each),
             update=for_each(jax.jit(update, donate_argnums=0), (state, hparams, total, counts), layout.devices),
             numbers=shard_numbers(layout),
-            hparams=HparamCopies(layout),
         )
+        return CompiledStep(layout, of_rows, HparamCopies(layout))
 
 
 @dataclass(frozen=True)
@@ -207,17 +149,29 @@ class CompiledStep:
     """
 
     layout: Layout
-    rows: RowCutter
-    sums: Programs
-    reduction: Reduction
-    update: Programs
-    numbers: list[list[jax.Array]]
+    step: "RowStep | CompiledLongStep"
     hparams: HparamCopies
 
     def __call__(self, state: TrainState | DeviceStates, hparams: Hparams, batch: Any) -> tuple[DeviceStates, Metrics]:
         """One step."""
         parts = state.parts if isinstance(state, DeviceStates) else copies(state, self.layout.devices)
-        inputs, rows, counts = self.hparams.of(hparams), self.rows.run(batch), [{} for _ in parts]
+        states, metrics = zip(*self.step(parts, self.hparams.of(hparams), batch), strict=True)
+        return DeviceStates(list(states), self.layout.mesh), metrics[0]
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """(states, hparams, batch) -> (state, metrics) of each device of this process, for shards of whole rows."""
+
+    rows: RowCutter
+    sums: Programs
+    reduction: Reduction
+    update: Programs
+    numbers: list[list[jax.Array]]
+
+    def __call__(self, parts: list[TrainState], inputs: list[Hparams], batch: Any) -> list[tuple[TrainState, Metrics]]:
+        """One step; the states are donated."""
+        rows, counts = self.rows.run(batch), [{} for _ in parts]
 
         def sums_of(i: int, k: int) -> Packed:
             part = parts[i]
@@ -225,13 +179,8 @@ class CompiledStep:
             counts[i] = counts[i] or after
             return total
 
-        totals, states, metrics = self.reduction.run(sums_of), [], None
-        for update, *args in zip(self.update, parts, inputs, totals, counts, strict=True):
-            after, of_device = update(*args)
-            states.append(after)
-            metrics = metrics or of_device
-        assert metrics is not None
-        return DeviceStates(states, self.layout.mesh), metrics
+        totals = self.reduction.run(sums_of)
+        return [update(*args) for update, *args in zip(self.update, parts, inputs, totals, counts, strict=True)]
 
 
 def shapes_of(tree: Any) -> Any:
@@ -264,17 +213,18 @@ class ShardedEvaluation:
     ) -> "CompiledEvaluation":
         """The programs for such (abstract) arguments."""
         params, rest, hparams, batch = shapes_of((params, rest, hparams, batch))
-        rows, part = RowCutter.compiled(self.layout, batch, for_each)
-        args = params, rest, hparams, part
-        total = jax.eval_shape(self.programs.losses, *args)
-        return CompiledEvaluation(
-            layout=self.layout,
-            rows=rows,
-            losses=for_each(jax.jit(self.programs.losses), args, self.layout.devices),
-            reduction=Reduction.compiled(self.layout, total, compile_one, for_each),
-            mean=for_each(jax.jit(self.programs.mean_losses), (total,), self.layout.devices[:1])[0],
-            hparams=HparamCopies(self.layout),
-        )
+        layout, programs = self.layout, self.programs
+        if jax.tree.leaves(batch)[0].shape[0] < programs.shards:
+            model = Model(params, rest, hparams)
+            losses, total = CompiledLongEvaluation.compiled(programs, layout, model, batch, compile_one, for_each)
+        else:
+            rows, part = RowCutter.compiled(layout, batch, for_each)
+            args = params, rest, hparams, part
+            total = jax.eval_shape(programs.losses, *args)
+            reduction = Reduction.compiled(layout, total, compile_one, for_each)
+            losses = RowEvaluation(rows, for_each(jax.jit(programs.losses), args, layout.devices), reduction)
+        mean = for_each(jax.jit(programs.mean_losses), (total,), layout.devices[:1])[0]
+        return CompiledEvaluation(layout, losses, mean, HparamCopies(layout))
 
 
 @dataclass(frozen=True)
@@ -282,15 +232,26 @@ class CompiledEvaluation:
     """(params, rest, hparams, batch) -> losses, as `make_eval_step` has it, on the first device of this process."""
 
     layout: Layout
-    rows: RowCutter
-    losses: Programs
-    reduction: Reduction
+    losses: "RowEvaluation | CompiledLongEvaluation"
     mean: Any
     hparams: HparamCopies
 
     def __call__(self, params: Leaves, rest: Leaves, hparams: Hparams, batch: Any) -> dict[str, jax.Array]:
         """The losses of a batch."""
         parts, inputs = copies((params, rest), self.layout.devices), self.hparams.of(hparams)
+        models = [Model(part[0], part[1], own) for part, own in zip(parts, inputs, strict=True)]
+        return self.mean(self.losses(models, batch)[0])
+
+
+@dataclass(frozen=True)
+class RowEvaluation:
+    """(models, batch) -> the packed sums of the losses of all shards, on each device, for shards of whole rows."""
+
+    rows: RowCutter
+    losses: Programs
+    reduction: Reduction
+
+    def __call__(self, models: list[Model], batch: Any) -> list[Packed]:
+        """The sums."""
         rows = self.rows.run(batch)
-        totals = self.reduction.run(lambda i, k: self.losses[i](*parts[i], inputs[i], rows[i][k]))
-        return self.mean(totals[0])
+        return self.reduction.run(lambda i, k: self.losses[i](*models[i], rows[i][k]))

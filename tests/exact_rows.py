@@ -1,0 +1,99 @@
+"""Training of a small model with rows that virtual shards cut, on any number of simulated devices.
+
+As a program it is that in a process of its own, whose XLA has the flags of a user's process:
+
+    python exact_rows.py '[{"fields": {...}, "packed": true, "dtype": "bfloat16", "shapes": [[1, 65]]}]' 1 2 8
+
+prints, for each of these cases, the hash of losses and weights on each number of devices, as JSON.
+"""
+
+import hashlib
+import json
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, make_mesh, scalars_on
+from roxxel_dist.data.packing import Packed
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.loss import token_losses
+from roxxel_dist.model.transformer import TransformerBuilder
+from roxxel_dist.train.compile import AotCompiler
+from roxxel_dist.train.optimizer import InitialState, NamedOptimizer, OptimizerConfig
+from roxxel_dist.train.train_state import init_state
+from roxxel_dist.train.train_step import SPIKE_FACTOR, make_step
+from roxxel_dist.train.virtual_shards.step import init_state_of_copies, make_sharded_steps
+
+SHARDS, VOCABULARY = 8, 96
+SMALL = {"dim": 32, "num_blocks": 2, "vocab_size": VOCABULARY, "max_context": 512, "head_size": 16, "kv_heads": 1}
+
+
+def batch_of(seed, shape, packed, sharding):
+    """Random tokens, with `packed` of several documents a row."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCABULARY, shape).astype(np.int32)
+    if not packed:
+        return jax.device_put(tokens, sharding)
+    segments = np.sort(rng.integers(0, 3, shape), 1).astype(np.int32)
+    starts = np.maximum.accumulate(np.where(np.diff(segments, prepend=-1) != 0, np.arange(shape[1]), 0), 1)
+    return Packed(*jax.device_put((tokens, segments, (np.arange(shape[1]) - starts).astype(np.int32)), sharding))
+
+
+def trained(
+    devices, fields, shapes, *, shards=SHARDS, packed=False, loss=token_losses, dtype=None, steps=3, optimizer=None,
+    validate=True,
+):  # fmt: skip
+    """(losses and gradient norms of each step, the parameters after them, a validation's losses) of some phases.
+
+    0 `shards` are ordinary steps.
+    """
+    mesh, optimizer = make_mesh(devices), optimizer or NamedOptimizer(OptimizerConfig(lr=1e-2, warmup_steps=0))
+    builder = TransformerBuilder(ModelConfig(**SMALL | fields), 0, 1)
+    init = init_state_of_copies if shards else init_state
+    split, state, hparams = init(builder, InitialState(optimizer), mesh, fsdp=False, dtype=None)
+    hparams |= scalars_on(mesh, {**optimizer.settings(100), SPIKE_FACTOR: 0.0})
+    sharding, compiler, found, validation = batch_sharding(mesh), AotCompiler(mesh), [], {}
+    if shards:
+        step, evaluate = make_sharded_steps(split, loss, optimizer, sharding, shards=shards, compute_dtype=dtype)
+    else:
+        step, evaluate = make_step(split, loss, optimizer, state, sharding, compute_dtype=dtype), None
+    for number, shape in enumerate(map(tuple, shapes)):
+        place = fit_sharding(sharding, shape)
+        like = getattr(state, "whole", state)
+        compiler.prepare(("step", shape), step, like, hparams, batch_of(0, shape, packed, place))
+        for each in range(steps):
+            batch = batch_of(10 * number + each, shape, packed, place)
+            state, metrics = compiler.get(("step", shape))(state, hparams, batch)
+            scalars = {name: float(value) for name, value in sorted(metrics.scalars.items())}
+            rows = None if metrics.row_loss is None else np.asarray(metrics.row_loss).tolist()
+            found.append((scalars, rows))
+    whole = getattr(state, "whole", state)
+    if evaluate is not None and validate:
+        compiler.prepare("evaluate", evaluate, whole.params, whole.rest, hparams, batch)
+        losses = compiler.get("evaluate")(whole.params, whole.rest, hparams, batch)
+        validation = {name: float(value) for name, value in sorted(losses.items())}
+    compiler.close()
+    counts = {name: np.asarray(whole.rest[name]) for name in whole.rest if name.endswith("count")}
+    return found, {name: np.asarray(leaf) for name, leaf in whole.params.items()} | counts, validation
+
+
+def hash_of(result):
+    """Of what `trained` gives."""
+    found, params, validation = result
+    digest = hashlib.sha256(repr((found, validation)).encode())
+    for name in sorted(params):
+        digest.update(params[name].tobytes())
+    return digest.hexdigest()[:12]
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    assert "XLA_FLAGS" not in os.environ
+    hashes = []
+    for case in json.loads(sys.argv[1]):
+        dtype = jnp.dtype(case.pop("dtype")) if "dtype" in case else None
+        hashes.append({count: hash_of(trained(int(count), **case, dtype=dtype)) for count in sys.argv[2:]})
+    print(json.dumps(hashes))
