@@ -143,3 +143,19 @@ def gone(pid):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def ranks_of(launcher):
+    """{rank: pid} of the ranks below a launcher."""
+    import psutil
+
+    found = {}
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        try:
+            rank = process.environ().get("ROXXEL_PROCESS_ID")
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        if rank is not None and "roxxel_dist.launcher.host.worker" in words:
+            found[int(rank)] = process.pid
+    return found

@@ -6,7 +6,7 @@ import signal
 
 import numpy as np
 import pytest
-from commands import gone, launched, losses, make_corpus, rows, run, start, wait_for
+from commands import gone, launched, losses, make_corpus, ranks_of, rows, run, start, wait_for
 
 from roxxel_dist.builders import build_components
 from roxxel_dist.config import Config
@@ -109,22 +109,6 @@ def test_a_rank_that_stays_is_named(work):
     result = run("launch", "local", *words, cwd=work, timeout=60)
     assert result.returncode == 124, result.stderr
     assert "rank 0 had ended, but rank 1 still ran 2 s later and was killed" in result.stderr
-
-
-def ranks_of(launcher):
-    """{rank: pid} of the ranks below a launcher."""
-    import psutil
-
-    found = {}
-    for process in psutil.Process(launcher.pid).children(recursive=True):
-        try:
-            rank = process.environ().get("ROXXEL_PROCESS_ID")
-            words = process.cmdline()
-        except psutil.Error:
-            continue
-        if rank is not None and "roxxel_dist.launcher.host.worker" in words:
-            found[int(rank)] = process.pid
-    return found
 
 
 @LONG

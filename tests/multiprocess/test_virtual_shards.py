@@ -1,11 +1,13 @@
 """Runs with virtual shards: the same bits on any number of devices, in any number of processes."""
 
 import hashlib
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import yaml
-from commands import TINY, launched, make_corpus, rows, run
+from commands import TINY, launched, make_corpus, ranks_of, rows, run, start, wait_for
 
 CONFIG = yaml.safe_load(TINY) | {
     "phases": [{"steps": 8, "batch_size": 16, "seq_len": 33}, {"steps": 4, "batch_size": 8, "seq_len": 65}],
@@ -30,6 +32,11 @@ def build(config, rngs):
     return Net(config.vocab_size, rngs)
 """
 BLENDED = BLEND + CONFIG["phases"][1:]
+LONG = [
+    {"steps": 4, "batch_size": 8, "seq_len": 33},
+    {"steps": 2, "batch_size": 2, "seq_len": 65},
+    {"steps": 6, "batch_size": 1, "seq_len": 257},
+]
 VARIANTS = {
     "AdamW, float32": {},
     "Muon, `grad_accum: 2`": {"optimizer": "muon", "grad_accum": 2, "phases": CONFIG["phases"][:1]},
@@ -50,6 +57,11 @@ VARIANTS = {
         "phases": [{"steps": 6, "batch_size": 16, "seq_len": 33}],
     },
     "adapters (`use_lora`) on another run": {"use_lora": True, "init_from": "runs/base"},
+    "8 rows, then 2 rows and 1 row, each cut along its tokens, AdamW, `bf16_compute`": {
+        "bf16_compute": True,
+        "phases": LONG,
+        "max_context": 256,
+    },
 }
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "exactness.md"
 TOPOLOGIES = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 2)]
@@ -69,7 +81,7 @@ def write_config(desk, **more):
 
 def trained(desk, processes, devices, name, *more):
     """The losses and the digest of every step, and the last weights, of a run, as one hash."""
-    done = run(*launched(processes, devices, f"runs/{name}", *more), cwd=desk)
+    done = run(*launched(processes, devices, f"runs/{name}", *more), cwd=desk, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     logged = [
         (step, row["train_loss"], row.get("val_loss"), row["digest"])
@@ -81,11 +93,11 @@ def trained(desk, processes, devices, name, *more):
 
 @pytest.mark.cluster
 def test_a_run_of_two_processes_is_audited_on_four_devices_of_one(desk):
-    write_config(desk, phases=CONFIG["phases"][:1])
+    write_config(desk, phases=[*CONFIG["phases"][:1], {"steps": 2, "batch_size": 1, "seq_len": 65}])
     trained(desk, 2, 1, "two")
     audit = run("audit", "runs/two", "--devices", 4, cwd=desk)
     assert audit.returncode == 0, audit.stdout + audit.stderr
-    assert "equal to the bit over 8 steps" in audit.stdout
+    assert "equal to the bit over 10 steps" in audit.stdout
 
 
 def table_row(variant, hashes):
@@ -109,11 +121,46 @@ def test_one_hash(desk, variant):
     assert table_row(variant, hashes) in PAGE.read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("shards", "layouts"), [(8, [(2, 2), (1, 8), (1, 1)]), (0, [(2, 2), (1, 8), (1, 2)])])
+def test_killed_within_the_long_phase_and_resumed_on_other_devices(desk, shards, layouts):
+    """With virtual shards it is the same run to the bit, without them up to rounding."""
+    phases = [*LONG[:2], LONG[2] | {"steps": 60}]
+    write_config(desk, virtual_shards=shards, phases=phases, max_context=256, checkpoint_every=2)
+    torn, told = desk / "runs" / f"torn-{shards}", desk / "started.log"
+    trained(desk, *layouts[0], f"whole-{shards}")
+    for number, (layout, step) in enumerate(zip(layouts, (14, 34, None), strict=True)):
+        process = start(*launched(*layout, f"runs/torn-{shards}"), cwd=desk)
+        try:
+            if step is not None:
+                wait_for(lambda step=step: max(rows(torn), default=0) >= step, 600, f"step {step}")
+                for pid in ranks_of(process).values():
+                    os.kill(pid, signal.SIGKILL)
+                process.wait(120)
+                assert max(rows(torn)) < 66, "it was not killed in time"
+            else:
+                assert process.wait(600) == 0, told.read_text()
+        finally:
+            process.kill()
+            process.wait()
+        assert told.read_text().count("resuming after step") >= number
+    whole, again = (rows(desk / "runs" / f"{name}-{shards}") for name in ("whole", "torn"))
+    if shards:
+        assert [row["train_loss"] for row in again.values()] == [row["train_loss"] for row in whole.values()]
+        weights = [(desk / "runs" / f"{name}-8" / "model_weights.msgpack").read_bytes() for name in ("whole", "torn")]
+        assert weights[0] == weights[1]
+    else:
+        for step, row in whole.items():
+            assert again[step]["train_loss"] == pytest.approx(row["train_loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
         ({"virtual_shards": 6}, "virtual_shards is 6: it must be a power of two"),
-        ({"virtual_shards": 32}, "phase 1: batch_size is 16, which is not a multiple of virtual_shards (32)"),
+        ({"virtual_shards": 32, "grad_accum": 2}, "cuts each row into 2 shards, which are computed at once"),
+        ({"virtual_shards": 32, "model": "own:build"}, "which it can with the built-in model and its loss alone"),
         ({"fsdp": True}, "virtual_shards is 8 and fsdp is true"),
         ({"tensor_devices": 2}, "without tensor_devices and fsdp, or set virtual_shards to 0"),
         ({"virtual_shards": 2}, "virtual_shards is 2, which 4 device(s) do not divide"),
