@@ -131,7 +131,7 @@ def test_killed_within_the_long_phase_and_resumed_on_other_devices(desk, shards,
     torn, told = desk / "runs" / f"torn-{shards}", desk / "started.log"
     trained(desk, *layouts[0], f"whole-{shards}")
     for number, (layout, step) in enumerate(zip(layouts, (14, 34, None), strict=True)):
-        process = start(*launched(*layout, f"runs/torn-{shards}"), cwd=desk)
+        process = start(*launched(*layout, f"runs/torn-{shards}", "--resume"), cwd=desk)
         try:
             if step is not None:
                 wait_for(lambda step=step: max(rows(torn), default=0) >= step, 600, f"step {step}")
