@@ -155,7 +155,7 @@ class KeyMoves:
 def _scattered(x: jax.Array, share: int) -> jax.Array:
     """[M, ...] of each device, in the order of the devices, to its own [M / share, ...]: the sum over the devices.
 
-    Each keeps one half and sends away the other; of what it keeps it keeps one half again, and so on.
+    Each keeps one half and sends away the other, then keeps one half of that half, and so on.
     """
     x, device, distance = x.reshape(share, -1, *x.shape[1:]), jax.lax.axis_index(PIECES), 1
     while distance < share:

@@ -106,7 +106,7 @@ class PiecePrograms:
         return {name: params[name] for name in self.names[use]}, function
 
     def _pulled(self, use: str, model: Model, shard: Any, layer: Any, compute: Any, args: Any, gradient: Any) -> Any:
-        """(the packed gradients of the parameters of a use, those of `args`) from the gradient of what comes out."""
+        """(the packed gradients of the parameters of a use, those of `args`) from the gradient of the result."""
         own, function = self._function(use, model, shard, layer, compute)
         d_own, *d_args = jax.vjp(function, own, *args)[1](gradient)
         return pack(d_own), *d_args

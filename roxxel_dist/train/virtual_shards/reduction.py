@@ -42,7 +42,7 @@ class Reduction:
 
 
 class Tree:
-    """The sum of what is put in, 2^n of them: neighbours are added, then their sums, each as soon as it can be."""
+    """The sum of 2^n parts: neighbours are added, then their sums, each as soon as it can be."""
 
     def __init__(self, add: Callable[[Any, Any], Any]) -> None:
         self._add = add
