@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.builders import RunComponents
 from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, one_device
+from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.target_steps import peak_bytes
 from roxxel_dist.train.optimizer import InitialState
-from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState, abstract_state
+from roxxel_dist.train.train_state import TrainState, abstract_state
 from roxxel_dist.train.train_step import SPIKE_FACTOR, make_eval_step, make_step
 
 

@@ -36,13 +36,13 @@ from roxxel_dist.model.attention_kernels import kernel_for, key_size
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.parametrization import Width, rescale_to, widths
+from roxxel_dist.model.split import split_module
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.model.user_code import import_function
 from roxxel_dist.train.config import LoopOptions, OptimizerConfig
 from roxxel_dist.train.evaluator import HELD_OUT
 from roxxel_dist.train.init_from import check_tokenizer, check_weights, find_checkpoint, tokenizer_of, with_shape_of
 from roxxel_dist.train.optimizer import NamedOptimizer
-from roxxel_dist.train.train_state import split_module
 from roxxel_dist.train.train_step import LossFn
 
 BUILD_LIMIT_S = 6 * 3600.0

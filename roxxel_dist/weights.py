@@ -20,6 +20,7 @@ from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.data.build.tokenizer import TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.data.discovery import absolute
 from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, target_of
+from roxxel_dist.model.split import Leaves, split_module
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER, is_study, no_run
 from roxxel_dist.train.bucket_run import BucketRun
@@ -29,7 +30,6 @@ from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetada
 from roxxel_dist.train.checkpoint.stored_blocks import check_checkpoint
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.init_from import INITIALIZED_FROM, base_of, check_base
-from roxxel_dist.train.train_state import Leaves, split_module
 from roxxel_dist.train.weight_files import BEST, NEWEST, OF_STATE, WHOLE, TensorFiles, has_tensors, read_model, step_of
 
 

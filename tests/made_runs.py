@@ -7,7 +7,7 @@ from flax import nnx
 from roxxel_dist import Config, Transformer
 from roxxel_dist.data.build.tokenizer import train_tokenizer
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.train.train_state import split_module
+from roxxel_dist.model.split import split_module
 from roxxel_dist.train.weight_files import NEWEST, write_weights
 
 TEXT = "def f(x):\n    return x + 1  # żółć, 漢字, 🙂\n"

@@ -19,7 +19,7 @@ from roxxel_dist.generator import pieces
 from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import Sampling, generate_rows, known_ids, stream
-from roxxel_dist.train.train_state import split_module
+from roxxel_dist.model.split import split_module
 from roxxel_dist.train.weight_files import NEWEST, write_weights
 
 sentencepiece = pytest.importorskip("sentencepiece")

@@ -19,9 +19,10 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.display import size
 from roxxel_dist.estimate import EstimateRequest, estimate, spans
+from roxxel_dist.model.split import split_module
 from roxxel_dist.train.batch_layout import batch_layout
 from roxxel_dist.train.optimizer import InitialState
-from roxxel_dist.train.train_state import init_state, split_module
+from roxxel_dist.train.train_state import init_state
 
 SIMULATED = EstimateRequest(devices=8)
 """As many as the tests have anyway; what is compiled for them is compiled in half the time."""

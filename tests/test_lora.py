@@ -18,11 +18,11 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE
 from roxxel_dist.config import load_yaml
 from roxxel_dist.lora import merge_adapters
+from roxxel_dist.model.split import split_module
 from roxxel_dist.run_metadata import check_resumable, saved_config
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointRef, read_cursor
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.init_from import check_base, fingerprint, with_base
-from roxxel_dist.train.train_state import split_module
 from roxxel_dist.weights import load_run
 
 pytestmark = pytest.mark.xdist_group("lora")  # one base for all

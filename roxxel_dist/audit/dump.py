@@ -12,7 +12,7 @@ from roxxel_dist.audit.replay import Interval, Watch, trainer_of
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.loader import Stream
 from roxxel_dist.display import aligned
-from roxxel_dist.train.train_state import split_module
+from roxxel_dist.model.split import split_module
 from roxxel_dist.train.train_step import measure
 
 SHOWN = 12

@@ -12,7 +12,7 @@ import numpy as np
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.huggingface import Tensors, model_fields, put_together, tensors_of, their_shapes
-from roxxel_dist.train.train_state import Leaves
+from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.weight_files import TensorFiles
 
 HF_CONFIG = "config.json"

@@ -21,6 +21,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.lora import LORA_A_SUFFIX, LORA_B_SUFFIX, adapter_shapes, merged, target_of
+from roxxel_dist.model.split import Leaves
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.train.bucket_folder import local_run
 from roxxel_dist.train.bucket_run import BucketRun
@@ -28,7 +29,6 @@ from roxxel_dist.train.checkpoint.files import shapes as shapes_of
 from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
-from roxxel_dist.train.train_state import Leaves
 from roxxel_dist.train.weight_files import NEWEST, TensorFiles, has_tensors
 
 INITIALIZED_FROM = "initialized_from"

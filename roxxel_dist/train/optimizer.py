@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.parametrization import Width
+from roxxel_dist.model.split import Matrix
 from roxxel_dist.train.config import OptimizerConfig
 
 FINAL_FRACTION = 0.01
@@ -77,19 +78,6 @@ def schedule_change(
         f"learning rate of the last step: {at(old, before, last - 1)} at step {last:,} before, "
         f"{at(new, after, new_last - 1)} at step {new_last:,} now"
     )
-
-
-class Matrix(NamedTuple):
-    """How an optimizer that looks at whole matrices sees an array."""
-
-    stacked: bool = False
-    """The first axis is the layer: each layer is an array of its own."""
-    columns: int = 1
-    """How many of the last axes are together the columns."""
-
-    def view(self, array: Any) -> Any:
-        """The array with its columns as one axis."""
-        return array.reshape(*array.shape[: array.ndim - self.columns], -1) if self.columns > 1 else array
 
 
 def by_matrix(inner: optax.GradientTransformation, matrices: Mapping[str, Matrix]) -> optax.GradientTransformation:

@@ -17,6 +17,7 @@ from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.discovery import absolute
 from roxxel_dist.data.units import SPREAD
+from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.train.bad_steps import BadStep, known_good
 from roxxel_dist.train.checkpoint.generations import Generation
 from roxxel_dist.train.checkpoint.metadata import (
@@ -36,7 +37,7 @@ from roxxel_dist.train.init_from import (
     open_checkpoint,
 )
 from roxxel_dist.train.optimizer import NamedOptimizer, Optimizer, schedule_change
-from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState
+from roxxel_dist.train.train_state import TrainState
 
 MOST_STEPS = (1 << 31) - 1
 

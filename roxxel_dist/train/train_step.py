@@ -20,9 +20,10 @@ from roxxel_dist.cluster.parameter_sharding import constrain_tokens, on_phase_me
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.loss import next_token_loss, token_losses
+from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.train.bad_steps import LossMonitorState, update_monitor
 from roxxel_dist.train.optimizer import Optimizer, for_model, global_norm, updates_of
-from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState
+from roxxel_dist.train.train_state import TrainState
 
 LossFn = Callable[[Any, Any], Any]
 Hparams = dict[str, jax.Array]

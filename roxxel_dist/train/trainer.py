@@ -28,6 +28,7 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.loader import Stream
 from roxxel_dist.data.verify import VerifiedBlocks
+from roxxel_dist.model.split import has_random_streams_alone
 from roxxel_dist.model.transformer import Transformer, TransformerBuilder
 from roxxel_dist.train.agreement import StepAgreement
 from roxxel_dist.train.bad_steps import BadStep, BadStepMonitor
@@ -70,7 +71,7 @@ from roxxel_dist.train.resume import (
 from roxxel_dist.train.run_files import check_run_folder
 from roxxel_dist.train.throughput import InflightThrottler, StepTimer
 from roxxel_dist.train.timeline import Timeline
-from roxxel_dist.train.train_state import TrainState, TrainView, has_random_streams_alone, init_state
+from roxxel_dist.train.train_state import TrainState, TrainView, init_state
 from roxxel_dist.train.train_step import (
     SPIKE_FACTOR,
     LossFn,

@@ -9,8 +9,8 @@ from flax import nnx
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.layers import Embedding
 from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.model.split import split_module
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.train_state import split_module
 
 HALF, FULL = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 SHAPE = {"dim": 32, "num_blocks": 1, "vocab_size": 50, "max_context": 64, "head_size": 8, "rope_dim": 8}

@@ -8,8 +8,8 @@ from flax import nnx
 
 from roxxel_dist.lora import LoRALinear, merge_adapters
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.split import split_module
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.train_state import split_module
 
 SHAPE = {"dim": 32, "num_blocks": 2, "head_size": 8, "kv_heads": 2, "vocab_size": 50, "max_context": 24}
 MLA = {"mla": True, "kv_heads": None, "down_dim_q": 16, "down_dim_kv": 12, "rope_dim": 8}

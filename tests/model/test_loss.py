@@ -14,8 +14,8 @@ from roxxel_dist.data.packing import Packed
 from roxxel_dist.model import loss as loss_module
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import auto_chunks, token_losses
+from roxxel_dist.model.split import cast, split_module
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.train_state import cast, split_module
 
 SMALL = {"dim": 16, "num_blocks": 1, "vocab_size": 50, "max_context": 64, "head_size": 8}
 

@@ -11,8 +11,8 @@ from own_model import Recurrent
 
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.param_count import count_by_module
+from roxxel_dist.model.split import split_module
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.train_state import split_module
 
 
 def parameters(build):

@@ -11,8 +11,9 @@ from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
 from roxxel_dist.cluster.parameter_sharding import axes_spec
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
+from roxxel_dist.model.split import split_module
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.train_state import _placed, init_state, split_module
+from roxxel_dist.train.train_state import _placed, init_state
 
 MLA = {"mla": True, "down_dim_q": 16, "down_dim_kv": 16, "rope_dim": 4}
 MOE = {"use_moe": True, "n_experts": 4}

@@ -10,8 +10,8 @@ from flax import nnx
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss, token_losses
+from roxxel_dist.model.split import split_module
 from roxxel_dist.model.transformer import Block, Transformer
-from roxxel_dist.train.train_state import split_module
 
 SMALL = {"dim": 16, "num_blocks": 2, "vocab_size": 40, "max_context": 32, "head_size": 8}
 MLA = {"mla": True, "down_dim_q": 8, "down_dim_kv": 8, "rope_dim": 4}

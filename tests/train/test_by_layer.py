@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.split import Matrix, split_module
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.config import OptimizerConfig
-from roxxel_dist.train.optimizer import InitialState, Matrix, NamedOptimizer
-from roxxel_dist.train.train_state import split_module
+from roxxel_dist.train.optimizer import InitialState, NamedOptimizer
 
 LAYERS = 3
 SHAPES = {

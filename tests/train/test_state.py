@@ -14,9 +14,10 @@ from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.layers import DynamicScalar
 from roxxel_dist.model.loss import next_token_loss
+from roxxel_dist.model.split import split_module
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.train.optimizer import as_optimizer
-from roxxel_dist.train.train_state import _init_programs, _optimizer_program, _placed, _trace, init_state, split_module
+from roxxel_dist.train.train_state import _init_programs, _optimizer_program, _placed, _trace, init_state
 from roxxel_dist.train.train_step import make_step
 
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.model.split import split_module
 from roxxel_dist.train.bad_steps import LossMonitorState
 from roxxel_dist.train.checkpoint.store import CheckpointStore, DamagedCheckpoint
-from roxxel_dist.train.train_state import TrainState, TrainView, split_module
+from roxxel_dist.train.train_state import TrainState, TrainView
 
 log: logging.Logger = logging.getLogger(__name__)
 

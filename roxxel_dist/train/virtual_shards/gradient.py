@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.train.optimizer import Optimizer, for_model
-from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState
+from roxxel_dist.train.train_state import TrainState
 from roxxel_dist.train.train_step import (
     BALANCE,
     WEIGHT,

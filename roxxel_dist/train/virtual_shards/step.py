@@ -14,9 +14,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from roxxel_dist.cluster.mesh import one_device
+from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.train.compile import Compile, CompileForEach
 from roxxel_dist.train.optimizer import Optimizer
-from roxxel_dist.train.train_state import Leaves, ModuleSplit, TrainState, init_state
+from roxxel_dist.train.train_state import TrainState, init_state
 from roxxel_dist.train.train_step import Hparams, LossFn, Metrics
 from roxxel_dist.train.virtual_shards.gradient import ShardPrograms
 from roxxel_dist.train.virtual_shards.layout import DeviceStates, Layout, copies, on_all_devices
