@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from roxxel_dist.builders import RunComponents, attention_kernel, build_components, check_vocabularies
+from roxxel_dist.builders import RunComponents, build_components, check_vocabularies
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.exit_codes import UserError
@@ -25,6 +25,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.discovery import NoShardsError, absolute, is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.display import aligned
+from roxxel_dist.model_builder import attention_kernel
 from roxxel_dist.run_directory import METRICS, TOKENIZER, no_run
 from roxxel_dist.run_metadata import RunMetadata, data_of, kernel_begun_with, saved_config
 from roxxel_dist.train.bucket_folder import local_run

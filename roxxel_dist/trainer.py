@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, overload
 
-from roxxel_dist.builders import attention_kernel, on_primary
+from roxxel_dist.builders import on_primary
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.config import Config
 from roxxel_dist.curriculum.phases import Curriculum, Phase
@@ -18,6 +18,7 @@ from roxxel_dist.data.foreign import ForeignFile
 from roxxel_dist.experiment import Experiment
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.model_builder import attention_kernel
 from roxxel_dist.run_directory import CONFIG, SUMMARY, TOKENIZER
 from roxxel_dist.run_metadata import RunMetadata, summarize
 from roxxel_dist.train.train_state import TrainView

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from roxxel_dist.builders import model_builder
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.config import RECORD, Config, load_yaml
 from roxxel_dist.data.build.tokenizer import TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.data.discovery import absolute
 from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, target_of
 from roxxel_dist.model.split import Leaves, split_module
+from roxxel_dist.model_builder import model_builder
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER, is_study, no_run
 from roxxel_dist.train.bucket_run import BucketRun

@@ -9,12 +9,12 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from roxxel_dist import Config
-from roxxel_dist.builders import attention_kernel
 from roxxel_dist.cluster.mesh import device_type, make_mesh
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.model.attention_kernels import kernel_for
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.model_builder import attention_kernel
 
 DEVICES = {
     "tpu": ("TPU v5 lite", "splash"),

@@ -7,10 +7,10 @@ import pytest
 from flax import nnx
 
 from roxxel_dist import Config
-from roxxel_dist.builders import model_builder, parameter_widths
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.parametrization import Width, widths
 from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.model_builder import model_builder, parameter_widths
 from roxxel_dist.train.config import OptimizerConfig
 from roxxel_dist.train.optimizer import NamedOptimizer
 
