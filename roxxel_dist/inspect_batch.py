@@ -10,9 +10,9 @@ from roxxel_dist.data.dataset import Roxxel, locate_token
 from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.objects.url import is_url
-from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, DATA, is_run, no_run
+from roxxel_dist.run_directory import CONFIG, DATA, is_run, no_run
 from roxxel_dist.train.bucket_folder import BucketFolder
-from roxxel_dist.train.checkpoint.metadata import META, MetaFile
+from roxxel_dist.train.checkpoint.metadata import CHECKPOINTS, META, MetaFile
 
 SHOWN = 60
 

@@ -16,9 +16,10 @@ from roxxel_dist.cluster.folder_lock import LOCK, FolderIsHeld, hold_folder
 from roxxel_dist.data.atomic_dir import COMMIT, SUFFIX
 from roxxel_dist.data.discovery import is_tokens
 from roxxel_dist.objects.url import is_url
+from roxxel_dist.train.checkpoint.metadata import CHECKPOINTS
 from roxxel_dist.train.run_files import RUN_FILES, check_run_folder, has_begun, leftovers_of
 
-CONFIG, TOKENIZER, DATA, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", "checkpoints"
+CONFIG, TOKENIZER, DATA = "config.yaml", "tokenizer.json", "data"
 PREFLIGHT_STORE_S = 20.0
 """Seconds for which preflight tries to reach an object store."""
 METRICS, LOGS = "metrics.jsonl", "logs"

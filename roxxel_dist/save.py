@@ -10,8 +10,9 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.save_requests import post_request, read_answer
 from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.objects.url import is_url
-from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, is_held
+from roxxel_dist.run_directory import CONFIG, is_held
 from roxxel_dist.train.bucket_folder import LEASE, SAVE_ANSWER, SAVE_REQUEST
+from roxxel_dist.train.checkpoint.metadata import CHECKPOINTS
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectStore

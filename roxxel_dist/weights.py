@@ -22,11 +22,11 @@ from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, target_of
 from roxxel_dist.model.split import Leaves, split_module
 from roxxel_dist.model_builder import model_builder
 from roxxel_dist.objects.url import is_url
-from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, TOKENIZER, is_study, no_run
+from roxxel_dist.run_directory import CONFIG, METRICS, TOKENIZER, is_study, no_run
 from roxxel_dist.train.bucket_run import BucketRun
 from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.digests import in_words, read_verified
-from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef
+from roxxel_dist.train.checkpoint.metadata import CHECKPOINTS, BaseModelRef, CheckpointMetadata, CheckpointRef
 from roxxel_dist.train.checkpoint.stored_blocks import check_checkpoint
 from roxxel_dist.train.hf_folder import HfFolder, fields_of, is_hf_folder
 from roxxel_dist.train.init_from import INITIALIZED_FROM, base_of, check_base

@@ -16,10 +16,10 @@ from roxxel_dist.data.discovery import absolute
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.run_directory import METRICS, no_run
 from roxxel_dist.run_metadata import RunMetadata, saved_config
-from roxxel_dist.train.bucket_folder import CHECKPOINTS, local_run
+from roxxel_dist.train.bucket_folder import local_run
 from roxxel_dist.train.bucket_run import BucketRun
 from roxxel_dist.train.checkpoint.digests import DigestTable, read_verified
-from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata
+from roxxel_dist.train.checkpoint.metadata import CHECKPOINTS, CheckpointMetadata
 from roxxel_dist.train.checkpoint.verify import steps_of
 from roxxel_dist.train.loggers.csv_jsonl import DIGEST, JsonlReader
 

@@ -25,9 +25,8 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.evaluate import open_data
 from roxxel_dist.run_metadata import RunMetadata, kernel_begun_with
 from roxxel_dist.train.bad_steps import BadStep
-from roxxel_dist.train.bucket_folder import CHECKPOINTS
 from roxxel_dist.train.checkpoint.digests import TABLE, DigestTable
-from roxxel_dist.train.checkpoint.metadata import META
+from roxxel_dist.train.checkpoint.metadata import CHECKPOINTS, META
 from roxxel_dist.train.checkpoint.store import CheckpointStore
 from roxxel_dist.train.loggers.csv_jsonl import DIGEST
 from roxxel_dist.train.trainer import Trainer

@@ -18,13 +18,13 @@ from roxxel_dist.cluster.folder_lock import LOCK
 from roxxel_dist.data.discovery import ENDING
 from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.objects.url import ObjectUrl, is_url
-from roxxel_dist.train.checkpoint.metadata import META, TABLE
+from roxxel_dist.train.checkpoint.metadata import CHECKPOINTS, META, TABLE
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectInfo
 
 LEASE = "run.lease"
-CONFIG, TOKENIZER, DATA, LOGS, CHECKPOINTS = "config.yaml", "tokenizer.json", "data", "logs", "checkpoints"
+CONFIG, TOKENIZER, DATA, LOGS = "config.yaml", "tokenizer.json", "data", "logs"
 SAVE_REQUEST, SAVE_ANSWER = ".save/request", ".save/answer"
 """A request to save, and its answer, in a bucket; `cluster/save_requests.py` has those of a folder."""
 NOT_FETCHED = ("profile/", "plots/")

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from roxxel_dist.cluster.distributed import is_primary, process_index
 from roxxel_dist.objects.errors import StoreError
-from roxxel_dist.train.bucket_folder import CHECKPOINTS, DATA, LEASE, LOGS, BucketFolder
+from roxxel_dist.train.bucket_folder import DATA, LEASE, LOGS, BucketFolder
 from roxxel_dist.train.checkpoint.digests import files_below
+from roxxel_dist.train.checkpoint.metadata import CHECKPOINTS
 from roxxel_dist.train.checkpoint.remote import RemoteCheckpoints
 from roxxel_dist.train.run_mirror import RunMirror
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.folder_lock import LOCK
 from roxxel_dist.data.discovery import ENDINGS
+from roxxel_dist.train.checkpoint.metadata import CURSOR
 
-CURSOR = "training_cursor.json"
 RUN_FILES = (
     "config.yaml",
     "tokenizer.json",

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from roxxel_dist.cluster.save_requests import post_request, read_answer
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
-from roxxel_dist.train.bucket_folder import AT_ONCE, CHECKPOINTS, SAVE_ANSWER, SAVE_REQUEST, FileState, state_of
+from roxxel_dist.train.bucket_folder import AT_ONCE, SAVE_ANSWER, SAVE_REQUEST, FileState, state_of
 from roxxel_dist.train.checkpoint.digests import files_below
+from roxxel_dist.train.checkpoint.metadata import CHECKPOINTS
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectStore

@@ -14,10 +14,9 @@ from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
 from roxxel_dist.objects.lease import is_renewed
 from roxxel_dist.objects.store import ObjectInfo, ObjectStore
 from roxxel_dist.objects.url import ObjectUrl
-from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, DEFINITION, METRICS, is_run, no_run
+from roxxel_dist.run_directory import CONFIG, DEFINITION, METRICS, is_run, no_run
 from roxxel_dist.train.bucket_folder import LEASE
-from roxxel_dist.train.checkpoint.metadata import DAMAGED, META, TABLE
-from roxxel_dist.train.run_files import CURSOR
+from roxxel_dist.train.checkpoint.metadata import CHECKPOINTS, CURSOR, DAMAGED, META, TABLE
 from roxxel_dist.train.timeline import NAME
 from roxxel_dist.view.run import RunReader, RunState
 

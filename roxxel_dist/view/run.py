@@ -13,8 +13,8 @@ from typing import Any
 from roxxel_dist.config import load_yaml
 from roxxel_dist.launcher.host.process_tree import STATE, stat
 from roxxel_dist.launcher.jobs.record import JobRecord, Restart
-from roxxel_dist.run_directory import CHECKPOINTS, CONFIG, METRICS, is_held
-from roxxel_dist.train.checkpoint.metadata import DAMAGED, TABLE, MetaFile, read_cursor
+from roxxel_dist.run_directory import CONFIG, METRICS, is_held
+from roxxel_dist.train.checkpoint.metadata import CHECKPOINTS, DAMAGED, TABLE, MetaFile, read_cursor
 from roxxel_dist.train.timeline import FINISHED, NAME, time_spent
 from roxxel_dist.view.tail import SAMPLES, Tail, sample
 

@@ -14,7 +14,7 @@ from typing import Any
 from roxxel_dist.cluster.awake_clock import AwakeClock
 from roxxel_dist.cluster.file_lock import holder
 from roxxel_dist.config import Config, flat_fields
-from roxxel_dist.run_directory import CHECKPOINTS, LOCK, is_held
+from roxxel_dist.run_directory import LOCK, is_held
 from roxxel_dist.sweep.execution.metrics import MetricsTail
 from roxxel_dist.sweep.execution.outcome import classify_exit, disk_full
 from roxxel_dist.sweep.execution.process import (
@@ -28,7 +28,7 @@ from roxxel_dist.sweep.execution.process import (
 from roxxel_dist.sweep.execution.task import TrialTask
 from roxxel_dist.sweep.wandb_bridge.program import has_ended, note_end, prepare
 from roxxel_dist.sweep.wandb_bridge.tail import WandbTail
-from roxxel_dist.train.checkpoint.metadata import read_cursor
+from roxxel_dist.train.checkpoint.metadata import CHECKPOINTS, read_cursor
 from roxxel_dist.train.config import SHARE_COMPILATION, TRIAL
 
 HEADS = ("n_heads", "head_size")

@@ -15,8 +15,9 @@ from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.discovery import absolute
 from roxxel_dist.objects.url import is_url
-from roxxel_dist.train.run_files import CURSOR
 
+CHECKPOINTS, CURSOR = "checkpoints", "training_cursor.json"
+"""The folder of checkpoints, and the file with the newest step, in a run directory."""
 META, TABLE = "meta.json", "digests.json"
 DAMAGED = ".damaged"
 """Behind the step of a checkpoint that was set aside; with a number where there is one already."""

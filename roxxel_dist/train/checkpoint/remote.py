@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from roxxel_dist.cluster.durable import make_folder, write_file
 from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
 from roxxel_dist.objects.errors import StoreNotFoundError
-from roxxel_dist.train.bucket_folder import AT_ONCE, CHECKPOINTS
 from roxxel_dist.train.checkpoint import files
 from roxxel_dist.train.checkpoint.digests import (
     DAMAGED,
@@ -36,7 +35,7 @@ from roxxel_dist.train.checkpoint.digests import (
     files_below,
     read_verified,
 )
-from roxxel_dist.train.checkpoint.metadata import META, MetaFile
+from roxxel_dist.train.checkpoint.metadata import CHECKPOINTS, META, MetaFile
 from roxxel_dist.train.checkpoint.stored_blocks import Index, Place, wrong_blocks
 
 if TYPE_CHECKING:
@@ -50,6 +49,8 @@ FETCHES = 16
 """Requests for files, most of which are small, that are under way."""
 FETCH_TIMES = 2
 """How often a file is fetched before it counts as damaged."""
+RANGE_BYTES = 16 << 20
+"""Of a file that are read at a time, to be compared with its digest."""
 FETCH_LIMIT_S = 6 * 3600.0
 IsRead = Callable[[str, BlockDigest], bool]
 """Whether a block of an array, by its name, is read."""
@@ -284,8 +285,8 @@ class RemoteCheckpoints:
     def _fetch_place(self, folder: Path, step: int, below: str, place: Place) -> None:
         name = f"{below}/{place.file}"
         with (folder / name).open("r+b") as file:
-            for begin in range(place.start, place.stop, AT_ONCE):
-                data = self._store.read_range(_key(step, name), begin, min(begin + AT_ONCE, place.stop))
+            for begin in range(place.start, place.stop, RANGE_BYTES):
+                data = self._store.read_range(_key(step, name), begin, min(begin + RANGE_BYTES, place.stop))
                 file.seek(begin)
                 file.write(data)
 
