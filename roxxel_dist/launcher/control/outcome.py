@@ -9,6 +9,7 @@ from roxxel_dist.cluster.exit_codes import (
     EXIT_DRAINED,
     EXIT_HANG,
     EXIT_PREFLIGHT,
+    EXIT_RUNTIME,
     EXIT_USAGE,
     OK_CODES,
     SCHEDULER_SIGNALS,
@@ -165,3 +166,17 @@ def exit_code(result: AttemptResult) -> int:
         return 128 + result.requested
     left = EXIT_DRAINED in codes or (result.grows and codes != {0})  # in whatever way
     return EXIT_DRAINED if left else 0
+
+
+def how(code: int) -> str:
+    """`exit code 7`, `signal SIGKILL`."""
+    if code == EXIT_RUNTIME:
+        return f"exit code {code} (an exception of jax's runtime)"
+    if code >= 0:
+        return f"exit code {code}"
+    if code == -signal.SIGBUS:
+        return "signal SIGBUS (a mapped file, such as a shard of the data, was truncated, or its disk failed)"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"

@@ -1,6 +1,5 @@
 """The report when an attempt is over: which rank, where, why, and where to read more."""
 
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,13 +7,12 @@ from roxxel_dist.cluster.exit_codes import (
     EXIT_DRAINED,
     EXIT_HANG,
     EXIT_PREFLIGHT,
-    EXIT_RUNTIME,
     EXIT_TIMEOUT_TEXT,
     EXIT_USAGE,
     OK_CODES,
 )
 from roxxel_dist.launcher.control.hang import Hang
-from roxxel_dist.launcher.control.outcome import AttemptResult, LateRank, RankExit, exit_code, first_failure
+from roxxel_dist.launcher.control.outcome import AttemptResult, LateRank, RankExit, exit_code, first_failure, how
 from roxxel_dist.launcher.output.console import NOISE_PREFIXES
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.spec import JobSpec
@@ -91,20 +89,6 @@ def saved(result: AttemptResult) -> str:
         for end in others
     )
     return f"{len(result.exits) - len(others)} of {len(result.exits)} ranks saved and exited ({names})"
-
-
-def how(code: int) -> str:
-    """`exit code 7`, `signal SIGKILL`."""
-    if code == EXIT_RUNTIME:
-        return f"exit code {code} (an exception of jax's runtime)"
-    if code >= 0:
-        return f"exit code {code}"
-    if code == -signal.SIGBUS:
-        return "signal SIGBUS (a mapped file, such as a shard of the data, was truncated, or its disk failed)"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"
 
 
 def failure_report(failure: RankExit, tail: Sequence[str], log: Path) -> list[str]:

@@ -16,8 +16,7 @@ from typing import Self
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT, UserError
 from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.hang import STILL_S
-from roxxel_dist.launcher.control.outcome import HostLost
-from roxxel_dist.launcher.control.report import how
+from roxxel_dist.launcher.control.outcome import HostLost, how
 from roxxel_dist.launcher.placement import Placement
 from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.connection import AGENT_END_S, CHUNK, HEARTBEAT_S, HostConnection, agent_words
