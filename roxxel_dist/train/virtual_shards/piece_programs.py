@@ -17,7 +17,8 @@ from roxxel_dist.model.attention_kernels import blocked_backward, blocked_forwar
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import losses_of_states, next_token_loss
 from roxxel_dist.model.pieces import RowCut, after_attention, before_attention, only_block
-from roxxel_dist.train.train_state import Leaves, TrainState
+from roxxel_dist.model.split import Leaves
+from roxxel_dist.train.train_state import TrainState
 from roxxel_dist.train.train_step import BALANCE, Hparams, Metrics, divisor
 from roxxel_dist.train.virtual_shards.gradient import ShardPrograms, Sums, fold_in_shard, random_counts
 from roxxel_dist.train.virtual_shards.packing import Packed, pack, unpack
@@ -146,7 +147,7 @@ class PiecePrograms:
         `kv` are the keys and values of the whole row.
         """
         (k, v), at, scale = kv, self.cut.seen(shard, segments), self._scale(q)
-        mixed, log_sums = blocked_forward(q, k, v, at, self.cut.window, scale)
+        mixed, log_sums = blocked_forward(q, k, v, at, self.cut.blocks, self.cut.window, scale)
         own, function = self._function(AFTER, model, shard, layer, after_attention)
         x, more = function(own, x, mixed, normed)
         return x, balance + more, mixed, log_sums
@@ -161,7 +162,7 @@ class PiecePrograms:
             AFTER, model, shard, layer, after_attention, args, (d_x, d_balance)
         )
         (k, v), at, scale = kv, self.cut.seen(shard, segments), self._scale(q)
-        d_q, *d_kv = blocked_backward(q, k, v, at, mixed, log_sums, d_mixed, self.cut.window, scale)
+        d_q, *d_kv = blocked_backward(q, k, v, at, mixed, log_sums, d_mixed, self.cut.blocks, self.cut.window, scale)
         return grads, d_x, d_q, d_normed, tuple(d_kv)
 
     def _scale(self, q: jax.Array) -> float:
