@@ -34,7 +34,7 @@ print(after.elapsed - before.elapsed, sum(after[:4]) - sum(before[:4]))
 """
 BUILD = """
 import os, sys
-from roxxel_dist.data.build.build import build
+from roxxel_dist.corpus.build import build
 before = os.times()
 build(sys.argv[2], sys.argv[3], tokenizer=sys.argv[1], progress=False)
 after = os.times()
@@ -81,7 +81,7 @@ def main() -> int:
 
 def building(megabytes: int, rounds: int) -> Iterable[Result]:
     """Both sides in turns."""
-    from roxxel_dist.data.build.tokenizer import train_tokenizer
+    from roxxel_dist.data.tokenizer.tokenizer import train_tokenizer
 
     with tempfile.TemporaryDirectory() as name:
         folder, texts = Path(name), Path(name) / "texts"

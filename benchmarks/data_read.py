@@ -26,11 +26,11 @@ from measure import QUICK_ROUNDS, ROUNDS, Lines, Result, flags, interleave, rati
 
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.loader import Stream
 from roxxel_dist.data.verify import VerifiedBlocks, find_damage
-from roxxel_dist.train.verification import STEPS_AT_ONCE
+from roxxel_dist.input.stream import Stream
+from roxxel_dist.input.verify_ahead import STEPS_AT_ONCE
+from roxxel_dist.utils.progress import Progress
 
 TOKENS, SHARDS, VOCABULARY = 1 << 27, 8, 50_257
 DEVICES = 8
@@ -179,7 +179,7 @@ def cold_start(corpus: Corpus) -> Iterable[Result]:
 MEMORY = """
 import sys
 from roxxel_dist import Roxxel
-import roxxel_dist.data.loader, roxxel_dist.curriculum.phases
+import roxxel_dist.input.stream, roxxel_dist.curriculum.phases
 def kib(name):
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith(name + ":"))

@@ -22,7 +22,7 @@ from roxxel_dist.cluster.accelerators import peak_flops
 from roxxel_dist.curriculum.phases import Phase
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.train.throughput import mfu
+from roxxel_dist.train.step.throughput import mfu
 
 GPT2 = ModelConfig(dim=768, num_blocks=12, n_heads=12, vocab_size=50_304, max_context=1024)
 TINY = ModelConfig(dim=64, num_blocks=2, n_heads=2, vocab_size=512, max_context=64)

@@ -19,8 +19,8 @@ from launch_table import Row, Setting, repeated
 
 from roxxel_dist.cluster import progress
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.launcher.placement import coordinator_port, rank_environment
-from roxxel_dist.launcher.spec import JobSpec
+from roxxel_dist.launcher.job.placement import coordinator_port, rank_environment
+from roxxel_dist.launcher.job.spec import JobSpec
 
 MOST_S, MOST_SHARE = 0.3, 0.03
 FEW_HOSTS, MANY_HOSTS, MOST_MS_A_HOST = 2, 48, 15.0

@@ -105,10 +105,10 @@ def step_of(devices: int, rows: int, length: int, fields: Mapping[str, Any]) -> 
     from roxxel_dist.model.config import ModelConfig
     from roxxel_dist.model.loss import token_losses
     from roxxel_dist.model.transformer import TransformerBuilder
-    from roxxel_dist.train.compile import AotCompiler
-    from roxxel_dist.train.optimizer import InitialState, NamedOptimizer, OptimizerConfig
-    from roxxel_dist.train.train_state import init_state
-    from roxxel_dist.train.train_step import SPIKE_FACTOR, make_step
+    from roxxel_dist.train.step.compile import AotCompiler
+    from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer, OptimizerConfig
+    from roxxel_dist.train.step.state import init_state
+    from roxxel_dist.train.step.step import SPIKE_FACTOR, make_step
 
     mesh, optimizer = make_mesh(devices), NamedOptimizer(OptimizerConfig(lr=1e-3, warmup_steps=0))
     builder = TransformerBuilder(ModelConfig(**CPU_MODEL | fields), 0, 1)
@@ -127,7 +127,7 @@ def step_of(devices: int, rows: int, length: int, fields: Mapping[str, Any]) -> 
 def cost_of(devices: int, rows: int, length: int, fields: Mapping[str, Any]) -> tuple[float, int]:
     """(FLOPs, bytes) of a device."""
     from roxxel_dist.cluster.program_cost import program_cost
-    from roxxel_dist.target_steps import peak_bytes
+    from roxxel_dist.run.estimate.target_steps import peak_bytes
 
     program, _ = step_of(devices, rows, length, fields)
     return program_cost(program.as_text(), [0] * devices).flops, peak_bytes(program)

@@ -14,8 +14,8 @@ from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.format import Layout, Metadata, chain_of, checksum, end_of_tokens, npy_header, pack_end
-from roxxel_dist.data.loader import Stream
+from roxxel_dist.data.files.format import Layout, Metadata, chain_of, checksum, end_of_tokens, npy_header, pack_end
+from roxxel_dist.input.stream import Stream
 
 SHARES = {"self": 0.6, "code": 0.3, "books": 0.1}
 SHARDS = {"self": 6, "code": 3, "books": 1}

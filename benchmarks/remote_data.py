@@ -34,7 +34,7 @@ from objects.servers import S3Server
 
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.format import (
+from roxxel_dist.data.files.format import (
     HEADER_BYTES,
     Layout,
     Metadata,
@@ -45,9 +45,9 @@ from roxxel_dist.data.format import (
     npy_header,
     pack_end,
 )
-from roxxel_dist.data.loader import Stream
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.index import INDEX, SHARES, ShardEntry, cut_of, digests, pack, write_index
+from roxxel_dist.input.stream import Stream
 from roxxel_dist.objects.store import ObjectStore
 
 DELAY_S, RATE = 0.05, 20e6

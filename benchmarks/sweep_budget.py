@@ -19,7 +19,7 @@ import yaml
 from measure import Lines, Result, flags
 from sweep_real import build_corpus, roxxel
 
-from roxxel_dist.sweep.study import read_study
+from roxxel_dist.sweep.study.folder import read_study
 
 STEPS, EVERY, TRIALS, SEEDS = 200, 20, 12, 3
 BASE = {

@@ -37,8 +37,8 @@ def ours(trials: int) -> float:
     import sweep_driver
 
     from roxxel_dist.sweep import make
-    from roxxel_dist.sweep.controller import run_sweep
-    from roxxel_dist.sweep.options import SweepOptions
+    from roxxel_dist.sweep.driver.controller import run_sweep
+    from roxxel_dist.sweep.driver.options import SweepOptions
     from roxxel_dist.sweep.space.sweep_file import sweep_of
 
     sweep = sweep_of(SPACE)
@@ -96,7 +96,7 @@ def tunes(trials: int) -> float:
 
 def replay() -> float:
     """CPU seconds to read a journal of 1,000 trials with ten reports each."""
-    from roxxel_dist.sweep.journal import read_history
+    from roxxel_dist.sweep.study.journal import read_history
 
     with tempfile.TemporaryDirectory() as folder:
         lines: list[dict[str, Any]] = []

@@ -19,7 +19,7 @@ from pathlib import Path
 import yaml
 from measure import Lines, Result, flags
 
-from roxxel_dist.sweep.study import read_study
+from roxxel_dist.sweep.study.folder import read_study
 
 ROOT = Path(__file__).parent.parent
 SWEEP = ROOT / "sweeps" / "demo.yaml"

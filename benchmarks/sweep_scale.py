@@ -36,7 +36,7 @@ class Instant:
         self._bodies: dict[int, Iterator[dict[str, Any]]] = {}
 
     def submit(self, trial: int, attempt: int, losses: int, task: dict[str, Any]) -> None:
-        from roxxel_dist.sweep.execution.ray_executor import Attempt
+        from roxxel_dist.sweep.executors.ray_executor import Attempt
 
         self.running.append(Attempt(trial=trial, attempt=attempt, losses=losses, stream=None))
         self._bodies[trial] = self._body(1 / (trial + 1))  # each is better than those before it: none is stopped
@@ -67,14 +67,14 @@ class Instant:
 
 def search(folder: Path, trials: int) -> float:
     """CPU seconds of a start that ends when there are so many trials."""
-    from roxxel_dist.launcher.control.signals import SignalPipe
+    from roxxel_dist.launcher.job.signals import SignalPipe
     from roxxel_dist.sweep import make
-    from roxxel_dist.sweep.controller import Controller
-    from roxxel_dist.sweep.decisions import Decisions
-    from roxxel_dist.sweep.journal import Journal
-    from roxxel_dist.sweep.live_view import LiveView
-    from roxxel_dist.sweep.options import SweepOptions
+    from roxxel_dist.sweep.driver.controller import Controller
+    from roxxel_dist.sweep.driver.decisions import Decisions
+    from roxxel_dist.sweep.driver.live_view import LiveView
+    from roxxel_dist.sweep.driver.options import SweepOptions
     from roxxel_dist.sweep.space.sweep_file import sweep_of
+    from roxxel_dist.sweep.study.journal import Journal
 
     sweep, executor = sweep_of(SPACE), Instant()
     began = time.process_time()

@@ -30,7 +30,7 @@ from typing import Any
 from curve_surfaces import APART, TUNED, CurveSurface, surface
 from measure import Lines, Result, flags
 
-from roxxel_dist.sweep.recorded import RecordedSearch
+from roxxel_dist.sweep.driver.recorded import RecordedSearch
 from roxxel_dist.sweep.space.sweep_file import sweep_of
 
 TRIALS, SEEDS, QUICK_SEEDS = 50, 20, 2

@@ -29,7 +29,7 @@ from objects.servers import S3Server
 from roxxel_dist.curriculum.phases import Phase
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.train.bucket_run import BucketRun
+from roxxel_dist.place.bucket_run import BucketRun
 
 BLOCK, OFFSET = 100, 50
 TURNS = 8

@@ -33,8 +33,8 @@ from roxxel_dist.curriculum.phases import Phase
 from roxxel_dist.curriculum.plan import Rows
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.train.compile import AotCompiler
-from roxxel_dist.train.digest_chain import DigestChain
+from roxxel_dist.train.step.compile import AotCompiler
+from roxxel_dist.train.step.digest_chain import DigestChain
 
 LEAVES, VOCABULARY = 86, 512
 NEVER = 1_000_000

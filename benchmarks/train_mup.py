@@ -11,10 +11,10 @@ from pathlib import Path
 
 from measure import Lines, Result, flags
 
-from roxxel_dist.builders import build_components
-from roxxel_dist.config import Config
-from roxxel_dist.data.build.build import build
+from roxxel_dist.corpus.build import build
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.run.components import build_components
+from roxxel_dist.settings.config import Config
 from roxxel_dist.train.lr_finder import sweep, sweep_stream
 
 WIDTHS = (32, 64, 128, 256)

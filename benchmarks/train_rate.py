@@ -8,9 +8,9 @@ from typing import Any
 
 from measure import Result
 
-from roxxel_dist.config import Config
-from roxxel_dist.data.build.build import build
-from roxxel_dist.experiment import Experiment
+from roxxel_dist.corpus.build import build
+from roxxel_dist.run.experiment import Experiment
+from roxxel_dist.settings.config import Config
 
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 STEPS = 200

@@ -17,9 +17,9 @@ import numpy as np
 from etils import epath
 from measure import Result, table
 
+from roxxel_dist.checkpoint import files
+from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.mesh import make_mesh, replicate
-from roxxel_dist.train.checkpoint import files
-from roxxel_dist.train.checkpoint.store import CheckpointStore
 
 LEAVES, SHAPE = 82, (732, 1000)
 """240 MB of float32."""

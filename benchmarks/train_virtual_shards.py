@@ -34,16 +34,16 @@ def taking_turns(tokens: Path, shards: int, turns: int) -> dict[str, Any]:
     import jax
 
     from roxxel_dist import Config, Roxxel
-    from roxxel_dist.builders import build_components
     from roxxel_dist.cluster.determinism import pin_for_shards
     from roxxel_dist.cluster.distributed import initialize
     from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
-    from roxxel_dist.data.loader import Stream
-    from roxxel_dist.train.compile import AotCompiler, abstract
-    from roxxel_dist.train.optimizer import InitialState, as_optimizer
-    from roxxel_dist.train.train_state import init_state
-    from roxxel_dist.train.train_step import SPIKE_FACTOR, make_step
-    from roxxel_dist.train.virtual_shards.step import init_state_of_copies, make_sharded_steps
+    from roxxel_dist.input.stream import Stream
+    from roxxel_dist.run.components import build_components
+    from roxxel_dist.train.exact.step import init_state_of_copies, make_sharded_steps
+    from roxxel_dist.train.step.compile import AotCompiler, abstract
+    from roxxel_dist.train.step.optimizer import InitialState, as_optimizer
+    from roxxel_dist.train.step.state import init_state
+    from roxxel_dist.train.step.step import SPIKE_FACTOR, make_step
 
     pin_for_shards(shards)
     initialize()

@@ -25,7 +25,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.throughput import InflightThrottler
+from roxxel_dist.train.step.throughput import InflightThrottler
 from roxxel_dist.train.trainer import Trainer
 
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import roxxel_dist
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
 from roxxel_dist.cluster.distributed import barrier, is_primary
-from roxxel_dist.data.loader import Stream
+from roxxel_dist.input.stream import Stream
 from roxxel_dist.sharding import make_mesh
 
 SEED = 42

@@ -17,20 +17,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from roxxel_dist.builders import build_components, open_corpus, temporary_folder
 from roxxel_dist.cluster.determinism import enable_compilation_cache, pin_threads
 from roxxel_dist.cluster.distributed import initialize
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import scalars_on
-from roxxel_dist.config import Config, usage_errors
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.display import aligned, figure
 from roxxel_dist.model.config import Parametrization
 from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.run.components import build_components, open_corpus, temporary_folder
+from roxxel_dist.settings.config import Config, usage_errors
 from roxxel_dist.train.lr_finder import AT_THE_PEAK, sweep_stream
-from roxxel_dist.train.optimizer import LONG, InitialState
-from roxxel_dist.train.train_state import init_state
-from roxxel_dist.train.train_step import SPIKE_FACTOR, make_step
+from roxxel_dist.train.step.optimizer import LONG, InitialState
+from roxxel_dist.train.step.state import init_state
+from roxxel_dist.train.step.step import SPIKE_FACTOR, make_step
+from roxxel_dist.utils.display import aligned, figure
 
 FACTORS = (1, 2, 4, 8)
 """Widths, as multiples of the base width."""

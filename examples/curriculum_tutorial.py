@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import roxxel_dist
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
 from roxxel_dist.cluster.distributed import barrier, is_primary
-from roxxel_dist.train.train_state import TrainView
+from roxxel_dist.train.step.state import TrainView
 
 SEED = 42
 LR = 3e-4

@@ -14,12 +14,12 @@ _WHERE = {
     "Phase": "curriculum.phases",
     "Curriculum": "curriculum.phases",
     "Plan": "curriculum.plan",
-    "Logger": "train.loggers.logger",
-    "Trainer": "trainer",
-    "Checkpointer": "train.checkpoint.checkpointer",
-    "Config": "config",
-    "Experiment": "experiment",
-    "Generator": "generator",
+    "Logger": "train.log.logger",
+    "Trainer": "run.trainer",
+    "Checkpointer": "train.checkpointer",
+    "Config": "settings.config",
+    "Experiment": "run.experiment",
+    "Generator": "weights.generator",
     "Transformer": "model.transformer",
     "UserError": "cluster.exit_codes",
     "attention": "model.attend",
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
     from roxxel_dist.cluster.distributed import initialize as initialize
     from roxxel_dist.cluster.exit_codes import UserError as UserError
-    from roxxel_dist.config import Config as Config
     from roxxel_dist.curriculum.phases import Curriculum as Curriculum
     from roxxel_dist.curriculum.phases import Phase as Phase
     from roxxel_dist.curriculum.plan import Plan as Plan
     from roxxel_dist.data.dataset import Roxxel as Roxxel
-    from roxxel_dist.experiment import Experiment as Experiment
-    from roxxel_dist.generator import Generator as Generator
     from roxxel_dist.model.attend import attention as attention
     from roxxel_dist.model.loss import token_losses as token_losses
     from roxxel_dist.model.transformer import Transformer as Transformer
-    from roxxel_dist.train.checkpoint.checkpointer import Checkpointer as Checkpointer
-    from roxxel_dist.train.loggers.logger import Logger as Logger
-    from roxxel_dist.trainer import Trainer as Trainer
+    from roxxel_dist.run.experiment import Experiment as Experiment
+    from roxxel_dist.run.trainer import Trainer as Trainer
+    from roxxel_dist.settings.config import Config as Config
+    from roxxel_dist.train.checkpointer import Checkpointer as Checkpointer
+    from roxxel_dist.train.log.logger import Logger as Logger
     from roxxel_dist.view.read import read_run as read_run
     from roxxel_dist.view.read import read_study as read_study
+    from roxxel_dist.weights.generator import Generator as Generator
 
 __all__ = [
     "Checkpointer",

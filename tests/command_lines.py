@@ -13,9 +13,9 @@ import yaml
 
 from roxxel_dist.cli import COMMANDS, help, main, parser
 from roxxel_dist.cli.argument_types import option_types
-from roxxel_dist.config import Config
 from roxxel_dist.launcher.backends import options
-from roxxel_dist.train.bucket_folder import BucketFolder
+from roxxel_dist.place.bucket_folder import BucketFolder
+from roxxel_dist.settings.config import Config
 
 GROUPS = {
     "data": ("build", "append", "info", "verify", "index"),

@@ -10,15 +10,15 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist import Config
-from roxxel_dist.abstract_steps import Steps
-from roxxel_dist.builders import build_components, open_corpus
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, one_device
-from roxxel_dist.data.loader import Stream
+from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import SamplingInputs, _decode, _prefill
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.target_steps import TargetCompiler, one_device_flops
-from roxxel_dist.train.virtual_shards import step as sharded
+from roxxel_dist.run.components import build_components, open_corpus
+from roxxel_dist.run.estimate.abstract_steps import Steps
+from roxxel_dist.run.estimate.target_steps import TargetCompiler, one_device_flops
+from roxxel_dist.train.exact import step as sharded
 
 ROWS, PROMPT = 4, 128
 

@@ -4,7 +4,7 @@ import json
 import random
 import shutil
 
-from roxxel_dist.train.checkpoint.digests import DigestTable, files_below
+from roxxel_dist.checkpoint.digests import DigestTable, files_below
 
 KINDS = ("flip", "truncation", "zeroed page", "missing file", "swapped file", "old meta")
 PAGE = 4096

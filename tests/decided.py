@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from roxxel_dist.sweep.decisions import Decisions
-from roxxel_dist.sweep.journal import DECIDING, History
+from roxxel_dist.sweep.driver.decisions import Decisions
 from roxxel_dist.sweep.samplers import make
 from roxxel_dist.sweep.space.sweep_file import sweep_of
+from roxxel_dist.sweep.study.journal import DECIDING, History
 
 
 def check_decisions(events: Sequence[dict[str, Any]], given: dict[str, Any], **limits: Any) -> int:

@@ -21,11 +21,11 @@ from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import TransformerBuilder
-from roxxel_dist.train.compile import AotCompiler
-from roxxel_dist.train.optimizer import InitialState, NamedOptimizer, OptimizerConfig
-from roxxel_dist.train.train_state import init_state
-from roxxel_dist.train.train_step import SPIKE_FACTOR, make_step
-from roxxel_dist.train.virtual_shards.step import init_state_of_copies, make_sharded_steps
+from roxxel_dist.train.exact.step import init_state_of_copies, make_sharded_steps
+from roxxel_dist.train.step.compile import AotCompiler
+from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer, OptimizerConfig
+from roxxel_dist.train.step.state import init_state
+from roxxel_dist.train.step.step import SPIKE_FACTOR, make_step
 
 SHARDS, VOCABULARY = 8, 96
 SMALL = {"dim": 32, "num_blocks": 2, "vocab_size": VOCABULARY, "max_context": 512, "head_size": 16, "kv_heads": 1}

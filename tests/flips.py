@@ -11,8 +11,8 @@ from flax import nnx
 
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.train import trainer
-from roxxel_dist.train.compile import AotCompiler
-from roxxel_dist.train.train_step import make_step
+from roxxel_dist.train.step.compile import AotCompiler
+from roxxel_dist.train.step.step import make_step
 
 KINDS = ("parameter", "moment", "gradient", "batch")
 

@@ -19,14 +19,14 @@ DETACH = """
 from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.jobs.detach import detach
-from roxxel_dist.launcher.spec import JobSpec
+from roxxel_dist.launcher.job.spec import JobSpec
 detach("""
 ABANDONED = """
 import os, sys
 from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.jobs import detach
-from roxxel_dist.launcher.spec import JobSpec
+from roxxel_dist.launcher.job.spec import JobSpec
 reader, writer = os.pipe()
 os.close(reader)
 sys.exit(detach._control("""

@@ -5,10 +5,10 @@ import numpy as np
 from flax import nnx
 
 from roxxel_dist import Config, Transformer
-from roxxel_dist.data.build.tokenizer import train_tokenizer
+from roxxel_dist.data.tokenizer.tokenizer import train_tokenizer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.split import split_module
-from roxxel_dist.train.weight_files import NEWEST, write_weights
+from roxxel_dist.weights.files import NEWEST, write_weights
 
 TEXT = "def f(x):\n    return x + 1  # żółć, 漢字, 🙂\n"
 SHAPE = {"dim": 32, "num_blocks": 2, "head_size": 8, "kv_heads": 2, "max_context": 64}

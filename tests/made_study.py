@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from roxxel_dist.config import Config
-from roxxel_dist.sweep.journal import Journal
+from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.samplers import make
-from roxxel_dist.sweep.study import StudyDir
+from roxxel_dist.sweep.study.folder import StudyDir
+from roxxel_dist.sweep.study.journal import Journal
 
 SWEEP = {
     "name": "made",

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import trial_bodies
 
-from roxxel_dist.sweep.controller import Ending, run_sweep
-from roxxel_dist.sweep.execution.local_ray import TOKEN
-from roxxel_dist.sweep.journal import read_history, without_torn_tail
-from roxxel_dist.sweep.options import SweepOptions
+from roxxel_dist.sweep.driver.controller import Ending, run_sweep
+from roxxel_dist.sweep.driver.options import SweepOptions
+from roxxel_dist.sweep.executors.local_ray import TOKEN
 from roxxel_dist.sweep.samplers import make
 from roxxel_dist.sweep.space.sweep_file import sweep_of
+from roxxel_dist.sweep.study.journal import read_history, without_torn_tail
 
 ONE = {"method": "random", "parameters": {"x": {"min": 0.0, "max": 1.0}}}
 HOLDER = """

@@ -9,8 +9,8 @@ from commands import rows
 from roxxel_dist import cli
 from roxxel_dist.launcher import backends
 from roxxel_dist.sweep import samplers as engine
-from roxxel_dist.train.loggers import choose
-from roxxel_dist.train.loggers.base import LogQueue
+from roxxel_dist.train.log import choose
+from roxxel_dist.train.log.base import LogQueue
 
 BACKEND = '''
 from dataclasses import dataclass

@@ -15,10 +15,10 @@ from reader import ROOT
 
 from roxxel_dist import Config, Curriculum, Experiment, Phase, Roxxel, Trainer, Transformer
 from roxxel_dist.cli import main
-from roxxel_dist.data.build.build import build
+from roxxel_dist.corpus.build import build
 from roxxel_dist.model.loss import token_losses
+from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.sharding import make_mesh
-from roxxel_dist.train.config import LoopOptions
 
 SHAPE = {"dim": 16, "num_blocks": 1, "kv_heads": 1, "head_size": 8, "max_context": 16}
 

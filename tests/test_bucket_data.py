@@ -13,8 +13,8 @@ from commands import losses, rows, run, start, wait_for
 from reader import ROOT, blocks
 
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.format import HEADER_BYTES
-from roxxel_dist.inspect_batch import describe_batch
+from roxxel_dist.data.files.format import HEADER_BYTES
+from roxxel_dist.run.batch import describe_batch
 
 pytestmark = pytest.mark.xdist_group("bucket")
 CONFIG = """

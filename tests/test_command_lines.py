@@ -8,7 +8,7 @@ from command_lines import OPTION, SPAN, command_lines, complaint, is_option, lis
 from reader import ROOT
 
 from roxxel_dist.cli.arguments import as_flags
-from roxxel_dist.config import FIELD_TYPES
+from roxxel_dist.settings.config import FIELD_TYPES
 
 FOLDERS = ("docs", "examples", "launch", "docker", "sweeps", "configs")
 TEXTS = [

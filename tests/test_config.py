@@ -9,10 +9,10 @@ import pytest
 from roxxel_dist import Config
 from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.component import field_docs
-from roxxel_dist.config import COMPONENTS, FIELD_TYPES
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.train.config import ExperimentConfig
+from roxxel_dist.settings.config import COMPONENTS, FIELD_TYPES
+from roxxel_dist.settings.training import ExperimentConfig
+from roxxel_dist.utils.component import field_docs
 
 
 def test_it_is_flat_and_mutable_and_parts_are_frozen():

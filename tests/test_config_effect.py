@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from roxxel_dist.cli.arguments import parse_train
-from roxxel_dist.config import FIELD_TYPES, Config
-from roxxel_dist.config_effect import RULES, without_effect
+from roxxel_dist.settings.config import FIELD_TYPES, Config
+from roxxel_dist.settings.effect import RULES, without_effect
 
 PHASES = [{"steps": 4, "batch_size": 2, "seq_len": 9}]
 IDLE = [

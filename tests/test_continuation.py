@@ -14,13 +14,13 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from roxxel_dist import Config, Experiment, Generator, Transformer
 from roxxel_dist.cli import main
-from roxxel_dist.data.build.tokenizer import Tokenizer, train_tokenizer
-from roxxel_dist.generator import pieces
+from roxxel_dist.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import Sampling, generate_rows, known_ids, stream
 from roxxel_dist.model.split import split_module
-from roxxel_dist.train.weight_files import NEWEST, write_weights
+from roxxel_dist.weights.files import NEWEST, write_weights
+from roxxel_dist.weights.generator import pieces
 
 sentencepiece = pytest.importorskip("sentencepiece")
 

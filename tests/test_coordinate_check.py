@@ -7,7 +7,7 @@ import yaml
 from corpora import write_corpus
 from reader import ROOT
 
-from roxxel_dist.config import Config
+from roxxel_dist.settings.config import Config
 
 sys.path.insert(0, str(ROOT / "examples"))
 import coordinate_check

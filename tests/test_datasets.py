@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from roxxel_dist import Config, Experiment, Roxxel
-from roxxel_dist.builders import build_components
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.config import load_yaml
-from roxxel_dist.inspect_batch import describe_batch
+from roxxel_dist.run.batch import describe_batch
+from roxxel_dist.run.components import build_components
+from roxxel_dist.settings.config import load_yaml
 
 PHASES = [
     {"steps": 4, "batch_size": 8, "seq_len": 17},

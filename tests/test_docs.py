@@ -19,8 +19,8 @@ from reader import ROOT, blocks
 import roxxel_dist
 from roxxel_dist import lora, sharding
 from roxxel_dist.cli import COMMANDS
-from roxxel_dist.config import FIELD_TYPES
 from roxxel_dist.launcher import backends
+from roxxel_dist.settings.config import FIELD_TYPES
 
 pytestmark = pytest.mark.xdist_group("docs")  # one build of the site
 DOCS = ROOT / "docs"

@@ -13,16 +13,16 @@ from jax.sharding import PartitionSpec as P
 from runs import rows
 
 from roxxel_dist import Config, Curriculum, Experiment, Phase
-from roxxel_dist.builders import build_components
 from roxxel_dist.cli.plan_table import table
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.display import size
-from roxxel_dist.estimate import EstimateRequest, estimate, spans
 from roxxel_dist.model.split import split_module
-from roxxel_dist.train.batch_layout import batch_layout
-from roxxel_dist.train.optimizer import InitialState
-from roxxel_dist.train.train_state import init_state
+from roxxel_dist.run.components import build_components
+from roxxel_dist.run.estimate.estimate import EstimateRequest, estimate, spans
+from roxxel_dist.train.step.batch_layout import batch_layout
+from roxxel_dist.train.step.optimizer import InitialState
+from roxxel_dist.train.step.state import init_state
+from roxxel_dist.utils.display import size
 
 SIMULATED = EstimateRequest(devices=8)
 """As many as the tests have anyway; what is compiled for them is compiled in half the time."""

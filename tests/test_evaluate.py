@@ -13,7 +13,7 @@ from runs import rows, saved
 
 from roxxel_dist import Roxxel
 from roxxel_dist.cli import main
-from roxxel_dist.evaluate import perplexity
+from roxxel_dist.run.evaluate import perplexity
 
 SMALL = {
     "dim": 16,

@@ -11,8 +11,8 @@ import pytest
 from commands import environment, rows, run
 from reader import ROOT, Reader, blocks, here
 
-from roxxel_dist.config import load_yaml
-from roxxel_dist.sweep.study import read_study
+from roxxel_dist.settings.config import load_yaml
+from roxxel_dist.sweep.study.folder import read_study
 
 pytestmark = pytest.mark.docs
 TUTORIAL, BLEND, OWN = (ROOT / "examples" / name for name in ("curriculum_tutorial.py", "blend.py", "own_model"))

@@ -11,14 +11,14 @@ import pytest
 import yaml
 
 from roxxel_dist import Config, Experiment, Trainer
-from roxxel_dist.builders import build_components, open_corpus
+from roxxel_dist.checkpoint.metadata import read_cursor
+from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.config import load_yaml
-from roxxel_dist.evaluate import evaluate
 from roxxel_dist.launcher.output.printable import printable
-from roxxel_dist.run_directory import RunDirectory, default_run_dir
-from roxxel_dist.train.checkpoint.metadata import read_cursor
-from roxxel_dist.train.checkpoint.store import CheckpointStore
+from roxxel_dist.place.directory import RunDirectory, default_run_dir
+from roxxel_dist.run.components import build_components, open_corpus
+from roxxel_dist.run.evaluate import evaluate
+from roxxel_dist.settings.config import load_yaml
 from roxxel_dist.train.trainer import Trainer as Loop
 
 SMALL = {
@@ -260,7 +260,7 @@ def test_two_phases_that_are_one_pass_read_each_token_once(text, tmp_path):
 HOLD = """
 import sys
 from pathlib import Path
-from roxxel_dist.run_directory import RunDirectory
+from roxxel_dist.place.directory import RunDirectory
 directory = RunDirectory(Path(sys.argv[1]))
 directory.claim(resume=False)
 print("held", flush=True)
@@ -319,7 +319,7 @@ def test_a_sample_commands_no_terminal():
 
 @pytest.mark.parametrize(("wish", "samples"), [("auto", 1), ("off", 0)])
 def test_a_run_that_took_its_time_shows_a_sample_unless_it_is_not_to(finished, monkeypatch, wish, samples):
-    monkeypatch.setattr("roxxel_dist.experiment.SAMPLE_AFTER_S", 0.0)
+    monkeypatch.setattr("roxxel_dist.run.experiment.SAMPLE_AFTER_S", 0.0)
     before = log_of(finished).count("a sample")
     Experiment(Config(max_steps=4, sample=wish)).fit(run_dir=finished, resume=True)
     assert log_of(finished).count("a sample") - before == samples

@@ -11,10 +11,10 @@ import pytest
 from commands import run
 
 from roxxel_dist import Config, Experiment
-from roxxel_dist.builders import temporary_folder
 from roxxel_dist.cli import main
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.data.build.build import build
+from roxxel_dist.corpus.build import build
+from roxxel_dist.run.components import temporary_folder
 
 SMALL = {
     "dim": 16, "num_blocks": 1, "max_context": 16, "batch_size": 8, "dropout_rate": 0.0, "tokenizer_type": "char",

@@ -9,7 +9,7 @@ from roxxel_dist import Config, Experiment, Roxxel
 from roxxel_dist.cli import main
 from roxxel_dist.cli.arguments import parse_train, steps_to_skip
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.config import load_yaml
+from roxxel_dist.settings.config import load_yaml
 
 SMALL = {
     "dim": 16,

@@ -3,7 +3,7 @@
 import fuzz
 import pytest
 
-import roxxel_dist.experiment  # noqa: F401  (a command would import it, which takes seconds)
+import roxxel_dist.run.experiment  # noqa: F401  (a command would import it, which takes seconds)
 
 CASES = list(fuzz.cases())
 SURE = [case for case in CASES if fuzz.wrong(case[2], case[3])]

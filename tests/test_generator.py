@@ -12,16 +12,17 @@ from flax import nnx
 from made_runs import TEXT, make_run
 from tokenizers import processors
 
-from roxxel_dist import Generator, Transformer, export
+from roxxel_dist import Generator, Transformer
+from roxxel_dist.checkpoint.metadata import BaseModelRef
 from roxxel_dist.cli import main
-from roxxel_dist.config import RECORD
-from roxxel_dist.data.build.tokenizer import train_tokenizer
-from roxxel_dist.export import export_run
-from roxxel_dist.generator import pieces
+from roxxel_dist.data.tokenizer.tokenizer import train_tokenizer
 from roxxel_dist.model import generate as generation
-from roxxel_dist.train.checkpoint.metadata import BaseModelRef
-from roxxel_dist.train.init_from import INITIALIZED_FROM
-from roxxel_dist.train.weight_files import BEST, NEWEST, read_weights, write_weights
+from roxxel_dist.settings.config import RECORD
+from roxxel_dist.weights import export
+from roxxel_dist.weights.base import INITIALIZED_FROM
+from roxxel_dist.weights.export import export_run
+from roxxel_dist.weights.files import BEST, NEWEST, read_weights, write_weights
+from roxxel_dist.weights.generator import pieces
 
 PROMPTS = ["def f(x):", "x", "return x + 1  # and much more than that"]
 

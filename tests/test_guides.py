@@ -12,7 +12,7 @@ from pages import left_out, pages_of
 from reader import ROOT, Reader, blocks
 
 from roxxel_dist import Config
-from roxxel_dist.config import FIELD_TYPES, SECTIONS
+from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS
 from roxxel_dist.sweep.space.sweep_file import read_sweep
 
 # One worker, so that the quickstart is done once.

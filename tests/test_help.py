@@ -6,7 +6,7 @@ import pytest
 from command_lines import PATHS
 
 from roxxel_dist.cli import main
-from roxxel_dist.config import FIELD_TYPES
+from roxxel_dist.settings.config import FIELD_TYPES
 
 MOST_FLAGS = 20
 

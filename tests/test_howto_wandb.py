@@ -6,7 +6,7 @@ from commands import rows
 from howto import STEPS, Follower
 from wandb_sweeps import SweepServer
 
-from roxxel_dist.sweep.study import read_study
+from roxxel_dist.sweep.study.folder import read_study
 
 pytestmark = pytest.mark.docs
 SWEEP = {

@@ -12,8 +12,8 @@ from flax import nnx
 from made_runs import TEXT, make_run
 
 from roxxel_dist import Transformer
-from roxxel_dist.data.build.tokenizer import Tokenizer
-from roxxel_dist.export import export_run
+from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
+from roxxel_dist.weights.export import export_run
 
 ROOT = Path(__file__).parent.parent
 INTERPRETER = Path(os.environ.get("ROXXEL_HF_PYTHON") or ROOT / ".cache" / "hf" / "bin" / "python")

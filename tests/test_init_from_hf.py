@@ -14,9 +14,9 @@ from made_runs import TEXT, make_run
 
 from roxxel_dist import Config, Experiment, Roxxel, Transformer
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.export import export_run
-from roxxel_dist.train.hf_folder import HfFolder
-from roxxel_dist.train.init_from import find_checkpoint, with_shape_of
+from roxxel_dist.weights.base import find_checkpoint, with_shape_of
+from roxxel_dist.weights.export import export_run
+from roxxel_dist.weights.hf_folder import HfFolder
 
 QUIET = {
     "n_devices": 1,

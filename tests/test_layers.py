@@ -33,10 +33,10 @@ RANKS = [
 ]  # fmt: skip
 # Public methods that come from above when they are called.
 EXCEPTIONS = {
-    ("roxxel_dist.data.dataset", "roxxel_dist.data.loader"),  # Roxxel.stream
-    ("roxxel_dist.model.transformer", "roxxel_dist.weights"),  # Transformer.from_pretrained
+    ("roxxel_dist.data.dataset", "roxxel_dist.input.stream"),  # Roxxel.stream
+    ("roxxel_dist.model.transformer", "roxxel_dist.weights.load"),  # Transformer.from_pretrained
     # Tokenizer.load of a SentencePiece model
-    ("roxxel_dist.data.build.tokenizer", "roxxel_dist.data.build.sentencepiece"),
+    ("roxxel_dist.data.tokenizer.tokenizer", "roxxel_dist.data.tokenizer.sentencepiece"),
 }
 LAUNCHER_NEEDS = {
     f"roxxel_dist.cluster.{name}" for name in ("exit_codes", "extras", "file_lock", "free_memory", "progress")
@@ -46,11 +46,16 @@ IN_A_RANK = ("roxxel_dist.launcher.host.worker", "roxxel_dist.cluster.distribute
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 # The public names are imported when they are first used; the bar is drawn by the launcher too, and imports rich alone.
-NO_JAX = ["roxxel_dist.inspect_batch", "roxxel_dist.report", "roxxel_dist.curriculum.phases", "roxxel_dist.data.loader"]
+NO_JAX = [
+    "roxxel_dist.run.batch",
+    "roxxel_dist.run.report",
+    "roxxel_dist.curriculum.phases",
+    "roxxel_dist.input.stream",
+]
 LIGHT = [
     "roxxel_dist",
     "roxxel_dist.cli",
-    "roxxel_dist.config",
+    "roxxel_dist.settings.config",
     "roxxel_dist.launcher.control.supervisor",
     "roxxel_dist.sweep.samplers",
     "roxxel_dist.sweep.wandb_bridge.server",

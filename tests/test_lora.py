@@ -12,18 +12,18 @@ from commands import launched, make_corpus, rows, run
 from flax import nnx
 
 from roxxel_dist import Config, Experiment, Trainer
-from roxxel_dist import builders as assemble
+from roxxel_dist.checkpoint.metadata import BaseModelRef, CheckpointRef, read_cursor
+from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cli import main
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE
-from roxxel_dist.config import load_yaml
 from roxxel_dist.lora import merge_adapters
 from roxxel_dist.model.split import split_module
-from roxxel_dist.run_metadata import check_resumable, saved_config
-from roxxel_dist.train.checkpoint.metadata import BaseModelRef, CheckpointRef, read_cursor
-from roxxel_dist.train.checkpoint.store import CheckpointStore
-from roxxel_dist.train.init_from import check_base, fingerprint, with_base
-from roxxel_dist.weights import load_run
+from roxxel_dist.run import components as assemble
+from roxxel_dist.run.record import check_resumable, saved_config
+from roxxel_dist.settings.config import load_yaml
+from roxxel_dist.weights.base import check_base, fingerprint, with_base
+from roxxel_dist.weights.load import load_run
 
 pytestmark = pytest.mark.xdist_group("lora")  # one base for all
 SMALL = {

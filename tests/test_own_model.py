@@ -11,14 +11,14 @@ from commands import TINY, losses, make_corpus, rows, run
 from flax import nnx
 
 from roxxel_dist import Config, Experiment
-from roxxel_dist.builders import build_components
 from roxxel_dist.cli import main
 from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.config import load_yaml
 from roxxel_dist.model.user_code import import_function
-from roxxel_dist.model_builder import model_builder
-from roxxel_dist.weights import check_continues
+from roxxel_dist.run.components import build_components
+from roxxel_dist.settings.config import load_yaml
+from roxxel_dist.weights.load import check_continues
+from roxxel_dist.weights.model import model_builder
 
 pytestmark = pytest.mark.xdist_group("own")
 OWN = ["--model", "netpkg.net:build", "--loss", "netpkg.net:loss", "--model_args", "{width: 48}"]

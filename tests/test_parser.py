@@ -15,8 +15,8 @@ from roxxel_dist.cli.argument_types import Positional, Short
 from roxxel_dist.cli.arguments import ConfigArgs, TrainArgs, parse_config
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.config import Config
 from roxxel_dist.launcher.backends import options
+from roxxel_dist.settings.config import Config
 
 KINDS = options()
 

@@ -12,7 +12,7 @@ from commands import command, environment, run
 
 from roxxel_dist import Config, Experiment
 from roxxel_dist.cli import main
-from roxxel_dist.data.build.build import build
+from roxxel_dist.corpus.build import build
 
 SMALL = """
 dim: 16

@@ -14,7 +14,7 @@ from roxxel_dist.cli import main
 from roxxel_dist.cluster.accelerators import accelerator
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.targets import GPUS, TPUS, gpu_config, is_too_large, memory_in, parse_target
-from roxxel_dist.estimate import EstimateRequest
+from roxxel_dist.run.estimate.estimate import EstimateRequest
 
 TPU_PYTHON = Path(__file__).parent.parent / ".cache" / "tpu" / "bin" / "python"
 CONFIG = """

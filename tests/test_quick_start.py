@@ -17,9 +17,9 @@ from reader import ROOT, Block, Reader, blocks
 
 from roxxel_dist import Config, Generator, Trainer, Transformer
 from roxxel_dist.cli import main
-from roxxel_dist.config import load_yaml
+from roxxel_dist.settings.config import load_yaml
 from roxxel_dist.sharding import make_mesh, replicate, shard_batch
-from roxxel_dist.train.weight_files import read_weights
+from roxxel_dist.weights.files import read_weights
 
 pytestmark = [pytest.mark.docs, pytest.mark.xdist_group("quick start"), pytest.mark.timeout(900)]
 PAGE = ROOT / "examples" / "training_and_sweeps.md"

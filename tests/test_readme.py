@@ -9,8 +9,8 @@ from machines import missing
 from ray_nodes import RayNodes, ray_nodes
 from reader import ROOT, Reader, blocks, in_processes
 
-from roxxel_dist.config import Config
-from roxxel_dist.sweep.study import read_study
+from roxxel_dist.settings.config import Config
+from roxxel_dist.sweep.study.folder import read_study
 
 PAGE = ROOT / "README.md"
 LINES = 10

@@ -16,8 +16,8 @@ from roxxel_dist import Config, Experiment, Phase
 from roxxel_dist.cli import main
 from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.report import differences, read_runs, table
-from roxxel_dist.train.timeline import SPENT
+from roxxel_dist.run.report import differences, read_runs, table
+from roxxel_dist.train.log.timeline import SPENT
 
 SMALL = {
     "dim": 16,

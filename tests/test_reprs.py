@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from roxxel_dist import Config, Curriculum, Phase, Roxxel
-from roxxel_dist.train.config import LoopKeywords, LoopOptions
+from roxxel_dist.settings.training import LoopKeywords, LoopOptions
 from roxxel_dist.train.trainer import loop_options
 
 

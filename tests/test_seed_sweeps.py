@@ -11,9 +11,9 @@ from commands import run
 from reader import ROOT
 
 from roxxel_dist.cli import main
-from roxxel_dist.config import Config, load_yaml
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.sweep.study import read_study
+from roxxel_dist.settings.config import Config, load_yaml
+from roxxel_dist.sweep.study.folder import read_study
 
 pytestmark = [pytest.mark.xdist_group("seed sweeps"), pytest.mark.timeout(900)]
 SWEEPS = {"configs/sweep.yaml": 10, "sweeps/sweep.yaml": 21}

@@ -13,8 +13,8 @@ from roxxel_dist.cluster.mesh import fit_sharding, make_mesh
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Rows
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.loader import Stream
 from roxxel_dist.data.packing import Packed
+from roxxel_dist.input.stream import Stream
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import target_functions
 
-from roxxel_dist import target_process
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.targets import parse_target
-from roxxel_dist.target_process import TargetError, call_for_target
+from roxxel_dist.run.estimate import target_process
+from roxxel_dist.run.estimate.target_process import TargetError, call_for_target
 
 TPU, GPU = parse_target("v5e:2x2"), parse_target("h100:1x8")
 
@@ -54,7 +54,7 @@ def test_it_ends_with_its_caller(tmp_path):
     """A compilation cannot be broken off, so the process leaves."""
     program = (
         "import sys, target_functions; from roxxel_dist.cluster.targets import parse_target\n"
-        "from roxxel_dist.target_process import call_for_target\n"
+        "from roxxel_dist.run.estimate.target_process import call_for_target\n"
         "call_for_target(parse_target('v5e:2x2'), target_functions.wait_for_ever, sys.argv[1])"
     )
     tests = str(Path(target_functions.__file__).parent)

@@ -15,9 +15,9 @@ import pytest
 from commands import TINY, make_corpus, rows, run, start, wait_for
 from small_disks import mounted_disk
 
+from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cli import main
-from roxxel_dist.train.checkpoint.store import CheckpointStore
-from roxxel_dist.train.weight_files import read_weights
+from roxxel_dist.weights.files import read_weights
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "files.md"
 

@@ -12,8 +12,8 @@ from roxxel_dist import Config, Experiment, Phase
 from roxxel_dist.cli import main
 from roxxel_dist.cli.parser import REMOVED
 from roxxel_dist.cluster.exit_codes import FileSystemError, UserError
-from roxxel_dist.config import usage_errors
-from roxxel_dist.display import aligned
+from roxxel_dist.settings.config import usage_errors
+from roxxel_dist.utils.display import aligned
 
 TEXT = "".join(f"{i} plus {i} is {2 * i}.\n" for i in range(300))
 SMALL = {"dim": 16, "num_blocks": 1, "max_context": 16, "batch_size": 8, "max_steps": 2, "tokenizer_type": "char"}

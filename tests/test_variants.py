@@ -12,7 +12,7 @@ from commands import environment, rows
 from flax import nnx
 
 from roxxel_dist import Config, Experiment, Transformer
-from roxxel_dist.evaluate import evaluate
+from roxxel_dist.run.evaluate import evaluate
 
 STEPS = 30
 SMALL = {

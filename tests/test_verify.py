@@ -12,12 +12,12 @@ import pytest
 from flax import serialization
 from made_runs import make_run
 
+from roxxel_dist.checkpoint.digests import DigestTable
+from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cli import main
-from roxxel_dist.export import export_run
-from roxxel_dist.train.checkpoint.digests import DigestTable
-from roxxel_dist.train.checkpoint.store import CheckpointStore
-from roxxel_dist.train.weight_files import NEWEST, read_weights
-from roxxel_dist.weights import weights_of
+from roxxel_dist.weights.export import export_run
+from roxxel_dist.weights.files import NEWEST, read_weights
+from roxxel_dist.weights.load import weights_of
 
 
 @pytest.fixture(scope="module")

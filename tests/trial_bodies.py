@@ -216,9 +216,9 @@ def main() -> int:
     import process_ray
     import trial_bodies  # not __main__, which workers cannot import
 
-    from roxxel_dist.sweep import controller
-    from roxxel_dist.sweep.controller import run_sweep
-    from roxxel_dist.sweep.options import SweepOptions
+    from roxxel_dist.sweep.driver import controller
+    from roxxel_dist.sweep.driver.controller import run_sweep
+    from roxxel_dist.sweep.driver.options import SweepOptions
     from roxxel_dist.sweep.samplers import make
     from roxxel_dist.sweep.space.sweep_file import sweep_of
 
@@ -249,8 +249,8 @@ def opened(url: str, timeout_s: float) -> Iterator[Any]:
     """A study in a bucket, held as `roxxel-dist sweep` holds it; its leases have fewer seconds."""
     from roxxel_dist.objects import lease
     from roxxel_dist.objects.url import ObjectUrl
-    from roxxel_dist.run_directory import DEFINITION
-    from roxxel_dist.sweep.bucket import driver_bucket
+    from roxxel_dist.place.directory import DEFINITION
+    from roxxel_dist.sweep.driver.bucket import driver_bucket
 
     lease.RENEW_S, lease.STALE_S, lease.POLL_S, lease.SETTLE_S = 0.5, 5.0, 0.1, 0.1
     with driver_bucket(ObjectUrl.parse(url), print, None, timeout_s) as bucket:

@@ -23,7 +23,7 @@ PLACES = {
         "Trainer._flush_metrics": "first step done",
     },
 }
-IMPORTS = {"jax": "jax imported", "roxxel_dist.experiment": "all imported"}
+IMPORTS = {"jax": "jax imported", "roxxel_dist.run.experiment": "all imported"}
 
 
 def _mark(what: str) -> None:

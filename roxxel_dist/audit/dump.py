@@ -10,10 +10,10 @@ import numpy as np
 from roxxel_dist.audit.record import RunRecord
 from roxxel_dist.audit.replay import Interval, Watch, trainer_of
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.data.loader import Stream
-from roxxel_dist.display import aligned
+from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.split import split_module
-from roxxel_dist.train.train_step import measure
+from roxxel_dist.train.step.step import measure
+from roxxel_dist.utils.display import aligned
 
 SHOWN = 12
 """Token ids per row in the table."""

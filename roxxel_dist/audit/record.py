@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.checkpoint.digests import DigestTable, read_verified
+from roxxel_dist.checkpoint.metadata import CHECKPOINTS, CheckpointMetadata
+from roxxel_dist.checkpoint.verify import steps_of
 from roxxel_dist.cluster.determinism import without_topology
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.config import RECORD
-from roxxel_dist.data.discovery import absolute
+from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.objects.url import is_url
-from roxxel_dist.run_directory import METRICS, no_run
-from roxxel_dist.run_metadata import RunMetadata, saved_config
-from roxxel_dist.train.bucket_folder import local_run
-from roxxel_dist.train.bucket_run import BucketRun
-from roxxel_dist.train.checkpoint.digests import DigestTable, read_verified
-from roxxel_dist.train.checkpoint.metadata import CHECKPOINTS, CheckpointMetadata
-from roxxel_dist.train.checkpoint.verify import steps_of
-from roxxel_dist.train.loggers.csv_jsonl import DIGEST, JsonlReader
+from roxxel_dist.place.bucket_folder import local_run
+from roxxel_dist.place.bucket_run import BucketRun
+from roxxel_dist.place.directory import METRICS, no_run
+from roxxel_dist.run.record import RunMetadata, saved_config
+from roxxel_dist.settings.config import RECORD
+from roxxel_dist.train.log.csv_jsonl import DIGEST, JsonlReader
 
 FREE_FIELDS = {
     "log_every", "eval_every", "checkpoint_every", "memory_checkpoint_every", "memory_replicas", "max_to_keep",

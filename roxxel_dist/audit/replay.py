@@ -14,21 +14,21 @@ from typing import Any
 import jax
 
 from roxxel_dist.audit.record import RunRecord, Segment
-from roxxel_dist.builders import RunComponents, build_components
+from roxxel_dist.checkpoint.digests import TABLE, DigestTable
+from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META
+from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.distributed import initialize, initialize_alone
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import simulate_devices
 from roxxel_dist.cluster.xla_flags import CPU_DEVICES
-from roxxel_dist.config import RECORD, Config
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.evaluate import open_data
-from roxxel_dist.run_metadata import RunMetadata, kernel_begun_with
-from roxxel_dist.train.bad_steps import BadStep
-from roxxel_dist.train.checkpoint.digests import TABLE, DigestTable
-from roxxel_dist.train.checkpoint.metadata import CHECKPOINTS, META
-from roxxel_dist.train.checkpoint.store import CheckpointStore
-from roxxel_dist.train.loggers.csv_jsonl import DIGEST
+from roxxel_dist.run.components import RunComponents, build_components
+from roxxel_dist.run.evaluate import open_data
+from roxxel_dist.run.record import RunMetadata, kernel_begun_with
+from roxxel_dist.settings.config import RECORD, Config
+from roxxel_dist.train.log.csv_jsonl import DIGEST
+from roxxel_dist.train.step.bad_steps import BadStep
 from roxxel_dist.train.trainer import Trainer
 
 NEVER = 1 << 40

@@ -23,7 +23,7 @@ def option_types(kind: Any) -> dict[str, Any]:
     types = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
     if types.pop("fields", None) is None:
         return types
-    from roxxel_dist.config import FIELD_TYPES
+    from roxxel_dist.settings.config import FIELD_TYPES
 
     return types | FIELD_TYPES
 

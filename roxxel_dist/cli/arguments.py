@@ -5,14 +5,14 @@ import re
 from pathlib import Path
 from typing import Any, TypeVar
 
+from roxxel_dist.checkpoint.metadata import CheckpointRef
 from roxxel_dist.cli.parser import flags_in, normalise_switches, parse
 from roxxel_dist.cluster.exit_codes import UserError, attempt_number
-from roxxel_dist.config import FIELD_TYPES, Config, parse_yaml
-from roxxel_dist.config_effect import check_effect, chosen, without_effect
-from roxxel_dist.launcher.spec import split_flags
+from roxxel_dist.launcher.job.spec import split_flags
 from roxxel_dist.objects.url import is_url
-from roxxel_dist.run_directory import CONFIG, check_still_there, default_run_dir
-from roxxel_dist.train.checkpoint.metadata import CheckpointRef
+from roxxel_dist.place.directory import CONFIG, check_still_there, default_run_dir
+from roxxel_dist.settings.config import FIELD_TYPES, Config, parse_yaml
+from roxxel_dist.settings.effect import check_effect, chosen, without_effect
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,14 +66,14 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
         raise UserError("--skip_steps leaves rows out in a new run that begins at a checkpoint: add --fork RUN@STEP")
     run = Path(given.get("run_dir") or default_run_dir())
     if is_url(run) and ("resume" in given or attempt_number()):
-        from roxxel_dist.train.bucket_folder import BucketFolder
+        from roxxel_dist.place.bucket_folder import BucketFolder
 
         run = BucketFolder(run, given.get("local_dir")).pull()
     if attempt_number():  # a job that its launcher starts again is resumed, as `fit` has it
         check_still_there(run)
     runs = [run] if "resume" in given or attempt_number() else []
     if "fork" in given:
-        from roxxel_dist.train.bucket_folder import local_run
+        from roxxel_dist.place.bucket_folder import local_run
 
         runs.append(local_run(CheckpointRef.parse(given["fork"]).run))
     saved = (str(folder / CONFIG) for folder in runs if (folder / CONFIG).exists())

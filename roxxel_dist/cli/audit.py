@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from roxxel_dist.cli.argument_types import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
-from roxxel_dist.config import usage_errors
 from roxxel_dist.launcher.output.printable import printable
+from roxxel_dist.settings.config import usage_errors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ def audit(words: list[str]) -> int:
         from roxxel_dist.audit.dump import dump
         from roxxel_dist.audit.record import RunRecord
         from roxxel_dist.audit.replay import intervals_of, prepare, replay
-        from roxxel_dist.data.build.progress import Progress
+        from roxxel_dist.utils.progress import Progress
 
         run = RunRecord.read(args.run)
         intervals = intervals_of(run, steps, args.every)

@@ -4,7 +4,7 @@ import dataclasses
 
 from roxxel_dist.cli.argument_types import Positional
 from roxxel_dist.cli.parser import parse
-from roxxel_dist.config import usage_errors
+from roxxel_dist.settings.config import usage_errors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ def copy(words: list[str]) -> int:
     """Copy a data set, a run or a folder to or from a bucket."""
     args = parse(CopyArgs, words, "copy")
     with usage_errors():
-        from roxxel_dist import display
-        from roxxel_dist.copy import copy as copied
+        from roxxel_dist.run.copy import copy as copied
+        from roxxel_dist.utils import display
 
         done = copied(args.source, args.target, overwrite=args.overwrite, timeout_s=args.store_timeout)
         there = f", {done.files - done.sent} were there" if done.sent < done.files else ""

@@ -6,7 +6,7 @@ from typing import Any
 from roxxel_dist.cli.argument_types import Positional
 from roxxel_dist.cli.parser import flags_in, parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
-from roxxel_dist.config import usage_errors
+from roxxel_dist.settings.config import usage_errors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def data_build(words: list[str]) -> int:
     """Make shards of tokens from text."""
     args = parse(BuildArgs, words, "data build")
     with usage_errors():
-        from roxxel_dist.data.build.build import build
+        from roxxel_dist.corpus.build import build
         from roxxel_dist.data.remote.config import RemoteConfig
         from roxxel_dist.data.verify import info
 
@@ -102,7 +102,7 @@ def data_append(words: list[str]) -> int:
         raise UserError(f"a data set keeps the tokenizer that it was built with: leave {what} out")
     args = parse(AppendArgs, words, "data append")
     with usage_errors():
-        from roxxel_dist.data.build.append import append
+        from roxxel_dist.corpus.append import append
         from roxxel_dist.data.verify import info
 
         options: dict[str, Any] = dataclasses.asdict(args)
@@ -181,12 +181,12 @@ def data_verify(words: list[str]) -> int:
 
 def verify_shards(path: str, workers: int | None = None, dtype: str | None = None) -> tuple[bool, list[str]]:
     """(Whether all shards are whole, what to say of them). Raises ValueError where there are none."""
-    from roxxel_dist.data.build.progress import Progress
     from roxxel_dist.data.dataset import Roxxel
-    from roxxel_dist.data.discovery import NoShardsError
+    from roxxel_dist.data.files.discovery import NoShardsError
     from roxxel_dist.data.remote.verify import verify_objects
     from roxxel_dist.data.verify import find_damage
     from roxxel_dist.objects.url import is_url
+    from roxxel_dist.utils.progress import Progress
 
     if is_url(path):
         problems, whole = verify_objects(path, Progress(True))

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT, UserError
-from roxxel_dist.config import usage_errors
 from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.objects.url import is_url
+from roxxel_dist.settings.config import usage_errors
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.preflight.checks import Requirements
@@ -77,8 +77,8 @@ def doctor(words: list[str]) -> int:
 
 def requirements(args: DoctorArgs, command: tuple[str, ...]) -> "Requirements":
     """What hosts need for a job that does not exist yet; `command` may be empty. Raises ValueError for a slip."""
+    from roxxel_dist.launcher.job.spec import JobSpec, log_dir_for
     from roxxel_dist.launcher.preflight.checks import requirements_of
-    from roxxel_dist.launcher.spec import JobSpec, log_dir_for
 
     run_dir = None if is_url(args.run_dir) else args.run_dir  # of a run in a bucket no folder is needed
     job = JobSpec(

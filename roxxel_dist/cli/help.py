@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from roxxel_dist.cli.argument_types import POSITIONAL, option_types, parts
-from roxxel_dist.component import field_docs
+from roxxel_dist.utils.component import field_docs
 
 POSITIONALS, OPTIONS = "Arguments", "Options"
 CONFIG_SECTIONS = {

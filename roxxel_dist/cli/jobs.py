@@ -15,14 +15,15 @@ from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, OK_CODES, UserError
 from roxxel_dist.cluster.file_lock import holding_process
 from roxxel_dist.cluster.folder_lock import LOCK
-from roxxel_dist.config import usage_errors
-from roxxel_dist.launcher.jobs import record, tail
-from roxxel_dist.launcher.jobs.record import JobRecord
+from roxxel_dist.launcher.control import record
+from roxxel_dist.launcher.control.record import JobRecord
+from roxxel_dist.launcher.jobs import tail
 from roxxel_dist.launcher.jobs.stop import stop as stop_job
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.objects.url import is_url
-from roxxel_dist.run_directory import LOGS, is_run
+from roxxel_dist.place.directory import LOGS, is_run
+from roxxel_dist.settings.config import usage_errors
 
 LINES = 40
 PIDS = 4

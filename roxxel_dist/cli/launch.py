@@ -16,8 +16,8 @@ from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.output.printable import printable
 
 if TYPE_CHECKING:
-    from roxxel_dist.launcher.backends.base import Backend, Command, Options
-    from roxxel_dist.launcher.spec import JobSpec
+    from roxxel_dist.launcher.job.backend import Backend, Command, Options
+    from roxxel_dist.launcher.job.spec import JobSpec
 
 MOST = 1_000_000
 """Hosts, processes, devices, restarts or ports of a job, at most."""
@@ -30,7 +30,7 @@ def command_of(name: str) -> Callable[[list[str]], int]:
     kind: type[Command] = import_module(BACKENDS[name]).Options
 
     def command(words: list[str]) -> int:
-        from roxxel_dist.launcher.backends.base import LaunchRequest
+        from roxxel_dist.launcher.job.backend import LaunchRequest
 
         end = words.index("--") if "--" in words else len(words)
         with usage_errors():
@@ -89,7 +89,7 @@ def usage_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError):
-        from roxxel_dist import config
+        from roxxel_dist.settings import config
 
         with config.usage_errors():
             raise
@@ -98,7 +98,7 @@ def usage_errors() -> Iterator[None]:
 def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
     """Start a job, detach it, or print what would be started; the exit code."""
     if options.dry_run:
-        from roxxel_dist.launcher.dry_run import as_text, describe
+        from roxxel_dist.launcher.control.dry_run import as_text, describe
 
         with usage_errors():  # the port may be in use
             if backend.is_local and job.total == job.nprocs:  # other hosts may have the data, and this one not
@@ -123,7 +123,7 @@ def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
 
 def _check_counts(options: Any) -> None:
     """Raises UserError for a number of hosts, processes or the like that no cluster has: a list of them has no end."""
-    from roxxel_dist.launcher.spec import JobSpec
+    from roxxel_dist.launcher.job.spec import JobSpec
 
     of_job = {field.name for field in dataclasses.fields(JobSpec)}  # whose limits of time have rules of their own
     for field in dataclasses.fields(options):
@@ -157,9 +157,9 @@ def check_training(command: Sequence[str]) -> None:
     if list(command[:1]) != ["train"]:
         return
     from roxxel_dist.cli.arguments import parse_train
-    from roxxel_dist.curriculum_builder import check_data
-    from roxxel_dist.run_directory import CONFIG
-    from roxxel_dist.run_metadata import data_of, saved_config
+    from roxxel_dist.place.directory import CONFIG
+    from roxxel_dist.run.curriculum import check_data
+    from roxxel_dist.run.record import data_of, saved_config
 
     args, config = parse_train(list(command[1:]))
     path = config.primary_path(args.data_path)
@@ -172,10 +172,10 @@ def check_training(command: Sequence[str]) -> None:
 
 def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backend") -> "JobSpec":
     """The job that the words ask for. Raises ValueError, before any process starts, for a slip in them."""
-    from roxxel_dist.launcher.environment import assignments, read_env_file
-    from roxxel_dist.launcher.jobs import record
-    from roxxel_dist.launcher.placement import placements, working_hosts
-    from roxxel_dist.launcher.spec import JobSpec, log_dir_for, new_run_id
+    from roxxel_dist.launcher.control import record
+    from roxxel_dist.launcher.job.environment import assignments, read_env_file
+    from roxxel_dist.launcher.job.placement import placements, working_hosts
+    from roxxel_dist.launcher.job.spec import JobSpec, log_dir_for, new_run_id
 
     if options.json and not options.dry_run:
         raise UserError("--json prints what would run: give it with --dry-run")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from roxxel_dist.cli.argument_types import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.config import parse_yaml, usage_errors
+from roxxel_dist.settings.config import parse_yaml, usage_errors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ def evaluate(words: list[str]) -> int:
     with usage_errors():
         validation = _named_sets(args.validation)
     from roxxel_dist.cluster.distributed import is_primary
-    from roxxel_dist.evaluate import evaluate, table
+    from roxxel_dist.run.evaluate import evaluate, table
 
     evaluation = evaluate(
         args.run,
@@ -111,7 +111,7 @@ def generate(words: list[str]) -> int:
             raise UserError("--best and --step name two checkpoints: use one of the two")
         from roxxel_dist.cluster.determinism import enable_compilation_cache
         from roxxel_dist.cluster.distributed import initialize
-        from roxxel_dist.generator import Generator
+        from roxxel_dist.weights.generator import Generator
 
         initialize()
         enable_compilation_cache()
@@ -162,7 +162,7 @@ def export(words: list[str]) -> int:
     with usage_errors():
         if args.best and args.step is not None:
             raise UserError("--best and --step name two checkpoints: use one of the two")
-        from roxxel_dist.export import export_run
+        from roxxel_dist.weights.export import export_run
 
         print(export_run(**dataclasses.asdict(args)))
     return 0

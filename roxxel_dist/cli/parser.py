@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from roxxel_dist.cli.argument_types import POSITIONAL, Short, marks, option_types, parts, plain
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.component import field_docs
-from roxxel_dist.launcher.spec import split_flags
+from roxxel_dist.launcher.job.spec import split_flags
+from roxxel_dist.utils.component import field_docs
 
 T = TypeVar("T")
 HELP = frozenset({"-h", "--help"})
@@ -115,7 +115,7 @@ def normalise_switches(words: list[str], kind: Any) -> list[str]:
 
 
 def _choice(hint: Any, value: str) -> str:
-    from roxxel_dist.config import as_choice
+    from roxxel_dist.settings.config import as_choice
 
     return as_choice(hint, value)
 
@@ -265,7 +265,7 @@ class _Arguments:
         if kinds != [held] and words == ["None"]:
             return None
         if _is_yaml(kinds[0]):
-            from roxxel_dist.config import parse_yaml
+            from roxxel_dist.settings.config import parse_yaml
 
             return parse_yaml(self._one(flag, words, kinds), flag)
         if name in self._lists:
@@ -317,6 +317,6 @@ def _what(kinds: list[Any]) -> str:
 
 def nearest(name: str, names: list[str]) -> str | None:
     """The name that was probably meant; None where none is near."""
-    from roxxel_dist.config import nearest as near
+    from roxxel_dist.settings.config import nearest as near
 
     return near(name, names)

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from roxxel_dist.cluster.accelerators import accelerator
-from roxxel_dist.display import aligned, duration, size
-from roxxel_dist.estimate import PhaseEstimate, RunEstimate
 from roxxel_dist.model.attention_kernels import LONGEST_WHOLE
+from roxxel_dist.run.estimate.estimate import PhaseEstimate, RunEstimate
+from roxxel_dist.utils.display import aligned, duration, size
 
 
 def table(run: RunEstimate, *, every_array: bool = False) -> str:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from roxxel_dist.cli.argument_types import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.config import usage_errors
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.output.printable import printable
-from roxxel_dist.run_directory import CONFIG, is_study
+from roxxel_dist.place.directory import CONFIG, is_study
+from roxxel_dist.settings.config import usage_errors
 
 if TYPE_CHECKING:
-    from roxxel_dist.sweep.bucket import StudyBucket
+    from roxxel_dist.sweep.driver.bucket import StudyBucket
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def report(words: list[str]) -> int:
 
 def _runs(args: ReportArgs) -> str:
     """Report runs; returns a message about pictures that could not be drawn."""
-    from roxxel_dist.report import differences, draw, no_pictures, read_runs, table
+    from roxxel_dist.run.report import differences, draw, no_pictures, read_runs, table
     from roxxel_dist.view.web.report import write_runs
 
     runs, folder = read_runs(args.runs), Path(args.out or "report")
@@ -85,7 +85,7 @@ def _in_bucket(args: ReportArgs) -> bool:
     """Tell of a study in a bucket; returns whether there is one."""
     from roxxel_dist.objects.store import TIMEOUT_S
     from roxxel_dist.objects.url import ObjectUrl
-    from roxxel_dist.sweep.bucket import reader_bucket
+    from roxxel_dist.sweep.driver.bucket import reader_bucket
 
     with reader_bucket(ObjectUrl.parse(args.runs[0]), TIMEOUT_S) as bucket:
         if bucket.is_there and (missing := _study(args, bucket)):
@@ -96,7 +96,7 @@ def _in_bucket(args: ReportArgs) -> bool:
 def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
     """Report a study; returns a message about pictures that could not be drawn."""
     from roxxel_dist.sweep.report.text import as_json, table, write_best_config
-    from roxxel_dist.sweep.study import REPORT, read_study
+    from roxxel_dist.sweep.study.folder import REPORT, read_study
     from roxxel_dist.view.web.report import write_study
 
     study = read_study(args.runs[0]) if bucket is None else read_study(bucket.path, bucket.url)

@@ -10,10 +10,10 @@ from typing import Any
 from roxxel_dist.cli.arguments import ConfigArgs, parse_config
 from roxxel_dist.cli.parser import flags_in
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.config import usage_errors
-from roxxel_dist.data.discovery import check_local
+from roxxel_dist.data.files.discovery import check_local
 from roxxel_dist.launcher.output.console import info
-from roxxel_dist.sweep.options import SweepOptions
+from roxxel_dist.settings.config import usage_errors
+from roxxel_dist.sweep.driver.options import SweepOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ def sweep(words: list[str]) -> int:
         search = _prepared(words, held)
         if search is None:
             return 0
-        from roxxel_dist.sweep import run
+        from roxxel_dist.sweep.driver import run
         from roxxel_dist.view.web.report import write_study
 
         return run.search(search, write_study)
@@ -42,7 +42,7 @@ def sweep(words: list[str]) -> int:
 
 def _prepared(words: list[str], held: ExitStack) -> Any:
     """The sweep that can begin; None where it was only to be shown. `held` keeps what it needs until it has ended."""
-    from roxxel_dist.sweep.study import StudyDir
+    from roxxel_dist.sweep.study.folder import StudyDir
 
     with usage_errors():
         if {"-h", "--help"}.intersection(words):  # before the lock of a study is taken
@@ -56,7 +56,7 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
         args, config = parse_config(SweepArgs, words, "sweep", study.base_file)
         if args.sweep_config is None and args.study is None and args.sweep_id is None:
             raise UserError("nothing to search: name a file with --sweep_config, or a study with --study")
-        from roxxel_dist.sweep import dry_run, run
+        from roxxel_dist.sweep.driver import dry_run, run
 
         given: dict[str, Any] = {field.name: getattr(args, field.name) for field in dataclasses.fields(SweepOptions)}
         given["study"] = study.place
@@ -82,7 +82,7 @@ def _bucket(flags: Mapping[str, str], held: ExitStack) -> Any:
         check_local("--study", place)
         return None
     from roxxel_dist.objects.store import TIMEOUT_S
-    from roxxel_dist.sweep.bucket import driver_bucket, reader_bucket
+    from roxxel_dist.sweep.driver.bucket import driver_bucket, reader_bucket
 
     url, timeout_s = ObjectUrl.parse(place or ""), float(flags.get("store_timeout") or TIMEOUT_S)
     if "dry_run" in flags:

@@ -11,9 +11,9 @@ from roxxel_dist.cli.arguments import ConfigArgs, as_flags, parse_config, parse_
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_PREFLIGHT, UserError
 from roxxel_dist.cluster.extras import pip_install
-from roxxel_dist.config import usage_errors
 from roxxel_dist.launcher.output.console import info
-from roxxel_dist.run_directory import CONFIG
+from roxxel_dist.place.directory import CONFIG
+from roxxel_dist.settings.config import usage_errors
 
 
 def train(words: list[str]) -> int:
@@ -21,12 +21,12 @@ def train(words: list[str]) -> int:
     with usage_errors():
         args, config = parse_train(words)
         skipped = steps_to_skip(args.skip_steps)
+    from roxxel_dist.checkpoint.store import SaveError
     from roxxel_dist.data.remote.cache import CacheError
     from roxxel_dist.data.verify import DamagedData
-    from roxxel_dist.experiment import Experiment
     from roxxel_dist.objects.lease import LeaseLostError
-    from roxxel_dist.train.bad_steps import BadStep
-    from roxxel_dist.train.checkpoint.store import SaveError
+    from roxxel_dist.run.experiment import Experiment
+    from roxxel_dist.train.step.bad_steps import BadStep
 
     experiment = Experiment(config)
     try:
@@ -64,7 +64,7 @@ def batch(words: list[str]) -> int:
     """Print what one step reads: data set, shard, document, text."""
     args = parse(BatchArgs, words, "batch")
     with usage_errors():
-        from roxxel_dist.inspect_batch import describe_batch
+        from roxxel_dist.run.batch import describe_batch
 
         print(describe_batch(args.source, args.step, args.data_path, text=args.text))
     return 0
@@ -85,7 +85,7 @@ def save(words: list[str]) -> int:
     """Ask a running job for a checkpoint, and wait until it is on disk."""
     args = parse(SaveArgs, words, "save")
     with usage_errors():
-        from roxxel_dist.save import NotSaved, ask_for_checkpoint
+        from roxxel_dist.run.save import NotSaved, ask_for_checkpoint
 
         try:
             step = ask_for_checkpoint(args.run, args.timeout)
@@ -138,8 +138,8 @@ def plan(words: list[str]) -> int:
     from roxxel_dist.cli.plan_table import table
     from roxxel_dist.cluster.distributed import is_primary
     from roxxel_dist.cluster.targets import MissingCompiler
-    from roxxel_dist.estimate import EstimateRequest, estimate
-    from roxxel_dist.target_process import TargetError
+    from roxxel_dist.run.estimate.estimate import EstimateRequest, estimate
+    from roxxel_dist.run.estimate.target_process import TargetError
 
     with usage_errors():
         request = EstimateRequest(
@@ -193,7 +193,7 @@ def find_lr(words: list[str]) -> int:
         if args.plot and importlib.util.find_spec("matplotlib") is None:  # known before the sweep, not after it
             raise UserError(f"--plot needs matplotlib: {pip_install('plot')}")
     from roxxel_dist.cluster.distributed import is_primary
-    from roxxel_dist.experiment import Experiment
+    from roxxel_dist.run.experiment import Experiment
     from roxxel_dist.train.lr_finder import plot_sweep, smooth
 
     suggested, rates, losses = Experiment(config).find_lr(

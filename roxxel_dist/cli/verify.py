@@ -31,8 +31,8 @@ class VerifyArgs:
 def verify(words: list[str]) -> int:
     """Compare checkpoints, exports or shards with their digests."""
     args = parse(VerifyArgs, words, "verify")
-    from roxxel_dist.train.checkpoint import verify as checks
-    from roxxel_dist.train.checkpoint.metadata import CheckpointRef
+    from roxxel_dist.checkpoint import verify as checks
+    from roxxel_dist.checkpoint.metadata import CheckpointRef
 
     ref = CheckpointRef.parse(args.path)
     if is_url(ref.run):
@@ -78,10 +78,10 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
     import shutil
     import tempfile
 
+    from roxxel_dist.checkpoint import verify as checks
     from roxxel_dist.cluster.durable import cache_folder
-    from roxxel_dist.config import usage_errors
-    from roxxel_dist.train.bucket_run import BucketRun
-    from roxxel_dist.train.checkpoint import verify as checks
+    from roxxel_dist.place.bucket_run import BucketRun
+    from roxxel_dist.settings.config import usage_errors
 
     verdicts: list[Any] = []
     cache_folder().mkdir(parents=True, exist_ok=True)
@@ -112,8 +112,8 @@ def _shown(verdict: Any, args: VerifyArgs) -> list[Any]:
 
 def _verify_shards(args: VerifyArgs) -> int:
     from roxxel_dist.cli.data import verify_shards
-    from roxxel_dist.config import usage_errors
-    from roxxel_dist.data.discovery import NoShardsError
+    from roxxel_dist.data.files.discovery import NoShardsError
+    from roxxel_dist.settings.config import usage_errors
 
     with usage_errors():
         try:
@@ -130,7 +130,7 @@ def _verify_shards(args: VerifyArgs) -> int:
 @contextmanager
 def _progress(size: int) -> Iterator[Callable[[int], None]]:
     """On standard error; of little nothing is shown."""
-    from roxxel_dist.data.build.progress import Progress
+    from roxxel_dist.utils.progress import Progress
 
     with Progress(size >= LARGE).bar("verify", max(1, size)) as advance:
         yield advance

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.component import component
+from roxxel_dist.utils.component import component
 
 
 @component

@@ -15,19 +15,19 @@ from typing import Any, Self, overload
 import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.data.build.tokenizer import TOKENIZER_FILE, Tokenizer
-from roxxel_dist.data.build.writer import WriteOptions, write_data_set
-from roxxel_dist.data.discovery import DataPath, NoShardsError, Target, find_shards, names_objects
-from roxxel_dist.data.foreign import ForeignFile
+from roxxel_dist.data.files.discovery import DataPath, NoShardsError, Target, find_shards, names_objects
+from roxxel_dist.data.files.foreign import ForeignFile
+from roxxel_dist.data.files.reader import MappedReader, WindowReader
+from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE
+from roxxel_dist.data.files.slices import ShardSlice, TokenFile, check_dtype, open_slices, slices_of, split_slice
+from roxxel_dist.data.files.writer import WriteOptions, write_data_set
 from roxxel_dist.data.packing import segments_and_positions
-from roxxel_dist.data.reader import MappedReader, WindowReader
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.fetch import Fetcher
 from roxxel_dist.data.remote.open import open_shards, read_beside
 from roxxel_dist.data.remote.reader import RemoteReader
 from roxxel_dist.data.remote.shard import RemoteShard
-from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE
-from roxxel_dist.data.slices import ShardSlice, TokenFile, check_dtype, open_slices, slices_of, split_slice
+from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.units import steps_in_a_pass
 from roxxel_dist.objects.url import ObjectUrl
 
@@ -332,7 +332,7 @@ class Roxxel:
         passes: int | None = 1,
         **options: Any,
     ) -> Any:
-        """Batches of shuffled windows: a `roxxel_dist.data.loader.Stream`, one pass over the data set by default.
+        """Batches of shuffled windows: a `roxxel_dist.input.stream.Stream`, one pass over the data set by default.
 
         Args:
             seq_len: tokens of a row, the target included.
@@ -352,7 +352,7 @@ class Roxxel:
         Raises:
             ValueError: a number breaks its rule, a weight names no data set, or the data cannot fill a batch.
         """
-        from roxxel_dist.data.loader import stream_of  # above this layer: only needed for streaming
+        from roxxel_dist.input.stream import stream_of  # above this layer: only needed for streaming
 
         return stream_of(self, seq_len, batch_size, seed, start_step, steps, passes, **options)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.data.slices import TokenFile
+from roxxel_dist.data.files.slices import TokenFile
 
 
 class Packed(NamedTuple):

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.foreign import GIVE_THE_DTYPE, ForeignFile, sample_starts
+from roxxel_dist.data.files.foreign import GIVE_THE_DTYPE, ForeignFile, sample_starts
+from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE, DamagedData, Shard
+from roxxel_dist.data.files.slices import TokenFile
 from roxxel_dist.data.remote.shard import RemoteShard
-from roxxel_dist.data.shard import DEFAULT_BLOCK_SIZE, DamagedData, Shard
-from roxxel_dist.data.slices import TokenFile
+from roxxel_dist.utils.progress import Progress
 
 WORTH_A_PROCESS = 1 << 32
 """Bytes of tokens that justify another process: half a second of work, about the start-up time of a process."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Literal, get_args
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.component import component
+from roxxel_dist.utils.component import component
 
 
 def check_sizes(sizes: Mapping[str, int | None]) -> None:

@@ -245,7 +245,7 @@ class Transformer(nnx.Module):
         Raises:
             ValueError: there is no such model, or it is user-defined.
         """
-        from roxxel_dist.weights import load_transformer
+        from roxxel_dist.weights.load import load_transformer
 
         return load_transformer(path, best=best)
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roxxel_dist.sweep.recorded import replay as replay
+    from roxxel_dist.sweep.driver.recorded import replay as replay
     from roxxel_dist.sweep.samplers import make as make
 
 __all__ = ["make", "replay"]
@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
 
         return make
     if name == "replay":
-        from roxxel_dist.sweep.recorded import replay
+        from roxxel_dist.sweep.driver.recorded import replay
 
         return replay
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, UserError
-from roxxel_dist.config import load_yaml, usage_errors
-from roxxel_dist.run_directory import default_run_dir
-from roxxel_dist.sweep.execution.process import ROXXEL, launch_command
-from roxxel_dist.sweep.execution.task import Ranks
-from roxxel_dist.sweep.execution.trial import config_of
-from roxxel_dist.train.config import TRIAL
+from roxxel_dist.place.directory import default_run_dir
+from roxxel_dist.settings.config import load_yaml, usage_errors
+from roxxel_dist.settings.training import TRIAL
+from roxxel_dist.sweep.trial.process import ROXXEL, launch_command
+from roxxel_dist.sweep.trial.task import Ranks
+from roxxel_dist.sweep.trial.trial import config_of
 
 CONFIG_ENV, DATA_ENV = "ROXXEL_SWEEP_CONFIG", "ROXXEL_SWEEP_DATA"
 """The base config and the data, where no words name them."""

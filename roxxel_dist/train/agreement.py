@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 
+from roxxel_dist.checkpoint.memory import MemoryTier
 from roxxel_dist.cluster.distributed import is_primary, process_count, unanswered, unique_key, wait_for_key
 from roxxel_dist.cluster.jax_private import key_value_store
 from roxxel_dist.cluster.preemption import stop_requested
 from roxxel_dist.cluster.save_requests import SaveRequests
-from roxxel_dist.train.checkpoint.memory import MemoryTier
 
 PERIOD_S = 1.0
 """Seconds from one announcement to the next; at least a step."""

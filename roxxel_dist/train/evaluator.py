@@ -14,12 +14,12 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.even_rows import SpreadRows
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.loader import Stream
 from roxxel_dist.data.verify import VerifiedBlocks
-from roxxel_dist.train.compile import AotCompiler, batch_key
-from roxxel_dist.train.throughput import InflightThrottler
-from roxxel_dist.train.train_state import TrainState
-from roxxel_dist.train.train_step import BALANCE, WEIGHT, Hparams
+from roxxel_dist.input.stream import Stream
+from roxxel_dist.train.step.compile import AotCompiler, batch_key
+from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.train.step.step import BALANCE, WEIGHT, Hparams
+from roxxel_dist.train.step.throughput import InflightThrottler
 
 HELD_OUT, TRAIN = "", "(training data)"
 """The names of the split held out of the training data, and of the training data; a user's set may be "train"."""

@@ -19,15 +19,15 @@ from roxxel_dist.cluster.determinism import enable_compilation_cache
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding, scalars_on
 from roxxel_dist.curriculum.phases import Curriculum
-from roxxel_dist.data.loader import Stream
-from roxxel_dist.display import figure
+from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.train.compile import AotCompiler
-from roxxel_dist.train.config import LoopOptions
-from roxxel_dist.train.optimizer import LONG, InitialState, NamedOptimizer
-from roxxel_dist.train.throughput import InflightThrottler
-from roxxel_dist.train.train_state import init_state
-from roxxel_dist.train.train_step import SPIKE_FACTOR, LossFn, check_batches, fetch, make_step
+from roxxel_dist.settings.training import LoopOptions
+from roxxel_dist.train.step.compile import AotCompiler
+from roxxel_dist.train.step.optimizer import LONG, InitialState, NamedOptimizer
+from roxxel_dist.train.step.state import init_state
+from roxxel_dist.train.step.step import SPIKE_FACTOR, LossFn, check_batches, fetch, make_step
+from roxxel_dist.train.step.throughput import InflightThrottler
+from roxxel_dist.utils.display import figure
 
 AT_THE_PEAK: Mapping[str, float] = {"warmup_steps": 0.0, "total_steps": float(LONG), "decay_steps": 1.0}
 """Settings that keep every schedule at `lr`: no warm-up, and a decay that never begins."""

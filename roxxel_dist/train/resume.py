@@ -12,23 +12,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from roxxel_dist.checkpoint.generations import Generation
+from roxxel_dist.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef, ResumeSpec
+from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
-from roxxel_dist.data.discovery import absolute
+from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.data.units import SPREAD
 from roxxel_dist.model.split import Leaves, ModuleSplit
-from roxxel_dist.train.bad_steps import BadStep, known_good
-from roxxel_dist.train.checkpoint.generations import Generation
-from roxxel_dist.train.checkpoint.metadata import (
-    BaseModelRef,
-    CheckpointMetadata,
-    CheckpointRef,
-    ResumeSpec,
-)
-from roxxel_dist.train.checkpoint.store import CheckpointStore
-from roxxel_dist.train.config import LoopOptions
-from roxxel_dist.train.init_from import (
+from roxxel_dist.settings.training import LoopOptions
+from roxxel_dist.train.step.bad_steps import BadStep, known_good
+from roxxel_dist.train.step.optimizer import NamedOptimizer, Optimizer, schedule_change
+from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.weights.base import (
     INITIALIZED_FROM,
     find_checkpoint,
     fingerprint,
@@ -36,8 +33,6 @@ from roxxel_dist.train.init_from import (
     load_params,
     open_checkpoint,
 )
-from roxxel_dist.train.optimizer import NamedOptimizer, Optimizer, schedule_change
-from roxxel_dist.train.train_state import TrainState
 
 MOST_STEPS = (1 << 31) - 1
 

@@ -16,6 +16,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from roxxel_dist.checkpoint import files
+from roxxel_dist.checkpoint.generations import run_identity
+from roxxel_dist.checkpoint.memory import MemoryTier, open_memory
+from roxxel_dist.checkpoint.metadata import RESUME_LATEST, CheckpointMetadata, ResumeSpec, read_cursor, write_cursor
+from roxxel_dist.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from roxxel_dist.cluster.determinism import enable_compilation_cache, pin_for_shards
 from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_count, process_index
 from roxxel_dist.cluster.exit_codes import UserError
@@ -26,37 +31,24 @@ from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.loader import Stream
 from roxxel_dist.data.verify import VerifiedBlocks
+from roxxel_dist.input.stream import Stream
+from roxxel_dist.input.verify_ahead import Verification
 from roxxel_dist.model.split import has_random_streams_alone
 from roxxel_dist.model.transformer import Transformer, TransformerBuilder
+from roxxel_dist.place.bucket_run import BucketRun
+from roxxel_dist.place.files import check_run_folder
+from roxxel_dist.settings.training import LoopKeywords, LoopOptions
 from roxxel_dist.train.agreement import StepAgreement
-from roxxel_dist.train.bad_steps import BadStep, BadStepMonitor
-from roxxel_dist.train.batch_layout import batch_layout
-from roxxel_dist.train.bucket_run import BucketRun
-from roxxel_dist.train.checkpoint import files
-from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
-from roxxel_dist.train.checkpoint.generations import run_identity
-from roxxel_dist.train.checkpoint.manager import CheckpointManager
-from roxxel_dist.train.checkpoint.memory import MemoryTier, open_memory
-from roxxel_dist.train.checkpoint.metadata import (
-    RESUME_LATEST,
-    CheckpointMetadata,
-    ResumeSpec,
-    read_cursor,
-    write_cursor,
-)
-from roxxel_dist.train.checkpoint.store import CheckpointStore, DamagedCheckpoint
-from roxxel_dist.train.compile import AotCompiler, abstract, batch_key, mesh_of
-from roxxel_dist.train.config import LoopKeywords, LoopOptions
-from roxxel_dist.train.digest_chain import DigestChain, in_hex
+from roxxel_dist.train.checkpointer import Checkpointer
 from roxxel_dist.train.evaluator import HELD_OUT, Validation, run_eval_fn, summarize
-from roxxel_dist.train.loggers.base import CRASH_LIMIT_S, LogQueue, Tracker, TrackerSource
-from roxxel_dist.train.loggers.choose import trackers_for
-from roxxel_dist.train.loggers.metrics import MetricsLogger
-from roxxel_dist.train.optimizer import InitialState, as_optimizer, check_update
-from roxxel_dist.train.profiler import Profiler
-from roxxel_dist.train.repeated_work import MOST, work_ratio
+from roxxel_dist.train.exact.layout import DeviceStates, can_cut_rows, check_shapes
+from roxxel_dist.train.exact.step import init_state_of_copies, make_sharded_steps
+from roxxel_dist.train.log.base import CRASH_LIMIT_S, LogQueue, Tracker, TrackerSource
+from roxxel_dist.train.log.choose import trackers_for
+from roxxel_dist.train.log.profiler import Profiler
+from roxxel_dist.train.log.timeline import Timeline
+from roxxel_dist.train.metrics import MetricsLogger
 from roxxel_dist.train.resume import (
     ResumePoint,
     begin,
@@ -68,11 +60,14 @@ from roxxel_dist.train.resume import (
     run_fingerprint,
     with_adapters,
 )
-from roxxel_dist.train.run_files import check_run_folder
-from roxxel_dist.train.throughput import InflightThrottler, StepTimer
-from roxxel_dist.train.timeline import Timeline
-from roxxel_dist.train.train_state import TrainState, TrainView, init_state
-from roxxel_dist.train.train_step import (
+from roxxel_dist.train.step.bad_steps import BadStep, BadStepMonitor
+from roxxel_dist.train.step.batch_layout import batch_layout
+from roxxel_dist.train.step.compile import AotCompiler, abstract, batch_key, mesh_of
+from roxxel_dist.train.step.digest_chain import DigestChain, in_hex
+from roxxel_dist.train.step.optimizer import InitialState, as_optimizer, check_update
+from roxxel_dist.train.step.repeated_work import MOST, work_ratio
+from roxxel_dist.train.step.state import TrainState, TrainView, init_state
+from roxxel_dist.train.step.step import (
     SPIKE_FACTOR,
     LossFn,
     Metrics,
@@ -81,9 +76,8 @@ from roxxel_dist.train.train_step import (
     make_eval_step,
     make_step,
 )
-from roxxel_dist.train.verification import Verification
-from roxxel_dist.train.virtual_shards.layout import DeviceStates, can_cut_rows, check_shapes
-from roxxel_dist.train.virtual_shards.step import init_state_of_copies, make_sharded_steps
+from roxxel_dist.train.step.throughput import InflightThrottler, StepTimer
+from roxxel_dist.train.writer import CheckpointManager
 
 
 class Trainer:

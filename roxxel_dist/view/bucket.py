@@ -7,17 +7,17 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
+from roxxel_dist.checkpoint.metadata import CHECKPOINTS, CURSOR, DAMAGED, META, TABLE
 from roxxel_dist.cluster.durable import cache_folder, make_folder, write_file
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.launcher.jobs.record import JobRecord
+from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
 from roxxel_dist.objects.lease import is_renewed
 from roxxel_dist.objects.store import ObjectInfo, ObjectStore
 from roxxel_dist.objects.url import ObjectUrl
-from roxxel_dist.run_directory import CONFIG, DEFINITION, METRICS, is_run, no_run
-from roxxel_dist.train.bucket_folder import LEASE
-from roxxel_dist.train.checkpoint.metadata import CHECKPOINTS, CURSOR, DAMAGED, META, TABLE
-from roxxel_dist.train.timeline import NAME
+from roxxel_dist.place.bucket_folder import LEASE
+from roxxel_dist.place.directory import CONFIG, DEFINITION, METRICS, is_run, no_run
+from roxxel_dist.train.log.timeline import NAME
 from roxxel_dist.view.run import RunReader, RunState
 
 PULL_S = 3.0

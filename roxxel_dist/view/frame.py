@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from roxxel_dist.display import aligned
-from roxxel_dist.launcher.jobs.record import Restart
+from roxxel_dist.launcher.control.record import Restart
 from roxxel_dist.launcher.output.bar import clock, scaled
 from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.sweep.report.text import STATES, counts
-from roxxel_dist.sweep.study import flat, short
-from roxxel_dist.train.timeline import SPENT
+from roxxel_dist.sweep.study.folder import flat, short
+from roxxel_dist.train.log.timeline import SPENT
+from roxxel_dist.utils.display import aligned
 from roxxel_dist.view.chart import chart
 from roxxel_dist.view.items import State
 from roxxel_dist.view.job import JobState

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.launcher.jobs import record
-from roxxel_dist.launcher.jobs.record import JobRecord
+from roxxel_dist.launcher.control import record
+from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.objects.url import is_url
-from roxxel_dist.run_directory import JOURNAL, METRICS, is_run, is_study, no_run
+from roxxel_dist.place.directory import JOURNAL, METRICS, is_run, is_study, no_run
 from roxxel_dist.view.bucket import BucketRunReader
 from roxxel_dist.view.job import JobReader, JobState
 from roxxel_dist.view.run import RunReader, RunState

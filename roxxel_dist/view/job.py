@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from roxxel_dist.launcher.jobs.record import JobRecord
+from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.view.run import RankRates, RankState
 
 TAIL_BYTES, TAIL_LINES = 16 << 10, 12

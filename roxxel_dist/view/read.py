@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.config import RECORD, load_yaml
-from roxxel_dist.data.discovery import absolute
-from roxxel_dist.run_directory import CONFIG, METRICS, is_run, no_run
-from roxxel_dist.sweep import study as studies
-from roxxel_dist.sweep.study import flat
-from roxxel_dist.train.bucket_folder import local_run
-from roxxel_dist.train.loggers.csv_jsonl import read_rows
+from roxxel_dist.data.files.discovery import absolute
+from roxxel_dist.place.bucket_folder import local_run
+from roxxel_dist.place.directory import CONFIG, METRICS, is_run, no_run
+from roxxel_dist.settings.config import RECORD, load_yaml
+from roxxel_dist.sweep.study import folder as studies
+from roxxel_dist.sweep.study.folder import flat
+from roxxel_dist.train.log.csv_jsonl import read_rows
 from roxxel_dist.view.run import CheckpointState, PhaseSpan, RunReader
 
 WIDTH = 80

@@ -10,12 +10,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.config import load_yaml
+from roxxel_dist.checkpoint.metadata import CHECKPOINTS, DAMAGED, TABLE, MetaFile, read_cursor
+from roxxel_dist.launcher.control.record import JobRecord, Restart
 from roxxel_dist.launcher.host.process_tree import STATE, stat
-from roxxel_dist.launcher.jobs.record import JobRecord, Restart
-from roxxel_dist.run_directory import CONFIG, METRICS, is_held
-from roxxel_dist.train.checkpoint.metadata import CHECKPOINTS, DAMAGED, TABLE, MetaFile, read_cursor
-from roxxel_dist.train.timeline import FINISHED, NAME, time_spent
+from roxxel_dist.place.directory import CONFIG, METRICS, is_held
+from roxxel_dist.settings.config import load_yaml
+from roxxel_dist.train.log.timeline import FINISHED, NAME, time_spent
 from roxxel_dist.view.tail import SAMPLES, Tail, sample
 
 END_BYTES = 256 << 10

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from roxxel_dist.cluster.file_lock import is_held
 from roxxel_dist.cluster.folder_lock import LOCK
-from roxxel_dist.run_directory import JOURNAL
-from roxxel_dist.sweep.journal import History, Trial
-from roxxel_dist.sweep.study import Study, StudyDir
+from roxxel_dist.place.directory import JOURNAL
+from roxxel_dist.sweep.study.folder import Study, StudyDir
+from roxxel_dist.sweep.study.journal import History, Trial
 from roxxel_dist.view.tail import Tail
 
 

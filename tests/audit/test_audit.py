@@ -11,9 +11,9 @@ from flips import KINDS, Flip, flipping
 
 from roxxel_dist.audit.record import RunRecord
 from roxxel_dist.audit.replay import first_difference
+from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cli import main
-from roxxel_dist.train.bad_steps import BadStep
-from roxxel_dist.train.checkpoint.store import CheckpointStore
+from roxxel_dist.train.step.bad_steps import BadStep
 
 
 def contents(folder):

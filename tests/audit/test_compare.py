@@ -65,7 +65,7 @@ def test_forks_carry_the_chain_on(cut, clean, tokens, tmp_path):
 @pytest.mark.long
 def test_a_checkpoint_without_a_digest_begins_the_chain_anew_and_the_audit_says_so(cut, tmp_path, capsys):
     from roxxel_dist.audit.record import RunRecord
-    from roxxel_dist.train.checkpoint.store import CheckpointStore
+    from roxxel_dist.checkpoint.store import CheckpointStore
 
     run = shutil.copytree(cut, tmp_path / "run")
     store = CheckpointStore(run / "checkpoints")

@@ -12,8 +12,8 @@ import pytest
 from roxxel_dist.cluster import file_lock
 from roxxel_dist.cluster.file_lock import holder, is_held, take_lock, wait_for_lock
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.run_directory import RunDirectory
-from roxxel_dist.sweep.journal import Journal
+from roxxel_dist.place.directory import RunDirectory
+from roxxel_dist.sweep.study.journal import Journal
 
 HOLDER = """
 import sys
@@ -28,7 +28,7 @@ sys.stdin.read()
 ALONE = """
 import os, sys
 from pathlib import Path
-from roxxel_dist.data.atomic_dir import publish, staging
+from roxxel_dist.data.files.atomic_dir import publish, staging
 folder, times = Path(sys.argv[1]), 0
 while times < 40:
     try:

@@ -7,7 +7,7 @@ import pytest
 
 from roxxel_dist.cluster import save_requests
 from roxxel_dist.cluster.save_requests import ANSWER, REQUEST, SaveRequests, post_request, read_answer, sweep
-from roxxel_dist.run_directory import RunDirectory
+from roxxel_dist.place.directory import RunDirectory
 
 
 @pytest.fixture

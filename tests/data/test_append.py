@@ -8,8 +8,8 @@ import pytest
 
 from roxxel_dist import Config, Experiment, Roxxel
 from roxxel_dist.cli import main
-from roxxel_dist.data.build.append import append
-from roxxel_dist.data.build.build import build
+from roxxel_dist.corpus.append import append
+from roxxel_dist.corpus.build import build
 
 SMALL = {
     "dim": 16, "num_blocks": 1, "kv_heads": 1, "head_size": 8, "max_context": 16, "eval_iters": 1, "n_devices": 1,

@@ -10,10 +10,10 @@ import pytest
 
 from roxxel_dist.cluster.durable import make_folder, write_file
 from roxxel_dist.cluster.file_lock import take_lock
-from roxxel_dist.config import Config
-from roxxel_dist.data.atomic_dir import finish_interrupted, publish, staging
-from roxxel_dist.data.build.build import build
+from roxxel_dist.corpus.build import build
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.files.atomic_dir import finish_interrupted, publish, staging
+from roxxel_dist.settings.config import Config
 
 OLD = [b"old-one", b"old-two", b"old-three"]
 NEW = [b"new-1", b"new-2"]
@@ -143,7 +143,7 @@ def test_publishing_replaces_and_removes(tmp_path):
 
 
 def test_a_writer_that_does_not_get_on_is_waited_for_and_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("roxxel_dist.data.atomic_dir.FINISH_LIMIT_S", 0.2)
+    monkeypatch.setattr("roxxel_dist.data.files.atomic_dir.FINISH_LIMIT_S", 0.2)
     staged = tmp_path / ".x.writing"
     staged.mkdir()
     (staged / "commit.json").write_text('{"remove": []}')

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from small_disks import mounted_disk
 
-from roxxel_dist.data.build.build import build
-from roxxel_dist.data.build.tokenizer import EOS, train_tokenizer
+from roxxel_dist.corpus.build import build
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.tokenizer.tokenizer import EOS, train_tokenizer
 from roxxel_dist.data.verify import info
 
 FILES = {
@@ -209,8 +209,8 @@ def test_out_around_the_folder_that_is_read(texts, tmp_path):
 
 
 def test_a_long_document_is_one_document(tmp_path, monkeypatch):
-    monkeypatch.setattr("roxxel_dist.data.build.documents.PIECE_CHARACTERS", 300)
-    monkeypatch.setattr("roxxel_dist.data.build.encode.BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr("roxxel_dist.corpus.documents.PIECE_CHARACTERS", 300)
+    monkeypatch.setattr("roxxel_dist.corpus.encode.BATCH_CHARACTERS", 1000)
     texts = ["".join(f"line {number} of text {text}\n" for number in range(300)) for text in "abc"]
     for name, text in zip("abc", texts, strict=True):
         (tmp_path / f"{name}.txt").write_text(text)
@@ -245,7 +245,7 @@ def test_mistakes_are_named_and_leave_nothing(texts, tmp_path, monkeypatch, opti
 # Gets a signal when it opens a certain file to write.
 BUILD = """
 import os, sys
-from roxxel_dist.data.build.build import build
+from roxxel_dist.corpus.build import build
 texts, out, name, number = sys.argv[1:]
 def hook(event, args):
     if event == "open" and args[2] & os.O_WRONLY and os.path.basename(args[0]).startswith(name):

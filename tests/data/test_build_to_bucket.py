@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from roxxel_dist.data.build.build import build
+from roxxel_dist.corpus.build import build
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.objects.copy_record import RECORD
 from roxxel_dist.objects.errors import StoreTimeoutError
@@ -78,7 +78,7 @@ def test_a_build_that_was_killed_is_not_taken_for_whole_and_goes_on(texts, url, 
     local = built(texts, tmp_path / "local")
     link.rate = 1e6
     settings = "tokenizer='byte', max_shard_bytes=100_000"
-    code = f"from roxxel_dist.data.build.build import build; build({str(texts)!r}, {url!r}, {settings})"
+    code = f"from roxxel_dist.corpus.build import build; build({str(texts)!r}, {url!r}, {settings})"
     command = [sys.executable, "-c", code]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not any(".rox" in request.path for request in link.requests) and process.poll() is None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from refusing import refusing_by_name
 
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.discovery import find_shards, is_tokens
-from roxxel_dist.data.foreign import INDEX_DTYPES, ForeignFile, open_foreign
-from roxxel_dist.data.slices import open_files
+from roxxel_dist.data.files.discovery import find_shards, is_tokens
+from roxxel_dist.data.files.foreign import INDEX_DTYPES, ForeignFile, open_foreign
+from roxxel_dist.data.files.slices import open_files
 
 TOKENS = np.random.default_rng(3).integers(1, 30_000, 5000)
 

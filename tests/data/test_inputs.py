@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusing import refusing_by_name
 
-from roxxel_dist.data.build.build import build
-from roxxel_dist.data.build.documents import read_arrow, read_json_lines, read_parquet, saved_data_set
-from roxxel_dist.data.build.tokenizer import train_tokenizer
-from roxxel_dist.data.build.writer import write_shards
+from roxxel_dist.corpus.build import build
+from roxxel_dist.corpus.documents import read_arrow, read_json_lines, read_parquet, saved_data_set
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.files.writer import write_shards
+from roxxel_dist.data.tokenizer.tokenizer import train_tokenizer
 
 TEXTS = [f"text {number}: " + "naïve 東京 words\n" * (number % 7) for number in range(90)]
 
@@ -122,7 +122,7 @@ def test_a_source_that_is_cut_between_two_reads_is_an_error(tmp_path, monkeypatc
         os.truncate(path, size - 1000)
         return write_shards(*words, **options)
 
-    monkeypatch.setattr("roxxel_dist.data.build.build.write_shards", cut_and_write)
+    monkeypatch.setattr("roxxel_dist.corpus.build.write_shards", cut_and_write)
     with pytest.raises(ValueError, match=rf"{name}( changed while| was truncated while|, line \d+: not JSON)"):
         built(path, tmp_path / "out")
     assert os.listdir(tmp_path) == [name]
@@ -133,11 +133,11 @@ def test_a_source_that_is_cut_between_two_reads_is_an_error(tmp_path, monkeypatc
     [("bpe", 3), ("char", 2), *(pytest.param(*one, marks=pytest.mark.long) for one in (("bpe", 2), ("char", 3)))],
 )
 def test_workers_change_nothing(tmp_path, monkeypatch, kind, workers):
-    monkeypatch.setattr("roxxel_dist.data.build.encode.BATCH_CHARACTERS", 700)
+    monkeypatch.setattr("roxxel_dist.corpus.encode.BATCH_CHARACTERS", 700)
     write_json_lines(tmp_path / "a.jsonl")
     options = {"tokenizer": kind, "vocab_size": 300 if kind == "bpe" else None, "max_shard_bytes": 2000}
     built(tmp_path / "a.jsonl", tmp_path / "one", workers=1, **options)
-    monkeypatch.setattr("roxxel_dist.data.build.build.PARALLEL_BYTES", 0)
+    monkeypatch.setattr("roxxel_dist.corpus.build.PARALLEL_BYTES", 0)
     ds = built(tmp_path / "a.jsonl", tmp_path / "out", workers=workers, **options)
     files = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
@@ -145,7 +145,7 @@ def test_workers_change_nothing(tmp_path, monkeypatch, kind, workers):
 
 
 def test_a_mistake_in_a_helper_process_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("roxxel_dist.data.build.build.PARALLEL_BYTES", 0)
+    monkeypatch.setattr("roxxel_dist.corpus.build.PARALLEL_BYTES", 0)
     train_tokenizer("char", ["abc"]).save(tmp_path / "tokenizer.json")
     (tmp_path / "a.txt").write_text("abcd")
     with pytest.raises(ValueError, match="1 characters are not in the vocabulary"):
@@ -158,7 +158,7 @@ def test_the_bar_of_a_training_is_on_stderr_alone(tmp_path, monkeypatch, capfd):
     write_json_lines(tmp_path / "a.jsonl")
     options = {"tokenizer": "bpe", "vocab_size": 300, "progress": True}
     here = built(tmp_path / "a.jsonl", tmp_path / "one", **options, workers=1)
-    monkeypatch.setattr("roxxel_dist.data.build.build.PARALLEL_BYTES", 0)
+    monkeypatch.setattr("roxxel_dist.corpus.build.PARALLEL_BYTES", 0)
     for workers in (1, 2):
         ds = built(tmp_path / "a.jsonl", tmp_path / f"out{workers}", **options, workers=workers)
         assert ds.fingerprint == here.fingerprint
@@ -167,8 +167,8 @@ def test_the_bar_of_a_training_is_on_stderr_alone(tmp_path, monkeypatch, capfd):
 
 KILLED = """
 import os, sys
-import roxxel_dist.data.build.build
-from roxxel_dist.data.build.build import build
+import roxxel_dist.corpus.build
+from roxxel_dist.corpus.build import build
 def hook(event, args):
     if event == "open" and args[2] & os.O_WRONLY and str(args[0]).endswith(sys.argv[4]):
         os.kill(os.getpid(), 9)
@@ -206,16 +206,16 @@ def test_a_killed_build_goes_on(tmp_path, capsys, fraction, killed_at, finished)
 
 KILLED_BETWEEN = """
 import os, sys
-import roxxel_dist.data.build.build
-publish, left = roxxel_dist.data.build.build.publish, [int(sys.argv[3])]
+import roxxel_dist.corpus.build
+publish, left = roxxel_dist.corpus.build.publish, [int(sys.argv[3])]
 def counted(*given):
     if not left[0]:
         os.kill(os.getpid(), 9)
     left[0] -= 1
     publish(*given)
-roxxel_dist.data.build.build.publish = counted
+roxxel_dist.corpus.build.publish = counted
 overwrite = sys.argv[4] == "overwrite"
-roxxel_dist.data.build.build.build(
+roxxel_dist.corpus.build.build(
     sys.argv[1], sys.argv[2], vocab_size=300, max_shard_bytes=700, val_fraction=0.4, overwrite=overwrite
 )
 """

@@ -12,9 +12,9 @@ import pytest
 from roxxel_dist import Roxxel
 from roxxel_dist.cluster.file_lock import release_lock, take_lock
 from roxxel_dist.cluster.folder_lock import LOCK, FolderIsHeld
-from roxxel_dist.data.build.append import append
-from roxxel_dist.data.build.build import build
-from roxxel_dist.data.build.writer import BUILD_FILE
+from roxxel_dist.corpus.append import append
+from roxxel_dist.corpus.build import build
+from roxxel_dist.data.files.writer import BUILD_FILE
 
 WRITERS = {
     "write": lambda top: Roxxel(top / "set").write([np.arange(5, dtype="<u2")], separator=256),
@@ -121,7 +121,7 @@ def test_files_of_one_folder_are_made_at_the_same_time(tmp_path):
 
 
 def test_a_file_takes_its_place_under_the_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr("roxxel_dist.data.build.writer.FINISH_LIMIT_S", 0.2)
+    monkeypatch.setattr("roxxel_dist.data.files.writer.FINISH_LIMIT_S", 0.2)
     lock = take_lock(tmp_path / LOCK)
     with pytest.raises(FolderIsHeld):
         Roxxel(tmp_path / "a.rox").write([b"a"])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.shard import Shard
+from roxxel_dist.data.files.shard import Shard
 
 
 def naive(documents, offset, length):

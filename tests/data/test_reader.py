@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.reader import MappedReader, map_files
+from roxxel_dist.data.files.reader import MappedReader, map_files
 
 
 @pytest.fixture

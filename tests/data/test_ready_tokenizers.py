@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from roxxel_dist.data.build.build import build
-from roxxel_dist.data.build.tokenizer import Tokenizer
+from roxxel_dist.corpus.build import build
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece")
 
@@ -68,7 +68,7 @@ def model(request, tmp_path_factory):
 
 def write_texts(folder, monkeypatch):
     """Documents longer than what a tokenizer of our own would cut."""
-    monkeypatch.setattr("roxxel_dist.data.build.documents.PIECE_CHARACTERS", 50)
+    monkeypatch.setattr("roxxel_dist.corpus.documents.PIECE_CHARACTERS", 50)
     (folder / "in").mkdir()
     for number, text in enumerate(TEXTS[:20]):
         (folder / "in" / f"{number:03d}.txt").write_text(text * 5)
@@ -90,7 +90,7 @@ def test_ids_are_the_librarys_own(folder, tmp_path, monkeypatch):
 
 def test_sentencepiece_ids_are_the_librarys_own(model, tmp_path, monkeypatch):
     texts = write_texts(tmp_path, monkeypatch)
-    monkeypatch.setattr("roxxel_dist.data.build.build.PARALLEL_BYTES", 0)
+    monkeypatch.setattr("roxxel_dist.corpus.build.PARALLEL_BYTES", 0)
     own = sentencepiece.SentencePieceProcessor(model_file=str(model))
     ds = build(tmp_path / "in", tmp_path / "out", tokenizer=model, progress=False, workers=2)
     assert [document.tolist() for document in ds] == [own.encode(text) for text in texts]

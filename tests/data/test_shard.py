@@ -12,8 +12,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roxxel_dist.data.format import DTYPES
-from roxxel_dist.data.shard import Shard, ShardSettings, ShardWriter
+from roxxel_dist.data.files.format import DTYPES
+from roxxel_dist.data.files.shard import Shard, ShardSettings, ShardWriter
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=12)
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models
 
-from roxxel_dist.data.build.documents import pieces
-from roxxel_dist.data.build.tokenizer import EOS, Tokenizer, train_tokenizer
+from roxxel_dist.corpus.documents import pieces
+from roxxel_dist.data.tokenizer.tokenizer import EOS, Tokenizer, train_tokenizer
 
 TEXTS = [
     "The quick brown fox\n\tjumps over 1234 lazy dogs.\r\n\r\n" * 20,
@@ -87,7 +87,7 @@ def test_a_saved_tokenizer_is_the_same(one, tmp_path):
 TRAIN = """
 import sys
 from pathlib import Path
-from roxxel_dist.data.build.tokenizer import train_tokenizer
+from roxxel_dist.data.tokenizer.tokenizer import train_tokenizer
 texts = Path(sys.argv[1]).read_text().split(chr(0))
 print(train_tokenizer("bpe", texts, 700).fingerprint)
 """
@@ -164,7 +164,7 @@ def test_a_ready_made_tokenizer_without_an_end_says_so(tmp_path):
 def test_pieces_of_a_text_have_its_ids(made, parts):
     text = "".join(parts * 3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("roxxel_dist.data.build.documents.PIECE_CHARACTERS", 3)
+        patch.setattr("roxxel_dist.corpus.documents.PIECE_CHARACTERS", 3)
         cut = list(pieces(text))
     assert "".join(cut) == text
     for kind in ("bpe", "byte"):

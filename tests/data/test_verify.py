@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from roxxel_dist.cli import main
-from roxxel_dist.data.build.progress import Progress
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.verify import find_damage
+from roxxel_dist.utils.progress import Progress
 
 
 @pytest.fixture

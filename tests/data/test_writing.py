@@ -7,9 +7,9 @@ import signal
 import numpy as np
 import pytest
 
-from roxxel_dist.data.build.writer import WriteOptions, write_shards
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.format import DTYPES
+from roxxel_dist.data.files.format import DTYPES
+from roxxel_dist.data.files.writer import WriteOptions, write_shards
 
 
 def write(tmp_path, items, **options):

@@ -26,7 +26,7 @@ import json, sys
 from pathlib import Path
 from roxxel_dist.launcher.transport import pool
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.spec import JobSpec
+from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.control.supervisor import run
 job = json.loads(sys.argv[1])
 hosts = job.pop("hosts", None)

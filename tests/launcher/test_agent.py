@@ -16,7 +16,7 @@ import pytest
 from commands import TERMINAL, on_terminal
 
 from roxxel_dist.cluster import progress
-from roxxel_dist.launcher.placement import coordinator_port
+from roxxel_dist.launcher.job.placement import coordinator_port
 
 Launch = Callable[..., Any]
 Alive = Callable[[int], bool]

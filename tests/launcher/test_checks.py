@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from roxxel_dist.cli.doctor import DoctorArgs, requirements
+from roxxel_dist.launcher.job.spec import JobSpec, flag, log_dir_for
 from roxxel_dist.launcher.preflight.checks import (
     ADVISED_FREE_BYTES,
     HERE,
@@ -18,7 +19,6 @@ from roxxel_dist.launcher.preflight.checks import (
     run_checks,
     size,
 )
-from roxxel_dist.launcher.spec import JobSpec, flag, log_dir_for
 
 VERSIONS = {"python": "3.11.7", "roxxel-dist": "0.1.0", "jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.4.6"}
 Hosts = dict[str, dict[str, Any]]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.launcher.claims import claim, folder
+from roxxel_dist.launcher.job.claims import claim, folder
 
-CODE = "import sys; from roxxel_dist.launcher.claims import claim; print(claim(sys.argv[1]), flush=True); input()"
+CODE = "import sys; from roxxel_dist.launcher.job.claims import claim; print(claim(sys.argv[1]), flush=True); input()"
 
 
 @pytest.fixture(autouse=True)

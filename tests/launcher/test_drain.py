@@ -13,8 +13,8 @@ import psutil
 import pytest
 from ranks import is_waiting_spare, write_namesakes
 
-from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit, is_drain
 from roxxel_dist.launcher.control.report import saved
+from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit, is_drain
 
 Launch = Callable[..., Any]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.launcher.environment import assignments, masked, masked_words, read_env_file, shell_line
+from roxxel_dist.launcher.job.environment import assignments, masked, masked_words, read_env_file, shell_line
 
 
 def test_variables_are_taken_as_they_stand_and_the_last_counts() -> None:

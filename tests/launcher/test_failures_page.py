@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.launcher.control.outcome import AttemptResult, RankExit
-from roxxel_dist.launcher.control.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, PREEMPTED, Cause, classify
+from roxxel_dist.launcher.policy.outcome import AttemptResult, RankExit
+from roxxel_dist.launcher.policy.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, PREEMPTED, Cause, classify
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "concepts" / "failures.md"

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from roxxel_dist.cluster.progress import ACTIVITIES, Record
-from roxxel_dist.launcher.control.hang import LEAST_S, LIMITS_S, UNKNOWN_S, HangDetector, StepTimes
 from roxxel_dist.launcher.control.report import hang_report
 from roxxel_dist.launcher.host.agent import ask_for_stack
+from roxxel_dist.launcher.policy.hang import LEAST_S, LIMITS_S, UNKNOWN_S, HangDetector, StepTimes
 
 Launch = Callable[..., Any]
 Alive = Callable[[int], bool]

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from roxxel_dist.cli import main
-from roxxel_dist.launcher.control.restart import INFRASTRUCTURE, PREEMPTED
+from roxxel_dist.launcher.policy.restart import INFRASTRUCTURE, PREEMPTED
 
 Plain = dict[str, Any]
 ROOT = Path(__file__).parents[2]

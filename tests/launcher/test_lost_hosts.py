@@ -18,8 +18,8 @@ from commands import FAST
 from hosts import CONTROLLER, ROOT, Cluster
 
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit, exit_code
-from roxxel_dist.launcher.control.restart import Cause, classify
+from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit, exit_code
+from roxxel_dist.launcher.policy.restart import Cause, classify
 from roxxel_dist.launcher.preflight.lost_hosts import LOOK_S
 
 Until = Callable[[Callable[[], Any], str], None]

@@ -22,7 +22,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.backends.kubernetes import node as node_file
 from roxxel_dist.launcher.backends.kubernetes.node import Node, NoFirstHostError, find_first, flags_from_environment
 from roxxel_dist.launcher.control.members import LOOK_S, Imported, MemberSources
-from roxxel_dist.launcher.spec import JobSpec
+from roxxel_dist.launcher.job.spec import JobSpec
 
 Until = Callable[[Callable[[], Any], str], None]
 STEPS = 30

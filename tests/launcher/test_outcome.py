@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit, exit_code, first_failure, how
 from roxxel_dist.launcher.control.report import failure_report, last_words, late_report
+from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit, exit_code, first_failure, how
 
 LOST = HostLost(host="h", code=137, text="the agent is gone")
 TERM, KILL = -signal.SIGTERM, -signal.SIGKILL

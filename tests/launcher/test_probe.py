@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.launcher.preflight.host_info import hash_of_code
+from roxxel_dist.launcher.host.host_info import hash_of_code
 
 LIMIT_S = 60
 FACTS = {"ask": "facts", "run_dir": None, "run_id": None, "data_path": None, "resume": False, "shared": False}

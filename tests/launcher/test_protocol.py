@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from roxxel_dist.launcher.transport.protocol import Decoder, Outbox, encode
+from roxxel_dist.launcher.host.protocol import Decoder, Outbox, encode
 
 MESSAGES = [{"type": "lines", "text": 'a\nb "é" \0'}, {"type": "x", "word": "\udcff"}, {"type": "done"}]
 

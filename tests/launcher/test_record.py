@@ -17,9 +17,9 @@ from roxxel_dist.cli import jobs as cli_jobs
 from roxxel_dist.cluster import file_lock
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.jobs import record
-from roxxel_dist.launcher.jobs.record import JobRecord, JobRecorder, find
-from roxxel_dist.launcher.spec import JobSpec
+from roxxel_dist.launcher.control import record
+from roxxel_dist.launcher.control.record import JobRecord, JobRecorder, find
+from roxxel_dist.launcher.job.spec import JobSpec
 
 
 @pytest.fixture(autouse=True)
@@ -105,8 +105,8 @@ CONTROLLER = """
 import sys, time
 from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.spec import JobSpec
-from roxxel_dist.launcher.jobs.record import JobRecorder
+from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.control.record import JobRecorder
 job = JobSpec(run_id="a", command=("true",), nprocs=1, log_dir=Path("logs"))
 with JobRecorder(job, LocalBackend()) as register:
     register.update(state="running")

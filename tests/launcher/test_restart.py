@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from roxxel_dist.cluster.exit_codes import EXIT_FILES, EXIT_LOST_RANK, EXIT_PORT, EXIT_RUNTIME
-from roxxel_dist.launcher.control.hang import Hang
-from roxxel_dist.launcher.control.outcome import AttemptResult, HostLost, RankExit
-from roxxel_dist.launcher.control.restart import (
+from roxxel_dist.launcher.policy.hang import Hang
+from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit
+from roxxel_dist.launcher.policy.restart import (
     AttemptSummary,
     Cause,
     classify,

@@ -9,13 +9,13 @@ import pytest
 
 from roxxel_dist.cli.launch import micro_batches
 from roxxel_dist.launcher.backends.ssh import SshBackend
-from roxxel_dist.launcher.control.signals import SignalPipe
+from roxxel_dist.launcher.job.signals import SignalPipe
+from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.preflight import select_hosts
 from roxxel_dist.launcher.preflight.checks import CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.launcher.preflight.select_hosts import HostSelector, NotReadyError
-from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.pool import HostPool
 
 Asked = list[tuple[str, ...]]

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from roxxel_dist.launcher.control.signals import SignalPipe
+from roxxel_dist.launcher.job.signals import SignalPipe
 
 
 def test_a_signal_of_the_program_is_no_request_to_stop() -> None:

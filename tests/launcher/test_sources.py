@@ -14,8 +14,8 @@ import pytest
 from hosts import ROOT, Cluster
 from ranks import is_waiting_spare
 
-from roxxel_dist.launcher.control.outcome import AttemptResult, CodeDiffers, RankExit, exit_code
-from roxxel_dist.launcher.control.restart import Cause, next_action, summary
+from roxxel_dist.launcher.policy.outcome import AttemptResult, CodeDiffers, RankExit, exit_code
+from roxxel_dist.launcher.policy.restart import Cause, next_action, summary
 
 pytestmark = pytest.mark.xdist_group("launch")
 Launch = Callable[..., Any]

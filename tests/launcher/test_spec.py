@@ -12,8 +12,8 @@ import pytest
 
 from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.control.supervisor import run
-from roxxel_dist.launcher.placement import coordinator_port, placements, rank_environment, visible_gpus
-from roxxel_dist.launcher.spec import CONTRACT, JobSpec, log_dir_for, new_run_id
+from roxxel_dist.launcher.job.placement import coordinator_port, placements, rank_environment, visible_gpus
+from roxxel_dist.launcher.job.spec import CONTRACT, JobSpec, log_dir_for, new_run_id
 
 GOOD: dict[str, Any] = {"command": ("train",), "nprocs": 2, "run_id": "r", "log_dir": Path("logs")}
 
@@ -163,7 +163,7 @@ def test_run_ids_differ_within_a_second_and_between_processes(tmp_path: Path, mo
     ids = [new_run_id() for _ in range(5)]
     assert all(re.fullmatch(r"\d{8}_\d{6}(_\d+)?", run_id) for run_id in ids)
     (tmp_path / "runs" / f"run_{ids[-1]}").mkdir(parents=True)
-    code = "from roxxel_dist.launcher.spec import new_run_id as n; print(n(), n(), flush=True); input()"
+    code = "from roxxel_dist.launcher.job.spec import new_run_id as n; print(n(), n(), flush=True); input()"
     others = [
         subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(3)

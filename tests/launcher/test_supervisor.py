@@ -16,7 +16,7 @@ import pytest
 
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.supervisor import run
-from roxxel_dist.launcher.spec import JobSpec
+from roxxel_dist.launcher.job.spec import JobSpec
 
 pytestmark = pytest.mark.xdist_group("launch")  # not beside test_worker.py, of whose ranks a launch would tell
 Launch = Callable[..., Any]

@@ -6,12 +6,12 @@ from pathlib import Path
 from roxxel_dist.cluster.distributed import INIT_TIMEOUT_S
 from roxxel_dist.cluster.exit_codes import USAGE_S
 from roxxel_dist.launcher.control.attempt import DUMP_S
-from roxxel_dist.launcher.control.hang import LIMITS_S, STILL_S
 from roxxel_dist.launcher.host import agent, lease, process_tree, spares
+from roxxel_dist.launcher.host.probe import LIFE_S
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
+from roxxel_dist.launcher.job.spec import LEAST_LEASE_S, JobSpec
+from roxxel_dist.launcher.policy.hang import LIMITS_S, STILL_S
 from roxxel_dist.launcher.preflight.lost_hosts import LOOK_S
-from roxxel_dist.launcher.preflight.probe import LIFE_S
-from roxxel_dist.launcher.spec import LEAST_LEASE_S, JobSpec
 from roxxel_dist.launcher.transport import pool
 from roxxel_dist.launcher.transport.connection import AGENT_END_S, HEARTBEAT_S
 

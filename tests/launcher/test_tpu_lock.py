@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.host import host_info
+from roxxel_dist.launcher.host.host_info import tpu_lock
 from roxxel_dist.launcher.host.runtime_errors import is_tpu_in_use
-from roxxel_dist.launcher.preflight import host_info
 from roxxel_dist.launcher.preflight.checks import CheckResult, Requirements, tpu_locks
-from roxxel_dist.launcher.preflight.host_info import tpu_lock
 from roxxel_dist.launcher.preflight.run import check_hosts
 
 # As libtpu does it.
@@ -89,7 +89,7 @@ def test_a_lock_that_cannot_be_opened(tmp_path: Path) -> None:
 AS_NOBODY = """
 import os, sys
 from pathlib import Path
-from roxxel_dist.launcher.preflight.host_info import tpu_lock
+from roxxel_dist.launcher.host.host_info import tpu_lock
 if os.geteuid() == 0:
     os.setgroups([])
     os.setresuid(65534, 65534, 65534)

@@ -7,7 +7,6 @@ import pytest
 from flax import nnx
 from own_model import Attending
 
-from roxxel_dist.abstract_steps import memory_analysis
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.traced_flops import traced_flops
 from roxxel_dist.data.packing import Packed
@@ -16,6 +15,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import auto_chunks, token_losses
 from roxxel_dist.model.split import cast, split_module
 from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.run.estimate.abstract_steps import memory_analysis
 
 SMALL = {"dim": 16, "num_blocks": 1, "vocab_size": 50, "max_context": 64, "head_size": 8}
 

@@ -14,7 +14,7 @@ from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.model.attention_kernels import kernel_for
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.model_builder import attention_kernel
+from roxxel_dist.weights.model import attention_kernel
 
 DEVICES = {
     "tpu": ("TPU v5 lite", "splash"),

@@ -10,9 +10,9 @@ from roxxel_dist import Config
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.parametrization import Width, widths
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.model_builder import model_builder, parameter_widths
-from roxxel_dist.train.config import OptimizerConfig
-from roxxel_dist.train.optimizer import NamedOptimizer
+from roxxel_dist.settings.training import OptimizerConfig
+from roxxel_dist.train.step.optimizer import NamedOptimizer
+from roxxel_dist.weights.model import model_builder, parameter_widths
 
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12) % 50
 HIDDEN = "blocks.attention.qkv.kernel"

@@ -5,12 +5,12 @@ import optax
 import pytest
 from flax import nnx
 
-from roxxel_dist.config import Config
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.generate import generate
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.settings.config import Config
 
 SMALL = {"dim": 32, "num_blocks": 2, "vocab_size": 50, "max_context": 64}
 

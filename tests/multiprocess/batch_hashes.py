@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist import Curriculum, Phase, Roxxel
 from roxxel_dist.cluster.distributed import barrier, is_primary
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.data.loader import Stream
+from roxxel_dist.input.stream import Stream
 
 data = Roxxel(sys.argv[1])
 plan = Curriculum(data, [Phase(12, 8, 33), Phase(10, 4, 65)]).plan(42)

@@ -15,12 +15,12 @@ import numpy as np
 from flax import nnx
 
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
+from roxxel_dist.checkpoint.blocks import BlockFile
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.checkpoint.blocks import BlockFile
-from roxxel_dist.train.config import OptimizerConfig
-from roxxel_dist.train.optimizer import NamedOptimizer
+from roxxel_dist.settings.training import OptimizerConfig
+from roxxel_dist.train.step.optimizer import NamedOptimizer
 
 VOCAB = 300
 BLEND = {"weights": {"self": 0.7, "notes": 0.3}, "blend": "row"}

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.distributed import barrier, is_primary
 from roxxel_dist.cluster.mesh import make_mesh, scalars_on
 from roxxel_dist.model.layers import Dropout
-from roxxel_dist.train.optimizer import as_optimizer
-from roxxel_dist.train.train_state import init_state
-from roxxel_dist.train.train_step import make_step
+from roxxel_dist.train.step.optimizer import as_optimizer
+from roxxel_dist.train.step.state import init_state
+from roxxel_dist.train.step.step import make_step
 
 
 class Net(nnx.Module):

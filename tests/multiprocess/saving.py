@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist import initialize
+from roxxel_dist.checkpoint.store import CheckpointStore, SaveError
 from roxxel_dist.cluster.distributed import barrier, process_index
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.train.checkpoint.store import CheckpointStore, SaveError
 
 SPECS = {"cut": P("data"), "half": P(None, "data"), "whole": P()}
 

@@ -102,7 +102,7 @@ def test_a_lost_host_comes_back_from_its_neighbour(killed, hosts, whole):
 
 
 def test_a_damaged_copy_is_passed_over_by_all_ranks_together(killed, hosts, whole):
-    from roxxel_dist.train.checkpoint.blocks import read_header
+    from roxxel_dist.checkpoint.blocks import read_header
 
     older = min(header.step for path in hosts[1].glob("*.own") if (header := read_header(path)))
     newest = max(hosts[1].glob("*.own"), key=lambda path: header.step if (header := read_header(path)) else 0)

@@ -7,7 +7,7 @@ import signal
 import pytest
 from commands import launched, losses, make_corpus, rows, run, start, wait_for
 
-from roxxel_dist.launcher.jobs import record
+from roxxel_dist.launcher.control import record
 
 
 @pytest.mark.long

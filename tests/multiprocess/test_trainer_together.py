@@ -8,7 +8,7 @@ import pytest
 from commands import rows, run, start, wait_for
 
 from roxxel_dist.cluster.save_requests import post_request, read_answer
-from roxxel_dist.train.weight_files import read_weights, step_of
+from roxxel_dist.weights.files import read_weights, step_of
 
 SCRIPT = os.path.join(os.path.dirname(__file__), "trainer_together.py")
 SLOW_COMPILE = os.path.join(os.path.dirname(__file__), "slow_compile.py")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from commands import gone, launched, losses, make_corpus, ranks_of, rows, run, start, wait_for
 
-from roxxel_dist.builders import build_components
-from roxxel_dist.config import Config
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.run.components import build_components
+from roxxel_dist.settings.config import Config
 
 pytestmark = pytest.mark.xdist_group("training")  # one worker: the undisturbed run is made once
 LONG = pytest.mark.long

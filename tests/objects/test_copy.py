@@ -11,13 +11,13 @@ from urllib.parse import unquote
 import pytest
 from objects.servers import AzureServer, GcsServer, S3Server
 
-from roxxel_dist.copy import copy
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.objects.copy import copy_to_folder
 from roxxel_dist.objects.copy_record import RECORD
 from roxxel_dist.objects.errors import StoreError
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.tree import BucketSource
+from roxxel_dist.run.copy import copy
 
 SERVERS = {"s3": S3Server, "gs": GcsServer, "az": AzureServer}
 

@@ -4,7 +4,7 @@ import process_ray
 import pytest
 from sweep_runs import Study, shared_ray
 
-from roxxel_dist.sweep import controller
+from roxxel_dist.sweep.driver import controller
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from roxxel_dist.objects import lease
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.objects.lease import Lease, LeaseHeldError, LeaseLostError
 from roxxel_dist.objects.store import ObjectStore
-from roxxel_dist.sweep import bucket, controller
-from roxxel_dist.sweep.journal import replay
-from roxxel_dist.sweep.stored_journal import JournalWriter, read_journal
+from roxxel_dist.sweep.driver import bucket, controller
+from roxxel_dist.sweep.study.journal import replay
+from roxxel_dist.sweep.study.stored_journal import JournalWriter, read_journal
 
 SERVERS = {"s3": S3Server, "gs": GcsServer, "az": AzureServer}
 METRIC = {"name": "val_loss", "goal": "minimize"}

@@ -14,9 +14,9 @@ from objects.servers import S3Server
 from ray_nodes import ray_nodes
 from sweep_desk import write_base, write_sweep
 
-from roxxel_dist.config import Config
 from roxxel_dist.objects.store import ObjectStore
-from roxxel_dist.sweep.journal import replay
+from roxxel_dist.settings.config import Config
+from roxxel_dist.sweep.study.journal import replay
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("ray"), pytest.mark.timeout(900)]
 SWEEP = {"method": "random", "metric": {"name": "val_loss"}, "parameters": {"lr": {"min": 0.001, "max": 0.01}}}
@@ -27,7 +27,7 @@ FETCH = """
 import sys
 from pathlib import Path
 from roxxel_dist.objects.store import ObjectStore
-from roxxel_dist.sweep.stored_journal import read_journal
+from roxxel_dist.sweep.study.stored_journal import read_journal
 store, folder = ObjectStore.open(sys.argv[1]), Path(sys.argv[2])
 folder.mkdir()
 (folder / "journal").write_bytes(read_journal(store).data)

@@ -5,8 +5,8 @@ import trial_bodies
 from commands import wait_for
 from sweep_runs import ONE, Study
 
-from roxxel_dist.sweep.execution.ray_executor import _options, check_room
-from roxxel_dist.sweep.options import SweepOptions
+from roxxel_dist.sweep.driver.options import SweepOptions
+from roxxel_dist.sweep.executors.ray_executor import _options, check_room
 
 ON_BOTH = pytest.mark.parametrize("study", ["processes", "ray"], indirect=True)
 """Where Ray says itself what has become of a trial."""

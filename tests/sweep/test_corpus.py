@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from roxxel_dist.config import Config
-from roxxel_dist.sweep.execution import corpus
+from roxxel_dist.settings.config import Config
+from roxxel_dist.sweep.trial import corpus
 
 HOLDER = """
 import sys

@@ -82,7 +82,7 @@ def test_a_second_driver_of_a_study_says_who_is_there(study):
 
 
 def test_a_trial_that_was_stopped_but_not_written_has_its_result_without_another_run(study):
-    from roxxel_dist.sweep.journal import Journal
+    from roxxel_dist.sweep.study.journal import Journal
 
     told = {"metric": "val_loss", "goal": "minimize", "method": "random", "seed": 0, "driver": {}}
     with Journal(study.path, print) as journal:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.cli import main
-from roxxel_dist.run_directory import is_study
+from roxxel_dist.place.directory import is_study
 from roxxel_dist.sweep.space.sweep_file import read_sweep, sweep_of
 
 LR = "parameters: {lr: {values: [0.001, 0.01]}}\n"
@@ -157,9 +157,9 @@ def test_a_study_whose_scheduler_was_removed_can_still_be_read(tmp_path):
 
 BEGIN = """
 import sys, time
-from roxxel_dist.config import Config
-from roxxel_dist.sweep.journal import Journal
-from roxxel_dist.sweep.study import StudyDir
+from roxxel_dist.settings.config import Config
+from roxxel_dist.sweep.study.journal import Journal
+from roxxel_dist.sweep.study.folder import StudyDir
 file, ends = sys.argv[1], sys.argv[2]
 study = StudyDir(__import__("pathlib").Path("st"))
 print("ready", flush=True)

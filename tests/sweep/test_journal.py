@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from roxxel_dist.sweep.journal import Journal, read_history
+from roxxel_dist.sweep.study.journal import Journal, read_history
 
 STUDY = {"event": "study", "metric": "val_loss", "goal": "minimize", "method": "random", "seed": 3, "driver": {}}
 
@@ -218,7 +218,7 @@ class Untouched(dict):
 
 
 def test_a_line_costs_the_same_in_a_long_study(tmp_path, capsys):
-    from roxxel_dist.sweep.live_view import LiveView
+    from roxxel_dist.sweep.driver.live_view import LiveView
 
     with Journal(tmp_path, quiet) as journal:
         history, view = journal.history, LiveView(9, 2, ["x"])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.run_directory import METRICS
-from roxxel_dist.sweep.execution.metrics import MetricsTail, Report
+from roxxel_dist.place.directory import METRICS
+from roxxel_dist.sweep.trial.metrics import MetricsTail, Report
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from commands import make_corpus
 from trials import BASE, split, task
 
-from roxxel_dist.sweep.execution.trial import run
+from roxxel_dist.sweep.trial.trial import run
 
 LOOKED_UP = re.compile(r"(MISS|hit) for '([^']+)'", re.IGNORECASE)
 PARAMS = [

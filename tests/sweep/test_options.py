@@ -2,11 +2,11 @@ import pytest
 from trials import program, task
 
 from roxxel_dist import Config
-from roxxel_dist.sweep import run as sweep_run
-from roxxel_dist.sweep.execution import trial
-from roxxel_dist.sweep.execution.process import launch_command
-from roxxel_dist.sweep.execution.task import Ranks
-from roxxel_dist.sweep.options import SweepOptions
+from roxxel_dist.sweep.driver import run as sweep_run
+from roxxel_dist.sweep.driver.options import SweepOptions
+from roxxel_dist.sweep.trial import trial
+from roxxel_dist.sweep.trial.process import launch_command
+from roxxel_dist.sweep.trial.task import Ranks
 
 
 def share(rules, **given):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from roxxel_dist.sweep.execution.outcome import classify_exit
+from roxxel_dist.sweep.trial.outcome import classify_exit
 
 NAN = "roxxel-dist: step 2 went wrong: its loss is nan; see the log"
 CLIENT = """Exception in thread wandb-ServiceFinalizer:

@@ -13,7 +13,7 @@ from killed_drivers import ended, until
 from sweep_runs import Study
 from trials import task
 
-from roxxel_dist.sweep.execution import trial
+from roxxel_dist.sweep.trial import trial
 
 ASHA = {
     "method": "random",

@@ -10,11 +10,11 @@ import pytest
 from commands import environment
 from trials import program, split, task
 
-from roxxel_dist.sweep.execution import trial as trial_module
-from roxxel_dist.sweep.execution.trial import run
-from roxxel_dist.sweep.wandb_bridge.program import command_of, expand
-from roxxel_dist.sweep.wandb_bridge.run_file import BLOCK, PIECE, WandbFile
-from roxxel_dist.sweep.wandb_bridge.tail import WandbTail
+from roxxel_dist.sweep.trial import trial as trial_module
+from roxxel_dist.sweep.trial.program import command_of, expand
+from roxxel_dist.sweep.trial.run_file import BLOCK, PIECE, WandbFile
+from roxxel_dist.sweep.trial.tail import WandbTail
+from roxxel_dist.sweep.trial.trial import run
 
 PARAMS = {"lr": 0.001, "deep": True, "wide": False, "name": "a b", "nested": {"a": 1}}
 LOGS = """

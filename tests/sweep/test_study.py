@@ -10,15 +10,15 @@ from browser import data_of
 from made_study import EVERY_KIND, SWEEP, every_kind, loss, made_study
 
 from roxxel_dist.cli import main
-from roxxel_dist.config import Config
-from roxxel_dist.sweep.journal import History, Trial
-from roxxel_dist.sweep.live_view import LiveView
+from roxxel_dist.settings.config import Config
+from roxxel_dist.sweep.driver.live_view import LiveView
 from roxxel_dist.sweep.report.importance import importances
 from roxxel_dist.sweep.report.plots import draw, limits, median_curve
 from roxxel_dist.sweep.report.text import as_json, table, varied, write_best_config
 from roxxel_dist.sweep.samplers import gp, make
 from roxxel_dist.sweep.space.sweep_file import sweep_of
-from roxxel_dist.sweep.study import Study, flat, read_study
+from roxxel_dist.sweep.study.folder import Study, flat, read_study
+from roxxel_dist.sweep.study.journal import History, Trial
 from roxxel_dist.view.study import state_of
 from roxxel_dist.view.web.report import write_study
 

@@ -5,9 +5,9 @@ import re
 import pytest
 from sweep_desk import write_sweep
 
-from roxxel_dist.config import Config
-from roxxel_dist.run_directory import is_held
-from roxxel_dist.sweep.study import SERVER, StudyDir
+from roxxel_dist.place.directory import is_held
+from roxxel_dist.settings.config import Config
+from roxxel_dist.sweep.study.folder import SERVER, StudyDir
 
 SWEEP = {"method": "random", "metric": {"name": "val_loss"}, "parameters": {"lr": {"min": 0.001, "max": 0.01}}}
 

@@ -8,7 +8,7 @@ from machines import missing
 from ray_nodes import RAY, ray_nodes
 from sweep_desk import write_base, write_sweep
 
-from roxxel_dist.sweep.study import read_study
+from roxxel_dist.sweep.study.folder import read_study
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("ray")]
 SWEEP = {"method": "random", "metric": {"name": "val_loss"}, "parameters": {"lr": {"min": 0.001, "max": 0.01}}}

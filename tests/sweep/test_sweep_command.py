@@ -18,12 +18,12 @@ import pytest
 from commands import TERMINAL, command, environment, gone, on_terminal, run, wait_for
 from sweep_desk import write_base, write_sweep
 
+from roxxel_dist.checkpoint.metadata import read_cursor
 from roxxel_dist.cli import main
-from roxxel_dist.sweep import controller
-from roxxel_dist.sweep import run as sweep_run
-from roxxel_dist.sweep.execution.local_ray import PREFIX
-from roxxel_dist.sweep.study import read_study
-from roxxel_dist.train.checkpoint.metadata import read_cursor
+from roxxel_dist.sweep.driver import controller
+from roxxel_dist.sweep.driver import run as sweep_run
+from roxxel_dist.sweep.executors.local_ray import PREFIX
+from roxxel_dist.sweep.study.folder import read_study
 
 SWEEP = {
     "method": "bayes",

@@ -12,7 +12,7 @@ from sweep_desk import write_base, write_sweep
 from wandb_sweeps import SweepServer
 
 from roxxel_dist.cli import main
-from roxxel_dist.sweep.study import read_study
+from roxxel_dist.sweep.study.folder import read_study
 
 ROOT = Path(__file__).parents[2]
 WORDS = ("sweep", "--config", "base.yaml", "--data_path", "text.txt")

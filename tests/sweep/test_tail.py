@@ -9,7 +9,7 @@ import pytest
 from commands import environment
 from trials import split, task
 
-from roxxel_dist.sweep.execution.trial import run
+from roxxel_dist.sweep.trial.trial import run
 
 LOG = "run.log({'loss': float(run.config.lr)}); run.finish()"
 CHILD = f"""

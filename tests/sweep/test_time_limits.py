@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
-from roxxel_dist.sweep import controller, journal, stored_journal
-from roxxel_dist.sweep.execution import corpus, private_disk, process, ray_executor, trial
+from roxxel_dist.sweep.driver import controller
+from roxxel_dist.sweep.executors import private_disk, ray_executor
+from roxxel_dist.sweep.study import journal, stored_journal
+from roxxel_dist.sweep.trial import corpus, process, trial
 
 README = Path(controller.__file__).parent / "README.md"
 MODULES = {

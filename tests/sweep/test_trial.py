@@ -15,18 +15,18 @@ import yaml
 from commands import gone, make_corpus, rows, wait_for
 from trials import BASE, program, split, task
 
+from roxxel_dist.checkpoint.metadata import read_cursor
 from roxxel_dist.cluster.file_lock import take_lock
-from roxxel_dist.run_directory import is_held
-from roxxel_dist.sweep.execution import process as process_module
-from roxxel_dist.sweep.execution import trial as trial_module
-from roxxel_dist.sweep.execution.process import TrialProcess, environment
-from roxxel_dist.sweep.execution.trial import run
-from roxxel_dist.train.checkpoint.metadata import read_cursor
+from roxxel_dist.place.directory import is_held
+from roxxel_dist.sweep.trial import process as process_module
+from roxxel_dist.sweep.trial import trial as trial_module
+from roxxel_dist.sweep.trial.process import TrialProcess, environment
+from roxxel_dist.sweep.trial.trial import run
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 RUNNER = """
 import json, sys
-from roxxel_dist.sweep.execution.trial import run
+from roxxel_dist.sweep.trial.trial import run
 for event in run(json.loads(sys.argv[1])):
     print(json.dumps(event), flush=True)
 """

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.config import load_yaml
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.sweep.execution.trial import config_of
+from roxxel_dist.settings.config import load_yaml
 from roxxel_dist.sweep.space.sweep_file import read_sweep
 from roxxel_dist.sweep.train_sweep import _command
+from roxxel_dist.sweep.trial.trial import config_of
 
 ROOT = Path(__file__).parent.parent.parent
 DEFAULT = load_yaml(ROOT / "configs" / "default_config.yaml")

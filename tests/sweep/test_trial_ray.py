@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.long, pytest.mark.xdist_group("ray")]
 DRIVER = """
 import json, sys
 import ray
-from roxxel_dist.sweep.execution.trial import run
+from roxxel_dist.sweep.trial.trial import run
 ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
 events = ray.remote(max_calls=1, num_cpus=0.5, num_returns="streaming")(run).remote(json.loads(sys.argv[1]))
 for event in events:

@@ -13,7 +13,7 @@ from commands import TINY, environment, gone
 from trials import program, split, task
 from wandb_sweeps import SweepServer
 
-from roxxel_dist.sweep.execution.trial import run
+from roxxel_dist.sweep.trial.trial import run
 from roxxel_dist.sweep.wandb_bridge import server as module
 from roxxel_dist.sweep.wandb_bridge.server import agent_trial
 

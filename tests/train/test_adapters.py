@@ -14,9 +14,9 @@ from roxxel_dist.lora import LoRALinear
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.optimizer import InitialState, as_optimizer
-from roxxel_dist.train.train_state import abstract_state, init_state
-from roxxel_dist.train.train_step import SPIKE_FACTOR, make_step
+from roxxel_dist.train.step.optimizer import InitialState, as_optimizer
+from roxxel_dist.train.step.state import abstract_state, init_state
+from roxxel_dist.train.step.step import SPIKE_FACTOR, make_step
 
 SHAPE = ModelConfig(dim=64, num_blocks=1, vocab_size=2048, max_context=16, use_lora=True, lora_rank=2, dropout_rate=0.1)
 ADAM = as_optimizer(optax.adam(1e-2))

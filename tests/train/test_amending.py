@@ -9,8 +9,8 @@ from runs import PHASES, losses, make, model, rows, told, train
 
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.train.config import OptimizerConfig
-from roxxel_dist.train.optimizer import NamedOptimizer
+from roxxel_dist.settings.training import OptimizerConfig
+from roxxel_dist.train.step.optimizer import NamedOptimizer
 
 LONGER = [*PHASES[:2], Phase(9, 4, 33)]
 

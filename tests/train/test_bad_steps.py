@@ -9,7 +9,7 @@ from runs import losses, make, rows, saved, told, train
 
 from roxxel_dist import Curriculum, Phase
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.train.bad_steps import BadStep, LossMonitorState, describe
+from roxxel_dist.train.step.bad_steps import BadStep, LossMonitorState, describe
 
 PHASES = [Phase(14, 8, 17)]
 

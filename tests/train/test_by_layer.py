@@ -11,8 +11,8 @@ from flax import nnx
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.split import Matrix, split_module
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.config import OptimizerConfig
-from roxxel_dist.train.optimizer import InitialState, NamedOptimizer
+from roxxel_dist.settings.training import OptimizerConfig
+from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer
 
 LAYERS = 3
 SHAPES = {

@@ -6,10 +6,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.checkpoint import store as checkpoint
+from roxxel_dist.checkpoint.files import kept
+from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.train.checkpoint import store as checkpoint
-from roxxel_dist.train.checkpoint.files import kept
-from roxxel_dist.train.checkpoint.store import CheckpointStore
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from commands import wait_for
 from leftovers import MARK, MOUNT
 from small_disks import mounted_disk
 
-from roxxel_dist.train.checkpoint import files, store
-from roxxel_dist.train.checkpoint.store import CheckpointStore
+from roxxel_dist.checkpoint import files, store
+from roxxel_dist.checkpoint.store import CheckpointStore
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ DAMAGED = """
 import os, shutil, sys
 from pathlib import Path
 import jax.numpy as jnp
-from roxxel_dist.train.checkpoint.store import CheckpointStore
+from roxxel_dist.checkpoint.store import CheckpointStore
 
 for what in ("meta.json", "state/manifest.ocdbt", "state/d", "half"):
     folder = Path(sys.argv[1]) / what.replace("/", "_")
@@ -78,8 +78,8 @@ import json, sys
 from pathlib import Path
 import jax, jax.numpy as jnp
 from flax import nnx
-from roxxel_dist.train.checkpoint.store import CheckpointStore, SaveError
-from roxxel_dist.train.checkpoint.checkpointer import Checkpointer
+from roxxel_dist.checkpoint.store import CheckpointStore, SaveError
+from roxxel_dist.train.checkpointer import Checkpointer
 
 disk = Path(sys.argv[1])
 state = {f"w{i}": jax.random.normal(jax.random.key(i), (60, 1000)) for i in range(10)}
@@ -160,7 +160,7 @@ def test_a_file_in_its_place(tmp_path):
 ENDLESS = """
 import sys
 import jax.numpy as jnp
-from roxxel_dist.train.checkpoint.store import CheckpointStore
+from roxxel_dist.checkpoint.store import CheckpointStore
 
 store = CheckpointStore(sys.argv[1])
 for step in range(1, 1000):

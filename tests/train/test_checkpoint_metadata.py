@@ -1,6 +1,6 @@
 import json
 
-from roxxel_dist.train.checkpoint.metadata import CheckpointMetadata, EarlyStopping
+from roxxel_dist.checkpoint.metadata import CheckpointMetadata, EarlyStopping
 
 
 def test_the_best_loss_and_the_validations_since():

@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 from runs import PHASES, losses, make, saved, told, train
 
 from roxxel_dist import Checkpointer, Phase
-from roxxel_dist.train.checkpoint.digests import DigestTable, digest
-from roxxel_dist.train.checkpoint.metadata import CheckpointRef, ResumeSpec
-from roxxel_dist.train.checkpoint.store import CheckpointStore, DamagedCheckpoint
+from roxxel_dist.checkpoint.digests import DigestTable, digest
+from roxxel_dist.checkpoint.metadata import CheckpointRef, ResumeSpec
+from roxxel_dist.checkpoint.store import CheckpointStore, DamagedCheckpoint
 
 SEEDS = 15
 LAST = 13

@@ -6,8 +6,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from roxxel_dist.curriculum.plan import Rows
-from roxxel_dist.train.compile import AotCompiler
-from roxxel_dist.train.digest_chain import DigestChain, in_hex
+from roxxel_dist.train.step.compile import AotCompiler
+from roxxel_dist.train.step.digest_chain import DigestChain, in_hex
 
 ROWS = Rows(np.zeros(4, np.int32), np.arange(4, dtype=np.int64) * 17, 17)
 

@@ -8,11 +8,11 @@ import pytest
 from runs import make, model, saved, told
 
 from roxxel_dist import Phase
+from roxxel_dist.checkpoint import store as checkpoint
+from roxxel_dist.checkpoint.metadata import read_cursor
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.train import train_state as model_state
-from roxxel_dist.train.bad_steps import BadStep
-from roxxel_dist.train.checkpoint import store as checkpoint
-from roxxel_dist.train.checkpoint.metadata import read_cursor
+from roxxel_dist.train.step import state as model_state
+from roxxel_dist.train.step.bad_steps import BadStep
 
 PHASES = [Phase(2, 8, 17)]
 SOON_S = 60.0

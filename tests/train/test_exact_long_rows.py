@@ -23,8 +23,8 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.pieces import RowCut
 from roxxel_dist.model.transformer import TransformerBuilder
-from roxxel_dist.train.optimizer import as_optimizer
-from roxxel_dist.train.virtual_shards.layout import check_virtual_shards
+from roxxel_dist.train.exact.layout import check_virtual_shards
+from roxxel_dist.train.step.optimizer import as_optimizer
 
 OWN_MESH = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
 MLA = {"mla": True, "down_dim_q": 16, "down_dim_kv": 16, "rope_dim": 8}

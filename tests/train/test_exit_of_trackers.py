@@ -12,8 +12,8 @@ from pathlib import Path
 from roxxel_dist import __main__ as program
 from roxxel_dist import cli
 from roxxel_dist.cluster import exit_guard
-from roxxel_dist.train.loggers import wandb as module
-from roxxel_dist.train.loggers.base import LogQueue
+from roxxel_dist.train.log import wandb as module
+from roxxel_dist.train.log.base import LogQueue
 exit_guard.EXIT_S = 2.0
 
 def signal_service(number):

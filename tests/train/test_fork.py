@@ -12,10 +12,10 @@ import pytest
 from runs import PHASES, losses, make, model, saved, told, train
 
 from roxxel_dist import Phase
+from roxxel_dist.checkpoint.metadata import CheckpointRef, ResumeSpec
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.train.checkpoint.metadata import CheckpointRef, ResumeSpec
-from roxxel_dist.train.config import OptimizerConfig
-from roxxel_dist.train.optimizer import NamedOptimizer
+from roxxel_dist.settings.training import OptimizerConfig
+from roxxel_dist.train.step.optimizer import NamedOptimizer
 
 DECAY = {"lr": 1e-2, "lr_schedule": "wsd", "warmup_steps": 2, "decay_steps": 5}
 STABLE = {"lr": 1e-2, "lr_schedule": "constant", "warmup_steps": 2}

@@ -26,8 +26,8 @@ from roxxel_dist import Curriculum, Phase, Roxxel, Trainer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.config import OptimizerConfig
-from roxxel_dist.train.optimizer import NamedOptimizer
+from roxxel_dist.settings.training import OptimizerConfig
+from roxxel_dist.train.step.optimizer import NamedOptimizer
 
 GOLDEN = Path(__file__).with_name("golden.json")
 STEPS, FIRST_PHASE = 20, 12

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from roxxel_dist.cluster.accelerators import peak_flops
-from roxxel_dist.train.throughput import mfu, peak_memory_gb, peak_rss_bytes
+from roxxel_dist.train.step.throughput import mfu, peak_memory_gb, peak_rss_bytes
 
 KINDS = {
     "NVIDIA A100-SXM4-40GB": 312,
@@ -85,7 +85,7 @@ def test_memory_of_the_fullest_device():
 
 def test_memory_of_the_process_where_devices_do_not_say():
     code = """
-from roxxel_dist.train.throughput import peak_memory_gb, peak_rss_bytes
+from roxxel_dist.train.step.throughput import peak_memory_gb, peak_rss_bytes
 before = peak_rss_bytes()
 block = bytearray(b"x" * 200_000_000)
 del block

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from roxxel_dist.train.bad_steps import WARM, LossMonitorState, update_monitor
+from roxxel_dist.train.step.bad_steps import WARM, LossMonitorState, update_monitor
 
 
 def watch(losses, *, factor=0.0, skip=False, norms=None):

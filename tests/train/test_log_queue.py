@@ -2,8 +2,8 @@ import threading
 
 import pytest
 
-from roxxel_dist.train.loggers import base as log_queue
-from roxxel_dist.train.loggers.base import LogQueue, TrackerError
+from roxxel_dist.train.log import base as log_queue
+from roxxel_dist.train.log.base import LogQueue, TrackerError
 
 ROWS = [{"step": s, "train_loss": 1 / s} for s in (1, 10, 20)]
 

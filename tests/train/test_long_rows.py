@@ -15,10 +15,10 @@ from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import TransformerBuilder
-from roxxel_dist.train.compile import AotCompiler
-from roxxel_dist.train.optimizer import InitialState, NamedOptimizer, OptimizerConfig
-from roxxel_dist.train.train_state import init_state
-from roxxel_dist.train.train_step import SPIKE_FACTOR, make_eval_step, make_step
+from roxxel_dist.train.step.compile import AotCompiler
+from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer, OptimizerConfig
+from roxxel_dist.train.step.state import init_state
+from roxxel_dist.train.step.step import SPIKE_FACTOR, make_eval_step, make_step
 
 SMALL = {"dim": 64, "num_blocks": 2, "vocab_size": 128, "max_context": 4096, "head_size": 16, "kv_heads": 2}
 MLA = {"mla": True, "down_dim_q": 32, "down_dim_kv": 32, "rope_dim": 8}

@@ -7,9 +7,9 @@ from runs import losses, train
 
 from roxxel_dist import Curriculum, Phase, Roxxel
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.train.config import LoopOptions, OptimizerConfig
+from roxxel_dist.settings.training import LoopOptions, OptimizerConfig
 from roxxel_dist.train.lr_finder import sweep, sweep_rates, sweep_stream
-from roxxel_dist.train.optimizer import NamedOptimizer
+from roxxel_dist.train.step.optimizer import NamedOptimizer
 
 PHASES = [Phase(12, 8, 17), Phase(3, 8, 17)]
 

@@ -13,9 +13,9 @@ import pytest
 from runs import make, rows, told, train
 from small_disks import mounted_disk
 
+from roxxel_dist.checkpoint import blocks, memory
+from roxxel_dist.checkpoint.blocks import BlockFile, DamagedFile, Header, read_blocks, read_header
 from roxxel_dist.model.loss import next_token_loss
-from roxxel_dist.train.checkpoint import blocks, memory
-from roxxel_dist.train.checkpoint.blocks import BlockFile, DamagedFile, Header, read_blocks, read_header
 
 EVERY_STEP = {"memory_checkpoint_every": 1, "keep_best": True}
 TIMES = {"ms_per_step", "tokens_per_s", "ram_gb"}

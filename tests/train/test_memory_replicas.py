@@ -5,9 +5,9 @@ import socket
 import numpy as np
 import pytest
 
-from roxxel_dist.train.checkpoint import replicas
-from roxxel_dist.train.checkpoint.blocks import BlockFile, Header, read_blocks, read_header
-from roxxel_dist.train.checkpoint.replicas import CopyServer, WrongKey, address_towards, fetch_blocks, send_file
+from roxxel_dist.checkpoint import replicas
+from roxxel_dist.checkpoint.blocks import BlockFile, Header, read_blocks, read_header
+from roxxel_dist.checkpoint.replicas import CopyServer, WrongKey, address_towards, fetch_blocks, send_file
 
 KEY = bytes(range(32))
 

@@ -1,6 +1,6 @@
 import pytest
 
-from roxxel_dist.train.throughput import StepTimer
+from roxxel_dist.train.step.throughput import StepTimer
 
 
 class Clock:

@@ -3,11 +3,11 @@ import pytest
 from runs import PHASES, train
 
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.train.bad_steps import LossMonitorState
-from roxxel_dist.train.loggers import metrics as report
-from roxxel_dist.train.loggers.base import LogQueue
-from roxxel_dist.train.loggers.metrics import loss_by_dataset, make_row
-from roxxel_dist.train.train_step import Metrics
+from roxxel_dist.train import metrics as report
+from roxxel_dist.train.log.base import LogQueue
+from roxxel_dist.train.metrics import loss_by_dataset, make_row
+from roxxel_dist.train.step.bad_steps import LossMonitorState
+from roxxel_dist.train.step.step import Metrics
 
 
 def test_a_row_begins_with_what_the_csv_promises():

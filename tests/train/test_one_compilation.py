@@ -8,7 +8,7 @@ import sys
 import pytest
 from commands import environment, wait_for
 
-from roxxel_dist.train.config import SHARE_COMPILATION
+from roxxel_dist.settings.training import SHARE_COMPILATION
 
 # Tells when it is ready, waits for the file "go", and compiles a program that takes a second or more.
 COMPILES = """
@@ -17,7 +17,7 @@ from pathlib import Path
 import jax, jax.numpy as jnp
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.cluster.determinism import enable_compilation_cache
-from roxxel_dist.train.compile import AotCompiler
+from roxxel_dist.train.step.compile import AotCompiler
 enable_compilation_cache()
 scale = float(sys.argv[2])
 def step(x, factor):

@@ -12,10 +12,10 @@ import roxxel_dist
 from roxxel_dist import Phase, Transformer
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
-from roxxel_dist.train.config import OptimizerConfig
-from roxxel_dist.train.loggers import metrics
-from roxxel_dist.train.optimizer import NamedOptimizer
-from roxxel_dist.train.train_step import make_step
+from roxxel_dist.settings.training import OptimizerConfig
+from roxxel_dist.train import metrics
+from roxxel_dist.train.step.optimizer import NamedOptimizer
+from roxxel_dist.train.step.step import make_step
 
 PACKAGE = Path(roxxel_dist.__file__).parent
 SHAPE = ModelConfig(dim=16, num_blocks=1, max_context=32, vocab_size=500)

@@ -7,8 +7,8 @@ import optax
 import pytest
 from flax import nnx
 
-from roxxel_dist.train.config import OptimizerConfig
-from roxxel_dist.train.optimizer import NamedOptimizer, as_optimizer, clip, decayed, global_norm
+from roxxel_dist.settings.training import OptimizerConfig
+from roxxel_dist.train.step.optimizer import NamedOptimizer, as_optimizer, clip, decayed, global_norm
 
 NAMES = ("adamw", "nadamw", "adafactor", "lion", "sgd", "muon")
 SHAPES = {

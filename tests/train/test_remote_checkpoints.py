@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from commands import wait_for
 
+from roxxel_dist.checkpoint.store import CheckpointStore, DamagedCheckpoint
 from roxxel_dist.cluster.save_requests import ANSWER, REQUEST, SaveRequests
 from roxxel_dist.objects import lease
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.objects.store import ObjectStore
-from roxxel_dist.train import run_mirror
-from roxxel_dist.train.bucket_folder import BucketFolder, local_run
-from roxxel_dist.train.bucket_run import BucketRun
-from roxxel_dist.train.checkpoint.store import CheckpointStore, DamagedCheckpoint
+from roxxel_dist.place import mirror as run_mirror
+from roxxel_dist.place.bucket_folder import BucketFolder, local_run
+from roxxel_dist.place.bucket_run import BucketRun
 
 STATE = {"params": {"w": jnp.arange(600_000.0), "b": jnp.arange(3.0)}, "step": jnp.int32(1)}
 

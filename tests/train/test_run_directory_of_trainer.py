@@ -11,9 +11,9 @@ from flax import nnx
 from runs import PHASES, Bigram, make, rows
 from small_disks import mounted_disk
 
+from roxxel_dist.checkpoint.store import SaveError
 from roxxel_dist.cluster.folder_lock import is_held_here
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.train.checkpoint.store import SaveError
 
 
 def contents(path):

@@ -16,9 +16,9 @@ from roxxel_dist.model.layers import DynamicScalar
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.model.split import split_module
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.train.optimizer import as_optimizer
-from roxxel_dist.train.train_state import _init_programs, _optimizer_program, _placed, _trace, init_state
-from roxxel_dist.train.train_step import make_step
+from roxxel_dist.train.step.optimizer import as_optimizer
+from roxxel_dist.train.step.state import _init_programs, _optimizer_program, _placed, _trace, init_state
+from roxxel_dist.train.step.step import make_step
 
 
 def build(dropout_rate=0.1):

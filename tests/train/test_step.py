@@ -11,10 +11,10 @@ from runs import model
 from roxxel_dist.cluster.mesh import make_mesh, scalars_on
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.loss import next_token_loss, token_losses
-from roxxel_dist.train.config import OptimizerConfig
-from roxxel_dist.train.optimizer import InitialState, NamedOptimizer, as_optimizer
-from roxxel_dist.train.train_state import init_state
-from roxxel_dist.train.train_step import fetch, make_eval_step, make_step, unpack_loss
+from roxxel_dist.settings.training import OptimizerConfig
+from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer, as_optimizer
+from roxxel_dist.train.step.state import init_state
+from roxxel_dist.train.step.step import fetch, make_eval_step, make_step, unpack_loss
 
 
 def small(**fields):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from roxxel_dist.train.checkpoint.stored_blocks import Index
+from roxxel_dist.checkpoint.stored_blocks import Index
 
 
 @pytest.mark.parametrize("node_bytes", [300, 100_000_000])

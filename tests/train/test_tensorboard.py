@@ -11,8 +11,8 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from roxxel_dist import Config, Experiment
 from roxxel_dist.cluster.extras import pip_install
-from roxxel_dist.train.loggers.base import LogQueue
-from roxxel_dist.train.loggers.tensorboard import TensorboardTracker
+from roxxel_dist.train.log.base import LogQueue
+from roxxel_dist.train.log.tensorboard import TensorboardTracker
 
 # numpy's and protobuf's own words on what tensorboard does
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

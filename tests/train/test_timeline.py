@@ -15,7 +15,7 @@ from runs import make, train
 
 from roxxel_dist import Phase
 from roxxel_dist.cluster.progress import Progress
-from roxxel_dist.train.timeline import SPENT, Timeline, read_timeline, time_spent
+from roxxel_dist.train.log.timeline import SPENT, Timeline, read_timeline, time_spent
 
 
 def row(attempt, activity, begin, seconds, steps=None):

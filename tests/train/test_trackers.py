@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from roxxel_dist.train.loggers.console import TextTracker, format_row
-from roxxel_dist.train.loggers.csv_jsonl import CsvTracker, JsonlReader, JsonlTracker, keep_rows
+from roxxel_dist.train.log.console import TextTracker, format_row
+from roxxel_dist.train.log.csv_jsonl import CsvTracker, JsonlReader, JsonlTracker, keep_rows
 
 ROWS = [{"step": s, "train_loss": 1 / s, "train_bal": 0.0, "accuracy": 0.5} for s in (1, 10, 20)]
 

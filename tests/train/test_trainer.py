@@ -15,7 +15,7 @@ from roxxel_dist import Checkpointer, Curriculum, Logger, Phase, Roxxel, Trainer
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.loss import next_token_loss
 from roxxel_dist.train.agreement import Announcement, StepAgreement
-from roxxel_dist.train.throughput import StepTimer
+from roxxel_dist.train.step.throughput import StepTimer
 
 
 def test_first_and_last_steps_are_logged_validated_and_saved(corpus, tmp_path):

@@ -111,7 +111,7 @@ def test_an_id_that_the_model_does_not_have_is_named(tmp_path):
 
 
 def test_each_block_is_looked_at_once(data, tmp_path, monkeypatch):
-    from roxxel_dist.data.shard import Shard
+    from roxxel_dist.data.files.shard import Shard
 
     seen, damaged = [], Shard.damaged_blocks
     monkeypatch.setattr(Shard, "damaged_blocks", lambda self, blocks: seen.extend(blocks) or damaged(self, blocks))

@@ -13,9 +13,9 @@ from roxxel_dist import Config, Experiment, Roxxel
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.curriculum.segments import Shape
-from roxxel_dist.train.virtual_shards.gradient import check_statistics
-from roxxel_dist.train.virtual_shards.layout import check_virtual_shards
-from roxxel_dist.train.virtual_shards.packing import pack, unpack
+from roxxel_dist.train.exact.gradient import check_statistics
+from roxxel_dist.train.exact.layout import check_virtual_shards
+from roxxel_dist.train.exact.packing import pack, unpack
 
 SMALL = {
     "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 32, "dropout_rate": 0.1, "lr": 0.01, "virtual_shards": 8,

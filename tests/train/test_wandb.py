@@ -11,17 +11,17 @@ import pytest
 from wandb_server import WandbServer
 
 from roxxel_dist.cluster.extras import pip_install
-from roxxel_dist.train.loggers.base import LogQueue
-from roxxel_dist.train.loggers.wandb import WandbTracker
+from roxxel_dist.train.log.base import LogQueue
+from roxxel_dist.train.log.wandb import WandbTracker
 
 # Trains as the trainer does: the row is in the tables first. "killed" ends it by SIGKILL with its last row, "stopped"
 # by closing, "crashed" by an exception. At step `wait` it waits for the file "go".
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
-from roxxel_dist.train.loggers.base import LogQueue
-from roxxel_dist.train.loggers.choose import trackers_for
-from roxxel_dist.train.loggers.wandb import WandbTracker
+from roxxel_dist.train.log.base import LogQueue
+from roxxel_dist.train.log.choose import trackers_for
+from roxxel_dist.train.log.wandb import WandbTracker
 mode, restored, last, end, wait = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 wandb = WandbTracker(Path("run"), mode, "tests", config={"lr": 0.5, "dim": 8})
 log = LogQueue([*trackers_for(Path("run"), 60, restored), wandb])

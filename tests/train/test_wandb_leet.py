@@ -10,8 +10,8 @@ import pytest
 from commands import environment, wait_for
 from job_desk import LIMIT_S
 
-from roxxel_dist.train.loggers.base import LogQueue
-from roxxel_dist.train.loggers.wandb import WandbTracker
+from roxxel_dist.train.log.base import LogQueue
+from roxxel_dist.train.log.wandb import WandbTracker
 
 WANDB = str(Path(sys.executable).with_name("wandb"))
 

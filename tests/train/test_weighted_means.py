@@ -12,11 +12,11 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.train.compile import AotCompiler
-from roxxel_dist.train.optimizer import InitialState, as_optimizer
-from roxxel_dist.train.train_state import init_state
-from roxxel_dist.train.train_step import fetch, make_eval_step, make_step, unpack_loss
-from roxxel_dist.train.virtual_shards.step import init_state_of_copies, make_sharded_steps
+from roxxel_dist.train.exact.step import init_state_of_copies, make_sharded_steps
+from roxxel_dist.train.step.compile import AotCompiler
+from roxxel_dist.train.step.optimizer import InitialState, as_optimizer
+from roxxel_dist.train.step.state import init_state
+from roxxel_dist.train.step.step import fetch, make_eval_step, make_step, unpack_loss
 
 ROWS, LENGTH, VOCABULARY, SHARDS = 16, 9, 20, 4
 SUM_BOUND = 4 * ROWS * LENGTH * np.finfo(np.float32).eps

@@ -17,13 +17,13 @@ from runs import model, stop_after, told, train
 from small_disks import mounted_disk
 
 from roxxel_dist import Phase
+from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.train.bad_steps import LossMonitorState
-from roxxel_dist.train.checkpoint import manager as exporter_module
-from roxxel_dist.train.checkpoint.manager import Exporter
-from roxxel_dist.train.checkpoint.store import CheckpointStore
-from roxxel_dist.train.train_state import TrainState
-from roxxel_dist.train.weight_files import BEST, NEWEST, read_weights, step_of, write_tensors, write_weights
+from roxxel_dist.train import writer as exporter_module
+from roxxel_dist.train.step.bad_steps import LossMonitorState
+from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.train.writer import Exporter
+from roxxel_dist.weights.files import BEST, NEWEST, read_weights, step_of, write_tensors, write_weights
 
 ALL_KINDS = {
     "blocks.0.w": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -111,7 +111,7 @@ ENDLESS = """
 import sys
 from pathlib import Path
 import numpy as np
-from roxxel_dist.train.weight_files import write_weights
+from roxxel_dist.weights.files import write_weights
 
 for step in range(1, 1000):
     write_weights(Path(sys.argv[1]), step, {f"w{i}": np.full((500, 1000), float(step + i)) for i in range(20)})

@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import roxxel_dist
+from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.train.checkpoint.store import CheckpointStore
 
 HOLDER = """
 import sys

@@ -8,12 +8,12 @@ from objects.servers import S3Server
 from runs import train
 
 from roxxel_dist.cli import main
-from roxxel_dist.copy import copy
 from roxxel_dist.curriculum.phases import Phase
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.objects.lease import Lease
 from roxxel_dist.objects.store import ObjectStore
-from roxxel_dist.train.bucket_folder import LEASE
+from roxxel_dist.place.bucket_folder import LEASE
+from roxxel_dist.run.copy import copy
 from roxxel_dist.view.bucket import BucketRunReader, RunCopy
 from roxxel_dist.view.items import finder
 from roxxel_dist.view.run import RunReader

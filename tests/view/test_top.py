@@ -25,10 +25,10 @@ from roxxel_dist.cli import main
 from roxxel_dist.cluster.folder_lock import hold_folder
 from roxxel_dist.curriculum.phases import Phase
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.jobs.record import JobRecorder
-from roxxel_dist.launcher.spec import JobSpec
-from roxxel_dist.sweep.journal import Journal
-from roxxel_dist.train.timeline import read_timeline
+from roxxel_dist.launcher.control.record import JobRecorder
+from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.sweep.study.journal import Journal
+from roxxel_dist.train.log.timeline import read_timeline
 from roxxel_dist.view import items
 from roxxel_dist.view.frame import Look, frame
 from roxxel_dist.view.items import Watched, read

@@ -1,7 +1,7 @@
 """Settings to read data in an object store."""
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.component import component
+from roxxel_dist.utils.component import component
 
 
 @component

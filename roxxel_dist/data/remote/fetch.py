@@ -20,11 +20,11 @@ from typing import TypeVar
 import numpy as np
 import xxhash
 
-from roxxel_dist.data.format import checksum
+from roxxel_dist.data.files.format import checksum
+from roxxel_dist.data.files.shard import DamagedData
 from roxxel_dist.data.remote.cache import ChunkCache
 from roxxel_dist.data.remote.index import TABLE_BYTES, digests
 from roxxel_dist.data.remote.shard import Chunk, Place, RemoteShard, damage_of
-from roxxel_dist.data.shard import DamagedData
 from roxxel_dist.objects.errors import StoreNotFoundError, StorePreconditionError
 from roxxel_dist.objects.store import ObjectStore
 

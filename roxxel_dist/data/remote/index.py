@@ -19,8 +19,8 @@ import numpy as np
 import xxhash
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.data.format import FOOTER, HEADER_BYTES, Layout, checksum, npy_header, parse_end
-from roxxel_dist.data.shard import check_ends
+from roxxel_dist.data.files.format import FOOTER, HEADER_BYTES, Layout, checksum, npy_header, parse_end
+from roxxel_dist.data.files.shard import check_ends
 from roxxel_dist.objects.store import ObjectInfo, ObjectStore
 
 INDEX = "shards.index"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from roxxel_dist.cluster.durable import cache_folder
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.data.discovery import DataPath, NoShardsError
+from roxxel_dist.data.files.discovery import DataPath, NoShardsError
 from roxxel_dist.data.remote.cache import ChunkCache
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.fetch import Fetcher

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.data.discovery import ENDING
+from roxxel_dist.data.files.discovery import ENDING
 from roxxel_dist.data.remote.index import INDEX, write_index
 from roxxel_dist.objects.copy import Advance, Copied, copy_to_bucket
 from roxxel_dist.objects.store import ObjectStore

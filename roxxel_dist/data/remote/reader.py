@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from roxxel_dist.data.reader import WindowReader
+from roxxel_dist.data.files.reader import WindowReader
 from roxxel_dist.data.remote.fetch import Fetcher
 
 

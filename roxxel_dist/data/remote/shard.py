@@ -7,9 +7,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.data.format import HEADER_BYTES, Layout
+from roxxel_dist.data.files.format import HEADER_BYTES, Layout
+from roxxel_dist.data.files.shard import DamagedData, Shard
 from roxxel_dist.data.remote.index import TABLE_NUMBERS, ShardEntry
-from roxxel_dist.data.shard import DamagedData, Shard
 from roxxel_dist.objects.url import ObjectUrl
 
 CHUNK_BYTES = 1 << 14

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from roxxel_dist.launcher.backends.base import Options
+    from roxxel_dist.launcher.job.backend import Options
 
 BACKENDS = {
     "local": "roxxel_dist.launcher.backends.local",

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from roxxel_dist.launcher.backends import base
-from roxxel_dist.launcher.placement import python_words
+from roxxel_dist.launcher.job import backend as base
+from roxxel_dist.launcher.job.placement import python_words
 
 
 class LocalBackend(base.Backend):

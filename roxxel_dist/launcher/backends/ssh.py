@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.launcher.backends import base
-from roxxel_dist.launcher.environment import lines_of
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S, start_near
-from roxxel_dist.launcher.placement import python_words, ranks_on
-from roxxel_dist.launcher.spec import HostOptions
+from roxxel_dist.launcher.job import backend as base
+from roxxel_dist.launcher.job.environment import lines_of
+from roxxel_dist.launcher.job.placement import python_words, ranks_on
+from roxxel_dist.launcher.job.spec import HostOptions
 
 OPTIONS = (
     "BatchMode=yes",  # a launcher cannot answer a question

@@ -11,19 +11,19 @@ from dataclasses import dataclass, field, replace
 
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
 from roxxel_dist.cluster.progress import Record
-from roxxel_dist.launcher.control.hang import Hang, HangDetector, StepTimes
 from roxxel_dist.launcher.control.members import WAIT_S, Imported, MemberHangs, MemberSources
-from roxxel_dist.launcher.control.outcome import AttemptResult, CodeDiffers, HostLost, LateRank, RankExit, is_drain
-from roxxel_dist.launcher.control.signals import SignalPipe
-from roxxel_dist.launcher.jobs.record import JobRecorder, RankProcess
+from roxxel_dist.launcher.control.record import JobRecorder, RankProcess
+from roxxel_dist.launcher.host.protocol import Message
+from roxxel_dist.launcher.job.placement import Placement
+from roxxel_dist.launcher.job.signals import SignalPipe
+from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
-from roxxel_dist.launcher.placement import Placement
+from roxxel_dist.launcher.policy.hang import Hang, HangDetector, StepTimes
+from roxxel_dist.launcher.policy.outcome import AttemptResult, CodeDiffers, HostLost, LateRank, RankExit, is_drain
 from roxxel_dist.launcher.preflight.lost_hosts import LostHosts
-from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.connection import HostConnection
 from roxxel_dist.launcher.transport.pool import COMMON_S, QUIET_S, SILENT_S, HostPool
-from roxxel_dist.launcher.transport.protocol import Message
 
 DUMP_S = 1.25
 """How long ranks have to answer with their stacks before one is taken for dead."""

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.launcher.control.hang import Hang
-from roxxel_dist.launcher.control.outcome import CodeDiffers
-from roxxel_dist.launcher.spec import JobSpec
+from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.policy.hang import Hang
+from roxxel_dist.launcher.policy.outcome import CodeDiffers
 
 WAIT_S = 4.0
 """For the hangs that other launchers find: they look four times a second at ranks that stopped in one moment."""

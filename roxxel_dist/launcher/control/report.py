@@ -11,11 +11,11 @@ from roxxel_dist.cluster.exit_codes import (
     EXIT_USAGE,
     OK_CODES,
 )
-from roxxel_dist.launcher.control.hang import Hang
-from roxxel_dist.launcher.control.outcome import AttemptResult, LateRank, RankExit, exit_code, first_failure, how
+from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import NOISE_PREFIXES
 from roxxel_dist.launcher.output.logs import Logs
-from roxxel_dist.launcher.spec import JobSpec
+from roxxel_dist.launcher.policy.hang import Hang
+from roxxel_dist.launcher.policy.outcome import AttemptResult, LateRank, RankExit, exit_code, first_failure, how
 
 STACK_LINES = 60
 MOST_STACKS = 3

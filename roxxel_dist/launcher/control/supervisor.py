@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
-from roxxel_dist.launcher.backends.base import Backend
 from roxxel_dist.launcher.control.attempt import Attempt
-from roxxel_dist.launcher.control.hang import StepTimes
 from roxxel_dist.launcher.control.members import MemberHangs, MemberSources
-from roxxel_dist.launcher.control.outcome import AttemptResult
+from roxxel_dist.launcher.control.record import JobRecorder
 from roxxel_dist.launcher.control.report import report_of
-from roxxel_dist.launcher.control.restart import (
+from roxxel_dist.launcher.job.backend import Backend
+from roxxel_dist.launcher.job.placement import placements, working_hosts
+from roxxel_dist.launcher.job.signals import SignalPipe
+from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.output.console import Console
+from roxxel_dist.launcher.output.logs import Logs
+from roxxel_dist.launcher.policy.hang import StepTimes
+from roxxel_dist.launcher.policy.outcome import AttemptResult
+from roxxel_dist.launcher.policy.restart import (
     AttemptSummary,
     Cause,
     has_come_to_nothing,
@@ -21,14 +27,8 @@ from roxxel_dist.launcher.control.restart import (
     next_action,
     summary,
 )
-from roxxel_dist.launcher.control.signals import SignalPipe
-from roxxel_dist.launcher.jobs.record import JobRecorder
-from roxxel_dist.launcher.output.console import Console
-from roxxel_dist.launcher.output.logs import Logs
-from roxxel_dist.launcher.placement import placements, working_hosts
 from roxxel_dist.launcher.preflight.lost_hosts import LookHistory, LostHosts, Running
 from roxxel_dist.launcher.preflight.select_hosts import HostSelector, NotReadyError, ReadyHosts, StoppedError
-from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.pool import HostPool
 
 

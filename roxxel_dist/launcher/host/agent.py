@@ -34,14 +34,14 @@ from roxxel_dist.cluster.exit_codes import (
     STACK_SIGNAL,
     USAGE_S,
 )
-from roxxel_dist.launcher.environment import misleads
 from roxxel_dist.launcher.host import memory_folder
 from roxxel_dist.launcher.host.lease import Lease
 from roxxel_dist.launcher.host.process_tree import NOT_FOLLOWED, beat, go_on_under_guard, is_ending, remove
+from roxxel_dist.launcher.host.protocol import Decoder, Message, Outbox, take_stdout
 from roxxel_dist.launcher.host.rank import Program, Rank, start_rank
 from roxxel_dist.launcher.host.spares import Spare, Spares
-from roxxel_dist.launcher.spec import CONTRACT
-from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox, take_stdout
+from roxxel_dist.launcher.job.environment import misleads
+from roxxel_dist.launcher.job.spec import CONTRACT
 
 
 def ask_for_stack(pid: int, session: int) -> tuple[str, bool]:
@@ -211,7 +211,7 @@ class Agent:
         while self._orders:
             order = self._orders.popleft()
             if "ask" in order:
-                from roxxel_dist.launcher.preflight.probe import answer  # late: a local job asks nothing
+                from roxxel_dist.launcher.host.probe import answer  # late: a local job asks nothing
 
                 self._outbox.send(answer(order, self._held))
                 self._last_received = clock()  # it may have taken long
@@ -559,7 +559,7 @@ def main() -> None:
         sys.exit(SILENCE.format(heartbeat_timeout_s))
     orders = inbox.read(0)
     if orders and "ask" in orders[0]:
-        from roxxel_dist.launcher.preflight.probe import answer_all  # only ranks on other hosts need it
+        from roxxel_dist.launcher.host.probe import answer_all  # only ranks on other hosts need it
 
         orders = answer_all(orders, inbox, channel)
     if not orders:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from roxxel_dist.cluster import progress
 from roxxel_dist.cluster.exit_codes import PIPE_ENV
 from roxxel_dist.launcher.host.process_tree import Tree, die_with_parent
+from roxxel_dist.launcher.job.placement import worker_argv
 from roxxel_dist.launcher.output.logs import LineSplitter
-from roxxel_dist.launcher.placement import worker_argv
 
 
 @dataclass(frozen=True)

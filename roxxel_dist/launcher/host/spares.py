@@ -18,7 +18,7 @@ from roxxel_dist.cluster.exit_codes import SPARE_ENV
 from roxxel_dist.cluster.free_memory import free_bytes
 from roxxel_dist.launcher.host.rank import Program, Rank, start_rank
 from roxxel_dist.launcher.host.worker import imports_of
-from roxxel_dist.launcher.spec import CONTRACT
+from roxxel_dist.launcher.job.spec import CONTRACT
 
 SIZE_BYTES = 256 << 20
 """The size of a rank after its imports until it has been measured: 208 MiB with jax 0.10 on CPU."""

@@ -37,8 +37,8 @@ from roxxel_dist.cluster.exit_codes import (
 from roxxel_dist.cluster.progress import Progress, agent_pipe, own_record, say_exit
 from roxxel_dist.launcher.host.runtime_errors import is_runtime_failure, is_tpu_in_use
 from roxxel_dist.launcher.host.sources import recorder
+from roxxel_dist.launcher.job.spec import flag
 from roxxel_dist.launcher.output.console import info
-from roxxel_dist.launcher.spec import flag
 
 SUBCOMMANDS = frozenset(
     """data batch train find-lr generate eval launch sweep report plan doctor save export verify audit compare
@@ -47,7 +47,7 @@ SUBCOMMANDS = frozenset(
 PYTHON = frozenset({"python", "python3", sys.executable})
 JOINING = ("roxxel_dist.cluster.distributed",)
 """Modules that are imported before any program that runs in this process."""
-TRAINING = (*JOINING, "roxxel_dist.cli.train", "roxxel_dist.experiment")
+TRAINING = (*JOINING, "roxxel_dist.cli.train", "roxxel_dist.run.experiment")
 """The same, with those of `train`: a spare imports them ahead of time. None of them touches a device."""
 LINGER_S = 1.0
 """How long a rank that has failed waits for its agent to end it."""
@@ -228,7 +228,7 @@ def _run(program: Callable[[], None]) -> None:
 
 
 def _who_has_the_tpu() -> str:
-    from roxxel_dist.launcher.preflight.host_info import LOCK, tpu_lock  # late: only such a failure needs it
+    from roxxel_dist.launcher.host.host_info import LOCK, tpu_lock  # late: only such a failure needs it
 
     text = f"another process has the TPU of {socket.gethostname()}"
     if (why := tpu_lock(LOCK)) is not None:

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED
-from roxxel_dist.launcher.backends.base import Backend
+from roxxel_dist.launcher.control.record import JobRecord, JobRecorder
 from roxxel_dist.launcher.control.supervisor import run
-from roxxel_dist.launcher.jobs.record import JobRecord, JobRecorder
+from roxxel_dist.launcher.job.backend import Backend
+from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.jobs.tail import header
 from roxxel_dist.launcher.output.console import info
-from roxxel_dist.launcher.spec import JobSpec
 
 
 class NotStartedError(Exception):

@@ -6,8 +6,8 @@ import signal
 import time
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.launcher.claims import claim
-from roxxel_dist.launcher.jobs.record import JobRecord, is_alive
+from roxxel_dist.launcher.control.record import JobRecord, is_alive
+from roxxel_dist.launcher.job.claims import claim
 from roxxel_dist.launcher.output.console import info
 
 REPORT_S = 5.0

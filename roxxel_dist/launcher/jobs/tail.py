@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from roxxel_dist.launcher.jobs.record import JobRecord, read
+from roxxel_dist.launcher.control.record import JobRecord, read
 from roxxel_dist.launcher.output.printable import printable
 
 PAUSE_MS = 100

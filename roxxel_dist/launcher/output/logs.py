@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from roxxel_dist.launcher.environment import masked_words
-from roxxel_dist.launcher.spec import JobSpec
+from roxxel_dist.launcher.job.environment import masked_words
+from roxxel_dist.launcher.job.spec import JobSpec
 
 MAX_LINE_BYTES = 8 << 20
 TAIL_LINES = 200

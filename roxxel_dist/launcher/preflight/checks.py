@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from roxxel_dist.launcher.preflight.host_info import IS_FILE, LOCK, HostInfo, is_loopback
-from roxxel_dist.launcher.spec import JobSpec, flag, split_flags, trains_in_bucket
+from roxxel_dist.launcher.host.host_info import IS_FILE, LOCK, HostInfo, is_loopback
+from roxxel_dist.launcher.job.spec import JobSpec, flag, split_flags, trains_in_bucket
 
 Level = Literal["ok", "warning", "error"]
 Hosts = Mapping[str, HostInfo]

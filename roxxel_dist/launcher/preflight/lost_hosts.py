@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from roxxel_dist.launcher.backends.base import Backend
+from roxxel_dist.launcher.job.backend import Backend
+from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.preflight.checks import HERE, CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
 from roxxel_dist.launcher.preflight.select_hosts import Assignment
-from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.pool import HostPool, Interrupted
 
 LOOK_S = 5.0

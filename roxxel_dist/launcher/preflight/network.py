@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.preflight.checks import (
     CheckResult,
     Hosts,
@@ -20,7 +21,6 @@ from roxxel_dist.launcher.preflight.checks import (
     rank_address,
     twins,
 )
-from roxxel_dist.launcher.transport.protocol import Message
 
 ALL_PAIRS = 16
 """Of so many hosts every pair is tried; of more, each host and those 1, 2, 4, 8, … places before and behind it."""

@@ -8,7 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 
-from roxxel_dist.launcher.backends.base import Backend
+from roxxel_dist.launcher.host.host_info import code_files, hash_of_code, own_name
+from roxxel_dist.launcher.host.probe import answer
+from roxxel_dist.launcher.host.protocol import Message
+from roxxel_dist.launcher.job.backend import Backend
+from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.preflight.checks import (
     HERE,
     CheckResult,
@@ -19,12 +23,8 @@ from roxxel_dist.launcher.preflight.checks import (
     requirements_of,
     run_checks,
 )
-from roxxel_dist.launcher.preflight.host_info import code_files, hash_of_code, own_name
 from roxxel_dist.launcher.preflight.network import Addresses, addresses, check_network
-from roxxel_dist.launcher.preflight.probe import answer
-from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.pool import HostPool
-from roxxel_dist.launcher.transport.protocol import Message
 
 LOOPBACK = "127.0.0.1"
 FILES, FILES_A_HOST = 64, 16

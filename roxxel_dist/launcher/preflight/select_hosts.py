@@ -5,12 +5,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from roxxel_dist.launcher.backends.base import Backend
-from roxxel_dist.launcher.control.signals import SignalPipe
+from roxxel_dist.launcher.job.backend import Backend
+from roxxel_dist.launcher.job.placement import working_hosts
+from roxxel_dist.launcher.job.signals import SignalPipe
+from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import Console
-from roxxel_dist.launcher.placement import working_hosts
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
-from roxxel_dist.launcher.spec import JobSpec
 from roxxel_dist.launcher.transport.pool import HostPool, Interrupted
 
 RETRY_S = 2.0

@@ -8,9 +8,9 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from roxxel_dist.launcher.backends.base import Backend, RemoteProcess
+from roxxel_dist.launcher.host.protocol import Decoder, Message, Outbox
+from roxxel_dist.launcher.job.backend import Backend, RemoteProcess
 from roxxel_dist.launcher.output.logs import LineSplitter
-from roxxel_dist.launcher.transport.protocol import Decoder, Message, Outbox
 
 CHUNK = 1 << 20
 AGENT_END_S = 10.0

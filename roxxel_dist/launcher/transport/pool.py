@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Self
 
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT, UserError
-from roxxel_dist.launcher.backends.base import Backend
-from roxxel_dist.launcher.control.hang import STILL_S
-from roxxel_dist.launcher.control.outcome import HostLost, how
-from roxxel_dist.launcher.placement import Placement
-from roxxel_dist.launcher.spec import JobSpec
+from roxxel_dist.launcher.host.protocol import Message
+from roxxel_dist.launcher.job.backend import Backend
+from roxxel_dist.launcher.job.placement import Placement
+from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.policy.hang import STILL_S
+from roxxel_dist.launcher.policy.outcome import HostLost, how
 from roxxel_dist.launcher.transport.connection import AGENT_END_S, CHUNK, HEARTBEAT_S, HostConnection, agent_words
-from roxxel_dist.launcher.transport.protocol import Message
 
 SILENT_S = 10.0
 """An agent speaks each half second. Silent for longer, it is lost, with its ranks (`Backend.heartbeat_timeout_s`)."""

@@ -1,6 +1,6 @@
 """Importance: the share of each parameter in the spread of the metric."""
 
-from roxxel_dist.sweep.study import Study
+from roxxel_dist.sweep.study.folder import Study
 
 FEWEST = 8
 """Trials with a value below which shares would be made of chance."""

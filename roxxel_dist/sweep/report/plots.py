@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from roxxel_dist.config import load_yaml
-from roxxel_dist.display import figure
-from roxxel_dist.run_directory import METRICS, SUMMARY, is_run
-from roxxel_dist.sweep.journal import Trial
+from roxxel_dist.place.directory import METRICS, SUMMARY, is_run
+from roxxel_dist.settings.config import load_yaml
 from roxxel_dist.sweep.report.text import varied
 from roxxel_dist.sweep.space.distributions import is_number
-from roxxel_dist.sweep.study import BASE, LEFT_OUT, Study, flat, short
-from roxxel_dist.train.loggers.csv_jsonl import read_rows
+from roxxel_dist.sweep.study.folder import BASE, LEFT_OUT, Study, flat, short
+from roxxel_dist.sweep.study.journal import Trial
+from roxxel_dist.train.log.csv_jsonl import read_rows
+from roxxel_dist.utils.display import figure
 
 COMPARED = 6
 """Values of a parameter whose curves are compared at most."""

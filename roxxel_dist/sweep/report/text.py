@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.config import RECORD, Config, load_yaml
-from roxxel_dist.display import aligned
 from roxxel_dist.launcher.output.printable import printable
-from roxxel_dist.run_directory import CONFIG
-from roxxel_dist.sweep.journal import State, Trial
-from roxxel_dist.sweep.study import LEFT_OUT, Study, flat, short
+from roxxel_dist.place.directory import CONFIG
+from roxxel_dist.settings.config import RECORD, Config, load_yaml
+from roxxel_dist.sweep.study.folder import LEFT_OUT, Study, flat, short
+from roxxel_dist.sweep.study.journal import State, Trial
+from roxxel_dist.utils.display import aligned
 
 MOST = 20
 """Trials that the table shows; the page has all."""

@@ -11,9 +11,9 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
-from roxxel_dist.sweep.journal import History, Trial
 from roxxel_dist.sweep.schedulers.base import Verdict, as_far_behind
 from roxxel_dist.sweep.schedulers.hyperband import ETA, bands
+from roxxel_dist.sweep.study.journal import History, Trial
 
 
 class Asha:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, Protocol
 
-from roxxel_dist.sweep.journal import History
+from roxxel_dist.sweep.study.journal import History
 
 
 @dataclass(frozen=True, kw_only=True)

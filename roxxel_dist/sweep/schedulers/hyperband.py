@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.sweep.journal import History
 from roxxel_dist.sweep.schedulers.base import Verdict
+from roxxel_dist.sweep.study.journal import History
 
 ETA = 3
 MAX_BANDS = 100

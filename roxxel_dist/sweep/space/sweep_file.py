@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.config import FIELD_TYPES, SECTIONS, read_yaml, with_numbers
+from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, read_yaml, with_numbers
 from roxxel_dist.sweep.space.constraints import Expression, InfeasibleError, Rules
 from roxxel_dist.sweep.space.distributions import Distribution, distribution
 

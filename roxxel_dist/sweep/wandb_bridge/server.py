@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
+from roxxel_dist.checkpoint.metadata import read_cursor
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.config import flat_fields
-from roxxel_dist.data.discovery import absolute
-from roxxel_dist.sweep.execution.outcome import OURS, TRACEBACK, classify_exit, last_words
-from roxxel_dist.sweep.execution.process import environment
-from roxxel_dist.sweep.execution.task import Ranks, TrialTask
-from roxxel_dist.sweep.execution.trial import Event, Objective, failed, follow, wait_until_free
+from roxxel_dist.data.files.discovery import absolute
+from roxxel_dist.settings.config import flat_fields
+from roxxel_dist.settings.training import SHARE_COMPILATION
 from roxxel_dist.sweep.space.sweep_file import Params
 from roxxel_dist.sweep.train_sweep import CONFIG_ENV, DATA_ENV, RANKS_ENV, RUN_DIR_ENV
-from roxxel_dist.sweep.wandb_bridge.program import command_of
-from roxxel_dist.sweep.wandb_bridge.tail import WandbTail
-from roxxel_dist.train.checkpoint.metadata import read_cursor
-from roxxel_dist.train.config import SHARE_COMPILATION
+from roxxel_dist.sweep.trial.outcome import OURS, TRACEBACK, classify_exit, last_words
+from roxxel_dist.sweep.trial.process import environment
+from roxxel_dist.sweep.trial.program import command_of
+from roxxel_dist.sweep.trial.tail import WandbTail
+from roxxel_dist.sweep.trial.task import Ranks, TrialTask
+from roxxel_dist.sweep.trial.trial import Event, Objective, failed, follow, wait_until_free
 
 LOGIN = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 PROJECT = "roxxel-dist"

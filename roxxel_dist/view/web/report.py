@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from roxxel_dist.report import Run, no_pictures
+from roxxel_dist.run.report import Run, no_pictures
 from roxxel_dist.sweep.report.importance import importances
-from roxxel_dist.sweep.study import Study
+from roxxel_dist.sweep.study.folder import Study
 from roxxel_dist.view.items import State
 from roxxel_dist.view.run import RunReader
 from roxxel_dist.view.study import state_of

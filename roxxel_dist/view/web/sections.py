@@ -9,14 +9,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.launcher.jobs.record import Restart
+from roxxel_dist.launcher.control.record import Restart
 from roxxel_dist.objects.url import is_url
-from roxxel_dist.report import read_fields
-from roxxel_dist.run_directory import CONFIG
-from roxxel_dist.sweep.journal import Trial
+from roxxel_dist.place.directory import CONFIG
+from roxxel_dist.run.report import read_fields
 from roxxel_dist.sweep.report.text import STATES
-from roxxel_dist.sweep.study import flat
-from roxxel_dist.train.timeline import SPENT
+from roxxel_dist.sweep.study.folder import flat
+from roxxel_dist.sweep.study.journal import Trial
+from roxxel_dist.train.log.timeline import SPENT
 from roxxel_dist.view.items import State
 from roxxel_dist.view.job import JobState
 from roxxel_dist.view.run import Points, RankState, RunState, changed

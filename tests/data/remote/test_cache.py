@@ -16,7 +16,7 @@ import pytest
 from buckets import opened, put, replace_object
 from small_disks import mounted_disk
 
-from roxxel_dist.data.format import HEADER_BYTES
+from roxxel_dist.data.files.format import HEADER_BYTES
 from roxxel_dist.data.remote import cache as cache_module
 from roxxel_dist.data.remote.cache import PART, CacheError, ChunkCache
 from roxxel_dist.data.remote.config import RemoteConfig

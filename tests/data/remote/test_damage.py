@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from buckets import opened, put, replace_object
 
-from roxxel_dist.data.build.progress import Progress
-from roxxel_dist.data.format import HEADER_BYTES
+from roxxel_dist.data.files.format import HEADER_BYTES
+from roxxel_dist.data.files.shard import DamagedData
 from roxxel_dist.data.remote.index import INDEX
 from roxxel_dist.data.remote.verify import verify_objects
-from roxxel_dist.data.shard import DamagedData
 from roxxel_dist.objects.store import ObjectStore
+from roxxel_dist.utils.progress import Progress
 
 pytestmark = pytest.mark.xdist_group("bucket")
 FLIPS = 40

@@ -7,10 +7,10 @@ from buckets import opened, put
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel, locate_token
-from roxxel_dist.data.discovery import NoShardsError, is_tokens
-from roxxel_dist.data.loader import Stream
+from roxxel_dist.data.files.discovery import NoShardsError, is_tokens
 from roxxel_dist.data.remote.index import INDEX
 from roxxel_dist.data.verify import VerifiedBlocks, info
+from roxxel_dist.input.stream import Stream
 from roxxel_dist.objects.store import ObjectStore
 
 pytestmark = pytest.mark.xdist_group("bucket")

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from roxxel_dist.cluster.exit_codes import EXIT_HANG, EXIT_PREFLIGHT, UserError
-from roxxel_dist.launcher.backends import base
-from roxxel_dist.launcher.control.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, OF_THE_COMMAND, PREEMPTED
-from roxxel_dist.launcher.environment import assignments, is_secret, masked_words, read_env_file
-from roxxel_dist.launcher.placement import placements
-from roxxel_dist.launcher.spec import JobOptions, JobSpec, flag, log_dir_for, trains_in_bucket
+from roxxel_dist.launcher.job import backend as base
+from roxxel_dist.launcher.job.environment import assignments, is_secret, masked_words, read_env_file
+from roxxel_dist.launcher.job.placement import placements
+from roxxel_dist.launcher.job.spec import JobOptions, JobSpec, flag, log_dir_for, trains_in_bucket
+from roxxel_dist.launcher.policy.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, OF_THE_COMMAND, PREEMPTED
 
 Plain = dict[str, Any]
 

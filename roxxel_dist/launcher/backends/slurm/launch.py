@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, SCHEDULER_SIGNALS, UserError
-from roxxel_dist.launcher.backends import base
 from roxxel_dist.launcher.backends.slurm.allocation import (
     Allocation,
     binds_cpus,
@@ -23,11 +22,12 @@ from roxxel_dist.launcher.backends.slurm.allocation import (
     run_in_allocation,
 )
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend, check_container
-from roxxel_dist.launcher.environment import is_secret, masked_words
+from roxxel_dist.launcher.job import backend as base
+from roxxel_dist.launcher.job.environment import is_secret, masked_words
+from roxxel_dist.launcher.job.placement import ranks_on
+from roxxel_dist.launcher.job.spec import HostOptions, split_flags
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.output.printable import printable
-from roxxel_dist.launcher.placement import ranks_on
-from roxxel_dist.launcher.spec import HostOptions, split_flags
 
 SLACK_S = 15
 """From the end of the ranks' grace to the time limit: for the kill of those that stay, and for the requeue."""

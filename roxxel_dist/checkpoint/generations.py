@@ -1,0 +1,203 @@
+"""The generations that a job finds in the memory of its hosts when it begins: which is whole, and the state in it.
+
+Every rank compares its share of the files of its host with their digests; all learn what is whole where, and each
+computes the same choice.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from roxxel_dist.checkpoint import files
+from roxxel_dist.checkpoint.blocks import BlockTable, DamagedFile, Header, read_blocks, read_header
+from roxxel_dist.checkpoint.digests import bounds_of, digest
+from roxxel_dist.checkpoint.metadata import CheckpointMetadata
+from roxxel_dist.checkpoint.replicas import block_files, fetch_blocks, read_key
+from roxxel_dist.cluster.distributed import (
+    broadcast_from_primary,
+    gather_to_primary,
+    is_primary,
+    process_count,
+    process_index,
+)
+from roxxel_dist.cluster.exit_codes import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """The generations that a rank finds in shared memory when the job begins."""
+
+    address: tuple[str, int] | None = None
+    """Where other hosts can fetch blocks of this rank's host."""
+    generations: list[dict[str, Any]] = field(default_factory=list)
+    """Of each file: its header without the places of the blocks, and the numbers of its whole blocks."""
+    damaged: list[str] = field(default_factory=list)
+
+
+class Generation:
+    """A whole generation that a job finds when it begins."""
+
+    def __init__(self, generations: "Generations", header: Header, slot: int, *, fetched: bool) -> None:
+        self.step: int = header.step
+        self.metadata: CheckpointMetadata = CheckpointMetadata.from_dict(header.metadata)
+        self.name: str = header.generation
+        self.slot: int = slot
+        """Which of a rank's two files it is in."""
+        self._generations, self._header, self._fetched = generations, header, fetched
+
+    @property
+    def whence(self) -> str:
+        """Where it is taken from, in words."""
+        return "the copy in shared memory" + (", partly from the copy on another host" if self._fetched else "")
+
+    def restore(self, like: Any) -> Any:
+        """The state, where `like` lies. All ranks call it together.
+
+        Raises ValueError where the state has become another one, and OSError where a host that had blocks is gone.
+        """
+        return self._generations.restore(self._header, like)
+
+
+def run_identity(run: object, mesh: Any, settings: Sequence[Any]) -> str:
+    """A hash that must be equal for a generation to be used: of the run, its data and plan, devices, and shardings."""
+    devices = [(device.id, device.process_index) for device in mesh.devices.flat]
+    text = json.dumps([str(run), list(mesh.shape.items()), devices, *settings])
+    return digest(text.encode())
+
+
+def exchange(name: str, value: str) -> list[str]:
+    """Every rank's value, on every rank."""
+    if process_count() == 1:
+        return [value]
+    values = gather_to_primary(name, value)
+    return json.loads(broadcast_from_primary(name, json.dumps(values)))
+
+
+class Generations:
+    """What the hosts of a job have in memory when it begins. Made by all ranks together.
+
+    Args:
+        folder: of this host.
+        hosts: by rank, the number of its host.
+        run: see `run_identity`.
+        address: where other hosts can fetch blocks of this one; None where they cannot.
+        log: for a line about each damaged file, on rank 0.
+    """
+
+    def __init__(
+        self, folder: Path, hosts: Sequence[int], run: str, address: tuple[str, int] | None, log: Callable[[str], None]
+    ) -> None:
+        self._folder, self._hosts, self._run, self._rank = folder, hosts, run, process_index()
+        texts = exchange("memory", json.dumps(asdict(self._inventory(address))))
+        self._inventories = [Inventory(**json.loads(text)) for text in texts]
+        damaged = dict.fromkeys(line for each in self._inventories for line in each.damaged)
+        for line in damaged if is_primary() else ():
+            log(f"{line}: it is skipped")
+
+    def address_of(self, rank: int) -> tuple[str, int] | None:
+        """Where a rank takes and gives copies."""
+        address = self._inventories[rank].address
+        return address and (address[0], address[1])
+
+    def newest(self, disk_step: int) -> Generation | None:
+        """The newest whole generation, if it is newer than the checkpoint on disk; the same on every rank."""
+        parts: dict[str, list[tuple[int, Header, dict[str, Any]]]] = {}
+        for rank, inventory in enumerate(self._inventories):
+            for entry in inventory.generations:
+                header = Header(**entry["header"])
+                parts.setdefault(header.generation, []).append((rank, header, entry))
+        for some in sorted(parts.values(), key=lambda some: (-some[0][1].step, some[0][1].generation)):
+            _, header, entry = some[0]
+            lost = any((part.pending or 0) > disk_step for _, part, _ in some)
+            if header.step > disk_step and not lost and self._is_whole(some, fetching=True):
+                fetched = not self._is_whole(some, fetching=False)
+                return Generation(self, header, entry["slot"], fetched=fetched)
+        return None
+
+    def _is_whole(self, parts: Sequence[tuple[int, Header, Mapping[str, Any]]], *, fetching: bool) -> bool:
+        """Whether each host has, or can fetch, what its ranks need of a generation."""
+        total, needs = parts[0][1].total, {header.rank: set(header.needs) for _, header, _ in parts}
+        for host in set(self._hosts):
+            there: set[int] = set()
+            for rank, _, entry in parts:
+                if self._hosts[rank] == host or (fetching and self._inventories[rank].address is not None):
+                    there.update(entry["numbers"])
+            ranks = [rank for rank, other in enumerate(self._hosts) if other == host]
+            if len(there) < total and not all(rank in needs and needs[rank] <= there for rank in ranks):
+                return False
+        return True
+
+    def _inventory(self, address: tuple[str, int] | None) -> Inventory:
+        """This rank's share of the files here, each compared with its digests."""
+        ranks = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[self._rank]]
+        inventory = Inventory(address=address)
+        for path in block_files(self._folder)[ranks.index(self._rank) :: len(ranks)]:
+            step = None
+            try:
+                header = read_header(path)
+                if header is None or header.run != self._run:
+                    continue
+                step = header.step
+                read_blocks(path, header)
+            except DamagedFile as error:
+                of = "a generation" if step is None else f"the generation of step {step}"
+                inventory.damaged.append(f"{of} in shared memory is damaged ({path}: {error})")
+            except OSError:  # another rank's, that it has taken away meanwhile
+                continue
+            else:
+                numbers, slot = sorted(header.blocks), int(path.name[0])
+                inventory.generations.append(
+                    {"header": vars(replace(header, blocks={})), "numbers": numbers, "slot": slot}
+                )
+        return inventory
+
+    def restore(self, header: Header, like: Any) -> Any:
+        """See `Generation.restore`."""
+        leaves, tree = jax.tree.flatten(files.keys_to_data(like))
+        table = BlockTable(files.keys_to_data(like), self._hosts)
+        if table.identity != header.table:
+            raise UserError(
+                f"the copy of step {header.step} in {self._folder} is of another model or optimizer than the run has "
+                f"now: start the job again, and it continues from its checkpoint"
+            )
+        needed = {n for n, block in enumerate(table.blocks) if self._rank in block.ranks}
+        blocks: dict[int, Any] = {}
+        for path in block_files(self._folder):
+            with contextlib.suppress(DamagedFile, OSError):
+                other = read_header(path)
+                if other is not None and other.generation == header.generation:
+                    mine = needed & other.blocks.keys() - blocks.keys()
+                    # Copied: a device may read the memory that it is given for as long as the array lives.
+                    blocks |= {n: bytearray(view) for n, view in read_blocks(path, other, sorted(mine)).items()}
+        for rank, inventory in enumerate(self._inventories):
+            if self._hosts[rank] == self._hosts[self._rank] or inventory.address is None or not needed - blocks.keys():
+                continue
+            theirs = {
+                number
+                for entry in inventory.generations
+                if entry["header"]["generation"] == header.generation
+                for number in entry["numbers"]
+            }
+            if missing := theirs & needed - blocks.keys():
+                blocks |= fetch_blocks(inventory.address, read_key(self._folder), header.generation, missing)
+        if missing := needed - blocks.keys():
+            raise OSError(f"the copy of step {header.step} in memory has no block {min(missing)} any more")
+
+        def part(leaf: int, index: Any) -> np.ndarray:
+            shape = leaves[leaf].shape
+            block = bounds_of(index, shape)
+            data = np.frombuffer(blocks[table.number(leaf, block)], np.uint8).view(np.dtype(leaves[leaf].dtype))
+            return data.reshape([end - first for first, end in block])
+
+        arrays = [
+            jax.make_array_from_callback(leaf.shape, leaf.sharding, partial(part, number))
+            for number, leaf in enumerate(leaves)
+        ]
+        return files.data_to_keys(jax.tree.unflatten(tree, arrays), like)

@@ -1,0 +1,227 @@
+"""What a checkpoint says beside its arrays, and how people and runs name one. Standard library alone.
+
+`training_cursor.json`: how far a run is, for people and for programs that read no checkpoint.
+"""
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import isnan
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.data.files.discovery import absolute
+from roxxel_dist.objects.url import is_url
+
+CHECKPOINTS, CURSOR = "checkpoints", "training_cursor.json"
+"""The folder of checkpoints, and the file with the newest step, in a run directory."""
+META, TABLE = "meta.json", "digests.json"
+DAMAGED = ".damaged"
+"""Behind the step of a checkpoint that was set aside; with a number where there is one already."""
+
+
+class MetaFile(NamedTuple):
+    """`meta.json`: all of a checkpoint that is no array."""
+
+    shapes: Mapping[str, list[Any]]
+    """Every array's shape, and its type behind that, by name."""
+    meta: Mapping[str, Any]
+    """What the program that saved it adds; `CheckpointMetadata` for a run."""
+    val_loss: float | None
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "MetaFile":
+        """Raises OSError, ValueError or KeyError where it is missing or damaged."""
+        return cls.from_json((checkpoint / META).read_bytes())
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "MetaFile":
+        """Raises ValueError, KeyError or TypeError where it is damaged."""
+        saved = json.loads(text)
+        return cls(saved["shapes"], saved["meta"], saved["val_loss"])
+
+    def to_json(self) -> str:
+        """As it is written."""
+        return json.dumps({"val_loss": self.val_loss, "shapes": self.shapes, "meta": self.meta})
+
+
+class CheckpointRef(NamedTuple):
+    """A checkpoint of a run, as people write it: RUN@STEP, or RUN for its newest one."""
+
+    run: Path
+    step: int | None
+
+    def __str__(self) -> str:
+        run = absolute(self.run) if is_url(self.run) else self.run
+        return f"{run}" if self.step is None else f"{run}@{self.step}"
+
+    @classmethod
+    def parse(cls, text: str | Path) -> "CheckpointRef":
+        """The checkpoint that RUN@STEP or RUN names; an @ without a number after it belongs to the folder's name."""
+        run, mark, step = str(text).rpartition("@")
+        return cls(Path(run), int(step)) if mark and run and step.isdecimal() else cls(Path(text), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeSpec:
+    """The start of a run without checkpoints; one with checkpoints resumes from its newest."""
+
+    fork: CheckpointRef | None = None
+    """Begin with the whole state of this checkpoint: parameters, moments, random streams, position in the data."""
+    skip_steps: tuple[int, int] | None = None
+    """Of a fork: leave out what these steps, the first and the last, counted from 1, would have read."""
+
+    def __post_init__(self) -> None:
+        if self.fork is not None and self.fork.step is None:
+            raise UserError(f"fork is {self.fork}: it must say at which step, as in {self.fork}@1000")
+        if self.skip_steps is None:
+            return
+        if self.fork is None:
+            raise UserError("skip_steps leaves rows out in a new run that begins at a checkpoint: add fork=RUN@STEP")
+        first, last = self.skip_steps
+        if not (self.fork.step or 0) < first <= last:
+            raise UserError(
+                f"skip_steps is {first}:{last}, and the fork begins where step {self.fork.step} was done: write the "
+                f"first and the last step to leave out, both above {self.fork.step}"
+            )
+
+
+RESUME_LATEST = ResumeSpec()
+"""A new run, or one that resumes from its newest checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopping:
+    """The lowest val_loss of a run, and how long ago that was."""
+
+    best_loss: float | None = None
+    evals_since_best: int = 0
+
+    def after(self, val_loss: float) -> "EarlyStopping":
+        """With the loss of one more validation."""
+        best = not isnan(val_loss) and (self.best_loss is None or val_loss < self.best_loss)
+        return EarlyStopping(best_loss=val_loss) if best else self.patient(self.evals_since_best + 1)
+
+    def patient(self, evals_since_best: int = 0) -> "EarlyStopping":
+        """The same lowest loss, so many validations ago."""
+        return replace(self, evals_since_best=evals_since_best)
+
+    def should_stop(self, patience: int) -> bool:
+        """Whether so many validations have passed without a lower loss; never for 0."""
+        return 0 < patience <= self.evals_since_best
+
+
+@dataclass(frozen=True)
+class BaseModelRef:
+    """The base model of adapters: the weights of another run, or of a folder of Hugging Face."""
+
+    run: Path
+    step: int
+    """0 for a folder of Hugging Face, which has none."""
+    init_from: str
+    """The `init_from` that named it."""
+    fingerprint: str = ""
+    """See `train.init_from.fingerprint`; empty where it was not taken yet."""
+
+    @property
+    def checkpoint(self) -> CheckpointRef:
+        """The run and the step."""
+        return CheckpointRef(self.run, self.step or None)
+
+    def at(self, init_from: str | None) -> "BaseModelRef":
+        """Where it is now, if the config of the run of adapters says `init_from`.
+
+        Another text than before names its new place, as the same one does where the base is no longer at its old one.
+        """
+        same = init_from is None or absolute(init_from) == absolute(self.init_from)
+        if init_from is None or (same and self.run.exists()):
+            return self
+        moved = CheckpointRef.parse(init_from)
+        step = self.step if moved.step is None else moved.step
+        return replace(self, run=moved.run, step=step, init_from=init_from)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "run": absolute(self.run),
+            "step": self.step,
+            "asked": self.init_from,
+            "fingerprint": self.fingerprint,
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> "BaseModelRef":
+        """From what `to_dict` gave."""
+        return cls(Path(saved["run"]), saved["step"], saved["asked"], saved.get("fingerprint", ""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointMetadata:
+    """What a checkpoint of a run says beside its arrays."""
+
+    corpus: str = ""
+    """The fingerprints of the data sets, with + between."""
+    curriculum: str = ""
+    """The fingerprint of the curriculum, amendments aside."""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """`Plan.state` after the checkpoint's step; empty if no `Trainer` saved the checkpoint."""
+    schedule: Mapping[str, Any] = field(default_factory=dict)
+    """{"kind", "settings"} of the learning rate; empty if the optimizer does not state them."""
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    rewinds: int = 0
+    """How often the run went back to a checkpoint because of a bad step."""
+    adapter_scales: Mapping[str, float] | None = None
+    """The scale of each adapter, by its name; None if the checkpoint holds all weights."""
+    base: BaseModelRef | None = None
+    """The base model of the adapters, if it is in no checkpoint of the run."""
+    digest: str = ""
+    """Of the rows and losses of all steps up to the checkpoint's, see `digest_chain.py`; empty in those of earlier
+    versions."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, with the keys that checkpoints have had from the beginning."""
+        saved = {name: value for name, value in vars(self).items() if name in _SAME_KEY}
+        saved |= {"best_loss": self.early_stopping.best_loss, "waited": self.early_stopping.evals_since_best}
+        if self.adapter_scales is not None:
+            saved["scales"] = dict(self.adapter_scales)
+        if self.base is not None:
+            saved["base"] = self.base.to_dict()
+        if self.digest:
+            saved["digest"] = self.digest
+        return saved
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> "CheckpointMetadata":
+        """From what `to_dict` gave, now or in an earlier version; of a `Checkpointer`'s checkpoint, all is empty."""
+        return cls(
+            early_stopping=EarlyStopping(best_loss=saved.get("best_loss"), evals_since_best=saved.get("waited", 0)),
+            adapter_scales=saved.get("scales"),
+            base=BaseModelRef.from_dict(saved["base"]) if "base" in saved else None,
+            digest=saved.get("digest", ""),
+            **{name: saved[name] for name in _SAME_KEY if name in saved},
+        )
+
+
+_SAME_KEY = ("corpus", "curriculum", "plan", "schedule", "rewinds")
+"""Fields of `CheckpointMetadata` that have their own name on disk."""
+
+
+def write_cursor(run: Path, step: int, last_step: int, *, finished: bool) -> None:
+    """Say, in one move, which step is saved and whether it was the last one; a full disk is no reason to stop."""
+    with contextlib.suppress(OSError):
+        cursor = {"step": step, "last_step": last_step, "finished": finished}
+        write_file(run / CURSOR, json.dumps(cursor) + "\n")
+
+
+def read_cursor(run: Path) -> dict[str, Any]:
+    """What was written last; empty where there is nothing that can be read."""
+    try:
+        cursor = json.loads((run / CURSOR).read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(cursor, dict) or not all(isinstance(cursor.get(name, 0), int) for name in ("step", "last_step")):
+        return {}
+    return cursor

@@ -1,0 +1,115 @@
+"""Blocks of arrays in the files of a checkpoint, by tensorstore: read and compared with their digests, and, for a
+checkpoint in a bucket, where they lie. No jax.
+
+Orbax stores zarr arrays, each block a value of an OCDBT database: files of values, and a tree of nodes that says where.
+"""
+
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import tensorstore as ts
+
+from roxxel_dist.checkpoint.digests import STATE, THREADS, BlockDigest, Bounds, Progress, digest, read_verified
+
+
+def check_checkpoint(checkpoint: Path, step: int, progress: Progress | None = None) -> list[str]:
+    """What is wrong with a checkpoint: its files, and the arrays in them."""
+    try:
+        _, table = read_verified(checkpoint, step)
+    except ValueError as error:
+        return [str(error)]
+    if problems := table.check_files(checkpoint, progress=progress):
+        return problems  # what names a file says more than the arrays that cannot be read
+    return list(wrong_blocks(checkpoint, table.all_blocks(), progress).values())
+
+
+def wrong_blocks(
+    checkpoint: Path, blocks: Iterable[tuple[str, BlockDigest]], progress: Progress | None = None
+) -> dict[tuple[str, BlockDigest], str]:
+    """What is wrong with blocks of arrays, given by name, without those that agree; each is read from the files."""
+
+    opened = functools.cache(partial(_open, checkpoint / STATE))  # an array has many blocks
+
+    def check(name: str, block: BlockDigest) -> str:
+        try:
+            data = opened(name)[tuple(slice(*part) for part in block.bounds)].read().result()
+        except Exception as error:  # tensorstore raises various types for a file that it cannot read
+            problem = f"cannot be read ({str(error).splitlines()[0][:300]})"
+        else:
+            if progress is not None:
+                progress(data.nbytes)
+            if digest(data) == block.digest:
+                return ""
+            problem = "does not agree with its digest"
+        return f"{name}{block} {problem}, written by rank {block.rank}"
+
+    blocks = list(blocks)
+    with ThreadPoolExecutor(THREADS) as threads:
+        problems = threads.map(lambda named: check(*named), blocks)
+        return {named: problem for named, problem in zip(blocks, problems, strict=True) if problem}
+
+
+def _open(state: Path, name: str) -> ts.TensorStore:
+    place = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{state}/"}, "path": f"{_key(name)}/"}
+    return ts.open({"driver": "zarr", "kvstore": place}, open=True, read=True, context=ts.Context()).result()
+
+
+def _key(name: str) -> str:
+    """The name of an array in the database."""
+    return name.replace("/", ".")
+
+
+class Place(NamedTuple):
+    """Bytes of a file, by its path below the database."""
+
+    file: str
+    start: int
+    stop: int
+
+    @classmethod
+    def parse(cls, location: str) -> Self:
+        """Of "value:FOLDER:FILE:OFFSET:BYTES", FOLDER that of a rank's own database."""
+        _, folder, file, offset, size = location.split(":")
+        return cls(folder + file, int(offset), int(offset) + int(size))
+
+
+class Index:
+    """Where the values of a database lie. Small ones are in its nodes.
+
+    Args:
+        state: the folder of the database, of which the manifest must be there.
+        fetch: called with the place of each node before it is read.
+    """
+
+    def __init__(self, state: Path, fetch: Callable[[Place], None]) -> None:
+        self._places: dict[str, Place] = {}
+        self._inline: dict[str, bytes] = {}
+        base = ts.KvStore.open({"driver": "file", "path": f"{state}/"}).result()
+
+        def visit(location: str, prefix: str) -> None:
+            fetch(Place.parse(location))
+            node: Any = ts.ocdbt.dump(base, location).result()
+            for entry in node["entries"]:
+                if "location" in entry:
+                    visit(entry["location"], prefix + bytes(entry.get("subtree_common_prefix", b"")).decode())
+                elif "indirect_value" in entry:
+                    self._places[prefix + bytes(entry["key"]).decode()] = Place.parse(entry["indirect_value"])
+                else:
+                    self._inline[prefix + bytes(entry["key"]).decode()] = bytes(entry["inline_value"])
+
+        manifest: Any = ts.ocdbt.dump(base).result()
+        if root := manifest["versions"][-1]["root"].get("location"):
+            visit(root, "")
+
+    def places(self, name: str, bounds: Bounds) -> list[Place]:
+        """The values of an array that a block of it needs; Orbax cuts blocks above 2 GiB."""
+        chunk = json.loads(self._inline[f"{_key(name)}/.zarray"])["chunks"]
+        spans = [range(low // size, -(-high // size)) for (low, high), size in zip(bounds, chunk, strict=True)]
+        keys = (f"{_key(name)}/{'.'.join(map(str, index)) or 0}" for index in itertools.product(*spans))
+        return [self._places[key] for key in keys if key in self._places]

@@ -1,0 +1,137 @@
+"""Append text or tokens to an existing data set: new shards after its last one, all of them or none."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.corpus.documents import TEXT_FILES
+from roxxel_dist.corpus.encode import PARALLEL_BYTES, encode_documents
+from roxxel_dist.corpus.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.files.atomic_dir import publish, staging, writing
+from roxxel_dist.data.files.discovery import NoShardsError
+from roxxel_dist.data.files.shard import Shard
+from roxxel_dist.data.files.writer import BUILD_FILE, write_shards
+from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
+from roxxel_dist.data.verify import find_damage
+from roxxel_dist.objects.url import is_url
+from roxxel_dist.utils.progress import Progress
+
+SHARD_NAME = "shard_{:05d}.rox".format
+APPENDED = "appended"
+"""The key in build.json of the inputs of each append, in order."""
+
+
+def append(
+    paths: PathLike | Sequence[PathLike],
+    out: PathLike,
+    *,
+    text_key: str = "text",
+    include: Sequence[str] = TEXT_FILES,
+    exclude: Sequence[str] = (),
+    dtype: Any = None,
+    max_shard_bytes: int | None = None,
+    workers: int | None = None,
+    progress: bool = True,
+) -> Roxxel:
+    """Add shards to a data set of `build`, and return the whole data set.
+
+    The new shards have the tokenizer, the dtype and the document ending of the data set, and are verified with their
+    checksums before they appear. Existing shards do not change. Inputs that were appended before, in the same form, are
+    not appended again.
+
+    Args:
+        paths: texts or tokens, as `build` takes them.
+        out: the folder of the data set; if it was built with `val_fraction`, its folder `train` or `val`.
+        text_key: the key or column of the text in JSON lines, Parquet and saved data sets.
+        include: patterns of the names of files to take from folders.
+        exclude: patterns of names to leave out.
+        dtype: of the tokens in headerless `.bin` files; default: uint16.
+        max_shard_bytes: bytes of tokens per shard; default: as in the build.
+        workers: processes; None: one per core.
+        progress: show progress on stderr.
+
+    Raises:
+        ValueError: there is no data set, it was not made by `build`, the inputs do not fit it, or the folder cannot be
+            written to. In that case nothing has changed.
+    """
+    log, out = Progress(progress), _folder(out)
+    sources = check_settings(paths, out, workers, 0)
+    with writing(out):  # from the first look: another append continues these shards, or a copy of their record
+        record = _record(out)
+        tokens, corpus = find_inputs(sources, include, exclude, out, dtype, log)
+        limit = max_shard_bytes or record["settings"]["max_shard_bytes"]
+        with Roxxel(out) as dataset:
+            last, before, documents = dataset.shards[-1], dataset.num_tokens, dataset.documents
+            tokenizer = dataset.tokenizer
+            if corpus is not None and tokenizer is None:
+                raise UserError(f"{out} has no {TOKENIZER_FILE}: it was made of tokens, so append tokens, not text")
+        inputs = BuildInputs(
+            corpus=corpus, tokens=tokens, tokenizer=tokenizer, kind="none", vocab_size=None,
+            eos=True, val_fraction=0, text_key=text_key, max_shard_bytes=limit,
+        )  # fmt: skip
+        added = {name: value for name, value in json.loads(inputs.record()).items() if name != "settings"}["inputs"]
+        if added in record.get(APPENDED, []):
+            log.line(f"{out} has these very inputs already: nothing to do")
+            return Roxxel(out)
+        with staging(out, "build") as staged:
+            separator = last.metadata.separator
+            options = inputs.options(tokenizer if corpus is not None else None, separator).continuing(last)
+            items = _items(inputs, tokenizer, out / TOKENIZER_FILE, workers, log)
+            if not write_shards(staged, SHARD_NAME, items, options, after=last.metadata):
+                raise UserError("nothing to append: every document is empty")
+            shards = [Shard.open(path) for path in sorted(staged.glob("*.rox"))]
+            if damage := list(find_damage(shards, Progress(False), workers)):
+                raise UserError(f"{damage[0]}: the disk did not store the shard correctly; nothing was changed")
+            record[APPENDED] = [*record.get(APPENDED, []), added]
+            record.pop("fingerprint", None)  # the folder is no longer the result of `build` alone
+            write_file(staged / BUILD_FILE, json.dumps(record, indent=1, sort_keys=True).encode())
+            publish(staged, ())
+        whole = Roxxel(out)
+    new = f"{whole.num_tokens - before:,} tokens of {whole.documents - documents:,} documents"
+    log.line(f"appended {new} in {len(shards)} shard(s)")
+    return whole
+
+
+def _folder(out: PathLike) -> Path:
+    if is_url(out):
+        raise UserError(
+            f"{out} is in an object store: append to the local folder of the data set, and send the new shards with "
+            f"`roxxel-dist copy DIR {out}`"
+        )
+    folder = Path(out)
+    if any(folder.glob("*.rox")):
+        return folder
+    parts = [str(folder / split) for split in SPLITS if any((folder / split).glob("*.rox"))]
+    if parts:
+        raise UserError(f"{out} was built with a val_fraction: name the part to append to, {' or '.join(parts)}")
+    raise NoShardsError(f"{out} has no shards: make a data set there with `roxxel-dist data build` first")
+
+
+def _record(out: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        record = json.loads((out / BUILD_FILE).read_bytes())
+        if "max_shard_bytes" in record["settings"]:
+            return record
+    raise UserError(
+        f"{out} has no {BUILD_FILE} of `data build`: append to it with Roxxel(PATH).write(TOKENS, append=True)"
+    )
+
+
+def _items(
+    inputs: BuildInputs, tokenizer: Tokenizer | None, path: Path, workers: int | None, log: Progress
+) -> Iterator[Any]:
+    """The documents of the inputs as arrays of ids."""
+    if inputs.corpus is None:
+        with log.bar("copying", inputs.size) as advance:
+            yield from inputs.arrays("", 0, advance)
+        return
+    assert tokenizer is not None
+    processes = 0 if inputs.size < PARALLEL_BYTES else workers or len(os.sched_getaffinity(0))
+    with log.bar(f"encoding with {tokenizer.vocab_size} ids", inputs.size) as advance:
+        yield from encode_documents(inputs.texts(""), tokenizer, path, processes, advance)

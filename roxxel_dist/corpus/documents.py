@@ -1,0 +1,355 @@
+"""Documents of a corpus: text files, and JSON lines, Parquet and Arrow files, which hold many documents each.
+
+The files are found in a fixed order, hashed, and read one document after another; files with many documents are never
+loaded whole. Empty and missing (null) texts are left out.
+"""
+
+import gzip
+import hashlib
+import importlib
+import json
+import os
+import re
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from roxxel_dist.cluster.exit_codes import MissingFileError, UserError
+from roxxel_dist.cluster.extras import pip_install
+from roxxel_dist.data.files.format import checksum
+from roxxel_dist.utils.display import size
+
+KINDS = {
+    ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".ndjson": "jsonl", ".ndjson.gz": "jsonl", ".json.gz": "jsonl",
+    ".parquet": "parquet",
+}  # fmt: skip
+_SUFFIXES = (
+    "txt text md rst tex org html htm xml csv tsv json yaml yml toml ini cfg py pyi c h cc cpp hpp cu java kt scala go "
+    "rs js jsx ts tsx css rb php pl lua r R jl sh sql swift hs ml el lisp clj ex erl f90 asm s"
+)
+TEXT_FILES = (*(f"*.{suffix}" for suffix in _SUFFIXES.split()), *(f"*{ending}" for ending in KINDS))
+"""Patterns of the names of files that are taken from folders."""
+SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
+TABLES = (".csv", ".tsv", ".json")
+SHOWN_ENDINGS = 4
+ROWS_A_BATCH = 256
+PIECE_CHARACTERS = 1 << 18
+_CUT = re.compile(r"[!-~]\n(?=[!-~])")
+NAME_THE_KEY = "Name the key of the text: `roxxel-dist data build PATH --out DIR --text_key KEY`"
+"""The fix if a text is not found; `train` itself has no such option."""
+Documents = Iterator[tuple[str, int]]
+"""(text, bytes of the file read since the previous document)."""
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One file: a document, or many of them."""
+
+    path: Path
+    name: str
+    """Its path below the given folder, with `/`; the file's name if the file was given."""
+    size: int
+    digest: int
+    kind: str
+    """text (the file is a document), jsonl, parquet or arrow."""
+    changed_ns: int
+
+    def documents(self, text_key: str) -> Documents:
+        """Its documents, in order; ValueError if it has changed since it was found, or has another format than its
+        name."""
+        if self.kind == "text":
+            data = self.path.read_bytes()
+            same = checksum(data) == self.digest
+            if same:
+                yield data.decode("utf-8-sig"), self.size  # a byte order mark is not text
+        else:
+            readers = {"jsonl": read_json_lines, "parquet": read_parquet, "arrow": read_arrow}
+            yield from readers[self.kind](self.path, text_key)
+            now = self.path.stat()
+            same = (now.st_size, now.st_mtime_ns) == (self.size, self.changed_ns)
+        if not same:
+            raise UserError(f"{self.path} changed while the data set was built; build again when nothing writes to it")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The files of a build, in their order."""
+
+    files: tuple[TextFile, ...]
+    left_out: tuple[str, ...]
+    """The skipped files as text: how many, and why."""
+    tables: tuple[str, ...] = ()
+    """How many files are tables, by their endings: they are read as plain text."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of text."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits that depend on the names and contents of the files and on their order."""
+        content = [[file.name, file.size, file.digest] for file in self.files]
+        return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+    def __str__(self) -> str:
+        files = "1 text file" if len(self.files) == 1 else f"{len(self.files)} text files"
+        left_out = f" (left out: {', '.join(self.left_out)})" if self.left_out else ""
+        tables = (
+            f"; {', '.join(self.tables)} as plain text, not as a table with a column of text" if self.tables else ""
+        )
+        return f"{files}, {size(self.size)}{left_out}{tables}"
+
+
+def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence[str], out: Path) -> Corpus:
+    """Find the input files of a build and read them once; see `build`. The folder `out` is skipped."""
+    names: dict[Path, str] = {}
+    passed_by: set[Path] = set()
+    for path in paths:
+        if not path.exists():
+            raise MissingFileError(
+                f"{path}: no such file or folder; name text files, folders of them, or shards; a relative path begins "
+                f"in {Path.cwd()}"
+            )
+        named = saved_data_set(path) if path.is_dir() else [path]
+        walked = [(file, file.name) for file in named] if named else _walk(path, include, exclude, out, passed_by)
+        for file, name in walked:
+            names.setdefault(file.resolve(), name)
+    shown = ", ".join(map(str, paths))
+    if not names and not passed_by:
+        raise UserError(
+            f"{shown}: no file is there to read; hidden files and excluded ones are left out. Name text files, or a "
+            f"folder that has some"
+        )
+    if not names:
+        raise UserError(
+            f"{shown}: no file there matches the patterns; name the files themselves, or the patterns that take them: "
+            f"`roxxel-dist data build {shown} --out DIR --include '*.log'`"
+        )
+    for path, name in names.items():
+        if kind_of(name) == "text" and Path(name).suffix in (".gz", ".bz2", ".xz", ".zst"):
+            raise UserError(
+                f"{path}: compressed text is not read: unpack it first (gunzip), or give JSON lines (.jsonl.gz)"
+            )
+    files = [_text_file(path, name) for path, name in names.items()]
+    texts = tuple(file for file in files if file is not None and file.size)
+    not_utf8 = files.count(None)
+    converted = (_how_to_convert(path) for path, file in zip(names, files, strict=True) if file is None)
+    advice = next(filter(None, converted), "")
+    empty = len(files) - not_utf8 - len(texts)
+    if not texts:
+        counts = (empty, "empty"), (not_utf8, "not UTF-8 text")
+        why = ", ".join(f"{n} {'file is' if n == 1 else 'files are'} {what}" for n, what in counts if n)
+        raise UserError(
+            f"{shown}: nothing to build from: {why}: {advice}name text files, .jsonl, .parquet, or token files (.npy, "
+            f".bin)"
+        )
+    left_out = [f"{count} {what}" for count, what in ((empty, "empty"), (not_utf8, "not UTF-8")) if count]
+    if advice:
+        left_out[-1] += f" ({advice.removesuffix('; ')})"
+    endings = Counter(path.suffix or "no ending" for path in passed_by if path.resolve() not in names)
+    if endings:
+        commonest = sorted(endings, key=lambda ending: (-endings[ending], ending))
+        more = ", ..." if len(commonest) > SHOWN_ENDINGS else ""
+        left_out.append(f"{endings.total()} of other kinds: {', '.join(commonest[:SHOWN_ENDINGS])}{more}")
+    tables = Counter(suffix for file in texts if (suffix := Path(file.name).suffix.lower()) in TABLES)
+    return Corpus(texts, tuple(left_out), tuple(f"{count} {suffix}" for suffix, count in sorted(tables.items())))
+
+
+def _how_to_convert(path: Path) -> str | None:
+    """How to make a file with the byte order mark of another coding into UTF-8, with "; "; None for other files."""
+    with path.open("rb") as file:
+        head = file.read(4)
+    marks = {BOM_UTF32_LE: "UTF-32", BOM_UTF32_BE: "UTF-32", BOM_UTF16_LE: "UTF-16", BOM_UTF16_BE: "UTF-16"}
+    coding = next((name for mark, name in marks.items() if head.startswith(mark)), None)
+    return coding and f"{path.name} is {coding}: convert with `iconv -f {coding} -t UTF-8 {path} > NEW.txt`; "
+
+
+def kind_of(name: str) -> str:
+    """How a file with this name is read: jsonl, parquet, arrow, or text."""
+    return next((kind for ending, kind in (KINDS | {".arrow": "arrow"}).items() if name.endswith(ending)), "text")
+
+
+def _text_file(path: Path, name: str) -> TextFile | None:
+    """A file with its digest; None for a text file that is not UTF-8."""
+    kind, status = kind_of(name), path.stat()
+    if kind == "text":
+        data = path.read_bytes()
+        try:
+            data.decode()
+        except UnicodeDecodeError:
+            return None
+        return TextFile(path, name, len(data), checksum(data), kind, status.st_mtime_ns)
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        hashlib.file_digest(file, lambda: digest)
+    return TextFile(path, name, status.st_size, digest.intdigest(), kind, status.st_mtime_ns)
+
+
+def _walk(
+    root: Path, include: Sequence[str], exclude: Sequence[str], out: Path, passed_by: set[Path]
+) -> Iterator[tuple[Path, str]]:
+    for folder, folders, names in os.walk(root):
+        here = Path(folder)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name not in SKIPPED_FOLDERS
+            and not _matches(name, exclude)
+            and (here / name).resolve() != out.resolve()
+        )
+        for name in sorted(names):
+            path = here / name
+            relative = path.relative_to(root).as_posix()
+            if name.startswith(".") or not path.is_file() or _matches(name, exclude) or _matches(relative, exclude):
+                continue
+            if _matches(name, include):
+                yield path, relative
+            else:
+                passed_by.add(path)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def saved_data_set(folder: Path) -> list[Path] | None:
+    """The Arrow files of a folder from `save_to_disk` of Hugging Face `datasets`, in order; None for other folders."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
+        raise UserError(f"{folder} holds several data sets ({', '.join(splits)}): name one, as {folder / 'train'}")
+    state = folder / "state.json"
+    if not state.is_file() or not (folder / "dataset_info.json").is_file():
+        return None
+    try:
+        described = json.loads(state.read_bytes())
+        files = [folder / Path(file["filename"]).name for file in described["_data_files"]]
+        indices = described.get("_indices_files") or described.get("_indices_data_files")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{state}: not what `datasets` saves ({error!r}). Save the data set again") from error
+    if indices:
+        raise UserError(f"{state}: rows were selected and not written out; call flatten_indices() and save it again")
+    missing = [path for path in files if not path.is_file()]
+    if missing or not files:
+        raise UserError(f"{missing[0] if missing else state}: missing or names no file. Save the data set again")
+    return files
+
+
+def read_json_lines(path: Path, key: str) -> Documents:
+    """The texts of a file with one JSON object per line, which may be gzipped. Blank lines are skipped."""
+    with _damage_named(path), path.open("rb") as raw:
+        lines: Any = gzip.GzipFile(fileobj=raw) if raw.peek(2).startswith(b"\x1f\x8b") else raw
+        before = read = 0
+        for number, line in enumerate(lines, 1):
+            # tell() fails while iterating over a plain file; a gzipped file has fewer bytes than its lines.
+            read = read + len(line) if lines is raw else raw.tell()
+            if line.isspace():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                record = json.loads(line.removeprefix(BOM_UTF8))
+            except (ValueError, RecursionError) as error:
+                raise UserError(
+                    f"{where}: not JSON ({error}). Every line is one JSON object; repair or remove it"
+                ) from error
+            if not isinstance(record, dict) or key not in record:
+                keys = "it is no object" if not isinstance(record, dict) else f"it has {', '.join(list(record)[:8])}"
+                raise UserError(f"{where}: no {key!r} ({keys}). {NAME_THE_KEY}")
+            if text := _checked(record[key], key, where):
+                yield text, read - before
+                before = read
+
+
+def read_parquet(path: Path, key: str) -> Documents:
+    """The texts in one column of a Parquet file."""
+    with _damage_named(path), _pyarrow("pyarrow.parquet", path).ParquetFile(path) as file:
+        _check_column(file.schema_arrow, key, path)
+        bytes_a_row = path.stat().st_size / max(1, file.metadata.num_rows)
+        batches = file.iter_batches(batch_size=ROWS_A_BATCH, columns=[key])
+        yield from _rows(batches, key, path, lambda row: int(row * bytes_a_row))
+
+
+def read_arrow(path: Path, key: str) -> Documents:
+    """The texts in one column of an Arrow stream file, as `datasets` saves them (`pyarrow.dataset` cannot read
+    them)."""
+    with (
+        _damage_named(path),
+        _pyarrow("pyarrow", path).OSFile(str(path)) as source,
+        _pyarrow("pyarrow.ipc", path).open_stream(source) as stream,
+    ):
+        _check_column(stream.schema, key, path)
+        yield from _rows(stream, key, path, lambda row: source.tell())
+
+
+def _rows(batches: Any, key: str, path: Path, position: Callable[[int], int]) -> Documents:
+    """The texts of record batches; `position` gives the bytes read up to a row."""
+    row = before = 0
+    for batch in batches:
+        for start in range(0, batch.num_rows, ROWS_A_BATCH):
+            for value in batch.column(key).slice(start, ROWS_A_BATCH).to_pylist():
+                row += 1
+                if text := _checked(value, key, f"{path}, row {row}"):
+                    read = position(row)
+                    yield text, read - before
+                    before = read
+
+
+def _checked(text: Any, key: str, where: str) -> str:
+    """A text; "" for a missing one."""
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise UserError(f"{where}: {key!r} is a {type(text).__name__}, not a text. {NAME_THE_KEY}")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{where}: {key!r} is not valid Unicode ({error}). Repair or remove it") from error
+    return text
+
+
+def _check_column(schema: Any, key: str, path: Path) -> None:
+    if key not in schema.names:
+        raise UserError(f"{path}: no column {key!r}; it has {', '.join(schema.names[:12])}. {NAME_THE_KEY}")
+    kind = str(schema.field(key).type)
+    if "string" not in kind or kind.startswith(("list", "struct", "map", "large_list")):
+        raise UserError(f"{path}: column {key!r} is {kind}, not text. {NAME_THE_KEY}")
+
+
+def _pyarrow(module: str, path: Path) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{path}: to read it takes pyarrow: {pip_install('parquet')}") from error
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # gzip and pyarrow raise many kinds of errors for damage
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
+        what = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{path}: cannot be read ({what}); is it whole, and of its kind? Get it again, or take it away"
+        ) from error
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A long text in pieces of about 2^18 characters, so that a single long document uses all cores and little
+    memory."""
+    # Byte-level BPE always ends a word after a newline between two visible ASCII characters, so the ids do not change.
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS and (cut := _CUT.search(text, start + PIECE_CHARACTERS)):
+        yield text[start : cut.end()]
+        start = cut.end()
+    yield text[start:]

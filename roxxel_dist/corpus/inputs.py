@@ -1,0 +1,162 @@
+"""The inputs of a build: the files, the checked settings, and the documents in order."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import xxhash
+
+from roxxel_dist.cluster.exit_codes import MissingFileError, UserError
+from roxxel_dist.corpus.documents import Corpus, find_corpus
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.files.discovery import has_text, is_tokens
+from roxxel_dist.data.files.writer import WriteOptions
+from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Kind, Tokenizer
+from roxxel_dist.utils.progress import Progress
+
+SPLITS = ("train", "val")
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildInputs:
+    """The inputs of a build, and the settings that decide its result."""
+
+    corpus: Corpus | None
+    tokens: Roxxel | None
+    tokenizer: Tokenizer | None
+    """None: to be trained, or not given for tokens."""
+    kind: str
+    vocab_size: int | None
+    eos: bool
+    val_fraction: float
+    text_key: str
+    max_shard_bytes: int
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The folders in `out` to fill; "" is `out` itself."""
+        return SPLITS if self.val_fraction else ("",)
+
+    @property
+    def source(self) -> Roxxel:
+        """The tokens, if the input is not a corpus."""
+        assert self.tokens is not None
+        return self.tokens
+
+    @property
+    def size(self) -> int:
+        """Bytes to read."""
+        return self.corpus.size if self.corpus else sum(shard.tokens.nbytes for shard in self.source.shards)
+
+    def record(self, **more: str) -> bytes:
+        """Everything that decides the result, as JSON; saved beside the result to recognize it later."""
+        inputs = {"fingerprint": self.source.fingerprint} if self.corpus is None else {
+            "bytes": self.corpus.size, "digest": self.corpus.digest, "files": len(self.corpus.files)
+        }  # fmt: skip
+        ready = self.tokenizer.fingerprint if self.tokenizer else self.kind
+        # For a tokenizer that is not trained yet, its kind determines the end-of-text.
+        ending = self.tokenizer.eos_id if self.tokenizer and self.eos and self.corpus else self.eos
+        names = ("max_shard_bytes", "text_key", "val_fraction", "vocab_size")
+        settings = {name: getattr(self, name) for name in names} | {"tokenizer": ready, "eos": ending}
+        return json.dumps({"inputs": inputs, "settings": settings} | more, indent=1, sort_keys=True).encode()
+
+    def options(self, tokenizer: Tokenizer | None, separator: int | float | None) -> WriteOptions:
+        """The options to write shards: with the vocabulary of the tokenizer, or else of the copied tokens."""
+        known = tokenizer or self.source
+        return WriteOptions(
+            separator=separator,
+            max_shard_bytes=self.max_shard_bytes,
+            vocab_size=known.vocab_size if tokenizer else self.vocab_size or known.vocab_size,
+            tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else self.source.tokenizer_fingerprint,
+        )
+
+    def in_split(self, split: str, number: int) -> bool:
+        """Whether document `number` belongs to a split; only its number decides."""
+        if not self.val_fraction:
+            return True
+        drawn = xxhash.xxh3_64_intdigest(number.to_bytes(8, "little")) / 2**64
+        return (drawn < self.val_fraction) == (split == "val")
+
+    def texts(self, split: str, skipped: int = 0) -> Iterator[tuple[str, int]]:
+        """The texts of a split without the first `skipped`, with the bytes read since the previous one."""
+        assert self.corpus is not None
+        read, number = 0, -1
+        for file in self.corpus.files:
+            for text, size in file.documents(self.text_key):
+                read, number = read + size, number + 1
+                if self.in_split(split, number):
+                    skipped -= 1
+                    if skipped < 0:
+                        yield text, read
+                        read = 0
+
+    def arrays(self, split: str, skipped: int, advance: Callable[[int], None]) -> Iterator[np.ndarray]:
+        """The same for tokens; `advance` is called with the bytes of every finished document."""
+        for number, document in enumerate(self.source.read_documents()):
+            if self.in_split(split, number):
+                skipped -= 1
+                if skipped < 0:
+                    yield document
+                    advance(document.nbytes)
+
+
+def check_settings(
+    paths: PathLike | Sequence[PathLike], out: Path, workers: int | None, val_fraction: float
+) -> list[Path]:
+    """The input paths as a list. Raises ValueError for an invalid setting, or if a folder is both input and output."""
+    if workers is not None and workers < 1:
+        raise UserError(f"workers={workers}: processes, at least 1, or None for all cores")
+    if not 0 <= val_fraction < 1:
+        raise UserError(f"val_fraction={val_fraction}: the share of documents to hold out, at least 0 and less than 1")
+    sources = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
+    filled = [out, *(out / split for split in SPLITS if val_fraction)]
+    for path in sources:
+        if path.is_dir() and path.resolve() in [folder.resolve() for folder in filled]:
+            raise UserError(
+                f"{path} would be read and filled by one build, and the next would take its files for text; choose "
+                f"another folder for the shards, one in it if you like, such as {path / 'tokens'}"
+            )
+    return sources
+
+
+def find_inputs(
+    sources: list[Path], include: Sequence[str], exclude: Sequence[str], out: Path, dtype: Any, progress: Progress
+) -> tuple[Roxxel | None, Corpus | None]:
+    """The tokens or the texts at the paths, for a build into the folder `out`; one of the two is None."""
+    kinds = [is_tokens(path) and not (path.is_dir() and has_text(path)) for path in sources]
+    if all(kinds) and sources:
+        tokens = Roxxel([str(path) for path in sources] if len(sources) > 1 else sources[0], dtype=dtype)
+        progress.line(f"{tokens.num_tokens:,} tokens in {len(tokens.shards)} files, {tokens.documents:,} documents")
+        if tokens.guessed_dtype is not None:
+            progress.line(f"{tokens.shards[0].path} has no header: its tokens are taken for {tokens.dtype} (dtype)")
+        return tokens, None
+    if any(kinds):
+        text, token = sources[kinds.index(False)], sources[kinds.index(True)]
+        raise UserError(f"{token} holds tokens and {text} text: build two data sets, and blend them in a curriculum")
+    corpus = find_corpus(sources, include, exclude, out)
+    progress.line(str(corpus))
+    return None, corpus
+
+
+def load_tokenizer(tokenizer: PathLike, vocab_size: int | None, eos_token: str | None) -> Tokenizer | None:
+    """The tokenizer at a path, or None for a kind to train."""
+    if str(tokenizer) in get_args(Kind):
+        if eos_token is not None:
+            raise UserError(f"eos_token={eos_token}: a trained tokenizer has its own; leave eos_token out")
+        return None
+    path = Path(tokenizer)
+    try:
+        loaded = Tokenizer.load(path, eos_token)
+    except FileNotFoundError as error:
+        raise MissingFileError(
+            f"tokenizer={tokenizer}: neither a kind ({', '.join(get_args(Kind))}) nor the path of a {TOKENIZER_FILE}, "
+            "of a folder with one, or of a SentencePiece .model"
+        ) from error
+    if vocab_size is not None and vocab_size != loaded.vocab_size:
+        raise UserError(f"vocab_size={vocab_size}: {path} has {loaded.vocab_size} ids; leave vocab_size out")
+    return loaded

@@ -1,0 +1,1 @@
+"""Files of tokens: found, checked, mapped and written."""

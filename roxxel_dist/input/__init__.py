@@ -1,0 +1,1 @@
+"""What a process reads for its own devices."""

@@ -1,0 +1,182 @@
+"""The facts about a host that preflight needs, gathered on that host. Starts fast: no jax, numpy only for a data set.
+
+Nothing here changes the host: the one file that is made (to learn whether that is possible) is removed at once.
+"""
+
+import fcntl
+import ipaddress
+import os
+import pwd
+import socket
+import struct
+import sys
+import zlib
+from contextlib import suppress
+from glob import glob
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.launcher.host.installed import versions
+
+LOCK = Path("/tmp/libtpu_lockfile")
+IS_FILE = "is a file"
+
+HostInfo = dict[str, Any]
+
+
+def gather(question: HostInfo) -> HostInfo:
+    """All that preflight compares or judges, as plain values.
+
+    The question has the fields of `checks.Requirements`: a run directory of None means that the job writes nothing on
+    this host, and `compare` also asks for values to compare between hosts (versions, code, data).
+    """
+    run_dir, data_path, resume = (question[name] for name in ("run_dir", "data_path", "resume"))
+    # A container sees all GPUs of its machine in /proc, and may use those in /dev. AMD's are not counted.
+    gpus = len(glob("/dev/nvidia[0-9]*") or glob("/proc/driver/nvidia/gpus/*"))
+    info: HostInfo = {
+        "machine": f"{boot_id() or socket.gethostname()} {os.readlink('/proc/self/ns/net')}",
+        "gpus": None if not gpus and os.path.exists("/dev/kfd") else gpus,
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "tpu_lock": tpu_lock(LOCK),
+        "tpus": len(glob("/dev/accel[0-9]*") or glob("/dev/vfio/[0-9]*")),
+        "cores": os.cpu_count() or 1,
+        "platforms": os.environ.get("JAX_PLATFORMS"),
+        "run_dir": folder(run_dir, is_run=question["shared"]) if run_dir is not None else None,
+    }
+    if question["compare"]:
+        connection = os.environ.get("SSH_CONNECTION", "").split()
+        info |= own_name() | {
+            "ssh_address": connection[2] if len(connection) == 4 else None,  # where the ssh connection came to
+            "versions": {"python": sys.version.split()[0], **versions()},
+            "code": hash_of_code(),
+            "data": None,
+            "ports": rank_ports(),
+        }
+        if data_path is not None or resume:  # by its name: the launcher imports nothing of the trainer
+            trainer = import_module("roxxel_dist.place.directory")
+            info["data"] = trainer.data_to_read(data_path, run_dir, resume=resume)
+    return info
+
+
+def boot_id() -> str:
+    """What the kernel calls its time since the last boot; empty where a container hides /proc/sys."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def own_name() -> HostInfo:
+    """The host's own name, the addresses that it means to the host itself, and which of them are the host's."""
+    name = socket.gethostname()
+    addresses = resolved(name)
+    return {"name": name, "resolves": addresses, "owned": [one for one in addresses if is_owned(one)]}
+
+
+def is_owned(address: str) -> bool:
+    """Whether a program of this host can listen at an address."""
+    with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
+
+
+def rank_ports() -> list[int] | None:
+    """The first and the last of the ports that the kernel gives to programs that ask for a free one."""
+    with suppress(OSError, ValueError):
+        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
+        return [int(first), int(last)]
+    return None
+
+
+def existing(path: str) -> Path:
+    """The nearest folder (or file) that exists on the way up from a path."""
+    place = Path(os.path.abspath(path))
+    return next(each for each in (place, *place.parents) if os.path.exists(each))
+
+
+def folder(path: str, *, is_run: bool) -> HostInfo:
+    """Free bytes where a folder is or would be, and why no file can be made there (None: one was, and is gone).
+
+    Of a folder that `is_run`, or is to be one, `foreign` is why no run may write there; else None.
+    """
+    place, free, why = existing(path), 0, None
+    try:
+        room = os.statvfs(place)
+        free = room.f_bavail * room.f_frsize
+        touch(path).unlink()
+    except NotADirectoryError:
+        why = IS_FILE
+    except OSError as error:
+        why = error.strerror or str(error)
+    # By its name: the launcher imports nothing of the trainer.
+    foreign = import_module("roxxel_dist.place.directory").why_no_run(path) if is_run else None
+    return {"path": str(place), "free": free, "why": why, "foreign": foreign}
+
+
+def touch(path: str) -> Path:
+    """Make an empty file of a new name where a folder is or would be. The caller removes it. Raises OSError."""
+    mark = existing(path) / f".roxxel-probe-{os.urandom(8).hex()}"
+    mark.touch(mode=0o600, exist_ok=False)
+    return mark
+
+
+def resolved(name: str) -> list[str]:
+    """The addresses of a host name, in the order in which programs try them; empty where it has none."""
+    try:
+        addresses = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(address[0]) for *_, address in addresses))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address never leaves its machine."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def code_files() -> dict[str, str]:
+    """The checksums of this package's own files, by their paths within it."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names)
+    sums: dict[str, str] = {}
+    for path in files:
+        if path.endswith(".py"):
+            with open(path, "rb") as file:
+                sums[os.path.relpath(path, root)] = f"{zlib.crc32(file.read()):08x}"
+    return sums
+
+
+def hash_of_code() -> str:
+    """Of this package's own files: an editable install has one version for ever."""
+    return f"{zlib.crc32(repr(sorted(code_files().items())).encode()):08x}"
+
+
+def tpu_lock(path: Path) -> str | None:
+    """Why a program cannot have libtpu's lock at a path, and what to do; None where it can.
+
+    libtpu opens the file for writing and takes a POSIX lock on it (lockf) for the life of its process; the file stays,
+    and may be another user's. Nothing is locked here, not for a moment.
+    """
+    if not os.path.lexists(path):
+        return None
+    flock = "hhqqi4x"  # struct flock of Linux with 64 bits: type, whence, start, length, pid
+    try:  # O_CREAT as libtpu: in /tmp the kernel looks at that
+        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "rb+", buffering=0) as file:
+            lock = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(flock, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError as error:
+        return f"cannot be opened ({error.strerror}), and nothing can use the TPU; sudo rm {path}"
+    kind, _, _, _, pid = struct.unpack(flock, lock)
+    if kind == fcntl.F_UNLCK:
+        return None
+    holder = process_name(pid) if pid > 0 else "a process of another container"
+    return f"is held by {holder}, which uses the TPU; end it, or JAX_PLATFORMS=cpu goes without"
+
+
+def process_name(pid: int) -> str:
+    """A process for people: its number, its program and its user where they can be seen."""
+    with suppress(OSError, KeyError):
+        place = Path("/proc", str(pid))
+        program = (place / "comm").read_text(errors="replace").strip()
+        return f"process {pid} ({program} of user {pwd.getpwuid(place.stat().st_uid).pw_name})"
+    return f"process {pid}"

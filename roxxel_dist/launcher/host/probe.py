@@ -1,0 +1,158 @@
+"""What an agent answers while it has no ranks: the questions of preflight. Nothing is left of them."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import ExitStack, suppress
+
+from roxxel_dist.launcher.host.host_info import code_files, existing, gather, is_loopback, resolved, touch
+from roxxel_dist.launcher.host.protocol import Decoder, Message, encode
+
+LIFE_S = 600
+"""From one question to the next: 300 hosts are asked 32 at a time, and each may take a minute. It also ends a probe
+behind a cut link."""
+CONNECT_S = 5.0
+AT_ONCE = 32
+"""Connections that a host tries at the same time."""
+
+
+def answer_all(questions: list[Message], inbox: Decoder, channel: int) -> list[Message]:
+    """Answer these questions and all that follow, until there is another order.
+
+    Returns that order and those behind it; nothing where stdin has ended.
+    """
+    names = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGALRM)
+    before = {name: signal.signal(name, lambda *_: sys.exit(1)) for name in names}  # by way of `held`: the files go
+    try:
+        with ExitStack() as held:
+            while questions and "ask" in questions[0]:
+                signal.alarm(LIFE_S)
+                try:
+                    os.write(channel, encode(answer(questions.pop(0), held)))
+                except BrokenPipeError:
+                    return []
+                questions = questions or inbox.read(0)
+    finally:
+        signal.alarm(0)
+    for name, handler in before.items():
+        signal.signal(name, handler)
+    return questions
+
+
+def answer(question: Message, held: ExitStack) -> Message:
+    """The answer to a question (a message with `ask`): what was asked for, or `why` it cannot be had.
+
+    A port or a file that it asks for is there until `held` is closed, or the first question of the next round comes.
+    """
+    try:
+        match question["ask"]:
+            case "facts":
+                held.close()
+                reply = gather(question)
+            case "addresses":
+                reply = {"addresses": local_addresses(question["towards"])}
+            case "listen":
+                reply = {
+                    "ports": [_port(address, port, question["nonce"], held) for address, port in question["places"]]
+                }
+            case "connect":
+                reply = {"took": _connect_all(question["places"], question["nonce"])}
+            case "code":
+                reply = {"files": code_files()}
+            case "touch":
+                file = touch(question["run_dir"])
+                held.callback(file.unlink, missing_ok=True)
+                reply = {"name": file.name}
+            case "see":
+                reply = {"seen": (existing(question["run_dir"]) / question["name"]).exists()}
+            case unknown:
+                reply = {"why": f"it does not know {unknown!r}: install the same roxxel-dist on all hosts"}
+    except OSError as error:
+        reply = {"why": error.strerror or str(error)}
+    return reply | ({"id": question["id"]} if "id" in question else {})
+
+
+def _port(address: str, port: int, nonce: str, held: ExitStack) -> int | str:
+    """The port that `_listen` holds, or why it cannot."""
+    try:
+        return _listen(address, port, nonce, held)
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _listen(address: str, port: int, nonce: str, held: ExitStack) -> int:
+    """Hold a port, a free one for 0; it sends the nonce to each client, which proves which host has the port."""
+    server = held.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.bind((address, port))
+    server.listen(128)
+
+    def report() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            with connection, suppress(OSError):
+                connection.settimeout(1)
+                connection.sendall(nonce.encode())
+                connection.recv(1)  # the other side closes first: then no closed connection lingers on this port
+
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
+    held.callback(reporter.join, 2)  # until it has gone the port is in use
+    held.callback(server.shutdown, socket.SHUT_RDWR)  # wakes it
+    return server.getsockname()[1]
+
+
+def _connect_all(places: list[tuple[str, int]], nonce: str) -> list[float | str]:
+    """For each place the milliseconds of `connect_ms`, or why it cannot be reached. All are tried at once."""
+    took: list[float | str] = ["not tried"] * len(places)
+
+    def connect(numbers: range) -> None:
+        for number in numbers:
+            try:
+                took[number] = connect_ms(*places[number], nonce)
+            except OSError as error:
+                took[number] = error.strerror or str(error)
+
+    threads = [
+        threading.Thread(target=connect, args=(range(first, len(places), AT_ONCE),), daemon=True)
+        for first in range(min(AT_ONCE, len(places)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return took
+
+
+def connect_ms(address: str, port: int, nonce: str) -> float:
+    """Milliseconds until the probe that listens there said its nonce. Raises OSError where it does not."""
+    begun = time.monotonic()
+    try:
+        with socket.create_connection((address, port), CONNECT_S) as connection, connection.makefile("rb") as words:
+            if words.read(len(nonce)) != nonce.encode():
+                raise OSError("somebody else answers there")
+    except TimeoutError:
+        raise OSError(f"no answer within {CONNECT_S:g} s") from None
+    return (time.monotonic() - begun) * 1000
+
+
+def local_addresses(towards: list[str]) -> list[str]:
+    """The addresses of this host from which packets go to these names or addresses, each once.
+
+    Those that lead to this host, or have no route, give none.
+    """
+    found: dict[str, None] = {}
+    for target in (address for name in towards for address in resolved(name) if not is_loopback(address)):
+        family = socket.AF_INET6 if ":" in target else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as route, suppress(OSError):
+            route.connect((target, 9))  # sends nothing: it only asks the kernel for the route
+            own = str(route.getsockname()[0])
+            if not is_loopback(own) and own != target:  # the target is an address of this host
+                found[own] = None
+    return list(found)

@@ -1,0 +1,151 @@
+"""What a backend offers: hosts, programs on them, and a command of its own under `launch`."""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import IO, ClassVar, Protocol
+
+from roxxel_dist.launcher.job.spec import JobOptions, JobSpec
+
+
+class RemoteProcess(Protocol):
+    """The near end of a program on a host: as much of `subprocess.Popen` as the launcher needs."""
+
+    stdin: IO[bytes] | None
+    """Where orders go."""
+    stdout: IO[bytes] | None
+    """Where messages come from."""
+    stderr: IO[bytes] | None
+
+    def poll(self) -> int | None:
+        """How it ended; None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """How it ended, when it has. Raises subprocess.TimeoutExpired."""
+        ...
+
+    def kill(self) -> None:
+        """End it now."""
+        ...
+
+
+class Backend(ABC):
+    """Where the ranks run."""
+
+    is_local: ClassVar[bool] = False
+    """Whether its only host is this machine, which the launcher checks without an agent."""
+    is_coordinator: bool = True
+    """Whether rank 0 is on one of these hosts."""
+    hosts: Sequence[str]
+    """Each runs one agent; ranks are assigned to hosts in blocks."""
+    python: str = sys.executable
+    """The interpreter on the hosts."""
+    directory: str = ""
+    """The working directory on the hosts; empty: that of this process."""
+    address: str | None = None
+    """Where rank 0 is for all ranks, if that is known before anybody has looked."""
+    heartbeat_timeout_s: ClassVar[float | None] = None
+    """Seconds without a word from here after which an agent kills its ranks; None where a pipe is closed at once."""
+
+    broken_link: ClassVar[int | None] = None
+    """The exit code of a near end whose connection broke, which says nothing of the program at the far end."""
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """The known variables that a host gives to its ranks, in addition to those of the job."""
+        return {}
+
+    @abstractmethod
+    def argv(self, host: str, module: str, *words: str) -> list[str]:
+        """The command that `start` runs on this machine."""
+
+    @abstractmethod
+    def start(self, host: str, module: str, *words: str) -> RemoteProcess:
+        """Start `python -m MODULE WORDS` on a host, in the job's working directory; stdin, stdout, stderr are pipes."""
+
+    def is_refusal(self, stderr: Sequence[str]) -> bool:
+        """Whether these last lines of a program that did not start say that a server had no room for a connection."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """A `launch NAME` command line, and the functions of the command line that every backend uses."""
+
+    command: tuple[str, ...]
+    """The words after `--`."""
+    words: list[str]
+    """The words before it, without those that `Command.split_words` took out."""
+    passed: Mapping[str, str | None]
+    """The words that it took out."""
+    job: Callable[["Options", int, Backend], JobSpec]
+    """The job of these options, so many ranks and a backend. Raises ValueError for a slip of the user's."""
+    start: Callable[["Options", JobSpec, Backend], int]
+    """Run the job, leave it to a detached controller (--detach), or print it (--dry-run); the exit code."""
+    check_command: Callable[[], object]
+    """Raises ValueError for words of a `train` command that cannot be used; `job` does it too."""
+    usage_errors: Callable[[], AbstractContextManager[None]]
+    """Within it a ValueError of this package is a message for the user, and exit code 2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(ABC):
+    """The command `launch NAME`: each field is a flag, and its docstring the flag's help.
+
+    The docstring of the class is what `--help` begins with.
+    """
+
+    example: ClassVar[str]
+    """Flags as they may be given, for messages."""
+
+    @classmethod
+    def split_words(cls, words: list[str]) -> tuple[dict[str, str | None], list[str]]:
+        """Split the arguments: those for another program, those for this command. Raises ValueError for a slip."""
+        return {}, words
+
+    @abstractmethod
+    def launch(self, request: LaunchRequest) -> int:
+        """Do what was asked for, and return the exit code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(JobOptions, Command):
+    """The flags of a command that starts ranks. A subclass adds its own.
+
+    Flags of another base class that stands behind this one are shown before these by `--help`. Fields of
+    `spec.JobSpec` go to the job as they are.
+    """
+
+    env: tuple[str, ...] = ()
+    """K=V: an environment variable for every rank, such as NCCL_DEBUG=INFO. K alone passes on the value of the
+    launcher. Repeatable."""
+    env_from: str | None = None
+    """A file with one K=V in each line, for every rank. --env overrides it."""
+    run_id: str | None = None
+    """Name of the run and of its folder runs/run_ID. Default: the time."""
+    detach: bool = False
+    """Run the launcher in the background of this machine: return when the job has started, and print its run id. See
+    `ps`, `logs`, `attach` and `stop`."""
+    dry_run: bool = False
+    """Print the command of each rank, with secrets masked. Start nothing."""
+    json: bool = False
+    """With --dry-run: print JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendOptions(Options):
+    """The flags of a command that starts the ranks from here, on the hosts of a backend that they say all of."""
+
+    @abstractmethod
+    def backend(self) -> tuple[Backend, int]:
+        """The backend, and how many processes there are in all. Raises ValueError for a slip."""
+
+    def launch(self, request: LaunchRequest) -> int:
+        """Start the ranks."""
+        with request.usage_errors():
+            backend, nprocs = self.backend()
+            job = request.job(self, nprocs, backend)
+        return request.start(self, job, backend)

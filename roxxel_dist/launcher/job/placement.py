@@ -1,0 +1,157 @@
+"""Which rank runs on which host, and what its environment is."""
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from roxxel_dist.cluster.exit_codes import EXIT_SLACK_S, EXIT_TIMEOUT_ENV, REACHED_ENV, STATUS_ENV, UserError
+from roxxel_dist.launcher.job.spec import JobSpec
+
+
+def visible_gpus(gpus: int, procs: int, index: int, outer: str | None = None) -> str:
+    """The value of CUDA_VISIBLE_DEVICES for process `index` of the `procs` on a host with `gpus`: its part, in order.
+
+    `outer` is the list that the host's processes may use, where somebody has set one already (a scheduler, a user): the
+    part is taken from its beginning. Raises ValueError where the processes do not divide the GPUs, or `outer` is short.
+    """
+    if gpus % procs:
+        raise UserError(
+            f"--gpus-per-host {gpus} is not a multiple of the {procs} processes of a host: use a number that "
+            f"divides {gpus}"
+        )
+    names = [name.strip() for name in outer.split(",") if name.strip()] if outer is not None else None
+    if names is not None and len(names) < gpus:
+        raise UserError(
+            f"--gpus-per-host {gpus}, but CUDA_VISIBLE_DEVICES={outer} allows {len(names)}: use --gpus-per-host "
+            f"{len(names) or 1}, or unset the variable"
+        )
+    share = gpus // procs
+    numbers = range(gpus) if names is None else names
+    return ",".join(map(str, numbers[index * share : (index + 1) * share]))
+
+
+def rank_environment(
+    job: JobSpec,
+    rank: int,
+    coordinator: str,
+    outer: Mapping[str, str],
+    attempt: int = 0,
+    cores: int | None = None,
+    reached: int = 0,
+) -> dict[str, str]:
+    """The variables that a rank has beside those of its host (`outer`: the launcher's own environment).
+
+    PJRT_NPROC decides the bits of a sum on CPU (how work is split among threads), so all ranks get one value from here.
+    It follows the CPUs of the hosts (`cores`, the most that one has; not given, those of this machine), so that it does
+    not matter where the launch was typed. `reached`: the largest step of earlier attempts.
+    """
+    caller = {**outer, **job.env}
+    if "ROXXEL_COORDINATOR" in outer and "PJRT_NPROC" not in job.env:
+        caller.pop("PJRT_NPROC", None)  # an outer launch chose it for its own number of devices
+    threads = max(cores or os.cpu_count() or 1, job.total * (job.devices_per_proc or 1))
+    own = {
+        "PJRT_NPROC": caller.get("PJRT_NPROC") or str(threads),
+        "PYTHONUNBUFFERED": "1",
+        "ROXXEL_COORDINATOR": coordinator,
+        "ROXXEL_NUM_PROCESSES": str(job.total),
+        "ROXXEL_PROCESS_ID": str(rank),
+        "ROXXEL_ATTEMPT": str(attempt),
+        "ROXXEL_RUN_ID": job.run_id,
+        STATUS_ENV: "1",
+        EXIT_TIMEOUT_ENV: f"{job.exit_timeout and job.exit_timeout + EXIT_SLACK_S:g}",
+    }
+    if job.devices_per_proc is not None:
+        own["ROXXEL_LOCAL_DEVICES"] = str(job.devices_per_proc)
+        own["JAX_PLATFORMS"] = caller.get("JAX_PLATFORMS") or "cpu"
+    if reached and job.command[0] == "train":
+        own[REACHED_ENV] = str(reached)
+    return {**job.env, **own}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What one host is to start: the environment of each of its ranks, beside the host's own."""
+
+    host: str
+    ranks: Mapping[int, Mapping[str, str]]
+
+
+def working_hosts(job: JobSpec, hosts: Sequence[str]) -> Sequence[str]:
+    """The hosts that start, where all are there: those before the spare ones."""
+    return hosts[: len(hosts) - job.spare_hosts]
+
+
+def ranks_on(hosts: int, procs_per_host: int, spare: int = 0, least: int | None = None) -> int:
+    """How many ranks run at a time on so many hosts. Raises ValueError where the numbers do not fit together."""
+    if procs_per_host < 1:
+        raise UserError(f"--procs-per-host {procs_per_host}: must be at least 1")
+    if not 0 <= spare < hosts:
+        raise UserError(f"--spare-hosts {spare}: there are {hosts} hosts; use at most {hosts - 1}")
+    if least is not None and least > hosts - spare:
+        raise UserError(f"--min-hosts {least}: there are {hosts - spare} hosts; use at most {hosts - spare}")
+    return procs_per_host * (hosts - spare)
+
+
+def placements(
+    job: JobSpec,
+    hosts: Sequence[str],
+    coordinator: str,
+    outer: Mapping[str, str],
+    attempt: int = 0,
+    visible: Mapping[str, str] | None = None,
+    cores: int | None = None,
+    reached: int = 0,
+) -> list[Placement]:
+    """Deal the ranks to the hosts, in blocks; the arguments are those of `rank_environment`.
+
+    `visible` is CUDA_VISIBLE_DEVICES of the hosts that have a list of their own; that of the job or of `outer` wins.
+    Raises ValueError where a host would have no rank, or GPUs do not divide among the ranks of a host.
+    """
+    if job.nprocs < len(hosts):
+        raise UserError(
+            f"nprocs {job.nprocs}: there are {len(hosts)} hosts, and each has at least one process; use nprocs "
+            f"{len(hosts)}, or fewer hosts"
+        )
+    common = {**outer, **job.env}.get("CUDA_VISIBLE_DEVICES")
+    placed = []
+    for number, host in enumerate(hosts):
+        first, end = (job.first_rank + job.nprocs * n // len(hosts) for n in (number, number + 1))
+        ranks = {
+            rank: rank_environment(job, rank, coordinator, outer, attempt, cores, reached) for rank in range(first, end)
+        }
+        if job.gpus_per_host is not None:
+            allowed = common if common is not None else (visible or {}).get(host)
+            for index, env in enumerate(ranks.values()):
+                env["CUDA_VISIBLE_DEVICES"] = visible_gpus(job.gpus_per_host, len(ranks), index, allowed)
+        placed.append(Placement(host=host, ranks=ranks))
+    return placed
+
+
+def worker_argv(command: Sequence[str], python: str = sys.executable) -> list[str]:
+    """The words that start one rank."""
+    return python_words(python, "roxxel_dist.launcher.host.worker", *command)
+
+
+def python_words(python: str, module: str, *words: str) -> list[str]:
+    """The words that run a module of this package, unbuffered.
+
+    -P: the working folder is the user's, and its `queue.py` or `random.py` is not the standard library's.
+    """
+    return [python, "-u", "-P", "-m", module, *words]
+
+
+def coordinator_port(port: int | None, address: str = "127.0.0.1") -> int:
+    """A free port of an address, or `port` itself. Raises ValueError if a process already listens on `port`."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port or 0))
+        except OSError as error:
+            raise UserError(
+                f"--port {port}: cannot be used on {address} ({error.strerror}); "
+                "leave --port out to take a free one, or give another"
+            ) from None
+        return int(probe.getsockname()[1])

@@ -1,0 +1,203 @@
+"""What to start: JobSpec, run ids and log folders."""
+
+import itertools
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from roxxel_dist.cluster.exit_codes import (
+    EXIT_TIMEOUT_ENV,
+    MEMORY_ENV,
+    PIPE_ENV,
+    REACHED_ENV,
+    SPARE_ENV,
+    STATUS_ENV,
+    UserError,
+)
+from roxxel_dist.launcher.job.claims import claim
+
+CONTRACT = (
+    "ROXXEL_COORDINATOR", "ROXXEL_NUM_PROCESSES", "ROXXEL_PROCESS_ID", "ROXXEL_LOCAL_DEVICES", "ROXXEL_ATTEMPT",
+    "ROXXEL_PROGRESS", "ROXXEL_RUN_ID", REACHED_ENV, STATUS_ENV, PIPE_ENV, EXIT_TIMEOUT_ENV,
+    MEMORY_ENV, SPARE_ENV,
+)  # fmt: skip
+"""The variables by which a rank knows its place; those of an outer launch never reach a rank."""
+
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+LEAST_LEASE_S = 10.0
+"""A host that is cut off alone lives as long."""
+BUCKET = re.compile(r"(s3|gs|az):/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """What every way to launch understands: each field is a flag of `launch`, and its docstring the flag's help."""
+
+    gpus_per_host: int | None = None
+    """GPUs of a host, divided among its processes with CUDA_VISIBLE_DEVICES. Default: each process sees all GPUs."""
+    devices_per_proc: int | None = None
+    """Simulated CPU devices of each process. Default: the devices that jax finds."""
+    port: int | None = None
+    """Port of the coordinator; each restart uses the next port. Default: free ports."""
+    max_restarts: int = 3
+    """Maximum restarts after infrastructure failures: a killed rank, a lost agent, a hang. Preemptions do not count. 0:
+    no restart."""
+    restart_on: Literal["infrastructure", "any"] = "infrastructure"
+    """Which failures lead to a restart. infrastructure: the failures above, and exceptions of jax's runtime. any: also
+    exceptions of the program."""
+    warm_spares: Literal["auto", "on", "off"] = "auto"
+    """Keep spare processes that have done the imports of a rank, for faster restarts. auto: if there is free memory."""
+    step_timeout: float | None = None
+    """Step timeout in seconds: after it the launcher reports the rank that is stuck, and restarts the job. Default: 10
+    times the usual step, at least 60."""
+    grace: float = 30.0
+    """Seconds for the processes to save and exit after Ctrl-C."""
+    exit_timeout: float = 60.0
+    """Seconds for the other processes to end after the first process has ended without an error. 0: no limit."""
+    all_ranks: bool = False
+    """Show the output of all ranks, not only of rank 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostOptions:
+    """What follows when a host is lost; flags of the ways to launch on several hosts."""
+
+    spare_hosts: int = 0
+    """Number of spare hosts, the last ones of the list. A spare host replaces a host that fails."""
+    min_hosts: int | None = None
+    """Minimum number of hosts: the job starts, and continues after a failure, with them if others are missing. A host
+    that is back is used again. Default: all hosts."""
+    grow_at_checkpoint: bool = False
+    """With --min-hosts: take in a host that is back when the run has saved its next checkpoint, not at once."""
+    host_lease: float = 60.0
+    """Seconds that the processes go on if the launcher loses all hosts at once, because its own link is cut. If it
+    loses one host alone, the processes there end after 10 s."""
+    host_timeout: float = 60.0
+    """Seconds to wait for an unreachable host after a failure. Then the job continues, or ends, without it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec(HostOptions, JobOptions):
+    """One job: `command`, started `nprocs` times as one group. Raises ValueError for what cannot be started."""
+
+    command: tuple[str, ...]
+    """The words after `--`: `train …`, `python file.py …`, or any program."""
+    nprocs: int
+    """Processes (ranks) to start."""
+    first_rank: int = 0
+    """The first of these ranks, where a launcher of its own on another machine starts those before."""
+    world: int | None = None
+    """Ranks of the whole job, where launchers on other machines start some of them; None: `nprocs`."""
+    run_id: str
+    """Names the run directory; see `new_run_id`."""
+    log_dir: Path
+    """Where `rank-N.log` go; see `log_dir_for`."""
+    first_attempt: int = 0
+    """How often this run was launched before; not 0: its ranks resume."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables for every rank, beside those of the launcher."""
+    micro_batches: tuple[int, ...] = ()
+    """Rows of each phase's micro-batch, which the devices must divide when hosts are lost; empty if unknown."""
+
+    @property
+    def total(self) -> int:
+        """Ranks of the whole job."""
+        return self.nprocs if self.world is None else self.world
+
+    @property
+    def is_restartable(self) -> bool:
+        """Whether this launcher starts the whole job again where it fails, not its own part of the ranks alone."""
+        return self.max_restarts > 0 and self.total == self.nprocs
+
+    def __post_init__(self) -> None:
+        if not self.command or not self.command[0]:
+            raise UserError(
+                "no command: write what every process runs after `--`, for instance `-- train --data_path data.txt`"
+            )
+        if any("\0" in word for word in self.command):
+            raise UserError("the command holds a NUL character, which no process can receive: take it out")
+        if not RUN_ID.fullmatch(self.run_id):
+            raise UserError(f"--run-id {self.run_id!r}: use letters, digits and . _ - (it names a folder)")
+        last_port = 65535 - self.max_restarts  # each restart takes the next one
+        positive, finite = sys.float_info.min, sys.float_info.max
+        for name, least, largest, rule in (
+            ("nprocs", 1, finite, "at least 1; leave it out for one process"),
+            ("devices_per_proc", 1, finite, "at least 1; leave it out to use all devices"),
+            ("gpus_per_host", 1, finite, "at least 1; leave it out and each process has all of them"),
+            ("min_hosts", 1, finite, "at least 1; leave it out to need every host"),
+            ("max_restarts", 0, finite, "0 (none) or more"),
+            ("spare_hosts", 0, finite, "0 (none) or more"),
+            ("port", 1, last_port, f"within 1 and {last_port}; leave --port out to take a free one"),
+            ("step_timeout", positive, finite, "seconds, more than 0; leave it out to follow the usual time of a step"),
+            ("exit_timeout", 0, finite, "seconds, 0 (no limit) or more; for instance --exit-timeout 30"),
+            ("grace", 0, finite, "seconds, 0 or more; for instance --grace 30"),
+            ("host_lease", LEAST_LEASE_S, finite, "seconds, 10 or more; for instance --host-lease 60"),
+            ("host_timeout", 0, finite, "seconds, 0 or more; for instance --host-timeout 30"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= largest:  # so neither nan nor inf
+                raise UserError(f"--{name.replace('_', '-')} {value}: must be {rule}")
+        if self.gpus_per_host is not None and self.devices_per_proc is not None:
+            raise UserError(
+                f"--gpus-per-host {self.gpus_per_host} and --devices-per-proc {self.devices_per_proc}: simulated CPU "
+                "devices are for a job without GPUs; leave one of the two out"
+            )
+        last_rank = self.first_rank + self.nprocs - 1
+        if not 0 <= self.first_rank <= last_rank < self.total:
+            raise UserError(f"the ranks {self.first_rank} to {last_rank} are not among those of a job of {self.total}")
+        if reserved := sorted(set(self.env) & set(CONTRACT)):
+            raise UserError(f"--env {reserved[0]}: the launcher sets this variable itself; leave it out")
+
+
+def new_run_id(is_taken: Callable[[str], bool] = lambda run_id: False) -> str:
+    """YYYYMMDD_HHMMSS, with _2, _3, … where that is in `runs/`, `is_taken`, or another launcher's of this second."""
+    second = time.strftime("%Y%m%d_%H%M%S")
+    names = itertools.chain([second], (f"{second}_{number}" for number in itertools.count(2)))
+    return next(
+        name for name in names if not (Path("runs", f"run_{name}").exists() or is_taken(name)) and claim(f"run-{name}")
+    )
+
+
+def log_dir_for(command: tuple[str, ...], run_id: str) -> Path:
+    """`X/logs` for `train … --run_dir X` (the last one counts); otherwise, and where X is in a bucket,
+    `runs/run_<run_id>/logs`."""
+    run_dir = flag(command, "run_dir") if command[:1] == ("train",) and not trains_in_bucket(command) else None
+    return Path(run_dir or Path("runs", f"run_{run_id}")) / "logs"
+
+
+def trains_in_bucket(command: Sequence[str]) -> bool:
+    """Whether a command trains a run that is kept in a bucket: no folder has to be there, or shared, for it."""
+    return command[:1] == ("train",) and BUCKET.match(flag(command, "run_dir") or "") is not None
+
+
+def flag(words: Sequence[str], name: str) -> str | None:
+    """The value of a flag, however it is spelled; the last one counts."""
+    return {other: value for other, value, _ in split_flags(words)}.get(name)
+
+
+def split_flags(words: Sequence[str], switches: Container[str] = ()) -> Iterator[tuple[str, str | None, list[str]]]:
+    """(name, value, its words) of every flag, and ("", None, [word]) of a word that belongs to none.
+
+    A flag's name has _ where - was written. Its value is what follows `=`, or the next word, unless that is a flag too;
+    of `switches` only `True` and `False` are values.
+    """
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
+        if not word.startswith("--"):
+            yield "", None, [word]
+            continue
+        flag, equals, value = word.partition("=")
+        name = flag[2:].replace("-", "_")
+        is_switch = name.removeprefix("no_") in switches
+        if equals:
+            yield name, value, [word]
+        elif rest and not rest[0].startswith("--") and (not is_switch or rest[0].lower() in ("true", "false")):
+            yield name, rest[0], [word, rest.popleft()]
+        else:
+            yield name, None, [word]

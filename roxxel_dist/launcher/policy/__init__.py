@@ -1,0 +1,1 @@
+"""What failures mean, and what follows from them. Pure functions."""

@@ -1,0 +1,224 @@
+"""Whether a job that ended is started again: a pure function of how its attempts ended, and the words for it."""
+
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from roxxel_dist.cluster.exit_codes import (
+    EXIT_DRAINED,
+    EXIT_FILES,
+    EXIT_LOST_RANK,
+    EXIT_NOT_STARTED,
+    EXIT_PORT,
+    EXIT_RUNTIME,
+    EXIT_USAGE,
+    SCHEDULER_SIGNALS,
+)
+from roxxel_dist.launcher.policy.outcome import AttemptResult, as_code, exit_code, first_failure
+
+EXIT_GIVEN_UP = 75
+"""Restarts were made and used up."""
+BACKOFF_S = 0.5
+BACKOFF_TIMES = 4
+BACKOFF_MOST_S = 60.0
+BRIEF_S = 60.0
+IDLE_PREEMPTIONS = 10
+"""Preemptions in a row, each within a minute and without a new step, after which it is no preemption any more."""
+
+PREEMPTED = {EXIT_DRAINED, *(128 + number for number in (signal.SIGTERM, signal.SIGHUP, *SCHEDULER_SIGNALS))}
+OF_NO_RANK = {EXIT_PORT, EXIT_FILES, EXIT_LOST_RANK}
+"""Codes by which a rank reports a failure that is not its own: the same rank may end with them again and again."""
+INFRASTRUCTURE = (
+    OF_NO_RANK
+    | {EXIT_RUNTIME, EXIT_NOT_STARTED}
+    | {128 + number for number in (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT)}
+)
+
+
+OF_THE_COMMAND = {EXIT_USAGE, 126, 127}
+"""A command that is wrong, cannot be run or is not found (as a shell says it): no restart changes that."""
+RestartOn = Literal["infrastructure", "any"]
+
+
+class Cause(Enum):
+    """Why an attempt ended."""
+
+    DONE = "done"
+    REQUESTED = "stopped on request"
+    PREEMPTED = "preempted"
+    INFRASTRUCTURE = "an infrastructure failure"
+    USER = "an error of the program"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptSummary:
+    """One attempt, as far as it matters for the next one and for the end of the job."""
+
+    cause: Cause
+    code: int
+    """The exit code of the job, if this was its last attempt."""
+    rank: int | None = None
+    """The rank that failed first, or that hung."""
+    host: str = ""
+    """The host of that rank."""
+    step: int = 0
+    """The step that rank had entered."""
+    reached: int = 0
+    """The largest step that any rank had entered."""
+    counts: bool = False
+    """Whether the program reports its steps: if not, a `reached` of 0 means nothing."""
+    seconds: float = 0.0
+    """How long the attempt lasted."""
+    report: Sequence[str] = ()
+    """Lines about it for the user."""
+    failed_growth: str = ""
+    """Hosts that were taken in for it and with which it came to nothing: it counts for nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What comes next: another attempt in `wait` seconds, or the end with `code`. `why` is for people, or empty."""
+
+    again: bool
+    why: str = ""
+    wait: float = 0.0
+    code: int = 0
+    set_aside: str = ""
+    """A host whose ranks fail again and again: the next attempt does without it."""
+
+
+def classify(result: AttemptResult) -> Cause:
+    """Why an attempt ended. `bash -c` reports a signal as 128 + s, and is understood."""
+    code = exit_code(result)
+    if result.requested is not None:
+        return Cause.REQUESTED
+    if code == 0:
+        return Cause.DONE
+    if result.hang is not None or result.lost is not None or result.differs is not None:
+        return Cause.INFRASTRUCTURE
+    if result.grows:  # however a program ends that is asked to
+        return Cause.PREEMPTED
+    if (failure := first_failure(result)) is not None:
+        code = as_code(failure.code)
+    if code in PREEMPTED:
+        return Cause.PREEMPTED
+    return Cause.INFRASTRUCTURE if code in INFRASTRUCTURE else Cause.USER
+
+
+def summary(result: AttemptResult, *, seconds: float, counts: bool, report: Sequence[str] = ()) -> AttemptSummary:
+    """An attempt for `next_action`. `counts`: the program is known to report its steps, even if it has not yet."""
+    failure = first_failure(result)
+    culprit = None if failure is not None and failure.code in OF_NO_RANK else result.hang or failure
+    if result.differs is not None:  # an edit in the middle of a start: the next one may find the same code everywhere
+        differs = result.differs
+        found = {"rank": differs.rank, "host": differs.host, "reached": result.reached, "counts": True}
+        return AttemptSummary(cause=classify(result), code=exit_code(result), seconds=seconds, report=report, **found)
+    return AttemptSummary(
+        cause=classify(result),
+        code=exit_code(result),
+        rank=culprit.rank if culprit else None,
+        host="" if culprit is None else result.hang_host if result.hang else getattr(culprit, "host", ""),
+        step=culprit.step if culprit else 0,
+        reached=result.reached,
+        counts=counts or result.reached > 0,
+        seconds=seconds,
+        report=report,
+    )
+
+
+def has_come_to_nothing(attempt: AttemptSummary, before: int) -> bool:
+    """Whether an attempt failed before a rank entered a step beyond `before`; where steps are unknown, in a minute."""
+    if attempt.cause not in (Cause.INFRASTRUCTURE, Cause.USER):
+        return False
+    return attempt.reached <= before if attempt.counts or before else attempt.seconds < BRIEF_S
+
+
+def is_failure(attempt: AttemptSummary, restart_on: RestartOn) -> bool:
+    """Whether an attempt ended by what a restart may mend."""
+    if attempt.failed_growth:
+        return False
+    if restart_on == "any" and attempt.cause is Cause.USER:
+        return attempt.code not in OF_THE_COMMAND
+    return attempt.cause is Cause.INFRASTRUCTURE
+
+
+def next_action(
+    attempts: Sequence[AttemptSummary],
+    max_restarts: int,
+    restart_on: RestartOn = "infrastructure",
+    can_replace: Callable[[str], bool] = lambda host: False,
+) -> Decision:
+    """What follows after these attempts.
+
+    Args:
+        attempts: at least one, the newest last.
+        max_restarts: restarts after failures; 0: none, not even after a preemption.
+        restart_on: which ends are failures.
+        can_replace: whether the job can go on without a host.
+    """
+    last = attempts[-1]
+    if last.failed_growth and max_restarts:
+        why = f"the job goes on without {last.failed_growth}, as before; restart at once (it counts for nothing)"
+        return Decision(again=True, why=why)
+    attempts = [attempt for attempt in attempts if not attempt.failed_growth]
+    if max_restarts == 0 or not (last.cause is Cause.PREEMPTED or is_failure(last, restart_on)):
+        return Decision(again=False, code=last.code)
+    if last.cause is Cause.PREEMPTED:
+        return _after_preemption(attempts)
+    failures = [attempt for attempt in attempts if is_failure(attempt, restart_on)]
+    # A host or an agent that was lost has no rank: such things happen at any time.
+    by_rank = [attempt for attempt in failures if attempt.rank is not None]
+    same_host = [attempt for attempt in by_rank if last.host and attempt.host == last.host]
+    replaced = last.host if last.rank is not None and len(same_host) > 1 and can_replace(last.host) else ""
+    again = [attempt for attempt in by_rank if (attempt.rank, attempt.step) == (last.rank, last.step)]
+    if last.counts and last.rank is not None and len(again) > 1 and not replaced:
+        why = (
+            f"not started again: rank {last.rank} failed in step {last.step} in an earlier attempt too, so a restart "
+            "would not help"
+        )
+        return Decision(again=False, code=last.code, why=why)
+    if len(failures) > max_restarts:
+        why = f"no restart is left: --max-restarts is {max_restarts}"
+        return Decision(again=False, code=EXIT_GIVEN_UP, why=why)
+    wait = _backoff(_idle(attempts))
+    why = f"restart {len(failures)} of {max_restarts}, {_when(wait)}"
+    if replaced:
+        why += f", without host {replaced}, whose ranks failed in {len(same_host)} attempts"
+    return Decision(again=True, wait=wait, why=why, set_aside=replaced)
+
+
+def _idle(attempts: Sequence[AttemptSummary]) -> int:
+    """How many attempts in a row, up to the last, came to no new step. The first one has nothing to be new beside."""
+    idle = 0
+    for number in reversed(range(1, len(attempts))):
+        if attempts[number].reached > max(earlier.reached for earlier in attempts[:number]):
+            break
+        idle += 1
+    return idle
+
+
+def _when(wait: float) -> str:
+    return f"in {wait:g} s" if wait else "at once"
+
+
+def _after_preemption(attempts: Sequence[AttemptSummary]) -> Decision:
+    """Preemptions are free; but a job that ends repeatedly before it has done anything counts as failed."""
+    idle = 0
+    for number in reversed(range(len(attempts))):
+        attempt = attempts[number]
+        new_step = attempt.reached > max((earlier.reached for earlier in attempts[:number]), default=0)
+        if attempt.cause is not Cause.PREEMPTED or attempt.seconds >= BRIEF_S or new_step:
+            break
+        idle += 1
+    if idle >= IDLE_PREEMPTIONS:
+        why = f"not started again: preempted {idle} times in a row within a minute, without a new step"
+        return Decision(again=False, code=attempts[-1].code, why=why)
+    wait = _backoff(idle)
+    return Decision(again=True, wait=wait, why=f"preempted; restart {_when(wait)} (it counts for nothing)")
+
+
+def _backoff(times: int) -> float:
+    """Seconds to wait after so many failed attempts; none after 0."""
+    return min(BACKOFF_MOST_S, BACKOFF_S * BACKOFF_TIMES ** (times - 1)) if times else 0.0

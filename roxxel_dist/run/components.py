@@ -1,0 +1,255 @@
+"""Builders: from a Config and a corpus to model, loss, optimizer, curriculum and validation sets."""
+
+import contextlib
+import dataclasses
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from roxxel_dist.cluster import interrupt
+from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary, process_count, process_index
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.file_lock import print_line
+from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.cluster.progress import Progress
+from roxxel_dist.corpus.build import build
+from roxxel_dist.curriculum.phases import Curriculum
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.files.discovery import is_tokens
+from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
+from roxxel_dist.model.config import AttentionKernel
+from roxxel_dist.model.loss import token_losses
+from roxxel_dist.model.split import split_module
+from roxxel_dist.model.user_code import import_function
+from roxxel_dist.run.curriculum import build_curriculum, check_vocabularies, open_data_sets, shard_paths
+from roxxel_dist.settings.config import Config, usage_errors
+from roxxel_dist.settings.training import LoopOptions, OptimizerConfig
+from roxxel_dist.train.evaluator import HELD_OUT
+from roxxel_dist.train.step.optimizer import NamedOptimizer
+from roxxel_dist.train.step.step import LossFn
+from roxxel_dist.weights.base import check_tokenizer, check_weights, find_checkpoint, tokenizer_of, with_shape_of
+from roxxel_dist.weights.model import attention_kernel, model_builder, parameter_widths
+
+BUILD_LIMIT_S = 6 * 3600.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunComponents:
+    """The parts of a run; nothing is on a device yet."""
+
+    config: Config
+    """With the size of the vocabulary."""
+    vocab_size: int
+    build: Callable[[], nnx.Module]
+    """Makes the model, with the same weights each time; to be called under jit."""
+    loss: LossFn
+    optimizer: NamedOptimizer
+    curriculum: Curriculum
+    """The phases over the part of the data that is trained on."""
+    validation: Mapping[str, Roxxel]
+    """Validation data sets by name: those of the config, or else the held-out part, as `HELD_OUT`."""
+    data: Roxxel
+    """The corpus as it is on disk, held-out part included."""
+    grad_accum: int
+    """Micro-batches a step."""
+    kernel: AttentionKernel
+    """The attention kernel; for a user-defined model, the kernel in the config."""
+    options: LoopOptions
+    """With nothing to hold out: `curriculum` already excludes the held-out part."""
+    devices: Sequence[Any] | None = None
+    """What it is compiled for, if that is not here; None: the devices of all processes."""
+
+    def mesh(self, processes: int | None = None) -> Mesh:
+        """The devices of this run, shared by `processes` in order; default: the processes that are running.
+
+        Raises ValueError for too few devices, axes that do not divide them, or a process without a device.
+        """
+        config, every = self.config, processes or process_count()
+        fsdp = config.fsdp_devices if config.fsdp else 1
+        mesh = make_mesh(config.n_devices, fsdp=fsdp, tensor=config.tensor_devices, devices=self.devices)
+        if processes:
+            used = -(-mesh.size * processes // len(self.devices or jax.devices()))
+        else:
+            used = len({device.process_index for device in mesh.devices.flat})
+        if used < every:
+            raise UserError(
+                f"n_devices is {config.n_devices}, which leaves none to {every - used} of {every} processes: use "
+                f"0 for all, or launch fewer"
+            )
+        return mesh
+
+
+def build_components(
+    config: Config,
+    data: Roxxel,
+    *,
+    trial: bool = False,
+    begun_with: AttentionKernel | None = None,
+    devices: Sequence[Any] | None = None,
+) -> RunComponents:
+    """The components of a run of `config` on `data`. Puts nothing on a device, and touches no run directory.
+
+    In a trial of a sweep a warm-up longer than half of the run is cut to half: if it is searched together with epochs
+    or batch_size, it does not fit all trials. `attention: auto` keeps the kernel `begun_with`. `devices` are those to
+    compile for, if they are not here. Raises ValueError for a field that breaks its rule, or does not fit the data or
+    the devices.
+    """
+    config = with_shape_of(config)
+    vocab_size = _vocab_size(config, data)
+    config = dataclasses.replace(config, vocab_size=vocab_size)
+    config.validate()
+    curriculum, held_out = build_curriculum(config, data)
+    half = curriculum.total_steps // 2
+    if trial and (config.warmup_steps or 0) > half:
+        config = dataclasses.replace(config, warmup_steps=half)
+    kernel = attention_kernel(config, curriculum.shapes, begun_with, devices)
+    build = model_builder(config, kernel)
+    optimizer = NamedOptimizer(config.part(OptimizerConfig), widths=parameter_widths(config, build))
+    optimizer.settings(curriculum.total_steps)  # raises if warm-up and decay do not fit
+    validation = open_data_sets(config, "validation", data)
+    check_vocabularies({"self": data, **curriculum.mix_streamers, **validation}, vocab_size)
+    return RunComponents(
+        config=config,
+        vocab_size=vocab_size,
+        build=build,
+        loss=token_losses if config.loss is None else import_function("loss", config.loss),
+        optimizer=optimizer,
+        curriculum=curriculum,
+        validation=validation or {HELD_OUT: held_out},
+        data=data,
+        grad_accum=config.grad_accum,
+        kernel=kernel,
+        options=dataclasses.replace(config.part(LoopOptions), val_fraction=0.0),
+        devices=devices,
+    )
+
+
+def _vocab_size(config: Config, data: Roxxel) -> int:
+    size = config.vocab_size or data.vocab_size
+    if size is None:
+        raise UserError("the shards do not say how large their vocabulary is: give vocab_size=N")
+    if data.vocab_size is not None and size < data.vocab_size:
+        raise UserError(
+            f"vocab_size is {size}, but the data has {data.vocab_size} tokens: leave it out, or use at least "
+            f"{data.vocab_size}"
+        )
+    return size
+
+
+def open_corpus(
+    config: Config,
+    data_path: str | Path | None,
+    into: Path,
+    *,
+    begins: bool = True,
+    share: Callable[[], None] = lambda: None,
+) -> Roxxel:
+    """The corpus at `data_path`; rank 0 makes shards of text in the folder `into`, for all ranks.
+
+    `share`, called on every rank after that, copies the shards to hosts that do not see the folder. Raises ValueError
+    if no data is named, or it cannot be read. If a run `begins` with the weights of `init_from`, they are checked
+    against the model before text is read.
+    """
+    if data_path is None:
+        raise UserError("no data: name a text file, a folder or shards with data_path=PATH (a run's config names none)")
+    if is_tokens(data_path):
+        data = Roxxel(data_path, dtype=config.data_dtype, remote=config.part(RemoteConfig))
+        if data.guessed_dtype is not None and is_primary():
+            print_line(f"{data.shards[0].path} has no header: its tokens are taken for {data.dtype} (data_dtype)")
+        if config.init_from is not None:
+            check_tokenizer(config.init_from, data)
+        return data
+    if config.data_dtype != "auto":
+        raise UserError(
+            f"data_dtype is {config.data_dtype}, and {data_path} is text: leave it out; it is of .bin files of tokens"
+        )
+    tokenizer, vocab_size = config.tokenizer_type, config.vocab_size
+    if config.init_from is not None:
+        tokenizer, vocab_size = str(tokenizer_of(config.init_from)), None
+    # Checks that need no corpus come before hours of tokenizing.
+    for field, name in (("model", config.model), ("loss", config.loss)):
+        if name is not None:
+            import_function(field, name)
+    shard_paths(config, "datasets")
+    shard_paths(config, "validation")
+    if config.init_from is not None and begins:
+        _check_base(config, config.init_from, tokenizer)
+    progress = Progress.from_env(process_index())
+    progress.say("")  # the launcher's time limit for the start must not apply to a large text
+    on_primary("corpus", lambda: build([data_path], into, tokenizer=tokenizer, vocab_size=vocab_size).close())
+    share()
+    progress.say("start")
+    return Roxxel(into)
+
+
+def _check_base(config: Config, init_from: str, tokenizer: str) -> None:
+    """Raises ValueError if `init_from` has no weights, or weights of another model than that of the config."""
+    checkpoint, config = find_checkpoint(init_from), with_shape_of(config)
+    if config.model is None:
+        config = dataclasses.replace(config, vocab_size=config.vocab_size or Tokenizer.load(tokenizer).vocab_size)
+        split, params, _, hparams = split_module(nnx.eval_shape(model_builder(config)))
+        check_weights(checkpoint, split.of_base(params, hparams))
+
+
+@contextlib.contextmanager
+def temporary_folder(data_path: str | Path | None, command: str) -> Iterator[Path]:
+    """A folder in which `open_corpus` makes text into shards for a command that keeps nothing.
+
+    It is in the working directory, which all ranks share, as for runs. Rank 0 may remove it after its own last step: a
+    rank reads its rows before a step, and no rank finishes a step alone.
+    """
+    if data_path is None or is_tokens(data_path):
+        yield Path()
+        return
+    folders: list[str] = []
+    on_primary("folder for the corpus", lambda: folders.append(tempfile.mkdtemp(prefix=f".{command}-", dir=Path.cwd())))
+
+    def take_away() -> None:
+        for folder in folders:
+            shutil.rmtree(folder)
+
+    try:
+        with _ended_by_signals(), interrupt.cleanup(take_away):
+            yield Path(broadcast_from_primary("folder of the corpus", "".join(folders))) / "data"
+    finally:
+        take_away()
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Within it, SIGTERM and SIGHUP end the process as Ctrl-C does, so that cleanup runs."""
+
+    def leave(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    if interrupt.active() or threading.current_thread() is not threading.main_thread():
+        yield  # the command cleans up itself; Python allows signal handlers only in the main thread
+        return
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def on_primary(what: str, act: Callable[[], Any]) -> None:
+    """Do something on rank 0 only; a UserError there is raised on every rank."""
+    message = ""
+    if is_primary():
+        try:
+            with usage_errors():
+                act()
+        except UserError as error:
+            message = str(error) or repr(error)
+    if message := broadcast_from_primary(what, message, BUILD_LIMIT_S):
+        raise UserError(message)

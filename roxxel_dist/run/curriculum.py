@@ -1,0 +1,101 @@
+"""The curriculum of a Config, over the training part of the data, and its named data sets. No jax."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.curriculum.phases import Curriculum, Phase
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.files.discovery import NoShardsError, is_tokens
+from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.data.verify import check_sampled_ids
+from roxxel_dist.settings.config import Config
+
+SetField = Literal["datasets", "validation"]
+
+
+def build_curriculum(config: Config, data: Roxxel) -> tuple[Curriculum, Roxxel]:
+    """(phases over the training part of the data, the held-out part); raises ValueError for an impossible phase."""
+    max_context = config.max_context
+    phases: list[Any] = config.phases or [
+        Phase(epochs=config.epochs, batch_size=config.batch_size * config.grad_accum, seq_len=max_context + 1)
+    ]
+    curriculum = Curriculum(data, phases, open_data_sets(config, "datasets", data))
+    curriculum, held_out = curriculum.hold_out(0 if config.validation else config.val_fraction)
+    for i, phase in enumerate(curriculum.phases):
+        if (phase.seq_len or 0) > max_context + 1:
+            raise UserError(
+                f"phase {i + 1}: seq_len is {phase.seq_len}, and the model reads at most max_context + 1 = "
+                f"{max_context + 1} tokens, target included: use a larger max_context or a smaller seq_len"
+            )
+    return curriculum, held_out
+
+
+def check_data(config: Config, data_path: str | Path | None) -> None:
+    """Raises what a training of `config` would raise of its data sets, blends and phases. Nothing is written.
+
+    For what shows a training before it runs, without jax. Text is looked for and not read, so that neither its length
+    nor its vocabulary is known. Phases on the weights of `init_from` are not compared with their context.
+    """
+    path = config.primary_path(data_path)
+    for field in ("datasets", "validation"):
+        shard_paths(config, field)
+    if path is None or not is_tokens(path):
+        if path is not None and not Path(path).exists():
+            raise UserError(f"data_path {path}: no such file or folder: check the path")
+        return
+    with ExitStack() as held:
+        data = held.enter_context(Roxxel(path, dtype=config.data_dtype, remote=config.part(RemoteConfig)))
+        sets = {"self": data, **open_data_sets(config, "validation", data)}
+        if config.init_from is None:
+            curriculum, _ = build_curriculum(config, data)
+            curriculum.plan(config.seed)
+            sets |= curriculum.mix_streamers
+        size = config.vocab_size or data.vocab_size
+        if config.init_from is None and size is not None:
+            check_vocabularies(sets, size)
+
+
+def check_vocabularies(sets: Mapping[str, Roxxel], vocab_size: int) -> None:
+    """Raises ValueError for a data set with token ids of `vocab_size` or above."""
+    for name, data_set in sets.items():
+        if (data_set.vocab_size or 0) > vocab_size:
+            raise UserError(
+                f"the data {name!r} has {data_set.vocab_size} tokens, and vocab_size is {vocab_size}: build it with "
+                f"the tokenizer of the data to train on, or use a larger vocab_size"
+            )
+        check_sampled_ids(data_set, vocab_size)
+
+
+def open_data_sets(config: Config, field: SetField, data: Roxxel) -> dict[str, Roxxel]:
+    """The data sets in `datasets` or `validation`, without "self", which is `data`.
+
+    Raises ValueError if a path has no data set, or one made with another tokenizer than `data`.
+    """
+    remote = config.part(RemoteConfig)
+    paths = shard_paths(config, field)
+    sets = {name: Roxxel(path, dtype=config.data_dtype, remote=remote) for name, path in paths.items()}
+    for name, data_set in sets.items():
+        prints = data.tokenizer_fingerprint, data_set.tokenizer_fingerprint
+        if None not in prints and prints[0] != prints[1]:
+            raise UserError(
+                f"{field} {name!r} was made with tokenizer {prints[1]}, the data to train on with {prints[0]}: "
+                f"build both with the same one: `roxxel-dist data build … --tokenizer PATH/tokenizer.json`"
+            )
+    return sets
+
+
+def shard_paths(config: Config, field: SetField) -> dict[str, str]:
+    """The paths in `datasets` or `validation`, without "self"; raises ValueError if one has no shards."""
+    paths = {
+        name: path for name, path in (getattr(config, field) or {}).items() if (field, name) != ("datasets", "self")
+    }
+    for name, path in paths.items():
+        if not is_tokens(path):
+            raise NoShardsError(
+                f"{field} {name!r} is {path}: there are no shards. Check the path; text becomes shards with "
+                f"`roxxel-dist data build {path} --out DIR`, and the tokenizer.json of the data to train on"
+            )
+    return paths

@@ -1,0 +1,272 @@
+"""The validation of a run, repeated from a checkpoint. The run is only read: it may be training, or read-only."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from roxxel_dist.checkpoint.metadata import CheckpointRef
+from roxxel_dist.checkpoint.store import CheckpointStore
+from roxxel_dist.cluster import determinism
+from roxxel_dist.cluster.distributed import initialize
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
+from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.files.discovery import NoShardsError, absolute, is_tokens
+from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
+from roxxel_dist.place.bucket_folder import local_run
+from roxxel_dist.place.directory import METRICS, TOKENIZER, no_run
+from roxxel_dist.run.components import RunComponents, build_components, check_vocabularies
+from roxxel_dist.run.curriculum import open_data_sets
+from roxxel_dist.run.record import RunMetadata, data_of, kernel_begun_with, saved_config
+from roxxel_dist.settings.config import RECORD, Config, usage_errors
+from roxxel_dist.train.evaluator import Validation, summarize
+from roxxel_dist.train.log.csv_jsonl import read_rows
+from roxxel_dist.train.step.compile import AotCompiler
+from roxxel_dist.train.step.state import init_state
+from roxxel_dist.train.step.step import fetch, make_eval_step
+from roxxel_dist.utils.display import aligned
+from roxxel_dist.weights.base import load_base_params, open_checkpoint
+from roxxel_dist.weights.model import attention_kernel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The losses of a checkpoint."""
+
+    run: Path
+    step: int
+    losses: Mapping[str, float]
+    """By the names of the log: "val_loss", "val_bal", "val_loss/<name>", "train_eval_loss"."""
+    data: tuple[Mapping[str, Any], ...]
+    """{"name", "metric", "loss", "perplexity", "batches", "tokens"} of each data set, of all of them if there are
+    several, and of the training data."""
+    logged_val_loss: float | None
+    """The logged val_loss of the step; None if the step was not validated."""
+
+    @property
+    def difference(self) -> float | None:
+        """`val_loss` minus the logged one."""
+        return None if self.logged_val_loss is None else self.losses["val_loss"] - self.logged_val_loss
+
+
+def evaluate(
+    run: str | Path,
+    *,
+    best: bool = False,
+    data_path: str | None = None,
+    validation: Mapping[str, str] | None = None,
+    eval_iters: int | None = None,
+    data_dtype: str | None = None,
+) -> Evaluation:
+    """The validation of a run at a kept checkpoint, on all the processes this one belongs to.
+
+    It uses the current config and data of the run. If these have not changed since the step, the same devices,
+    processes and versions give the logged numbers bit for bit.
+
+    Args:
+        run: RUN or RUN@STEP; without a step the newest checkpoint.
+        best: the checkpoint with the lowest val_loss; not together with a step.
+        data_path: shards instead of those that the run remembers.
+        validation: data sets to validate on, name: path, instead of the run's.
+        eval_iters: batches to read of each data set, instead of as many as the run does.
+        data_dtype: of the tokens in `.bin` files without a header, instead of the run's; "auto": uint16.
+
+    Raises:
+        UserError: there is no such run, checkpoint or data, or they do not fit each other.
+    """
+    checkpoint = CheckpointRef.parse(run)
+    with usage_errors():
+        if best and checkpoint.step is not None:
+            raise UserError(
+                f"RUN is {checkpoint}, and --best takes the step with the lowest val_loss: use one of the two"
+            )
+        folder = local_run(checkpoint.run)
+        saved = saved_config(folder)
+        if not saved:
+            raise UserError(no_run(folder, absolute(checkpoint.run)))
+        if saved.get("deterministic"):
+            determinism.make_deterministic()
+    # As in the run: the size of XLA's thread pool decides bits.
+    determinism.pin_threads(RunMetadata.of(saved).pjrt_nproc)
+    initialize()
+    determinism.enable_compilation_cache()
+    with contextlib.ExitStack() as held:
+        with usage_errors():
+            store, step = held.enter_context(_checkpoint(checkpoint, best))
+            metadata = store.metadata(step)
+            plan, base = Plan.from_state(metadata.plan), metadata.base
+            shape = plan.segment(step - 1).shape
+            config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
+            if data_dtype is not None:
+                config = dataclasses.replace(config, data_dtype=data_dtype)
+            data = held.enter_context(open_data(folder, saved, data_path, config))
+            if eval_iters is not None:
+                config = dataclasses.replace(config, eval_iters=eval_iters)
+            config = _with_kernel(config, plan, saved)
+            components, sets = _components(config, data, plan, validation, folder)
+            options, mesh = components.options, _mesh(components)
+            # Moments are not read: it takes the memory of the weights alone.
+            split, state, hparams = init_state(
+                components.build, lambda params: {}, mesh, fsdp=options.fsdp,
+                dtype=jnp.bfloat16 if options.use_bf16 else None, restored=True,
+                load=None if base is None else functools.partial(load_base_params, base.at(options.init_from)),
+            )  # fmt: skip
+            compiler = AotCompiler(mesh)
+            held.callback(compiler.close)
+            eval_step = make_eval_step(split, components.loss, jnp.bfloat16 if options.bf16_compute else None)
+            train = components.curriculum.primary_streamer
+            evaluator = Validation(sets, train, eval_step, compiler, batch_sharding(mesh), options.eval_iters)
+            evaluator.check(shape)
+            evaluator.prepare(state, hparams, shape)
+            weights = {name: leaves for name in ("params", "rest") if (leaves := getattr(state, name))}
+            state = state._replace(**store.restore_model(step, weights))
+        # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.
+        compiler.wait_together()
+        means = summarize(fetch(evaluator.run(state, hparams, shape)))
+        rows = read_rows(folder / METRICS)
+        return Evaluation(
+            run=checkpoint.run,
+            step=step,
+            losses=means,
+            data=_by_data_set(means, evaluator.reads(shape)),
+            logged_val_loss=next((row.get("val_loss") for row in rows if row.get("step") == step), None),
+        )
+
+
+@contextlib.contextmanager
+def _checkpoint(checkpoint: CheckpointRef, best: bool) -> Iterator[tuple[CheckpointStore, int]]:
+    """The checkpoints of the run, and the requested step; ValueError if it does not exist, or was deleted."""
+    with open_checkpoint("RUN", checkpoint) as (store, newest):
+        step = store.best_step() if best else newest
+        if step is None:
+            raise UserError(
+                f"--best: no checkpoint of {checkpoint.run} was saved with a val_loss; kept are "
+                f"{', '.join(map(str, store.steps()))}, name one as {checkpoint.run}@{newest}"
+            )
+        try:
+            yield store, step
+        except (OSError, ValueError) as error:
+            if (store.folder / str(step)).exists():
+                raise
+            raise UserError(  # it leaves the place where others become one
+                f"RUN is {checkpoint}: the run has deleted its checkpoint of step {step} meanwhile; name a newer one, "
+                f"or one that it keeps (keep_every, keep_steps, max_to_keep)"
+            ) from error
+
+
+def open_data(run: Path, saved: Mapping[str, Any], data_path: str | None, config: Config) -> Roxxel:
+    """The primary data set of the run, or its replacement `data_path`, read with the data_dtype of `config`."""
+    path = data_path or data_of(saved, run)
+    data = None
+    with contextlib.suppress(NoShardsError):
+        if path is not None and is_tokens(path):
+            opened = Roxxel(path, dtype=config.data_dtype, remote=config.part(RemoteConfig))
+            _ = opened.shards  # raises if there are no shards
+            data = opened
+    if data is None:
+        raise UserError(
+            f"data_path is {path}: there are no shards. Put the data of {run} back, or name it with "
+            f"data_path=PATH; text becomes shards with `roxxel-dist data build TEXT --out DIR` and the run's tokenizer"
+        )
+    if (run / TOKENIZER).exists() and data.tokenizer_fingerprint is not None:
+        known = Tokenizer.load(run / TOKENIZER).fingerprint
+        if data.tokenizer_fingerprint != known:
+            raise UserError(
+                f"data_path is {path}, made with tokenizer {data.tokenizer_fingerprint}, and {run} was trained with "
+                f"{known}: build the data with {run / TOKENIZER}"
+            )
+    return data
+
+
+def _with_kernel(config: Any, plan: Plan, saved: Mapping[str, Any]) -> Any:
+    """The config with the run's attention kernel, for the same bits; with auto if the kernel cannot run here."""
+    try:
+        kernel = attention_kernel(config, plan.shapes, kernel_begun_with(saved))
+    except ValueError:
+        kernel = "auto"
+    return dataclasses.replace(config, attention=kernel)
+
+
+def _components(
+    config: Any, data: Roxxel, plan: Plan, validation: Mapping[str, str] | None, run: Path
+) -> tuple[RunComponents, Mapping[str, Roxxel]]:
+    """(the components of the run, the validation data sets by name)."""
+    # Training rows are not read, so only the primary data set must exist.
+    names = ("steps", "batch_size", "seq_len", "packing")
+    phases = [{name: getattr(shape, name) for name in names} for shape in plan.shapes]
+    config = dataclasses.replace(config, datasets=None, phases=phases)
+    fraction = 0.0 if config.validation else config.val_fraction
+    if validation is None:
+        components = build_components(config, data)
+        sets = components.validation
+    else:
+        named = dataclasses.replace(config, validation=dict(validation))
+        named.validate()
+        components = build_components(dataclasses.replace(config, validation=None, val_fraction=fraction), data)
+        sets = open_data_sets(named, "validation", data)
+        check_vocabularies(sets, components.vocab_size)
+    if not any(data_set.num_tokens for data_set in sets.values()):
+        raise UserError(
+            f"{run} has nothing to validate on (val_fraction is {config.val_fraction}, and validation names no "
+            f"data): name some, as in --validation '{{code: data/code}}'"
+        )
+    return components, sets
+
+
+def _mesh(components: RunComponents) -> Mesh:
+    """The devices: as many as the run had, or all devices if there are fewer, or the run's number does not divide."""
+    config, here = components.config, len(jax.devices())
+    groups = config.tensor_devices * max(1, config.fsdp_devices if config.fsdp else 1)
+    if config.n_devices > here or (config.n_devices or here) % groups:
+        return make_mesh()
+    return components.mesh()
+
+
+def _by_data_set(losses: Mapping[str, float], reads: Mapping[str, tuple[int, int]]) -> tuple[dict[str, Any], ...]:
+    """`Evaluation.data` from losses by logged name, and (batches, tokens) from `Validation.reads`."""
+    *names, train = reads  # "" is the held-out part, and the last one is the training data
+    rows: list[tuple[Any, ...]] = [
+        (name or "held out", f"val_loss/{name}" if name else "val_loss", *reads[name]) for name in names
+    ]
+    if len(names) > 1:
+        batches, tokens = (sum(reads[name][i] for name in names) for i in (0, 1))
+        rows.append(("all of them", "val_loss", batches, tokens))
+    rows.append(("training data", "train_eval_loss", *reads[train]))
+    return tuple(
+        {
+            "name": name, "metric": metric, "loss": losses[metric], "perplexity": perplexity(losses[metric]),
+            "batches": batches, "tokens": tokens,
+        }
+        for name, metric, batches, tokens in rows
+    )  # fmt: skip
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite if it overflows float64."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def table(evaluation: Evaluation) -> str:
+    """An evaluation as text: a line for each data set, and the logged val_loss."""
+    rows = [["data", "loss", "perplexity", "batches", "tokens"]]
+    for row in evaluation.data:
+        loss, batches, tokens = f"{row['loss']:.6f}", f"{row['batches']:,}", f"{row['tokens']:,}"
+        rows.append([row["name"], loss, f"{row['perplexity']:,.2f}", batches, tokens])
+    logged, difference = evaluation.logged_val_loss, evaluation.difference
+    if logged is None:
+        log = f"the log has no val_loss of step {evaluation.step}"
+    elif difference == 0:
+        log = "val_loss is the same as in the log, to the last bit"
+    else:
+        log = f"val_loss is {evaluation.losses['val_loss']!r}, and {logged!r} in the log: {difference:+.3g}"
+    return "\n".join([f"{CheckpointRef(evaluation.run, None)}, step {evaluation.step}", *aligned(rows), log])

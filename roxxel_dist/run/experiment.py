@@ -1,0 +1,479 @@
+"""Experiment: a Config becomes corpus, components, Trainer and run directory. `fit` trains, `find_lr` tests rates."""
+
+import contextlib
+import dataclasses
+import difflib
+import importlib.util
+import os
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.checkpoint.metadata import CheckpointRef, ResumeSpec, read_cursor
+from roxxel_dist.cluster import interrupt
+from roxxel_dist.cluster.determinism import make_deterministic, pin_for_run, pin_threads
+from roxxel_dist.cluster.distributed import barrier, broadcast_from_primary, initialize, is_primary
+from roxxel_dist.cluster.exit_codes import MissingFileError, UserError, attempt_number
+from roxxel_dist.cluster.extras import pip_install
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.files.discovery import absolute, check_local, is_tokens
+from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
+from roxxel_dist.launcher.output.printable import printable
+from roxxel_dist.model.generate import generate, known_ids
+from roxxel_dist.objects.url import is_url
+from roxxel_dist.place.bucket_folder import TRAINED, local_run
+from roxxel_dist.place.bucket_run import BucketRun
+from roxxel_dist.place.directory import (
+    CONFIG,
+    CURVE,
+    DATA,
+    TOKENIZER,
+    RunDirectory,
+    RunResult,
+    check_still_there,
+    default_run_dir,
+)
+from roxxel_dist.place.files import check_run_folder
+from roxxel_dist.run.components import RunComponents, build_components, on_primary, open_corpus, temporary_folder
+from roxxel_dist.run.record import (
+    RunMetadata,
+    changed_from,
+    check_resumable,
+    data_of,
+    forked_from,
+    kernel_begun_with,
+    saved_config,
+    write_run_metadata,
+)
+from roxxel_dist.run.report import draw_losses, read_runs
+from roxxel_dist.settings.config import RECORD, Config, usage_errors
+from roxxel_dist.settings.training import TRIAL
+from roxxel_dist.train.log.base import CRASH_LIMIT_S, Tracker
+from roxxel_dist.train.log.tensorboard import TensorboardTracker
+from roxxel_dist.train.log.wandb import WandbTracker
+from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
+from roxxel_dist.train.trainer import Trainer
+from roxxel_dist.utils.progress import Progress
+from roxxel_dist.weights.base import find_checkpoint, load_params, with_base, with_shape_of
+from roxxel_dist.weights.generator import pieces
+
+LAST_WORDS_LIMIT_S = 1800.0
+SAMPLE_TOKENS, SAMPLE_LINES = 160, 8
+SAMPLE_AFTER_S = 30.0
+"""Shorter runs write no sample: they have not learned text yet, and a sample would take a large part of their time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Past:
+    """Where a run continues from: its own checkpoint, the run that it is forked from, or nothing."""
+
+    saved: dict[str, Any]
+    """The config that its directory holds; empty for a new run."""
+    fork: CheckpointRef | None
+    """The checkpoint that it is, or was, forked from."""
+    skip_steps: tuple[int, int] | None
+    """The steps whose rows the fork leaves out."""
+    config: dict[str, Any]
+    """`saved`, or that of the run which a new one is forked from."""
+
+    @property
+    def new_fork(self) -> CheckpointRef | None:
+        """The checkpoint that a new run is forked from."""
+        return None if self.saved else self.fork
+
+
+class Experiment:
+    """One run of a `Config`, on however many processes this one belongs to.
+
+    Args:
+        config: a `Config`; later changes to it have no effect.
+
+    Attributes:
+        config: as it will be used, with absolute paths.
+        stopped: whether the last `fit` was asked to stop before its end; its last step is saved.
+
+    Raises:
+        UserError: a value breaks its rule, or the base of the adapters does not exist.
+    """
+
+    def __init__(self, config: Config) -> None:
+        with usage_errors():
+            based, self._base_message = with_base(config)
+            self.config: Config = based.with_absolute_paths()
+        self.stopped: bool = False
+
+    def fit(
+        self,
+        data_path: str | Path | None = None,
+        run_dir: str | Path | None = None,
+        resume: bool = False,
+        amend: bool = False,
+        fork: str | None = None,
+        skip_steps: tuple[int, int] | None = None,
+        local_dir: str | Path | None = None,
+    ) -> RunResult:
+        """Train and return the run directory; of a run in a bucket the local folder that has what this host wrote.
+
+        Ctrl-C and SIGTERM stop it after the current step: that step is saved, and the result has `stopped` set.
+
+        A resumed run, and a fork, keeps each field of its config that this config does not give, except `max_steps`.
+
+        Args:
+            data_path: a text file, a folder of text, or shards; a resumed run remembers its own.
+            run_dir: the place of the run: a folder that all hosts see, or an address in a bucket (s3://…, gs://…,
+                az://…); by default a new `runs/run_YYYYMMDD_HHMMSS`.
+            resume: continue the run in `run_dir` from its newest checkpoint, or start it if there is none.
+            amend: change the phases or the shards of the resumed run from this step on.
+            fork: RUN@STEP, a kept checkpoint of another run whose whole state the new run starts with; that run is only
+                read. The phases may differ after that step.
+            skip_steps: with `fork`, leave out the rows of these steps (the first and the last, from 1).
+            local_dir: of a run in a bucket, the folder on each host below which it is written before it is sent; by
+                default in the user's cache.
+
+        Raises:
+            UserError: a mistake in the config, the data or the run directory. Then no files are left behind.
+            StoreTimeoutError: the bucket of the run was away for longer than its time limit.
+            LeaseLostError: another job has taken over the run in the bucket.
+            FileSystemError: in a later attempt of a job, files of earlier attempts cannot be reached.
+        """
+        resume = resume or attempt_number() > 0
+        with usage_errors():
+            bucket = self._bucket(run_dir, local_dir)
+            # A launched run without a name has the launcher's run id, so a restart continues the same run.
+            place = bucket.pull() if bucket else Path(run_dir or default_run_dir())
+            past = self._past(place, resume, fork, skip_steps, in_bucket=bucket is not None)
+            origin = ResumeSpec(fork=past.fork, skip_steps=past.skip_steps)
+            self._name_data_sets(past, data_path)
+            is_other_data = self._is_other_data(past, data_path)
+            if self.config.deterministic:
+                make_deterministic()
+
+        # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
+        with usage_errors():
+            pin_for_run(self.config.virtual_shards, RunMetadata.of(past.config).pjrt_nproc)
+        initialize()
+        named = broadcast_from_primary("run directory", str(run_dir or default_run_dir()))
+        run = Path(named) if bucket is None else bucket.folder  # may differ between hosts
+        if resume and not amend and self._was_finished(run, past, is_other_data):
+            return RunResult.of(run, int(read_cursor(run).get("step", 0)), stopped=False)
+
+        with contextlib.ExitStack() as held:
+            directory = RunDirectory(run, str(bucket or run))
+            held.callback(self._release, directory, bucket)
+            with _nothing_left_behind(directory), usage_errors(), contextlib.ExitStack() as undo:
+                on_primary("run directory is free", lambda: self._claim(directory, resume, bucket))
+                is_trial = os.environ.get(TRIAL) == "1"
+                if is_trial and past.saved:  # as it was shortened when the trial began
+                    self.config = dataclasses.replace(self.config, warmup_steps=past.saved["warmup_steps"])
+                fork_name = str(past.new_fork or "")
+                changed = check_resumable(past.config, self.config, amend=amend or bool(fork_name), fork=fork_name)
+                path = self._data_path(run, past, data_path, resume, is_other_data)
+                data, kernel = self._open(path, run, resume, past, bucket), kernel_begun_with(past.config)
+                components = build_components(self.config, data, trial=is_trial, begun_with=kernel)
+                warmup, steps = components.config.warmup_steps, components.curriculum.total_steps
+                if warmup != self.config.warmup_steps and is_primary():
+                    cut = f"warmup_steps {self.config.warmup_steps} -> {warmup}: half of the trial's {steps:,} steps"
+                    print(f"roxxel-dist: {cut}", flush=True)
+                self.config = components.config
+                tokenizer = components.data.tokenizer  # encode the prompt of the sample before hours of training
+                ids = [] if tokenizer is None else tokenizer.encode(self.config.sample_prompt) or [tokenizer.eos_id]
+                trainer = self._trainer(run, components, amend, origin, bucket)
+                undo.callback(trainer.close)
+                if trainer.finished:
+                    self._check_nothing_new(run, trainer.step, changed_from(past.saved, self.config))
+                if self.config.model or self.config.loss:
+                    trainer.try_loss()  # find mistakes in a model or a loss before files are written
+                held.enter_context(undo.pop_all())
+            message = "" if past.config else self._base_message  # a run that continues has its base already
+            # All ranks get the error if the disk is full.
+            arguments = (trainer, run, path, components, past.saved, changed, message)
+            on_primary("record", lambda: write_run_metadata(*arguments, name=str(bucket or run)))
+            self._run(trainer, run, tokenizer, ids, bucket)
+        return RunResult.of(run, trainer.step, stopped=self.stopped)
+
+    def find_lr(
+        self, data_path: str | Path | None, *, min_lr: float = 1e-6, max_lr: float = 0.1, num_steps: int = 100
+    ) -> tuple[float, list[float], list[float]]:
+        """Find a learning rate to train with.
+
+        A short training from the beginning, whose rate grows by the same factor at each step (Smith 2017, arXiv
+        1506.01186); it ends early if the loss diverges. The result is the rate at which the smoothed loss falls
+        fastest. It makes or reads no run directory, and does not change the `lr` of this experiment.
+
+        Args:
+            data_path: a text file, a folder of text, or shards.
+            min_lr: rate of the first step.
+            max_lr: rate of the last step.
+            num_steps: at least 10, at most 1,000,000.
+
+        Returns:
+            The rate; the rates that were tried; the loss at each of them.
+
+        Raises:
+            UserError: a mistake in the config, the data or the rates, or the loss did not fall.
+        """
+        with usage_errors(), contextlib.ExitStack() as held:
+            self.config.validate()
+            rates = sweep_rates(min_lr, max_lr, num_steps)
+            data_path = self.config.primary_path(data_path)
+            if self.config.deterministic:
+                make_deterministic()
+            pin_threads()
+            initialize()
+            folder = held.enter_context(temporary_folder(data_path, "find-lr"))
+            components = build_components(self.config, held.enter_context(open_corpus(self.config, data_path, folder)))
+            options, grad_accum = components.options, components.grad_accum
+            stream = sweep_stream(components.curriculum, num_steps, options.seed, components.mesh(), grad_accum)
+            load = None if options.init_from is None else partial(load_params, find_checkpoint(options.init_from))
+            progress = Progress(is_primary())
+            progress.line(f"compiling; then {num_steps} steps with learning rates from {min_lr:.2g} to {max_lr:.2g}")
+            with progress.bar("steps", num_steps) as done:
+                losses = sweep(
+                    components.build, components.optimizer, stream, components.loss, rates, grad_accum=grad_accum,
+                    options=options, load=load, done=done,
+                )  # fmt: skip
+            rates = rates[: len(losses)]
+            return suggest(rates, losses, num_steps), rates, losses
+
+    def _bucket(self, run_dir: str | Path | None, local_dir: str | Path | None) -> BucketRun | None:
+        """The run in a bucket, if `run_dir` is an address; None for a folder."""
+        if run_dir is not None and is_url(run_dir):
+            cache = self.config.cache_dir
+            local_dir = local_dir or (Path(cache, TRAINED) if cache else None)
+            return BucketRun(run_dir, local_dir, timeout_s=self.config.store_timeout)
+        if local_dir is not None:
+            raise UserError(f"local_dir is {local_dir}, and run_dir is no address in a bucket: leave it out")
+        check_local("run_dir", run_dir)
+        return None
+
+    def _past(
+        self, run: Path, resume: bool, fork: str | None, skip_steps: tuple[int, int] | None, *, in_bucket: bool
+    ) -> _Past:
+        """The run to continue from. The config takes the fields that it does not give from there."""
+        check_still_there(run)
+        if not in_bucket:
+            check_run_folder(run)  # before a config there is read that is not of a run
+        saved = saved_config(run) if resume else {}
+        if in_bucket and saved and RECORD not in saved:
+            raise UserError(f"run_dir has a {CONFIG} which no run made: name another prefix in the bucket")
+        parent, skipped = forked_from(fork, skip_steps, saved, run)
+        config = saved_config(local_run(parent.run)) if parent and not saved else saved
+        past = _Past(saved=saved, fork=parent, skip_steps=skipped, config=config)
+        if program := RunMetadata.of(past.config).program:
+            raise UserError(
+                f"{parent.run if parent and not saved else run} was trained by {program}, with a Trainer of parts: "
+                f"start that program again; it continues from the newest checkpoint"
+            )
+        # An old max_steps is not inherited: a config without max_steps trains to the end of its phases.
+        values = {name: value for name, value in past.config.items() if name != "max_steps"}
+        self.config = self.config.with_defaults(values)
+        self.config.validate()
+        self.config = with_shape_of(self.config)
+        return past
+
+    def _claim(self, directory: RunDirectory, resume: bool, bucket: BucketRun | None) -> None:
+        """On rank 0: hold the run directory, and the run in its bucket."""
+        self._check_loggers()
+        directory.claim(resume)
+        if bucket is not None:
+            bucket.take()
+            directory.check_new(resume)  # checks again, now that the folder has the files of the bucket
+
+    @staticmethod
+    def _release(directory: RunDirectory, bucket: BucketRun | None) -> None:
+        """Release the run to others; its finished work is in its bucket by now."""
+        if bucket is not None:
+            bucket.abandon(CRASH_LIMIT_S)
+        directory.release()
+
+    def _name_data_sets(self, past: _Past, data_path: str | Path | None) -> None:
+        """Take the data sets of the earlier run if none are given; `data_path` replaces "self"."""
+        if self.config.datasets is None:
+            self.config.datasets = past.config.get("datasets")
+        if data_path and "self" in (self.config.datasets or {}):
+            self.config.datasets = {**(self.config.datasets or {}), "self": absolute(data_path)}
+
+    def _is_other_data(self, past: _Past, data_path: str | Path | None) -> bool:
+        """Whether a resumed run gets other data than it has read so far."""
+        before, path = RunMetadata.of(past.saved), self.config.primary_path(data_path)
+        if path is None or before.data_path is None:
+            return False
+        if os.path.realpath(absolute(path)) == os.path.realpath(before.data_path):
+            return False
+        if not is_tokens(path):
+            return True
+        with Roxxel(path, dtype=self.config.data_dtype, remote=self.config.part(RemoteConfig)) as data:
+            return data.fingerprint != before.corpus
+
+    def _data_path(
+        self, run: Path, past: _Past, data_path: str | Path | None, resume: bool, is_other_data: bool
+    ) -> str | Path | None:
+        """The path of the primary data set: as given, or as the earlier run recorded it."""
+        path = self.config.primary_path(data_path) or data_of(past.config, past.new_fork and past.new_fork.run)
+        if resume and not past.config and path is None:
+            near = difflib.get_close_matches(run.name, [file.parent.name for file in run.parent.glob(f"*/{CONFIG}")])
+            hint = f"did you mean {run.parent / near[0]}?" if near else "check run_dir"
+            raise MissingFileError(f"there is no run {run}: {hint}; a new one needs data_path=PATH")
+        if is_other_data and not is_tokens(path or ""):
+            raise UserError(
+                f"data_path is {path}, and {run} was started with {RunMetadata.of(past.saved).data_path}: leave it "
+                f"out, or make shards of the text with the run's {TOKENIZER} and `roxxel-dist data build`, and amend "
+                f"the run with them (amend=True)"
+            )
+        return path
+
+    def _was_finished(self, run: Path, past: _Past, is_other_data: bool) -> bool:
+        """Whether the run was finished and has nothing new to do, and print that. Its data may be gone by now.
+
+        Raises UserError if the run is finished and the requested changes would have no effect.
+        """
+        cursor, changed = read_cursor(run), changed_from(past.saved, self.config)
+        step, end = int(cursor.get("step", 0)), self.config.max_steps
+        is_longer = "max_steps" in changed and (end is None or end > step)
+        # The new place of a moved base is checked and recorded, even if there is nothing left to train.
+        goes_on = is_longer or "patience" in changed or past.saved.get("init_from") != self.config.init_from
+        finished = cursor.get("finished") and not goes_on
+        if not broadcast_from_primary("the run was finished", "yes" if finished else ""):
+            return False
+        other_data = {"data_path": RunMetadata.of(past.saved).data_path} if is_other_data else {}
+        self._check_nothing_new(run, step, changed | other_data)
+        if is_primary():
+            anew = f"to train again from step 1, remove {run} or name another run_dir"
+            print(f"this run is finished: its last step, {step}, is saved in {run}; {anew}", flush=True)
+        return True
+
+    def _check_nothing_new(self, run: Path, step: int, before: Mapping[str, Any]) -> None:
+        """Raises UserError for changes to a finished run; `before` has the old values of the changed fields."""
+        if not before:
+            return
+        changes = [f"{name} {old} -> {getattr(self.config, name, 'other data')}" for name, old in before.items()]
+        raise UserError(
+            f"{run} is finished after step {step}, and a change would do nothing ({', '.join(changes)}): leave it out. "
+            f"To continue, give a larger max_steps while its phases have steps left, or longer phases and amend=True. "
+            f"Or start a new run from a kept checkpoint with fork=RUN@STEP"
+        )
+
+    def _open(self, path: str | Path | None, run: Path, resume: bool, past: _Past, bucket: BucketRun | None) -> Roxxel:
+        """The corpus; rank 0 makes it from text if necessary."""
+        # Only rank 0 looks: it may already be writing the corpus when another rank gets here.
+        is_made = resume and is_tokens(run / DATA) and not (path and is_tokens(path))
+        if broadcast_from_primary("corpus is made", "yes" if is_made else ""):
+            return Roxxel(run / DATA)  # made from the text at the start of the run, even if the text has changed
+
+        def share() -> None:
+            if bucket is not None:
+                on_primary("corpus in the bucket", bucket.send_data)
+                bucket.fetch_data()
+
+        return open_corpus(self.config, path, run / DATA, begins=not past.config, share=share)
+
+    def _check_loggers(self) -> None:
+        """Raises UserError for a logger whose package is not installed: a night without its files is lost."""
+        for field, wanted, package in (
+            ("wandb", self.config.wandb != "off", "wandb"),
+            ("tensorboard", self.config.tensorboard, "tensorboardX"),
+        ):
+            if wanted and importlib.util.find_spec(package) is None:
+                value = getattr(self.config, field)
+                raise UserError(
+                    f"{field} is {value}, and the package {package} is not installed: {pip_install(field)}, or leave "
+                    f"{field} out"
+                )
+
+    def _trainer(
+        self, run: Path, components: RunComponents, amend: bool, origin: ResumeSpec, bucket: BucketRun | None
+    ) -> Trainer:
+        config, trackers = self.config, list[Tracker]()
+        if is_primary() and config.wandb != "off":
+            trackers.append(WandbTracker(run, config.wandb, config.wandb_project, config=config.to_dict()))
+        if is_primary() and config.tensorboard:
+            trackers.append(TensorboardTracker(run, config.to_dict()))
+        return Trainer(
+            components.build,
+            components.optimizer,
+            components.curriculum,
+            components.loss,
+            run,
+            validation=components.validation,
+            mesh=components.mesh(),
+            grad_accum_steps=components.grad_accum,
+            amend=amend,
+            origin=origin,
+            trackers=trackers,
+            bucket=bucket,
+            **dataclasses.asdict(components.options),
+        )
+
+    def _run(
+        self, trainer: Trainer, run: Path, tokenizer: Tokenizer | None, prompt: list[int], bucket: BucketRun | None
+    ) -> None:
+        begun = time.monotonic()
+        if bucket is not None:
+            bucket.begin()
+
+        def at_the_end() -> None:
+            """Show a sample and draw the curve. The run is done and saved, so an error here does no harm."""
+            is_shown = trainer.step == trainer.start_step and (run / CURVE).exists()
+            is_long = time.monotonic() - begun >= SAMPLE_AFTER_S
+            wants_sample = self.config.sample == "on" or (self.config.sample == "auto" and is_long)
+            sample = ""
+            if broadcast_from_primary("a sample at the end", "yes" if wants_sample and not is_shown else ""):
+                try:
+                    sample = self._sample(trainer, tokenizer, prompt)
+                except Exception as error:
+                    sample = f"no sample: {(str(error) or repr(error)).splitlines()[0]}"
+            if is_primary() and not is_shown:
+                curve = "" if os.environ.get(TRIAL) == "1" else _draw(run)  # matplotlib takes a second
+                if sample:
+                    trainer.logger.sample(sample)
+                for text in filter(None, (curve, f"run directory: {bucket or run}")):
+                    trainer.logger.text(text)
+
+        trainer.run(at_the_end)
+        self.stopped = trainer.stopped
+        if bucket is not None:
+            bucket.close()  # with the last lines of the log
+        barrier("end of the run", LAST_WORDS_LIMIT_S)  # a rank that ends starts the launcher's time limit for rank 0
+
+    def _sample(self, trainer: Trainer, tokenizer: Tokenizer | None, prompt: list[int]) -> str:
+        """A sample of text from the model, on rank 0; every rank takes part, because each has a part of the model."""
+        if tokenizer is None:
+            return "no tokenizer: no sample"
+        model, context = trainer.state.local_model(), self.config.max_context
+        if not is_primary():
+            return ""
+        count, seed = min(SAMPLE_TOKENS, context // 2), self.config.seed
+        ends: Any = {"eos_id": tokenizer.eos_id, "known_V": known_ids(tokenizer.ids, self.config.vocab_size or 0)}
+        new = generate(model, prompt, count, max_context=context, seed=seed, **ends)
+        before = self.config.sample_prompt
+        text = printable(before + "".join(pieces(tokenizer, new, before, prompt)))
+        return "\n".join(["a sample of the text that the model generates:", *text.split("\n")[:SAMPLE_LINES]])
+
+
+@contextlib.contextmanager
+def _nothing_left_behind(directory: RunDirectory) -> Iterator[None]:
+    """Remove the files of a run that cannot begin."""
+
+    def discard() -> None:
+        if is_primary():
+            directory.discard()
+
+    try:
+        with interrupt.cleanup(discard):
+            yield
+    except BaseException:
+        discard()
+        raise
+
+
+def _draw(run: Path) -> str:
+    try:
+        draw_losses(read_runs([run]), run / CURVE)
+    except ImportError:
+        return f"no loss curve: it needs matplotlib: {pip_install('plot')}"
+    except Exception as error:
+        return f"no loss curve: {error!r}"
+    return f"loss curve: {run / CURVE}"

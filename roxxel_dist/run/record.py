@@ -1,0 +1,324 @@
+"""Metadata of a run: versions, commit, data, sizes, each resume; and which fields of its config a resume may change."""
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+
+from roxxel_dist.checkpoint.metadata import CheckpointRef, write_cursor
+from roxxel_dist.cluster import determinism
+from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.mesh import num_devices
+from roxxel_dist.data.files.discovery import absolute, is_tokens
+from roxxel_dist.model.config import AttentionKernel, ModelConfig
+from roxxel_dist.model.param_count import count_by_module
+from roxxel_dist.place.bucket_folder import local_run
+from roxxel_dist.place.directory import CONFIG, DATA, SUMMARY, TOKENIZER
+from roxxel_dist.run.components import RunComponents
+from roxxel_dist.settings.config import RECORD, Config, load_yaml
+from roxxel_dist.train.resume import max_steps_note
+from roxxel_dist.train.trainer import Trainer
+
+PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+MB = 1e6
+FREE_MODEL_FIELDS = (
+    "dropout_rate", "lora_dropout", "gradient_checkpointing", "alpha_balance", "inference", "attention",
+)  # fmt: skip
+"""Fields of the model that a resumed run may change. A dropout rate of 0 stays 0, and one above 0 stays above 0; an
+attention kernel stays the same, even if it is now given by name."""
+WITHOUT_PHASES = ("epochs", "batch_size", "grad_accum")
+"""Fields that decide which tokens a step reads if no phases are given."""
+AMENDABLE = ("phases", *WITHOUT_PHASES)
+FIXED_FIELDS = (
+    "model",
+    "optimizer",
+    "use_bf16",
+    "init_from",
+    "seed",
+    "phases",
+    "val_fraction",
+    "tokenizer_type",
+    "virtual_shards",
+)
+"""Fields, besides those of the model, that decide what a checkpoint holds, or which tokens a step reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMetadata:
+    """The environment and the origin of a run: the section `record` of its config.yaml."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    git_commit: str | None = None
+    """The commit of the working folder, with "+changes" if files differ from it."""
+    processes: int = 1
+    devices: int = 1
+    platform: str = ""
+    pjrt_nproc: int | None = None
+    """Threads of XLA's pool, which decide bits."""
+    data_path: str | None = None
+    corpus: str | None = None
+    """The fingerprint of the data."""
+    program: str | None = None
+    """The Python program whose `Trainer` of parts trains the run; None for a run of `train`."""
+    forked_from: dict[str, Any] | None = None
+    """"run" and "step" of the checkpoint whose whole state the run starts with."""
+    initialized_from: dict[str, Any] | None = None
+    """"run" and "step" of the checkpoint with the initial weights, or with the base of the adapters."""
+    bits: dict[str, Any] = field(default_factory=dict)
+    """Settings that change results in the last bits, see `determinism.numerics_fingerprint`."""
+    resumes: list[dict[str, Any]] = field(default_factory=list)
+    """For each resume: "step", "commit", "bits", "changed_from" (old values by field), and the step that it went back
+    from."""
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> Self:
+        """The metadata in the saved config of a run; the defaults if it has none."""
+        record = saved.get(RECORD, {})
+        return cls(**{f.name: record[f.name] for f in fields(cls) if f.name in record})
+
+    @classmethod
+    def now(cls, kernel: AttentionKernel, **values: Any) -> Self:
+        """The metadata of this process and its environment; `kernel` is the attention kernel."""
+        return cls(
+            versions={name: version(name) for name in PACKAGES},
+            git_commit=git_commit(Path.cwd()),
+            processes=jax.process_count(),
+            devices=jax.device_count(),
+            platform=jax.devices()[0].platform,
+            pjrt_nproc=int(os.environ["PJRT_NPROC"]) if "PJRT_NPROC" in os.environ else None,
+            bits=determinism.numerics_fingerprint() | {"attention": kernel},
+            **values,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values by name, without those that are not set."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if value not in (None, []) or name == "git_commit"}
+
+
+def git_commit(folder: Path) -> str | None:
+    """The commit checked out in `folder`, with "+changes" if files differ from it; None outside of git."""
+    try:
+        commit = _git(folder, "rev-parse", "HEAD")
+        return commit + ("+changes" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *words: str) -> str:
+    return subprocess.run(
+        ["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10
+    ).stdout.strip()
+
+
+def summarize(params: dict[str, jax.Array], opt_state: Any, frozen: dict[str, jax.Array]) -> dict[str, Any]:
+    """Parameters of a model in all, trained and by part, memory of weights and optimizer in MB (10^6 bytes), dtype.
+
+    An array that is sharded over devices or processes counts once, with its whole size.
+    """
+    weights = frozen | params
+    leaves = list(weights.values())
+    dtypes = sorted({str(leaf.dtype) for leaf in leaves})
+    return {
+        "parameters": sum(leaf.size for leaf in leaves),
+        "trainable_parameters": sum(leaf.size for leaf in params.values()),
+        "parameters_by_part": count_by_module(weights),
+        "weights_mem_MB": sum(leaf.nbytes for leaf in leaves) / MB,
+        "optimizer_mem_MB": sum(leaf.nbytes for leaf in jax.tree.leaves(opt_state)) / MB,
+        "dtype": dtypes[0] if len(dtypes) == 1 else ", ".join(dtypes),
+    }
+
+
+def write_run_metadata(
+    trainer: Trainer,
+    run: Path,
+    data_path: str | Path | None,
+    components: RunComponents,
+    saved: dict[str, Any],
+    changed: list[str],
+    message: str,
+    *,
+    name: str,
+) -> None:
+    """Write config, tokenizer and sizes into the directory of a run that is about to begin, and log its first lines.
+
+    `saved` is the config that the directory holds, `changed` a line for each field that differs from it, and `message`
+    a line about the origin of the config. `name` is the run's name in messages. Without a `data_path` the data is in
+    the run directory.
+    """
+    log, data, config = trainer.logger.text, components.data, components.config
+    sizes = summarize(trainer.state.params, trainer.state.optimizer, trainer.state.frozen)
+    if not trainer.finished or saved.get("init_from") != config.init_from:
+        metadata = _metadata(trainer, components, saved, absolute(data_path or run / DATA))
+        if RECORD in saved:
+            changed = [*changed, *_other_environment(saved, metadata, is_exact=bool(config.virtual_shards))]
+        # Before the config: after a crash between the two writes, an extended run must not count as finished.
+        write_cursor(run, trainer.start_step, trainer.last_step, finished=trainer.finished)
+        config.save_yaml(run / CONFIG, metadata.to_dict())
+        if data.tokenizer is not None:
+            data.tokenizer.save(run / TOKENIZER)
+        write_file(run / SUMMARY, (json.dumps(sizes, indent=2) + "\n").encode())
+    trained, total = sizes["trainable_parameters"], sizes["parameters"]
+    share = "" if trained == total else f" ({trained:,} of them trained, {trained / total:.2%})"
+    log(f"model: {total:,} parameters{share}, {num_devices(trainer.mesh)} device(s), run directory {name}")
+    if message:
+        log(message)
+    train = trainer.plan.amendments[-1].sources["self"].units.tokens
+    parts = f"{train:,} tokens to train on, {data.num_tokens - train:,} held out, in {len(data.shards)} shard(s)"
+    log(f"data: {parts}, vocabulary {components.vocab_size:,}")
+    for source, data_set in components.curriculum.mix_streamers.items():
+        log(f"data {source}: {data_set.num_tokens:,} tokens, in {len(data_set.shards)} shard(s)")
+    if (others := list(components.curriculum.mix_streamers)) and not config.validation:
+        names = " and ".join(others)
+        log(f"validation: uses only the held-out part of self; to validate on {names} too, name shards in `validation`")
+    if not trainer.start.notes:  # otherwise the notes include the plan
+        log(trainer.plan.describe())
+    if note := max_steps_note(trainer.plan, trainer.options):
+        log(note)
+    if saved and not trainer.step:
+        log(f"{name} has no checkpoint yet: it begins again, at step 1")
+    for line in changed:
+        log(f"changed since {'the run began' if saved else trainer.start.source}: {line}")
+
+
+def _other_environment(saved: Mapping[str, Any], metadata: RunMetadata, *, is_exact: bool) -> list[str]:
+    """A line for each setting and version that is not that of the run's beginning, and one that says what follows."""
+    begun, now = RunMetadata.of(saved), metadata.resumes[-1]["bits"]
+    was = begun.bits
+    if is_exact:  # the results are the same on other devices
+        was, now = map(determinism.without_topology, (was, now))
+    lines = determinism.changed(was, now)
+    if lines:
+        names = ", ".join(line.split(":", 1)[0] for line in lines)
+        lines.append(f"perhaps the last bits of losses, by {names}; up to rounding they are the same")
+    others = {name: version(name) for name in PACKAGES if name not in now}  # jax and jaxlib are among the bits
+    return lines + determinism.changed(begun.versions, others)
+
+
+def _metadata(trainer: Trainer, components: RunComponents, saved: dict[str, Any], data_path: str) -> RunMetadata:
+    """The metadata of a new run, or of a resumed one with another entry in `resumes`."""
+    origin = trainer.start.record
+    if RECORD not in saved:
+        return RunMetadata.now(components.kernel, data_path=data_path, corpus=components.data.fingerprint, **origin)
+    before, now = RunMetadata.of(saved), RunMetadata.now(components.kernel)
+    resume = {"step": trainer.start_step, "commit": now.git_commit, **origin, "bits": now.bits}
+    resume["changed_from"] = changed_from(saved, components.config)
+    return replace(
+        before,
+        data_path=data_path,
+        corpus=components.data.fingerprint,
+        initialized_from=origin.get("initialized_from", before.initialized_from),  # the current place of the base
+        resumes=[*before.resumes, resume],
+    )
+
+
+def kernel_begun_with(saved: Mapping[str, Any]) -> AttentionKernel | None:
+    """The attention kernel of a run, from its saved config; None if there is no run."""
+    # Runs from before the setting existed used XLA.
+    return RunMetadata.of(saved).bits.get("attention", "xla") if saved else None
+
+
+def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = False, fork: str = "") -> list[str]:
+    """The fields in which a config differs from the saved one of its run, or of its `fork`, a line each.
+
+    Raises ValueError for a field on which the checkpoint's shapes or the order of the data depend; `amend` allows
+    another curriculum.
+    """
+    fixed = {*FIXED_FIELDS, *(WITHOUT_PHASES if config.phases is None else ())}
+    # For a user-defined model it is unknown which fields determine shapes; loading the checkpoint checks the shapes.
+    fixed |= {"vocab_size"} if config.model else {f.name for f in fields(ModelConfig)} - {*FREE_MODEL_FIELDS}
+    if config.virtual_shards:  # grad_accum decides which rows are summed first
+        fixed |= {"grad_accum"}
+    if amend:
+        fixed -= {*AMENDABLE}
+    if "fingerprint" in (RunMetadata.of(saved).initialized_from or {}):
+        fixed.discard("init_from")  # the base of adapters may be moved: the fingerprint identifies it
+    dropouts = {"dropout_rate"} | ({"lora_dropout"} if config.use_lora else set())
+    lines, other = [], fork or "the run to resume"
+    kernel = kernel_begun_with(saved)
+    if kernel and not fork and config.model is None and config.attention not in ("auto", kernel):
+        raise UserError(
+            f"attention is {config.attention}, and {other} began with {kernel}: leave it as it was, or start a new "
+            f"run (at a checkpoint of this one with fork=RUN@STEP)"
+        )
+    for name, before in changed_from(saved, config, with_base=True).items():
+        value = getattr(config, name)
+        if name in fixed:
+            raise UserError(
+                f"{name} is {value}, and {other} has {before}: leave it as it was, or "
+                f"start a new run" + (" (or change it from here on with amend=True)" if name in AMENDABLE else "")
+            )
+        if name in dropouts and config.model is None and bool(value) != bool(before):
+            raise UserError(
+                f"{name} is {value}, and {other} has {before}: its checkpoints hold random streams of dropout "
+                f"only where there is some, so use {'a rate above 0' if before else '0'}, or start a new run"
+            )
+        lines.append(f"{name} {before} -> {value}")
+    return lines
+
+
+def saved_config(run: Path) -> dict[str, Any]:
+    """The saved config of a run with its record, and with an absolute `init_from`; empty if there is no run."""
+    saved = load_yaml(run / CONFIG) if (run / CONFIG).exists() else {}
+    init_from = saved.get("init_from")
+    return {**saved, "init_from": absolute(init_from)} if isinstance(init_from, str) else saved
+
+
+def changed_from(saved: Mapping[str, Any], config: Any, *, with_base: bool = False) -> dict[str, Any]:
+    """The old values, by name, of fields that differ between the saved config of a run and the config that resumes it.
+
+    Without `init_from` unless `with_base`: the new place of a moved base is valid for older steps too.
+    """
+    return {
+        name: saved[name]
+        for name, now in config.to_dict().items()
+        # An unset vocab_size is that of the data, which the saved config has.
+        if name in saved and saved[name] != now and not (name == "vocab_size" and now is None)
+        if with_base or name != "init_from"
+    }
+
+
+def forked_from(
+    fork: str | None, skip_steps: tuple[int, int] | None, saved: dict[str, Any], run: Path
+) -> tuple[CheckpointRef | None, tuple[int, int] | None]:
+    """(the checkpoint that the run in `run` is forked from, the steps whose rows it leaves out): as given, or of a run
+    that exists as its saved config has them.
+
+    Raises ValueError if `fork` names no run, or the run exists and was forked in another way.
+    """
+    recorded = RunMetadata.of(saved).forked_from
+    known = CheckpointRef(Path(recorded["run"]), recorded["step"]) if recorded else None
+    skipped: Any = tuple(recorded["skipped"]) if recorded and "skipped" in recorded else None
+    if fork is None:
+        if saved and skip_steps is not None:
+            raise UserError(
+                f"skip_steps leaves rows out in a new run, and {run} exists: begin one at a checkpoint of it with "
+                f"fork={run}@STEP and another run_dir"
+            )
+        return known, skipped if saved else skip_steps
+    given = CheckpointRef.parse(fork)
+    if absolute(given.run) == absolute(run):
+        raise UserError(f"fork is {given}, and run_dir is the same run: a fork needs a run_dir of its own")
+    if saved and (known is None or (absolute(given.run), given.step) != (absolute(known.run), known.step)):
+        came = f"was forked from {known}" if known else "is no fork"
+        raise UserError(f"fork is {given}, and the run in {run} {came}: leave fork out, or name another run_dir")
+    if saved and skip_steps != skipped:
+        was, now = ("{}:{}".format(*steps) if steps else None for steps in (skipped, skip_steps))
+        raise UserError(f"skip_steps is {now}, and the run in {run} began with {was}: name another run_dir")
+    if not (local_run(given.run) / CONFIG).exists():
+        raise UserError(f"fork is {given}: {given.run} is not a run directory, it has no {CONFIG}")
+    return given, skip_steps
+
+
+def data_of(saved: Mapping[str, Any], run: Path | None) -> str | None:
+    """The path of a run's data: the shards made of text in its folder `run`, or the path in its config."""
+    if run is not None and is_tokens(local_run(run) / DATA):
+        return str(local_run(run) / DATA)
+    return RunMetadata.of(saved).data_path

@@ -1,0 +1,221 @@
+"""Runs side by side, as a table and as pictures, from their folders, also while they train."""
+
+import contextlib
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.extras import pip_install
+from roxxel_dist.data.files.discovery import absolute
+from roxxel_dist.place.bucket_folder import local_run
+from roxxel_dist.place.directory import CONFIG, METRICS, SUMMARY, is_run, no_run
+from roxxel_dist.settings.config import RECORD, load_yaml
+from roxxel_dist.train.log.csv_jsonl import read_rows
+from roxxel_dist.train.log.timeline import SPENT, read_timeline, time_spent
+from roxxel_dist.utils.display import aligned, duration, figure
+
+UNKNOWN = "-"
+"""The sign for an unknown number, and for a field that a run's config does not have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run, read from disk."""
+
+    name: str
+    """Its name among the compared runs."""
+    path: Path
+    fields: Mapping[str, Any]
+    """The fields of its config, and the `data_path` that it reads; empty for a run of a bare `Trainer`."""
+    rows: Sequence[Mapping[str, float]]
+    """The logged rows, in order; numbers that were not finite are left out."""
+    parameters: int | None
+    spent: Mapping[str, float]
+    """Seconds by kind, from `time_spent`; empty if the run has no timeline."""
+
+    def points(self, metric: str) -> list[tuple[float, float]]:
+        """(tokens read, value) of every row that has the metric."""
+        return [(row.get("tokens", math.nan), row[metric]) for row in self.rows if metric in row]
+
+    @property
+    def phase_ends(self) -> list[float]:
+        """The tokens read at each change of phase, rounded to a logged step."""
+        pairs = zip(self.rows, self.rows[1:], strict=False)
+        return [a["tokens"] for a, b in pairs if "tokens" in a and a.get("phase") != b.get("phase")]
+
+    def numbers(self) -> dict[str, Any]:
+        """The values of the table, by name: None if unknown, and "spent" as seconds by kind."""
+        last = self.rows[-1] if self.rows else {}
+        validations = [row for row in self.rows if "val_loss" in row]
+        best = min(validations, key=lambda row: row["val_loss"], default={})
+        speeds = [row["tokens_per_s"] for row in self.rows if "tokens_per_s" in row]
+        losses = [row["train_loss"] for row in self.rows if "train_loss" in row]
+        total = sum(self.spent.values())
+        return {
+            "steps": last.get("step"),
+            "tokens": last.get("tokens"),
+            "train_loss": losses[-1] if losses else None,
+            "val_loss": validations[-1]["val_loss"] if validations else None,
+            "best_val_loss": best.get("val_loss"),
+            "best_step": best.get("step"),
+            "tokens_per_s": statistics.median(speeds) if speeds else None,
+            "parameters": self.parameters,
+            "goodput": self.spent["training"] / total if total else None,
+            "spent": dict(self.spent),
+        }
+
+
+def read_runs(paths: Sequence[str | Path]) -> list[Run]:
+    """The runs in some folders.
+
+    Raises ValueError if one of them is not a run; the message suggests the closest run.
+    """
+    given = list(dict.fromkeys(map(Path, paths)))
+    folders = [local_run(path) for path in given]
+    for path, folder in zip(given, folders, strict=True):
+        if not is_run(folder):
+            raise UserError(no_run(folder, absolute(path)))
+    names = [path.absolute().name for path in given]
+    often = Counter(names)
+    return [
+        _read(folder, name if often[name] == 1 else str(path))
+        for path, folder, name in zip(given, folders, names, strict=True)
+    ]
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """The fields in which the configs of some runs differ: a value for each run, `UNKNOWN` if it has no such field."""
+    names = dict.fromkeys(name for run in runs for name in run.fields)
+    values = {name: [run.fields.get(name, UNKNOWN) for run in runs] for name in names}
+    return {name: of_runs for name, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
+
+
+def read_fields(folder: Path) -> dict[str, Any]:
+    """The fields of a run's config, and the `data_path` that it reads; empty for a run of a bare `Trainer`."""
+    config = load_yaml(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    record = config.pop(RECORD, None) or {}
+    if "data_path" in record:
+        config["data_path"] = record["data_path"]
+    return config
+
+
+def _read(folder: Path, name: str) -> Run:
+    parameters = None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it may be incomplete during a write
+        parameters = int(json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["parameters"])
+    return Run(
+        name=name,
+        path=folder,
+        fields=read_fields(folder),
+        rows=read_rows(folder / METRICS),
+        parameters=parameters,
+        spent=time_spent(read_timeline(folder)),
+    )
+
+
+LONGEST = 40
+"""Most characters of a value; longer ones are cut off."""
+NUMBERS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
+    "steps": ("steps", lambda run: f"{run['steps']:,}"),
+    "tokens": ("tokens", lambda run: f"{run['tokens']:,}"),
+    "train_loss": ("train_loss", lambda run: f"{run['train_loss']:.4f}"),
+    "val_loss": ("val_loss", lambda run: f"{run['val_loss']:.4f}"),
+    "best_val_loss": ("best val_loss", lambda run: f"{run['best_val_loss']:.4f} (step {run['best_step']:,})"),
+    "tokens_per_s": ("tokens/s, median", lambda run: f"{run['tokens_per_s']:,.0f}"),
+    "parameters": ("parameters", lambda run: f"{run['parameters']:,}"),
+    "goodput": ("goodput", lambda run: f"{run['goodput']:.1%}"),
+}
+"""For each key of `Run.numbers`: the title of its line, and its format."""
+
+
+def table(runs: Sequence[Run]) -> str:
+    """The results of the runs, the time they spent, and the differences of their configs."""
+    numbers = [run.numbers() for run in runs]
+    lines = [["", *(run.name for run in runs)]]
+    for key, (title, form) in NUMBERS.items():
+        lines.append([title, *(UNKNOWN if run[key] is None else form(run) for run in numbers)])
+    for kind in SPENT:
+        lines.append([f"  {kind}", *(_share(kind, run.spent) for run in runs)])
+    if others := differences(runs):
+        config = ["config:", *aligned([[name, *map(_short, values)] for name, values in others.items()], right=False)]
+    else:
+        config = ["config: no field differs"] if len(runs) > 1 else []
+    return "\n".join([*aligned(lines, right=False), *(["", *config] if config else [])])
+
+
+def _share(kind: str, spent: Mapping[str, float]) -> str:
+    if not spent:
+        return UNKNOWN
+    return f"{spent[kind] / (sum(spent.values()) or 1.0):6.1%}  {duration(spent[kind])}"
+
+
+def _short(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+def no_pictures() -> str:
+    """The message where matplotlib is missing."""
+    return f"no pictures: they need matplotlib: {pip_install('plot')}"
+
+
+COLOURS = ("#2a9d5c", "#a8d5ba", "#9aa0a6", "#f2b134", "#4f86c6", "#8e6bbf", "#d98cb3", "#c8423b")
+"""The colours of the kinds of time, in the order of `SPENT`."""
+
+
+def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
+    """Draw the charts of some runs into a folder, which is created; returns the PNG files.
+
+    Raises ImportError if matplotlib is not installed.
+    """
+    pictures = []
+    if trained := [run for run in runs if run.points("train_loss")]:
+        pictures.append(folder / "loss.png")
+        draw_losses(trained, pictures[-1])
+    if timed := [run for run in runs if sum(run.spent.values()) > 0]:
+        pictures.append(folder / "goodput.png")
+        _draw_goodput(timed, pictures[-1])
+    return pictures
+
+
+def draw_losses(runs: Sequence[Run], picture: Path) -> None:
+    """Loss over tokens: a colour for each run, points for validation, a dotted line at the start of a phase.
+
+    Raises ImportError if matplotlib is not installed.
+    """
+    with figure(picture, inches=(9, 5)) as axes:
+        for number, run in enumerate(runs):
+            colour = f"C{number % 10}"
+            axes.plot(*zip(*run.points("train_loss"), strict=True), color=colour, lw=1, alpha=0.7, label=run.name)
+            if validations := run.points("val_loss"):
+                axes.plot(
+                    *zip(*validations, strict=True), color=colour, lw=1.3, ls="--", marker="o", ms=3.5,
+                    label=f"{run.name}, validation",
+                )  # fmt: skip
+            for tokens in run.phase_ends:
+                axes.axvline(tokens, color=colour, ls=":", lw=1)
+        axes.set(xlabel="tokens", ylabel="loss (nats a token)")
+        axes.legend(fontsize=8)
+
+
+def _draw_goodput(runs: Sequence[Run], picture: Path) -> None:
+    """How each run spent its time, a bar for each run."""
+    totals = [sum(run.spent.values()) for run in runs]
+    places, left = list(range(len(runs))), [0.0] * len(runs)
+    with figure(picture, inches=(9, 1.6 + 0.45 * len(runs))) as axes:
+        for kind, colour in zip(SPENT, COLOURS, strict=True):
+            widths = [100 * run.spent[kind] / total for run, total in zip(runs, totals, strict=True)]
+            if any(widths):
+                axes.barh(places, widths, left=left, color=colour, label=kind, height=0.7)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        axes.grid(visible=False)
+        axes.set_yticks(places, [f"{run.name}\n{duration(total)}" for run, total in zip(runs, totals, strict=True)])
+        axes.invert_yaxis()
+        axes.set(xlabel="% of the time", xlim=(0, 100))
+        axes.figure.legend(loc="outside upper center", ncols=4, fontsize=8)

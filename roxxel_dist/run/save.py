@@ -1,0 +1,92 @@
+"""Asking a running job for a checkpoint, from another process."""
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roxxel_dist.checkpoint.metadata import CHECKPOINTS
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.save_requests import post_request, read_answer
+from roxxel_dist.objects.errors import StoreNotFoundError
+from roxxel_dist.objects.url import is_url
+from roxxel_dist.place.bucket_folder import LEASE, SAVE_ANSWER, SAVE_REQUEST
+from roxxel_dist.place.directory import CONFIG, is_held
+
+if TYPE_CHECKING:
+    from roxxel_dist.objects.store import ObjectStore
+
+POLL_S, BUCKET_POLL_S = 0.1, 1.0
+
+
+class NotSaved(Exception):
+    """The job did not save the requested checkpoint."""
+
+
+def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
+    """Have the job that trains in `run` save within two seconds or steps, wait until that is on disk; returns the step.
+
+    Raises:
+        ValueError: `run` is not a run directory or the address of a run, or no job trains there.
+        OSError: `run` cannot be written.
+        NotSaved: the job failed to save, ended, or did not answer in time.
+    """
+    if is_url(run):
+        return _ask_through_bucket(run, timeout_s)
+    folder = Path(run)
+    if not folder.is_dir():
+        raise UserError(f"{run} is not a run directory: there is no such folder")
+    if not ((folder / CONFIG).exists() or (folder / CHECKPOINTS).is_dir()):
+        raise UserError(f"{run} is not a run directory: it has no {CONFIG}")
+    if not is_held(folder):
+        raise UserError(f"no job trains in {run} now: its checkpoints are in {folder / CHECKPOINTS}")
+    post_request(folder)
+    answer = _wait(folder, timeout_s)
+    if "error" in answer:
+        raise NotSaved(answer["error"])
+    return answer["step"]
+
+
+def _ask_through_bucket(run: str | Path, timeout_s: float) -> int:
+    """The same of a run in a bucket, where rank 0 looks for requests every few seconds."""
+    from roxxel_dist.objects.store import ObjectStore
+    from roxxel_dist.place.mirror import is_asked
+
+    store, end = ObjectStore.open(run), time.monotonic() + timeout_s
+    if not any(info.key == CONFIG for info in store.list()):
+        raise UserError(f"{store.url} is not a run: it has no {CONFIG}")
+    answer = None
+    store.write(SAVE_REQUEST, b"")
+    while answer is None:
+        if (reason := _nobody(store)) or time.monotonic() > end:
+            raise NotSaved(reason or f"the job in {store.url} did not save within {timeout_s:g} s: see its log")
+        time.sleep(BUCKET_POLL_S)
+        with contextlib.suppress(StoreNotFoundError):
+            if not is_asked(store):
+                answer = json.loads(store.read(SAVE_ANSWER))
+    if "error" in answer:
+        raise NotSaved(answer["error"])
+    return answer["step"]
+
+
+def _nobody(store: "ObjectStore") -> str:
+    """Why no job would answer, from the lease of the run; empty if a job trains there."""
+    try:
+        released = json.loads(store.read(LEASE))["released"]
+    except (StoreNotFoundError, ValueError, KeyError):
+        released = True
+    return f"no job trains in {store.url} now: its checkpoints are there" if released else ""
+
+
+def _wait(folder: Path, timeout_s: float) -> dict:
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        held = is_held(folder)  # before the last look: the job may answer and end in between
+        answer = read_answer(folder)
+        if answer is not None:
+            return answer
+        if not held:
+            raise NotSaved(f"the job in {folder} ended before it saved: what it has is in {folder / CHECKPOINTS}")
+        time.sleep(POLL_S)
+    raise NotSaved(f"the job in {folder} did not save within {timeout_s:g} s: see its log; wait longer with --timeout")

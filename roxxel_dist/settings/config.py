@@ -1,0 +1,499 @@
+"""All settings of a run in one flat object, from and to YAML.
+
+Each component declares its own fields, in a dataclass beside it; `Config` is their union. A `Config` may be changed
+freely: the components check the values when they are taken out of it with `part`.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import errno
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
+
+from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.exit_codes import FileSystemError, UserError, attempt_number
+from roxxel_dist.data.config import DataConfig
+from roxxel_dist.data.files.discovery import absolute as absolute_path
+from roxxel_dist.data.files.discovery import check_local
+from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.model.config import ModelConfig, check_sizes
+from roxxel_dist.model.user_code import UserCodeConfig
+from roxxel_dist.objects.errors import StoreError
+from roxxel_dist.objects.url import is_url
+from roxxel_dist.settings.training import ExperimentConfig, LoopOptions, OptimizerConfig
+from roxxel_dist.utils.component import DocWithFields, component
+
+SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
+"""Keys of a config file whose value may be a mapping of fields."""
+RECORD = "record"
+"""The section of a saved config with the run's environment and versions; loading skips it."""
+
+SWITCHES = {"true": "on", "yes": "on", "on": "on", "false": "off", "no": "off", "off": "off"}
+"""Words for on and off, as YAML knows them."""
+EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+")
+
+CURES = {
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "a part of this path is a file, and no folder: check the path",
+    errno.EISDIR: "name a file, not a folder",
+    errno.EEXIST: "name another place",
+    errno.ELOOP: "it is a link that leads back to itself: name the file itself",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EACCES: "choose another place, or change the permissions",
+    errno.EPERM: "choose another place, or change the permissions",
+    errno.EROFS: "choose a place that can be written",
+    errno.ENOSPC: "make room, or choose another place",
+    errno.EDQUOT: "make room, or choose another place",
+    errno.EFBIG: "files may not be so large here (ulimit -f): raise the limit, or choose another place",
+}
+"""Fixes for operating-system errors, by errno; other errors are not usage errors."""
+
+AWAY = {
+    errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENXIO, errno.ENODEV,
+    errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN,
+}  # fmt: skip
+"""Errors of a file system that is unavailable, for files that existed before."""
+
+ALIASES = {
+    "learning_rate": "lr", "absolute_pos": "pos_encoding",
+    "hidden_size": "dim", "d_model": "dim", "n_layers": "num_blocks", "num_layers": "num_blocks",
+    "context_length": "max_context", "seq_len": "max_context", "data": "data_path", "output_dir": "run_dir",
+    "gradient_accumulation_steps": "grad_accum",
+}  # fmt: skip
+"""Names of some fields in other programs."""
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Within it, files that cannot be used are the user's mistake, as a `UserError` is; other errors pass unchanged.
+
+    In a later attempt of a job, files that cannot be reached are no mistake, because earlier attempts could read them.
+
+    Raises:
+        UserError: with a message for the user.
+        FileSystemError: in a later attempt, where a file system may be unavailable.
+    """
+    try:
+        yield
+    except FileSystemError:
+        raise
+    except UserError as error:
+        if attempt_number() and _is_away(error):
+            raise _unavailable(error) from error
+        raise
+    except OSError as error:
+        if (message := _refusal(error)) is None:
+            raise
+        if attempt_number() and _is_away(error):
+            raise _unavailable(message) from error
+        raise UserError(message) from error
+
+
+def _unavailable(problem: object) -> FileSystemError:
+    return FileSystemError(f"{problem} (attempt {attempt_number()} of this job: perhaps a file system is away)")
+
+
+def _refusal(error: OSError) -> str | None:
+    """The message for an error that the user can fix; None for other errors, which need a traceback."""
+    if isinstance(error, StoreError):
+        return str(error)
+    if error.errno is None:
+        return None
+    where = error.filename or "a file"
+    if attempt_number() and error.filename and error.errno in AWAY:
+        return f"{where}: {error.strerror}"
+    return f"{where}: {error.strerror}: {CURES[error.errno]}" if error.errno in CURES else None
+
+
+def _is_away(error: UserError | OSError) -> bool:
+    """Whether an error, or its cause, means that a file system is unavailable."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    if not isinstance(cause, OSError):
+        return False
+    return cause.errno in AWAY or (cause.errno is None and isinstance(cause, FileNotFoundError | PermissionError))
+
+
+@component
+class Fields(OptimizerConfig, ExperimentConfig, LoopOptions, RemoteConfig, DataConfig, UserCodeConfig, ModelConfig):
+    """Every setting of a run: those of the last class first."""
+
+    def __post_init__(self) -> None:
+        """No check: a `Config` may hold anything until it is used."""
+
+
+COMPONENTS: tuple[type[Any], ...] = Fields.__bases__[::-1]
+FIELD_TYPES: dict[str, Any] = get_type_hints(Fields)
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Fields)}  # pyright: ignore[reportArgumentType]
+
+
+@component
+class _Copied(Fields):
+    """What a copy of a `Config`, by `dataclasses.replace` too, has beside the settings."""
+
+    of_run: tuple[str, str | None, bool] | None = dataclasses.field(default=None, compare=False)
+    """If the config was read from a run's config.yaml: the run, its init_from, and whether it has adapters."""
+    given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
+    """The fields that were set, in the constructor, in a file or later; the others have their defaults."""
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+    """The values that `with_defaults` has put in the place of defaults."""
+
+
+COPIED = tuple(field.name for field in dataclasses.fields(_Copied) if field.name not in FIELD_TYPES)
+
+
+class Config(_Copied):
+    """Every setting of a run, each with a default; all are given by keyword.
+
+    It may be changed freely. Values are checked by `validate`, and when they are used.
+    """
+
+    __hash__ = None
+
+    if not TYPE_CHECKING:  # type checkers know the fields from the base class
+
+        def __init__(self, *unnamed: Any, **fields: Any) -> None:
+            if unnamed:
+                raise TypeError(f"Config({unnamed[0]!r}): give fields by name, as in Config(dim=256)")
+            for name in fields:
+                if name not in FIELD_TYPES and name not in COPIED:
+                    raise TypeError(f"Config: {unknown(name, list(FIELD_TYPES), 'field')}")
+            super().__init__(**fields)
+            settings = fields.keys() & FIELD_TYPES.keys()
+            if "given" in fields:  # `dataclasses.replace` passes every field: those with another value are given too
+                before = {name: self.defaults.get(name, DEFAULTS[name]) for name in settings}
+                settings = fields["given"] | {name for name in settings if fields[name] != before[name]}
+            self.given = frozenset(settings)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in FIELD_TYPES and name not in COPIED:
+                raise AttributeError(f"Config: {unknown(name, list(FIELD_TYPES), 'field')}")
+            object.__setattr__(self, name, value)
+            if name in FIELD_TYPES:
+                object.__setattr__(self, "given", self.given | {name})
+
+    def __repr__(self) -> str:
+        """The fields that differ from their defaults."""
+        values = self.to_dict().items()
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in values if value != DEFAULTS[name])})"
+
+    def with_defaults(self, values: Mapping[str, Any]) -> Self:
+        """The same settings, and the same fields given, with `values` instead of the defaults of the other fields."""
+        defaults = {name: value for name, value in values.items() if name in FIELD_TYPES and name not in self.given}
+        return dataclasses.replace(self, defaults={**self.defaults, **defaults}, **defaults)
+
+    def with_absolute_paths(self) -> Self:
+        """The same settings with absolute paths, so that a run may be resumed from another folder.
+
+        Raises:
+            ValueError: a path that must be local is in a bucket.
+        """
+
+        def absolute(name: str, path: Any) -> Any:
+            if not is_url(path):
+                check_local(name, path)
+            return absolute_path(path) if isinstance(path, str) else path
+
+        sets: dict[str, Any] = {"datasets": self.datasets, "validation": self.validation}
+        for field, paths in sets.items():
+            if isinstance(paths, dict):
+                sets[field] = {name: absolute(f"{field} {name!r}", path) for name, path in paths.items()}
+        check_local("cache_dir", self.cache_dir)
+        init_from, cache_dir = absolute("init_from", self.init_from), absolute("cache_dir", self.cache_dir)
+        config = dataclasses.replace(self, init_from=init_from, cache_dir=cache_dir, **sets)
+        config.given = self.given
+        return config
+
+    def primary_path(self, data_path: str | Path | None) -> str | Path | None:
+        """The path of the data set "self": `data_path`, or "self" in `datasets`; None if neither is given."""
+        return data_path or (self.datasets or {}).get("self")
+
+    def part(self, component: type[T]) -> T:
+        """The fields of one component, such as `ModelConfig`, as its frozen dataclass.
+
+        Raises:
+            ValueError: a value breaks its rule.
+        """
+        return component(**{f.name: getattr(self, f.name) for f in dataclasses.fields(component)})  # pyright: ignore
+
+    def validate(self) -> None:
+        """Check every field.
+
+        Raises:
+            ValueError: names the first field that breaks its rule.
+        """
+        self.check_types()
+        values = self.to_dict()
+        check_sizes({name: values[name] for name in ("vocab_size", "max_context")})
+        for part in COMPONENTS:
+            if part is not ModelConfig or values["model"] is None:  # ModelConfig does not describe a user-defined model
+                self.part(part)
+        if values["phases"]:
+            from roxxel_dist.curriculum.phases import Phase  # numpy: not for --help
+
+            for phase in values["phases"]:
+                Phase.of(phase)
+
+    def check_types(self, source: str = "") -> None:
+        """Raises ValueError for the first value of another type than its field; `source` names its file in messages."""
+        for name, value in self.to_dict().items():
+            if not _fits(value, FIELD_TYPES[name]):
+                place = f"{source}: " if source else ""
+                cure = f": write [{value}]" if isinstance(value, dict) and _fits([], FIELD_TYPES[name]) else ""
+                raise UserError(f"{place}{name} is {value!r}: it must be {_type_name(FIELD_TYPES[name])}{cure}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by name, as plain values for YAML."""
+        return {name: getattr(self, name) for name in FIELD_TYPES}
+
+    def save_yaml(self, path: str | Path, record: Mapping[str, Any] | None = None) -> None:
+        """Write all fields atomically; `record` is a section of metadata that loading skips."""
+        import yaml
+
+        content = {**self.to_dict(), **({RECORD: dict(record)} if record else {})}
+        write_file(Path(path), yaml.safe_dump(content, sort_keys=False))
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Self:
+        """A config from a file; fields that it does not name keep their defaults.
+
+        Args:
+            path: a YAML file. For the `config.yaml` of a run, the config remembers the run, which is the base if you
+                add adapters.
+
+        Returns:
+            A `Config`.
+
+        Raises:
+            ValueError: no such file, not YAML, or an error of `from_dict`.
+        """
+        values, path = load_yaml(path), Path(path)
+        config = cls.from_dict(values, str(path))
+        # A copy of config.yaml elsewhere has a record too, but no weights beside it.
+        if RECORD in values and path.name == "config.yaml" and (path.parent / "checkpoints").is_dir():
+            config.of_run = str(path.parent), config.init_from, config.use_lora
+        return config
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> Self:
+        """A config from a mapping of field names to values; fields may stand in sections (`SECTIONS`).
+
+        Args:
+            values: as in YAML; text such as "5e-4" becomes a number if the field is a number.
+            source: its name in messages.
+
+        Returns:
+            A `Config`.
+
+        Raises:
+            ValueError: a key that no field has, a field that is given twice, or a value of another type than its field.
+        """
+        values = flat_fields(values, source)
+        if "parameters" in values and {"method", "metric"} & values.keys():
+            raise UserError(f"{source}: this is the file of a sweep, not a config: `sweep --sweep_config` takes it")
+        for key in values:
+            if key not in FIELD_TYPES and key != RECORD:
+                raise UserError(f"{source}: {unknown(key, list(FIELD_TYPES), 'field')}")
+        config = cls(**{key: _read(key, value) for key, value in values.items() if key != RECORD})
+        config.check_types("" if source == "config" else source)
+        return config
+
+
+Config.__doc__ = DocWithFields(Config.__doc__ or "")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def yaml_problem(error: Exception) -> str:
+    """The error in a YAML text: the place and the reason, in one line."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is no UTF-8: save the file as UTF-8"
+    mark, what = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is not None and what:
+        cure = ": write spaces in place of the tab" if r"'\t'" in what else ""
+        return f"line {mark.line + 1}, column {mark.column + 1}: {what}{cure}"
+    return " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises UserError for no such file, no YAML, no mapping, or a key that is given twice.
+    """
+    values = read_yaml(path)[0]
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected `field: value` lines, found a {type(values).__name__}")
+    if RECORD in values:  # older runs could have both in a phase, and steps counted
+        for phase in values.get("phases") or []:
+            if phase.get("steps") is not None:
+                phase.pop("epochs", None)
+    return values
+
+
+def read_yaml(path: str | Path, *, unique: bool = True) -> tuple[Any, Any]:
+    """(the value, the tree of nodes with their lines) of a YAML file; `unique` is that of `parse_nodes`.
+
+    Raises UserError as `parse_nodes`, or where the file cannot be read.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}): check the path") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not valid YAML: {yaml_problem(error)}") from error
+    return parse_nodes(text, str(path), unique=unique)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value of a YAML text, as `parse_nodes` gives it."""
+    return parse_nodes(text, source)[0]
+
+
+def parse_nodes(text: str, source: str, *, unique: bool = True) -> tuple[Any, Any]:
+    """(the value, the tree of nodes) of a YAML text. A word such as `no` or `2024` is text where a field, or a key, is.
+
+    Args:
+        text: the YAML text.
+        source: its name in messages.
+        unique: whether a key that is given twice in a mapping is refused; YAML itself keeps the last.
+
+    Raises UserError for no YAML, or a key that is given twice.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            # Before `<<` puts the keys of other mappings in, which may be given again.
+            node = super().compose_mapping_node(anchor)  # pyright: ignore[reportUnknownMemberType]
+            keys: list[Any] = []
+            for key, _ in _pairs(node):
+                if key.tag.endswith(":bool"):  # a data set that is called `no`, or `on`
+                    key.tag = "tag:yaml.org,2002:str"
+                if not unique or key.tag.endswith(":merge"):
+                    continue
+                value = self.construct_object(key)  # 1 and 1.0 are one key
+                if value in keys:
+                    line = key.start_mark.line + 1
+                    raise UserError(f"{source}: line {line}: {key.value!r} is given twice: keep one of the two")
+                keys.append(value)
+            return node
+
+        def construct_document(self, node: Any) -> Any:
+            for key, value in _pairs(node):
+                for name, inner in [(key, value), *(_pairs(value) if key.value in SECTIONS else [])]:
+                    if _is_text(FIELD_TYPES.get(name.value)) and isinstance(inner, yaml.ScalarNode):
+                        inner.tag = inner.tag if inner.tag.endswith(":null") else "tag:yaml.org,2002:str"
+            return super().construct_document(node)
+
+    def _pairs(node: Any) -> list[tuple[Any, Any]]:
+        """(key, value) of a mapping whose keys are plain words."""
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        return [(key, value) for key, value in pairs if isinstance(key, yaml.ScalarNode)]
+
+    try:
+        loader = Loader(text)
+        node = loader.get_single_node()
+        return None if node is None else loader.construct_document(node), node
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2024-13-99
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{source}: not valid YAML: {yaml_problem(error)}") from error
+
+
+def flat_fields(values: Mapping[str, Any], source: str = "config") -> dict[str, Any]:
+    """The fields of all sections and those outside sections. Raises ValueError for a field that is given twice."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if key in SECTIONS and key not in FIELD_TYPES and value is None:
+            continue  # an empty section
+        fields = value if key in SECTIONS and isinstance(value, Mapping) else {key: value}
+        for name, field in fields.items():
+            if str(name) in flat:
+                raise UserError(f"{source}: {name!r} is given twice, in sections or outside: keep one of the two")
+            flat[str(name)] = field
+    return flat
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The closest match for a name among known names, if there is one."""
+    if (meant := ALIASES.get(name)) in known:
+        return meant
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.55)), None)
+
+
+def unknown(name: str, known: list[str], what: str) -> str:
+    """The message for a name that does not exist, with the nearest one that does."""
+    near = nearest(name, known)
+    return f"there is no {what} {name!r}" + (f": did you mean {near!r}?" if near else f": they are {', '.join(known)}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
+        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return True
+        if isinstance(value, get_origin(option) or option) and (option is bool or not isinstance(value, bool)):
+            return True
+    return False
+
+
+def takes_fractions(name: str) -> bool:
+    """Whether a field of the config may be a number that is not whole; False where there is no such field."""
+    return name in FIELD_TYPES and _fits(0.5, FIELD_TYPES[name])
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether a field takes text and no numbers."""
+    options = set(get_args(kind) if isinstance(kind, UnionType) else (kind,))
+    return str in options and options <= {str, type(None)}
+
+
+def _type_name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(get_args(kind))
+    names = {
+        int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "nothing",
+        list: "a list", dict: "a mapping",
+    }  # fmt: skip
+    options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    return " or ".join(names[get_origin(option) or option] for option in options)
+
+
+def as_choice(kind: Any, value: Any) -> Any:
+    """The choice that a value means where it is one: YAML reads off and no as False, on and yes as True.
+
+    Null is the choice "none". Other values are returned unchanged.
+    """
+    if get_origin(kind) is not Literal or value in get_args(kind):
+        return value
+    if isinstance(value, str):
+        meant = SWITCHES.get(value.lower(), value)
+    else:
+        meant = "none" if value is None else {True: "on", False: "off"}.get(value) if isinstance(value, bool) else value
+    return meant if meant in get_args(kind) else value
+
+
+def _read(name: str, value: Any) -> Any:
+    """A YAML value for a field. YAML reads 5e-4 as text and only 5.0e-4 as a number."""
+    value = as_choice(FIELD_TYPES[name], value)
+    if isinstance(value, str) and takes_fractions(name):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return with_numbers(value) if name == "model_args" else value
+
+
+def with_numbers(value: Any) -> Any:
+    """The same with text such as 5e-4, which YAML does not take for a number, converted to numbers at any depth."""
+    if isinstance(value, Mapping):
+        return {key: with_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_numbers(inner) for inner in value]
+    return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value

@@ -1,0 +1,134 @@
+"""Fields of a config that do nothing, because another field turns off what they set.
+
+Neither a run nor a sweep accepts a setting that changes nothing: the numbers would look like its effect.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.settings.config import FIELD_TYPES, Config
+
+SAVED_SHARE = 2 / 3
+"""A file with at least this share of all fields was written by `Config.save_yaml`, and not by a person."""
+
+
+class Rule(NamedTuple):
+    """When some fields do nothing. Fields that a component refuses then itself, such as decay_steps, are not here."""
+
+    fields: tuple[str, ...]
+    applies: Callable[[Mapping[str, Any]], bool]
+    """Whether they do nothing, for the values of all fields. With a model of the user's own, which may read any field
+    of a model, no rule about those applies."""
+    why: str
+    """The reason and the fix."""
+
+
+def _off(switch: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda values: values["model"] is None and not values[switch]
+
+
+RULES = (
+    Rule(("epochs", "batch_size"), lambda v: bool(v["phases"]), "phases are given: change it in each phase"),
+    Rule(
+        ("n_experts", "top_k_mlp", "alpha_balance"), _off("use_moe"), "use_moe is False: leave it out, or set use_moe"
+    ),
+    Rule(
+        ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),
+        _off("use_lora"),
+        "use_lora is False: leave it out, or set use_lora",
+    ),
+    Rule(("down_dim_q", "down_dim_kv", "rope_dim", "inference"), _off("mla"), "mla is False: leave it out, or set mla"),
+    Rule(("context_window",), _off("sliding_window"), "sliding_window is False: leave it out, or set sliding_window"),
+    Rule(
+        ("rope_theta", "rope_scale_factor", "rope_trained_context", "rope_dim"),
+        lambda v: v["model"] is None and v["pos_encoding"] != "rotary",
+        "pos_encoding is not rotary: leave it out, or set pos_encoding to rotary",
+    ),
+    Rule(
+        ("rope_trained_context",),
+        lambda v: v["model"] is None and v["rope_scale_factor"] == 1,
+        "rope_scale_factor is 1, which changes nothing: leave it out, or set rope_scale_factor",
+    ),
+    Rule(
+        ("expansion",),
+        lambda v: v["model"] is None and v["hidden_dim"] is not None,
+        "hidden_dim is given: leave one of the two out",
+    ),
+    Rule(
+        ("base_widths",),
+        lambda v: v["parametrization"] != "mup",
+        "parametrization is standard: leave it out, or set parametrization to mup",
+    ),
+    Rule(("model_args",), lambda v: v["model"] is None, "model is not given: leave it out, or name a model"),
+    Rule(
+        ("momentum",),
+        lambda v: v["optimizer"] not in ("sgd", "muon"),
+        "only the optimizers sgd and muon have it: leave it out, or change optimizer",
+    ),
+    Rule(
+        ("beta1", "beta2"),
+        lambda v: v["optimizer"] in ("sgd", "adafactor"),
+        "the optimizers sgd and adafactor do not have it: leave it out, or change optimizer",
+    ),
+    Rule(
+        ("max_rewinds",),
+        lambda v: v["on_bad_step"] != "rewind",
+        "on_bad_step is not rewind: leave it out, or set on_bad_step to rewind",
+    ),
+    Rule(("fsdp_devices",), lambda v: not v["fsdp"], "fsdp is False: leave it out, or set fsdp"),
+    Rule(
+        ("memory_replicas",),
+        lambda v: v["memory_checkpoint_every"] == 0,
+        "memory_checkpoint_every is 0: leave it out, or change memory_checkpoint_every",
+    ),
+    Rule(
+        ("val_fraction",),
+        lambda v: bool(v["validation"]),
+        "validation names the data to validate on: leave one of the two out",
+    ),
+    Rule(("sample_prompt",), lambda v: v["sample"] == "off", "sample is off: leave it out, or change sample"),
+    Rule(
+        ("wandb_project",),
+        lambda v: v["wandb"] == "off",
+        "wandb is off: leave it out, or set wandb to online or offline",
+    ),
+)
+
+
+def without_effect(values: Mapping[str, Any]) -> dict[str, str]:
+    """The fields that do nothing, each with the reason and the fix.
+
+    Args:
+        values: every field of a config by name, as `Config.to_dict` gives them; they need not be valid together.
+    """
+    reasons: dict[str, str] = {}
+    for rule in RULES:
+        if rule.applies(values):
+            for name in rule.fields:
+                reasons.setdefault(name, rule.why)
+    return reasons
+
+
+def chosen(config: Config) -> set[str]:
+    """The fields that somebody has given another value than the default.
+
+    None of a config with all fields: `Config.save_yaml` has written it.
+    """
+    if len(config.given) >= SAVED_SHARE * len(FIELD_TYPES):
+        return set()
+    values, defaults = config.to_dict(), Config().to_dict()
+    return {name for name in config.given if values[name] != defaults[name]}
+
+
+def check_effect(config: Config, names: Collection[str], flags: Collection[str] = ()) -> None:
+    """Raises UserError for the first of some fields that does nothing.
+
+    Args:
+        config: the settings of a run.
+        names: the fields to look at.
+        flags: those of them that are flags in messages.
+    """
+    reasons = without_effect(config.to_dict())
+    for name in sorted(set(names) & reasons.keys()):
+        raise UserError(f"{'--' if name in flags else ''}{name} does nothing here, because {reasons[name]}")

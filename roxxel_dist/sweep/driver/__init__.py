@@ -1,0 +1,1 @@
+"""The process that drives a study: it proposes, starts and stops trials."""

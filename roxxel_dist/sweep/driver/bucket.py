@@ -1,0 +1,190 @@
+"""A study in an object store, and the copy of it on this machine that a driver works from.
+
+The store is the truth: the copy is made from it at every start. Objects are named as the files of a local study.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
+from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
+from roxxel_dist.objects.lease import Lease
+from roxxel_dist.objects.store import ObjectStore
+from roxxel_dist.objects.url import ObjectUrl
+from roxxel_dist.place.directory import DEFINITION, JOURNAL
+from roxxel_dist.sweep.executors.private_disk import studies_folder
+from roxxel_dist.sweep.study.folder import BASE, EXTRAS, StudyDir
+from roxxel_dist.sweep.study.journal import WAIT_S, Journal
+from roxxel_dist.sweep.study.stored_journal import PARTS, JournalWriter, read_journal
+
+LEASE = "study.lease"
+FILES = (BASE, EXTRAS, DEFINITION)
+"""In the order in which they are written: where the last one is, all are."""
+
+
+class StudyBucket:
+    """A study in an object store.
+
+    Attributes:
+        url: where it is.
+        path: the folder of the copy, which has the files of a local study.
+        is_there: whether it was begun, when `fetch` looked.
+    """
+
+    def __init__(self, store: ObjectStore, path: Path) -> None:
+        self.url: ObjectUrl = store.url
+        self.path: Path = path
+        self.is_there: bool = False
+        self._store = store
+        self._lease: Lease | None = None
+
+    @property
+    def files(self) -> StudyDir:
+        """The files of the copy."""
+        return StudyDir(self.path, self.url)
+
+    def fetch(self) -> None:
+        """Make the copy what the store has. Raises ValueError where the journal is damaged, StoreError."""
+        definitions = {name: self._read(name) for name in FILES}
+        self.is_there = definitions[DEFINITION] is not None
+        if not self.is_there:
+            definitions = dict.fromkeys(FILES)  # what a start has left that was killed
+        for name, data in definitions.items():
+            if data is None:
+                (self.path / name).unlink(missing_ok=True)
+            else:
+                write_file(self.path / name, data)
+        self._copy_journal(read_journal(self._store).data if self.is_there else b"")
+
+    def _copy_journal(self, data: bytes) -> None:
+        copy = self.path / JOURNAL
+        # If the local file only extends the bucket's, no other driver has continued: keep the lines that were not sent.
+        if not (data and copy.is_file() and copy.read_bytes().startswith(data)):
+            write_file(copy, data)
+            if not data:
+                copy.unlink()
+
+    def fetch_file(self, name: str) -> None:
+        """Copy one of its other files too, where it is there. Raises StoreError."""
+        if (data := self._read(name)) is not None:
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            write_file(self.path / name, data)
+
+    def hold(self, log: Callable[[str], None]) -> None:
+        """Be the only driver from now on, until `release`; makes the copy again.
+
+        Raises LeaseHeldError if there is another one.
+        """
+        self._lease = Lease.take(self._store, LEASE, "sweep", wait_s=WAIT_S, log=log)
+        self.fetch()
+
+    def release(self) -> None:
+        """Let others have it; of a study that was not begun nothing stays."""
+        if self._lease is None:
+            return
+        if self.is_there:
+            self._lease.release()
+        else:
+            with suppress(StoreError):  # it expires by itself
+                self._lease.discard()
+        self._lease = None
+
+    def create(self) -> None:
+        """Send the files of a study that begins, once `hold` was called. Raises StoreError."""
+        for name in FILES:
+            if (self.path / name).is_file():
+                self._store.write(name, (self.path / name).read_bytes())
+        self.is_there = True
+
+    def rollback(self) -> None:
+        """Undo `create`; the lease is held until all is deleted."""
+        parts = [info.key for info in self._store.list(PARTS)]
+        self._store.delete([DEFINITION, EXTRAS, BASE, JOURNAL, *parts])
+        self.is_there = False
+
+    @contextmanager
+    def journal(self, log: Callable[[str], None]) -> Iterator[Journal]:
+        """The journal, for the driver that holds the study. Raises what `Journal` and `JournalWriter` raise."""
+        assert self._lease is not None
+        stored = read_journal(self._store)
+        with (
+            JournalWriter(self._store, stored, self._lease) as writer,
+            Journal(self.path, log, stored=writer) as journal,
+        ):
+            if unsent := (self.path / JOURNAL).read_bytes()[len(stored.data) :]:
+                writer.add(unsent, soon=True, wait=True)
+            yield journal
+
+    def send(self, path: Path) -> str:
+        """Send a file of the copy; returns its address. Raises StoreError."""
+        name = path.relative_to(self.path)
+        self._store.upload(path, name.as_posix())
+        return str(self.url.join(*name.parts))
+
+    def send_page(self, page: Path) -> str:
+        """Send the report's page and the files beside it; returns the page's address. Raises StoreError."""
+        addresses = {path: self.send(path) for path in sorted(page.parent.iterdir()) if path.is_file()}
+        return addresses[page]
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return self._store.read(name)
+        except StoreNotFoundError:
+            return None
+
+    def check_free(self) -> None:
+        """Raises ValueError where no study is there, and something else is."""
+        if self.is_there:
+            return
+        others = [info.key for info in self._store.list() if info.key not in (BASE, EXTRAS, LEASE)]
+        others = [key for key in others if not key.startswith((".", f"{LEASE}."))]
+        if others:
+            raise UserError(f"--study {self.url} holds {others[0]}, and is not a study: name another place")
+
+
+@contextmanager
+def driver_bucket(
+    url: ObjectUrl, log: Callable[[str], None], cache_dir: str | None, timeout_s: float
+) -> Iterator[StudyBucket]:
+    """A study in a bucket, for its driver: its copy, below `cache_dir` or in the user's cache, is for one process at a
+    time.
+
+    Raises ValueError where another process of this host has it, or the prefix holds something else; StoreError.
+    """
+    path = studies_folder(cache_dir) / f"{url.name}-{sha256(str(url).encode()).hexdigest()[:16]}"
+    path.mkdir(parents=True, exist_ok=True)
+    lock = wait_for_lock(
+        path.with_name(f"{path.name}.lock"),
+        lambda holder: f"waiting up to {WAIT_S:g} s for {holder}, which runs {url}",
+        lambda holder: (
+            f"--study {url}: {holder} runs this study, and did not end within {WAIT_S:g} s: stop it, or name another "
+            "place"
+        ),
+        limit_s=WAIT_S,
+        log=log,
+    )
+    try:
+        bucket = StudyBucket(ObjectStore.open(url, timeout_s=timeout_s), path)
+        bucket.fetch()
+        bucket.check_free()
+        try:
+            bucket.hold(log)
+            yield bucket
+        finally:
+            bucket.release()
+    finally:
+        release_lock(lock)
+
+
+@contextmanager
+def reader_bucket(url: ObjectUrl, timeout_s: float) -> Iterator[StudyBucket]:
+    """A study in a bucket as it is now, for reading; there may be none. Raises ValueError, StoreError."""
+    with TemporaryDirectory(prefix="roxxel-study-") as folder:
+        bucket = StudyBucket(ObjectStore.open(url, timeout_s=timeout_s), Path(folder))
+        bucket.fetch()
+        yield bucket

@@ -1,0 +1,1 @@
+"""A study: its folder and its journal."""

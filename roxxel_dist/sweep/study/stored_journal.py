@@ -1,0 +1,205 @@
+"""The journal of a study in an object store: one object, which each write replaces whole.
+
+A write names the object that it replaces (If-Match): where the store obeys conditions, of two drivers that believe to
+be alone one is refused at its first write, and no line of the other is lost. On other stores the lease is checked
+before each write.
+"""
+
+import json
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.objects import lease
+from roxxel_dist.objects.errors import StoreNotFoundError, StorePreconditionError, StoreTimeoutError
+from roxxel_dist.objects.lease import Lease, LeaseLostError
+from roxxel_dist.objects.url import ObjectUrl
+from roxxel_dist.place.directory import JOURNAL
+
+if TYPE_CHECKING:
+    from roxxel_dist.objects.store import ObjectStore
+
+PARTS = "journal/"
+"""The folder of a journal in numbered parts, as earlier versions wrote it."""
+PART = re.compile(r"(\d{9})(?:-(\d{9}))?\.jsonl")
+FLUSH_S = 1.0
+"""How often lines are written that nothing waits for."""
+THREADS = 32
+"""Parts that are read at once."""
+LEASE_POLL_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredJournal:
+    """The journal as it is in the store."""
+
+    data: bytes
+    etag: str | None
+    """Of its object; None where there is none."""
+    parts: tuple[str, ...] = ()
+    """The keys of its parts, where it is not one object yet."""
+
+
+def read_journal(store: "ObjectStore") -> StoredJournal:
+    """The journal of a study; an empty one where there is none. Raises ValueError where it is damaged, StoreError."""
+    while True:
+        try:
+            etag = store.head(JOURNAL).etag
+            data = store.read(JOURNAL, etag=etag)
+        except StoreNotFoundError:
+            return _read_parts(store)
+        except StorePreconditionError:  # replaced between the two
+            continue
+        _check_lines(store.url.join(JOURNAL), data)
+        return StoredJournal(data=data, etag=etag)
+
+
+def _read_parts(store: "ObjectStore") -> StoredJournal:
+    """A journal in parts 1, 2, ...; the part FIRST-LAST holds the lines of several."""
+    there = [match for info in store.list(PARTS) if (match := PART.fullmatch(info.key.removeprefix(PARTS)))]
+    parts = sorted((int(match[1]), -int(match[2] or match[1]), PARTS + match[0]) for match in there)
+    chosen: list[str] = []
+    last = 0
+    for first, negative_last, key in parts:
+        if first > last + 1:
+            raise UserError(f"{store.url}: {PARTS}{last + 1:09d}.jsonl is missing: take that object from a copy")
+        if -negative_last > last:  # else a larger part holds its lines too
+            chosen.append(key)
+            last = -negative_last
+    with ThreadPoolExecutor(THREADS) as pool:
+        data = list(pool.map(store.read, chosen))
+    for key, part in zip(chosen, data, strict=True):
+        _check_lines(store.url.join(key), part)
+    return StoredJournal(data=b"".join(data), etag=None, parts=tuple(key for *_, key in parts))
+
+
+def _check_lines(url: ObjectUrl, data: bytes) -> None:
+    """Raises ValueError where an object is not whole lines of JSON."""
+    for number, line in enumerate(data.splitlines(keepends=True), 1):
+        try:
+            json.loads(line if line.endswith(b"\n") else b"")
+        except ValueError as error:
+            raise UserError(f"{url}, line {number}: damaged ({error}): take the object from a copy") from error
+
+
+class JournalWriter:
+    """Appends lines to the journal of a study, in a thread, while the context is open; on exit all are stored.
+
+    Args:
+        store: of the study.
+        stored: the journal as it is there.
+        held: the lease of the study, which this process holds.
+    """
+
+    def __init__(self, store: "ObjectStore", stored: StoredJournal, held: Lease) -> None:
+        self._store, self._lease = store, held
+        self._data, self._etag, self._parts = stored.data, stored.etag, stored.parts
+        self._conditions = store.supports_conditions()
+        self._changed = threading.Condition()
+        self._pending, self._is_urgent, self._is_over = b"", False, False
+        self._added, self._stored = 0, 0
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
+
+    def __enter__(self) -> "JournalWriter":
+        if self._parts:
+            self._write(self._data)
+            self._store.delete(self._parts)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        self._thread.join()
+        if kind is None:
+            self.check()
+
+    def add(self, data: bytes, *, soon: bool, wait: bool) -> None:
+        """Whole lines to be written within a second, or `soon`; `wait`: until the store has them.
+
+        Raises what `check` raises.
+        """
+        with self._changed:
+            self._pending += data
+            self._added += len(data)
+            self._is_urgent |= soon or wait
+            self._changed.notify_all()
+            target = self._added
+            while wait and self._failure is None and self._stored < target:
+                self._changed.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raises LeaseLostError where another driver has the study, StoreError where the store took no more lines."""
+        if self._failure is not None:
+            raise self._failure
+        if self._lease.lost is not None:
+            raise LeaseLostError(self._lease.lost)
+
+    def _work(self) -> None:
+        written = -FLUSH_S
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._is_over)
+                pause = written + FLUSH_S - time.monotonic()
+                self._changed.wait_for(lambda: self._is_urgent or self._is_over, max(0.0, pause))
+                data, self._pending, self._is_urgent = self._pending, b"", False
+            if not data:
+                return
+            written = time.monotonic()
+            try:
+                self._write(self._data + data)
+            except Exception as error:  # whatever it is, it is raised where the next line is added
+                with self._changed:
+                    self._failure = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._stored += len(data)
+                self._changed.notify_all()
+
+    def _write(self, data: bytes) -> None:
+        """Replace the object that this process has read or written last."""
+        try:
+            if self._conditions:
+                etag = self._store.write(JOURNAL, data, if_absent=self._etag is None, if_match=self._etag)
+            else:
+                self._wait_for_lease()
+                if self._etag_there() != self._etag:
+                    raise self._taken()
+                etag = self._store.write(JOURNAL, data)
+        except StorePreconditionError as error:
+            raise self._taken() from error
+        self._data, self._etag = data, etag
+
+    def _etag_there(self) -> str | None:
+        try:
+            return self._store.head(JOURNAL).etag
+        except StoreNotFoundError:
+            return None
+
+    def _wait_for_lease(self) -> None:
+        """Wait until the lease is renewed (late if the store was away): success means that no other process took it."""
+        end = time.monotonic() + self._store.timeout_s
+        while self._lease.lost is None and self._lease.age_s >= lease.STALE_S:
+            if time.monotonic() >= end:
+                raise StoreTimeoutError(
+                    f"write {self._store.url}: the lease of the study was not renewed for {self._lease.age_s:.0f} s: "
+                    "check the network, or raise store_timeout=SECONDS"
+                )
+            time.sleep(LEASE_POLL_S)
+        self._lease.check()
+
+    def _taken(self) -> LeaseLostError:
+        return LeaseLostError(
+            f"{self._store.url}: another driver has written {JOURNAL}: it has this study now, and this one ends"
+        )

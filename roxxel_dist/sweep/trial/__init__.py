@@ -1,0 +1,1 @@
+"""One trial, where it runs."""

@@ -1,0 +1,101 @@
+"""The program of a trial: its words, its environment, and its process, of which nothing outlives this one."""
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from roxxel_dist.launcher.backends.ray.actor import OF_WORKERS
+from roxxel_dist.launcher.host.process_tree import SpawnedTree
+from roxxel_dist.launcher.job.spec import CONTRACT
+from roxxel_dist.sweep.trial.task import Ranks
+
+ROXXEL = (sys.executable, "-u", "-m", "roxxel_dist")
+GRACE_S = 12
+"""What a launcher gives its ranks to save: less than what a trial gets to end."""
+STOP_LIMIT_S = 15.0
+"""Seconds to save, for a program that was asked to stop."""
+LOCK_LIMIT_S = 30.0
+"""Seconds that a trial waits for another process that trains in its run directory."""
+LINGER_S = 5.0
+"""Seconds after the end of the program, for processes that it started and left, before they are killed."""
+IDENTITY = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
+POLL_S = 0.1
+
+
+def launch_command(
+    ranks: Ranks, words: Sequence[str], alone: Sequence[str] = (), *, env: Iterable[str] = ()
+) -> list[str]:
+    """The command of a trial: its program (`alone` and `words`), or the launcher of its ranks where there are several.
+
+    The launcher starts nothing again: the sweep does, as often as `max_retries` says, and its own restarts would
+    multiply with these. Ranks on other hosts have of this process's variables those alone that `env` names.
+    """
+    if ranks.count == 1:
+        return [*alone, *words]
+    procs, gpus = (
+        str(ranks.procs_per_host),
+        ["--gpus-per-host", str(ranks.gpus_per_host)] if ranks.gpus_per_host else [],
+    )
+    dealt = ["--max-restarts", "0", "--grace", str(GRACE_S), *gpus, "--", *words]
+    if ranks.hosts == 1:
+        return [*ROXXEL, "launch", "local", "--nprocs", procs, *dealt]
+    where = ["--address", ranks.ray_address or "auto", "--hosts", str(ranks.hosts), "--procs-per-host", procs]
+    where += ["--cpus-per-host", f"{ranks.cpus_per_host:g}"] + ["--insecure"] * ranks.insecure
+    where += [word for name in env for word in ("--env", name)]
+    return [*ROXXEL, "launch", "ray", *where, *dealt]
+
+
+def environment(more: Mapping[str, str]) -> dict[str, str]:
+    """This process's variables and `more`, without those that identify a launched rank or a W&B run.
+
+    Also without those that are for Ray's workers alone; a trial has the worker's devices and its key.
+    """
+    dropped = (*CONTRACT, *IDENTITY, *OF_WORKERS)
+    own = {name: value for name, value in os.environ.items() if name not in dropped}
+    return {**own, "PYTHONUNBUFFERED": "1", **more}
+
+
+class TrialProcess:
+    """A program, as a process tree that ends with this process; what it writes is appended to a log, below a title.
+
+    Raises ChildProcessError where it cannot be started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        title: str,
+        directory: str | None = None,
+    ) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log
+        with log.open("ab") as file:
+            file.write(f"--- {title}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {shlex.join(command)}\n".encode())
+            file.flush()
+            self._begin = file.tell()
+            self._tree = SpawnedTree(command, environment, file.fileno(), directory, LINGER_S)
+        self.pid: int = self._tree.keeper
+        """Of its keeper, the parent of the program."""
+
+    def wait(self, limit_s: float) -> int | None:
+        """Its exit code, 128 + N for signal N, when nothing is left of it; None after so long."""
+        code = self._tree.code if self._tree.wait(limit_s) else None
+        return code if code is None or code >= 0 else 128 - code
+
+    def output(self) -> str:
+        """Its output until now."""
+        with self._log.open("rb") as file:
+            file.seek(self._begin)
+            return file.read().decode(errors="replace")
+
+    def end(self) -> int:
+        """Ask it to stop, so that it saves, and kill its remaining processes after 15 s; returns its exit code."""
+        self._tree.end(STOP_LIMIT_S)
+        code = self.wait(0)
+        assert code is not None
+        return code

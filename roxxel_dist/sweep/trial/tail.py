@@ -1,0 +1,178 @@
+"""What the program of a trial reports: the W&B run of its rank 0, wherever the program lets the client put it."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from roxxel_dist.sweep.trial.metrics import MetricsTail, Report
+from roxxel_dist.sweep.trial.rank import MARK
+from roxxel_dist.sweep.trial.run_file import WandbFile
+
+TOKEN = "token"
+"""The file of a trial's folder with the name by which its runs are known."""
+SEARCH_S = 2.0
+"""How often the folders below the program's own are looked through for its runs."""
+
+
+def trial_token(folder: Path) -> str:
+    """The name that the runs of a trial have in their config, one for all its attempts; made where there is none."""
+    file = folder / TOKEN
+    with suppress(FileNotFoundError):
+        return file.read_text(encoding="utf-8").strip()
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{token_hex(8)}\n", encoding="utf-8")
+    return trial_token(folder)
+
+
+class WandbTail(MetricsTail):
+    """Follows the W&B runs of a trial's rank 0, of all its attempts.
+
+    They are in `wandb/` of the trial's folder, or, where the program gives `wandb.init` a `dir`, in `wandb/` of the
+    program's working folder or of one directly below it. A run belongs to the trial by the mark in its config, which
+    also names the rank, or by the id that an agent has given it. A run without a mark in the trial's folder is that of
+    rank 0. Dots separate the levels in the name of a nested metric.
+
+    Args:
+        run: the folder of the trial.
+        metric: whose values are wanted.
+        directory: where its program runs.
+        agents_run: of a trial that W&B's agent starts, the id of its run, once it is known; None: the mark says it.
+    """
+
+    def __init__(
+        self, run: Path, metric: str, directory: str | Path, agents_run: Callable[[], str | None] | None = None
+    ) -> None:
+        super().__init__(run, metric)
+        self._directory, self._agents_run = Path(directory), agents_run
+        self._token = "" if agents_run else trial_token(run)
+        self._files: dict[Path, tuple[int, WandbFile]] = {}
+        self._foreign: set[Path] = set()
+        self._searched, self._made = -math.inf, time.time()
+        self._elsewhere: list[Path] = []
+        self._other_ranks: set[int] = set()
+        self._reporting: dict[str, set[str]] = {}
+        """By attempt, the ids of the runs that have logged the metric."""
+
+    def read(self, *, last: bool = False) -> list[Report]:
+        """As `MetricsTail.read`; what was only put into the summary comes with the last call."""
+        reports: list[Report] = []
+        for path in sorted(self._paths(last=last), key=_begun):
+            size, file = self._files.get(path) or (-1, WandbFile(path))
+            grown = path.stat().st_size
+            if grown > size:
+                self._files[path] = (grown, file)
+                for step, row in file.rows():
+                    if not self._is_ours(path, file):
+                        break
+                    if (value := _number(row.get(self._metric))) is not None:
+                        self._note(file)
+                    reports += self._add(step, row, value)
+                if file.run_id is not None and not self._is_ours(path, file):
+                    self._foreign.add(path)
+                    del self._files[path]
+        if last and self._reported < 0:
+            for file in self._runs():
+                self.names.update(name for name in file.summary if not name.startswith("_"))
+                if (value := _number(file.summary.get(self._metric))) is not None:
+                    self._note(file)
+                    reports.append((int(_number(file.summary.get("_step")) or 0), value))
+        return reports
+
+    @property
+    def problem(self) -> str | None:
+        """Why the trial has no value that can be relied on: several of its runs have logged the metric."""
+        for ids in self._reporting.values():
+            if len(ids) > 1:
+                return (
+                    f"{len(ids)} W&B runs of the trial logged {self._metric!r} ({', '.join(sorted(ids))}), and a trial "
+                    f"has the value of one: log {self._metric!r} in one run, or under another name in the others"
+                )
+        return None
+
+    def missing(self) -> str:
+        """As `MetricsTail.missing`."""
+        if self._runs():
+            return super().missing()
+        if self._other_ranks:
+            ranks = ", ".join(map(str, sorted(self._other_ranks)))
+            return f"only rank {ranks} called wandb.init: call it, and log {self._metric!r}, on rank 0"
+        empty = [path for path in self._files if path.exists() and path.stat().st_mtime >= self._made]
+        if empty:
+            return (
+                f"the W&B client began {empty[0].parent} and wrote nothing there: call finish() on the run before its "
+                "process ends, which a process of multiprocessing does not do by itself"
+            )
+        return (
+            f"no W&B run of it was found in {self._run}/wandb, {self._directory}/wandb or {self._directory}/*/wandb: "
+            "call wandb.init without `dir` and without `mode`"
+        )
+
+    def exit_code(self) -> int | None:
+        """The exit code of the program that the client of the last run recorded; None if it recorded none."""
+        runs = self._runs()
+        return runs[-1].exit_code if runs else None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a run of the trial has begun."""
+        return bool(self._runs())
+
+    def _runs(self) -> list[WandbFile]:
+        """The runs of rank 0, in the order in which they began."""
+        known = sorted(self._files.items(), key=lambda item: _begun(item[0]))
+        return [file for _, (_, file) in known if file.run_id is not None]
+
+    def _paths(self, *, last: bool) -> list[Path]:
+        """The files of runs that may be the trial's."""
+        now = time.monotonic()
+        if last or now >= self._searched + SEARCH_S:
+            folders = [self._directory, *_folders_in(self._directory)]
+            self._elsewhere = [path for folder in folders for path in _run_files(folder)]
+            self._searched = now
+        return [path for path in {*_run_files(self._run), *self._elsewhere} - self._foreign if path.exists()]
+
+    def _is_ours(self, path: Path, file: WandbFile) -> bool:
+        if self._agents_run is not None:
+            return file.run_id == self._agents_run()
+        mark = file.config.get(MARK)
+        if not isinstance(mark, dict):
+            return path.is_relative_to(self._run)
+        if mark.get("trial") != self._token:
+            return False
+        if mark.get("rank"):
+            self._other_ranks.add(int(mark["rank"]))
+        return not mark.get("rank")
+
+    def _note(self, file: WandbFile) -> None:
+        mark = file.config.get(MARK)
+        attempt = str(mark.get("attempt")) if isinstance(mark, dict) else file.run_id or ""
+        self._reporting.setdefault(attempt, set()).add(file.run_id or "")
+
+
+def _folders_in(folder: Path) -> Iterator[Path]:
+    """The folders directly below one."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        yield from [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+
+def _run_files(folder: Path) -> list[Path]:
+    """The files of the runs that a client has kept for this folder; the client takes `.wandb` where that exists."""
+    found = [path for name in ("wandb", ".wandb") for path in folder.glob(f"{name}/*run-*/run-*.wandb")]
+    return [path for path in found if not path.parent.is_symlink()]  # latest-run
+
+
+def _begun(path: Path) -> str:
+    """What orders files of runs: the folder of a run has the second of its start in its name."""
+    return path.parent.name.removeprefix("offline-")
+
+
+def _number(value: Any) -> float | None:
+    """A value as a number; the client writes those that are not finite as text."""
+    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
+        return math.nan
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,186 @@
+"""What one device computes: the sums of a virtual shard, and an update from the sums of all. Pure functions.
+
+Random streams are those of a shard: its number is folded into each key, and the counts, which go on as in a step of
+one device, are the same everywhere. Running statistics are the mean over the shards.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.model.split import Leaves, ModuleSplit
+from roxxel_dist.train.exact.packing import Packed, pack, unpack, wide
+from roxxel_dist.train.step.optimizer import Optimizer, for_model
+from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.train.step.step import (
+    BALANCE,
+    WEIGHT,
+    Hparams,
+    Loss,
+    LossFn,
+    Metrics,
+    apply_gradient,
+    divisor,
+    measure,
+    micro_batches,
+    predicted,
+    weighted,
+)
+
+
+class Sums(NamedTuple):
+    """What shards are added up to."""
+
+    grads: Leaves
+    """Of the losses, each times its weight where there are weights."""
+    loss: jax.Array
+    weight: jax.Array
+    """float32[]: what the losses are means of; 1 for each micro-batch where they do not say."""
+    scalars: dict[str, jax.Array]
+    """Each times the weight of its micro-batch where there are weights."""
+    row_loss: jax.Array | None
+    """float32[rows of the batch], 0 where the rows are another shard's."""
+    row_weight: jax.Array | None
+    """Likewise."""
+    statistics: Leaves
+    """What a call of the model changed of its state, but for random streams."""
+
+
+@dataclass(frozen=True)
+class ShardPrograms:
+    """The functions of one device, of a model, a loss and an optimizer, to be jitted."""
+
+    split: ModuleSplit
+    loss_fn: LossFn
+    optimizer: Optimizer
+    shards: int
+    grad_accum: int
+    compute_dtype: Any
+    skip_bad: bool
+
+    def sums(self, params: Leaves, rest: Leaves, hparams: Hparams, rows: Any, shard: jax.Array) -> tuple[Sums, Leaves]:
+        """(the sums of a virtual shard, the counts of random streams after it) of its rows and its number, int32[]."""
+        count = micro_batches(self.grad_accum, jax.tree.leaves(rows)[0].shape[0])
+        streams, changed = fold_in_shard(rest, shard), set[str]()
+
+        def loss_of(params: Leaves, rest: Leaves, rows: Any) -> tuple[jax.Array, Any]:
+            model = self.split.merge(params, rest, hparams, training=True, dtype=self.compute_dtype)
+            loss = measure(self.loss_fn, model, rows)
+            after = self.split.rest_of(model)
+            changed.update(name for name in after if after[name] is not rest[name])
+            return loss.minimized, (after, loss)
+
+        def gradient(rest: Leaves, rows: Any) -> tuple[Leaves, Leaves, Loss]:
+            grads, (rest, loss) = jax.grad(loss_of, has_aux=True)(params, rest, rows)
+            return jax.tree.map(lambda grad: weighted(grad.astype(wide(grad.dtype)), loss.weight), grads), rest, loss
+
+        if count == 1:
+            grads, after, loss = gradient(streams, rows)
+            losses = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], loss)
+        else:
+
+            def add(carry: Any, piece: Any) -> tuple[Any, Loss]:
+                total, rest = carry
+                grads, rest, loss = gradient(rest, piece)
+                return (jax.tree.map(jnp.add, total, grads), rest), loss
+
+            pieces = jax.tree.map(lambda array: array.reshape(count, -1, *array.shape[1:]), rows)
+            zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, wide(param.dtype)), params)
+            (grads, after), losses = jax.lax.scan(add, (zeros, streams), pieces)
+        loss, weight = jnp.float32(losses.loss), losses.weight
+        scalars = {name: weighted(jnp.float32(value), weight).sum() for name, value in losses.scalars.items()}
+        counted = jnp.float32(count) if weight is None else jnp.float32(weight).sum()
+
+        def of_all_rows(values: jax.Array | None) -> jax.Array | None:
+            if values is None:
+                return None
+            own = jnp.float32(values).reshape(-1)
+            return jax.lax.dynamic_update_slice(jnp.zeros(own.size * self.shards), own, (shard * own.size,))
+
+        # A key goes through a scan over layers as another array, and stays what it is: a stream changes its count.
+        counts, statistics = random_counts(self.split) & changed, changed - random_keys(rest)
+        sums = Sums(
+            grads, weighted(loss, weight).sum(), counted, scalars, of_all_rows(losses.row_loss),
+            of_all_rows(losses.row_weight), {name: after[name] for name in sorted(statistics - counts)},
+        )  # fmt: skip
+        check_statistics(sums.statistics)
+        return sums, {name: after[name] for name in sorted(counts)}
+
+    def packed_sums(
+        self, params: Leaves, rest: Leaves, hparams: Hparams, rows: Any, shard: jax.Array
+    ) -> tuple[Packed, Leaves]:
+        """`sums` with the sums as `pack` gives them."""
+        sums, counts = self.sums(params, rest, hparams, rows, shard)
+        return pack(sums), counts
+
+    def update(
+        self, like: Sums, state: TrainState, hparams: Hparams, total: Packed, counts: Leaves
+    ) -> tuple[TrainState, Metrics]:
+        """The state after a step, of the packed sums of all shards; `like` has the shapes of the sums."""
+        return self.finish(unpack(total, like), state, hparams, counts)
+
+    def finish(self, sums: Sums, state: TrainState, hparams: Hparams, counts: Leaves) -> tuple[TrainState, Metrics]:
+        """The state after a step, of the sums of all shards."""
+        counted = divisor(sums.weight)
+        grads = {name: (grad / counted).astype(state.params[name].dtype) for name, grad in sums.grads.items()}
+        means = {name: (leaf / self.shards).astype(state.rest[name].dtype) for name, leaf in sums.statistics.items()}
+        scalars = {name: value / counted for name, value in sums.scalars.items()}
+        loss = Loss(sums.loss / counted, scalars, sums.row_loss, row_weight=sums.row_weight)
+        optimizer = for_model(self.optimizer, self.split.params.matrices)
+        rest = {**state.rest, **counts, **means}
+        return apply_gradient(optimizer, state, hparams, grads, rest, loss, skip_bad=self.skip_bad)
+
+    def losses(self, params: Leaves, rest: Leaves, hparams: Hparams, rows: Any) -> Packed:
+        """The packed sums of the losses of a virtual shard, dropout off: see `mean_losses`."""
+        model = self.split.merge(params, rest, hparams, training=False, dtype=self.compute_dtype)
+        loss = measure(self.loss_fn, model, rows)
+        weight = jnp.float32(predicted(rows) if loss.weight is None else loss.weight)
+        balance = weighted(jnp.float32(loss.scalars[BALANCE]), weight) if BALANCE in loss.scalars else None
+        return pack((weighted(jnp.float32(loss.loss), weight), weight, balance))
+
+    def mean_losses(self, total: Packed) -> dict[str, jax.Array]:
+        """float32[] "loss", "loss_weight", and "balance_loss" if there is one, of the packed sums of all shards."""
+        loss, weight, *balance = total["float32"][0]
+        means = {"loss": loss / divisor(weight), WEIGHT: weight}
+        return means | ({BALANCE: balance[0] / divisor(weight)} if balance else {})
+
+
+def fold_in_shard(rest: Leaves, shard: jax.Array) -> Leaves:
+    """The state of a module with the random keys of a virtual shard."""
+
+    def fold(keys: jax.Array) -> jax.Array:
+        folded = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), shard)
+        return folded.reshape(keys.shape)
+
+    keys = random_keys(rest)
+    return {name: fold(leaf) if name in keys else leaf for name, leaf in rest.items()}
+
+
+def random_keys(rest: Leaves) -> set[str]:
+    """The names of the random keys."""
+    return {name for name, leaf in rest.items() if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)}
+
+
+def random_counts(split: ModuleSplit) -> set[str]:
+    """The names of the leaves that count what was drawn from a random stream."""
+    variables = jax.tree.leaves(split.rest.state({name: name for name in split.rest.names}), is_leaf=_is_variable)
+    return {name for variable in variables if isinstance(variable, nnx.RngCount) for name in jax.tree.leaves(variable)}
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def check_statistics(statistics: Leaves) -> None:
+    """Raises ValueError if the model changes a leaf of its state that has no mean over the shards."""
+    for name, leaf in statistics.items():
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise UserError(
+                f"virtual_shards: each call of the model changes {name!r} of {leaf.dtype}, so each shard would have "
+                f"another value. Change floating-point state only (the mean over the shards is used), or set "
+                f"virtual_shards to 0"
+            )

@@ -1,0 +1,210 @@
+"""Where virtual shards and copies of the state lie: the rules of a run, global arrays and each device's own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, micro_batches
+from roxxel_dist.curriculum.segments import Shape
+from roxxel_dist.model.loss import next_token_loss, token_losses
+from roxxel_dist.model.transformer import Transformer, TransformerBuilder
+from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.train.step.step import check_batches
+
+SHARDS = "shards"
+"""The one axis of `Layout.line`."""
+
+
+def check_shapes(
+    shapes: Sequence[Shape], grad_accum: int, virtual_shards: int, mesh: Mesh, *, cuts_rows: bool = True
+) -> None:
+    """Raises UserError for a phase whose batch cannot be divided as the run asks for; `plan` and `train` share it.
+
+    `cuts_rows` says whether the model and the loss are those whose rows virtual shards can cut (`can_cut_rows`).
+    """
+    check_batches(shapes, grad_accum)
+    if virtual_shards:
+        check_virtual_shards(virtual_shards, shapes, grad_accum, mesh, cuts_rows=cuts_rows)
+
+
+def can_cut_rows(model: Any, loss_fn: Any) -> bool:
+    """Whether virtual shards can cut rows: of the built-in Transformer, or its builder, and its loss."""
+    return isinstance(model, Transformer | TransformerBuilder) and loss_fn in (token_losses, next_token_loss)
+
+
+def check_virtual_shards(
+    count: int, shapes: Sequence[Shape], grad_accum: int, mesh: Mesh, *, cuts_rows: bool = True
+) -> None:
+    """Raises UserError where the devices do not divide the shards, or these a phase's batch.
+
+    `count` is a power of two already, as `LoopOptions` says.
+    """
+    if mesh.size > 1 and max(mesh.devices.shape) < mesh.size:
+        raise UserError(
+            f"virtual_shards is {count}, and the mesh is {dict(mesh.shape)}: each device keeps the whole state, so "
+            f"use a mesh of one axis, without tensor_devices and fsdp, or set virtual_shards to 0"
+        )
+    if count % mesh.size:
+        raise UserError(
+            f"virtual_shards is {count}, which {mesh.size} device(s) do not divide: set n_devices to 1, 2, 4, …, at "
+            f"most {count}"
+        )
+    for i, shape in enumerate(shapes):
+        phase, rows = f"phase {i + 1}: batch_size is {shape.batch_size}", shape.batch_size
+        if rows < count and count % rows == 0:
+            _check_long_rows(phase, count, shape, grad_accum, mesh, cuts_rows)
+        elif rows < count:
+            raise UserError(
+                f"{phase}, and virtual_shards ({count}) cuts each row into {count} / {rows} shards, which is no whole "
+                f"number: use a power of two, or a multiple of {count * grad_accum}"
+            )
+        elif rows % (count * grad_accum):
+            accumulated = f" x grad_accum ({grad_accum})" if grad_accum > 1 else ""
+            raise UserError(
+                f"{phase}, which is not a multiple of virtual_shards ({count}){accumulated}: use a multiple of "
+                f"{count * grad_accum}"
+            )
+
+
+def _check_long_rows(phase: str, count: int, shape: Shape, grad_accum: int, mesh: Mesh, cuts_rows: bool) -> None:
+    """Raises UserError for a phase whose rows virtual shards would have to cut, and cannot."""
+    rows, length = shape.batch_size, shape.seq_len
+    cut = f"{phase}, so virtual_shards ({count}) cuts each row into {count // rows} shards"
+    if not cuts_rows:
+        raise UserError(
+            f"{cut}, which it can with the built-in model and its loss alone: use a multiple of {count * grad_accum}, "
+            f"or set virtual_shards to 0"
+        )
+    if micro_batches(grad_accum, rows) > 1:
+        raise UserError(
+            f"{cut}, which are computed at once, and grad_accum is {grad_accum}: use 1 row, a multiple of "
+            f"{count * grad_accum}, or set grad_accum to 1"
+        )
+    if length - 1 < 2 * count // rows:
+        raise UserError(
+            f"{cut} of two pieces, and it has {length - 1} tokens to predict: use rows of at least "
+            f"{2 * count // rows + 1} tokens, or fewer virtual_shards"
+        )
+    if mesh.size > 1 and mesh.axis_names != (DATA, FSDP, TENSOR):
+        raise UserError(
+            f"{cut}, which it can on a mesh of make_mesh alone, and the mesh is {dict(mesh.shape)}: leave mesh out, or "
+            f"use a multiple of {count * grad_accum}"
+        )
+
+
+def on_all_devices(tree: Any, mesh: Mesh) -> Any:
+    """A tree of arrays of one device, the same in each process, whole on each device of the mesh.
+
+    Of shapes it gives shapes with that sharding.
+    """
+    everywhere = NamedSharding(mesh, P())
+    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+
+    def place(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
+        copies = [jax.device_put(leaf.addressable_data(0), device) for device in own]
+        return jax.make_array_from_single_device_arrays(leaf.shape, everywhere, copies)
+
+    return jax.tree.map(place, tree)
+
+
+def copies(tree: Any, devices: Sequence[Any]) -> list[Any]:
+    """Of a tree of global arrays what lies on each of these devices of this process; nothing is copied."""
+    leaves, treedef = jax.tree.flatten(tree)
+    parts = [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in leaves]
+    return [jax.tree.unflatten(treedef, [part[device] for part in parts]) for device in devices]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which of `count` virtual shards each device has: those of its rows, which are contiguous."""
+
+    count: int
+    sharding: NamedSharding
+    """Of a (rows, tokens) batch."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """That of the run."""
+        assert isinstance(self.sharding.mesh, Mesh)
+        return self.sharding.mesh
+
+    @cached_property
+    def line(self) -> Mesh:
+        """All devices along one axis, in the order of the rows that they hold."""
+        mesh = self.mesh
+        places = self.sharding.devices_indices_map((mesh.size, 1))
+        rows = {device: index[0].indices(mesh.size)[:2] for device, index in places.items()}
+        if {stop - start for start, stop in rows.values()} != {1}:
+            raise UserError(
+                f"virtual_shards is {self.count}, and data_sharding is {self.sharding.spec} on the mesh "
+                f"{dict(mesh.shape)}: the rows of a batch must be split over all devices, so leave data_sharding out"
+            )
+        devices: list[Any] = sorted(rows, key=lambda device: rows[device])
+        return Mesh(np.array(devices), (SHARDS,), axis_types=(AxisType.Auto,))
+
+    @cached_property
+    def devices(self) -> list[Any]:
+        """The devices of this process, in that order."""
+        return [device for device in self.line.devices.flat if device.process_index == jax.process_index()]
+
+    @cached_property
+    def per_device(self) -> int:
+        """Virtual shards of each device."""
+        return self.count // self.line.size
+
+    def shards_of(self, device: Any) -> range:
+        """The numbers of the virtual shards of a device."""
+        first = list(self.line.devices.flat).index(device) * self.per_device
+        return range(first, first + self.per_device)
+
+    @cached_property
+    def cut(self) -> NamedSharding:
+        """Of an array [devices, N], a row of which is on each device."""
+        return NamedSharding(self.line, P(SHARDS))
+
+    def along(self, pieces: Sequence[jax.Array]) -> jax.Array:
+        """[1, N] arrays of the devices of this process, in order, as a part of one array [devices, N]."""
+        shape = (self.line.size, *pieces[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self.cut, list(pieces), dtype=pieces[0].dtype)
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """The number of each device's part of a batch among those of this process."""
+        own = [device for device in self.mesh.devices.flat if device.process_index == jax.process_index()]
+        return [own.index(device) for device in self.devices]
+
+    def rows(self, batch: Any) -> list[Any]:
+        """The rows of a batch on each device of this process; `copies` asks each array for more than that."""
+        leaves, treedef = jax.tree.flatten(batch)
+        return [jax.tree.unflatten(treedef, [leaf.addressable_data(i) for leaf in leaves]) for i in self._places]
+
+
+@dataclass(eq=False)
+class DeviceStates:
+    """A train state as a copy on each device of this process, which programs of one device take and give."""
+
+    parts: list[TrainState]
+    mesh: Mesh
+    _whole: TrainState | None = field(default=None, repr=False)
+
+    @property
+    def whole(self) -> TrainState:
+        """The same arrays as global ones, whole on each device of the mesh; they are not copied."""
+        if self._whole is None:
+            everywhere = NamedSharding(self.mesh, P())
+            whole: TrainState = jax.tree.map(
+                lambda *parts: jax.make_array_from_single_device_arrays(parts[0].shape, everywhere, list(parts)),
+                *self.parts,
+            )
+            self._whole = whole
+            return whole
+        return self._whole

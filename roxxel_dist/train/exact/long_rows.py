@@ -1,0 +1,470 @@
+"""Steps and evaluations of batches with fewer rows than virtual shards: each shard is a part of a row.
+
+As with many rows, every number is made by programs of one device, the same ones on each. Across devices go the tree of
+additions, and copies of keys and values.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from roxxel_dist.model.pieces import RowCut
+from roxxel_dist.train.exact.gradient import ShardPrograms
+from roxxel_dist.train.exact.layout import Layout, copies
+from roxxel_dist.train.exact.packing import Packed, pack
+from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, Piece, PiecePrograms
+from roxxel_dist.train.exact.reduction import Programs, Reduction, Tree, across, add_sums, sum_across
+from roxxel_dist.train.step.compile import Compile, CompileForEach
+from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.train.step.step import Hparams, Metrics
+
+ROWS, PIECES = "rows", "pieces"
+"""The axes of the devices: groups, and those of a group, which have shards of the same row."""
+ByShard = list[list[Any]]
+"""Something of each shard of each device of this process."""
+
+
+@dataclass(frozen=True)
+class KeyMoves:
+    """Moves keys and values of shards to all devices that have shards of the row, and sums of their gradients back."""
+
+    layout: Layout
+    here: int
+    """Shards of one row on a device."""
+    join: Programs
+    gather: Any
+    """None where a device has whole rows."""
+    add: Programs
+    scatter: Any
+    """Likewise."""
+    split: Programs
+    mesh: Mesh
+
+    @classmethod
+    def compiled(
+        cls, layout: Layout, cut: RowCut, like: Any, compile_one: Compile, for_each: CompileForEach
+    ) -> "tuple[KeyMoves, Any]":
+        """For (keys, values) of a shard such as `like`; and the shapes of those of a row."""
+        here = min(layout.per_device, cut.shards)
+        share, devices, order = cut.shards // here, layout.devices, np.argsort(cut.places)
+        mesh = Mesh(layout.line.devices.reshape(-1, share), (ROWS, PIECES), axis_types=(AxisType.Auto,) * 2)
+
+        def join_keys(parts: list[Any]) -> Any:
+            joined = jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
+            return joined if share > 1 else jax.tree.map(lambda x: x[cut.places], joined)
+
+        def gather_keys(own: Any) -> Any:
+            return jax.tree.map(lambda x: jax.lax.all_gather(x, PIECES, tiled=True)[cut.places], own)
+
+        def scatter_sums(own: Any) -> Any:
+            return jax.tree.map(lambda x: _scattered(x[order], share), own)
+
+        def split_sums(own: Any) -> list[Any]:
+            if share == 1:
+                own = jax.tree.map(lambda x: x[order], own)
+            parts = jax.tree.map(lambda x: jnp.split(x, here), own)
+            return [
+                jax.tree.map(lambda x, k=k: x[k], parts, is_leaf=lambda x: isinstance(x, list)) for k in range(here)
+            ]
+
+        def sized(blocks: int, of: Any = None, sharding: Any = None) -> Any:
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((blocks, *x.shape[1:]), of or x.dtype, sharding=sharding), like
+            )
+
+        row, sums = sized(cut.blocks), sized(cut.blocks, jnp.float32)
+        gather = scatter = None
+        if share > 1:
+            spec, size = P((ROWS, PIECES)), layout.line.size
+            cut_over = NamedSharding(mesh, spec)
+            whole = sized(cut.blocks // share * size, sharding=cut_over)
+            mapped = jax.shard_map(gather_keys, mesh=mesh, in_specs=spec, out_specs=P(ROWS), check_vma=False)
+            gather = compile_one(jax.jit(mapped), (whole,), mesh)
+            whole = sized(cut.blocks * size, jnp.float32, sharding=cut_over)
+            mapped = jax.shard_map(scatter_sums, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+            scatter = compile_one(jax.jit(mapped), (whole,), mesh)
+        moves = cls(
+            layout=layout,
+            here=here,
+            join=for_each(jax.jit(join_keys), ([like] * here,), devices),
+            gather=gather,
+            add=for_each(jax.jit(add_sums, donate_argnums=0), (sums, sums), devices) if here > 1 else (),
+            scatter=scatter,
+            split=for_each(jax.jit(split_sums), (sized(cut.blocks // share, jnp.float32),), devices),
+            mesh=mesh,
+        )
+        return moves, row
+
+    def keys_of_rows(self, parts: ByShard) -> ByShard:
+        """Those of the whole row of each shard; shards of a row on a device have the same arrays."""
+        found: ByShard = [[] for _ in parts]
+        for first in range(0, self.layout.per_device, self.here):
+            rows = [self.join[i](own[first : first + self.here]) for i, own in enumerate(parts)]
+            rows = rows if self.gather is None else copies(self.gather(self._along(rows)), self.layout.devices)
+            for i, row in enumerate(rows):
+                found[i] += [row] * self.here
+        return found
+
+    def sums(self, compute: Callable[[int, int], Any]) -> ByShard:
+        """Of float32 gradients of keys and values of whole rows, which it asks for by device and shard, the sums over
+        the shards of a row: each shard gets those of its own keys and values."""
+        found: ByShard = [[] for _ in self.layout.devices]
+        for first in range(0, self.layout.per_device, self.here):
+            trees = [Tree(self.add[i] if self.add else add_sums) for i in range(len(found))]
+            for k in range(first, first + self.here):
+                for i, tree in enumerate(trees):
+                    tree.put(compute(i, k))
+            totals = [tree.total() for tree in trees]
+            totals = totals if self.scatter is None else copies(self.scatter(self._along(totals)), self.layout.devices)
+            for i, total in enumerate(totals):
+                found[i] += self.split[i](total)
+        return found
+
+    def _along(self, parts: Sequence[Any]) -> Any:
+        """Arrays of the devices of this process as global ones, cut along their first axis."""
+        place, size = NamedSharding(self.mesh, P((ROWS, PIECES))), self.layout.line.size
+        return jax.tree.map(
+            lambda *each: jax.make_array_from_single_device_arrays(
+                (size * each[0].shape[0], *each[0].shape[1:]), place, list(each)
+            ),
+            *parts,
+        )
+
+
+def _scattered(x: jax.Array, share: int) -> jax.Array:
+    """[M, ...] of each device, in the order of the devices, to its own [M / share, ...]: the sum over the devices.
+
+    Each keeps one half and sends away the other, then keeps one half of that half, and so on.
+    """
+    x, device, distance = x.reshape(share, -1, *x.shape[1:]), jax.lax.axis_index(PIECES), 1
+    while distance < share:
+        x = x.reshape(-1, 2, *x.shape[1:])
+        odd = (device // distance) % 2 == 1
+        kept, sent = jnp.where(odd, x[:, 1], x[:, 0]), jnp.where(odd, x[:, 0], x[:, 1])
+        x = kept + jax.lax.ppermute(sent, PIECES, [(i, i ^ distance) for i in range(share)])
+        distance *= 2
+    return x[0]
+
+
+class Kept(NamedTuple):
+    """What a layer's forward pass leaves for the backward pass, of each shard."""
+
+    x: ByShard
+    q: ByShard
+    kv: ByShard
+    normed: ByShard
+    mixed: ByShard
+    log_sums: ByShard
+
+
+@dataclass(frozen=True)
+class CompiledForward:
+    """The forward pass up to the losses."""
+
+    layout: Layout
+    moves: KeyMoves
+    pieces: Programs
+    embed: Programs
+    before: Programs
+    after: Programs
+    numbers: ByShard
+    """int32[], of each shard."""
+    layers: ByShard
+    """int32[], the number of each layer on each device."""
+    zeros: list[jax.Array]
+    """float32[] 0, on each device."""
+
+    @classmethod
+    def compiled(
+        cls,
+        programs: PiecePrograms,
+        layout: Layout,
+        model: Model,
+        batch: Any,
+        compile_one: Compile,
+        for_each: CompileForEach,
+    ) -> "tuple[CompiledForward, dict[str, Any]]":
+        """For such (abstract) arguments; and the shapes of what one shard has, by the names of `PiecePrograms`."""
+        devices, cut = layout.devices, programs.cut
+        number = jax.ShapeDtypeStruct((), np.int32)
+        here = max(1, programs.rows // layout.line.size)
+        rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((here, leaf.shape[1]), leaf.dtype), batch)
+
+        def cut_pieces(rows: Any, first: jax.Array) -> Any:
+            return pieces_of(cut, rows, first, layout.per_device)
+
+        of_shards = jax.eval_shape(cut_pieces, rows, number)
+        piece, segments = of_shards[0]
+        x = jax.eval_shape(programs.embed, model, number, piece)
+        q, k, v, normed = jax.eval_shape(programs.before, model, number, number, piece.positions, x)
+        moves, kv = KeyMoves.compiled(layout, cut, (k, v), compile_one, for_each)
+        zero = jax.ShapeDtypeStruct((), np.float32)
+        after = model, number, number, segments, x, q, normed, kv, zero
+        _, _, mixed, log_sums = jax.eval_shape(programs.after, *after)
+        forward = cls(
+            layout=layout,
+            moves=moves,
+            pieces=for_each(jax.jit(cut_pieces), (rows, number), devices),
+            embed=for_each(jax.jit(programs.embed), (model, number, piece), devices),
+            before=for_each(jax.jit(programs.before), (model, number, number, piece.positions, x), devices),
+            after=for_each(jax.jit(programs.after), after, devices),
+            numbers=[[_on(np.int32(shard), device) for shard in layout.shards_of(device)] for device in devices],
+            layers=[[_on(np.int32(layer), device) for layer in range(programs.layers)] for device in devices],
+            zeros=[_on(np.float32(0), device) for device in devices],
+        )
+        like = {"number": number, "piece": piece, "segments": segments, "x": x, "q": q, "kv": kv, "normed": normed}
+        return forward, like | {"mixed": mixed, "log_sums": log_sums, "balance": zero}
+
+    def each(self, compute: Callable[[int, int], Any]) -> ByShard:
+        """Of each device and shard; every device has something to do at once."""
+        found: ByShard = [[] for _ in self.layout.devices]
+        for k in range(self.layout.per_device):
+            for i, own in enumerate(found):
+                own.append(compute(i, k))
+        return found
+
+    def cut(self, batch: Any) -> ByShard:
+        """(piece, segments of its row) of each shard."""
+        rows = copies(batch, self.layout.devices)
+        return [cut(own, numbers[0]) for cut, own, numbers in zip(self.pieces, rows, self.numbers, strict=True)]
+
+    def run(self, models: list[Model], pieces: ByShard, *, keep: bool) -> tuple[list[Kept], ByShard]:
+        """(what is kept of each layer, (the output of the last block, the balance) of each shard)."""
+        kept: list[Kept] = []
+        number, each = self.numbers, self.each
+        x = each(lambda i, k: self.embed[i](models[i], number[i][k], pieces[i][k][0]))
+        balance = each(lambda i, _: self.zeros[i])
+        for layer in range(len(self.layers[0])):
+            at = [own[layer] for own in self.layers]
+            heads = each(
+                lambda i, k, x=x, at=at: self.before[i](
+                    models[i], number[i][k], at[i], pieces[i][k][0].positions, x[i][k]
+                )
+            )
+            kv = [[part[1:3] for part in own] for own in heads]
+            rows = self.moves.keys_of_rows(kv)
+            out = each(
+                lambda i, k, x=x, at=at, heads=heads, rows=rows, balance=balance: self.after[i](
+                    models[i], number[i][k], at[i], pieces[i][k][1], x[i][k], heads[i][k][0], heads[i][k][3],
+                    rows[i][k], balance[i][k],
+                )
+            )  # fmt: skip
+            if keep:
+                kept.append(Kept(x, _field(heads, 0), kv, _field(heads, 3), _field(out, 2), _field(out, 3)))
+            x, balance = _field(out, 0), _field(out, 1)
+        return kept, [list(zip(*both, strict=True)) for both in zip(x, balance, strict=True)]
+
+
+def _field(of_shards: ByShard, number: int) -> ByShard:
+    return [[part[number] for part in own] for own in of_shards]
+
+
+def _on(number: Any, device: Any) -> jax.Array:
+    return jax.device_put(number, device)
+
+
+def pieces_of(cut: RowCut, batch: Any, first: jax.Array, count: int) -> list[tuple[Piece, jax.Array | None]]:
+    """(the piece, int32[M, C] the segments of its row) of `count` shards from number `first` on.
+
+    `batch` has the rows of a device, the shards of which begin in the first one.
+    """
+    packed = hasattr(batch, "tokens")
+    tokens, segments, positions = batch if packed else (batch, None, None)
+    found = []
+    for k in range(count):
+        row, numbers = k // cut.shards, cut.numbers(first + k)
+        inputs, targets = tokens[row, :-1], tokens[row, 1:]
+        counted = jnp.ones(targets.shape, bool) if segments is None else segments[row, 1:] == segments[row, :-1]
+        places = jnp.arange(inputs.shape[0]) if positions is None else positions[row, :-1]
+        # Padding counts nothing, and no token before it attends to it.
+        piece = Piece(cut.split(inputs), cut.split(targets), cut.split(counted, repeat=False), cut.split(places))
+        piece = Piece(*(each[numbers] for each in piece))
+        found.append((piece, None if segments is None else cut.split(segments[row, :-1])))
+    return found
+
+
+@dataclass(frozen=True)
+class CompiledLongStep:
+    """(models, state, hparams, batch) -> (state, metrics) of each device: see `step.CompiledStep`."""
+
+    layout: Layout
+    forward: CompiledForward
+    losses_back: Programs
+    after_back: Programs
+    before_back: Programs
+    embed_back: Programs
+    adds: dict[str, Programs]
+    """Of packed gradients of each use of parameters."""
+    join: Programs
+    across: Any
+    update: Programs
+
+    @classmethod
+    def compiled(
+        cls,
+        shard_programs: ShardPrograms,
+        layout: Layout,
+        state: TrainState,
+        hparams: Hparams,
+        batch: Any,
+        compile_one: Compile,
+        for_each: CompileForEach,
+    ) -> "CompiledLongStep":
+        """The programs for such (abstract) arguments."""
+        devices, model = layout.devices, Model(state.params, state.rest, hparams)
+        programs = PiecePrograms.of(shard_programs, model, batch, training=True)
+        forward, like = CompiledForward.compiled(programs, layout, model, batch, compile_one, for_each)
+        number, piece, segments, x, q, kv, normed, mixed, log_sums, zero = like.values()
+        losses = model, number, piece, x, zero
+        after = model, number, number, segments, x, q, normed, kv, mixed, log_sums, x, zero
+        last, *_ = jax.eval_shape(programs.losses_back, *losses)
+        of_after, _, _, d_normed, _ = jax.eval_shape(programs.after_back, *after)
+        half = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((x.shape[0], *leaf.shape[1:]), np.float32), kv)
+        before = model, number, number, piece.positions, x, x, q, half, d_normed
+        of_before, _ = jax.eval_shape(programs.before_back, *before)
+        first = jax.eval_shape(programs.embed_back, model, number, piece, x)
+        sums = {LAST: last, FIRST: first, BEFORE: [of_before] * programs.layers, AFTER: [of_after] * programs.layers}
+        total = jax.eval_shape(pack, sums)
+        packed = hasattr(batch, "tokens")
+
+        def join_sums(sums: dict[str, Any]) -> Packed:
+            return pack(sums)
+
+        def update(state: TrainState, hparams: Hparams, total: Packed) -> tuple[TrainState, Metrics]:
+            return programs.update(sums, state, hparams, total, packed)
+
+        adds: dict[str, Programs] = {}
+        if layout.per_device > 1:
+            for use, each in ((LAST, last), (FIRST, first), (BEFORE, of_before), (AFTER, of_after)):
+                adds[use] = for_each(jax.jit(add_sums, donate_argnums=0), (each, each), devices)
+        return cls(
+            layout=layout,
+            forward=forward,
+            losses_back=for_each(jax.jit(programs.losses_back), losses, devices),
+            after_back=for_each(jax.jit(programs.after_back), after, devices),
+            before_back=for_each(jax.jit(programs.before_back), before, devices),
+            embed_back=for_each(jax.jit(programs.embed_back), (model, number, piece, x), devices),
+            adds=adds,
+            join=for_each(jax.jit(join_sums), (sums,), devices),
+            across=across(layout, total, compile_one),
+            update=for_each(jax.jit(update, donate_argnums=0), (state, hparams, total), devices),
+        )
+
+    def _trees(self, use: str) -> list[Tree]:
+        adds = self.adds.get(use, [add_sums] * len(self.layout.devices))
+        return [Tree(add) for add in adds]
+
+    def totals(self, models: list[Model], batch: Any) -> list[Packed]:
+        """The packed sums of all shards, on each device."""
+        run, number, count = self.forward, self.forward.numbers, len(self.layout.devices)
+        pieces = run.cut(batch)
+        kept, out = run.run(models, pieces, keep=True)
+        trees = self._trees(LAST)
+
+        def losses(i: int, k: int) -> Any:
+            sums, d_x, d_balance = self.losses_back[i](models[i], number[i][k], pieces[i][k][0], *out[i][k])
+            trees[i].put(sums)
+            return d_x, d_balance
+
+        d_out = run.each(losses)
+        d_x, d_balance = _field(d_out, 0), _field(d_out, 1)
+        sums: list[dict[str, Any]] = [{LAST: tree.total(), BEFORE: [], AFTER: []} for tree in trees]
+        for layer in reversed(range(len(kept))):
+            at = [own[layer] for own in run.layers]
+            of_layer = kept.pop()
+            d_x = self._back(models, pieces, of_layer, at, d_x, d_balance, sums)
+        trees = self._trees(FIRST)
+        run.each(lambda i, k: trees[i].put(self.embed_back[i](models[i], number[i][k], pieces[i][k][0], d_x[i][k])))
+        own = [
+            self.join[i](
+                {LAST: sums[i][LAST], FIRST: trees[i].total()} | {use: sums[i][use][::-1] for use in (BEFORE, AFTER)}
+            )
+            for i in range(count)
+        ]
+        del sums
+        return sum_across(self.layout, self.across, own)
+
+    def _back(
+        self, models: list[Model], pieces: ByShard, kept: Kept, at: list[Any], d_x: ByShard, d_balance: ByShard,
+        sums: list[dict[str, Any]],
+    ) -> ByShard:  # fmt: skip
+        """The gradient of a layer's input, from that of its output; those of its parameters are put to the `sums`."""
+        run, number = self.forward, self.forward.numbers
+        x, q, kv, normed, mixed, log_sums = kept
+        rows, trees = run.moves.keys_of_rows(kv), self._trees(AFTER)
+        found: ByShard = [[] for _ in models]
+
+        def after(i: int, k: int) -> Any:
+            grads, *of_inputs, d_kv = self.after_back[i](
+                models[i], number[i][k], at[i], pieces[i][k][1], x[i][k], q[i][k], normed[i][k], rows[i][k],
+                mixed[i][k], log_sums[i][k], d_x[i][k], d_balance[i][k],
+            )  # fmt: skip
+            trees[i].put(grads)
+            found[i].append(of_inputs)
+            return d_kv
+
+        d_kv = run.moves.sums(after)
+        others = self._trees(BEFORE)
+
+        def before(i: int, k: int) -> Any:
+            d_x, d_q, d_normed = found[i][k]
+            grads, d_x = self.before_back[i](
+                models[i], number[i][k], at[i], pieces[i][k][0].positions, x[i][k], d_x, d_q, d_kv[i][k], d_normed
+            )
+            others[i].put(grads)
+            return d_x
+
+        d_x = run.each(before)
+        for own, tree, other in zip(sums, trees, others, strict=True):
+            own[AFTER].append(tree.total())
+            own[BEFORE].append(other.total())
+        return d_x
+
+    def __call__(self, parts: list[TrainState], hparams: list[Hparams], batch: Any) -> list[tuple[TrainState, Metrics]]:
+        """One step, on each device of this process; the states are donated."""
+        models = [Model(part.params, part.rest, own) for part, own in zip(parts, hparams, strict=True)]
+        totals = self.totals(models, batch)
+        del models
+        return [update(*args) for update, *args in zip(self.update, parts, hparams, totals, strict=True)]
+
+
+@dataclass(frozen=True)
+class CompiledLongEvaluation:
+    """(models, batch) -> the packed sums of the losses of all shards, on each device."""
+
+    forward: CompiledForward
+    losses: Programs
+    reduction: Reduction
+
+    @classmethod
+    def compiled(
+        cls,
+        shard_programs: ShardPrograms,
+        layout: Layout,
+        model: Model,
+        batch: Any,
+        compile_one: Compile,
+        for_each: CompileForEach,
+    ) -> "tuple[CompiledLongEvaluation, Packed]":
+        """The programs for such (abstract) arguments, and the shapes of the sums."""
+        programs = PiecePrograms.of(shard_programs, model, batch, training=False)
+        forward, like = CompiledForward.compiled(programs, layout, model, batch, compile_one, for_each)
+        args = model, like["number"], like["piece"], like["x"], like["balance"]
+        total = jax.eval_shape(programs.losses, *args)
+        losses = for_each(jax.jit(programs.losses), args, layout.devices)
+        return cls(forward, losses, Reduction.compiled(layout, total, compile_one, for_each)), total
+
+    def __call__(self, models: list[Model], batch: Any) -> list[Packed]:
+        """The sums."""
+        run = self.forward
+        pieces = run.cut(batch)
+        _, out = run.run(models, pieces, keep=False)
+        return self.reduction.run(
+            lambda i, k: self.losses[i](models[i], run.numbers[i][k], pieces[i][k][0], *out[i][k])
+        )

@@ -1,0 +1,237 @@
+"""What one device computes of a virtual shard that is a part of a row: see `model/pieces.py`. Pure functions.
+
+A step calls them block by block, first for all shards forward, then backward. What a block keeps for the backward pass
+is its input, its heads and what they gathered; the rest is computed again.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from roxxel_dist.model.attention_kernels import blocked_backward, blocked_forward, score_scale
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.loss import losses_of_states, next_token_loss
+from roxxel_dist.model.pieces import RowCut, after_attention, before_attention, only_block
+from roxxel_dist.model.split import Leaves
+from roxxel_dist.train.exact.gradient import ShardPrograms, Sums, fold_in_shard, random_counts
+from roxxel_dist.train.exact.packing import Packed, pack, unpack
+from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.train.step.step import BALANCE, Hparams, Metrics, divisor
+
+BLOCKS = "blocks."
+"""Begins the names of the leaves of all blocks, whose first axis is the layer."""
+BEFORE, AFTER, FIRST, LAST = "before", "after", "first", "last"
+"""The four uses of parameters: of a block before and after its attention, below the first block and above the last. A
+tied embedding is used twice, anything else once."""
+
+
+class Model(NamedTuple):
+    """What all programs take."""
+
+    params: Leaves
+    rest: Leaves
+    hparams: Hparams
+
+
+class Piece(NamedTuple):
+    """The tokens of a virtual shard, each [N, C]."""
+
+    tokens: jax.Array
+    targets: jax.Array
+    counted: jax.Array
+    """bool: whether the loss of a target counts."""
+    positions: jax.Array
+
+
+@dataclass(frozen=True)
+class PiecePrograms:
+    """The functions of one device, to be jitted."""
+
+    programs: ShardPrograms
+    cut: RowCut
+    rows: int
+    """Of a batch."""
+    config: ModelConfig
+    training: bool
+
+    @classmethod
+    def of(cls, programs: ShardPrograms, model: Model, batch: Any, *, training: bool) -> "PiecePrograms":
+        """For such (abstract) arguments."""
+        rows, length = jax.tree.leaves(batch)[0].shape
+        config = programs.split.merge(*model, training=training).config
+        return cls(programs, RowCut.of(programs.shards // rows, length - 1, config.window), rows, config, training)
+
+    @property
+    def layers(self) -> int:
+        """Blocks of the model."""
+        return self.config.num_blocks
+
+    @cached_property
+    def names(self) -> dict[str, list[str]]:
+        """The names of the parameters of each use."""
+        params = self.programs.split.params.names
+        attention = BLOCKS + "attention"
+        own = (attention + ".out.", attention + ".gate.")
+        before = [name for name in params if name.startswith(attention) and not name.startswith(own)]
+        first = [name for name in params if name.startswith(("embedding.", "position."))]
+        after = [name for name in params if name.startswith(BLOCKS) and name not in before]
+        others = [name for name in params if name not in {*before, *after, *first}]
+        tied = [name for name in first if name.startswith("embedding.")] if "head.kernel" not in params else []
+        return {BEFORE: before, AFTER: after, FIRST: first, LAST: others + tied}
+
+    def _function(
+        self, use: str, model: Model, shard: jax.Array, layer: jax.Array | None, compute: Callable[..., Any]
+    ) -> tuple[Leaves, Callable[..., Any]]:
+        """(the parameters of this use, a function of them and of more arguments: `compute` of the module and these).
+
+        Of a `layer`, int32[], the module is its block.
+        """
+        split, (params, rest, hparams) = self.programs.split, model
+        rest = fold_in_shard(rest, shard)
+        if layer is not None:
+            params, rest, frozen = (
+                {name: _of_layer(name, leaf, layer) for name, leaf in leaves.items()}
+                for leaves in (params, rest, {name: hparams[name] for name in split.frozen.names})
+            )
+            hparams = hparams | frozen
+
+        def function(own: Leaves, *args: Any) -> Any:
+            module = split.merge(params | own, rest, hparams, training=self.training, dtype=self.programs.compute_dtype)
+            return compute(module if layer is None else only_block(module.blocks), *args)
+
+        return {name: params[name] for name in self.names[use]}, function
+
+    def _pulled(self, use: str, model: Model, shard: Any, layer: Any, compute: Any, args: Any, gradient: Any) -> Any:
+        """(the packed gradients of the parameters of a use, those of `args`) from the gradient of the result."""
+        own, function = self._function(use, model, shard, layer, compute)
+        d_own, *d_args = jax.vjp(function, own, *args)[1](gradient)
+        return pack(d_own), *d_args
+
+    def embed(self, model: Model, shard: jax.Array, piece: Piece) -> jax.Array:
+        """[N, C, D], the input of the first block."""
+        own, function = self._function(FIRST, model, shard, None, _embed)
+        return function(own, piece.tokens, piece.positions)
+
+    def embed_back(self, model: Model, shard: jax.Array, piece: Piece, d_x: jax.Array) -> Packed:
+        """The gradients of what `embed` uses."""
+        own, function = self._function(FIRST, model, shard, None, _embed)
+        return pack(jax.vjp(lambda own: function(own, piece.tokens, piece.positions), own)[1](d_x)[0])
+
+    def before(self, model: Model, shard: jax.Array, layer: jax.Array, position: jax.Array, x: jax.Array) -> Any:
+        """What `before_attention` gives."""
+        own, function = self._function(BEFORE, model, shard, layer, before_attention)
+        return function(own, x, position)
+
+    def before_back(
+        self, model: Model, shard: Any, layer: Any, position: Any, x: Any, d_x: Any, d_q: Any, d_kv: Any, d_normed: Any
+    ) -> tuple[Packed, jax.Array]:
+        """(the gradients of the parameters, that of the block's input) where `after_back` gave `d_x`."""
+
+        def compute(block: Any, x: jax.Array) -> Any:
+            q, *kv, normed = before_attention(block, x, position)
+            return q, *(each.astype(jnp.float32) for each in kv), normed
+
+        grads, more = self._pulled(BEFORE, model, shard, layer, compute, (x,), (d_q, *d_kv, d_normed))
+        return grads, d_x + more
+
+    def after(
+        self, model: Model, shard: Any, layer: Any, segments: Any, x: Any, q: Any, normed: Any, kv: Any, balance: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """[N, C, D] a block's output, float32[] the balance up to here, and what the heads gathered, with sums.
+
+        `kv` are the keys and values of the whole row.
+        """
+        (k, v), at, scale = kv, self.cut.seen(shard, segments), self._scale(q)
+        mixed, log_sums = blocked_forward(q, k, v, at, self.cut.blocks, self.cut.window, scale)
+        own, function = self._function(AFTER, model, shard, layer, after_attention)
+        x, more = function(own, x, mixed, normed)
+        return x, balance + more, mixed, log_sums
+
+    def after_back(
+        self, model: Model, shard: Any, layer: Any, segments: Any, x: Any, q: Any, normed: Any, kv: Any, mixed: Any,
+        log_sums: Any, d_x: Any, d_balance: Any,
+    ) -> tuple[Packed, jax.Array, jax.Array, jax.Array | None, Any]:  # fmt: skip
+        """The gradients of parameters, of `x`, `q`, `normed`, and float32 of `kv`."""
+        args = x, mixed, normed
+        grads, d_x, d_mixed, d_normed = self._pulled(
+            AFTER, model, shard, layer, after_attention, args, (d_x, d_balance)
+        )
+        (k, v), at, scale = kv, self.cut.seen(shard, segments), self._scale(q)
+        d_q, *d_kv = blocked_backward(q, k, v, at, mixed, log_sums, d_mixed, self.cut.blocks, self.cut.window, scale)
+        return grads, d_x, d_q, d_normed, tuple(d_kv)
+
+    def _scale(self, q: jax.Array) -> float:
+        return score_scale(self.config) or 1 / math.sqrt(q.shape[-1])
+
+    def losses(self, model: Model, shard: jax.Array, piece: Piece, x: jax.Array, balance: jax.Array) -> Packed:
+        """The packed sums of the losses of a virtual shard, as `ShardPrograms.losses` gives them."""
+        own, function = self._function(LAST, model, shard, None, self._losses)
+        _, (loss, count, of_experts, *_) = function(own, x, balance, piece, shard)
+        if self.programs.loss_fn is next_token_loss:
+            return pack((loss + of_experts, count))
+        return pack((loss, count, of_experts) if self.config.use_moe else (loss, count))
+
+    def losses_back(
+        self, model: Model, shard: jax.Array, piece: Piece, x: jax.Array, balance: jax.Array
+    ) -> tuple[Packed, jax.Array, jax.Array]:
+        """(packed (gradients of the parameters, what `_losses` found), the gradients of `x` and `balance`)."""
+        own, function = self._function(LAST, model, shard, None, self._losses)
+        (grads, d_x, d_balance), found = jax.grad(function, (0, 1, 2), has_aux=True)(own, x, balance, piece, shard)
+        return pack((grads, found)), d_x, d_balance
+
+    def _losses(self, model: Any, x: jax.Array, balance: jax.Array, piece: Piece, shard: jax.Array) -> tuple[Any, Any]:
+        """(what is minimized, (sum of the losses, their count, that many times the balance loss, [rows] the first two
+        at the place of the row)), float32."""
+        losses = losses_of_states(model.config, model.output, model.final(x), piece.targets)
+        loss, count = jnp.where(piece.counted, losses, 0).sum(), jnp.float32(piece.counted.sum())
+        of_experts = count * balance * (model.alpha_balance[...] if model.config.use_moe else 0.0)
+        row = jnp.arange(self.rows) == shard // self.cut.shards
+        return loss + of_experts, (loss, count, of_experts, jnp.where(row, loss, 0), jnp.where(row, count, 0))
+
+    def update(
+        self, like: Mapping[str, Any], state: TrainState, hparams: Hparams, total: Packed, is_packed: bool
+    ) -> tuple[TrainState, Metrics]:
+        """The state after a step, of the packed sums of all uses of parameters; `like` has their shapes.
+
+        Sums are those of `losses_back` for "last", `embed_back` for "first", and a list of those of each layer.
+        """
+        own = {use: {name: state.params[name] for name in names} for use, names in self.names.items()}
+        found = *[jax.ShapeDtypeStruct((), jnp.float32)] * 3, *[jax.ShapeDtypeStruct((self.rows,), jnp.float32)] * 2
+        sums = unpack(total, like)
+        grads, (loss, count, of_experts, row_loss, row_count) = unpack(sums[LAST], (own[LAST], found))
+        for name, grad in unpack(sums[FIRST], own[FIRST]).items():
+            grads[name] = grads[name] + grad if name in grads else grad
+        for use in (BEFORE, AFTER):
+            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), own[use])
+            layers = [unpack(layer, shapes) for layer in sums[use]]
+            grads |= jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *layers)
+        grads = {name: grads[name] for name in state.params}
+        counts = self._counts(Model(state.params, state.rest, hparams))
+        if self.programs.loss_fn is next_token_loss:
+            whole = Sums(grads, loss + of_experts, count, {}, None, None, {})
+        else:
+            scalars = {BALANCE: of_experts} if self.config.use_moe else {}
+            weights = row_count if is_packed else None
+            whole = Sums(grads, loss, count, scalars, row_loss / divisor(row_count), weights, {})
+        return self.programs.finish(whole, state, hparams, counts)
+
+    def _counts(self, model: Model) -> Leaves:
+        """The counts of random streams after a call of the model: nothing else of it is computed."""
+        split = self.programs.split
+        module = split.merge(*model, training=True)
+        module.states(jnp.zeros((1, 1), jnp.int32))
+        after = split.rest_of(module)
+        return {name: after[name] for name in sorted(random_counts(split))}
+
+
+def _embed(model: Any, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    return model.embed(tokens, positions)
+
+
+def _of_layer(name: str, leaf: jax.Array, layer: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(leaf, layer) if name.startswith(BLOCKS) else leaf

@@ -1,0 +1,258 @@
+"""A training step and an evaluation that give the same bits on any number of devices.
+
+Every number is made by programs of one device, the same ones on each; nothing but a binary tree of additions over the
+virtual shards goes across. Its lower levels are on a device, the upper ones a butterfly over all: level by level each
+device adds what the one 1, 2, 4, … places away has, and then all have the same sum.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from roxxel_dist.cluster.mesh import one_device
+from roxxel_dist.model.split import Leaves, ModuleSplit
+from roxxel_dist.train.exact.gradient import ShardPrograms
+from roxxel_dist.train.exact.layout import DeviceStates, Layout, copies, on_all_devices
+from roxxel_dist.train.exact.long_rows import CompiledLongEvaluation, CompiledLongStep
+from roxxel_dist.train.exact.packing import Packed
+from roxxel_dist.train.exact.piece_programs import Model
+from roxxel_dist.train.exact.reduction import Programs, Reduction
+from roxxel_dist.train.step.compile import Compile, CompileForEach
+from roxxel_dist.train.step.optimizer import Optimizer
+from roxxel_dist.train.step.state import TrainState, init_state
+from roxxel_dist.train.step.step import Hparams, LossFn, Metrics
+
+
+def make_sharded_steps(
+    split: ModuleSplit,
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    sharding: NamedSharding,
+    *,
+    shards: int,
+    grad_accum: int = 1,
+    compute_dtype: Any = None,
+    skip_bad: bool = False,
+) -> "tuple[ShardedStep, ShardedEvaluation]":
+    """What `make_step` and `make_eval_step` give, for an `AotCompiler` to compile: the same bits on any devices.
+
+    `shards` is the number of virtual shards, which the devices of `sharding` divide and which divides the rows of a
+    batch; of each shard there are `grad_accum` micro-batches.
+    """
+    layout = Layout(shards, sharding)
+    programs = ShardPrograms(split, loss_fn, optimizer, shards, grad_accum, compute_dtype, skip_bad)
+    return ShardedStep(programs, layout), ShardedEvaluation(programs, layout)
+
+
+def init_state_of_copies(model: Any, init_optimizer: Any, mesh: Mesh, **options: Any) -> Any:
+    """`init_state` for virtual shards: each process computes it on one device, and each device has the whole of it."""
+    split, state, hparams = init_state(model, init_optimizer, one_device(mesh), **options)
+    return split, on_all_devices(state, mesh), on_all_devices(hparams, mesh)
+
+
+@dataclass(frozen=True)
+class RowCutter:
+    """Gives each device the rows of its virtual shards."""
+
+    layout: Layout
+    cut: Programs
+    """Where a device has several."""
+
+    @classmethod
+    def compiled(cls, layout: Layout, batch: Any, for_each: CompileForEach) -> "tuple[RowCutter, Any]":
+        """For such (abstract) batches; and the rows of a shard, as `jax.ShapeDtypeStruct`s."""
+
+        def part(rows: int) -> Any:
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, leaf.shape[1]), leaf.dtype), batch)
+
+        rows, cut = jax.tree.leaves(batch)[0].shape[0], ()
+        if layout.per_device > 1:
+            cut = for_each(jax.jit(cutter(layout.per_device)), (part(rows // layout.line.size),), layout.devices)
+        return cls(layout, cut), part(rows // layout.count)
+
+    def run(self, batch: Any) -> list[Sequence[Any]]:
+        """The rows of each shard, by device of this process."""
+        own = self.layout.rows(batch)
+        return [cut(rows) for cut, rows in zip(self.cut, own, strict=True)] if self.cut else [(rows,) for rows in own]
+
+
+def cutter(count: int) -> Callable[[Any], list[Any]]:
+    """Cuts rows into so many equal parts, in order; the name is the program's."""
+
+    def cut_rows(rows: Any) -> list[Any]:
+        size = jax.tree.leaves(rows)[0].shape[0] // count
+        begins = range(0, size * count, size)
+        return [jax.tree.map(lambda leaf, begin=begin: leaf[begin : begin + size], rows) for begin in begins]
+
+    cut_rows.__name__ = f"cut_rows_{count}"
+    return cut_rows
+
+
+@dataclass
+class HparamCopies:
+    """The inputs of every step on each device of this process: taken apart once, as they stay the same."""
+
+    layout: Layout
+    _known: tuple[Hparams, list[Hparams]] | None = field(default=None, repr=False)
+
+    def of(self, hparams: Hparams) -> list[Hparams]:
+        """By device."""
+        if self._known is None or self._known[0] is not hparams:
+            self._known = hparams, copies(hparams, self.layout.devices)
+        return self._known[1]
+
+
+@dataclass(frozen=True)
+class ShardedStep:
+    """What `AotCompiler` makes a step of, for one shape of a batch; see `CompiledStep`."""
+
+    programs: ShardPrograms
+    layout: Layout
+
+    def compiled(
+        self, compile_one: Compile, for_each: CompileForEach, state: TrainState, hparams: Hparams, batch: Any
+    ) -> "CompiledStep":
+        """The programs for such (abstract) arguments."""
+        programs, layout = self.programs, self.layout
+        state, hparams, batch = shapes_of((state, hparams, batch))
+        if jax.tree.leaves(batch)[0].shape[0] < programs.shards:
+            long = CompiledLongStep.compiled(programs, layout, state, hparams, batch, compile_one, for_each)
+            return CompiledStep(layout, long, HparamCopies(layout))
+        rows, part = RowCutter.compiled(layout, batch, for_each)
+        number = jax.ShapeDtypeStruct((), np.int32)
+        args = state.params, state.rest, hparams, part, number
+        like, counts = jax.eval_shape(programs.sums, *args)
+        total = jax.eval_shape(programs.packed_sums, *args)[0]
+
+        def update(state: TrainState, hparams: Hparams, total: Packed, counts: Leaves) -> tuple[TrainState, Metrics]:
+            return programs.update(like, state, hparams, total, counts)
+
+        of_rows = RowStep(
+            rows=rows,
+            sums=for_each(jax.jit(programs.packed_sums), args, layout.devices),
+            reduction=Reduction.compiled(layout, total, compile_one, for_each),
+            update=for_each(jax.jit(update, donate_argnums=0), (state, hparams, total, counts), layout.devices),
+            numbers=shard_numbers(layout),
+        )
+        return CompiledStep(layout, of_rows, HparamCopies(layout))
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """(state, hparams, batch) -> (state, metrics), as `make_step` has it, but for `DeviceStates`.
+
+    It takes a `TrainState` of global arrays too. The state is donated; nothing waits for the devices. Metrics are those
+    of the first device of this process: all have the same.
+    """
+
+    layout: Layout
+    step: "RowStep | CompiledLongStep"
+    hparams: HparamCopies
+
+    def __call__(self, state: TrainState | DeviceStates, hparams: Hparams, batch: Any) -> tuple[DeviceStates, Metrics]:
+        """One step."""
+        parts = state.parts if isinstance(state, DeviceStates) else copies(state, self.layout.devices)
+        states, metrics = zip(*self.step(parts, self.hparams.of(hparams), batch), strict=True)
+        return DeviceStates(list(states), self.layout.mesh), metrics[0]
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """(states, hparams, batch) -> (state, metrics) of each device of this process, for shards of whole rows."""
+
+    rows: RowCutter
+    sums: Programs
+    reduction: Reduction
+    update: Programs
+    numbers: list[list[jax.Array]]
+
+    def __call__(self, parts: list[TrainState], inputs: list[Hparams], batch: Any) -> list[tuple[TrainState, Metrics]]:
+        """One step; the states are donated."""
+        rows, counts = self.rows.run(batch), [{} for _ in parts]
+
+        def sums_of(i: int, k: int) -> Packed:
+            part = parts[i]
+            total, after = self.sums[i](part.params, part.rest, inputs[i], rows[i][k], self.numbers[i][k])
+            counts[i] = counts[i] or after
+            return total
+
+        totals = self.reduction.run(sums_of)
+        return [update(*args) for update, *args in zip(self.update, parts, inputs, totals, counts, strict=True)]
+
+
+def shapes_of(tree: Any) -> Any:
+    """Shapes and types of a tree, without places: a program of one device has none."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def shard_numbers(layout: Layout) -> list[list[jax.Array]]:
+    """The number of each shard, int32[], by device of this process."""
+    return [
+        [jax.device_put(np.int32(number), device) for number in layout.shards_of(device)] for device in layout.devices
+    ]
+
+
+@dataclass(frozen=True)
+class ShardedEvaluation:
+    """What `AotCompiler` makes an evaluation of, for one shape of a batch; see `CompiledEvaluation`."""
+
+    programs: ShardPrograms
+    layout: Layout
+
+    def compiled(
+        self,
+        compile_one: Compile,
+        for_each: CompileForEach,
+        params: Leaves,
+        rest: Leaves,
+        hparams: Hparams,
+        batch: Any,
+    ) -> "CompiledEvaluation":
+        """The programs for such (abstract) arguments."""
+        params, rest, hparams, batch = shapes_of((params, rest, hparams, batch))
+        layout, programs = self.layout, self.programs
+        if jax.tree.leaves(batch)[0].shape[0] < programs.shards:
+            model = Model(params, rest, hparams)
+            losses, total = CompiledLongEvaluation.compiled(programs, layout, model, batch, compile_one, for_each)
+        else:
+            rows, part = RowCutter.compiled(layout, batch, for_each)
+            args = params, rest, hparams, part
+            total = jax.eval_shape(programs.losses, *args)
+            reduction = Reduction.compiled(layout, total, compile_one, for_each)
+            losses = RowEvaluation(rows, for_each(jax.jit(programs.losses), args, layout.devices), reduction)
+        mean = for_each(jax.jit(programs.mean_losses), (total,), layout.devices[:1])[0]
+        return CompiledEvaluation(layout, losses, mean, HparamCopies(layout))
+
+
+@dataclass(frozen=True)
+class CompiledEvaluation:
+    """(params, rest, hparams, batch) -> losses, as `make_eval_step` has it, on the first device of this process."""
+
+    layout: Layout
+    losses: "RowEvaluation | CompiledLongEvaluation"
+    mean: Any
+    hparams: HparamCopies
+
+    def __call__(self, params: Leaves, rest: Leaves, hparams: Hparams, batch: Any) -> dict[str, jax.Array]:
+        """The losses of a batch."""
+        parts, inputs = copies((params, rest), self.layout.devices), self.hparams.of(hparams)
+        models = [Model(part[0], part[1], own) for part, own in zip(parts, inputs, strict=True)]
+        return self.mean(self.losses(models, batch)[0])
+
+
+@dataclass(frozen=True)
+class RowEvaluation:
+    """(models, batch) -> the packed sums of the losses of all shards, on each device, for shards of whole rows."""
+
+    rows: RowCutter
+    losses: Programs
+    reduction: Reduction
+
+    def __call__(self, models: list[Model], batch: Any) -> list[Packed]:
+        """The sums."""
+        rows = self.rows.run(batch)
+        return self.reduction.run(lambda i, k: self.losses[i](*models[i], rows[i][k]))

@@ -1,0 +1,148 @@
+"""The metrics of a run: rows of the log, the progress bar, and the lines that announce the run and its phases."""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from roxxel_dist.cluster.determinism import is_deterministic
+from roxxel_dist.cluster.distributed import process_count, process_index
+from roxxel_dist.cluster.exit_codes import REACHED_ENV
+from roxxel_dist.cluster.mesh import device_type
+from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.train.log.base import LogQueue
+from roxxel_dist.train.resume import ResumePoint
+from roxxel_dist.train.step.batch_layout import BatchLayout, cut_rows_text
+from roxxel_dist.train.step.digest_chain import in_hex
+from roxxel_dist.train.step.step import BALANCE, Metrics
+from roxxel_dist.train.step.throughput import StepTimer, mfu, peak_memory_gb
+
+SHOW_EVERY_S = 0.1
+"""Seconds between records of the progress: one at every step cost the loop about a tenth of a millisecond."""
+OF_VALIDATION = re.compile(r"val_loss(/|$)|val_bal$|train_eval_loss$")
+
+
+class MetricsLogger:
+    """Makes rows of the metrics of steps, and records of the progress of the run.
+
+    `start_step` counts the steps done before this process began; `flops_per_token` is (tokens a row) -> FLOPs of a
+    training step, for a token; `devices` are those of the mesh, of all processes.
+    """
+
+    def __init__(
+        self,
+        log: LogQueue,
+        timer: StepTimer,
+        last_step: int,
+        start_step: int,
+        flops_per_token: Callable[[int], float],
+        devices: Iterable[Any],
+    ) -> None:
+        self._log, self._timer = log, timer
+        self._last_step, self._start_step = last_step, start_step
+        self._flops, self._devices = flops_per_token, list(devices)
+        self._loss: Any = None
+        self._next_update = 0.0
+
+    def log_row(self, plan: Plan, done: int, metrics: Metrics, losses: Mapping[str, float]) -> None:
+        """Log the (fetched) metrics of a step, `done` from 1, and the `losses` of the validation after it."""
+        self._loss = metrics.scalars["loss"]
+        speed = self._timer.report()
+        more = speed | {"phase": plan.phase(done - 1) + 1, "tokens": plan.tokens(done)} | peak_memory_gb()
+        length = plan.shape(done - 1)[1]
+        if speed and (used := mfu(speed["tokens_per_s"], self._flops(length), self._devices)) is not None:
+            more["mfu"] = used
+        if metrics.row_loss is not None:
+            more |= loss_by_dataset(metrics, plan.rows(done - 1).dataset, plan.datasets)
+        digest = "" if metrics.digest is None else in_hex(metrics.digest)
+        self._log.row(make_row(done, metrics.scalars, losses, more), digest)
+        if done == self._last_step:
+            self.update_progress(plan, done)  # it stays on the screen
+
+    def log_startup(self, sharding: NamedSharding, start: ResumePoint, *, finished: bool) -> None:
+        """Log the devices, and where the run begins; the notes of `start` come last."""
+        mesh = sharding.mesh
+        held = f"{len(mesh.local_devices or [])} of {mesh.size} {device_type(mesh).platform} devices"
+        self._log.text(f"rank {process_index()} of {process_count()}: {held}")
+        if finished:
+            self._log.text(f"this run is finished: step {self._start_step} is restored, nothing to do")
+        elif self._start_step:
+            again = max(0, int(os.environ.get(REACHED_ENV) or 0) - self._start_step)
+            lost = f"; {again} steps are done again" if again else ""
+            self._log.text(f"resuming after step {self._start_step} of {self._last_step}, from {start.whence}{lost}")
+            if device_type(mesh).platform == "gpu" and not is_deterministic():
+                self._log.text("the last bits of its losses may be others: on a GPU deterministic: true repeats them")
+        for note in start.notes:
+            self._log.text(note)
+
+    def log_phase(self, plan: Plan, step: int, layout: BatchLayout, grad_accum: int, virtual_shards: int = 0) -> None:
+        """Log that a phase begins with this step, from 0."""
+        rows, length = plan.shape(step)
+        how = "" if layout.is_plain else f": {layout}"
+        if text := cut_rows_text(virtual_shards, rows, length):
+            how += f"{', ' if how else ': '}{text}"
+        if rows < grad_accum:
+            how += f", in {rows} micro-batch(es) instead of {grad_accum} because it has no more rows"
+        self._log.text(
+            f"phase {plan.phase(step) + 1}/{len(plan.shapes)} from step {step + 1}: "
+            f"{rows} rows x {length} tokens a step{how}"
+        )
+        if layout.repeated:
+            who = "devices" if layout.together == 1 else "groups of devices"
+            self._log.text(
+                f"warning: {layout.repeated} of {layout.pieces + layout.repeated} {who} have no work of their own in "
+                f"phase {plan.phase(step) + 1}: give it more rows or longer ones, or fewer devices"
+            )
+
+    def update_progress(self, plan: Plan, done: int) -> None:
+        """Update the record of the progress bar, as often as eyes can follow."""
+        now = time.monotonic()
+        if now < self._next_update and done != self._last_step:
+            return
+        self._next_update = now + SHOW_EVERY_S
+        speed = self._timer.tokens_per_s
+        left = plan.tokens(self._last_step) - plan.tokens(done)
+        self._log.status(
+            {
+                "step": done,
+                "total": self._last_step,
+                "start": self._start_step,
+                "loss": self._loss,
+                "tokens_per_s": speed,
+                "eta_s": left / speed if speed else None,
+                "phase": f"phase {plan.phase(done - 1) + 1}/{len(plan.shapes)}",
+            }
+        )
+
+
+def make_row(
+    done: int, scalars: Mapping[str, Any], losses: Mapping[str, float], more: Mapping[str, float]
+) -> dict[str, float]:
+    """A row as `training_log.csv` begins: step (from 1), losses, balance; then everything else.
+
+    A scalar of the step ("loss" and others) is left out if another entry of the row has its name.
+    """
+    values = dict(scalars)
+    row = {"step": done, "train_loss": values.pop("loss"), "train_bal": values.pop(BALANCE, 0.0), **losses}
+    if "val_loss" in losses:
+        row.setdefault("val_bal", 0.0)
+    own = {**row, **more}
+    # A step that was not validated has no "val_loss", and a loss function's own is none.
+    return own | {name: value for name, value in values.items() if name not in own and not OF_VALIDATION.match(name)}
+
+
+def loss_by_dataset(metrics: Metrics, dataset: Any, names: Sequence[str]) -> dict[str, float]:
+    """{"loss/<name>"} of each data set that predicts tokens in a batch: the mean of `row_loss` over its rows, by
+    `row_weight`. `dataset`, int[B], is that of each row."""
+    losses, which = np.asarray(metrics.row_loss, np.float64), np.asarray(dataset)
+    weights = np.ones(losses.shape) if metrics.row_weight is None else np.asarray(metrics.row_weight, np.float64)
+    counted = {name: (which == i) & (weights != 0) for i, name in enumerate(names)}
+    return {
+        f"loss/{name}": float(np.average(losses[rows], weights=weights[rows]))
+        for name, rows in counted.items()
+        if rows.any()
+    }

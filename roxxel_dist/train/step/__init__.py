@@ -1,0 +1,1 @@
+"""One step: its state, its program, its optimizer."""

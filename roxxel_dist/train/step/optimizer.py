@@ -1,0 +1,403 @@
+"""Optimizers by name, from optax, built while the step is traced: their numbers are inputs of the compiled program.
+
+The learning rate of a step, as a formula of the step and numbers that may be traced.
+
+Optax's schedules keep their numbers as constants of the compiled program. These take them as inputs, so that a sweep
+over learning rates or lengths compiles once.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.typing import ArrayLike
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.model.parametrization import Width
+from roxxel_dist.model.split import Matrix
+from roxxel_dist.settings.training import OptimizerConfig
+
+FINAL_FRACTION = 0.01
+"""Of the peak: where cosine, linear and wsd end."""
+
+Settings = Mapping[str, ArrayLike]
+
+
+def learning_rate(kind: str, settings: Settings, step: ArrayLike) -> jax.Array:
+    """float32[]: the rate of a step, counted from 0 (exact up to 2^24).
+
+    A linear warm-up to the peak, which is reached at step `warmup_steps`; then "cosine" (Loshchilov & Hutter 2017,
+    arXiv 1608.03983) or "linear" decay to a hundredth of it, "constant", or "wsd", stable until the last `decay_steps`,
+    which are a cosine (Hu et al. 2024, arXiv 2404.06395). At and after `total_steps` the rate stays at its last value.
+
+    The settings are "lr", "warmup_steps", "total_steps" and "decay_steps" (above 0; the length of the decay, which ends
+    with the run), numbers or float32 scalars.
+    """
+    peak, warmup, total, decay = (
+        jnp.asarray(settings[name], jnp.float32) for name in ("lr", "warmup_steps", "total_steps", "decay_steps")
+    )
+    now = jnp.asarray(step, jnp.float32)
+    # The warm-up starts one step in: a first step at rate 0 would be a step for nothing.
+    warming = peak * (now + 1) / (warmup + 1)
+    # Counted from the end: 1 minus what has passed would lose the digits of the small rates there.
+    left = jnp.clip((total - now) / decay, 0, 1)
+    match kind:
+        case "constant":
+            height = jnp.float32(1)
+        case "linear":
+            height = left
+        case "cosine" | "wsd":
+            height = jnp.sin(jnp.pi / 2 * left) ** 2  # (1 + cos(pi x (1 - left))) / 2
+        case _:
+            raise UserError(f"lr_schedule is {kind!r}: it must be one of cosine, linear, constant, wsd")
+    return jnp.where(now < warmup, warming, peak * ((1 - FINAL_FRACTION) * height + FINAL_FRACTION))
+
+
+def schedule_change(
+    step: int, before: Settings, after: Settings, kind: str = "cosine", kind_before: str | None = None
+) -> str:
+    """Two lines on what an amendment after `step` steps does to the learning rate: at the next step, and at the end.
+
+    `before` and `after` are the settings of the old plan and the new one; their schedules are `kind_before`, where it
+    was another, and `kind`.
+    """
+    old, new = kind_before or kind, kind
+
+    def at(name: str, settings: Settings, index: float) -> str:
+        return f"{float(learning_rate(name, settings, index)):.3g}"
+
+    last, new_last = (int(jnp.asarray(settings["total_steps"])) for settings in (before, after))
+    return (
+        f"learning rate of step {step + 1:,}: {at(old, before, step)} before, {at(new, after, step)} now\n"
+        f"learning rate of the last step: {at(old, before, last - 1)} at step {last:,} before, "
+        f"{at(new, after, new_last - 1)} at step {new_last:,} now"
+    )
+
+
+def by_matrix(inner: optax.GradientTransformation, matrices: Mapping[str, Matrix]) -> optax.GradientTransformation:
+    """`inner`, which sees the matrices that arrays are made of: each layer by itself, its columns as one axis.
+
+    Parameters are a dictionary by name. The state is a dictionary of two: "apart", and "stacked" with the layers as the
+    first axis of each array.
+    """
+
+    def split(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        views = {name: matrices.get(name, Matrix()).view(leaf) for name, leaf in params.items()}
+        stacked = {name: leaf for name, leaf in views.items() if matrices.get(name, Matrix()).stacked}
+        return {name: leaf for name, leaf in views.items() if name not in stacked}, stacked
+
+    def init(params: Any) -> dict[str, Any]:
+        apart, stacked = split(params)
+        return {"apart": inner.init(apart), "stacked": jax.vmap(inner.init)(stacked)}
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, dict[str, Any]]:
+        (apart, stacked), (of_apart, of_stacked) = split(updates), split(params)
+        new_apart, apart_state = inner.update(apart, state["apart"], of_apart)
+        new_stacked, stacked_state = jax.vmap(inner.update)(stacked, state["stacked"], of_stacked)
+        views: Any = {**new_apart, **new_stacked}  # pyright: ignore[reportGeneralTypeIssues]
+        new = {name: views[name].reshape(leaf.shape) for name, leaf in updates.items()}
+        return new, {"apart": apart_state, "stacked": stacked_state}
+
+    return optax.GradientTransformation(init, update)
+
+
+LONG = 1 << 30
+"""Steps of a run that any warm-up and decay fit in."""
+MUON_RMS = 0.2
+"""Root mean square of a Muon update before the learning rate: AdamW's, so that one rate and decay suit both parts."""
+NO_MATRIX = re.compile(r"(^|\.)([^.]*embed[^.]*|head|lm_head|output_head|logits)(\.|$)")
+"""Names of embeddings and output heads, which Muon leaves to AdamW."""
+
+
+@dataclass(frozen=True)
+class NamedOptimizer:
+    """The optimizer and schedule that an `OptimizerConfig` names."""
+
+    config: OptimizerConfig
+    matrices: Mapping[str, Matrix] = field(default_factory=dict, hash=False)
+    """The parameters that are more than one matrix, or have several axes as columns; `init_state` and `make_step` fill
+    it in from the model."""
+    widths: Mapping[str, Width] = field(default_factory=dict, hash=False)
+    """With mup, how much wider each parameter is than at the base width (`model.parametrization.widths`)."""
+
+    def settings(self, total_steps: int) -> dict[str, float]:
+        """lr, weight_decay, warmup_steps, total_steps, decay_steps and grad_clip of a run.
+
+        Raises ValueError where the warm-up or the decay does not fit into the run.
+        """
+        return self.config.settings(total_steps)
+
+    def build(self, settings: Settings, step: ArrayLike) -> optax.GradientTransformation:
+        """Clipping, then the optimizer at this step's rate. Parameters and their moments keep their dtype."""
+        rate = self.rate(settings, step)
+        decay = jnp.asarray(settings["weight_decay"], jnp.float32)
+        if not self.widths:
+            return optax.chain(clip(settings["grad_clip"]), _optimizer(self.config, rate, decay, self.matrices))
+        inner = _optimizer(self.config, rate, jnp.zeros_like(decay), self.matrices)
+        of_widths = by_width(self.config.optimizer, self.widths, self.matrices, rate * decay)
+        return optax.chain(clip(settings["grad_clip"]), inner, of_widths)
+
+    def rate(self, settings: Settings, step: ArrayLike) -> jax.Array:
+        """float32[]: the learning rate of a step counted from 0."""
+        return learning_rate(self.config.lr_schedule, settings, step)
+
+
+@dataclass(frozen=True)
+class FixedOptimizer:
+    """An optax transformation as its user made it, with its numbers and its schedule inside."""
+
+    tx: optax.GradientTransformation
+
+    def settings(self, total_steps: int) -> dict[str, float]:
+        """Nothing: the numbers are constants of the transformation."""
+        del total_steps
+        return {}
+
+    def build(self, settings: Settings, step: ArrayLike) -> optax.GradientTransformation:
+        """The transformation itself; it counts steps in its own state."""
+        del settings, step
+        return self.tx
+
+    def rate(self, settings: Settings, step: ArrayLike) -> None:
+        """None: the rate is hidden in the transformation."""
+        del settings, step
+
+
+Optimizer = NamedOptimizer | FixedOptimizer
+"""A step uses `settings`, the numbers that are inputs of the step, as float32 scalars; `build`, called while tracing,
+the transformation for one step, with a state whose structure depends on no value; and `rate`, to log."""
+
+
+def as_optimizer(optimizer: Any) -> Optimizer:
+    """One of ours as it is; an optax transformation, `optax.MultiSteps`, or that of an `nnx.Optimizer`, as a fixed one.
+
+    Of an `nnx.Optimizer` only the transformation is used: its state is made again from the parameters. Parameters reach
+    the transformation as a dictionary from names such as "blocks.0.attention.qkv.kernel" to arrays. Raises ValueError
+    where it is none of these, or an `nnx.Optimizer` of other variables than `nnx.Param`.
+    """
+    if isinstance(optimizer, nnx.Optimizer):
+        if optimizer.wrt is not nnx.Param:
+            raise UserError(
+                f"optimizer is an nnx.Optimizer with wrt={optimizer.wrt!r}: what is trained is nnx.Param, so make it "
+                f"with wrt=nnx.Param"
+            )
+        return FixedOptimizer(optimizer.tx)
+    if isinstance(optimizer, optax.MultiSteps):
+        # Its own `gradient_transformation` passes no further arguments on.
+        return FixedOptimizer(optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update))  # pyright: ignore[reportArgumentType]
+    if isinstance(optimizer, optax.GradientTransformation):
+        return FixedOptimizer(optimizer)
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    raise UserError(
+        f"optimizer is a {type(optimizer).__name__}: give an optax.GradientTransformation, an nnx.Optimizer, or "
+        f"NamedOptimizer(OptimizerConfig(…))"
+    )
+
+
+def updates_of(
+    transformation: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, loss: ArrayLike
+) -> tuple[Any, Any]:
+    """(updates, the next state) of an optax transformation, which is given the loss too if it asks for `value`."""
+    return optax.with_extra_args_support(transformation).update(grads, opt_state, params, value=loss)
+
+
+def check_update(optimizer: Optimizer, params: Any, opt_state: Any) -> None:
+    """Trace the update of a transformation of the user's once; nothing is computed.
+
+    Raises UserError where it asks for more than `updates_of` gives, such as the loss as a function for a line search.
+    """
+    if not isinstance(optimizer, FixedOptimizer):
+        return
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    try:
+        jax.eval_shape(partial(updates_of, optimizer.tx), params, opt_state, params, loss)
+    except TypeError as error:
+        missing = re.search(r"missing \d+ required keyword-only arguments?: (.*)", str(error))
+        if missing is None:
+            raise
+        raise UserError(
+            f"optimizer asks for {missing[1]} in its update, and a step gives it the loss alone (value): use an "
+            f"optimizer without a line search"
+        ) from error
+
+
+def for_model(optimizer: Optimizer, matrices: Mapping[str, Matrix]) -> Optimizer:
+    """The optimizer for a model whose parameters are these matrices; a fixed one takes arrays as they are."""
+    return replace(optimizer, matrices=matrices) if isinstance(optimizer, NamedOptimizer) else optimizer
+
+
+@dataclass(frozen=True, eq=False)
+class InitialState:
+    """Parameters to the state before the first step, which depends on none of the optimizer's numbers."""
+
+    optimizer: Optimizer
+
+    def __call__(self, params: Any) -> Any:
+        """The state."""
+        return self.optimizer.build(self.optimizer.settings(LONG), 0).init(params)
+
+    def for_model(self, matrices: Mapping[str, Matrix]) -> "InitialState":
+        """The same for a model whose parameters are these matrices."""
+        return InitialState(for_model(self.optimizer, matrices))
+
+
+def decayed(params: Any) -> Any:
+    """Which parameters weight decay concerns: a tree of booleans, False for norms and biases.
+
+    These are arrays of fewer than two dimensions, and, as layers may be stacked, names that end in "bias" or "scale".
+    """
+    return jax.tree_util.tree_map_with_path(_is_weight, params)
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """float32[]: the Euclidean norm of all leaves together, summed in float32 whatever their dtype."""
+    return optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree))
+
+
+def clip(limit: ArrayLike) -> optax.GradientTransformation:
+    """Gradients cut to a global norm (Pascanu et al. 2013, arXiv 1211.5063), in the dtype of their parameters.
+
+    The `limit` is a number or a traced float32[]; 0 leaves the gradients as they are.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        top, norm = jnp.asarray(limit, jnp.float32), global_norm(updates)
+        fits = (top <= 0) | (norm < top)
+
+        def cut(gradient: jax.Array, like: jax.Array) -> jax.Array:
+            # Back to the parameter's dtype: float32 gradients would turn the moments of bfloat16 parameters into
+            # float32 at the first step, which is another program, and nothing is donated.
+            return jnp.where(fits, gradient, gradient / norm * top).astype(like.dtype)
+
+        return jax.tree.map(cut, updates, updates if params is None else params), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _optimizer(
+    config: OptimizerConfig, rate: jax.Array, decay: jax.Array, matrices: Mapping[str, Matrix]
+) -> optax.GradientTransformation:
+    """The named optimizer. In each of them a step takes rate x decay of every decayed weight (Loshchilov & Hutter
+    2019, arXiv 1711.05101), so that `weight_decay` means the same everywhere.
+    """
+    b1 = config.beta1
+    match config.optimizer:
+        case "adamw":
+            return optax.adamw(rate, b1, _or(config.beta2, 0.95), weight_decay=decay, mask=decayed)
+        case "nadamw":  # Dozat 2016: Adam with Nesterov momentum
+            return optax.nadamw(rate, b1, _or(config.beta2, 0.95), weight_decay=decay, mask=decayed)
+        case "lion":  # Chen et al. 2023, arXiv 2302.06675
+            return optax.lion(rate, b1, _or(config.beta2, 0.99), weight_decay=decay, mask=decayed)
+        case "adafactor":
+            inner = _adafactor(rate, decay)
+            return by_matrix(inner, matrices) if any(matrix.stacked for matrix in matrices.values()) else inner
+        case "sgd":
+            return optax.chain(
+                optax.trace(_or(config.momentum, 0.9)),
+                optax.add_decayed_weights(decay, decayed),  # pyright: ignore[reportArgumentType]
+                optax.scale_by_learning_rate(rate),
+            )
+        case "muon":
+            return _muon(config, rate, decay, matrices)
+
+
+def by_width(
+    kind: str, widths: Mapping[str, Width], matrices: Mapping[str, Matrix], decay: jax.Array
+) -> optax.GradientTransformation:
+    """Turns the updates of an optimizer into those of mup: multiplies each parameter's learning rate by a factor for
+    its width.
+
+    Weight decay follows and has none: a step takes the same share `decay`, float32[], of a weight at every width.
+    """
+
+    def rate(path: Any, param: jax.Array) -> float:
+        width = widths[_name(path)]
+        if kind == "sgd":
+            return width.sgd_rate
+        is_muon = kind == "muon" and _muon_part(matrices, path, param) == "muon"
+        return width.muon_rate if is_muon else width.adam_rate
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        def scaled(path: Any, change: jax.Array, param: jax.Array) -> jax.Array:
+            change = change * rate(path, param)
+            return (change - decay * param if _is_weight(path, param) else change).astype(param.dtype)
+
+        return jax.tree_util.tree_map_with_path(scaled, updates, params), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _adafactor(rate: jax.Array, decay: jax.Array) -> optax.GradientTransformation:
+    """Adafactor (Shazeer & Stern 2018, arXiv 1804.04235), factored second moments and no first, as T5 was trained
+    (Raffel et al. 2020, arXiv 1910.10683): beta2 = 1 - t^-0.8, updates of a parameter cut to a root mean square of 1.
+
+    Steps are absolute, not relative to the size of the parameter (as in Zhai et al. 2022, arXiv 2106.04560): `lr` then
+    means what it means to AdamW, and the schedule is the run's.
+    """
+    return optax.adafactor(
+        rate,
+        decay_rate=0.8,
+        clipping_threshold=1.0,
+        multiply_by_parameter_scale=False,
+        weight_decay_rate=rate * decay,  # optax adds it after the rate  # pyright: ignore[reportArgumentType]
+        weight_decay_mask=decayed,
+    )
+
+
+def _muon(
+    config: OptimizerConfig, rate: jax.Array, decay: jax.Array, matrices: Mapping[str, Matrix]
+) -> optax.GradientTransformation:
+    """Muon (Jordan et al. 2024) on the matrices inside the model, AdamW on the rest.
+
+    Updates are scaled to AdamW's root mean square (Liu et al. 2025, arXiv 2502.16982): both parts share rate and decay.
+    """
+
+    def dimensions(params: Any) -> Any:
+        return {name: _muon_dimensions(param, matrices.get(name, Matrix())) for name, param in params.items()}
+
+    of_matrices = optax.contrib.muon(
+        rate,
+        beta=_or(config.momentum, 0.95),
+        weight_decay=decay,  # pyright: ignore[reportArgumentType]
+        weight_decay_mask=decayed,
+        consistent_rms=MUON_RMS,
+        muon_weight_dimension_numbers=dimensions,
+    )
+    rest = optax.adamw(rate, config.beta1, _or(config.beta2, 0.95), weight_decay=decay, mask=decayed)
+    labels = partial(jax.tree_util.tree_map_with_path, partial(_muon_part, matrices))
+    return optax.partition({"muon": of_matrices, "adamw": rest}, labels)
+
+
+def _muon_part(matrices: Mapping[str, Matrix], path: Any, param: jax.Array) -> str:
+    """The optimizer that a parameter has: "muon" or "adamw"."""
+    name = _name(path)
+    view = matrices.get(name, Matrix())
+    is_matrix = param.ndim == view.stacked + 1 + view.columns
+    return "muon" if is_matrix and _is_weight(path, param) and not NO_MATRIX.search(name) else "adamw"
+
+
+def _muon_dimensions(param: Any, view: Matrix) -> Any:
+    """The rows and columns of a parameter; None for one of another optimizer (`optax.MaskedNode`)."""
+    if not hasattr(param, "ndim"):
+        return None
+    columns = tuple(range(param.ndim - view.columns, param.ndim))
+    return optax.contrib.MuonDimensionNumbers(reduction_axis=columns[0] - 1, output_axis=columns)
+
+
+def _is_weight(path: Any, param: jax.Array) -> bool:
+    return param.ndim >= 2 and not _name(path).endswith(("bias", "scale"))
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _or(value: float | None, usual: float) -> float:
+    return usual if value is None else value

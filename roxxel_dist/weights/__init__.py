@@ -1,0 +1,1 @@
+"""Trained weights: files of them, and the models that they make."""

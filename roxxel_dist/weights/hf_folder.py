@@ -1,0 +1,129 @@
+"""A model of Hugging Face on disk: `config.json`, safetensors and a tokenizer, read without a network."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.huggingface import Tensors, model_fields, put_together, tensors_of, their_shapes
+from roxxel_dist.model.split import Leaves
+from roxxel_dist.weights.files import TensorFiles
+
+HF_CONFIG = "config.json"
+THEIRS = {
+    "dim": "hidden_size", "n_heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
+    "head_size": "head_dim", "num_blocks": "num_hidden_layers", "hidden_dim": "intermediate_size",
+    "max_context": "max_position_embeddings", "context_window": "sliding_window", "norm_eps": "rms_norm_eps",
+    "n_experts": "num_local_experts", "top_k_mlp": "num_experts_per_tok", "rope_scale_factor": "factor",
+    "rope_trained_context": "original_max_position_embeddings",
+}  # fmt: skip
+"""Our names of fields to theirs, where they differ."""
+NEEDLESS = ("rotary_emb.inv_freq",)
+"""Tensors of old files that are not needed: they follow from the config."""
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """Whether a folder is such a model, rather than a run."""
+    return (folder / HF_CONFIG).is_file() and not (folder / "config.yaml").exists()
+
+
+def fields_of(folder: Path) -> dict[str, Any]:
+    """The fields of a `ModelConfig` that describe the model in a folder.
+
+    Raises ValueError if the Transformer cannot be that model; the message names the file and all obstacles.
+    """
+    path = folder / HF_CONFIG
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}): put the right file back") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds a {type(values).__name__}: it must be an object of names and values")
+    try:
+        fields = model_fields(values)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+    try:
+        ModelConfig(**fields)
+    except ValueError as error:
+        theirs = [f"{ours} is {name}" for ours, name in THEIRS.items() if re.search(rf"\b{ours}\b", str(error))]
+        raise UserError(f"{path}: {error}" + (f" (there, {', '.join(theirs)})" if theirs else "")) from error
+    return fields
+
+
+class HfFolder(TensorFiles):
+    """The weights of such a model, by our names; open for reading.
+
+    Raises ValueError where a file is missing or damaged, or the Transformer cannot be that model.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.tensors: dict[str, Tensors] = tensors_of(ModelConfig(**fields_of(folder)))
+        super().__init__(folder)
+        try:
+            self._check_files()
+        except BaseException:
+            self.close()
+            raise
+
+    def params(self) -> dict[str, np.ndarray]:
+        """All parameters whole, in memory, of the type that the embedding is stored in; float16 as float32.
+
+        Raises ValueError where one does not agree with its digest.
+        """
+        for name in self.digests:
+            self.read(name)
+        params = {name: self._part(name, (slice(None),) * len(own.shape)) for name, own in self.tensors.items()}
+        # Where norms or routers are stored wider than the rest: a model computes in one type, as it does for others.
+        kind = params["embedding.embedding"].dtype
+        return {name: array.astype(kind, copy=False) for name, array in params.items()}
+
+    def check_params(self, like: Mapping[str, Any]) -> None:
+        """Raises ValueError where the parameters `like`, or their shapes, are of another model."""
+        for name in sorted({*like, *self.tensors}):
+            here = tuple(like[name].shape) if name in like else None
+            there = self.tensors[name].shape if name in self.tensors else None
+            if here != there:
+                raise UserError(
+                    f"the weights in {self._folder} are of another model ({name} is {there} in it and {here} here): "
+                    f"leave out the model fields, they are taken from its {HF_CONFIG}"
+                )
+
+    def restore_params(self, like: Mapping[str, Any]) -> Leaves:
+        """The parameters, placed and of the types as `like`; each process reads the parts that it holds.
+
+        Raises ValueError where they are of another model, or do not agree with their digests.
+        """
+        self.check_params(like)
+        self.check_together()
+        return {
+            name: jax.make_array_from_callback(
+                leaf.shape, leaf.sharding,
+                lambda index, name=name, leaf=leaf: self._part(name, index or ()).astype(leaf.dtype),
+            )
+            for name, leaf in like.items()
+        }  # fmt: skip
+
+    def _part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        part = put_together(self.tensors[name], index, self.read)
+        return part.astype(np.float32) if part.dtype == np.float16 else part
+
+    def _check_files(self) -> None:
+        there, wanted = self.shapes(), {}
+        for tensors in self.tensors.values():
+            wanted |= their_shapes(tensors)
+        for name, shape in wanted.items():
+            if there.get(name) != shape:
+                shape_there = "not there" if name not in there else f"{there[name]}"
+                raise UserError(f"{self._folder}: {name} is {shape_there}, and must be {shape} by its {HF_CONFIG}")
+        tied = {"lm_head.weight"}  # may be stored although it is the embedding
+        extra = [name for name in sorted(there.keys() - wanted.keys() - tied) if not name.endswith(NEEDLESS)]
+        if extra:
+            raise UserError(f"{self._folder}: there is no place for {', '.join(extra[:5])} in the Transformer")

@@ -1,0 +1,253 @@
+"""A trained model from its folder, ready to be called.
+
+The weights of a trained model as arrays in memory, from any kind of folder.
+"""
+
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from roxxel_dist.checkpoint import files
+from roxxel_dist.checkpoint.digests import in_words, read_verified
+from roxxel_dist.checkpoint.metadata import CHECKPOINTS, BaseModelRef, CheckpointMetadata, CheckpointRef
+from roxxel_dist.checkpoint.stored_blocks import check_checkpoint
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.data.files.discovery import absolute
+from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_NAMES, Tokenizer
+from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, target_of
+from roxxel_dist.model.split import Leaves, split_module
+from roxxel_dist.objects.url import is_url
+from roxxel_dist.place.bucket_run import BucketRun
+from roxxel_dist.place.directory import CONFIG, METRICS, TOKENIZER, is_study, no_run
+from roxxel_dist.settings.config import RECORD, Config, load_yaml
+from roxxel_dist.weights.base import INITIALIZED_FROM, base_of, check_base
+from roxxel_dist.weights.files import BEST, NEWEST, OF_STATE, WHOLE, TensorFiles, has_tensors, read_model, step_of
+from roxxel_dist.weights.hf_folder import HfFolder, fields_of, is_hf_folder
+from roxxel_dist.weights.model import model_builder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """A model's config and weights."""
+
+    config: Any
+    """The `Config`, with its vocabulary size."""
+    params: dict[str, np.ndarray]
+    """Parameters by name, such as "blocks.attention.qkv.kernel", in their stored dtype, including adapters and their
+    base."""
+    state: dict[str, np.ndarray]
+    """What a user-defined model has beside its parameters, by name: such as "norm.mean", and random streams, whose keys
+    are integers here. Empty for the built-in one."""
+    step: int
+    """Optimizer steps done; 0 for a Hugging Face model, and for files without a step."""
+    tokenizer: Path | None
+    """The path for `Tokenizer.load`; None if the model was trained on tokens without a tokenizer."""
+    scales: dict[str, float] = field(default_factory=dict)
+    """The scale of every adapter by name."""
+    folders: tuple[Path, ...] = ()
+    """The folders that were read, including those of the bases of adapters."""
+
+    def merged(self) -> "Weights":
+        """The same model with its adapters merged into the base weights."""
+        config = replace(self.config, use_lora=False, init_from=None)
+        return replace(self, config=config, params=merge_adapters(self.params, self.scales), scales={})
+
+
+def weights_of(path: str | Path, *, step: int | None = None, best: bool = False) -> Weights:
+    """The weights in a run directory, an exported folder, or a Hugging Face folder.
+
+    The default is a run's newest checkpoint; a run without checkpoints has files of weights. Devices are not used.
+
+    Args:
+        path: the folder, or RUN@STEP.
+        step: the checkpoint of this step.
+        best: the checkpoint with the lowest val_loss; the newest if none was validated.
+
+    Raises:
+        ValueError: the folder has no model, no weights, or no weights of that step.
+    """
+    named, named_step = CheckpointRef.parse(path)
+    bucket = BucketRun(named, read_only=True) if is_url(named) else None
+    run = named if bucket is None else bucket.pull()
+    step = named_step if step is None else step
+    if is_hf_folder(run):
+        if step is not None:
+            raise UserError(f"{run} is a model of Hugging Face, which has no step {step}: leave the step out")
+        return _of_hugging_face(run)
+    if not (run / CONFIG).exists() or is_study(run):
+        raise UserError(no_run(run, absolute(named)))
+    config = Config.from_yaml(run / CONFIG)
+    checkpoints = (run / CHECKPOINTS).absolute()  # Orbax reads no others
+    saved = files.complete(checkpoints) if bucket is None else bucket.checkpoints.saved(read_only=True)
+    if saved:
+        done = step if step is not None else (best and files.best_of(saved)) or max(saved)
+        if done not in saved:
+            raise UserError(
+                f"{bucket or run} has no checkpoint of step {done}; those there are: {', '.join(map(str, saved))}"
+            )
+        if bucket is not None and (problems := bucket.checkpoints.fetch_model(done)):
+            raise UserError(
+                f"the checkpoint of step {done} in {bucket} is damaged ({in_words(problems)}): name another"
+            )
+        params, state, metadata = _of_checkpoint(checkpoints / str(done))
+    else:
+        params, state, done = _of_files(run, step, best=best)
+        metadata = _metadata_of_adapters(load_yaml(run / CONFIG), params)
+    scales = dict(metadata.adapter_scales or {})
+    folders = (run,)
+    if metadata.base is not None and (base := base_of(run, metadata)) is not None:
+        check_base(base)
+        weights = weights_of(base.run, step=base.step or None).merged()  # a base may have adapters too
+        params, folders = weights.params | params, (run, *weights.folders)
+    tokenizer = run / TOKENIZER if (run / TOKENIZER).exists() else None
+    state = {} if config.model is None else state  # the random streams of dropout
+    return Weights(
+        config=config, params=params, state=state, step=done, tokenizer=tokenizer, scales=scales, folders=folders
+    )
+
+
+def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], CheckpointMetadata]:
+    """(parameters, state, the metadata of the checkpoint)."""
+    try:
+        saved, table = read_verified(checkpoint, int(checkpoint.name))
+        return *files.read_model(checkpoint, saved, table), CheckpointMetadata.from_dict(saved.meta)
+    except Exception as error:  # Orbax has no specific error for this
+        folder, older = checkpoint.parent, files.complete(checkpoint.parent)
+        steps = [step for step in sorted(older, reverse=True) if step < int(checkpoint.name)]
+        whole = next((step for step in steps if not check_checkpoint(folder / str(step), step)), None)
+        hint = "no older one is complete" if whole is None else f"name step {whole}, the next older complete one"
+        raise UserError(f"the checkpoint {checkpoint} is damaged ({files.cause(error)}): {hint}") from error
+
+
+def _metadata_of_adapters(saved: Mapping[str, Any], params: Mapping[str, Any]) -> CheckpointMetadata:
+    """The checkpoint metadata for the adapters among some parameters, from the config beside them."""
+    names = [name.removesuffix(LORA_A_SUFFIX) for name in params if name.endswith(LORA_A_SUFFIX)]
+    if not names:
+        return CheckpointMetadata()
+    base, source = None, saved.get(RECORD, {}).get(INITIALIZED_FROM)
+    if source and any(target_of(name) not in params for name in names):
+        base = BaseModelRef.from_dict({**source, "asked": saved["init_from"]})
+    scale = float(saved["lora_alpha"] / saved["lora_rank"])
+    return CheckpointMetadata(adapter_scales=dict.fromkeys(names, scale), base=base)
+
+
+def _of_files(run: Path, step: int | None, *, best: bool) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], int]:
+    """(parameters, state, steps done) of a run without checkpoints."""
+    steps = {name: done for name in (NEWEST, BEST) if (done := step_of(run / name)) is not None}
+    if not steps and has_tensors(run):
+        with TensorFiles(run) as tensors:
+            done = tensors.step()
+            if step not in (None, done):
+                known = "they do not say their step" if done is None else f"they are of step {done}"
+                raise UserError(f"{run} has no weights of step {step}: {known}; leave the step out")
+            arrays = {name: tensors.read(name) for name in tensors.shapes()}
+        params = {name: array for name, array in arrays.items() if not name.startswith(OF_STATE)}
+        return params, files.below(OF_STATE, arrays), done or 0
+    if not steps and any((run / name).exists() for name in (CHECKPOINTS, METRICS)):
+        raise UserError(f"{run} has no complete checkpoint: train it until its first one is saved")
+    if not steps:
+        raise UserError(
+            f"{run} has no weights beside its {CONFIG}. If it is a run, train it until a checkpoint is saved. If "
+            f"it is an export, {NEWEST} or {WHOLE} is missing or damaged: put it back, or export the run again"
+        )
+    names = [name for name in ((BEST, NEWEST) if best else (NEWEST, BEST)) if name in steps]
+    name = next((name for name in names if step in (None, steps[name])), None)
+    if name is None:
+        kept = ", ".join(map(str, sorted(set(steps.values()))))
+        raise UserError(f"{run} has no checkpoint, and no weights of step {step}; those there are: {kept}")
+    if not best and step is None and name == BEST:
+        line = f"roxxel-dist: {run} has no {NEWEST}: taking {BEST}, of step {steps[BEST]}"
+        print(line, file=sys.stderr, flush=True)
+    return read_model(run / name)
+
+
+def _of_hugging_face(folder: Path) -> Weights:
+    config = Config(**fields_of(folder))
+    with HfFolder(folder) as tensors:
+        params = tensors.params()
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_NAMES)
+    tokenizer = folder if has_tokenizer else None
+    return Weights(config=config, params=params, state={}, step=0, tokenizer=tokenizer, folders=(folder,))
+
+
+def load_run(run_dir: str | Path, step: int | None = None, *, best: bool = False) -> tuple[Any, Tokenizer, Any, int]:
+    """(model with dropout off, tokenizer, Config, step) of a run; arguments and errors are those of `weights_of`."""
+    weights = weights_of(run_dir, step=step, best=best)
+    if weights.tokenizer is None:
+        raise UserError(
+            f"{run_dir} has no tokenizer.json: it was trained on tokens alone, so there is no text to generate"
+        )
+    return model_of(weights, run_dir), Tokenizer.load(weights.tokenizer), weights.config, weights.step
+
+
+def load_transformer(path: str | Path, *, best: bool = True) -> Any:
+    """The model of `Transformer.from_pretrained`."""
+    weights = weights_of(path, best=best)
+    if weights.config.model is not None:
+        raise UserError(
+            f"{path} has model {weights.config.model!r}, which is no Transformer: load it with "
+            f"roxxel_dist.weights.load.load_run, from the folder that has that module"
+        )
+    return model_of(weights, path)
+
+
+def model_of(weights: Weights, path: str | Path) -> Any:
+    """The module of some weights, with dropout off; ValueError, which names `path`, if the config does not fit."""
+    build = model_builder(weights.config)
+    parts, like, rest_like, inputs = split_module(nnx.eval_shape(build))
+    # With adapters in a user-defined model, a run does not store the frozen weights: the model creates them.
+    frozen = [name for name in parts.frozen.names if weights.config.model is None or name in weights.params]
+    like |= {name: inputs[name] for name in frozen}
+    if wrong := files.difference(files.shapes(weights.params), files.shapes(like), whole=False):
+        raise UserError(f"the weights in {path} are of another model than its config ({wrong}): put the right back")
+    state = _state_of(weights, {name: rest_like[name] for name in parts.rest.names}, parts.state_names, path)
+
+    def others(state: Leaves) -> Any:
+        """Computes only what is used: no initial weights."""
+        _, _, first, inputs = split_module(build())
+        rest = first | files.data_to_keys(state, {name: jnp.asarray(first[name]) for name in state})
+        return rest, {name: one for name, one in inputs.items() if name not in frozen}
+
+    rest, inputs = jax.jit(others)(state)
+    params = {name: jnp.asarray(weights.params[name]) for name in parts.params.names}
+    inputs |= {name: jnp.asarray(weights.params[name]) for name in frozen}
+    return parts.merge(params, rest, inputs, training=False)
+
+
+def _state_of(weights: Weights, like: Leaves, needed: Collection[str], path: str | Path) -> Leaves:
+    """The state in some weights, of the types of `like`, keys as integers; ValueError if a `needed` one lacks."""
+    if lacking := [name for name in needed if name not in weights.state]:
+        raise UserError(
+            f"the weights in {path} lack {', '.join(lacking[:3])}, which the model {weights.config.model!r} has beside "
+            f"its parameters: they were written for another model. Name the run that they "
+            f"are from, with its checkpoints, or export that again"
+        )
+    like = {name: leaf for name, leaf in like.items() if name in weights.state}
+    stored = jax.eval_shape(files.keys_to_data, like)
+    if wrong := files.difference(files.shapes(weights.state), files.shapes(stored), whole=False):
+        raise UserError(f"the weights in {path} are of another model than its config ({wrong}): put the right back")
+    return {name: jnp.asarray(weights.state[name], stored[name].dtype) for name in like}
+
+
+def check_continues(model: Any, config: Any) -> None:
+    """Raises ValueError if a user-defined model cannot continue a text: it must map tokens to logits."""
+    if config.model is None:
+        return
+    graphdef, state = nnx.split(model)
+    rule = f"to generate, a model takes int32[1, L] tokens alone and returns [1, L, {config.vocab_size}] logits"
+    try:
+        logits = jax.eval_shape(
+            lambda state, tokens: nnx.merge(graphdef, state)(tokens), state, np.zeros((1, config.max_context), np.int32)
+        )
+    except Exception as error:
+        raise UserError(f"model is {config.model!r}: {rule}, and this one says {error!r}") from error
+    shape = getattr(logits, "shape", type(logits).__name__)
+    if shape != (1, config.max_context, config.vocab_size):
+        raise UserError(f"model is {config.model!r}: {rule}, and for L = {config.max_context} it returns {shape}")
