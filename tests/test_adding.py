@@ -16,7 +16,7 @@ BACKEND = '''
 from dataclasses import dataclass
 from typing import ClassVar
 
-from roxxel_dist.launcher.backends import base
+from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.backends.local import LocalBackend
 
 
