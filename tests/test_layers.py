@@ -61,7 +61,8 @@ EXCEPTIONS = {
     ("roxxel_dist.data.tokenizer.tokenizer", "roxxel_dist.data.tokenizer.sentencepiece"),
 }
 LAUNCHER_NEEDS = {
-    f"roxxel_dist.cluster.{name}" for name in ("exit_codes", "extras", "file_lock", "free_memory", "progress")
+    f"roxxel_dist.cluster.{name}"
+    for name in ("durable", "exit_codes", "extras", "file_lock", "free_memory", "progress")
 }
 # A rank joins the others before the user's program begins.
 IN_A_RANK = ("roxxel_dist.launcher.host.worker", "roxxel_dist.cluster.distributed")

@@ -38,6 +38,7 @@ from roxxel_dist.cluster.distributed import (
     process_index,
 )
 from roxxel_dist.cluster.exit_codes import MEMORY_ENV
+from roxxel_dist.cluster.file_lock import boot_id
 from roxxel_dist.cluster.free_memory import free_bytes
 
 REPORT_LIMIT_S = 600.0
@@ -341,9 +342,8 @@ def open_memory(
         return None
     if os.environ.get(MEMORY_ENV):
         with contextlib.suppress(OSError):
-            status = folder.stat()
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-            place = f"{boot} {status.st_dev} {status.st_ino}"
+            status, boot = folder.stat(), boot_id()
+            place = f"{boot} {status.st_dev} {status.st_ino}" if boot else ""
     places = exchange("memory folder", place)
     if not all(places):
         if every != "auto" and is_primary():

@@ -29,11 +29,11 @@ def make_folder(folder: Path) -> None:
         sync_folder(path.parent)
 
 
-def write_file(path: Path, data: bytes | str) -> None:
-    """Write a whole file in one instant: under a temporary name, fsynced, renamed. Text becomes UTF-8.
+def write_file(path: Path, data: bytes | str, *, sync: bool = True) -> None:
+    """Write a file atomically: under a temporary name, fsynced, renamed. Text becomes UTF-8.
 
-    After a power failure the file holds what it held before or all of `data`. A writer that is killed leaves
-    `.NAME.*.tmp` beside it.
+    After a power failure the file holds what it held before or all of `data`; without `sync`, which a disk of many
+    clients makes slow, that is so after a kill of the writer alone. Such a writer leaves `.NAME.*.tmp` beside it.
     """
     # Not the process's id: on a shared disk two containers may have the same.
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
@@ -42,14 +42,16 @@ def write_file(path: Path, data: bytes | str) -> None:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:  # a write names no file: what a full disk says
             error.filename = str(path)
         raise
-    sync_folder(path.parent)
+    if sync:
+        sync_folder(path.parent)
 
 
 def put_back(path: Path, descriptor: int) -> bool:

@@ -135,13 +135,21 @@ def holder(path: Path) -> str:
     return f"another process (pid {owner['pid']} on host {owner['host']})" if owner else "another process"
 
 
+def boot_id() -> str:
+    """What the kernel calls its time since the last boot; empty where a container hides /proc/sys."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
 def process_record() -> dict[str, Any]:
     """This process, as others can look for it: pid, host and, if the kernel has them, boot id, pid namespace, start."""
+    boot = boot_id()
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = os.readlink("/proc/self/ns/pid")  # two containers of a host may have the same name and number
-        own = {"boot": boot, "namespace": namespace, "start": _start_time(os.getpid())}
-        return {"pid": os.getpid(), "host": socket.gethostname(), **own}
+        if boot:
+            own = {"boot": boot, "namespace": namespace, "start": _start_time(os.getpid())}
+            return {"pid": os.getpid(), "host": socket.gethostname(), **own}
     return {"pid": os.getpid(), "host": socket.gethostname()}
 
 

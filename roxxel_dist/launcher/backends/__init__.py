@@ -1,6 +1,6 @@
 """Where ranks can run, a file or a folder each, and a line in BACKENDS.
 
-The module of a line has a class `Options` (see `job/backend.py`): its fields are the flags of `roxxel-dist launch NAME`.
+The module of a line has a class `Options` (`job/backend.py`): its fields are the flags of `roxxel-dist launch NAME`.
 """
 
 from importlib import import_module

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.hang import Hang
 from roxxel_dist.launcher.policy.outcome import CodeDiffers
@@ -133,11 +134,9 @@ class MemberSources:
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".tmp")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)  # it comes with the first line of a rank
-        temporary.write_text(json.dumps(values), encoding="utf-8")
-        os.replace(temporary, path)
+        write_file(path, json.dumps(values), sync=False)
 
 
 def _beat(path: Path) -> str | None:

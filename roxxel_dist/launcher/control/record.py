@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.file_lock import is_held, process_record, release_lock, take_lock
 from roxxel_dist.launcher.host.process_tree import STARTED, STATE, stat
@@ -281,15 +282,6 @@ def _enter(record: JobRecord) -> None:
         link.symlink_to(record.path)
 
 
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_suffix(f".{os.urandom(4).hex()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def forget(*, over_s: float = 0.0, unreported_s: float = FORGOTTEN_S) -> list[JobRecord]:
     """Take jobs that ended so long ago off the index, and those elsewhere without a change; returns these jobs.
 
@@ -381,7 +373,7 @@ class JobRecorder:
     def _withdraw(self, logs: int) -> None:
         path = self.entry.path
         if self._before is not None:
-            _replace(path, self._before)
+            write_file(path, self._before, sync=False)
             if before := read(path):
                 _enter(before)
             return
@@ -420,7 +412,7 @@ class JobRecorder:
             if where != self.entry.log_dir and os.path.isdir(where):  # it was moved
                 self._kept = self.entry = replace(self.entry, log_dir=where)
                 is_new = True
-            _replace(folder / self.entry.path.name, json.dumps(asdict(self.entry)) + "\n")
+            write_file(folder / self.entry.path.name, json.dumps(asdict(self.entry)) + "\n", sync=False)
             if is_new:
                 _enter(self.entry)
         elif self.entry.ran and self._unusable is not None:

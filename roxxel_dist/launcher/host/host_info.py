@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.file_lock import boot_id
 from roxxel_dist.launcher.host.installed import versions
 
 LOCK = Path("/tmp/libtpu_lockfile")
@@ -57,13 +58,6 @@ def gather(question: HostInfo) -> HostInfo:
             trainer = import_module("roxxel_dist.place.directory")
             info["data"] = trainer.data_to_read(data_path, run_dir, resume=resume)
     return info
-
-
-def boot_id() -> str:
-    """What the kernel calls its time since the last boot; empty where a container hides /proc/sys."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return ""
 
 
 def own_name() -> HostInfo:

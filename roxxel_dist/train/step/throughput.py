@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from roxxel_dist.cluster.accelerators import peak_flops
+from roxxel_dist.cluster.free_memory import free_bytes
 
 ON_ACCELERATORS = 3
 """Steps that may wait: enough to keep the devices busy, few enough to stop soon."""
@@ -122,14 +123,13 @@ def device_bytes(tree: Any) -> int:
 
 
 def free_device_bytes() -> float:
-    """The free memory of this process's fullest device; on CPU a device's share of the machine's available memory."""
+    """The free memory of this process's fullest device; on CPU a device's share of the host's (see `free_bytes`)."""
     devices = jax.local_devices()
     stats = [device.memory_stats() or {} for device in devices]
     free = [stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats if "bytes_limit" in stat]
     if free:
         return min(free)
-    match = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
-    return int(match[1]) * 1024 / len(devices) if match else math.inf
+    return free_bytes() / len(devices)
 
 
 def peak_rss_bytes() -> int:
