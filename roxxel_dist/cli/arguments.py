@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from roxxel_dist.checkpoint.metadata import CheckpointRef
 from roxxel_dist.cli.parser import flags_in, normalise_switches, parse
 from roxxel_dist.cluster.exit_codes import UserError, attempt_number
-from roxxel_dist.launcher.job.spec import split_flags
+from roxxel_dist.launcher.job.flags import split_flags
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.place.directory import CONFIG, check_still_there, default_run_dir
 from roxxel_dist.settings.config import FIELD_TYPES, Config, parse_yaml

@@ -77,7 +77,8 @@ def doctor(words: list[str]) -> int:
 
 def requirements(args: DoctorArgs, command: tuple[str, ...]) -> "Requirements":
     """What hosts need for a job that does not exist yet; `command` may be empty. Raises ValueError for a slip."""
-    from roxxel_dist.launcher.job.spec import JobSpec, log_dir_for
+    from roxxel_dist.launcher.job.program import log_dir_for
+    from roxxel_dist.launcher.job.spec import JobSpec
     from roxxel_dist.launcher.preflight.checks import requirements_of
 
     run_dir = None if is_url(args.run_dir) else args.run_dir  # of a run in a bucket no folder is needed

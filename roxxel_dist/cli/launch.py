@@ -175,7 +175,8 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
     from roxxel_dist.launcher.control import record
     from roxxel_dist.launcher.job.environment import assignments, read_env_file
     from roxxel_dist.launcher.job.placement import placements, working_hosts
-    from roxxel_dist.launcher.job.spec import JobSpec, log_dir_for, new_run_id
+    from roxxel_dist.launcher.job.program import log_dir_for
+    from roxxel_dist.launcher.job.spec import JobSpec, new_run_id
 
     if options.json and not options.dry_run:
         raise UserError("--json prints what would run: give it with --dry-run")

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from roxxel_dist.cli.argument_types import POSITIONAL, Short, marks, option_types, parts, plain
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.launcher.job.spec import split_flags
+from roxxel_dist.launcher.job.flags import split_flags
 from roxxel_dist.utils.component import field_docs
 
 T = TypeVar("T")

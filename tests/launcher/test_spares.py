@@ -17,13 +17,15 @@ from ranks import is_waiting_spare
 from roxxel_dist.cluster.free_memory import free_bytes
 from roxxel_dist.launcher.host.rank import Program, Rank
 from roxxel_dist.launcher.host.spares import Spare, choose
-from roxxel_dist.launcher.host.worker import JOINING, TRAINING, imports_of
+from roxxel_dist.launcher.host.worker import JOINING, imports_of
+from roxxel_dist.launcher.job.program import program_of
 
 pytestmark = pytest.mark.xdist_group("launch")  # not beside test_worker.py, of whose ranks a launch would tell
 Launch = Callable[..., Any]
 Alive = Callable[[int], bool]
 Until = Callable[[Callable[[], Any], str], None]
 
+TRAINING = (*JOINING, *program_of(["train"]).imports)
 READ = "0 " if os.uname().machine == "x86_64" else "63 "
 """The number of the system call in which a spare waits."""
 
@@ -33,6 +35,7 @@ import json, os, resource, signal, sys, threading, time
 from pathlib import Path
 from roxxel_dist.cluster.progress import Progress
 import jax
+
 attempt = int(os.environ["ROXXEL_ATTEMPT"])
 progress = Progress.from_env(0)
 facts = {"argv": sys.argv, "env": dict(os.environ), "cwd": os.getcwd(), "stdin": os.readlink("/proc/self/fd/0"),
@@ -228,6 +231,7 @@ def test_a_spare_is_taken_for_the_variables_that_it_was_made_with_alone() -> Non
     assert 0 < free_bytes() <= psutil.virtual_memory().total
 
 
+TRAINING = (*JOINING, *program_of(["train"]).imports)
 LOOK = """
 import sys, threading
 from importlib import import_module

@@ -13,7 +13,8 @@ import pytest
 from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.control.supervisor import run
 from roxxel_dist.launcher.job.placement import coordinator_port, placements, rank_environment, visible_gpus
-from roxxel_dist.launcher.job.spec import CONTRACT, JobSpec, log_dir_for, new_run_id
+from roxxel_dist.launcher.job.program import log_dir_for
+from roxxel_dist.launcher.job.spec import CONTRACT, JobSpec, new_run_id
 
 GOOD: dict[str, Any] = {"command": ("train",), "nprocs": 2, "run_id": "r", "log_dir": Path("logs")}
 

@@ -25,7 +25,8 @@ from roxxel_dist.launcher.host.process_tree import STARTED, STATE, stat
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.claims import folder
 from roxxel_dist.launcher.job.environment import masked_words
-from roxxel_dist.launcher.job.spec import RUN_ID, JobSpec, flag, trains_in_bucket
+from roxxel_dist.launcher.job.program import is_bucket, program_of
+from roxxel_dist.launcher.job.spec import RUN_ID, JobSpec
 from roxxel_dist.launcher.output.console import info
 
 State = Literal["starting", "running", "restarting", "stopping", "ended", "lost"]
@@ -455,7 +456,7 @@ def find(name: str) -> JobRecord:
 
     Raises UserError for none, and for several; names the nearest one, or those that run.
     """
-    if name and not trains_in_bucket(("train", "--run_dir", name)) and (job := of_directory(name)):
+    if name and not is_bucket(name) and (job := of_directory(name)):
         return job
     among = entries()
     if not among:
@@ -482,8 +483,7 @@ def find(name: str) -> JobRecord:
 
 def _bucket(job: JobRecord) -> str | None:
     """The address of the run in a bucket that a job trains; None for another job."""
-    words = tuple(shlex.split(job.command))
-    return (flag(words, "run_dir") or "").rstrip("/") if trains_in_bucket(words) else None
+    return program_of(shlex.split(job.command)).bucket
 
 
 def _list(among: Sequence[JobRecord]) -> str:

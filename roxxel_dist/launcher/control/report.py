@@ -47,7 +47,7 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
         if (
             failure.code == EXIT_USAGE
             and words
-            and (job.command[0] == "train" or words[-1].startswith("roxxel-dist: "))
+            and (job.program.reports_steps or words[-1].startswith("roxxel-dist: "))
         ):
             shown = job.all_ranks or failure.rank == 0 or set(tail[-1:]) & set(logs.tail(0))
             return [] if shown else tail

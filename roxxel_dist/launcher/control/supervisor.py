@@ -99,7 +99,7 @@ class _Controller:
             return "not started: correct what is above; `roxxel-dist doctor` checks all hosts"
         if not unreachable:
             return "not started again: correct what is above; `roxxel-dist doctor` checks all hosts"
-        resume = " with --resume" * (self.job.command[0] == "train")
+        resume = f" with {self.job.program.resume}" if self.job.program.resume else ""
         others = "" if self.job.min_hosts or self.job.spare_hosts else "; --spare-hosts or --min-hosts go on without it"
         return (
             f"not started again: a host did not answer for {self.job.host_timeout:g} s (--host-timeout); repair it, or "
@@ -169,7 +169,7 @@ class _Controller:
     def _attempt(self, ready: ReadyHosts, pool: HostPool, lost_hosts: LostHosts) -> AttemptResult:
         job, backend, console = ready.assignment.job, self.backend, self.console
         number = job.first_attempt + len(self._attempts)
-        reached, trains = self._reached, job.command[0] == "train"
+        reached, trains = self._reached, job.program.reports_steps
         console.flush()  # a detached launcher leaves its terminal here
         self.recorder.update(state="running", attempt=number)
         hosts, outer = ready.assignment.hosts, backend.environment

@@ -13,12 +13,12 @@ import sys
 import zlib
 from contextlib import suppress
 from glob import glob
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.file_lock import boot_id
 from roxxel_dist.launcher.host.installed import versions
+from roxxel_dist.launcher.job.program import host_checks
 
 LOCK = Path("/tmp/libtpu_lockfile")
 IS_FILE = "is a file"
@@ -54,9 +54,8 @@ def gather(question: HostInfo) -> HostInfo:
             "data": None,
             "ports": rank_ports(),
         }
-        if data_path is not None or resume:  # by its name: the launcher imports nothing of the trainer
-            trainer = import_module("roxxel_dist.place.directory")
-            info["data"] = trainer.data_to_read(data_path, run_dir, resume=resume)
+        if data_path is not None or resume:
+            info["data"] = host_checks().data_to_read(data_path, run_dir, resume=resume)
     return info
 
 
@@ -103,8 +102,7 @@ def folder(path: str, *, is_run: bool) -> HostInfo:
         why = IS_FILE
     except OSError as error:
         why = error.strerror or str(error)
-    # By its name: the launcher imports nothing of the trainer.
-    foreign = import_module("roxxel_dist.place.directory").why_no_run(path) if is_run else None
+    foreign = host_checks().why_no_run(path) if is_run else None
     return {"path": str(place), "free": free, "why": why, "foreign": foreign}
 
 

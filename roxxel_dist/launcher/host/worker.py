@@ -37,7 +37,7 @@ from roxxel_dist.cluster.exit_codes import (
 from roxxel_dist.cluster.progress import Progress, agent_pipe, own_record, say_exit
 from roxxel_dist.launcher.host.runtime_errors import is_runtime_failure, is_tpu_in_use
 from roxxel_dist.launcher.host.sources import recorder
-from roxxel_dist.launcher.job.spec import flag
+from roxxel_dist.launcher.job.program import program_of
 from roxxel_dist.launcher.output.console import info
 
 SUBCOMMANDS = frozenset(
@@ -47,8 +47,6 @@ SUBCOMMANDS = frozenset(
 PYTHON = frozenset({"python", "python3", sys.executable})
 JOINING = ("roxxel_dist.cluster.distributed",)
 """Modules that are imported before any program that runs in this process."""
-TRAINING = (*JOINING, "roxxel_dist.cli.train", "roxxel_dist.run.experiment")
-"""The same, with those of `train`: a spare imports them ahead of time. None of them touches a device."""
 LINGER_S = 1.0
 """How long a rank that has failed waits for its agent to end it."""
 NOT_FOUND = 127
@@ -73,8 +71,8 @@ def main(command: list[str]) -> None:
 def imports_of(command: Sequence[str]) -> Sequence[str]:
     """The modules that a command imports first; none if it does not run in this process."""
     word, *rest = command
-    if word == "train":
-        return TRAINING
+    if imports := program_of(command).imports:
+        return (*JOINING, *imports)
     words = rest if word not in SUBCOMMANDS and _is_this_python(word) else [word] if word.endswith(".py") else []
     return JOINING if words and _runs_here(words) else ()
 
@@ -127,9 +125,10 @@ def _options(words: list[str]) -> list[str]:
 
 
 def _subcommand(word: str, rest: list[str]) -> None:
-    if word == "train":
-        if config := flag(rest, "config"):
-            recorder().add("--config", os.path.realpath(config))
+    program = program_of([word, *rest])
+    if program.config:
+        recorder().add("--config", os.path.realpath(program.config))
+    if program.reports_steps:
         _initialize(then="start")  # to the first word of the trainer
     sys.argv = ["roxxel-dist", word, *rest]
     runpy.run_module("roxxel_dist", run_name="__main__", alter_sys=True)

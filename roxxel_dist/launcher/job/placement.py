@@ -65,7 +65,7 @@ def rank_environment(
     if job.devices_per_proc is not None:
         own["ROXXEL_LOCAL_DEVICES"] = str(job.devices_per_proc)
         own["JAX_PLATFORMS"] = caller.get("JAX_PLATFORMS") or "cpu"
-    if reached and job.command[0] == "train":
+    if reached and job.program.reports_steps:
         own[REACHED_ENV] = str(reached)
     return {**job.env, **own}
 

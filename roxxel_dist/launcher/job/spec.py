@@ -1,11 +1,10 @@
-"""What to start: JobSpec, run ids and log folders."""
+"""What to start: JobSpec and run ids."""
 
 import itertools
 import re
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -20,6 +19,7 @@ from roxxel_dist.cluster.exit_codes import (
     UserError,
 )
 from roxxel_dist.launcher.job.claims import claim
+from roxxel_dist.launcher.job.program import Program, program_of
 
 CONTRACT = (
     "ROXXEL_COORDINATOR", "ROXXEL_NUM_PROCESSES", "ROXXEL_PROCESS_ID", "ROXXEL_LOCAL_DEVICES", "ROXXEL_ATTEMPT",
@@ -31,7 +31,6 @@ CONTRACT = (
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 LEAST_LEASE_S = 10.0
 """A host that is cut off alone lives as long."""
-BUCKET = re.compile(r"(s3|gs|az):/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +104,11 @@ class JobSpec(HostOptions, JobOptions):
     """Rows of each phase's micro-batch, which the devices must divide when hosts are lost; empty if unknown."""
 
     @property
+    def program(self) -> Program:
+        """What is known of the command."""
+        return program_of(self.command)
+
+    @property
     def total(self) -> int:
         """Ranks of the whole job."""
         return self.nprocs if self.world is None else self.world
@@ -161,43 +165,3 @@ def new_run_id(is_taken: Callable[[str], bool] = lambda run_id: False) -> str:
     return next(
         name for name in names if not (Path("runs", f"run_{name}").exists() or is_taken(name)) and claim(f"run-{name}")
     )
-
-
-def log_dir_for(command: tuple[str, ...], run_id: str) -> Path:
-    """`X/logs` for `train … --run_dir X` (the last one counts); otherwise, and where X is in a bucket,
-    `runs/run_<run_id>/logs`."""
-    run_dir = flag(command, "run_dir") if command[:1] == ("train",) and not trains_in_bucket(command) else None
-    return Path(run_dir or Path("runs", f"run_{run_id}")) / "logs"
-
-
-def trains_in_bucket(command: Sequence[str]) -> bool:
-    """Whether a command trains a run that is kept in a bucket: no folder has to be there, or shared, for it."""
-    return command[:1] == ("train",) and BUCKET.match(flag(command, "run_dir") or "") is not None
-
-
-def flag(words: Sequence[str], name: str) -> str | None:
-    """The value of a flag, however it is spelled; the last one counts."""
-    return {other: value for other, value, _ in split_flags(words)}.get(name)
-
-
-def split_flags(words: Sequence[str], switches: Container[str] = ()) -> Iterator[tuple[str, str | None, list[str]]]:
-    """(name, value, its words) of every flag, and ("", None, [word]) of a word that belongs to none.
-
-    A flag's name has _ where - was written. Its value is what follows `=`, or the next word, unless that is a flag too;
-    of `switches` only `True` and `False` are values.
-    """
-    rest = deque(words)
-    while rest:
-        word = rest.popleft()
-        if not word.startswith("--"):
-            yield "", None, [word]
-            continue
-        flag, equals, value = word.partition("=")
-        name = flag[2:].replace("-", "_")
-        is_switch = name.removeprefix("no_") in switches
-        if equals:
-            yield name, value, [word]
-        elif rest and not rest[0].startswith("--") and (not is_switch or rest[0].lower() in ("true", "false")):
-            yield name, rest[0], [word, rest.popleft()]
-        else:
-            yield name, None, [word]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from roxxel_dist.launcher.host.host_info import IS_FILE, LOCK, HostInfo, is_loopback
-from roxxel_dist.launcher.job.spec import JobSpec, flag, split_flags, trains_in_bucket
+from roxxel_dist.launcher.job.spec import JobSpec
 
 Level = Literal["ok", "warning", "error"]
 Hosts = Mapping[str, HostInfo]
@@ -49,14 +49,12 @@ def requirements_of(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> 
 
     `outer` are variables that ranks have beside those of the job; `writes`: logs are written on the host in any case.
     """
-    train = job.command[0] == "train"
-    needs_folder = train and not trains_in_bucket(job.command)
+    program = job.program
     return Requirements(
-        run_dir=str(job.log_dir.parent) if needs_folder or writes else None,
-        shared=needs_folder,
-        data_path=flag(job.command, "data_path") if train else None,
-        resume=train
-        and any(name == "resume" and (value or "").lower() != "false" for name, value, _ in split_flags(job.command)),
+        run_dir=str(job.log_dir.parent) if program.needs_folder or writes else None,
+        shared=program.needs_folder,
+        data_path=program.data_path,
+        resume=program.resumes,
         gpus_per_host=job.gpus_per_host,
         visible={**outer, **job.env}.get("CUDA_VISIBLE_DEVICES"),
         platforms=job.env.get("JAX_PLATFORMS") or ("cpu" if job.devices_per_proc else None),

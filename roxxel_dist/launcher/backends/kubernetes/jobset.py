@@ -19,8 +19,10 @@ from typing import Any, ClassVar
 from roxxel_dist.cluster.exit_codes import EXIT_HANG, EXIT_PREFLIGHT, UserError
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.environment import assignments, is_secret, masked_words, read_env_file
+from roxxel_dist.launcher.job.flags import flag
 from roxxel_dist.launcher.job.placement import placements
-from roxxel_dist.launcher.job.spec import JobOptions, JobSpec, flag, log_dir_for, trains_in_bucket
+from roxxel_dist.launcher.job.program import log_dir_for, program_of
+from roxxel_dist.launcher.job.spec import JobOptions, JobSpec
 from roxxel_dist.launcher.policy.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, OF_THE_COMMAND, PREEMPTED
 
 Plain = dict[str, Any]
@@ -144,18 +146,18 @@ class JobSetSpec:
                 raise UserError(
                     f"--volume {volume!r}: write CLAIM:/path, a PersistentVolumeClaim and where it shall be"
                 )
-        if self.command[:1] != ("train",) or trains_in_bucket(self.command):
+        program = program_of(self.command)
+        if not program.needs_folder:
             return
-        run_dir = flag(self.command, "run_dir")
-        if run_dir is None:
+        if program.folder is None:
             raise UserError(
                 "train without --run_dir: name a folder of a volume that all pods share (--volume CLAIM:/path), or an "
                 "address in a bucket"
             )
-        folder = os.path.normpath(run_dir)
+        folder = os.path.normpath(program.folder)
         if not any(f"{folder}/".startswith(f"{os.path.normpath(path)}/") for _, path in self.mounts):
             raise UserError(
-                f"--run_dir {run_dir} is in no --volume: it would end with its pod; use --volume CLAIM:/path"
+                f"--run_dir {program.folder} is in no --volume: it would end with its pod; use --volume CLAIM:/path"
             )
 
     def _check_amounts(self) -> None:

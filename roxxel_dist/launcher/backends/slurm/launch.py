@@ -24,8 +24,9 @@ from roxxel_dist.launcher.backends.slurm.allocation import (
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend, check_container
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.environment import is_secret, masked_words
+from roxxel_dist.launcher.job.flags import split_flags
 from roxxel_dist.launcher.job.placement import ranks_on
-from roxxel_dist.launcher.job.spec import HostOptions, split_flags
+from roxxel_dist.launcher.job.spec import HostOptions
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.output.printable import printable
 

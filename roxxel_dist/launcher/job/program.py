@@ -1,0 +1,76 @@
+"""What the launcher knows of the program of a job: nothing of most, and of `train` what its words say.
+
+No other file of the launcher knows the trainer. Its modules are here by their names, and are imported where they are
+used: in a rank, or on a host that is asked whether it is fit.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.launcher.job.flags import flag, split_flags
+
+BUCKET = re.compile(r"(s3|gs|az):/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What the launcher asks about the program of a job. The defaults are those of one that it knows nothing of."""
+
+    reports_steps: bool = False
+    """Its ranks name the step that they are in, so a restart knows how far the job has come."""
+    resume: str = ""
+    """The flag with which the same command goes on where it was."""
+    imports: tuple[str, ...] = ()
+    """Modules that a rank imports before it begins, and a warm spare ahead of time. None of them touches a device."""
+    needs_folder: bool = False
+    """Whether all hosts must share the folder of its run."""
+    folder: Path | None = None
+    """That folder; None where the words do not name it, or it needs none."""
+    bucket: str | None = None
+    """The address where it keeps its run instead."""
+    data_path: str | None = None
+    """What it reads, the same on all hosts."""
+    resumes: bool = False
+    """Whether it goes on with what its folder has."""
+    config: str | None = None
+    """A file that must be the same for all ranks."""
+
+
+def program_of(command: Sequence[str]) -> Program:
+    """What is known of a command."""
+    if not command or command[0] != "train":
+        return Program()
+    words = command[1:]
+    run_dir = flag(words, "run_dir") or ""
+    resume = [(value or "").lower() != "false" for name, value, _ in split_flags(words) if name == "resume"]
+    return Program(
+        reports_steps=True,
+        resume="--resume",
+        imports=("roxxel_dist.cli.train", "roxxel_dist.run.experiment"),
+        needs_folder=not is_bucket(run_dir),
+        folder=Path(run_dir) if run_dir and not is_bucket(run_dir) else None,
+        bucket=run_dir.rstrip("/") if is_bucket(run_dir) else None,
+        data_path=flag(words, "data_path"),
+        resumes=any(resume),
+        config=flag(words, "config"),
+    )
+
+
+def is_bucket(run_dir: str) -> bool:
+    """Whether a run directory is an address in a bucket."""
+    return BUCKET.match(run_dir) is not None
+
+
+def log_dir_for(command: Sequence[str], run_id: str) -> Path:
+    """`X/logs` for `train … --run_dir X` (the last one counts); otherwise, and where X is in a bucket,
+    `runs/run_<run_id>/logs`."""
+    return (program_of(command).folder or Path("runs", f"run_{run_id}")) / "logs"
+
+
+def host_checks() -> Any:
+    """The trainer's own module with `data_to_read` and `why_no_run`, which a host is asked before a start."""
+    return import_module("roxxel_dist.place.directory")
