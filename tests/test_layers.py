@@ -68,10 +68,9 @@ EXCEPTIONS = OF_TRAIN | {
     # A program that a rank is
     ("roxxel_dist.launcher.job.placement", "roxxel_dist.launcher.host.worker"),
 }
-LAUNCHER_NEEDS = {
-    f"roxxel_dist.cluster.{name}"
-    for name in ("durable", "exit_codes", "extras", "file_lock", "free_memory", "progress")
-}
+# Of the standard library alone, they and what they import; `test_alone` runs the launcher with nothing else.
+OF_CLUSTER = ("awake_clock", "durable", "exit_codes", "extras", "file_lock", "free_memory", "progress")
+LAUNCHER_NEEDS = {f"roxxel_dist.cluster.{name}" for name in OF_CLUSTER}
 # A rank joins the others before the user's program begins.
 IN_A_RANK = ("roxxel_dist.launcher.host.worker", "roxxel_dist.cluster.distributed")
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
