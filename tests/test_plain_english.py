@@ -14,7 +14,7 @@ from reader import FENCE, ROOT, blocks
 
 DOCS = ROOT / "docs"
 HOWTOS = sorted((DOCS / "howto").glob("*.md"))
-GENERATED = [DOCS / "decisions.md", *(DOCS / "reference").glob("*.md")]
+GENERATED = [*(DOCS / "reference").glob("*.md")]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES += [page for page in sorted(DOCS.rglob("*.md")) if page not in GENERATED]
 CODE = [path for folder in ("roxxel_dist", "tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]

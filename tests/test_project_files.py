@@ -27,3 +27,11 @@ def test_the_templates_ask_for_the_machine():
             assert part["type"] in ("textarea", "input", "markdown")
             assert part["attributes"]["label"]
         assert re.search(r"`roxxel-dist doctor --json`", yaml.safe_dump(form, width=10_000))
+
+
+def test_the_code_names_decisions_by_their_numbers():
+    numbers = re.findall(r"^### (\d+)\. ", (ROOT / "docs" / "decisions.md").read_text(), re.MULTILINE)
+    assert numbers == [str(number) for number in range(1, len(numbers) + 1)]
+    sources = (path.read_text() for path in (ROOT / "roxxel_dist").rglob("*.py"))
+    named = {number for text in sources for number in re.findall(r"[Dd]ecision (\d+)", text)}
+    assert named == set(numbers)

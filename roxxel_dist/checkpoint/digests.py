@@ -3,6 +3,7 @@
 `digests.json`, the table of a checkpoint, has the digest of every block of an array as it was on the device, and of
 every file but those that hold the blocks, of which it has the size; the rank that wrote each; its step; and, at its
 end, its own digest. A block is compared after it is read: bytes of its file that no block uses prove nothing.
+Decision 17.
 """
 
 import json

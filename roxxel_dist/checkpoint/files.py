@@ -2,7 +2,7 @@
 `<step>/digests.json`, the digests of both.
 
 A checkpoint is written under a temporary name and renamed when it is complete, so what has its step as a name was
-written to its end. One that does not agree with its digests is set aside, as `<step>.damaged`.
+written to its end. One that does not agree with its digests is set aside, as `<step>.damaged`. Decision 18.
 """
 
 import asyncio

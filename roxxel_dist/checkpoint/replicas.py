@@ -2,7 +2,7 @@
 
 Both ends first prove that they know the job's key (HMAC-SHA256 over the nonces of both). Every frame carries a MAC by a
 key of that connection, its direction and its number. Nothing is encrypted: gradients and parameters cross the same
-interface in the clear, by the collectives (decisions.md: copies of a neighbour).
+interface in the clear, by the collectives (decision 19).
 """
 
 import contextlib

@@ -2,6 +2,7 @@
 
 Orbax writes and reads the arrays; its manager is not used, because there a rank whose disk is full leaves the others
 waiting for it. Here every rank reports how its part went, rank 0 decides, and all receive the same decision.
+Decision 16.
 """
 
 import contextlib

@@ -1,4 +1,7 @@
-"""Everything besides config and data that determines the last bits of a loss; and the cache of compiled programs."""
+"""Everything besides config and data that determines the last bits of a loss; and the cache of compiled programs.
+
+Decision 9.
+"""
 
 import contextlib
 import errno

@@ -2,7 +2,7 @@
 
 Always on a regular file that is open for writing: NFS keeps the lock of a folder, or an exclusive one of a file that is
 open to read, to one host. The file names the holder of the lock (host, pid, boot id, start time) for people and, if the
-file system has no locks, for the next process that wants it.
+file system has no locks, for the next process that wants it. Decision 27.
 """
 
 import errno

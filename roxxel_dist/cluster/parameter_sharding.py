@@ -4,6 +4,7 @@ Along "tensor" devices share the work on the same rows (Shoeybi et al., "Megatro
 heads, hidden units or the vocabulary is split along its output dimension, the one that leads back along its input
 dimension. Between the two each device has its own heads or hidden units, and their results are added once. Along "fsdp"
 devices share memory alone (Rajbhandari et al., "ZeRO", 2020): the other dimension is split, and gathered for use.
+Decision 14.
 """
 
 import math

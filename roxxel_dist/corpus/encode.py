@@ -3,8 +3,7 @@
 A worker process (this module as a program) encodes with one thread. That costs less CPU time than `encode_batch` on the
 threads of the `tokenizers` library (`benchmarks/data_build.py`), and ids become arrays in parallel too. Its messages
 are pickles through its stdin and stdout; a few batches per worker are in memory at a time. It is not a pool of
-`concurrent.futures`, because those processes run the caller's main program again and outlive a killed caller
-(decisions.md: workers of a build).
+`concurrent.futures`, because those processes run the caller's main program again and outlive a killed caller.
 """
 
 import os

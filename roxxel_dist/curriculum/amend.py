@@ -1,4 +1,4 @@
-"""Amendments: the plan from a step on, and how far each data set was read at that step."""
+"""Amendments: the plan from a step on, and how far each data set was read at that step. Decision 2."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

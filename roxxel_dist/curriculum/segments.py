@@ -7,7 +7,7 @@ m the windows per unit. Units are found by the bijection sigma of the pass. So a
 is.
 
 `RemainingUnits` are the units that a pass over a data set has yet to visit, `Allocation` is what a segment reads of one
-data set: units of a pass, and their windows in a keyed order. `SegmentBuilder` cuts phases into segments.
+data set: units of a pass, and their windows in a keyed order. `SegmentBuilder` cuts phases into segments. Decision 1.
 """
 
 import hashlib

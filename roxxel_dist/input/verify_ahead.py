@@ -1,6 +1,7 @@
 """Verification of the training data: a thread compares what the next steps read with the checksums of the shards.
 
 The plan knows what a step will read. No row is logged, and no checkpoint saved, of tokens that were not verified.
+Decision 3.
 """
 
 import threading

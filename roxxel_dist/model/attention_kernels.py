@@ -2,7 +2,7 @@
 
 The score matrix of a row of L tokens has L x L numbers for each head. Up to `LONGEST_WHOLE` tokens XLA keeps it in
 memory. For longer rows it computes one block at a time, as FlashAttention does (Dao et al., 2022), and again in
-the backward pass. cuDNN (NVIDIA GPUs) and splash attention (TPU) do so in kernels of their own.
+the backward pass. cuDNN (NVIDIA GPUs) and splash attention (TPU) do so in kernels of their own. Decision 11.
 """
 
 import dataclasses
@@ -113,7 +113,7 @@ def broken_rule(
             (key_size % 8 == 0, f"cuDNN needs keys of a multiple of 8 channels, and they have {key_size}", "use xla"),
             (key_size <= widest, f"cuDNN takes keys of {widest} channels here, and they have {key_size}", "use xla"),
             (not packed, "cuDNN knows no documents within a row", "use packing contiguous, or xla"),
-            # See docs/decisions.md.
+            # Decision 11.
             (
                 not is_deterministic(),
                 "deterministic is true, and XLA does not run cuDNN's deterministic backward pass",

@@ -7,7 +7,7 @@ summed over the devices and go back to the devices of the keys.
 Causality makes later queries dearer. So a row is cut into 2 t segments for t devices, and device i computes on the
 segments i and 2 t - 1 - i: together they see as many keys as any other pair (as in the zigzag order of ring attention;
 Liu et al., 2023). A window sees as many keys anywhere: then a device keeps its queries, and is sent the keys of its
-window alone.
+window alone. Decision 10.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The cross-entropy of the next token: of all tokens at once, or of some at a time."""
+"""The cross-entropy of the next token: of all tokens at once, or of some at a time. Decision 12."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""A mixture of experts (Shazeer et al., 2017): many feed-forward layers, of which each token goes through a few."""
+"""A mixture of experts (Shazeer et al., 2017): many feed-forward layers, of which each token goes through a few.
+
+Decision 13.
+"""
 
 import math
 from typing import Any

@@ -1,7 +1,7 @@
 """A module split once into named leaves: what a run trains, keeps beside it, and may change by hyperparameters.
 
 Leaves travel as dictionaries from a parameter's name to its array, which cost a fraction of what NNX states or objects
-cost at the border of a jitted call, and are merged into a module again while tracing.
+cost at the border of a jitted call, and are merged into a module again while tracing. Decision 8.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,7 +1,7 @@
 """All settings of a run in one flat object, from and to YAML.
 
 Each component declares its own fields, in a dataclass beside it; `Config` is their union. A `Config` may be changed
-freely: the components check the values when they are taken out of it with `part`.
+freely: the components check the values when they are taken out of it with `part`. Decision 30.
 """
 
 import contextlib

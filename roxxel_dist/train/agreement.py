@@ -3,7 +3,7 @@
 Each announcement names the step of the next one, about a second later. An ordinary step makes no request, and an
 announcement that is read has been there for a step. A rank 0 that is stuck has entered fewer steps than the ranks that
 wait for it, so the launcher names it. Another rank that is asked to stop sets a key, at which rank 0 looks before it
-announces.
+announces. Decision 7.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Validation: the same rows each time, spread over the whole set; dropout off."""
+"""Validation: the same rows each time, spread over the whole set; dropout off. Decision 5."""
 
 import json
 import math

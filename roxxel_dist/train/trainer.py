@@ -1,4 +1,7 @@
-"""The training loop. One step, in order, is `Trainer._train`; `train/README.md` has the files that it crosses."""
+"""The training loop. One step, in order, is `Trainer._train`; `train/README.md` has the files that it crosses.
+
+Decision 6.
+"""
 
 import contextlib
 import difflib

@@ -1,4 +1,7 @@
-"""The files that a run writes while it trains: checkpoints, weight files, the cursor, answers to requests to save."""
+"""The files that a run writes while it trains: checkpoints, weight files, the cursor, answers to requests to save.
+
+Decision 20.
+"""
 
 import contextlib
 import threading

@@ -1,7 +1,7 @@
 """Memory-mapped files: all files of a data set mapped back to back in one address range, and windows copied from there.
 
 If a mapped file is truncated, some of its pages cannot be read; access raises the signal SIGBUS, which ends the
-process.
+process. Decision 4.
 """
 
 import ctypes

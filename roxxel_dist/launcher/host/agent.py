@@ -5,7 +5,7 @@ processes do the killing (`process_tree`). epoll returns descriptors in the orde
 that runs Python reports its failure before its connections close, so the first reported failure is the first one. The
 agent takes orders from its stdin alone (signals do nothing once it has ranks). When that ends, or is silent for longer
 than the heartbeat timeout, the controller is lost: the agent ends, and with it the ranks. Where no host receives from
-the controller, ranks live on for the job's lease (`lease`).
+the controller, ranks live on for the job's lease (`lease`). Decision 24.
 """
 
 import errno

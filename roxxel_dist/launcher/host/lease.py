@@ -7,7 +7,7 @@ host that has received nothing for `ORPHAN_S` asks the first one, by a datagram;
 ask at once. Where a firewall drops datagrams, there is no answer, and ranks end as if their host were cut off alone.
 
 The launcher holds the other half: it takes a host for cut off alone only if others have received from it all the time
-(`pool.COMMON_S`, which is less than `ORPHAN_S - FRESH_S`).
+(`pool.COMMON_S`, which is less than `ORPHAN_S - FRESH_S`). Decision 23.
 """
 
 import socket

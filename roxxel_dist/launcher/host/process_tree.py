@@ -10,7 +10,7 @@ worker of Ray, which has threads and cannot fork, starts its keepers as programs
 A process is signalled only while its number cannot be reused: a child that was not reaped, or by pidfd.
 
 As a program, `process_tree.py CHILD LIMIT FOLDER…`, this file is the guard, and `process_tree.py keep LINGER CMD…` a
-keeper. It imports no other file of the package: it must start within milliseconds, without site-packages.
+keeper. It imports no other file of the package: it must start within milliseconds, without site-packages. Decision 21.
 """
 
 import ctypes

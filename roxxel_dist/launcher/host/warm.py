@@ -2,7 +2,7 @@
 
 It may leave no trace that the program of the rank could see: no thread, no signal handler, no variable. It imports
 in slices, most of the time asleep. A lower priority would do less: it applies only within a session if the kernel
-groups sessions (autogroup), and without privileges a process cannot go back from nice 19 or SCHED_IDLE.
+groups sessions (autogroup), and without privileges a process cannot go back from nice 19 or SCHED_IDLE. Decision 25.
 """
 
 import json

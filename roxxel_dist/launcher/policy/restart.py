@@ -1,4 +1,7 @@
-"""Whether a job that ended is started again: a pure function of how its attempts ended, and the words for it."""
+"""Whether a job that ended is started again: a pure function of how its attempts ended, and the words for it.
+
+Decision 22.
+"""
 
 import signal
 from collections.abc import Callable, Sequence

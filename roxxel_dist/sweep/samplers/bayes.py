@@ -1,7 +1,7 @@
 """Bayesian search with a Gaussian process: where `bayes` looks next.
 
 The process sees *rows*: one number a free parameter, u in [0, 1] where values are endless, the index of the choice
-otherwise; and features, made of rows: ordered choices on one axis, other choices on an axis each.
+otherwise; and features, made of rows: ordered choices on one axis, other choices on an axis each. Decision 29.
 """
 
 import math

@@ -1,7 +1,7 @@
 """One trial: a run of its own in a process of its own, whose reports come as they are made.
 
 `run` is what a Ray task executes. The training is the command `train`, alone or through the launcher, so a trial is a
-run as any other: its directory can be looked at, continued, evaluated and exported.
+run as any other: its directory can be looked at, continued, evaluated and exported. Decision 28.
 """
 
 import math

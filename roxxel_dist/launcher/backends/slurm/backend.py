@@ -1,4 +1,7 @@
-"""Ranks on the nodes of a SLURM job: one agent a node, each in a job step of its own, whose `srun` is the channel."""
+"""Ranks on the nodes of a SLURM job: one agent a node, each in a job step of its own, whose `srun` is the channel.
+
+Decision 26.
+"""
 
 import os
 import subprocess
