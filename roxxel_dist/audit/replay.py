@@ -179,17 +179,32 @@ def trainer_of(
         logged = {step for step in run.rows if interval.start < step <= last}
         validated = {step for step in logged if run.rows[step].get("val_loss") is not None}
         options = dataclasses.replace(
-            components.options, max_steps=last, patience=0, export_weights=False, profile_steps=None,
-            log_every=_every(logged, last), eval_every=_every(validated, last), checkpoint_every=NEVER,
-            memory_checkpoint_every=0, max_to_keep=1, keep_every=None,
+            components.options,
+            max_steps=last,
+            patience=0,
+            export_weights=False,
+            profile_steps=None,
+            log_every=_every(logged, last),
+            eval_every=_every(validated, last),
+            checkpoint_every=NEVER,
+            memory_checkpoint_every=0,
+            max_to_keep=1,
+            keep_every=None,
             keep_steps=[step for step in run.steps if interval.start < step <= last],
             on_bad_step="raise" if components.options.on_bad_step == "rewind" else components.options.on_bad_step,
-        )  # fmt: skip
+        )
         trainer = Trainer(
-            components.build, components.optimizer, components.curriculum, components.loss, folder,
-            validation=components.validation, mesh=components.mesh(), grad_accum_steps=components.grad_accum,
-            logger=watch, **dataclasses.asdict(options),
-        )  # fmt: skip
+            components.build,
+            components.optimizer,
+            components.curriculum,
+            components.loss,
+            folder,
+            validation=components.validation,
+            mesh=components.mesh(),
+            grad_accum_steps=components.grad_accum,
+            logger=watch,
+            **dataclasses.asdict(options),
+        )
         held.callback(trainer.close)
         yield components, trainer
 

@@ -55,9 +55,16 @@ class MemoryTier:
     """The generations of one run. All ranks make the same calls. Made by `open_memory`."""
 
     def __init__(
-        self, folder: Path, hosts: Sequence[int], run: str, *, every: int | None, replicas: int | None,
-        log: Callable[[str], None], rows: Sequence[Path],
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        hosts: Sequence[int],
+        run: str,
+        *,
+        every: int | None,
+        replicas: int | None,
+        log: Callable[[str], None],
+        rows: Sequence[Path],
+    ) -> None:
         self._logs = rows
         self._folder, self._hosts, self._run, self._log = folder, hosts, run, log
         self._rank, self._host = process_index(), hosts[process_index()]
@@ -160,9 +167,16 @@ class MemoryTier:
             file.write(place, np.asarray(array))
         seconds = self.clock() - idle_since
         header = Header(
-            generation=name, step=step, run=self._run, table=self._table.identity, total=len(self._table.blocks),
-            pending=pending, metadata=metadata, rank=self._rank, needs=self._needs,
-        )  # fmt: skip
+            generation=name,
+            step=step,
+            run=self._run,
+            table=self._table.identity,
+            total=len(self._table.blocks),
+            pending=pending,
+            metadata=metadata,
+            rank=self._rank,
+            needs=self._needs,
+        )
         self._submit(partial(self._finish, file, slot, header, seconds))
 
     def settle(self) -> None:

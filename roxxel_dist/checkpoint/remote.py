@@ -67,9 +67,13 @@ class RemoteCheckpoints:
     """
 
     def __init__(
-        self, store: ObjectStore, folder: Path, *,
-        before_table: Callable[[], None] = lambda: None, check_run: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+        self,
+        store: ObjectStore,
+        folder: Path,
+        *,
+        before_table: Callable[[], None] = lambda: None,
+        check_run: Callable[[], None] = lambda: None,
+    ) -> None:
         self._store, self._folder, self._before_table = store, folder, before_table
         self.check_run: Callable[[], None] = check_run
         self._hollow: list[str] = []
@@ -234,8 +238,9 @@ class RemoteCheckpoints:
             self._folder / ".fetch.lock",
             lambda owner: f"{owner} fetches a checkpoint into {self._folder}: waiting for it",
             lambda owner: f"{owner} fetches a checkpoint into {self._folder} for hours",
-            limit_s=FETCH_LIMIT_S, silent_s=FETCH_LIMIT_S,
-        )  # fmt: skip
+            limit_s=FETCH_LIMIT_S,
+            silent_s=FETCH_LIMIT_S,
+        )
         try:
             wrong, missing = compare()  # another process may have fetched them meanwhile
             for _ in range(FETCH_TIMES):

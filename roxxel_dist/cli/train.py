@@ -31,9 +31,14 @@ def train(words: list[str]) -> int:
     experiment = Experiment(config)
     try:
         experiment.fit(
-            args.data_path, args.run_dir, args.resume, args.amend,
-            fork=args.fork, skip_steps=skipped, local_dir=args.local_dir,
-        )  # fmt: skip
+            args.data_path,
+            args.run_dir,
+            args.resume,
+            args.amend,
+            fork=args.fork,
+            skip_steps=skipped,
+            local_dir=args.local_dir,
+        )
     except (
         BadStep,
         CacheError,
@@ -143,9 +148,13 @@ def plan(words: list[str]) -> int:
 
     with usage_errors():
         request = EstimateRequest(
-            run=Path(run) if run else None, devices=args.devices, target=args.target, processes=args.processes,
-            tokens_per_s=args.tokens_per_s, device_memory_gb=args.device_memory_gb,
-        )  # fmt: skip
+            run=Path(run) if run else None,
+            devices=args.devices,
+            target=args.target,
+            processes=args.processes,
+            tokens_per_s=args.tokens_per_s,
+            device_memory_gb=args.device_memory_gb,
+        )
     try:
         result = estimate(config, args.data_path, request)
     except MissingCompiler as problem:

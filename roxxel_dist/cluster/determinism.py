@@ -187,7 +187,8 @@ def _is_writable(folder: Path) -> bool:
             print(
                 f"roxxel-dist: {folder} cannot be written ({error.strerror}): compiled programs are not kept; "
                 f"JAX_COMPILATION_CACHE_DIR names another folder",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                file=sys.stderr,
+                flush=True,
+            )
         return False
     return True

@@ -176,10 +176,14 @@ def _instruction(line: str) -> Instruction:
     closes = _closing(line, opens)
     argument = line[opens + 1 : closes]
     return Instruction(
-        name=head[1], opcode=line[end:opens].strip(), type=line[start:end],
-        operands=tuple(re.findall(r"%([\w.-]+)", argument)), rest=line[closes + 1 :],
-        is_root=line.lstrip().startswith("ROOT "), argument=argument,
-    )  # fmt: skip
+        name=head[1],
+        opcode=line[end:opens].strip(),
+        type=line[start:end],
+        operands=tuple(re.findall(r"%([\w.-]+)", argument)),
+        rest=line[closes + 1 :],
+        is_root=line.lstrip().startswith("ROOT "),
+        argument=argument,
+    )
 
 
 def _closing(line: str, start: int) -> int:

@@ -96,9 +96,16 @@ def build(
     ready = load_tokenizer(tokenizer, vocab_size, eos_token)
     tokens, corpus = find_inputs(sources, include, exclude, out, dtype, log)
     inputs = BuildInputs(
-        corpus=corpus, tokens=tokens, tokenizer=ready, kind=str(tokenizer) if corpus else "none",
-        vocab_size=vocab_size, eos=eos, val_fraction=val_fraction, text_key=text_key, max_shard_bytes=max_shard_bytes,
-    )  # fmt: skip
+        corpus=corpus,
+        tokens=tokens,
+        tokenizer=ready,
+        kind=str(tokenizer) if corpus else "none",
+        vocab_size=vocab_size,
+        eos=eos,
+        val_fraction=val_fraction,
+        text_key=text_key,
+        max_shard_bytes=max_shard_bytes,
+    )
     workers = workers or len(os.sched_getaffinity(0))
     if bucket is None:
         _build(inputs, out, workers, overwrite, log)

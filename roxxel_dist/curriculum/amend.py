@@ -48,9 +48,12 @@ class Amendment:
             for name, kept in state["datasets"].items()
         }
         return cls(
-            from_step=state["from_step"], skip=state["skip"], shapes=tuple(shapes), sources=sources,
+            from_step=state["from_step"],
+            skip=state["skip"],
+            shapes=tuple(shapes),
+            sources=sources,
             is_fork=state.get("is_fork", False),
-        )  # fmt: skip
+        )
 
 
 def _shape_state(shape: Shape) -> dict[str, Any]:

@@ -165,9 +165,14 @@ class Plan:
         return self._amended(step, phases, datasets, 0, is_fork=True)
 
     def _amended(
-        self, step: int, phases: Sequence[Shape] | None, datasets: Mapping[str, Ranges] | None, skip: int,
-        *, is_fork: bool,
-    ) -> "Plan":  # fmt: skip
+        self,
+        step: int,
+        phases: Sequence[Shape] | None,
+        datasets: Mapping[str, Ranges] | None,
+        skip: int,
+        *,
+        is_fork: bool,
+    ) -> "Plan":
         last = self.amendments[-1]
         if not last.from_step <= step <= self.total_steps:
             raise UserError(

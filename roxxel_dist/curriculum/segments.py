@@ -282,9 +282,7 @@ def _in_pass(first: Segment, number: int) -> Segment:
         before[source.name] = replace(cursor, pass_index=begun.pass_index, remaining=begun.remaining)
     allocations = tuple(replace(a, cursor=before[a.source.name]) for a in first.allocations)
     mixture = Mixture(first.mixture.weights, first.mixture.items, first.key.mixture(step))
-    return replace(
-        first, first_step=step, mixture=mixture, allocations=allocations, before=before, repeated=None
-    )  # fmt: skip
+    return replace(first, first_step=step, mixture=mixture, allocations=allocations, before=before, repeated=None)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -375,12 +373,16 @@ class SegmentBuilder:
             source = self.sources[name]
             units = -(-items * shape.rows_per_item // (source.units.size // shape.seq_len))
             allocations.append(
-                Allocation(
-                    source=source, cursor=self.cursors[name], units=units, seq_len=shape.seq_len, key=self.key
-                )
-            )  # fmt: skip
+                Allocation(source=source, cursor=self.cursors[name], units=units, seq_len=shape.seq_len, key=self.key)
+            )
         mixture = Mixture(weights, low * per_step, self.key.mixture(step))
         return Segment(
-            first_step=step, steps=low, phase=phase, shape=shape, key=self.key, mixture=mixture,
-            allocations=tuple(allocations), before=dict(self.cursors),
-        )  # fmt: skip
+            first_step=step,
+            steps=low,
+            phase=phase,
+            shape=shape,
+            key=self.key,
+            mixture=mixture,
+            allocations=tuple(allocations),
+            before=dict(self.cursors),
+        )

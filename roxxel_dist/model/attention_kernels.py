@@ -196,9 +196,15 @@ def jax_attention(
     if odd:  # cuDNN's backward pass takes even lengths; no token sees the one that is put behind the last
         q, k, v = (jnp.pad(x, [(0, 0), (0, 1), (0, 0), (0, 0)]) for x in (q, k, v))
     mixed = jax.nn.dot_product_attention(
-        q, k, v, mask=mask, scale=scale, is_causal=causal,
-        local_window_size=None if window is None else (window - 1, 0), implementation=implementation,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=scale,
+        is_causal=causal,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation=implementation,
+    )
     return mixed[:, : mixed.shape[1] - odd, :, :values]
 
 
@@ -359,9 +365,17 @@ def blocked_forward(
 
 
 def blocked_backward(
-    q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, out: jax.Array, log_sums: jax.Array, d_out: jax.Array,
-    of_row: int, window: int | None, scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    at: Blocks,
+    out: jax.Array,
+    log_sums: jax.Array,
+    d_out: jax.Array,
+    of_row: int,
+    window: int | None,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of queries, in their type, and of keys and values, in the float32 that they are summed in."""
 
     def queries(d_keys: Any, i: jax.Array) -> tuple[Any, jax.Array]:
@@ -450,9 +464,12 @@ def splash_attention(
     def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
         """Attention for this device's rows and heads. Padding comes after the real tokens, so causality masks it."""
         kernel = splash.make_splash_mha(
-            splash.MultiHeadMask([mask] * q.shape[2]), block_sizes=sizes, head_shards=1, q_seq_shards=1,
+            splash.MultiHeadMask([mask] * q.shape[2]),
+            block_sizes=sizes,
+            head_shards=1,
+            q_seq_shards=1,
             interpret=interpret,
-        )  # fmt: skip
+        )
 
         def row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
             q, k, v = (jnp.pad(x, [(0, short), (0, 0), (0, 0)]).swapaxes(0, 1) for x in (q * scale, k, v))
@@ -470,6 +487,8 @@ def splash_attention(
     heads = TENSOR if shared > 1 and k_BxLxGxK.shape[2] % shared == 0 else None
     spec = P(rows, None, heads, None)
     return jax.shard_map(
-        local, in_specs=(spec, spec, spec, None if segments_BxL is None else P(rows, None)), out_specs=spec,
+        local,
+        in_specs=(spec, spec, spec, None if segments_BxL is None else P(rows, None)),
+        out_specs=spec,
         check_vma=False,
-    )(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, segments_BxL)  # fmt: skip
+    )(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, segments_BxL)

@@ -231,7 +231,7 @@ def cut_attention(
     spec = P(rows, TOKENS, shared, None)
     out: Any = jax.shard_map(
         local_program, in_specs=(spec, spec, spec, P(rows, None), of_program), out_specs=spec, check_vma=False
-    )(q, k, v, pad_labels(labels, cut.tokens), program)  # fmt: skip
+    )(q, k, v, pad_labels(labels, cut.tokens), program)
     return out[:, :length]
 
 
@@ -249,9 +249,13 @@ def splash_program(cut: Cut, heads: int, window: int | None, *, interpret: bool)
         block_q=size, block_kv=size, block_q_dkv=size, block_kv_dkv=size, block_q_dq=size, block_kv_dq=size
     )
     return splash.make_splash_mha(
-        splash.MultiHeadMask([mask] * heads), block_sizes=sizes, head_shards=1,
-        q_seq_shards=cut.devices if cut.halo is None else 1, residual_checkpoint_name=RESIDUALS, interpret=interpret,
-    )  # fmt: skip
+        splash.MultiHeadMask([mask] * heads),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=cut.devices if cut.halo is None else 1,
+        residual_checkpoint_name=RESIDUALS,
+        interpret=interpret,
+    )
 
 
 def _local_splash(

@@ -271,9 +271,13 @@ class Running(NamedTuple):
 
 
 def _begin(
-    graphdef: Any, state: Any, prompts: list[list[int]], limit: int, seeds: Sequence[int],
+    graphdef: Any,
+    state: Any,
+    prompts: list[list[int]],
+    limit: int,
+    seeds: Sequence[int],
     options_for: Callable[[Sequence[int]], SamplingInputs],
-) -> tuple[Running, SamplingInputs]:  # fmt: skip
+) -> tuple[Running, SamplingInputs]:
     """Read the prompts, and draw the first token of each; the options are those for the seeds of all rows.
 
     Rows are padded to a power of 2; padding rows start as done.

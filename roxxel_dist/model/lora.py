@@ -112,9 +112,14 @@ def _metadata_beside(kernel: nnx.Param[jax.Array]) -> tuple[dict[str, Any], dict
 
 
 def linear(
-    config: ModelConfig, part: Literal["attention", "mlp"] | None, inputs: int, outputs: int | tuple[int, ...],
-    axes: Axes, init: nnx.Initializer, rngs: nnx.Rngs,
-) -> nnx.LinearGeneral:  # fmt: skip
+    config: ModelConfig,
+    part: Literal["attention", "mlp"] | None,
+    inputs: int,
+    outputs: int | tuple[int, ...],
+    axes: Axes,
+    init: nnx.Initializer,
+    rngs: nnx.Rngs,
+) -> nnx.LinearGeneral:
     """A layer without a bias, with an adapter if the config has one for this part of a block.
 
     Args:

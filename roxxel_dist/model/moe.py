@@ -21,9 +21,13 @@ from roxxel_dist.model.mlp import Activation, activation, hidden_sizes, initiali
 
 
 def experts(
-    x_NxD: jax.Array, chosen_NxK: jax.Array, gates_NxK: jax.Array, first_ExDxPxF: jax.Array, second_ExFxD: jax.Array,
+    x_NxD: jax.Array,
+    chosen_NxK: jax.Array,
+    gates_NxK: jax.Array,
+    first_ExDxPxF: jax.Array,
+    second_ExFxD: jax.Array,
     activate: Activation,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """The sum over a row's experts e of gate x (activate(row @ first[e]) @ second[e]).
 
     It is `ragged` on a TPU. Elsewhere `jax.lax.ragged_dot` computes every expert for each of N x K rows, so `dense`,
@@ -45,9 +49,13 @@ def experts(
 
 
 def ragged(
-    x_NxD: jax.Array, chosen_NxK: jax.Array, gates_NxK: jax.Array, first_ExDxPxF: jax.Array, second_ExFxD: jax.Array,
+    x_NxD: jax.Array,
+    chosen_NxK: jax.Array,
+    gates_NxK: jax.Array,
+    first_ExDxPxF: jax.Array,
+    second_ExFxD: jax.Array,
     activate: Activation,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """`experts` by matrix products over groups of unequal size, A = N x K rows sorted by expert."""
     top_k, (count, dim, *inner) = chosen_NxK.shape[1], first_ExDxPxF.shape
     chosen_A = chosen_NxK.reshape(-1)
@@ -122,9 +130,13 @@ def _tile(size: int) -> int:
 
 
 def dense(
-    x_NxD: jax.Array, chosen_NxK: jax.Array, gates_NxK: jax.Array, first_ExDxPxF: jax.Array, second_ExFxD: jax.Array,
+    x_NxD: jax.Array,
+    chosen_NxK: jax.Array,
+    gates_NxK: jax.Array,
+    first_ExDxPxF: jax.Array,
+    second_ExFxD: jax.Array,
     activate: Activation,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """`experts` by computing every expert for every row, with weight 0 for those not chosen."""
     gates_NxE = (jax.nn.one_hot(chosen_NxK, first_ExDxPxF.shape[0]) * gates_NxK[..., None]).sum(1)
     inner_NxExF = activate(jnp.einsum("nd,edpf->nepf", x_NxD, first_ExDxPxF))
@@ -154,10 +166,15 @@ class MixtureOfExperts(nnx.Module):
         count, hidden = hidden_sizes(config)
         init, init_out = initializers(config)
         self.router: nnx.Linear = nnx.Linear(
-            config.dim, config.n_experts, use_bias=False, dtype=jnp.float32, precision="highest",
-            kernel_init=nnx.initializers.normal(config.init_std), rngs=rngs,
+            config.dim,
+            config.n_experts,
+            use_bias=False,
+            dtype=jnp.float32,
+            precision="highest",
+            kernel_init=nnx.initializers.normal(config.init_std),
+            rngs=rngs,
             kernel_metadata={FULL_PRECISION: True, MESH_AXES: (FSDP, None)},
-        )  # fmt: skip
+        )
         first, second = (config.n_experts, config.dim, count, hidden), (config.n_experts, hidden, config.dim)
         metadata: dict[str, Any] = {MESH_AXES: (None, FSDP, None, TENSOR), COLUMN_AXES: 2}
         self.gate_up: nnx.Param[jax.Array] = nnx.Param(init(rngs.params(), first), **metadata)
@@ -212,9 +229,13 @@ def balance_of(probability_NxE: jax.Array, chosen_NxK: jax.Array) -> jax.Array:
 
 
 def by_device(
-    x_NxD: jax.Array, chosen_NxK: jax.Array, gates_NxK: jax.Array, first_ExDxPxF: jax.Array, second_ExFxD: jax.Array,
+    x_NxD: jax.Array,
+    chosen_NxK: jax.Array,
+    gates_NxK: jax.Array,
+    first_ExDxPxF: jax.Array,
+    second_ExFxD: jax.Array,
     activate: Activation,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """`experts`, each device for its own share of the rows, if the current mesh divides them.
 
     Devices along "tensor" have the same rows, and a share of the hidden units of every expert.

@@ -183,9 +183,13 @@ class Transformer(nnx.Module):
         x_BxLxD = constrain_batch(self.embed(tokens_BxL, metadata.position_L))
         remat = self.config.gradient_checkpointing and not self.deterministic and cache is None
         x_BxLxD, balance, layers = run_stack(
-            self.blocks, x_BxLxD, metadata, None if cache is None else cache.layers,
-            scan=self.config.scan_layers, remat=remat,
-        )  # fmt: skip
+            self.blocks,
+            x_BxLxD,
+            metadata,
+            None if cache is None else cache.layers,
+            scan=self.config.scan_layers,
+            remat=remat,
+        )
         if self.config.use_moe:
             balance *= self.alpha_balance[...]
         return self.final(x_BxLxD), balance, None if cache is None else cache._replace(layers=layers)

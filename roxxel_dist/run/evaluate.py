@@ -117,10 +117,14 @@ def evaluate(
             options, mesh = components.options, _mesh(components)
             # Moments are not read: it takes the memory of the weights alone.
             split, state, hparams = init_state(
-                components.build, lambda params: {}, mesh, fsdp=options.fsdp,
-                dtype=jnp.bfloat16 if options.use_bf16 else None, restored=True,
+                components.build,
+                lambda params: {},
+                mesh,
+                fsdp=options.fsdp,
+                dtype=jnp.bfloat16 if options.use_bf16 else None,
+                restored=True,
                 load=None if base is None else functools.partial(load_base_params, base.at(options.init_from)),
-            )  # fmt: skip
+            )
             compiler = AotCompiler(mesh)
             held.callback(compiler.close)
             eval_step = make_eval_step(split, components.loss, jnp.bfloat16 if options.bf16_compute else None)
@@ -244,11 +248,15 @@ def _by_data_set(losses: Mapping[str, float], reads: Mapping[str, tuple[int, int
     rows.append(("training data", "train_eval_loss", *reads[train]))
     return tuple(
         {
-            "name": name, "metric": metric, "loss": losses[metric], "perplexity": perplexity(losses[metric]),
-            "batches": batches, "tokens": tokens,
+            "name": name,
+            "metric": metric,
+            "loss": losses[metric],
+            "perplexity": perplexity(losses[metric]),
+            "batches": batches,
+            "tokens": tokens,
         }
         for name, metric, batches, tokens in rows
-    )  # fmt: skip
+    )
 
 
 def perplexity(loss: float) -> float:

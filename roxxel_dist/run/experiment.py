@@ -232,9 +232,16 @@ class Experiment:
             progress.line(f"compiling; then {num_steps} steps with learning rates from {min_lr:.2g} to {max_lr:.2g}")
             with progress.bar("steps", num_steps) as done:
                 losses = sweep(
-                    components.build, components.optimizer, stream, components.loss, rates, grad_accum=grad_accum,
-                    options=options, load=load, done=done,
-                )  # fmt: skip
+                    components.build,
+                    components.optimizer,
+                    stream,
+                    components.loss,
+                    rates,
+                    grad_accum=grad_accum,
+                    options=options,
+                    load=load,
+                    done=done,
+                )
             rates = rates[: len(losses)]
             return suggest(rates, losses, num_steps), rates, losses
 

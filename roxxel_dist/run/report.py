@@ -195,9 +195,14 @@ def draw_losses(runs: Sequence[Run], picture: Path) -> None:
             axes.plot(*zip(*run.points("train_loss"), strict=True), color=colour, lw=1, alpha=0.7, label=run.name)
             if validations := run.points("val_loss"):
                 axes.plot(
-                    *zip(*validations, strict=True), color=colour, lw=1.3, ls="--", marker="o", ms=3.5,
+                    *zip(*validations, strict=True),
+                    color=colour,
+                    lw=1.3,
+                    ls="--",
+                    marker="o",
+                    ms=3.5,
                     label=f"{run.name}, validation",
-                )  # fmt: skip
+                )
             for tokens in run.phase_ends:
                 axes.axvline(tokens, color=colour, ls=":", lw=1)
         axes.set(xlabel="tokens", ylabel="loss (nats a token)")

@@ -71,9 +71,14 @@ def sweep(
     split, state, hparams = init_state(model, InitialState(optimizer), mesh, fsdp=options.fsdp, dtype=dtype, load=load)
     hparams |= scalars_on(mesh, {**optimizer.settings(LONG), **AT_THE_PEAK, SPIKE_FACTOR: 0.0})
     step = make_step(
-        split, loss_fn, optimizer, state, sharding,
-        grad_accum=grad_accum, compute_dtype=jnp.bfloat16 if options.bf16_compute else None,
-    )  # fmt: skip
+        split,
+        loss_fn,
+        optimizer,
+        state,
+        sharding,
+        grad_accum=grad_accum,
+        compute_dtype=jnp.bfloat16 if options.bf16_compute else None,
+    )
     programs, in_flight = AotCompiler(mesh), InflightThrottler(mesh)
     try:
         programs.prepare("step", step, state, hparams, stream.abstract())

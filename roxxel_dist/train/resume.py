@@ -107,9 +107,15 @@ class _Run:
     """A run as it is asked for now, and its checkpoints."""
 
     def __init__(
-        self, store: CheckpointStore, curriculum: Curriculum, optimizer: Optimizer, options: LoopOptions,
-        copy: Generation | None, *, amend: bool,
-    ) -> None:  # fmt: skip
+        self,
+        store: CheckpointStore,
+        curriculum: Curriculum,
+        optimizer: Optimizer,
+        options: LoopOptions,
+        copy: Generation | None,
+        *,
+        amend: bool,
+    ) -> None:
         self.store, self.folder, self.copy = store, store.folder.parent, copy
         self.curriculum, self.optimizer, self.options, self.amend = curriculum, optimizer, options, amend
         self.fingerprint = run_fingerprint(curriculum, options.seed)

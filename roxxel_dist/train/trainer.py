@@ -152,9 +152,12 @@ class Trainer:
         self._sharding = data_sharding or batch_sharding(self.mesh)
         self._curriculum, held_out = curriculum.hold_out(0 if validation else self.options.val_fraction)
         check_shapes(
-            self._curriculum.shapes, grad_accum_steps, self.options.virtual_shards, self.mesh,
+            self._curriculum.shapes,
+            grad_accum_steps,
+            self.options.virtual_shards,
+            self.mesh,
             cuts_rows=can_cut_rows(model, loss_fn),
-        )  # fmt: skip
+        )
         self._folder, self._loss_fn, self._eval_fn = Path(save_path), loss_fn, eval_fn
         self._trackers, self._user_logger, self._bucket = trackers, logger, bucket
         self._given_validation = validation
@@ -216,9 +219,11 @@ class Trainer:
         made_with = run_fingerprint(self._curriculum, options.seed), options.seed, options.fsdp, options.use_bf16
         return open_memory(
             run_identity(self._folder.absolute() if self._bucket is None else self._bucket, self.mesh, made_with),
-            every=options.memory_checkpoint_every, replicas=options.memory_replicas, log=self.logger.text,
+            every=options.memory_checkpoint_every,
+            replicas=options.memory_replicas,
+            log=self.logger.text,
             rows=[self._folder / name for name in ("training_log.csv", "metrics.jsonl")],
-        )  # fmt: skip
+        )
 
     def _init_state(self, model: nnx.Module | Callable[[], nnx.Module], *, amend: bool, origin: ResumeSpec) -> None:
         """Find where the run begins, and make the first state; of a run that goes on it has shapes alone."""
@@ -227,9 +232,14 @@ class Trainer:
         start = begin(self.store, self._curriculum, self._optimizer, options, amend=amend, origin=origin, copy=copy)
         init = init_state_of_copies if options.virtual_shards else init_state
         self._split, self._parts, hparams = init(
-            model, InitialState(self._optimizer), self.mesh, fsdp=options.fsdp,
-            dtype=jnp.bfloat16 if options.use_bf16 else None, restored=start.step > 0, load=start.load,
-        )  # fmt: skip
+            model,
+            InitialState(self._optimizer),
+            self.mesh,
+            fsdp=options.fsdp,
+            dtype=jnp.bfloat16 if options.use_bf16 else None,
+            restored=start.step > 0,
+            load=start.load,
+        )
         self.start: ResumePoint = with_adapters(start, self._split)
         self.plan: Plan = start.plan
         self._metadata = self.start.metadata
@@ -248,16 +258,28 @@ class Trainer:
             check_update(self._optimizer, self._like.params, self._like.opt_state)
         dtype = jnp.bfloat16 if options.bf16_compute else None
         self._train_step: Any = make_step(
-            self._split, self._loss_fn, self._optimizer, self._like, self._sharding,
-            grad_accum=self._grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
-        )  # fmt: skip
+            self._split,
+            self._loss_fn,
+            self._optimizer,
+            self._like,
+            self._sharding,
+            grad_accum=self._grad_accum,
+            compute_dtype=dtype,
+            skip_bad=options.on_bad_step == "skip",
+        )
         self._eval_step = make_eval_step(self._split, self._loss_fn, dtype)
         evaluate: Any = self._eval_step
         if options.virtual_shards:
             self._train_step, evaluate = make_sharded_steps(
-                self._split, self._loss_fn, self._optimizer, self._sharding, shards=options.virtual_shards,
-                grad_accum=self._grad_accum, compute_dtype=dtype, skip_bad=options.on_bad_step == "skip",
-            )  # fmt: skip
+                self._split,
+                self._loss_fn,
+                self._optimizer,
+                self._sharding,
+                shards=options.virtual_shards,
+                grad_accum=self._grad_accum,
+                compute_dtype=dtype,
+                skip_bad=options.on_bad_step == "skip",
+            )
         size = getattr(getattr(self.state.model, "config", None), "vocab_size", None)
         blocks = VerifiedBlocks(size) if options.verify_data == "on" else None
         self._verification = Verification(blocks, every_step=process_count() > 1)
@@ -302,9 +324,13 @@ class Trainer:
         )
         self._monitor = BadStepMonitor(log, skip=options.on_bad_step == "skip")
         self._checkpoints = CheckpointManager(
-            self._folder, self.store, self.last_step, log, export=options.export_weights,
+            self._folder,
+            self.store,
+            self.last_step,
+            log,
+            export=options.export_weights,
             with_state=not has_random_streams_alone(self._split),
-        )  # fmt: skip
+        )
         self._agreement = StepAgreement(self._checkpoints.requests, self._memory)
         steps = options.profile_steps
         self._profiler = None if steps is None else Profiler(self._folder / "profile", *steps, log=log)

@@ -230,8 +230,9 @@ class ChunkCache:
             log.warning(
                 "cache_dir %s: %s. Data from the bucket is used without the cache, and fetched again when it is needed "
                 "again: make room, lower cache_gb, or name a cache_dir on another disk",
-                self.folder, what,
-            )  # fmt: skip
+                self.folder,
+                what,
+            )
 
 
 def _entries(folder: str) -> Iterable[os.DirEntry[str]]:

@@ -243,8 +243,12 @@ class Fetcher:
                 log.warning(
                     "%s: bytes %d to %d were damaged in the cache of this host, after a power failure or by its disk: "
                     "they are fetched again, as all others that are (not logged). Where it comes again, replace the "
-                    "disk of cache_dir %s", shard.path, low, high, self.cache.folder,
-                )  # fmt: skip
+                    "disk of cache_dir %s",
+                    shard.path,
+                    low,
+                    high,
+                    self.cache.folder,
+                )
             return None
         self._memory.put(place, chunk)
         return chunk

@@ -15,9 +15,13 @@ class RemoteReader(WindowReader):
     """
 
     def __init__(
-        self, ranges: Sequence[tuple[int, int]], dtype: np.dtype, name: object, fetcher: Fetcher,
+        self,
+        ranges: Sequence[tuple[int, int]],
+        dtype: np.dtype,
+        name: object,
+        fetcher: Fetcher,
         first_tokens: np.ndarray,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__([first for first, _ in ranges], [length for _, length in ranges], dtype, name)
         self._fetcher, self._first_tokens = fetcher, first_tokens
 

@@ -188,9 +188,17 @@ class RemoteShard(Shard):
         """The shard of an entry with this layout."""
         none: Any = np.empty(0, np.uint8)
         shard = cls(
-            path=url, layout=layout, tokens=none, document_ends=none, checksums=none, _bytes=none, entry=entry,
-            chunks=Chunks.of(layout, has_index=entry.sums is not None), number=number, fetcher=fetcher,
-        )  # fmt: skip
+            path=url,
+            layout=layout,
+            tokens=none,
+            document_ends=none,
+            checksums=none,
+            _bytes=none,
+            entry=entry,
+            chunks=Chunks.of(layout, has_index=entry.sums is not None),
+            number=number,
+            fetcher=fetcher,
+        )
         object.__setattr__(shard, "tokens", RemoteTokens(shard))
         object.__setattr__(shard, "document_ends", RemoteEnds(shard))
         return shard

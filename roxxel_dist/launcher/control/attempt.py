@@ -169,9 +169,12 @@ class Attempt:
                 before = self._running[rank]
                 still = (before.step, before.activity) == (record.entered, record.activity)
                 self._running[rank] = replace(
-                    before, pid=record.pid or before.pid, step=record.entered, activity=record.activity,
+                    before,
+                    pid=record.pid or before.pid,
+                    step=record.entered,
+                    activity=record.activity,
                     moved=before.moved if still else time.time(),
-                )  # fmt: skip
+                )
         if any(record.activity == "exit" for record in records.values()):
             self._limit_the_end()
         self._result.reached = max(self._result.reached, self._detector.reached)

@@ -43,9 +43,12 @@ def abstract_train_state(
     """
     optimizer, options = components.optimizer, components.options
     split, state, hparams = abstract_state(
-        components.build, InitialState(optimizer), mesh, fsdp=options.fsdp,
+        components.build,
+        InitialState(optimizer),
+        mesh,
+        fsdp=options.fsdp,
         dtype=jnp.bfloat16 if options.use_bf16 else None,
-    )  # fmt: skip
+    )
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
     numbers: Any = dict.fromkeys((*optimizer.settings(total_steps), SPIKE_FACTOR), number)
     return split, state, hparams | numbers
@@ -87,9 +90,15 @@ class Steps:
         """The training step."""
         of = self.components
         return make_step(
-            self.split, of.loss, of.optimizer, self.state, batch_sharding(self.mesh), grad_accum=of.grad_accum,
-            compute_dtype=self.compute_dtype, skip_bad=of.options.on_bad_step == "skip",
-        )  # fmt: skip
+            self.split,
+            of.loss,
+            of.optimizer,
+            self.state,
+            batch_sharding(self.mesh),
+            grad_accum=of.grad_accum,
+            compute_dtype=self.compute_dtype,
+            skip_bad=of.options.on_bad_step == "skip",
+        )
 
     def evaluate(self) -> Any:
         """The validation step."""

@@ -287,9 +287,12 @@ def _estimate(
         config, curriculum = components.config, components.curriculum
         options, grad_accum, sharding = components.options, components.grad_accum, batch_sharding(mesh)
         check_shapes(
-            curriculum.shapes, grad_accum, options.virtual_shards, mesh,
+            curriculum.shapes,
+            grad_accum,
+            options.virtual_shards,
+            mesh,
             cuts_rows=can_cut_rows(components.build, components.loss),
-        )  # fmt: skip
+        )
         plan = _plan(curriculum, config.seed, request.run)
         last = last_step(plan, options)
         notes += _virtual_shards_notes(options.virtual_shards, curriculum)
@@ -330,11 +333,19 @@ def _estimate(
             seconds = flops / (flops_per_s * layout.pieces * layout.together)
         phases.append(
             _phase(
-                components, plan, (first, stop), layout, processes,
-                tokens=tokens, flops_per_token=flops_of(shape.seq_len), flops=flops, seconds=seconds,
-                memory=needs, target=cost,
+                components,
+                plan,
+                (first, stop),
+                layout,
+                processes,
+                tokens=tokens,
+                flops_per_token=flops_of(shape.seq_len),
+                flops=flops,
+                seconds=seconds,
+                memory=needs,
+                target=cost,
             )
-        )  # fmt: skip
+        )
     params: dict[str, Any] = {**view.frozen, **view.params}
     other = {name: leaf for name, leaf in hparams.items() if name not in split.frozen.names}
     limit = _memory_limit(mesh, request, target)
@@ -346,8 +357,12 @@ def _estimate(
     ]
     device = mesh.devices.flat[0]
     return RunEstimate(
-        description=plan.describe(), phases=tuple(phases), steps=last, tokens=plan.tokens(last),
-        flops=sum(phase.flops for phase in phases), notes=tuple(notes),
+        description=plan.describe(),
+        phases=tuple(phases),
+        steps=last,
+        tokens=plan.tokens(last),
+        flops=sum(phase.flops for phase in phases),
+        notes=tuple(notes),
         datasets=_datasets(plan, last),
         validation={name: data.num_tokens for name, data in components.validation.items()},
         vocab_size=components.vocab_size,
@@ -361,19 +376,28 @@ def _estimate(
         },
         arrays=tuple(
             {
-                "name": name, "shape": list(leaf.shape), "dtype": str(leaf.dtype),
+                "name": name,
+                "shape": list(leaf.shape),
+                "dtype": str(leaf.dtype),
                 "cut": [None if axis is None else str(axis) for axis in leaf.sharding.spec],
                 "device_bytes": device_bytes(leaf),
             }
             for name, leaf in params.items()
         ),
-        fsdp=config.fsdp, grad_accum=grad_accum,
-        devices=mesh.size, processes=processes, platform=device.platform, device_kind=device.device_kind,
-        simulated=request.devices is not None, target=request.target, memory_limit=limit,
+        fsdp=config.fsdp,
+        grad_accum=grad_accum,
+        devices=mesh.size,
+        processes=processes,
+        platform=device.platform,
+        device_kind=device.device_kind,
+        simulated=request.devices is not None,
+        target=request.target,
+        memory_limit=limit,
         seconds=sum(phase.seconds or 0.0 for phase in phases) if tokens_per_s or flops_per_s else None,
-        tokens_per_s=tokens_per_s, speed=speed,
+        tokens_per_s=tokens_per_s,
+        speed=speed,
         problems=tuple(filter(None, problems)),
-    )  # fmt: skip
+    )
 
 
 def _virtual_shards_notes(count: int, curriculum: Curriculum) -> list[str]:
@@ -394,13 +418,20 @@ def _phase(
     (first, stop), shape = span, plan.segment(span[1] - 1).shape
     own_rows = shape.batch_size // layout.row_pieces * -(-layout.row_pieces // processes)
     return PhaseEstimate(
-        phase=plan.phase(stop - 1) + 1, first_step=first + 1, steps=stop - first,
-        batch_size=shape.batch_size, seq_len=shape.seq_len,
+        phase=plan.phase(stop - 1) + 1,
+        first_step=first + 1,
+        steps=stop - first,
+        batch_size=shape.batch_size,
+        seq_len=shape.seq_len,
         weights={name: share / sum(each for _, each in shape.weights) for name, share in shape.weights},
-        blend=shape.blend, packing=shape.packing, layout=layout,
+        blend=shape.blend,
+        packing=shape.packing,
+        layout=layout,
         rows_a_process=own_rows,
-        attention=components.kernel, score_bytes=_score_bytes(shape, layout, components), **costs,
-    )  # fmt: skip
+        attention=components.kernel,
+        score_bytes=_score_bytes(shape, layout, components),
+        **costs,
+    )
 
 
 def _max_steps_notes(plan: Plan, last: int, options: LoopOptions) -> list[str]:

@@ -19,9 +19,13 @@ COMPILED_AT_ONCE = 2
 
 
 def on_target(
-    target: TargetCompiler, steps: Steps, plan: Plan, last_steps: Sequence[int], batches: Sequence[Any],
+    target: TargetCompiler,
+    steps: Steps,
+    plan: Plan,
+    last_steps: Sequence[int],
+    batches: Sequence[Any],
     validation: Validation,
-) -> list[tuple[StepMemory | None, TargetPhase]]:  # fmt: skip
+) -> list[tuple[StepMemory | None, TargetPhase]]:
     """For each phase (the memory of its training step or None if it does not fit, what its steps cost), by the target's
     compiler; of a phase there is one step, from 0, and its batch."""
     alone, shapes = steps.on_one_device(), [plan.segment(step).shape for step in last_steps]

@@ -50,9 +50,12 @@ def call_for_target(target: Target, function: Callable[..., Any], *args: Any) ->
         held.callback(ours.close)
         process = subprocess.Popen(
             [sys.executable, "-c", CHILD, str(theirs.fileno())],
-            env=process_environment(target), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2,
+            env=process_environment(target),
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=2,
             start_new_session=True,  # Ctrl-C is for this process, which ends that one
-        )  # fmt: skip
+        )
         theirs.close()
 
         def stop() -> None:

@@ -94,19 +94,30 @@ class TargetCompiler:
         if program is None:
             needs, _ = memory_in(message)
             step = TargetStep(
-                peak_bytes=needs, device_bytes=self.device_bytes, fits=False, flops_per_device=None, flops_ratio=None,
-                collectives={}, gathered={}, bound_seconds={}, compile_seconds=seconds,
-            )  # fmt: skip
+                peak_bytes=needs,
+                device_bytes=self.device_bytes,
+                fits=False,
+                flops_per_device=None,
+                flops_ratio=None,
+                collectives={},
+                gathered={},
+                bound_seconds={},
+                compile_seconds=seconds,
+            )
             return step, None
         cost = program_cost(program.as_text(), hosts_of(list(mesh.devices.flat)))
         peak = peak_bytes(program)
         step = TargetStep(
-            peak_bytes=peak, device_bytes=self.device_bytes,
+            peak_bytes=peak,
+            device_bytes=self.device_bytes,
             fits=self.device_bytes is None or peak <= self.device_bytes,
-            flops_per_device=cost.flops, flops_ratio=cost.flops * mesh.size / flops if flops else None,
-            collectives=dict(cost.collectives), gathered=cost.gathered,
-            bound_seconds=bounds(cost, mesh.devices.flat[0].device_kind), compile_seconds=seconds,
-        )  # fmt: skip
+            flops_per_device=cost.flops,
+            flops_ratio=cost.flops * mesh.size / flops if flops else None,
+            collectives=dict(cost.collectives),
+            gathered=cost.gathered,
+            bound_seconds=bounds(cost, mesh.devices.flat[0].device_kind),
+            compile_seconds=seconds,
+        )
         return step, program
 
 

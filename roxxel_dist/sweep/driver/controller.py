@@ -111,10 +111,14 @@ class Controller:
     def _restore(self) -> None:
         """Decide what was not decided any more, and find what is to be run again."""
         self._write(
-            "study", version=VERSION, metric=self.sweep.metric, goal=self.sweep.goal,
-            method=self.options.method or self.sweep.method, seed=self.options.sweep_seed,
+            "study",
+            version=VERSION,
+            metric=self.sweep.metric,
+            goal=self.sweep.goal,
+            method=self.options.method or self.sweep.method,
+            seed=self.options.sweep_seed,
             driver={"pid": os.getpid(), "host": socket.gethostname()},
-        )  # fmt: skip
+        )
         self._decided(self.decisions.pending())
         for trial in sorted(self._history.running.values(), key=lambda trial: trial.number):
             if trial.stop is not None:  # the controller before this one was killed before it wrote the result
@@ -246,9 +250,15 @@ class Controller:
     ) -> None:
         seconds = None if attempt is None else round(time.monotonic() - attempt.since, 3)
         self._write(
-            "result", trial, params=params, metric=self.sweep.metric, value=value, seconds=seconds, stopped=stopped,
+            "result",
+            trial,
+            params=params,
+            metric=self.sweep.metric,
+            value=value,
+            seconds=seconds,
+            stopped=stopped,
             more=more,
-        )  # fmt: skip
+        )
         self.decisions.ended(trial)
 
     def _write_stopped(self, trial: int, attempt: Attempt | None) -> None:
@@ -389,9 +399,17 @@ def run_sweep(
             check_room(ray.nodes(), resources)
             with RayExecutor(ray, run, resources) as executor:
                 return Controller(
-                    sweep=sweep, decisions=decisions, task_of=task_of, options=options, journal=journal,
-                    ray_folder=folder, executor=executor, signals=signals, on_change=on_change, log=log,
-                ).run()  # fmt: skip
+                    sweep=sweep,
+                    decisions=decisions,
+                    task_of=task_of,
+                    options=options,
+                    journal=journal,
+                    ray_folder=folder,
+                    executor=executor,
+                    signals=signals,
+                    on_change=on_change,
+                    log=log,
+                ).run()
 
 
 @contextmanager

@@ -184,16 +184,30 @@ class SweepRun:
                 corpus, data = {"text": data, "folder": str(folder / CORPUS)}, str(shards)
         return asdict(
             TrialTask(
-                trial=trial, params=params, attempt=attempt, run_dir=str(folder / TRIALS / str(trial)),
-                log=str(folder / LOGS / log), metric=self.sweep.metric, goal=self.sweep.goal,
-                config=config, data_path=data, corpus=corpus, program=self.program, hosts=options.hosts_per_trial,
-                procs_per_host=options.procs_per_host, gpus_per_host=self.resources.gpus,
-                cpus_per_host=self.resources.cpus, max_time_s=options.max_time_s, ray_address=options.ray_address,
-                insecure=options.insecure, directory=self.directory,
-                swept=sorted(self.swept), wandb_sweep=self.server,
+                trial=trial,
+                params=params,
+                attempt=attempt,
+                run_dir=str(folder / TRIALS / str(trial)),
+                log=str(folder / LOGS / log),
+                metric=self.sweep.metric,
+                goal=self.sweep.goal,
+                config=config,
+                data_path=data,
+                corpus=corpus,
+                program=self.program,
+                hosts=options.hosts_per_trial,
+                procs_per_host=options.procs_per_host,
+                gpus_per_host=self.resources.gpus,
+                cpus_per_host=self.resources.cpus,
+                max_time_s=options.max_time_s,
+                ray_address=options.ray_address,
+                insecure=options.insecure,
+                directory=self.directory,
+                swept=sorted(self.swept),
+                wandb_sweep=self.server,
                 bucket=None if self.bucket is None else str(self.bucket.url),
             )
-        )  # fmt: skip
+        )
 
 
 def open_sweep(
@@ -209,10 +223,18 @@ def open_sweep(
     began = study.metadata(DIRECTORY)
     directory = began if began and os.path.isdir(began) else os.getcwd()
     run = SweepRun(
-        options=options, definition=definition, config=config, study=study, sweep=sweep, data_path=data, server=server,
-        directory=directory, program=command_of(sweep.program, sweep.command, directory),
-        resources=options.trial_resources(sweep.rules.resources), bucket=bucket,
-    )  # fmt: skip
+        options=options,
+        definition=definition,
+        config=config,
+        study=study,
+        sweep=sweep,
+        data_path=data,
+        server=server,
+        directory=directory,
+        program=command_of(sweep.program, sweep.command, directory),
+        resources=options.trial_resources(sweep.rules.resources),
+        bucket=bucket,
+    )
     # Where there is no data, no such field or no such metric, every trial would fail.
     path, is_ours = run.config.primary_path(run.data_path), run.program is None
     if path is None and is_ours and run.server is None:
@@ -351,10 +373,16 @@ def search(run: SweepRun, write_page: WritePage) -> int:
         try:
             with usage_errors():
                 ending = run_sweep(
-                    run.bucket or run.study.path, run.sweep, run.sampler if run.server is None else ServerSampler,
-                    _body(run), run.task_of,
-                    replace(run.options, method=run.method), run.resources.task, on_change=view.show, log=view.log,
-                )  # fmt: skip
+                    run.bucket or run.study.path,
+                    run.sweep,
+                    run.sampler if run.server is None else ServerSampler,
+                    _body(run),
+                    run.task_of,
+                    replace(run.options, method=run.method),
+                    run.resources.task,
+                    on_change=view.show,
+                    log=view.log,
+                )
         except (ClusterError, UserError) as error:
             # Nothing is left of a first start in which nothing ran.
             began = any(trial.attempts for trial in run.history().trials.values())

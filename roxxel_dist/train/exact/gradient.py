@@ -104,9 +104,14 @@ class ShardPrograms:
         # A key goes through a scan over layers as another array, and stays what it is: a stream changes its count.
         counts, statistics = random_counts(self.split) & changed, changed - random_keys(rest)
         sums = Sums(
-            grads, weighted(loss, weight).sum(), counted, scalars, of_all_rows(losses.row_loss),
-            of_all_rows(losses.row_weight), {name: after[name] for name in sorted(statistics - counts)},
-        )  # fmt: skip
+            grads,
+            weighted(loss, weight).sum(),
+            counted,
+            scalars,
+            of_all_rows(losses.row_loss),
+            of_all_rows(losses.row_weight),
+            {name: after[name] for name in sorted(statistics - counts)},
+        )
         check_statistics(sums.statistics)
         return sums, {name: after[name] for name in sorted(counts)}
 

@@ -251,10 +251,17 @@ class CompiledForward:
             rows = self.moves.keys_of_rows(kv)
             out = each(
                 lambda i, k, x=x, at=at, heads=heads, rows=rows, balance=balance: self.after[i](
-                    models[i], number[i][k], at[i], pieces[i][k][1], x[i][k], heads[i][k][0], heads[i][k][3],
-                    rows[i][k], balance[i][k],
+                    models[i],
+                    number[i][k],
+                    at[i],
+                    pieces[i][k][1],
+                    x[i][k],
+                    heads[i][k][0],
+                    heads[i][k][3],
+                    rows[i][k],
+                    balance[i][k],
                 )
-            )  # fmt: skip
+            )
             if keep:
                 kept.append(Kept(x, _field(heads, 0), kv, _field(heads, 3), _field(out, 2), _field(out, 3)))
             x, balance = _field(out, 0), _field(out, 1)
@@ -391,9 +398,15 @@ class CompiledLongStep:
         return sum_across(self.layout, self.across, own)
 
     def _back(
-        self, models: list[Model], pieces: ByShard, kept: Kept, at: list[Any], d_x: ByShard, d_balance: ByShard,
+        self,
+        models: list[Model],
+        pieces: ByShard,
+        kept: Kept,
+        at: list[Any],
+        d_x: ByShard,
+        d_balance: ByShard,
         sums: list[dict[str, Any]],
-    ) -> ByShard:  # fmt: skip
+    ) -> ByShard:
         """The gradient of a layer's input, from that of its output; those of its parameters are put to the `sums`."""
         run, number = self.forward, self.forward.numbers
         x, q, kv, normed, mixed, log_sums = kept
@@ -402,9 +415,19 @@ class CompiledLongStep:
 
         def after(i: int, k: int) -> Any:
             grads, *of_inputs, d_kv = self.after_back[i](
-                models[i], number[i][k], at[i], pieces[i][k][1], x[i][k], q[i][k], normed[i][k], rows[i][k],
-                mixed[i][k], log_sums[i][k], d_x[i][k], d_balance[i][k],
-            )  # fmt: skip
+                models[i],
+                number[i][k],
+                at[i],
+                pieces[i][k][1],
+                x[i][k],
+                q[i][k],
+                normed[i][k],
+                rows[i][k],
+                mixed[i][k],
+                log_sums[i][k],
+                d_x[i][k],
+                d_balance[i][k],
+            )
             trees[i].put(grads)
             found[i].append(of_inputs)
             return d_kv

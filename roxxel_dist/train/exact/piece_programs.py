@@ -153,9 +153,20 @@ class PiecePrograms:
         return x, balance + more, mixed, log_sums
 
     def after_back(
-        self, model: Model, shard: Any, layer: Any, segments: Any, x: Any, q: Any, normed: Any, kv: Any, mixed: Any,
-        log_sums: Any, d_x: Any, d_balance: Any,
-    ) -> tuple[Packed, jax.Array, jax.Array, jax.Array | None, Any]:  # fmt: skip
+        self,
+        model: Model,
+        shard: Any,
+        layer: Any,
+        segments: Any,
+        x: Any,
+        q: Any,
+        normed: Any,
+        kv: Any,
+        mixed: Any,
+        log_sums: Any,
+        d_x: Any,
+        d_balance: Any,
+    ) -> tuple[Packed, jax.Array, jax.Array, jax.Array | None, Any]:
         """The gradients of parameters, of `x`, `q`, `normed`, and float32 of `kv`."""
         args = x, mixed, normed
         grads, d_x, d_mixed, d_normed = self._pulled(

@@ -54,11 +54,19 @@ def _run(run: RunState, brief: bool) -> Iterator[tuple[str, Any]]:
     yield (
         "head",
         {
-            "kind": "run", "name": run.name, "path": run.path, "state": run.state, "step": run.step,
-            "last_step": run.last_step, "best": run.best_val_loss, "left_s": run.left_s, "updated": run.updated,
-            "row": {name: run.row[name] for name in IN_HEAD if name in run.row}, "goodput": run.goodput,
+            "kind": "run",
+            "name": run.name,
+            "path": run.path,
+            "state": run.state,
+            "step": run.step,
+            "last_step": run.last_step,
+            "best": run.best_val_loss,
+            "left_s": run.left_s,
+            "updated": run.updated,
+            "row": {name: run.row[name] for name in IN_HEAD if name in run.row},
+            "goodput": run.goodput,
         },
-    )  # fmt: skip
+    )
     for metric, points in run.curves.items():
         if not brief or metric in LISTED:
             yield f"curve/{metric}", _columns(points, LISTED_POINTS if brief else OPEN_POINTS)
@@ -86,13 +94,24 @@ def _study(state: StudyState, brief: bool) -> Iterator[tuple[str, Any]]:
     yield (
         "head",
         {
-            "kind": "study", "name": study.name, "path": study.place, "state": state.state, "counts": counts,
-            "trials": len(history.trials), "cap": sweep.run_cap, "began": state.began, "left_s": state.left_s,
-            "steps_left": state.steps_left, "metric": sweep.metric, "goal": sweep.goal,
-            "method": history.method or sweep.method, "scheduler": (sweep.early_terminate or {}).get("type"),
-            "best": best and best.value, "best_trial": best and best.number,
+            "kind": "study",
+            "name": study.name,
+            "path": study.place,
+            "state": state.state,
+            "counts": counts,
+            "trials": len(history.trials),
+            "cap": sweep.run_cap,
+            "began": state.began,
+            "left_s": state.left_s,
+            "steps_left": state.steps_left,
+            "metric": sweep.metric,
+            "goal": sweep.goal,
+            "method": history.method or sweep.method,
+            "scheduler": (sweep.early_terminate or {}).get("type"),
+            "best": best and best.value,
+            "best_trial": best and best.number,
         },
-    )  # fmt: skip
+    )
     if not brief:
         yield "parameters", [parameter.name for parameter in sweep.space.free]
         yield "log", [one.name for one in sweep.space.free if "log" in one.distribution.name]

@@ -260,10 +260,16 @@ def _run(options: Options, request: base.LaunchRequest, allocation: Allocation) 
                 f"({', '.join(names)})"
             )
         backend = SlurmBackend(
-            job_id, names[:count], python=options.python or "", directory=options.directory or "",
-            container=options.container, runtime=options.runtime, mounts=options.mount,
-            gpus=options.gpus_per_host is not None, binds=binds_cpus(),
-        )  # fmt: skip
+            job_id,
+            names[:count],
+            python=options.python or "",
+            directory=options.directory or "",
+            container=options.container,
+            runtime=options.runtime,
+            mounts=options.mount,
+            gpus=options.gpus_per_host is not None,
+            binds=binds_cpus(),
+        )
         if allocation.batch and options.run_id is None:  # the same when it is queued again
             options = dataclasses.replace(options, run_id=f"slurm-{job_id}")
         nprocs = ranks_on(count, options.procs_per_host, options.spare_hosts, options.min_hosts)
