@@ -1,5 +1,6 @@
 """CITATION.cff and the issue templates: what hosting sites read of the project."""
 
+import json
 import re
 
 import yaml
@@ -35,3 +36,10 @@ def test_the_code_names_decisions_by_their_numbers():
     sources = (path.read_text() for path in (ROOT / "roxxel_dist").rglob("*.py"))
     named = {number for text in sources for number in re.findall(r"[Dd]ecision (\d+)", text)}
     assert named == set(numbers)
+
+
+def test_the_mistakes_of_the_mutants_can_be_made():
+    for mutant in json.loads((ROOT / "tests" / "mutants.json").read_text()):
+        assert (ROOT / mutant["file"]).read_text().count(mutant["old"]) == 1, mutant
+        assert mutant["old"] != mutant["new"]
+        assert all((ROOT / test.partition("::")[0]).exists() for test in mutant["tests"]), mutant["tests"]

@@ -35,10 +35,8 @@ def launch_command(
     """
     if ranks.count == 1:
         return [*alone, *words]
-    procs, gpus = (
-        str(ranks.procs_per_host),
-        ["--gpus-per-host", str(ranks.gpus_per_host)] if ranks.gpus_per_host else [],
-    )
+    procs = str(ranks.procs_per_host)
+    gpus = ["--gpus-per-host", str(ranks.gpus_per_host)] if ranks.gpus_per_host else []
     dealt = ["--max-restarts", "0", "--grace", str(GRACE_S), *gpus, "--", *words]
     if ranks.hosts == 1:
         return [*ROXXEL, "launch", "local", "--nprocs", procs, *dealt]
