@@ -124,7 +124,7 @@ class BaseModelRef:
     init_from: str
     """The `init_from` that named it."""
     fingerprint: str = ""
-    """See `train.init_from.fingerprint`; empty where it was not taken yet."""
+    """See `weights.base.fingerprint`; empty where it was not taken yet."""
 
     @property
     def checkpoint(self) -> CheckpointRef:

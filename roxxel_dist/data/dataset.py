@@ -38,8 +38,8 @@ class Roxxel:
     Args:
         filepath: a `.rox` file, a folder (all `*.rox` in it), a pattern (`wiki_*.rox`), a prefix (`wiki` for
             `wiki_00000.rox` and so on), or a list of those. It need not exist before `write`. Files of other systems
-            are read in place and named in the same ways: see `data.foreign`. Or the address of shards in an object
-            store (`s3://`, `gs://`, `az://`), which are read through a cache: see `data.remote`.
+            are read in place and named in the same ways: see `data.files.foreign`. Or the address of shards in an
+            object store (`s3://`, `gs://`, `az://`), which are read through a cache: see `data.remote`.
         dtype: of the tokens in headerless `.bin` files; None or "auto": uint16. In other files it must be theirs.
         overwrite: a damaged or empty existing file is not an error, and `write` replaces it.
         remote: the cache of shards in an object store, and the time limit of the store.

@@ -90,7 +90,7 @@ class Trainer:
         model: an `nnx.Module`, the same on every process, trained when `run` returns; or a function that builds one,
             straight into its shards.
         optimizer: an optax transformation, which may ask for the loss as `value`; an `nnx.Optimizer`, whose moments are
-            not taken, they start new; or one of `train.optimizer`.
+            not taken, they start new; or one of `train.step.optimizer`.
         curriculum: phases over a `Roxxel`.
         loss_fn: (model, int32[B, L]) to a scalar, (scalar, aux) or a dict with "loss"; every scalar in it is logged,
             "balance_loss" minimised too. "row_loss", float32[B], gives each data set's loss where a blend is by row.
@@ -107,7 +107,7 @@ class Trainer:
         checkpointer: whose folder and `max_to_keep` the run's checkpoints have, instead of `save_path`/checkpoints;
             commands such as `generate` look there.
         bucket: the run is kept there too, and its checkpoints count there alone; `save_path` is its local folder.
-        options: the fields of `train.config.LoopOptions`, such as `log_every`.
+        options: the fields of `settings.training.LoopOptions`, such as `log_every`.
 
     Attributes:
         stopped: whether the last `run` was asked to stop before its end; what it had is saved.

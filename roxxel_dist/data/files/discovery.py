@@ -14,7 +14,7 @@ from roxxel_dist.objects.url import ObjectUrl, is_url
 DataPath = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 ENDING = ".rox"
 ENDINGS = (ENDING, ".npy", ".bin", ".idx")
-"""The endings of all token files; the last three are read in place (`data.foreign`)."""
+"""The endings of all token files; the last three are read in place (`data.files.foreign`)."""
 BUCKET = r"(s3a?|gs|gcs|az|abfss?|wasbs?|hdfs|https?):/"  # a Path keeps only one slash
 TEXT_ENDINGS = (".txt", ".text", ".md", ".py", ".jsonl", ".parquet")
 

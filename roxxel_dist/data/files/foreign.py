@@ -5,7 +5,7 @@
   file is padded to a block, and a one-byte separator between wider tokens cannot be recognized.
 - **npy**: a one-dimensional array.
 - **bin**: only tokens, as nanoGPT writes them. The dtype must be known: uint16 unless another is given. Files whose
-  first bytes are those of another format (`data.magic`), and files that can only be wider numbers, are refused.
+  first bytes are those of another format (`data.files.magic`), and files that can only be wider numbers, are refused.
 - **llm.c** (`.bin`): 1024 bytes of header, which begins with three numbers (int32): 20240520 and 1 for tokens of GPT-2
   (uint16), or 20240801 and 7 for tokens of Llama 3 (uint32); and how many tokens there are.
 - **Megatron**: `NAME.bin`, the tokens, and `NAME.idx`: the 9 bytes "MMIDIDX", NUL, NUL; the version (uint64, 1); the

@@ -1,4 +1,4 @@
-"""One `.rox` file: read in place through a memory map, written in one pass. `data.format` describes its layout."""
+"""One `.rox` file: read in place through a memory map, written in one pass. `format.py` has its layout."""
 
 import os
 from array import array
