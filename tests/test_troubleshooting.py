@@ -47,9 +47,18 @@ def holds(text: str, part: str) -> bool:
     return part in text or any(left in text and right in text for left, right in cuts)
 
 
+def beside(path):
+    """The modules of the same room of the package that a module imports."""
+    room = path.relative_to(ROOT / "roxxel_dist").parts[0]
+    names = re.findall(rf"^from (roxxel_dist\.{room}\.[\w.]+) import", path.read_text(), re.MULTILINE)
+    return [file for name in names if (file := (ROOT / name.replace(".", "/")).with_suffix(".py")).exists()]
+
+
 @pytest.fixture(scope="module")
 def sources():
-    return [as_flags(texts(path.read_text())) for path in sorted((ROOT / "roxxel_dist").rglob("*.py"))]
+    """The texts of each module, with those of what it imports from its own room: a message may be made of both."""
+    found = {path: as_flags(texts(path.read_text())) for path in sorted((ROOT / "roxxel_dist").rglob("*.py"))}
+    return ["\n".join([text, *(found[other] for other in beside(path))]) for path, text in found.items()]
 
 
 def test_the_page_has_messages():

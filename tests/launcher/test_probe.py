@@ -103,7 +103,7 @@ def test_facts_of_this_machine(start: Start) -> None:
 
 def test_it_is_light() -> None:
     code = (
-        "import contextlib, sys; from roxxel_dist.launcher.preflight import probe; "
+        "import contextlib, sys; from roxxel_dist.launcher.host import probe; "
         f"probe.answer({ {**FACTS, 'compare': True, 'run_dir': 'x'} }, contextlib.ExitStack()); "
         "print(*{'jax', 'numpy', 'yaml', 'tyro', 'rich'} & set(sys.modules))"
     )

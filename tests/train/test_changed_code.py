@@ -56,15 +56,15 @@ go(run)
 FeedForward.__call__ = before
 """,
     "a function of the package": """
-from roxxel_dist.train import train_step
-before = train_step.apply_gradient
-train_step.apply_gradient = lambda opt, state, hparams, grads, *more, **how: before(
+from roxxel_dist.train.step import step
+before = step.apply_gradient
+step.apply_gradient = lambda opt, state, hparams, grads, *more, **how: before(
     opt, state, hparams, jax.tree.map(jnp.sign, grads), *more, **how)
 go(run)
-train_step.apply_gradient = before
+step.apply_gradient = before
 """,
     "a global of the package": """
-from roxxel_dist.train import optimizer
+from roxxel_dist.train.step import optimizer
 before, optimizer.FINAL_FRACTION = optimizer.FINAL_FRACTION, 0.9
 go(run)
 optimizer.FINAL_FRACTION = before
