@@ -56,7 +56,7 @@ def beside(path):
 
 @pytest.fixture(scope="module")
 def sources():
-    """The texts of each module, with those of what it imports from its own room: a message may be made of both."""
+    """The texts of each module with those of the modules of its room that it imports: both may make a message."""
     found = {path: as_flags(texts(path.read_text())) for path in sorted((ROOT / "roxxel_dist").rglob("*.py"))}
     return ["\n".join([text, *(found[other] for other in beside(path))]) for path, text in found.items()]
 
