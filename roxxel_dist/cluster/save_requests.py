@@ -6,11 +6,12 @@ request during a save is answered by the next save. The command that asks does n
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from roxxel_dist.cluster.durable import write_file
 
 REQUEST, ANSWER = ".save-request", ".save-answer"
 LOOK_EVERY_S = 1.0
@@ -40,7 +41,7 @@ def read_answer(folder: Path) -> dict[str, Any] | None:
 
 def sweep(folder: Path) -> None:
     """Delete what earlier runs left. The answers go first: else they would answer the request."""
-    for path in (*folder.glob(f"{ANSWER}*"), folder / REQUEST):
+    for path in (*folder.glob(f"*{ANSWER}*"), folder / REQUEST):
         path.unlink(missing_ok=True)
 
 
@@ -100,9 +101,7 @@ class SaveRequests:
             return
         request, answer = self._folder / REQUEST, self._folder / ANSWER
         with contextlib.suppress(OSError):  # a full disk: again at the next look
-            part = answer.with_suffix(".part")
-            part.write_text(json.dumps(self._answer) + "\n", encoding="utf-8")
-            os.replace(part, answer)
+            write_file(answer, json.dumps(self._answer) + "\n", sync=False)
             asked, self._answer, self._asked = self._asked, None, None
             if request.stat().st_mtime_ns == asked:  # else somebody asked again meanwhile
                 request.unlink()
