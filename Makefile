@@ -19,7 +19,7 @@ AZURITE := .cache/azurite
 TPU := .cache/tpu
 CUDA := .cache/cuda
 
-.PHONY: demo test test-newest test-newest-part test-in-newest test-docs test-web test-cluster test-long test-all test-pythons docs reference pictures bench bench-data bench-train bench-compiled \
+.PHONY: demo test test-newest test-newest-part test-in-newest test-docs test-web test-cluster test-long test-all test-pythons test-release dist docs reference pictures bench bench-data bench-train bench-compiled \
     bench-launch bench-long bench-model bench-mup bench-ngram bench-sweep bench-table bench-gpu chaos hf azurite tpu cuda docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
@@ -56,6 +56,14 @@ test-all: test test-docs test-web test-cluster test-long ## all of these, one af
 
 test-pythons: $(VENV)/dev-installed ## the wheel, installed and tried with this Python and with the newer ones that are here
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m long tests/test_wheel.py
+
+dist: $(VENV)/dev-installed ## the wheel and the source archive into dist/, checked as an index checks them
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+
+test-release: $(VENV)/dev-installed ## what is published: the archive builds itself, and uvx and pipx run the wheel; three minutes
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m long tests/test_release.py
 
 docs: $(VENV)/dev-installed ## build these pages into .cache/site
 	@$(BIN)/zensical build --strict --config-file mkdocs.yml
@@ -131,7 +139,7 @@ format: $(VENV)/dev-installed ## put the sources into their form
 	$(BIN)/ruff format .
 
 clean: ## take away what make demo and make test made
-	rm -rf $(VENV) $(DEMO_DATA) $(DEMO_RUN) .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEMO_DATA) $(DEMO_RUN) dist .cache .pytest_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

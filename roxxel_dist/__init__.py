@@ -7,8 +7,6 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # for type checkers it is true; `typing` itself would delay the moment when Ctrl-C is heard
 
-__version__ = "0.1.0"
-
 _WHERE = {
     "Roxxel": "data.dataset",
     "Phase": "curriculum.phases",
@@ -72,6 +70,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version  # slow, and seldom needed
+
+        return version("roxxel-dist")
     if name in _WHERE:
         import importlib
 

@@ -2,21 +2,44 @@
 
 import json
 import re
+import tomllib
 
 import yaml
 from reader import ROOT
 
-from roxxel_dist import __version__
-
 TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 
 
-def test_the_citation_is_of_this_version():
+def test_the_citation():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["cff-version"] == "1.2.0"
     assert {"message", "title", "authors", "license"} <= cited.keys()
-    assert cited["version"] == __version__
-    assert f'version = "{__version__}"' in (ROOT / "pyproject.toml").read_text()
+    assert "version" not in cited  # it is that of the git tag
+
+
+def test_vendored_files_name_their_source_and_have_their_license():
+    """Each minified file begins with its address and version; its license lies beside it, and goes into the wheel."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license-files"]
+    vendored = [path for path in (ROOT / "roxxel_dist").rglob("*") if ".min." in path.name]
+    assert vendored
+    for path in vendored:
+        license = path.with_name(f"{path.name.split('.')[0]}.LICENSE")
+        if path.suffix == ".js":
+            assert re.match(r"/\*! https://\S+ \(v[\d.]+\) \*/", path.read_text()), path
+        assert re.search(r"MIT License|BSD|Apache License", license.read_text()), path
+        assert str(license.relative_to(ROOT)) in listed, path
+
+
+def test_only_the_job_that_publishes_may_and_it_runs_nothing_of_the_repository():
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        workflow = yaml.safe_load(path.read_text())
+        assert workflow["permissions"] == {"contents": "read"}, path
+        for job in workflow["jobs"].values():
+            rights = set(job.get("permissions", ()))
+            assert rights <= {"id-token", "pages"}, path
+            assert not rights or not any(
+                "run" in step or "checkout" in step.get("uses", "") for step in job["steps"]
+            ), path
 
 
 def test_the_templates_ask_for_the_machine():

@@ -16,7 +16,8 @@ Hosts = Mapping[str, HostInfo]
 """The answers of the hosts, in the order of the ranks."""
 
 MIN_FREE_BYTES, ADVISED_FREE_BYTES = 1 << 18, 2 << 30
-MUST_MATCH = ("jax", "jaxlib", "roxxel-dist")
+MUST_MATCH = ("jax", "jaxlib")
+"""Not roxxel-dist: its code is compared, and an editable install keeps the version of the commit it was installed at."""
 MAX_NAMES = 8
 """Hosts that a text names; of more it gives the count."""
 HERE = "the launcher here"
