@@ -62,7 +62,7 @@ dist: $(VENV)/dev-installed ## the wheel and the source archive into dist/, chec
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/twine check --strict dist/*
 
-test-release: $(VENV)/dev-installed ## what is published: the archive builds itself, and uvx and pipx run the wheel; three minutes
+test-release: $(VENV)/dev-installed ## what is published: the archive builds itself, and uvx and pipx run the wheel; two minutes
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m long tests/test_release.py
 
 docs: $(VENV)/dev-installed ## build these pages into .cache/site
