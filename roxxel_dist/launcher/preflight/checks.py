@@ -17,7 +17,7 @@ Hosts = Mapping[str, HostInfo]
 
 MIN_FREE_BYTES, ADVISED_FREE_BYTES = 1 << 18, 2 << 30
 MUST_MATCH = ("jax", "jaxlib")
-"""Not roxxel-dist: its code is compared, and an editable install keeps the version of the commit it was installed at."""
+"""Not roxxel-dist: its code is compared, and an editable install has the version of the day when it was installed."""
 MAX_NAMES = 8
 """Hosts that a text names; of more it gives the count."""
 HERE = "the launcher here"
