@@ -73,6 +73,15 @@ OF_CLUSTER = ("awake_clock", "durable", "exit_codes", "extras", "file_lock", "fr
 LAUNCHER_NEEDS = {f"roxxel_dist.cluster.{name}" for name in OF_CLUSTER}
 # A rank joins the others before the user's program begins.
 IN_A_RANK = ("roxxel_dist.launcher.host.worker", "roxxel_dist.cluster.distributed")
+# They know the address of an object from a folder; others ask `place/run_place.py` of a run, `names_objects` of data.
+ASK_IS_URL = {
+    "roxxel_dist.objects.url",
+    "roxxel_dist.data.files.discovery",
+    "roxxel_dist.place.bucket_folder",
+    "roxxel_dist.place.directory",
+    "roxxel_dist.place.run_place",
+    "roxxel_dist.run.experiment",
+}
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 # The public names are imported when they are first used; the bar is drawn by the launcher too, and imports rich alone.
@@ -174,6 +183,10 @@ def test_the_launcher_could_be_a_package_of_its_own():
 def test_nothing_imports_the_command_line():
     arrows = {(named(path), name) for path in FILES for _, name in imported(path) if name.startswith("roxxel_dist.cli")}
     assert not [arrow for arrow in arrows - OF_TRAIN if layer(arrow[0]) not in ("__main__", "cli")]
+
+
+def test_few_files_know_a_bucket_from_a_folder():
+    assert {named(path) for path in FILES if "is_url" in path.read_text()} == ASK_IS_URL
 
 
 def test_help_and_the_launcher_start_without_heavy_imports():

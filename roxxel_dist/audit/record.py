@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.checkpoint.digests import DigestTable, read_verified
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, CheckpointMetadata
@@ -15,13 +15,14 @@ from roxxel_dist.checkpoint.verify import steps_of
 from roxxel_dist.cluster.determinism import without_topology
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import absolute
-from roxxel_dist.objects.url import is_url
-from roxxel_dist.place.bucket_folder import local_run
-from roxxel_dist.place.bucket_run import BucketRun
 from roxxel_dist.place.directory import METRICS, no_run
+from roxxel_dist.place.run_place import bucket_run, local_run
 from roxxel_dist.run.record import RunMetadata, saved_config
 from roxxel_dist.settings.config import RECORD
 from roxxel_dist.train.log.csv_jsonl import DIGEST, JsonlReader
+
+if TYPE_CHECKING:
+    from roxxel_dist.checkpoint.remote import RemoteCheckpoints
 
 FREE_FIELDS = {
     "log_every", "eval_every", "checkpoint_every", "memory_checkpoint_every", "memory_replicas", "max_to_keep",
@@ -69,6 +70,8 @@ class RunRecord:
     """The rows of `metrics.jsonl` by step; None for values that were not finite."""
     steps: tuple[int, ...]
     """The steps of its complete checkpoints."""
+    remote: "RemoteCheckpoints | None" = None
+    """Those in the bucket of the run, which are fetched when they are read."""
 
     @classmethod
     def read(cls, run: str | Path) -> "RunRecord":
@@ -80,9 +83,11 @@ class RunRecord:
         log = JsonlReader(folder / METRICS)
         with contextlib.closing(log):
             rows = {int(row["step"]): row for row in log.objects() if row.get("step") is not None}
-        steps = BucketRun(run, read_only=True).checkpoints.saved(read_only=True) if is_url(run) else None
-        here = steps_of(folder / CHECKPOINTS) if steps is None else sorted(steps)
-        return cls(name=str(run), folder=folder, saved=saved, rows=dict(sorted(rows.items())), steps=tuple(here))
+        bucket = bucket_run(run)
+        kept = None if bucket is None else bucket.checkpoints
+        steps = steps_of(folder / CHECKPOINTS) if kept is None else sorted(kept.saved(read_only=True))
+        rows = dict(sorted(rows.items()))
+        return cls(name=str(run), folder=folder, saved=saved, rows=rows, steps=tuple(steps), remote=kept)
 
     @property
     def begins_after(self) -> int:
@@ -105,7 +110,7 @@ class RunRecord:
 
     def has_checkpoint(self, step: int) -> bool:
         """Whether a checkpoint still exists; a training run deletes its older ones."""
-        return is_url(self.name) or (self.folder / CHECKPOINTS / str(step)).is_dir()
+        return self.remote is not None or (self.folder / CHECKPOINTS / str(step)).is_dir()
 
     def checkpoint(self, step: int) -> tuple[CheckpointMetadata, DigestTable]:
         """The metadata and digests of a local checkpoint. Raises ValueError if it is damaged, or was deleted
@@ -121,11 +126,10 @@ class RunRecord:
     @contextlib.contextmanager
     def fetched(self, *steps: int) -> Iterator[None]:
         """Within it these checkpoints are local, also for a run in a bucket. Raises ValueError if one is damaged."""
-        if is_url(self.name):
-            kept = BucketRun(self.name, read_only=True).checkpoints
-            kept.saved(read_only=True)
+        if self.remote is not None:
+            self.remote.saved(read_only=True)
             for step in steps:
-                if problems := kept.fetch_all(step):
+                if problems := self.remote.fetch_all(step):
                     raise UserError(f"the checkpoint of step {step} of {self.name} is damaged: {'; '.join(problems)}")
         yield
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import absolute
-from roxxel_dist.objects.url import is_url
+from roxxel_dist.objects.url import as_written
 
 CHECKPOINTS, CURSOR = "checkpoints", "training_cursor.json"
 """The folder of checkpoints, and the file with the newest step, in a run directory."""
@@ -55,8 +55,7 @@ class CheckpointRef(NamedTuple):
     step: int | None
 
     def __str__(self) -> str:
-        run = absolute(self.run) if is_url(self.run) else self.run
-        return f"{run}" if self.step is None else f"{run}@{self.step}"
+        return as_written(self.run) + ("" if self.step is None else f"@{self.step}")
 
     @classmethod
     def parse(cls, text: str | Path) -> "CheckpointRef":

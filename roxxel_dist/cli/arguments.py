@@ -9,8 +9,8 @@ from roxxel_dist.checkpoint.metadata import CheckpointRef
 from roxxel_dist.cli.parser import flags_in, normalise_switches, parse
 from roxxel_dist.cluster.exit_codes import UserError, attempt_number
 from roxxel_dist.launcher.job.flags import split_flags
-from roxxel_dist.objects.url import is_url
 from roxxel_dist.place.directory import CONFIG, check_still_there, default_run_dir
+from roxxel_dist.place.run_place import local_run
 from roxxel_dist.settings.config import FIELD_TYPES, Config, parse_yaml
 from roxxel_dist.settings.effect import check_effect, chosen, without_effect
 
@@ -64,17 +64,13 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
         raise UserError("--resume does not say which run: name its folder with --run_dir")
     if "skip_steps" in given and "fork" not in given:
         raise UserError("--skip_steps leaves rows out in a new run that begins at a checkpoint: add --fork RUN@STEP")
-    run = Path(given.get("run_dir") or default_run_dir())
-    if is_url(run) and ("resume" in given or attempt_number()):
-        from roxxel_dist.place.bucket_folder import BucketFolder
-
-        run = BucketFolder(run, given.get("local_dir")).pull()
+    run = given.get("run_dir") or default_run_dir()
+    runs: list[Path] = []
+    if "resume" in given or attempt_number():
+        runs.append(local_run(run, given.get("local_dir"), read_only=False))
     if attempt_number():  # a job that its launcher starts again is resumed, as `fit` has it
-        check_still_there(run)
-    runs = [run] if "resume" in given or attempt_number() else []
+        check_still_there(runs[0])
     if "fork" in given:
-        from roxxel_dist.place.bucket_folder import local_run
-
         runs.append(local_run(CheckpointRef.parse(given["fork"]).run))
     saved = (str(folder / CONFIG) for folder in runs if (folder / CONFIG).exists())
     return _parse_normalised(TrainArgs, words, "train", next(saved, None))

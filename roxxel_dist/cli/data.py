@@ -182,13 +182,12 @@ def data_verify(words: list[str]) -> int:
 def verify_shards(path: str, workers: int | None = None, dtype: str | None = None) -> tuple[bool, list[str]]:
     """(Whether all shards are whole, what to say of them). Raises ValueError where there are none."""
     from roxxel_dist.data.dataset import Roxxel
-    from roxxel_dist.data.files.discovery import NoShardsError
+    from roxxel_dist.data.files.discovery import NoShardsError, names_objects
     from roxxel_dist.data.remote.verify import verify_objects
     from roxxel_dist.data.verify import find_damage
-    from roxxel_dist.objects.url import is_url
     from roxxel_dist.utils.progress import Progress
 
-    if is_url(path):
+    if names_objects(path):
         problems, whole = verify_objects(path, Progress(True))
         return not problems, problems or [whole]
     try:

@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT, UserError
 from roxxel_dist.launcher.output.printable import printable
-from roxxel_dist.objects.url import is_url
+from roxxel_dist.place.run_place import local_folder
 from roxxel_dist.settings.config import usage_errors
 
 if TYPE_CHECKING:
@@ -81,12 +80,12 @@ def requirements(args: DoctorArgs, command: tuple[str, ...]) -> "Requirements":
     from roxxel_dist.launcher.job.spec import JobSpec
     from roxxel_dist.launcher.preflight.checks import requirements_of
 
-    run_dir = None if is_url(args.run_dir) else args.run_dir  # of a run in a bucket no folder is needed
+    run_dir = local_folder(args.run_dir)  # of a run in a bucket no folder is needed
     job = JobSpec(
         command=command or ("true",),
         nprocs=1,
         run_id="new",
-        log_dir=Path(run_dir, "logs") if run_dir else log_dir_for(command, "new"),
+        log_dir=run_dir / "logs" if run_dir else log_dir_for(command, "new"),
         port=args.port,
         gpus_per_host=args.gpus_per_host,
         max_restarts=0,

@@ -21,8 +21,8 @@ from roxxel_dist.launcher.jobs import tail
 from roxxel_dist.launcher.jobs.stop import stop as stop_job
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.output.printable import printable
-from roxxel_dist.objects.url import is_url
 from roxxel_dist.place.directory import LOGS, is_run
+from roxxel_dist.place.run_place import local_folder
 from roxxel_dist.settings.config import usage_errors
 
 LINES = 40
@@ -197,17 +197,17 @@ def stop(words: list[str]) -> int:
 
 def _find(name: str, command: str) -> JobRecord:
     """The job meant. Raises UserError where there is none, or where `command` needs another machine."""
-    run, jobs = Path(name), [] if name else record.entries()
-    trainer = None if is_url(name) or not name else holding_process(run / LOCK)
+    run, jobs = local_folder(name), [] if name else record.entries()
+    trainer = None if run is None else holding_process(run / LOCK)
     if not name and command != "logs" and all(job.is_over for job in jobs):
         raise UserError(f"no job runs{f'; `roxxel-dist ps --all` lists {len(jobs)} that ended' if jobs else ''}")
     try:
         job = record.find(name)
     except UserError as error:
-        if name and not is_url(name) and (trainer or is_run(run)):
+        if run is not None and (trainer or is_run(run)):
             raise UserError(_not_launched(run, command, trainer)) from error
         raise
-    if trainer and job.is_over and name != job.run_id:
+    if run is not None and trainer and job.is_over and name != job.run_id:
         raise UserError(_not_launched(run, command, trainer))
     if command != "stop" or job.is_over or job.is_here:  # the files of a job are where its record is
         return job

@@ -11,9 +11,11 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.place.directory import CONFIG, is_study
+from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.settings.config import usage_errors
 
 if TYPE_CHECKING:
+    from roxxel_dist.objects.url import ObjectUrl
     from roxxel_dist.sweep.driver.bucket import StudyBucket
 
 
@@ -40,9 +42,8 @@ def report(words: list[str]) -> int:
     """Compare runs, or the trials of a study: losses, speed, goodput, configs, importance."""
     args = parse(ReportArgs, words, "report")
     with usage_errors():
-        from roxxel_dist.objects.url import is_url
-
-        if len(args.runs) == 1 and is_url(args.runs[0]) and _in_bucket(args):
+        url = bucket_url(args.runs[0]) if len(args.runs) == 1 else None
+        if url is not None and _in_bucket(args, url):
             return 0
         studies = [folder for folder in args.runs if is_study(folder)]
         if studies and len(args.runs) > 1:
@@ -81,13 +82,12 @@ def _runs(args: ReportArgs) -> str:
     return missing
 
 
-def _in_bucket(args: ReportArgs) -> bool:
+def _in_bucket(args: ReportArgs, url: "ObjectUrl") -> bool:
     """Tell of a study in a bucket; returns whether there is one."""
     from roxxel_dist.objects.store import TIMEOUT_S
-    from roxxel_dist.objects.url import ObjectUrl
     from roxxel_dist.sweep.driver.bucket import reader_bucket
 
-    with reader_bucket(ObjectUrl.parse(args.runs[0]), TIMEOUT_S) as bucket:
+    with reader_bucket(url, TIMEOUT_S) as bucket:
         if bucket.is_there and (missing := _study(args, bucket)):
             info(missing)
         return bucket.is_there

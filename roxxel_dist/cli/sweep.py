@@ -12,6 +12,7 @@ from roxxel_dist.cli.parser import flags_in
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import check_local
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.settings.config import usage_errors
 from roxxel_dist.sweep.driver.options import SweepOptions
 
@@ -76,15 +77,13 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
 
 def _bucket(flags: Mapping[str, str], held: ExitStack) -> Any:
     """The study's bucket; None where it is in a folder."""
-    from roxxel_dist.objects.url import ObjectUrl, is_url
-
-    if not is_url(place := flags.get("study")):
-        check_local("--study", place)
+    if (url := bucket_url(flags.get("study"))) is None:
+        check_local("--study", flags.get("study"))
         return None
     from roxxel_dist.objects.store import TIMEOUT_S
     from roxxel_dist.sweep.driver.bucket import driver_bucket, reader_bucket
 
-    url, timeout_s = ObjectUrl.parse(place or ""), float(flags.get("store_timeout") or TIMEOUT_S)
+    timeout_s = float(flags.get("store_timeout") or TIMEOUT_S)
     if "dry_run" in flags:
         return held.enter_context(reader_bucket(url, timeout_s))
     return held.enter_context(driver_bucket(url, info, flags.get("cache_dir"), timeout_s))

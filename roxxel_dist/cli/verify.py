@@ -10,7 +10,7 @@ from roxxel_dist.cli.argument_types import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.launcher.output.printable import printable
-from roxxel_dist.objects.url import is_url
+from roxxel_dist.place.run_place import bucket_url
 
 LARGE = 1 << 30
 """Bytes above which the progress is shown."""
@@ -35,7 +35,7 @@ def verify(words: list[str]) -> int:
     from roxxel_dist.checkpoint.metadata import CheckpointRef
 
     ref = CheckpointRef.parse(args.path)
-    if is_url(ref.run):
+    if bucket_url(ref.run) is not None:
         return _verify_in_bucket(ref, args)
     folder = ref.run / "checkpoints" if (ref.run / "checkpoints").is_dir() else ref.run
     steps = checks.steps_of(folder)

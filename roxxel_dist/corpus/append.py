@@ -14,12 +14,11 @@ from roxxel_dist.corpus.encode import PARALLEL_BYTES, encode_documents
 from roxxel_dist.corpus.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.atomic_dir import publish, staging, writing
-from roxxel_dist.data.files.discovery import NoShardsError
+from roxxel_dist.data.files.discovery import NoShardsError, names_objects
 from roxxel_dist.data.files.shard import Shard
 from roxxel_dist.data.files.writer import BUILD_FILE, write_shards
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.verify import find_damage
-from roxxel_dist.objects.url import is_url
 from roxxel_dist.utils.progress import Progress
 
 SHARD_NAME = "shard_{:05d}.rox".format
@@ -106,7 +105,7 @@ def append(
 
 
 def _folder(out: PathLike) -> Path:
-    if is_url(out):
+    if names_objects(out):
         raise UserError(
             f"{out} is in an object store: append to the local folder of the data set, and send the new shards with "
             f"`roxxel-dist copy DIR {out}`"

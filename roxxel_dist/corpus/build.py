@@ -20,13 +20,12 @@ from roxxel_dist.corpus.inputs import SPLITS, BuildInputs, PathLike, check_setti
 from roxxel_dist.corpus.to_bucket import BucketOut
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.atomic_dir import publish, staging, writing
-from roxxel_dist.data.files.discovery import check_local
+from roxxel_dist.data.files.discovery import check_local, names_objects
 from roxxel_dist.data.files.format import Metadata
 from roxxel_dist.data.files.shard import Shard
 from roxxel_dist.data.files.writer import BUILD_FILE, write_shards
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer
-from roxxel_dist.objects.url import is_url
 from roxxel_dist.utils.progress import Progress
 
 MAX_SHARD_BYTES = 256 << 20
@@ -90,7 +89,7 @@ def build(
     """
     for path in (paths,) if isinstance(paths, (str, os.PathLike)) else paths:
         check_local("a path of the data", path)
-    log, bucket = Progress(progress), BucketOut.open(out, remote or RemoteConfig()) if is_url(out) else None
+    log, bucket = Progress(progress), BucketOut.open(out, remote or RemoteConfig()) if names_objects(out) else None
     out = Path(out) if bucket is None else bucket.folder
     sources = check_settings(paths, out, workers, val_fraction)
     ready = load_tokenizer(tokenizer, vocab_size, eos_token)

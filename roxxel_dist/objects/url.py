@@ -17,6 +17,11 @@ def is_url(path: object) -> bool:
     return isinstance(path, str | os.PathLike) and URL.match(str(path)) is not None
 
 
+def as_written(path: "str | os.PathLike[str]") -> str:
+    """The text of a path; that of an address with both slashes, of which a Path keeps one."""
+    return str(ObjectUrl.parse(path)) if is_url(path) else str(path)
+
+
 @dataclass(frozen=True)
 class ObjectUrl:
     """The address of an object or of a prefix.

@@ -8,9 +8,8 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel, locate_token
 from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
-from roxxel_dist.objects.url import is_url
-from roxxel_dist.place.bucket_folder import BucketFolder
 from roxxel_dist.place.directory import CONFIG, DATA, is_run, no_run
+from roxxel_dist.place.run_place import bucket_folder
 from roxxel_dist.run.curriculum import build_curriculum, open_data_sets
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
 
@@ -42,12 +41,12 @@ def _plan_of(checkpoint: Path | None) -> Plan | None:
 def _local(source: str | Path) -> tuple[Path, Path | None]:
     """(A run or a config file on this host, the run's newest checkpoint); a run in a bucket is copied to a local
     folder."""
-    if not is_url(source):
+    bucket = bucket_folder(source)
+    if bucket is None:
         folder = Path(source)
         if folder.is_dir() and not (folder / CONFIG).exists():
             raise UserError(no_run(folder))
         return folder, _newest(folder)
-    bucket = BucketFolder(source, read_only=True)
     folder = bucket.pull()
     if not is_run(folder):
         raise UserError(no_run(folder, str(bucket)))

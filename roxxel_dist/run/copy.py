@@ -8,7 +8,7 @@ from roxxel_dist.data.remote.publish import copy_data
 from roxxel_dist.objects.copy import Copied, copy_to_folder
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.tree import BucketSource, FolderSource
-from roxxel_dist.objects.url import is_url
+from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.utils.progress import Progress
 
 CHECKPOINT_TABLE = "digests.json"
@@ -35,19 +35,22 @@ def copy(
         ValueError: there is nothing to copy, neither is in a bucket, or the target holds other content.
         StoreError: a store fails, or the received bytes are damaged.
     """
-    if not is_url(source) and not is_url(target):
+    origin_url, target_url = bucket_url(source), bucket_url(target)
+    if origin_url is None and target_url is None:
         raise UserError(
             f"neither {source} nor {target} is in a bucket: one of them must be an address: s3://…, gs://… or az://…"
         )
     origin = (
-        BucketSource(ObjectStore.open(source, timeout_s=timeout_s)) if is_url(source) else FolderSource(Path(source))
+        FolderSource(Path(source))
+        if origin_url is None
+        else BucketSource(ObjectStore.open(origin_url, timeout_s=timeout_s))
     )
     files = [file for file in origin.files() if PurePosixPath(file.name).name != INDEX]
     if not files:
         raise UserError(f"{source} has no files: correct the path")
     total = sum(file.size for file in files)
     with Progress(progress).bar(f"copying {len(files)} files", max(1, total)) as advance:
-        if isinstance(origin, BucketSource) and not is_url(target):
+        if isinstance(origin, BucketSource) and target_url is None:
             return copy_to_folder(origin, Path(target), files, advance)
         store = ObjectStore.open(target, timeout_s=timeout_s)
         return copy_data(origin, store, files, advance=advance, overwrite=overwrite, is_late=_is_table)

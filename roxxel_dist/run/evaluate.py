@@ -23,8 +23,8 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import NoShardsError, absolute, is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
-from roxxel_dist.place.bucket_folder import local_run
 from roxxel_dist.place.directory import METRICS, TOKENIZER, no_run
+from roxxel_dist.place.run_place import local_run
 from roxxel_dist.run.components import RunComponents, build_components, check_vocabularies
 from roxxel_dist.run.curriculum import open_data_sets
 from roxxel_dist.run.record import RunMetadata, data_of, kernel_begun_with, saved_config

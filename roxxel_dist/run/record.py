@@ -19,8 +19,8 @@ from roxxel_dist.cluster.mesh import num_devices
 from roxxel_dist.data.files.discovery import absolute, is_tokens
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.param_count import count_by_module
-from roxxel_dist.place.bucket_folder import local_run
 from roxxel_dist.place.directory import CONFIG, DATA, SUMMARY, TOKENIZER
+from roxxel_dist.place.run_place import local_run
 from roxxel_dist.run.components import RunComponents
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
 from roxxel_dist.train.resume import max_steps_note

@@ -18,12 +18,11 @@ from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import FileSystemError, UserError, attempt_number
 from roxxel_dist.data.config import DataConfig
 from roxxel_dist.data.files.discovery import absolute as absolute_path
-from roxxel_dist.data.files.discovery import check_local
+from roxxel_dist.data.files.discovery import check_local, names_objects
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.model.config import ModelConfig, check_sizes
 from roxxel_dist.model.user_code import UserCodeConfig
 from roxxel_dist.objects.errors import StoreError
-from roxxel_dist.objects.url import is_url
 from roxxel_dist.settings.training import ExperimentConfig, LoopOptions, OptimizerConfig
 from roxxel_dist.utils.component import DocWithFields, component
 
@@ -195,7 +194,7 @@ class Config(_Copied):
         """
 
         def absolute(name: str, path: Any) -> Any:
-            if not is_url(path):
+            if not names_objects(path):
                 check_local(name, path)
             return absolute_path(path) if isinstance(path, str) else path
 

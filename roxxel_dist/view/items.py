@@ -10,8 +10,8 @@ from pathlib import Path
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.control import record
 from roxxel_dist.launcher.control.record import JobRecord
-from roxxel_dist.objects.url import is_url
 from roxxel_dist.place.directory import JOURNAL, METRICS, is_run, is_study, no_run
+from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.view.bucket import BucketRunReader
 from roxxel_dist.view.job import JobReader, JobState
 from roxxel_dist.view.run import RunReader, RunState
@@ -123,8 +123,8 @@ def finder(names: Sequence[str]) -> Callable[[], list[Item]]:
 
     Raises ValueError for an unknown name.
     """
-    distant = [item for name in names if is_url(name) for item in _named(name)]
-    local = [name for name in names if not is_url(name)]
+    local = [name for name in names if bucket_url(name) is None]
+    distant = [item for name in names if name not in local for item in _named(name)]
     return lambda: [*distant, *(items_of(local) if local else [] if names else everything())]
 
 
@@ -137,7 +137,7 @@ def _of_job(job: JobRecord) -> list[Item]:
 
 
 def _named(name: str) -> list[Item]:
-    if is_url(name):
+    if bucket_url(name) is not None:
         reader = BucketRunReader(name)
         return [Item(name=reader.name, reader=reader)]
     if items := _in_folder(Path(name)):

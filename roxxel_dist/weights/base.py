@@ -25,9 +25,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.model.lora import LORA_A_SUFFIX, LORA_B_SUFFIX, adapter_shapes, merged, target_of
 from roxxel_dist.model.split import Leaves
-from roxxel_dist.objects.url import is_url
-from roxxel_dist.place.bucket_folder import local_run
-from roxxel_dist.place.bucket_run import BucketRun
+from roxxel_dist.place.run_place import bucket_run, local_run
 from roxxel_dist.weights.files import NEWEST, TensorFiles, has_tensors
 from roxxel_dist.weights.hf_folder import HfFolder, fields_of, is_hf_folder
 
@@ -43,11 +41,9 @@ def open_checkpoint(field: str, ref: CheckpointRef) -> Iterator[tuple[Checkpoint
 
     Raises ValueError where there is no such checkpoint; the message begins with `field`, what names it.
     """
-    if is_url(ref.run):
-        bucket = BucketRun(ref.run, read_only=True)
-        store = CheckpointStore(bucket.folder / "checkpoints", read_only=True, remote=bucket.checkpoints)
-    else:
-        store = CheckpointStore(ref.run / "checkpoints", read_only=True)
+    bucket = bucket_run(ref.run)
+    folder, remote = (ref.run, None) if bucket is None else (bucket.folder, bucket.checkpoints)
+    store = CheckpointStore(folder / "checkpoints", read_only=True, remote=remote)
     try:
         kept = store.steps()
         if not kept:

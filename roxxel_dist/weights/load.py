@@ -23,9 +23,8 @@ from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_NAMES, Tokenizer
 from roxxel_dist.model.lora import LORA_A_SUFFIX, merge_adapters, target_of
 from roxxel_dist.model.split import Leaves, split_module
-from roxxel_dist.objects.url import is_url
-from roxxel_dist.place.bucket_run import BucketRun
 from roxxel_dist.place.directory import CONFIG, METRICS, TOKENIZER, is_study, no_run
+from roxxel_dist.place.run_place import bucket_run
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
 from roxxel_dist.weights.base import INITIALIZED_FROM, base_of, check_base
 from roxxel_dist.weights.files import BEST, NEWEST, OF_STATE, WHOLE, TensorFiles, has_tensors, read_model, step_of
@@ -74,7 +73,7 @@ def weights_of(path: str | Path, *, step: int | None = None, best: bool = False)
         ValueError: the folder has no model, no weights, or no weights of that step.
     """
     named, named_step = CheckpointRef.parse(path)
-    bucket = BucketRun(named, read_only=True) if is_url(named) else None
+    bucket = bucket_run(named)
     run = named if bucket is None else bucket.pull()
     step = named_step if step is None else step
     if is_hf_folder(run):

@@ -10,7 +10,7 @@ import pytest
 from commands import run, start, wait_for
 
 from roxxel_dist.cluster.save_requests import REQUEST
-from roxxel_dist.run.save import ask_for_checkpoint
+from roxxel_dist.place.save import ask_for_checkpoint
 
 LOOP = os.path.join(os.path.dirname(__file__), "save_loop.py")
 

@@ -16,8 +16,9 @@ from roxxel_dist.objects import lease
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.place import mirror as run_mirror
-from roxxel_dist.place.bucket_folder import BucketFolder, local_run
+from roxxel_dist.place.bucket_folder import BucketFolder
 from roxxel_dist.place.bucket_run import BucketRun
+from roxxel_dist.place.run_place import local_run
 
 STATE = {"params": {"w": jnp.arange(600_000.0), "b": jnp.arange(3.0)}, "step": jnp.int32(1)}
 

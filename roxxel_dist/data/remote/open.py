@@ -9,7 +9,7 @@ from pathlib import Path
 
 from roxxel_dist.cluster.durable import cache_folder
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.data.files.discovery import DataPath, NoShardsError
+from roxxel_dist.data.files.discovery import DataPath, NoShardsError, names_objects
 from roxxel_dist.data.remote.cache import ChunkCache
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.remote.fetch import Fetcher
@@ -17,7 +17,7 @@ from roxxel_dist.data.remote.index import INDEX, ShardEntry, is_shard, read_ends
 from roxxel_dist.data.remote.shard import RemoteShard
 from roxxel_dist.objects.errors import StoreNotFoundError
 from roxxel_dist.objects.store import ObjectStore
-from roxxel_dist.objects.url import ObjectUrl, is_url
+from roxxel_dist.objects.url import ObjectUrl
 
 MAGIC_CHARACTERS = re.compile(r"[*?\[]")
 
@@ -32,7 +32,7 @@ def open_shards(path: DataPath, config: RemoteConfig) -> list[RemoteShard]:
         NoShardsError: there are no shards.
         StoreError: the store fails.
     """
-    if not isinstance(path, (str, os.PathLike)) or not is_url(path):
+    if not isinstance(path, (str, os.PathLike)) or not names_objects(path):
         raise UserError(f"{path}: data in an object store is one address, not a list: name a prefix or a pattern")
     url = ObjectUrl.parse(path)
     folder = Path(os.path.abspath(os.path.expanduser(config.cache_dir))) if config.cache_dir else cache_folder()

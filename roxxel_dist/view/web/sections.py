@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.launcher.control.record import Restart
-from roxxel_dist.objects.url import is_url
 from roxxel_dist.place.directory import CONFIG
+from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.run.report import read_fields
 from roxxel_dist.sweep.report.text import STATES
 from roxxel_dist.sweep.study.folder import flat
@@ -77,7 +77,7 @@ def _run(run: RunState, brief: bool) -> Iterator[tuple[str, Any]]:
     yield "phases", {"phases": phases, "current": current, "realised": run.realised, "layout": run.layout}
     yield "ranks", {"job": run.job, "attempts": run.attempts, **_ranks(run.ranks, run.restarts)}
     yield "time", {"kinds": SPENT, "spent": run.spent, "goodput": run.goodput}
-    tier = "bucket" if is_url(run.name) else "disk"
+    tier = "disk" if bucket_url(run.name) is None else "bucket"
     yield "checkpoints", {"tier": tier, "checkpoints": [dataclasses.asdict(one) for one in run.checkpoints]}
     yield "config", _config(run.path, changed(Path(run.path, CONFIG)))
 

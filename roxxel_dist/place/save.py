@@ -10,12 +10,13 @@ from roxxel_dist.checkpoint.metadata import CHECKPOINTS
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.save_requests import post_request, read_answer
 from roxxel_dist.objects.errors import StoreNotFoundError
-from roxxel_dist.objects.url import is_url
 from roxxel_dist.place.bucket_folder import LEASE, SAVE_ANSWER, SAVE_REQUEST
 from roxxel_dist.place.directory import CONFIG, is_held
+from roxxel_dist.place.run_place import bucket_url
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.store import ObjectStore
+    from roxxel_dist.objects.url import ObjectUrl
 
 POLL_S, BUCKET_POLL_S = 0.1, 1.0
 
@@ -32,8 +33,8 @@ def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
         OSError: `run` cannot be written.
         NotSaved: the job failed to save, ended, or did not answer in time.
     """
-    if is_url(run):
-        return _ask_through_bucket(run, timeout_s)
+    if (url := bucket_url(run)) is not None:
+        return _ask_through_bucket(url, timeout_s)
     folder = Path(run)
     if not folder.is_dir():
         raise UserError(f"{run} is not a run directory: there is no such folder")
@@ -48,12 +49,12 @@ def ask_for_checkpoint(run: str | Path, timeout_s: float) -> int:
     return answer["step"]
 
 
-def _ask_through_bucket(run: str | Path, timeout_s: float) -> int:
+def _ask_through_bucket(url: "ObjectUrl", timeout_s: float) -> int:
     """The same of a run in a bucket, where rank 0 looks for requests every few seconds."""
     from roxxel_dist.objects.store import ObjectStore
     from roxxel_dist.place.mirror import is_asked
 
-    store, end = ObjectStore.open(run), time.monotonic() + timeout_s
+    store, end = ObjectStore.open(url), time.monotonic() + timeout_s
     if not any(info.key == CONFIG for info in store.list()):
         raise UserError(f"{store.url} is not a run: it has no {CONFIG}")
     answer = None
