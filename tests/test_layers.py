@@ -80,7 +80,6 @@ ASK_IS_URL = {
     "roxxel_dist.place.bucket_folder",
     "roxxel_dist.place.directory",
     "roxxel_dist.place.run_place",
-    "roxxel_dist.run.experiment",
 }
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -160,8 +160,3 @@ class BucketFolder:
             return state_of(path)
         path.unlink(missing_ok=True)
         return None
-
-
-def local_run(run: str | os.PathLike[str]) -> Path:
-    """The folder of a run: as named or, of one in a bucket, a local one with its files; checkpoints come when read."""
-    return BucketFolder(run, read_only=True).pull() if is_url(run) else Path(run)

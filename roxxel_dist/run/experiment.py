@@ -23,8 +23,7 @@ from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.model.generate import generate, known_ids
-from roxxel_dist.objects.url import is_url
-from roxxel_dist.place.bucket_folder import TRAINED, local_run
+from roxxel_dist.place.bucket_folder import TRAINED
 from roxxel_dist.place.bucket_run import BucketRun
 from roxxel_dist.place.directory import (
     CONFIG,
@@ -37,6 +36,7 @@ from roxxel_dist.place.directory import (
     default_run_dir,
 )
 from roxxel_dist.place.files import check_run_folder
+from roxxel_dist.place.run_place import bucket_url, local_run
 from roxxel_dist.run.components import RunComponents, build_components, on_primary, open_corpus, temporary_folder
 from roxxel_dist.run.record import (
     RunMetadata,
@@ -247,10 +247,10 @@ class Experiment:
 
     def _bucket(self, run_dir: str | Path | None, local_dir: str | Path | None) -> BucketRun | None:
         """The run in a bucket, if `run_dir` is an address; None for a folder."""
-        if run_dir is not None and is_url(run_dir):
+        if (url := bucket_url(run_dir)) is not None:
             cache = self.config.cache_dir
             local_dir = local_dir or (Path(cache, TRAINED) if cache else None)
-            return BucketRun(run_dir, local_dir, timeout_s=self.config.store_timeout)
+            return BucketRun(str(url), local_dir, timeout_s=self.config.store_timeout)
         if local_dir is not None:
             raise UserError(f"local_dir is {local_dir}, and run_dir is no address in a bucket: leave it out")
         check_local("run_dir", run_dir)
