@@ -19,6 +19,7 @@ from typing import Any
 
 from roxxel_dist.cluster.awake_clock import AwakeClock
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.process_stat import STARTED, STATE, stat
 
 POLL_S = 0.1
 
@@ -156,8 +157,8 @@ def process_record() -> dict[str, Any]:
 def _start_time(pid: int) -> int | None:
     """When a process of this host began, in clock ticks since the boot; None where there is none."""
     with suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return int(fields[19]) if fields[0] != "Z" else None
+        fields = stat(pid)
+        return int(fields[STARTED]) if fields[STATE] != b"Z" else None
     return None
 
 

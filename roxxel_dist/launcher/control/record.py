@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.file_lock import is_held, process_record, release_lock, take_lock
-from roxxel_dist.launcher.host.process_tree import STARTED, STATE, stat
+from roxxel_dist.cluster.process_stat import STARTED, STATE, stat
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.claims import folder
 from roxxel_dist.launcher.job.environment import masked_words

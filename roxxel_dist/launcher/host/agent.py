@@ -34,9 +34,10 @@ from roxxel_dist.cluster.exit_codes import (
     STACK_SIGNAL,
     USAGE_S,
 )
+from roxxel_dist.cluster.process_stat import is_ending
 from roxxel_dist.launcher.host import memory_folder
 from roxxel_dist.launcher.host.lease import Lease
-from roxxel_dist.launcher.host.process_tree import NOT_FOLLOWED, beat, go_on_under_guard, is_ending, remove
+from roxxel_dist.launcher.host.process_tree import NOT_FOLLOWED, beat, go_on_under_guard, remove
 from roxxel_dist.launcher.host.protocol import Decoder, Message, Outbox, take_stdout
 from roxxel_dist.launcher.host.rank import Program, Rank, start_rank
 from roxxel_dist.launcher.host.spares import Spare, Spares

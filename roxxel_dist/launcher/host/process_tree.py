@@ -10,7 +10,8 @@ worker of Ray, which has threads and cannot fork, starts its keepers as programs
 A process is signalled only while its number cannot be reused: a child that was not reaped, or by pidfd.
 
 As a program, `process_tree.py CHILD LIMIT FOLDER…`, this file is the guard, and `process_tree.py keep LINGER CMD…` a
-keeper. It imports no other file of the package: it must start within milliseconds, without site-packages. Decision 21.
+keeper. Of the package it imports `cluster/process_stat.py` alone, at its start: it must start within milliseconds,
+without site-packages. Decision 21.
 """
 
 import ctypes
@@ -22,18 +23,20 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
+
+if __name__ == "__main__":  # last: a folder of other packages must not stand in for the standard library
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__)))))
+
+from roxxel_dist.cluster.process_stat import GROUP, PARENT, SESSION, STARTED, processes, stat
 
 if TYPE_CHECKING:
     import subprocess
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here, not after a fork, where a lock may be held for ever
-PF_EXITING = 0x4
-STATE, PARENT, GROUP, SESSION, FLAGS, STARTED = 0, 1, 2, 3, 6, 19
-"""Fields of `stat`."""
 KILL_S = 8.0
 """How long killed processes are waited for, less than `connection.AGENT_END_S`; in a driver some die later."""
 HEARTBEAT_TIMEOUT_S = 10.0
@@ -67,34 +70,6 @@ def start_near(argv: Sequence[str], env: Mapping[str, str] | None = None) -> "su
         start_new_session=True,
         preexec_fn=die_with_parent,  # noqa: PLW1509 - a system call, no lock
     )
-
-
-def is_ending(pid: int) -> bool:
-    """Whether a process is on its way out, or gone.
-
-    It closes its files before its end can be seen: a reader of its output may be gone earlier.
-    """
-    try:
-        return bool(int(stat(pid)[FLAGS]) & PF_EXITING)
-    except OSError:
-        return True
-
-
-def stat(pid: int) -> list[bytes]:
-    """The fields of /proc/PID/stat behind the name, which may hold anything. Raises OSError for one that is gone."""
-    file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # not an object: Ctrl-C in between would warn of it
-    try:
-        return os.read(file, 4096).rpartition(b")")[2].split()
-    finally:
-        os.close(file)
-
-
-def processes() -> Iterator[tuple[int, list[bytes]]]:
-    """Every process of this machine, with the fields of its stat, which can be read of a stuck process too."""
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with suppress(OSError):  # it ended meanwhile
-                yield int(name), stat(int(name))
 
 
 def descendants(ancestor: int) -> dict[int, bytes]:
