@@ -37,8 +37,9 @@ def evaluate(words: list[str]) -> int:
     args = parse(EvalArgs, words, "eval")
     with usage_errors():
         validation = _named_sets(args.validation)
+    from roxxel_dist.cli.run_table import evaluation_table
     from roxxel_dist.cluster.distributed import is_primary
-    from roxxel_dist.run.evaluate import evaluate, table
+    from roxxel_dist.run.evaluate import evaluate
 
     evaluation = evaluate(
         args.run,
@@ -49,7 +50,7 @@ def evaluate(words: list[str]) -> int:
         data_dtype=args.data_dtype,
     )
     if is_primary():
-        print(json.dumps(_as_json(evaluation)) if args.json else table(evaluation), flush=True)
+        print(json.dumps(_as_json(evaluation)) if args.json else evaluation_table(evaluation), flush=True)
     return 0
 
 

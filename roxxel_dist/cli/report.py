@@ -61,7 +61,8 @@ def report(words: list[str]) -> int:
 
 def _runs(args: ReportArgs) -> str:
     """Report runs; returns a message about pictures that could not be drawn."""
-    from roxxel_dist.run.report import differences, draw, no_pictures, read_runs, table
+    from roxxel_dist.cli.run_table import report_table
+    from roxxel_dist.run.report import differences, draw, no_pictures, read_runs
     from roxxel_dist.view.web.report import write_runs
 
     runs, folder = read_runs(args.runs), Path(args.out or "report")
@@ -75,7 +76,7 @@ def _runs(args: ReportArgs) -> str:
         numbers = [{"name": run.name, "path": str(run.path), **run.numbers()} for run in runs]
         _print_json({"runs": numbers, "differences": differences(runs), "pictures": pictures, "page": str(page)})
     else:
-        print(printable(table(runs)))
+        print(printable(report_table(runs)))
         print(f"\npage: {page}")
         if pictures:
             print("pictures: " + ", ".join(pictures))

@@ -34,7 +34,6 @@ from roxxel_dist.train.log.csv_jsonl import read_rows
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.state import init_state
 from roxxel_dist.train.step.step import fetch, make_eval_step
-from roxxel_dist.utils.display import aligned
 from roxxel_dist.weights.base import load_base_params, open_checkpoint
 from roxxel_dist.weights.model import attention_kernel
 
@@ -262,19 +261,3 @@ def _by_data_set(losses: Mapping[str, float], reads: Mapping[str, tuple[int, int
 def perplexity(loss: float) -> float:
     """exp(loss); infinite if it overflows float64."""
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def table(evaluation: Evaluation) -> str:
-    """An evaluation as text: a line for each data set, and the logged val_loss."""
-    rows = [["data", "loss", "perplexity", "batches", "tokens"]]
-    for row in evaluation.data:
-        loss, batches, tokens = f"{row['loss']:.6f}", f"{row['batches']:,}", f"{row['tokens']:,}"
-        rows.append([row["name"], loss, f"{row['perplexity']:,.2f}", batches, tokens])
-    logged, difference = evaluation.logged_val_loss, evaluation.difference
-    if logged is None:
-        log = f"the log has no val_loss of step {evaluation.step}"
-    elif difference == 0:
-        log = "val_loss is the same as in the log, to the last bit"
-    else:
-        log = f"val_loss is {evaluation.losses['val_loss']!r}, and {logged!r} in the log: {difference:+.3g}"
-    return "\n".join([f"{CheckpointRef(evaluation.run, None)}, step {evaluation.step}", *aligned(rows), log])

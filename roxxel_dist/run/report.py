@@ -1,11 +1,11 @@
-"""Runs side by side, as a table and as pictures, from their folders, also while they train."""
+"""Runs side by side: their numbers, what differs, and pictures, from their folders, also while they train."""
 
 import contextlib
 import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from roxxel_dist.place.run_place import local_run
 from roxxel_dist.settings.config import RECORD, load_yaml
 from roxxel_dist.train.log.csv_jsonl import read_rows
 from roxxel_dist.train.log.timeline import SPENT, read_timeline, time_spent
-from roxxel_dist.utils.display import aligned, duration, figure
+from roxxel_dist.utils.display import duration, figure
 
 UNKNOWN = "-"
 """The sign for an unknown number, and for a field that a run's config does not have."""
@@ -117,47 +117,6 @@ def _read(folder: Path, name: str) -> Run:
         parameters=parameters,
         spent=time_spent(read_timeline(folder)),
     )
-
-
-LONGEST = 40
-"""Most characters of a value; longer ones are cut off."""
-NUMBERS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
-    "steps": ("steps", lambda run: f"{run['steps']:,}"),
-    "tokens": ("tokens", lambda run: f"{run['tokens']:,}"),
-    "train_loss": ("train_loss", lambda run: f"{run['train_loss']:.4f}"),
-    "val_loss": ("val_loss", lambda run: f"{run['val_loss']:.4f}"),
-    "best_val_loss": ("best val_loss", lambda run: f"{run['best_val_loss']:.4f} (step {run['best_step']:,})"),
-    "tokens_per_s": ("tokens/s, median", lambda run: f"{run['tokens_per_s']:,.0f}"),
-    "parameters": ("parameters", lambda run: f"{run['parameters']:,}"),
-    "goodput": ("goodput", lambda run: f"{run['goodput']:.1%}"),
-}
-"""For each key of `Run.numbers`: the title of its line, and its format."""
-
-
-def table(runs: Sequence[Run]) -> str:
-    """The results of the runs, the time they spent, and the differences of their configs."""
-    numbers = [run.numbers() for run in runs]
-    lines = [["", *(run.name for run in runs)]]
-    for key, (title, form) in NUMBERS.items():
-        lines.append([title, *(UNKNOWN if run[key] is None else form(run) for run in numbers)])
-    for kind in SPENT:
-        lines.append([f"  {kind}", *(_share(kind, run.spent) for run in runs)])
-    if others := differences(runs):
-        config = ["config:", *aligned([[name, *map(_short, values)] for name, values in others.items()], right=False)]
-    else:
-        config = ["config: no field differs"] if len(runs) > 1 else []
-    return "\n".join([*aligned(lines, right=False), *(["", *config] if config else [])])
-
-
-def _share(kind: str, spent: Mapping[str, float]) -> str:
-    if not spent:
-        return UNKNOWN
-    return f"{spent[kind] / (sum(spent.values()) or 1.0):6.1%}  {duration(spent[kind])}"
-
-
-def _short(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
 def no_pictures() -> str:

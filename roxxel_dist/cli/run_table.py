@@ -1,0 +1,68 @@
+"""The text of the commands `report`, of runs, and `eval`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from roxxel_dist.checkpoint.metadata import CheckpointRef
+from roxxel_dist.run.report import UNKNOWN, Run, differences
+from roxxel_dist.train.log.timeline import SPENT
+from roxxel_dist.utils.display import aligned, duration
+
+if TYPE_CHECKING:
+    from roxxel_dist.run.evaluate import Evaluation
+
+LONGEST = 40
+"""Most characters of a value; longer ones are cut off."""
+NUMBERS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
+    "steps": ("steps", lambda run: f"{run['steps']:,}"),
+    "tokens": ("tokens", lambda run: f"{run['tokens']:,}"),
+    "train_loss": ("train_loss", lambda run: f"{run['train_loss']:.4f}"),
+    "val_loss": ("val_loss", lambda run: f"{run['val_loss']:.4f}"),
+    "best_val_loss": ("best val_loss", lambda run: f"{run['best_val_loss']:.4f} (step {run['best_step']:,})"),
+    "tokens_per_s": ("tokens/s, median", lambda run: f"{run['tokens_per_s']:,.0f}"),
+    "parameters": ("parameters", lambda run: f"{run['parameters']:,}"),
+    "goodput": ("goodput", lambda run: f"{run['goodput']:.1%}"),
+}
+"""For each key of `Run.numbers`: the title of its line, and its format."""
+
+
+def report_table(runs: Sequence[Run]) -> str:
+    """The results of the runs, the time they spent, and the differences of their configs."""
+    numbers = [run.numbers() for run in runs]
+    lines = [["", *(run.name for run in runs)]]
+    for key, (title, form) in NUMBERS.items():
+        lines.append([title, *(UNKNOWN if run[key] is None else form(run) for run in numbers)])
+    for kind in SPENT:
+        lines.append([f"  {kind}", *(_share(kind, run.spent) for run in runs)])
+    if others := differences(runs):
+        config = ["config:", *aligned([[name, *map(_short, values)] for name, values in others.items()], right=False)]
+    else:
+        config = ["config: no field differs"] if len(runs) > 1 else []
+    return "\n".join([*aligned(lines, right=False), *(["", *config] if config else [])])
+
+
+def _share(kind: str, spent: Mapping[str, float]) -> str:
+    if not spent:
+        return UNKNOWN
+    return f"{spent[kind] / (sum(spent.values()) or 1.0):6.1%}  {duration(spent[kind])}"
+
+
+def _short(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+def evaluation_table(evaluation: "Evaluation") -> str:
+    """An evaluation as text: a line for each data set, and the logged val_loss."""
+    rows = [["data", "loss", "perplexity", "batches", "tokens"]]
+    for row in evaluation.data:
+        loss, batches, tokens = f"{row['loss']:.6f}", f"{row['batches']:,}", f"{row['tokens']:,}"
+        rows.append([row["name"], loss, f"{row['perplexity']:,.2f}", batches, tokens])
+    logged, difference = evaluation.logged_val_loss, evaluation.difference
+    if logged is None:
+        log = f"the log has no val_loss of step {evaluation.step}"
+    elif difference == 0:
+        log = "val_loss is the same as in the log, to the last bit"
+    else:
+        log = f"val_loss is {evaluation.losses['val_loss']!r}, and {logged!r} in the log: {difference:+.3g}"
+    return "\n".join([f"{CheckpointRef(evaluation.run, None)}, step {evaluation.step}", *aligned(rows), log])
