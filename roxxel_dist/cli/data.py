@@ -54,9 +54,9 @@ def data_build(words: list[str]) -> int:
     """Make shards of tokens from text."""
     args = parse(BuildArgs, words, "data build")
     with usage_errors():
+        from roxxel_dist.cli.data_table import data_table
         from roxxel_dist.corpus.build import build
         from roxxel_dist.data.remote.config import RemoteConfig
-        from roxxel_dist.data.verify import info
 
         options: dict[str, Any] = dataclasses.asdict(args)
         options["remote"] = RemoteConfig(cache_dir=options.pop("cache_dir"), store_timeout=options.pop("store_timeout"))
@@ -64,7 +64,7 @@ def data_build(words: list[str]) -> int:
         if args.include is None:
             del options["include"]
         with build(options.pop("paths"), options.pop("out"), **options) as dataset:
-            print(info(dataset))
+            print(data_table(dataset))
     return 0
 
 
@@ -102,8 +102,8 @@ def data_append(words: list[str]) -> int:
         raise UserError(f"a data set keeps the tokenizer that it was built with: leave {what} out")
     args = parse(AppendArgs, words, "data append")
     with usage_errors():
+        from roxxel_dist.cli.data_table import data_table
         from roxxel_dist.corpus.append import append
-        from roxxel_dist.data.verify import info
 
         options: dict[str, Any] = dataclasses.asdict(args)
         size = options.pop("max_shard_mb")
@@ -111,7 +111,7 @@ def data_append(words: list[str]) -> int:
         if args.include is None:
             del options["include"]
         with append(options.pop("paths"), options.pop("out"), **options) as dataset:
-            print(info(dataset))
+            print(data_table(dataset))
     return 0
 
 
@@ -129,11 +129,11 @@ def data_info(words: list[str]) -> int:
     """Describe shards."""
     args = parse(InfoArgs, words, "data info")
     with usage_errors():
+        from roxxel_dist.cli.data_table import data_table
         from roxxel_dist.data.dataset import Roxxel
-        from roxxel_dist.data.verify import info
 
         with Roxxel(args.path, dtype=args.dtype) as dataset:
-            print(info(dataset))
+            print(data_table(dataset))
     return 0
 
 

@@ -57,7 +57,7 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
         args, config = parse_config(SweepArgs, words, "sweep", study.base_file)
         if args.sweep_config is None and args.study is None and args.sweep_id is None:
             raise UserError("nothing to search: name a file with --sweep_config, or a study with --study")
-        from roxxel_dist.sweep.driver import dry_run, run
+        from roxxel_dist.sweep.driver import run
 
         given: dict[str, Any] = {field.name: getattr(args, field.name) for field in dataclasses.fields(SweepOptions)}
         given["study"] = study.place
@@ -70,7 +70,9 @@ def _prepared(words: list[str], held: ExitStack) -> Any:
         definition = options.sweep_config if not server else held.enter_context(_definition_of(server))
         search = run.open_sweep(options, definition, config, server, bucket)
         if options.dry_run:
-            print(dry_run.preview(search))
+            from roxxel_dist.cli.sweep_preview import preview
+
+            print(preview(search))
             return None
         return run.create_study(search, project)
 
