@@ -14,6 +14,7 @@ from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_FILES, EXIT_USAGE, 
 from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
+from roxxel_dist.utils.display import aligned
 
 Command = Callable[[list[str]], int]
 
@@ -108,11 +109,8 @@ def _dispatch(group: str, names: Iterable[str], find: Callable[[str], Command], 
 
 
 def _overview(group: str, commands: dict[str, Command]) -> str:
-    width = max(map(len, commands))
-    lines = [
-        f"  {name:<{width}}  {(command.__doc__ or '').splitlines()[0].rstrip('.')}"
-        for name, command in commands.items()
-    ]
+    rows = [(f"  {name}", (command.__doc__ or "").splitlines()[0].rstrip(".")) for name, command in commands.items()]
+    lines = aligned(rows, left=None)
     name = f"roxxel-dist {group}".strip()
     what = (ABOUT.get(group) or "") + "\n\n"
     more = "" if group else "\n`roxxel-dist --version` prints the versions of this package and of those that it uses."

@@ -6,6 +6,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.shard import Shard
 from roxxel_dist.data.files.slices import TokenFile
 from roxxel_dist.data.remote.shard import RemoteShard
+from roxxel_dist.utils.display import aligned
 
 SHOWN_CHARACTERS = 200
 
@@ -44,4 +45,4 @@ def data_table(ds: Roxxel) -> str:
         ("fingerprint", ds.fingerprint),
         ("begins", begins),
     ]
-    return "\n".join(f"{name:<12} {value}" for name, value in rows)
+    return "\n".join(aligned(rows, left=None))

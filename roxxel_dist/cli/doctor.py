@@ -10,6 +10,7 @@ from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT, UserError
 from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.place.run_place import local_folder
 from roxxel_dist.settings.config import usage_errors
+from roxxel_dist.utils.display import aligned
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.preflight.checks import Requirements
@@ -99,8 +100,7 @@ def _as_text(report: "PreflightReport", hosts: int) -> str:
     """A line a finding; then the count."""
     rows = [(result.level, result.check, result.text) for result in report.findings]
     rows += [("error", "host", f"{host}: {why}") for host, why in report.unreachable.items()]
-    width = max(len(check) for _, check, _ in rows)
-    lines = [f"{level:<8} {check:<{width}}  {text}" for level, check, text in rows]
+    lines = aligned([(f"{level:<7}", check, text) for level, check, text in rows], left=None)
     levels = [level for level, _, _ in rows]
     counts = {"host": hosts, "error": levels.count("error"), "warning": levels.count("warning")}
     host, *total = (f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items())

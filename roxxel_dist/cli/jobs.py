@@ -24,6 +24,7 @@ from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.place.directory import LOGS, is_run
 from roxxel_dist.place.run_place import local_folder
 from roxxel_dist.settings.config import usage_errors
+from roxxel_dist.utils.display import aligned
 
 LINES = 40
 PIDS = 4
@@ -72,10 +73,9 @@ def ps(words: list[str]) -> int:
         print(json.dumps(values, indent=2))
     elif shown:
         rows = [("RUN", "STATE", "HOST", "RANKS", "PIDS", "ATTEMPT", "STEP", "SINCE", "COMMAND"), *map(_row, shown)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        for row in rows:
-            print(printable("  ".join([*map(str.ljust, row, widths), row[-1]]))[:columns])
+        for line in aligned(rows, left=None):
+            print(printable(line)[:columns])
     else:
         info("no job runs" + ("" if args.all or not jobs else f"; --all lists {len(jobs)} that ended"))
     return 0

@@ -35,10 +35,10 @@ def report_table(runs: Sequence[Run]) -> str:
     for kind in SPENT:
         lines.append([f"  {kind}", *(_share(kind, run.spent) for run in runs)])
     if others := differences(runs):
-        config = ["config:", *aligned([[name, *map(_short, values)] for name, values in others.items()], right=False)]
+        config = ["config:", *aligned([[name, *map(_short, values)] for name, values in others.items()], left=None)]
     else:
         config = ["config: no field differs"] if len(runs) > 1 else []
-    return "\n".join([*aligned(lines, right=False), *(["", *config] if config else [])])
+    return "\n".join([*aligned(lines, left=None), *(["", *config] if config else [])])
 
 
 def _share(kind: str, spent: Mapping[str, float]) -> str:

@@ -21,6 +21,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.amend import Amendment, carried_over, check, check_added, cut_in_units
 from roxxel_dist.curriculum.segments import Cursor, Key, Segment, SegmentBuilder, Shape, UnitSource
 from roxxel_dist.data.units import LARGE_UNITS, SPREAD, Ranges
+from roxxel_dist.utils.display import aligned
 
 ROWS_AHEAD = 8192
 ENDLESS = 1 << 62
@@ -360,9 +361,7 @@ class Plan:
             first = stop
         total = self.tokens(self.total_steps)
         table.append(("all", f"{self.total_steps:,}", "", f"{total:,}", f"{total / readable:.2f}", ""))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in table]
-        return "\n".join(lines + [f"step {step + 1:,}: {event}" for step, event in _events(self)])
+        return "\n".join([*aligned(table, left=0), *(f"step {step + 1:,}: {event}" for step, event in _events(self))])
 
 
 def _tokens(shapes: Sequence[Shape], low: int, high: int) -> int:

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 
-def aligned(rows: Sequence[Sequence[str]], *, right: bool = True) -> list[str]:
-    """The lines of a table; columns after the first are aligned to the right, unless `right` is false."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    behind = str.rjust if right else str.ljust
-    return ["  ".join([row[0].ljust(widths[0]), *map(behind, row[1:], widths[1:])]).rstrip() for row in rows]
+def aligned(rows: Sequence[Sequence[str]], *, left: int | None = 1) -> list[str]:
+    """The lines of a table: its first `left` columns are aligned to the left (None: all), the others to the right."""
+    columns = [
+        [cell.ljust(width) if left is None or number < left else cell.rjust(width) for cell in column]
+        for number, column in enumerate(zip(*rows, strict=True))
+        for width in [max(map(len, column))]
+    ]
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def duration(seconds: float) -> str:

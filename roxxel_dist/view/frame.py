@@ -68,7 +68,7 @@ def one(state: State, look: Look, room: int) -> list[Text]:
 def many(states: Sequence[State], look: Look, room: int) -> list[Text]:
     """A line for each item, and below it the curves of up to four: the selected one and those after it."""
     rows = [["", "name", "state", "step", "of", "loss", "val_loss", "best", "tok/s"], *map(_row, states)]
-    table = aligned(rows, right=False)
+    table = aligned(rows, left=None)
     drawn = [(number, state) for number, state in enumerate(states) if isinstance(state, RunState) and state.losses]
     drawn = sorted(drawn, key=lambda pair: (pair[0] < look.chosen, pair[0]))[: len(CURVES)]
     tall = min(MOST_CURVE, room - 1 - min(len(states), max(3, room // 2))) if drawn else 0
@@ -205,7 +205,7 @@ def _ranks(ranks: Sequence[RankState]) -> list[Text]:
         state = rank.state + (f" for {clock(still_s)}" if still_s > STILL_S else "")
         speed = _number(rank.ms_per_step, "{:.0f}")
         rows.append([str(rank.rank), rank.host, str(rank.pid), state, f"{rank.step:,}", str(rank.behind), speed])
-    head, *table = aligned(rows, right=False)
+    head, *table = aligned(rows, left=None)
     styles = ["bold red" if rank.state == "stopped" else "" for rank in shown]
     lines = [Text(head, "dim"), *(Text(line, style) for line, style in zip(table, styles, strict=True))]
     return [*lines, *([Text(f"… and {len(ranks) - len(shown)} ranks more", "dim")] if len(ranks) > len(shown) else [])]
@@ -272,7 +272,7 @@ def _study(state: StudyState, room: int) -> list[Text]:
         what += f": {trial.reason}" if trial.state == "failed" else ""
         value = value if trial.value is None else trial.value
         rows.append([str(trial.number), what[:40], str(step), _number(value, short), _params(trial.params)])
-    head, *table = aligned(rows, right=False)
+    head, *table = aligned(rows, left=None)
     return [*lines, Text(head, "dim"), *map(Text, table)]
 
 

@@ -102,7 +102,7 @@ class LiveView:
         if (more := len(history.running) - ROWS) > 0:
             rows.append(["…", f"{more} more", "", "", ""])
         if history.running:
-            head, *table = aligned(rows, right=False)
+            head, *table = aligned(rows, left=None)
             lines += [Text(head, style="bold"), *map(Text, table)]
         for line in lines[1:]:
             line.no_wrap, line.overflow = True, "ellipsis"

@@ -48,7 +48,7 @@ def table(study: Study) -> str:
     names = varied(study)
     rows = [["trial", study.sweep.metric, "", "minutes", *names]]
     rows += [_row(trial, names) for trial in study.done[:MOST]]
-    lines = aligned(rows, right=False) if len(rows) > 1 else []
+    lines = aligned(rows, left=None) if len(rows) > 1 else []
     if len(study.done) > MOST:
         lines.append(f"… and {len(study.done) - MOST} more: the page has all")
     failed = [trial for trial in study.history.trials.values() if trial.state == "failed"]
