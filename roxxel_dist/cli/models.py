@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-import math
 from typing import Any, Literal
 
 from roxxel_dist.cli.argument_types import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.settings.config import parse_yaml, usage_errors
+from roxxel_dist.utils.display import plain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,16 +64,9 @@ def _named_sets(text: str | None) -> dict[str, str] | None:
 
 
 def _as_json(evaluation: Any) -> dict[str, Any]:
-    def finite(row: dict[str, Any]) -> dict[str, Any]:
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-
-    return {
-        "run": str(evaluation.run),
-        "step": evaluation.step,
-        **finite(dict(evaluation.losses)),
-        "data": [finite(row) for row in evaluation.data],
-        **finite({"logged_val_loss": evaluation.logged_val_loss, "difference": evaluation.difference}),
-    }
+    step, rows, logged = evaluation.step, evaluation.data, evaluation.logged_val_loss
+    numbers = {**evaluation.losses, "data": rows, "logged_val_loss": logged, "difference": evaluation.difference}
+    return plain({"run": evaluation.run, "step": step, **numbers})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
 """The command that lays runs side by side, or the trials of a study."""
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from roxxel_dist.launcher.output.printable import printable
 from roxxel_dist.place.directory import CONFIG, is_study
 from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.settings.config import usage_errors
+from roxxel_dist.utils.display import plain
 
 if TYPE_CHECKING:
     from roxxel_dist.objects.url import ObjectUrl
@@ -121,15 +121,4 @@ def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
 def _print_json(whole: dict[str, Any]) -> None:
     import json
 
-    print(json.dumps(_plain(whole), indent=2))
-
-
-def _plain(value: Any) -> Any:
-    """The same as JSON has it: numbers that are none are null, and a date in a user's `model_args` is text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, str | int | bool | None) else str(value)
+    print(json.dumps(plain(whole), indent=2))

@@ -1,6 +1,7 @@
-"""Text tables, figures, and numbers for people."""
+"""Text tables, figures, and numbers for people; values for JSON."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,17 @@ def size(count: float) -> str:
         if count >= least:
             return f"{count / least:,.2f} {unit}"
     return f"{count:.0f} B"
+
+
+def plain(value: Any) -> Any:
+    """A value for JSON: None for numbers that are not finite, text for types that JSON does not have."""
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | None) else str(value)
 
 
 @contextlib.contextmanager

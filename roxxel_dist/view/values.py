@@ -1,10 +1,10 @@
 """The contents of a frame, as plain values for JSON."""
 
 import dataclasses
-import math
 from typing import Any
 
 from roxxel_dist.sweep.report.text import as_json
+from roxxel_dist.utils.display import plain
 from roxxel_dist.view.items import State
 from roxxel_dist.view.job import JobState
 from roxxel_dist.view.run import RunState
@@ -19,14 +19,3 @@ def values(state: State) -> dict[str, Any]:
         return {"kind": "job", **plain(dataclasses.asdict(state))}
     more = {name: getattr(state, name) for name in ("state", "workers", "began", "left_s", "steps_left")}
     return {"kind": "study", **plain({"path": state.study.place, **as_json(state.study), **more})}
-
-
-def plain(value: Any) -> Any:
-    """A value for JSON: None for numbers that are not finite, text for types that JSON does not have."""
-    if isinstance(value, dict):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, str | int | None) else str(value)

@@ -17,11 +17,11 @@ from roxxel_dist.sweep.report.text import STATES
 from roxxel_dist.sweep.study.folder import flat
 from roxxel_dist.sweep.study.journal import Trial
 from roxxel_dist.train.log.timeline import SPENT
+from roxxel_dist.utils.display import plain
 from roxxel_dist.view.items import State
 from roxxel_dist.view.job import JobState
 from roxxel_dist.view.run import Points, RankState, RunState, changed
 from roxxel_dist.view.study import StudyState
-from roxxel_dist.view.values import plain
 
 LISTED = ("train_loss", "val_loss", "tokens")
 """The curves of a run in a list."""
