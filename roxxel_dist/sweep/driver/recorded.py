@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.sweep.driver.decisions import Decisions
 from roxxel_dist.sweep.samplers import make
-from roxxel_dist.sweep.space.sweep_file import Params, Sweep, read_sweep, sweep_of
+from roxxel_dist.sweep.space.sweep_file import Params, Sweep, as_sweep
 from roxxel_dist.sweep.study.journal import History
 
 
@@ -51,10 +51,7 @@ def replay(
     for name, number in (("budget_steps", budget_steps), ("workers", workers)):
         if number < 1:
             raise UserError(f"{name}: {number} must be 1 or more")
-    if isinstance(sweep, str | os.PathLike):
-        sweep = read_sweep(os.fspath(sweep))
-    elif not isinstance(sweep, Sweep):
-        sweep = sweep_of(sweep)
+    sweep = as_sweep(sweep)
     search = RecordedSearch(sweep, table, seed)
     steps: list[int] = []
     best: list[float] = []

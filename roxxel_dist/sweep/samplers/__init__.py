@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.sweep.samplers.base import AskTell, SpaceExhausted
-from roxxel_dist.sweep.space.sweep_file import Params, Sweep, read_sweep, sweep_of
+from roxxel_dist.sweep.space.sweep_file import Params, Sweep, as_sweep
 
 __all__ = ["SAMPLERS", "Engine", "SpaceExhausted", "make"]
 SAMPLERS = {
@@ -70,10 +70,7 @@ def make(
         ValueError: a mistake in the sweep, no such method, or a grid of endless values.
         ModuleNotFoundError: the method needs a package that is not installed; says which.
     """
-    if isinstance(sweep, str | os.PathLike):
-        sweep = read_sweep(os.fspath(sweep))
-    elif not isinstance(sweep, Sweep):
-        sweep = sweep_of(sweep)
+    sweep = as_sweep(sweep)
     method = method or sweep.method
     if method not in SAMPLERS:
         raise UserError(f"method: {method!r} does not exist: use one of {', '.join(SAMPLERS)}")

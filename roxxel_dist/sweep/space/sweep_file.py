@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,6 +183,13 @@ def sweep_of(sweep: Mapping[str, Any], extras: Mapping[str, Any] | None = None) 
     """The sweep of a dictionary, as `wandb.sweep` takes one. Raises UserError that names the key."""
     locator = YamlLocator("sweep", {})
     return _sweep(sweep, locator, _rules(extras or {}, locator, sweep.get("parameters")))
+
+
+def as_sweep(sweep: Mapping[str, Any] | str | os.PathLike[str] | Sweep) -> Sweep:
+    """The sweep of a file, of a dictionary, or as it is. Raises UserError as `read_sweep` and `sweep_of`."""
+    if isinstance(sweep, Sweep):
+        return sweep
+    return read_sweep(os.fspath(sweep)) if isinstance(sweep, str | os.PathLike) else sweep_of(sweep)
 
 
 def _load(path: str | Path, *, strict: bool) -> tuple[Mapping[str, Any], YamlLocator]:
