@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -52,6 +52,17 @@ def end() -> None:
 def active() -> bool:
     """Whether this process ends by `leave`: it is a command, not a program of the user's."""
     return _active.is_set()
+
+
+@contextlib.contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], Any], numbers: Iterable[int]) -> Iterator[None]:
+    """Within it these signals call `handler`; for the main thread."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handled in before.items():
+            signal.signal(number, handled)
 
 
 @contextlib.contextmanager

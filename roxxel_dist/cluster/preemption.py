@@ -32,13 +32,8 @@ def watching_for_stop() -> Iterator[None]:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         watched.append(signal.SIGHUP)
     watched += [number for number in SCHEDULER_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
-    with interrupt.paused():
-        before = {number: signal.signal(number, _on_signal) for number in watched}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    with interrupt.paused(), interrupt.handled_by(_on_signal, watched):
+        yield
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:

@@ -234,12 +234,8 @@ def _ended_by_signals() -> Iterator[None]:
     if interrupt.active() or threading.current_thread() is not threading.main_thread():
         yield  # the command cleans up itself; Python allows signal handlers only in the main thread
         return
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with interrupt.handled_by(leave, (signal.SIGTERM, signal.SIGHUP)):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def on_primary(what: str, act: Callable[[], Any]) -> None:
