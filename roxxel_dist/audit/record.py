@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.checkpoint.digests import DigestTable, read_verified
-from roxxel_dist.checkpoint.metadata import CHECKPOINTS, CheckpointMetadata
-from roxxel_dist.checkpoint.verify import steps_of
+from roxxel_dist.checkpoint.metadata import CHECKPOINTS, CheckpointMetadata, steps_of
 from roxxel_dist.cluster.determinism import without_topology
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import absolute

@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from roxxel_dist.checkpoint.digests import (
     merge,
     read_verified,
 )
-from roxxel_dist.checkpoint.metadata import META, MetaFile
+from roxxel_dist.checkpoint.metadata import META, MetaFile, steps_of
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, process_index
 from roxxel_dist.cluster.durable import make_folder, sync_folder, write_file
 from roxxel_dist.cluster.exit_codes import UserError
@@ -144,8 +144,12 @@ def set_aside(checkpoint: Path) -> Path:
 
 def complete(folder: Path) -> dict[int, float | None]:
     """Every complete checkpoint's step and val_loss."""
-    steps = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
-    saved: dict[int, float | None] = dict.fromkeys(sorted(steps))
+    return losses(folder, steps_of(folder))
+
+
+def losses(folder: Path, steps: Iterable[int]) -> dict[int, float | None]:
+    """The val_loss of these checkpoints, by step; None where it has none."""
+    saved: dict[int, float | None] = dict.fromkeys(steps)
     for step in saved:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: `restore` reports it
             saved[step] = number(MetaFile.read(folder / str(step)).val_loss)

@@ -48,6 +48,12 @@ class MetaFile(NamedTuple):
         return json.dumps({"val_loss": self.val_loss, "shapes": self.shapes, "meta": self.meta})
 
 
+def steps_of(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a folder, complete or not, in order."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
 class CheckpointRef(NamedTuple):
     """A checkpoint of a run, as people write it: RUN@STEP, or RUN for its newest one."""
 

@@ -32,7 +32,7 @@ from roxxel_dist.checkpoint.digests import (
     files_below,
     read_verified,
 )
-from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META, MetaFile
+from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META, steps_of
 from roxxel_dist.checkpoint.stored_blocks import Index, Place, wrong_blocks
 from roxxel_dist.cluster.durable import make_folder, write_file
 from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
@@ -91,11 +91,7 @@ class RemoteCheckpoints:
             self._store.delete([info.key for step in rest for info in objects[step].values()])
         with ThreadPoolExecutor(THREADS) as threads:
             list(threads.map(self.fetch_meta, whole))
-        saved: dict[int, float | None] = dict.fromkeys(whole)
-        for step in whole:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # damaged: `restore` reports it
-                saved[step] = files.number(MetaFile.read(self._folder / str(step)).val_loss)
-        return saved
+        return files.losses(self._folder, whole)
 
     def exists(self, step: int) -> bool:
         """Whether a checkpoint counts now."""
@@ -172,8 +168,7 @@ class RemoteCheckpoints:
 
     def keep_local(self, kept: Collection[int]) -> None:
         """Delete what this host has of other checkpoints than those that are kept."""
-        steps = [int(path.name) for path in self._folder.iterdir() if path.name.isdecimal()]
-        for step in set(steps) - {*kept}:
+        for step in set(steps_of(self._folder)) - {*kept}:
             with contextlib.suppress(OSError):  # a copy, which the next call deletes
                 files.delete(self._folder / str(step))
 

@@ -33,12 +33,6 @@ class Verdict:
         return f"{self.name}: {self.state} ({'; '.join(self.problems) or why})"
 
 
-def steps_of(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, complete or not."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(name) for name in names if name.isdecimal())
-
-
 def verify_checkpoints(folder: Path, steps: list[int], progress: Progress) -> Iterator[Verdict]:
     """Of each step: its files and the arrays in them."""
     for step in steps:

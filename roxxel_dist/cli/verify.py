@@ -32,13 +32,13 @@ def verify(words: list[str]) -> int:
     """Compare checkpoints, exports or shards with their digests."""
     args = parse(VerifyArgs, words, "verify")
     from roxxel_dist.checkpoint import verify as checks
-    from roxxel_dist.checkpoint.metadata import CheckpointRef
+    from roxxel_dist.checkpoint.metadata import CheckpointRef, steps_of
 
     ref = CheckpointRef.parse(args.path)
     if bucket_url(ref.run) is not None:
         return _verify_in_bucket(ref, args)
     folder = ref.run / "checkpoints" if (ref.run / "checkpoints").is_dir() else ref.run
-    steps = checks.steps_of(folder)
+    steps = steps_of(folder)
     if ref.step is not None and (folder / str(ref.step)) not in [folder / str(step) for step in steps]:
         known = ", ".join(map(str, steps)) or "none"
         raise UserError(f"RUN is {ref}: {folder} has no checkpoint of step {ref.step}; those there are: {known}")
