@@ -69,7 +69,7 @@ def test_a_row_has_all_its_cells_and_a_person_reads_what_follows() -> None:
         assert row[2], row
 
 
-HOWTOS = [f"howto/{name}" for name in ("launching", "local", "ssh", "slurm", "ray", "kubernetes")]
+HOWTOS = [f"howto/{name}" for name in ("launching", "ssh", "slurm", "ray", "kubernetes")]
 
 
 @pytest.mark.parametrize("page", [*HOWTOS, "concepts/guarantees", "reference/exit-codes"])

@@ -1,7 +1,6 @@
 """What a job needs from its hosts, and the problems that their answers show: pure functions.
 
-docs/howto/launching.md has a table of the checks. Those that need further questions (the port, the run directory that
-hosts share) are in `run.py`.
+Those that need further questions (the port, the run directory that hosts share) are in `run.py`.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
