@@ -1,0 +1,84 @@
+"""`--json` of every command, as it is typed, against its schema."""
+
+import contextlib
+import json
+import re
+import shutil
+
+import pytest
+from command_lines import PATHS
+from json_schemas import main as write
+from json_schemas import schemas
+from jsonschema import Draft202012Validator
+from made_study import made_study
+
+from roxxel_dist import Config, Experiment
+from roxxel_dist.cli import main
+
+TINY = {"dim": 16, "num_blocks": 1, "max_context": 16, "n_devices": 1, "eval_iters": 1, "tokenizer_type": "byte"}
+PHASES = [{"steps": 4, "batch_size": 8, "seq_len": 17}, {"steps": 2, "batch_size": 4, "seq_len": 17}]
+# (command, exit code)
+TYPED = [
+    ("audit runs/one", 0),
+    ("compare runs/one runs/two", 1),
+    ("compare runs/one runs/one", 0),
+    ("doctor --data_path nowhere", 69),
+    ("doctor --run_dir runs/new -- train --data_path text.txt", 0),
+    ("eval runs/one", 0),
+    ("launch local --nprocs 2 --dry-run -- train --config many.yaml --data_path text.txt", 0),
+    ("launch local --nprocs 2 --step-timeout 9 --dry-run -- true", 0),
+    ("plan runs/one", 0),
+    ("plan --config many.yaml --data_path text.txt --devices 8 --arrays --tokens_per_s 10", 0),
+    ("ps --all", 0),
+    ("report runs/one runs/two", 0),
+    ("report runs/empty", 0),
+    ("report study", 0),
+    ("top runs/one runs/empty study", 0),
+    ("verify runs/one", 0),
+    ("verify runs/one/data", 0),
+    ("verify damaged", 1),
+]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """Two runs that differ, one without a row, a damaged copy, and a study."""
+    folder = tmp_path_factory.mktemp("schemas")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(3000)))
+    config = {**TINY, "phases": PHASES, "log_every": 1, "eval_every": 3, "checkpoint_every": 3}
+    Experiment(Config(**config)).fit(text, folder / "runs" / "one")
+    Experiment(Config(**config, lr=1e-2)).fit(text, folder / "runs" / "two")
+    Config(**{name: value for name, value in config.items() if name != "n_devices"}).save_yaml(folder / "many.yaml")
+    shutil.copytree(folder / "runs" / "one", folder / "damaged")
+    (large,) = sorted((folder / "damaged" / "checkpoints" / "6").rglob("*"), key=lambda path: path.stat().st_size)[-1:]
+    large.write_bytes(large.read_bytes()[:-1])
+    (folder / "runs" / "empty").mkdir()
+    shutil.copy(folder / "runs" / "one" / "config.yaml", folder / "runs" / "empty")
+    made_study(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("typed", "code"), TYPED)
+def test_what_is_printed_is_as_its_schema_says(work, typed, code, monkeypatch, capfd):
+    monkeypatch.chdir(work)
+    words = typed.split()
+    cut = words.index("--") if "--" in words else len(words)
+    assert main([*words[:cut], "--json", *words[cut:]]) == code
+    printed = capfd.readouterr().out
+    found = json.loads(printed, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    schema = next(schema for command, schema in schemas().items() if command.split()[0] == words[0])
+    Draft202012Validator(schema).validate(found)
+
+
+def test_every_command_with_json_has_a_schema_and_a_case(tmp_path, capsys):
+    asked = set()
+    for path in PATHS:
+        with contextlib.suppress(SystemExit):
+            main([*path, "--help"])
+        if re.search(r"^\s+--json\b", capsys.readouterr().out, re.MULTILINE):
+            asked.add(path[0])
+    assert asked == {command.split()[0] for command in schemas()} == {typed.split()[0] for typed, _ in TYPED}
+    write(tmp_path)
+    for path in tmp_path.iterdir():
+        Draft202012Validator.check_schema(json.loads(path.read_text()))
