@@ -395,7 +395,8 @@ class Experiment:
     ) -> Trainer:
         config, trackers = self.config, list[Tracker]()
         if is_primary() and config.wandb != "off":
-            trackers.append(WandbTracker(run, config.wandb, config.wandb_project, config=config.to_dict()))
+            about = {"name": config.name, "notes": config.notes, "tags": config.tags}
+            trackers.append(WandbTracker(run, config.wandb, config.wandb_project, **about, config=config.to_dict()))
         if is_primary() and config.tensorboard:
             trackers.append(TensorboardTracker(run, config.to_dict()))
         return Trainer(

@@ -268,6 +268,12 @@ class ExperimentConfig:
     later."""
     wandb_project: str = "roxxel-dist"
     """Project name at Weights & Biases."""
+    name: str | None = None
+    """Name of the run for people, in `top`, reports and W&B. Default: that of the run directory."""
+    notes: str | None = None
+    """A remark about the run, for reports and W&B."""
+    tags: list[str] | None = None
+    """Words to find the run by, in `top`, reports and W&B."""
     tensorboard: bool = False
     """Write TensorBoard event files to `tensorboard/` in the run directory."""
     sample_prompt: str = ""
@@ -284,6 +290,13 @@ class ExperimentConfig:
             raise UserError(f"sample is {self.sample!r}: it must be auto, on or off")
         if not self.epochs > 0:
             raise UserError(f"epochs is {self.epochs}: it must be above 0")
+        for field in ("name", "notes"):
+            if (text := getattr(self, field)) is not None and not (isinstance(text, str) and text.strip()):
+                raise UserError(f"{field} is {text!r}: it must be a text, or left out")
+        if self.tags is not None and not all(isinstance(tag, str) and 0 < len(tag) <= 64 for tag in self.tags):
+            raise UserError(
+                f"tags is {self.tags!r}: it must be a list of words of 1 to 64 characters (W&B takes no longer one)"
+            )
         if self.phases is not None and not self.phases:
             raise UserError("phases is an empty list: give at least one phase, or leave it out")
 

@@ -83,6 +83,9 @@ class RunState:
 
     name: str
     path: str
+    title: str = ""
+    """The name that its config gives it, for people."""
+    tags: tuple[str, ...] = ()
     state: str
     """"training", "finished", "stopped", or the state of its job."""
     step: int = 0
@@ -207,9 +210,12 @@ class RunReader:
         last = cursor.get("last_step")  # max_steps may end a run before its phases do
         if phases and not (last and step <= last):  # no checkpoint yet, or none since a resume with more steps
             last = phases[-1].last
+        title, tags = _about(self.path / CONFIG, changed(self.path / CONFIG))
         now = RunState(
             name=self.name,
             path=str(self.path),
+            title=title,
+            tags=tags,
             state=state,
             step=step,
             last_step=last,
@@ -354,6 +360,15 @@ def _phases_of(shapes: Sequence[Mapping[str, Any]]) -> tuple[PhaseSpan, ...]:
 def _planned(run: Path) -> tuple[PhaseSpan, ...]:
     """The phases of the config, if all of them give their steps: for a run without a checkpoint."""
     return _phases_in(run / CONFIG, changed(run / CONFIG))
+
+
+@lru_cache(maxsize=4096)  # the list of the page has a line a run
+def _about(config: Path, _changed: float) -> tuple[str, tuple[str, ...]]:
+    """The name and the tags that a config gives its run."""
+    with suppress(OSError, ValueError, TypeError):
+        fields = load_yaml(config)
+        return str(fields.get("name") or ""), tuple(map(str, fields.get("tags") or ()))
+    return "", ()
 
 
 @lru_cache(maxsize=64)

@@ -42,6 +42,7 @@ class WandbTracker:
         mode: "online", or "offline": files for `wandb sync`, and no account.
         project: of the run.
         name: of the run, for people; the run directory's name if None.
+        notes, tags: of the run, where people search and read.
         config: what W&B shows as the run's config.
     """
 
@@ -51,11 +52,14 @@ class WandbTracker:
         mode: Literal["online", "offline"],
         project: str,
         name: str | None = None,
+        notes: str | None = None,
+        tags: Sequence[str] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self._folder, self._project = Path(run_dir).absolute(), project
         self._mode: Literal["online", "offline"] = mode
         self._name, self._config = name or self._folder.name, dict(config or {})
+        self._notes, self._tags = notes, tags
         self._run: Any = None
         self._last = -1
         self._best = math.inf
@@ -154,6 +158,8 @@ class WandbTracker:
         return wandb.init(
             project=None if by_agent else self._project,
             name=self._name,
+            notes=self._notes,
+            tags=self._tags,
             id=None if by_agent else run_id,
             dir=self._folder,
             config=self._config,

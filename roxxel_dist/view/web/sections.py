@@ -57,6 +57,8 @@ def _run(run: RunState, brief: bool) -> Iterator[tuple[str, Any]]:
             "kind": "run",
             "name": run.name,
             "path": run.path,
+            "title": run.title,
+            "tags": run.tags,
             "state": run.state,
             "step": run.step,
             "last_step": run.last_step,

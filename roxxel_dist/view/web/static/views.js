@@ -85,7 +85,7 @@ class ListView {
     const of = (kind) => rows.filter(({ head }) => head.kind === kind);
     const text = this.filter.value.trim().toLowerCase();
     const shared = sharedFolder(of("run").map(({ head }) => head.name));
-    const runs = of("run").map((row) => ({ ...row, short: row.head.name.slice(shared.length) })).filter(({ head }) => head.name.toLowerCase().includes(text));
+    const runs = of("run").map((row) => ({ ...row, short: row.head.name.slice(shared.length) })).filter(({ head }) => [head.name, head.title, ...(head.tags ?? [])].some((words) => words?.toLowerCase().includes(text)));
     this.runs.update(runs);
     this.studies.update(of("study"));
     this.jobs.update(of("job"));
@@ -189,7 +189,10 @@ class RunView {
     this.sections = sections;
     const head = sections.head;
     if (!head) return;
-    fill(this.title, [head.name, head.state, head.path], () => h("h1", {}, head.name, badge(head.state)));
+    fill(this.title, [head.name, head.title, head.tags, head.state, head.path], () => [
+      h("h1", {}, head.name, badge(head.state)),
+      head.title || head.tags?.length ? h("p", { class: "about" }, [head.title, ...head.tags.map((tag) => `#${tag}`)].filter(Boolean).join("  ")) : null,
+    ]);
     if (sections.phases) {
       fill(this.phases, [sections.phases, head.step, head.last_step], () => phaseBar(head, sections.phases));
       fill(this.blend, sections.phases, (value) => blendTable(value));

@@ -1,0 +1,70 @@
+"""`--name`, `--notes` and `--tags`: where people look for a run, and nothing else."""
+
+import json
+import re
+
+import pytest
+
+from roxxel_dist import Config, Experiment
+from roxxel_dist.cli import main
+
+TINY = {
+    "dim": 16, "num_blocks": 1, "max_context": 16, "n_devices": 1, "eval_iters": 1, "tokenizer_type": "byte",
+    "phases": [{"steps": 4, "batch_size": 8, "seq_len": 17}], "log_every": 1, "checkpoint_every": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A run with a name, which was resumed with another one."""
+    folder = tmp_path_factory.mktemp("names")
+    (folder / "text.txt").write_text("".join(f"{i} plus {i} is {2 * i}.\n" for i in range(3000)))
+    about = {"name": "the baseline", "notes": "before the change", "tags": ["small", "cpu"], "wandb": "offline"}
+    Experiment(Config(**TINY, **about, max_steps=2)).fit(folder / "text.txt", folder / "runs" / "one")
+    Experiment(Config(name="renamed")).fit(run_dir=folder / "runs" / "one", resume=True)
+    Experiment(Config(**TINY)).fit(folder / "text.txt", folder / "runs" / "two")
+    return folder
+
+
+def test_top_and_report_show_them(work, monkeypatch, capsys):
+    monkeypatch.chdir(work)
+    assert main(["top", "--once", "runs/one"]) == 0
+    assert re.search(r"runs/one  finished  renamed #small #cpu", capsys.readouterr().out)
+    assert main(["top", "--json", "runs/one"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["title"], found["tags"]) == ("renamed", ["small", "cpu"])
+    assert main(["report", "runs/one", "runs/two", "--json"]) == 0
+    differences = json.loads(capsys.readouterr().out)["differences"]
+    assert differences["name"] == ["renamed", None]
+    assert differences["notes"] == ["before the change", None]
+
+
+def test_wandb_gets_them(work):
+    first, second = sorted((work / "runs" / "one" / "wandb").glob("offline-run-*/*.wandb"))
+    assert all(words in first.read_bytes() for words in (b"the baseline", b"before the change", b"small"))
+    assert b"renamed" in second.read_bytes()
+
+
+def test_they_change_no_number(work, monkeypatch, capsys):
+    monkeypatch.chdir(work)
+    assert main(["compare", "runs/one", "runs/two"]) == 0
+    assert main(["audit", "runs/one"]) == 0
+    assert "equal to the bit over 4 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--name", " "], "name is ' ': it must be a text"),
+        (["--tags", "small", ""], "tags is ['small', '']: it must be a list of words of 1 to 64 characters"),
+        (["--tags", "x" * 65], "of 1 to 64 characters"),
+        (["--config", "number.yaml"], "tags is [1]"),
+        (["--config", "word.yaml"], "tags is 'small'"),
+    ],
+)
+def test_what_is_none(work, words, message, monkeypatch, capsys):
+    monkeypatch.chdir(work)
+    (work / "number.yaml").write_text("tags: [1]\n")
+    (work / "word.yaml").write_text("tags: small\n")
+    assert main(["train", "--data_path", "text.txt", *words]) == 2
+    assert message in capsys.readouterr().err
