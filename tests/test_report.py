@@ -14,9 +14,10 @@ from runs import rows as logged
 
 from roxxel_dist import Config, Experiment, Phase
 from roxxel_dist.cli import main
+from roxxel_dist.cli.run_table import report_table
 from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.run.report import differences, read_runs, table
+from roxxel_dist.run.report import differences, read_runs
 from roxxel_dist.train.log.timeline import SPENT
 
 SMALL = {
@@ -109,7 +110,7 @@ def test_a_living_run(corpus, tmp_path, capsys):
 
         def row(self, row):
             (run,) = read_runs([tmp_path / "run"])
-            seen.append((row["step"], run.numbers(), table([run])))
+            seen.append((row["step"], run.numbers(), report_table([run])))
 
         def close(self):
             pass

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from small_disks import mounted_disk
 
+from roxxel_dist.cli.data_table import data_table
 from roxxel_dist.corpus.build import build
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.tokenizer.tokenizer import EOS, train_tokenizer
-from roxxel_dist.data.verify import info
 
 FILES = {
     "b.txt": "beta\nbeta beta\n" * 30,
@@ -296,7 +296,7 @@ def test_every_file_is_on_the_disk_before_the_build_is_committed(texts, tmp_path
 
 def test_info_is_a_table_for_people(texts, tmp_path):
     ds = build(texts, tmp_path / "out", vocab_size=300, progress=False)
-    lines = dict(line.split(None, 1) for line in info(ds).splitlines())
+    lines = dict(line.split(None, 1) for line in data_table(ds).splitlines())
     assert lines["shards"].startswith("1 ")
     assert lines["tokens"] == f"{ds.num_tokens:,}"
     assert lines["documents"] == f"4 (mean {ds.num_tokens / 4:.1f} tokens)"
@@ -310,10 +310,10 @@ def test_info_is_a_table_for_people(texts, tmp_path):
 def test_info_without_a_tokenizer(tmp_path):
     ds = Roxxel(tmp_path / "a.rox")
     ds.write(["naïve " * 100])
-    assert f"begins       {('naïve ' * 100)[:200]!r}" in info(ds)
+    assert f"begins       {('naïve ' * 100)[:200]!r}" in data_table(ds)
     ds.write([np.arange(99, dtype=np.int32)])
-    assert "begins       0 1 2 3 " in info(ds)
-    assert "(no document)" in info(ds.split(0)[1])
+    assert "begins       0 1 2 3 " in data_table(ds)
+    assert "(no document)" in data_table(ds.split(0)[1])
 
 
 def test_the_wrong_tokenizer_beside_the_shards_is_noticed(texts, tmp_path):

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 from buckets import opened, put
 
+from roxxel_dist.cli.data_table import data_table
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel, locate_token
 from roxxel_dist.data.files.discovery import NoShardsError, is_tokens
 from roxxel_dist.data.remote.index import INDEX
-from roxxel_dist.data.verify import VerifiedBlocks, info
+from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.objects.store import ObjectStore
 
@@ -55,7 +56,7 @@ def test_a_data_set_is_the_same(server, folder, local, cache, index):
             mine, other = locate_token(remote, token), locate_token(local, token)
             assert (mine.path.name, mine.document, mine.position) == (other.path.name, other.document, other.position)
         remote.verify()
-        assert info(remote).splitlines()[2:7] == info(local).splitlines()[2:7]
+        assert data_table(remote).splitlines()[2:7] == data_table(local).splitlines()[2:7]
 
 
 def test_an_index_is_all_that_opening_reads(server, url, cache):
