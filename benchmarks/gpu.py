@@ -97,8 +97,8 @@ def boundary(data: Roxxel, model: ModelConfig, batch: int, steps: int, folder: P
     phases = [Phase(first, batch, model.max_context), Phase(60, batch, model.max_context // 2)]
     trainer = make_trainer(data, phases, model, folder, **OPTIONS)
     ready: list[bool] = []
-    times = step_times(trainer, lambda step: ready.append(len(trainer._compiler.seconds) == 2))
-    *_, compiling = trainer._compiler.seconds.values()
+    times = step_times(trainer, lambda step: ready.append(len(trainer.loop.held.compiler.seconds) == 2))
+    *_, compiling = trainer.loop.held.compiler.seconds.values()
     trainer.close()
     if not ready[first]:
         print("phase 1 ended before phase 2 was compiled: give more --steps", file=sys.stderr)

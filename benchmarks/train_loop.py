@@ -125,7 +125,7 @@ def phase_boundary(given: Setting) -> Iterable[Result]:
         return isinstance(key, tuple) and key[0] != "evaluate"
 
     def compilations() -> list[float]:
-        return [seconds for key, seconds in trainer._compiler.seconds.items() if is_step(key)]
+        return [seconds for key, seconds in trainer.loop.held.compiler.seconds.items() if is_step(key)]
 
     def wait(step: int) -> None:
         while step == first // 2 and len(compilations()) < 2:  # ahead of the boundary on a busy machine too

@@ -60,7 +60,8 @@ def memory(data: Roxxel, folder: Path, sizes: Mapping[str, tuple[int, int, int, 
 
 def take_turns(trainer: Any, block: int) -> tuple[float, float, list[float]]:
     """(a step with copies / without, seconds of one without, seconds of each copy), the first two turns left out."""
-    tier, taken, times = trainer._memory, [], ([], [])
+    saves, taken, times = trainer.loop.saves, [], ([], [])
+    tier = saves.memory
     save, state = tier.save, {"turn": 0, "began": 0.0}
 
     def timed(*values: Any) -> None:
@@ -71,21 +72,21 @@ def take_turns(trainer: Any, block: int) -> tuple[float, float, list[float]]:
     def before(step: int) -> None:
         if step < 30 or (step - 30) % block:
             return
-        trainer._throttler.wait_for_all()
+        trainer.loop.throttler.wait_for_all()
         now = time.perf_counter()
         if state["turn"]:
             times[state["turn"] % 2].append((now - state["began"]) / block)
         state["turn"] += 1
         if state["turn"] % 2:  # without: for the tier this turn does not happen
-            trainer._memory = None
+            saves.memory = None
         else:
-            trainer._memory = tier
+            saves.memory = tier
             tier.drop(step)
         state["began"] = time.perf_counter()
 
     tier.save, trainer.before = timed, before
     trainer.run()
-    trainer._memory = tier
+    saves.memory = tier
     with_copies, without = times[0][1:], times[1][1:]
     ratios = [on / off for on, off in zip(with_copies, without, strict=False)]
     return statistics.median(ratios), statistics.median(without), taken

@@ -25,8 +25,8 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
+from roxxel_dist.run.trainer import Trainer
 from roxxel_dist.train.step.throughput import InflightThrottler
-from roxxel_dist.train.trainer import Trainer
 
 
 class Observed(Trainer):
@@ -36,13 +36,15 @@ class Observed(Trainer):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        enter = self._progress.enter
+        self.open()
+        progress = self.loop.held.progress
+        enter = progress.enter
 
         def observed(step: int, phase: int) -> None:
             self.before(step - 1)
             enter(step, phase)
 
-        self._progress.enter = observed
+        progress.enter = observed
 
 
 def random_tokens(path: Path, count: int, vocabulary: int) -> Roxxel:
@@ -72,10 +74,11 @@ class Bare:
     """The compiled step of a trainer's first phase in a loop of its own, with a state and a batch of its own."""
 
     def __init__(self, trainer: Observed) -> None:
-        self._program = trainer._enter_phase(0)
-        self._state = jax.tree.map(jnp.copy, trainer._state)
-        self._hparams = trainer._hparams
-        self._batch = next(trainer._stream_from(0))
+        loop = trainer.loop
+        self._program = loop.enter_phase(0)
+        self._state = jax.tree.map(jnp.copy, loop.position.state)
+        self._hparams = loop.position.hparams
+        self._batch = next(loop.programs.stream_from(0))
         self._throttler = InflightThrottler(trainer.mesh)
 
     def run(self, steps: int) -> None:
@@ -112,7 +115,7 @@ def take_turns(trainer: Observed, block: int, offset: int, clocks: Sequence[Call
         nonlocal began
         if step < offset or (step - offset) % block:
             return
-        trainer._throttler.wait_for_all()
+        trainer.loop.throttler.wait_for_all()
         if began:
             mine.append([(now - then) / block for now, then in zip(read(), began, strict=True)])
             then = read()

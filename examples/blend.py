@@ -113,10 +113,7 @@ def main(
             mesh=mesh,
             data_sharding=NamedSharding(mesh, P("data", None)),
         )
-        try:
-            trainer.run()
-        finally:
-            trainer.close()
+        trainer.run()
 
 
 def tell_what_is_read(curriculum: Curriculum) -> None:

@@ -135,10 +135,7 @@ def main(
             mesh=mesh,
             data_sharding=NamedSharding(mesh, P("data", None)),
         )
-        try:
-            trainer.run()
-        finally:
-            trainer.close()
+        trainer.run()
 
 
 if __name__ == "__main__":

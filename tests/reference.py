@@ -127,8 +127,10 @@ def of_class(name: str, kind: type) -> str:
     if is_data:
         names = {field.name for field in dataclasses.fields(kind)}
         signature = call(title, [ast.unparse(node) for node in own if node.target.id in names])
-    elif "__init__" in kind.__dict__:
-        signature = of(title, source_of(kind.__init__)).removesuffix(" -> None")
+    else:
+        made = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+        ways = [node for node in made if any(ast.unparse(one) == "overload" for one in node.decorator_list)] or made
+        signature = "\n".join(of(title, node).removesuffix(" -> None") for node in ways)
     listed = [f"- `{ast.unparse(node)}`: {escaped(known[node.target.id])}" for node in own if node.target.id in known]
     text = "\n\n".join(filter(None, [docs(ast.get_docstring(tree)), "\n".join(listed)]))
     parts = [entry(name, title, "###", signature, text)]

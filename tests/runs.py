@@ -37,20 +37,19 @@ def model(**fields):
 
 
 def make(corpus, path, phases=PHASES, loss_fn=next_token_loss, **options):
-    """On two devices, where nothing else is asked for."""
+    """A trainer that has taken up its run: on two devices, where nothing else is asked for."""
     settings = {"eval_every": 5, "checkpoint_every": 4, "log_every": 1, "eval_iters": 2, "val_fraction": 0.1} | options
     settings.setdefault("mesh", make_mesh(2))
     optimizer = settings.pop("optimizer", optax.adam(3e-2))
-    return Trainer(settings.pop("model", model), optimizer, Curriculum(corpus, phases), loss_fn, path, **settings)
+    made = Trainer(settings.pop("model", model), optimizer, Curriculum(corpus, phases), loss_fn, path, **settings)
+    made.open()
+    return made
 
 
 def train(corpus, path, phases=PHASES, **options):
-    """Run to the end; the trainer is closed."""
+    """Run to the end."""
     made = make(corpus, path, phases, **options)
-    try:
-        made.run()
-    finally:
-        made.close()
+    made.run()
     return made
 
 

@@ -1,5 +1,6 @@
 """A `Trainer` of parts: what its run directory holds for the commands, and how a training says that it was stopped."""
 
+import copy
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from reader import ROOT
+from runs import stop_after
 
 from roxxel_dist import Config, Curriculum, Experiment, Phase, Roxxel, Trainer, Transformer
 from roxxel_dist.cli import main
@@ -60,6 +62,36 @@ def test_the_commands_read_its_run(corpus, capsys):
 def test_parts_in_another_order_are_named():
     with pytest.raises(TypeError, match=r"curriculum is a GradientTrans\w+, and must be a Curriculum. The order is"):
         Trainer("model", Curriculum, optax.adam(1e-2), token_losses, "run")
+
+
+def test_a_trainer_of_parts_is_only_made_until_it_runs(corpus, tmp_path):
+    """It can be copied and pickled, and says what is missing before and after."""
+    made = trainer(corpus, max_steps=1)
+    copied = copy.copy(made)
+    assert not (tmp_path / "run").exists()
+    assert (made.stopped, made.options.max_steps, made.mesh.size) == (False, 1, 1)
+    assert not hasattr(made, "state")
+    with pytest.raises(AttributeError, match=r"are there from run\(\) on"):
+        _ = made.plan
+    with pytest.raises(AttributeError, match=r"one that is made of parts has run\(\)"):
+        made.fit("data")
+    made.run()
+    assert (made.step, made.start_step, made.finished) == (1, 0, True)
+    assert made.checkpointer.steps() == [1]
+    made.close()
+    copied.open()
+    assert (copied.step, copied.finished) == (1, True)
+    copied.close()
+
+
+def test_another_run_of_a_trainer_that_was_stopped_continues(corpus, monkeypatch):
+    made = trainer(corpus)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        made.run()
+    assert (made.stopped, made.step) == (True, 2)
+    made.run()
+    assert (made.stopped, made.start_step, made.step) == (False, 2, 4)
 
 
 def test_only_its_program_trains_it(corpus, capsys):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from roxxel_dist.place.directory import RunDirectory, default_run_dir
 from roxxel_dist.run.components import build_components, open_corpus
 from roxxel_dist.run.evaluate import evaluate
 from roxxel_dist.settings.config import load_yaml
-from roxxel_dist.train.trainer import Trainer as Loop
+from roxxel_dist.train.loop import Loop
 
 SMALL = {
     "dim": 16,
@@ -303,14 +304,16 @@ def test_on_some_of_the_devices(corpus, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_a_trainer_of_a_config_is_its_experiment():
-    made = Trainer(config(lr=1e-4))
-    assert isinstance(made, Experiment)
-    assert made.config.lr == 1e-4
-    assert isinstance(Trainer(config=config()), Experiment)
+def test_a_trainer_of_a_config_has_its_experiment():
+    for made in (Trainer(config(lr=1e-4)), Trainer(config=config(lr=1e-4))):
+        assert isinstance(made, Trainer)
+        assert made.config.lr == made.experiment.config.lr == 1e-4
+        assert not made.stopped
+        with pytest.raises(AttributeError, match=r"Trainer\(config\) has fit"):
+            made.run()
+    assert inspect.signature(Trainer.fit) == inspect.signature(Experiment.fit)
     with pytest.raises(TypeError, match="missing"):
         Trainer(config(), "adamw")
-    assert issubclass(Trainer, Loop)
 
 
 def test_a_sample_commands_no_terminal():

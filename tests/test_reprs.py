@@ -9,7 +9,7 @@ import pytest
 
 from roxxel_dist import Config, Curriculum, Phase, Roxxel
 from roxxel_dist.settings.training import LoopKeywords, LoopOptions
-from roxxel_dist.train.trainer import loop_options
+from roxxel_dist.train.parts import loop_options
 
 
 def test_a_config_shows_what_differs_from_the_defaults():

@@ -16,12 +16,9 @@ sys.modules[__name__].__file__ = None
 PLACES = {
     "roxxel_dist.cluster.distributed": {"initialize": "joined"},
     "roxxel_dist.cli.train": {"parse_train": "words read"},
-    "roxxel_dist.train.trainer": {
-        "init_state": "model's shapes",
-        "restore_start": "restored",
-        "Trainer._enter_phase": "program is there",
-        "Trainer._flush_metrics": "first step done",
-    },
+    "roxxel_dist.train.position": {"init_state": "model's shapes", "restore_start": "restored"},
+    "roxxel_dist.train.deferred": {"DeferredMetrics.flush": "first step done"},
+    "roxxel_dist.train.loop": {"Loop.enter_phase": "program is there"},
 }
 IMPORTS = {"jax": "jax imported", "roxxel_dist.run.experiment": "all imported"}
 
@@ -40,7 +37,7 @@ def _wrap(module: object, name: str, what: str) -> None:
     @functools.wraps(function)
     def wrapped(*args: object, **more: object) -> object:
         result = function(*args, **more)
-        if what in _left and result is not False:  # of `_flush_metrics`: that there was nothing yet
+        if what in _left and result is not False:  # of `flush`: that there was nothing yet
             _left.remove(what)
             _mark(what)
         return result

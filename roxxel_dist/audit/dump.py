@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from roxxel_dist.audit.record import RunRecord
-from roxxel_dist.audit.replay import Interval, Watch, trainer_of
+from roxxel_dist.audit.replay import Interval, Watch, loop_of
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.split import split_module
@@ -26,21 +26,21 @@ def dump(run: RunRecord, interval: Interval, folder: str | Path) -> str:
     batch, without gradient accumulation. The arrays are "tokens" int32[B, L], "dataset" int32[B], "offset" int64[B],
     "loss" float32[], and "grad_norm/<parameter>" float32[].
 
-    Raises ValueError as `trainer_of`, and if the folder cannot be written.
+    Raises ValueError as `loop_of`, and if the folder cannot be written.
     """
     step = interval.last
-    with trainer_of(run, interval, Watch(run, interval, lambda more: None), last=step) as (parts, trainer):
+    with loop_of(run, interval, Watch(run, interval, lambda more: None), last=step) as (components, loop):
         if step - 1 > interval.start:
-            trainer.last_step = step - 1
-            trainer.run()
-        model, plan = trainer.state.local_model(), trainer.plan
+            loop.position.last_step = step - 1
+            loop.run()
+        model, plan = loop.state.local_model(), loop.position.plan
         rows = plan.rows(step - 1)
-        batch = Stream(plan, parts.curriculum.datasets, None, step - 1).batch(step - 1)
-        dtype = jnp.bfloat16 if parts.options.bf16_compute else None
+        batch = Stream(plan, components.curriculum.datasets, None, step - 1).batch(step - 1)
+        dtype = jnp.bfloat16 if components.options.bf16_compute else None
     split, params, rest, hparams = split_module(model)
 
     def loss_of(params: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        loss = measure(parts.loss, split.merge(params, rest, hparams, training=True, dtype=dtype), batch)
+        loss = measure(components.loss, split.merge(params, rest, hparams, training=True, dtype=dtype), batch)
         return loss.minimized, jnp.float32(loss.loss)
 
     (_, loss), grads = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)

@@ -28,8 +28,9 @@ from roxxel_dist.run.evaluate import open_data
 from roxxel_dist.run.record import RunMetadata, kernel_begun_with
 from roxxel_dist.settings.config import RECORD, Config
 from roxxel_dist.train.log.csv_jsonl import DIGEST
+from roxxel_dist.train.loop import Loop
+from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.step.bad_steps import BadStep
-from roxxel_dist.train.trainer import Trainer
 
 NEVER = 1 << 40
 LOSSES = ("train_loss", "train_bal", "val_loss", "val_bal", "train_eval_loss", "grad_norm", "update_norm")
@@ -155,10 +156,8 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
 
 
 @contextlib.contextmanager
-def trainer_of(
-    run: RunRecord, interval: Interval, watch: "Watch", *, last: int
-) -> Iterator[tuple[RunComponents, Trainer]]:
-    """A trainer at the start of the interval, in a separate folder.
+def loop_of(run: RunRecord, interval: Interval, watch: "Watch", *, last: int) -> Iterator[tuple[RunComponents, Loop]]:
+    """The training loop at the start of the interval, in a separate folder.
 
     Raises ValueError if data or checkpoint are missing, or do not fit.
     """
@@ -193,7 +192,7 @@ def trainer_of(
             keep_steps=[step for step in run.steps if interval.start < step <= last],
             on_bad_step="raise" if components.options.on_bad_step == "rewind" else components.options.on_bad_step,
         )
-        trainer = Trainer(
+        parts = Parts(
             components.build,
             components.optimizer,
             components.curriculum,
@@ -201,33 +200,35 @@ def trainer_of(
             folder,
             validation=components.validation,
             mesh=components.mesh(),
-            grad_accum_steps=components.grad_accum,
+            grad_accum=components.grad_accum,
             logger=watch,
-            **dataclasses.asdict(options),
+            options=options,
         )
-        held.callback(trainer.close)
-        yield components, trainer
+        loop = Loop.open(parts)
+        held.callback(loop.close)
+        yield components, loop
 
 
 def replay(run: RunRecord, interval: Interval, advance: Callable[[int], None] = lambda more: None) -> Finding:
     """Replay the steps of an interval, and compare; `advance` is called with the number of new steps.
 
-    Raises ValueError as `trainer_of`.
+    Raises ValueError as `loop_of`.
     """
     watch = Watch(run, interval, advance)
     problem, reached = "", interval.last
-    with trainer_of(run, interval, watch, last=interval.last) as (_, trainer):
+    with loop_of(run, interval, watch, last=interval.last) as (_, loop):
         try:
-            trainer.run()
+            loop.run()
         except Differs as difference:
             problem, reached = str(difference), watch.step - 1  # the checkpoint of a step comes after its row
         except BadStep as bad:
             problem, reached = f"step {bad.step} differs: it went well in the run, and here not ({bad})", bad.step - 1
-        trainer.store.settle()
-        steps = [step for step in trainer.store.steps() if interval.first <= step <= reached and step in run.steps]
+        store = loop.held.store
+        store.settle()
+        steps = [step for step in store.steps() if interval.first <= step <= reached and step in run.steps]
         steps = [step for step in steps if run.has_checkpoint(step)]
         for number, step in enumerate(steps):
-            if wrong := first_difference(run, step, trainer.store):
+            if wrong := first_difference(run, step, store):
                 reached, problem, steps = step, f"the checkpoint of step {step} differs: {wrong}", steps[: number + 1]
                 break
     rows = sum(step <= reached for step in watch.compared)

@@ -1,4 +1,4 @@
-"""Experiment: a Config becomes corpus, components, Trainer and run directory. `fit` trains, `find_lr` tests rates."""
+"""Experiment: a Config becomes corpus, components, loop and run directory. `fit` trains, `find_lr` tests rates."""
 
 import contextlib
 import dataclasses
@@ -54,8 +54,9 @@ from roxxel_dist.settings.training import TRIAL
 from roxxel_dist.train.log.base import CRASH_LIMIT_S, Tracker
 from roxxel_dist.train.log.tensorboard import TensorboardTracker
 from roxxel_dist.train.log.wandb import WandbTracker
+from roxxel_dist.train.loop import Loop
 from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
-from roxxel_dist.train.trainer import Trainer
+from roxxel_dist.train.parts import Parts
 from roxxel_dist.utils.progress import Progress
 from roxxel_dist.weights.base import find_checkpoint, load_params, with_base, with_shape_of
 from roxxel_dist.weights.generator import pieces
@@ -180,19 +181,19 @@ class Experiment:
                 self.config = components.config
                 tokenizer = components.data.tokenizer  # encode the prompt of the sample before hours of training
                 ids = [] if tokenizer is None else tokenizer.encode(self.config.sample_prompt) or [tokenizer.eos_id]
-                trainer = self._trainer(run, components, amend, origin, bucket)
-                undo.callback(trainer.close)
-                if trainer.finished:
-                    self._check_nothing_new(run, trainer.step, changed_from(past.saved, self.config))
+                loop = Loop.open(self._parts(run, components, amend, origin, bucket))
+                undo.callback(loop.close)
+                if loop.position.finished:
+                    self._check_nothing_new(run, loop.position.step, changed_from(past.saved, self.config))
                 if self.config.model or self.config.loss:
-                    trainer.try_loss()  # find mistakes in a model or a loss before files are written
+                    loop.try_loss()  # find mistakes in a model or a loss before files are written
                 held.enter_context(undo.pop_all())
             message = "" if past.config else self._base_message  # a run that continues has its base already
             # All ranks get the error if the disk is full.
-            arguments = (trainer, run, path, components, past.saved, changed, message)
+            arguments = (loop, run, path, components, past.saved, changed, message)
             on_primary("record", lambda: write_run_metadata(*arguments, name=str(bucket or run)))
-            self._run(trainer, run, tokenizer, ids, bucket)
-        return RunResult.of(run, trainer.step, stopped=self.stopped)
+            self._run(loop, run, tokenizer, ids, bucket)
+        return RunResult.of(run, loop.position.step, stopped=self.stopped)
 
     def find_lr(
         self, data_path: str | Path | None, *, min_lr: float = 1e-6, max_lr: float = 0.1, num_steps: int = 100
@@ -390,16 +391,16 @@ class Experiment:
                     f"{field} out"
                 )
 
-    def _trainer(
+    def _parts(
         self, run: Path, components: RunComponents, amend: bool, origin: ResumeSpec, bucket: BucketRun | None
-    ) -> Trainer:
+    ) -> Parts:
         config, trackers = self.config, list[Tracker]()
         if is_primary() and config.wandb != "off":
             about = {"name": config.name, "notes": config.notes, "tags": config.tags}
             trackers.append(WandbTracker(run, config.wandb, config.wandb_project, **about, config=config.to_dict()))
         if is_primary() and config.tensorboard:
             trackers.append(TensorboardTracker(run, config.to_dict()))
-        return Trainer(
+        return Parts(
             components.build,
             components.optimizer,
             components.curriculum,
@@ -407,16 +408,16 @@ class Experiment:
             run,
             validation=components.validation,
             mesh=components.mesh(),
-            grad_accum_steps=components.grad_accum,
+            grad_accum=components.grad_accum,
             amend=amend,
             origin=origin,
             trackers=trackers,
             bucket=bucket,
-            **dataclasses.asdict(components.options),
+            options=components.options,
         )
 
     def _run(
-        self, trainer: Trainer, run: Path, tokenizer: Tokenizer | None, prompt: list[int], bucket: BucketRun | None
+        self, loop: Loop, run: Path, tokenizer: Tokenizer | None, prompt: list[int], bucket: BucketRun | None
     ) -> None:
         begun = time.monotonic()
         if bucket is not None:
@@ -424,33 +425,33 @@ class Experiment:
 
         def at_the_end() -> None:
             """Show a sample and draw the curve. The run is done and saved, so an error here does no harm."""
-            is_shown = trainer.step == trainer.start_step and (run / CURVE).exists()
+            is_shown = loop.position.step == loop.position.start.step and (run / CURVE).exists()
             is_long = time.monotonic() - begun >= SAMPLE_AFTER_S
             wants_sample = self.config.sample == "on" or (self.config.sample == "auto" and is_long)
             sample = ""
             if broadcast_from_primary("a sample at the end", "yes" if wants_sample and not is_shown else ""):
                 try:
-                    sample = self._sample(trainer, tokenizer, prompt)
+                    sample = self._sample(loop, tokenizer, prompt)
                 except Exception as error:
                     sample = f"no sample: {(str(error) or repr(error)).splitlines()[0]}"
             if is_primary() and not is_shown:
                 curve = "" if os.environ.get(TRIAL) == "1" else _draw(run)  # matplotlib takes a second
                 if sample:
-                    trainer.logger.sample(sample)
+                    loop.held.log.sample(sample)
                 for text in filter(None, (curve, f"run directory: {bucket or run}")):
-                    trainer.logger.text(text)
+                    loop.held.log.text(text)
 
-        trainer.run(at_the_end)
-        self.stopped = trainer.stopped
+        loop.run(at_the_end)
+        self.stopped = loop.saves.stopped
         if bucket is not None:
             bucket.close()  # with the last lines of the log
         barrier("end of the run", LAST_WORDS_LIMIT_S)  # a rank that ends starts the launcher's time limit for rank 0
 
-    def _sample(self, trainer: Trainer, tokenizer: Tokenizer | None, prompt: list[int]) -> str:
+    def _sample(self, loop: Loop, tokenizer: Tokenizer | None, prompt: list[int]) -> str:
         """A sample of text from the model, on rank 0; every rank takes part, because each has a part of the model."""
         if tokenizer is None:
             return "no tokenizer: no sample"
-        model, context = trainer.state.local_model(), self.config.max_context
+        model, context = loop.state.local_model(), self.config.max_context
         if not is_primary():
             return ""
         count, seed = min(SAMPLE_TOKENS, context // 2), self.config.seed

@@ -23,8 +23,8 @@ from roxxel_dist.place.directory import CONFIG, DATA, SUMMARY, TOKENIZER
 from roxxel_dist.place.run_place import local_run
 from roxxel_dist.run.components import RunComponents
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
-from roxxel_dist.train.resume import max_steps_note
-from roxxel_dist.train.trainer import Trainer
+from roxxel_dist.train.loop import Loop
+from roxxel_dist.train.resume import ResumePoint, max_steps_note
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 MB = 1e6
@@ -137,7 +137,7 @@ def summarize(params: dict[str, jax.Array], opt_state: Any, frozen: dict[str, ja
 
 
 def write_run_metadata(
-    trainer: Trainer,
+    loop: Loop,
     run: Path,
     data_path: str | Path | None,
     components: RunComponents,
@@ -153,24 +153,25 @@ def write_run_metadata(
     a line about the origin of the config. `name` is the run's name in messages. Without a `data_path` the data is in
     the run directory.
     """
-    log, data, config = trainer.logger.text, components.data, components.config
-    sizes = summarize(trainer.state.params, trainer.state.optimizer, trainer.state.frozen)
-    if not trainer.finished or saved.get("init_from") != config.init_from:
-        metadata = _metadata(trainer, components, saved, absolute(data_path or run / DATA))
+    log, data, config = loop.held.log.text, components.data, components.config
+    position, state = loop.position, loop.state
+    sizes = summarize(state.params, state.optimizer, state.frozen)
+    if not position.finished or saved.get("init_from") != config.init_from:
+        metadata = _metadata(position.start, components, saved, absolute(data_path or run / DATA))
         if RECORD in saved:
             changed = [*changed, *_other_environment(saved, metadata, is_exact=bool(config.virtual_shards))]
         # Before the config: after a crash between the two writes, an extended run must not count as finished.
-        write_cursor(run, trainer.start_step, trainer.last_step, finished=trainer.finished)
+        write_cursor(run, position.start.step, position.last_step, finished=position.finished)
         config.save_yaml(run / CONFIG, metadata.to_dict())
         if data.tokenizer is not None:
             data.tokenizer.save(run / TOKENIZER)
         write_file(run / SUMMARY, (json.dumps(sizes, indent=2) + "\n").encode())
     trained, total = sizes["trainable_parameters"], sizes["parameters"]
     share = "" if trained == total else f" ({trained:,} of them trained, {trained / total:.2%})"
-    log(f"model: {total:,} parameters{share}, {num_devices(trainer.mesh)} device(s), run directory {name}")
+    log(f"model: {total:,} parameters{share}, {num_devices(loop.parts.mesh)} device(s), run directory {name}")
     if message:
         log(message)
-    train = trainer.plan.amendments[-1].sources["self"].units.tokens
+    train = position.plan.amendments[-1].sources["self"].units.tokens
     parts = f"{train:,} tokens to train on, {data.num_tokens - train:,} held out, in {len(data.shards)} shard(s)"
     log(f"data: {parts}, vocabulary {components.vocab_size:,}")
     for source, data_set in components.curriculum.mix_streamers.items():
@@ -178,14 +179,14 @@ def write_run_metadata(
     if (others := list(components.curriculum.mix_streamers)) and not config.validation:
         names = " and ".join(others)
         log(f"validation: uses only the held-out part of self; to validate on {names} too, name shards in `validation`")
-    if not trainer.start.notes:  # otherwise the notes include the plan
-        log(trainer.plan.describe())
-    if note := max_steps_note(trainer.plan, trainer.options):
+    if not position.start.notes:  # otherwise the notes include the plan
+        log(position.plan.describe())
+    if note := max_steps_note(position.plan, loop.parts.options):
         log(note)
-    if saved and not trainer.step:
+    if saved and not position.step:
         log(f"{name} has no checkpoint yet: it begins again, at step 1")
     for line in changed:
-        log(f"changed since {'the run began' if saved else trainer.start.source}: {line}")
+        log(f"changed since {'the run began' if saved else position.start.source}: {line}")
 
 
 def _other_environment(saved: Mapping[str, Any], metadata: RunMetadata, *, is_exact: bool) -> list[str]:
@@ -202,13 +203,13 @@ def _other_environment(saved: Mapping[str, Any], metadata: RunMetadata, *, is_ex
     return lines + determinism.changed(begun.versions, others)
 
 
-def _metadata(trainer: Trainer, components: RunComponents, saved: dict[str, Any], data_path: str) -> RunMetadata:
+def _metadata(start: ResumePoint, components: RunComponents, saved: dict[str, Any], data_path: str) -> RunMetadata:
     """The metadata of a new run, or of a resumed one with another entry in `resumes`."""
-    origin = trainer.start.record
+    origin = start.record
     if RECORD not in saved:
         return RunMetadata.now(components.kernel, data_path=data_path, corpus=components.data.fingerprint, **origin)
     before, now = RunMetadata.of(saved), RunMetadata.now(components.kernel)
-    resume = {"step": trainer.start_step, "commit": now.git_commit, **origin, "bits": now.bits}
+    resume = {"step": start.step, "commit": now.git_commit, **origin, "bits": now.bits}
     resume["changed_from"] = changed_from(saved, components.config)
     return replace(
         before,

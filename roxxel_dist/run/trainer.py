@@ -1,101 +1,297 @@
-"""The one name `Trainer` for two things: a run made of parts, and a run made from a Config."""
+"""The public Trainer: a run of parts that a program makes itself, or of a `Config`, which is `Experiment`'s."""
 
-import dataclasses
-import json
-import os
-import sys
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, overload
 
-from roxxel_dist.cluster.durable import write_file
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from roxxel_dist.checkpoint.metadata import RESUME_LATEST, ResumeSpec
+from roxxel_dist.checkpoint.store import CheckpointStore
+from roxxel_dist.cluster.determinism import pin_for_shards
+from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.curriculum.phases import Curriculum, Phase
+from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.files.discovery import absolute
-from roxxel_dist.data.files.foreign import ForeignFile
-from roxxel_dist.model.loss import token_losses
-from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.place.directory import CONFIG, SUMMARY, TOKENIZER
-from roxxel_dist.run.components import on_primary
+from roxxel_dist.place.bucket_run import BucketRun
 from roxxel_dist.run.experiment import Experiment
-from roxxel_dist.run.record import RunMetadata, summarize
+from roxxel_dist.run.record_of_parts import record_parts
 from roxxel_dist.settings.config import Config
+from roxxel_dist.settings.training import LoopKeywords, LoopOptions
+from roxxel_dist.train.checkpointer import Checkpointer
+from roxxel_dist.train.log.base import LogQueue, Tracker, TrackerSource
+from roxxel_dist.train.loop import Loop
+from roxxel_dist.train.parts import Parts, loop_options
+from roxxel_dist.train.resume import ResumePoint
 from roxxel_dist.train.step.state import TrainView
-from roxxel_dist.train.trainer import Trainer as Loop
-from roxxel_dist.weights.model import attention_kernel
+from roxxel_dist.train.step.step import LossFn
 
 __all__ = ["Curriculum", "Phase", "Trainer"]
 
+P = ParamSpec("P")
+Result = TypeVar("Result")
+PART_NAMES = {field.name for field in fields(Parts)} - {"folder", "grad_accum", "options"}
 
-class Trainer(Loop):
-    """A run made of parts: `Trainer(model, optimizer, curriculum, …)`, see `train.trainer.Trainer` for the arguments.
 
-    The run directory of a `Transformer` has a `config.yaml`, so `eval`, `generate`, `export` and `report` read it.
+def _of_experiment(
+    method: Callable[Concatenate[Experiment, P], Result],
+) -> "Callable[Concatenate[Trainer, P], Result]":
+    """A method of the `Experiment` of a trainer that was made of a `Config`."""
 
-    With a `Config` as its only argument it returns an `Experiment`: `Trainer(config).fit("corpus.txt")`.
+    @functools.wraps(method)
+    def call(trainer: "Trainer", *args: P.args, **kwargs: P.kwargs) -> Result:
+        return method(trainer.experiment, *args, **kwargs)
+
+    return call
+
+
+class Trainer:
+    """Trains an NNX module through a curriculum on a mesh; continues where `save_path` left off.
+
+    Its constructor only checks the parts. `run` takes the folder, compiles, restores, trains, and closes; from then on
+    the attributes below tell what it did. The run directory of a `Transformer` gets a `config.yaml`, so `eval`,
+    `generate`, `export` and `report` read it.
+
+    With a `Config` as its only argument, `fit` and `find_lr` are those of its `Experiment`:
+    `Trainer(config).fit("corpus.txt")`.
+
+    Args:
+        model: an `nnx.Module`, the same on every process, trained when `run` returns; or a function that builds one,
+            straight into its shards.
+        optimizer: an optax transformation, which may ask for the loss as `value`; an `nnx.Optimizer`, whose moments are
+            not taken, they start new; or one of `train.step.optimizer`.
+        curriculum: phases over a `Roxxel`.
+        loss_fn: (model, int32[B, L]) to a scalar, (scalar, aux) or a dict with "loss"; every scalar in it is logged,
+            "balance_loss" minimised too. "row_loss", float32[B], gives each data set's loss where a blend is by row.
+        save_path: the run directory.
+        eval_fn: called with `state` on every rank after each validation; rank 0 prints its text, or logs its numbers.
+        validation: data sets by name to validate on, instead of what `val_fraction` holds out.
+        mesh: devices of all processes, from `make_mesh` or with axes of your own; by default all of them along "data".
+        data_sharding: of a (rows, tokens) batch; by default rows over "data" and "fsdp", or the mesh's first axis.
+        grad_accum_steps: micro-batches a step; divides every batch that has more rows, of a smaller one each is a row.
+        amend: the curriculum may be another one than the run's, from here on.
+        origin: another run's checkpoint to begin with.
+        trackers: where rows go besides the console, `training_log.csv` and `metrics.jsonl`.
+        logger: speaks and writes its own files too, instead of the console; close it after the trainer.
+        checkpointer: whose folder and `max_to_keep` the run's checkpoints have, instead of `save_path`/checkpoints;
+            commands such as `generate` look there.
+        bucket: the run is kept there too, and its checkpoints count there alone; `save_path` is its local folder.
+        options: the fields of `settings.training.LoopOptions`, such as `log_every`.
+
+    Raises:
+        TypeError: an option that there is not, or parts in another order.
+        ValueError: a batch that does not divide, or too little data for a phase.
     """
 
     @overload
-    def __new__(cls, config: Config, /) -> Experiment: ...
+    def __init__(self, config: Config, /) -> None: ...
     @overload
-    def __new__(cls, *parts: Any, **options: Any) -> "Trainer": ...
-    def __new__(cls, *parts: Any, **options: Any) -> Any:
-        """An `Experiment` for a single `Config`; otherwise a trainer of these parts."""
+    def __init__(
+        self,
+        model: nnx.Module | Callable[[], nnx.Module],
+        optimizer: Any,
+        curriculum: Curriculum,
+        loss_fn: LossFn,
+        save_path: str | Path,
+        *,
+        eval_fn: Callable[[TrainView], Any] | None = None,
+        validation: Mapping[str, Roxxel] | None = None,
+        mesh: Mesh | None = None,
+        data_sharding: NamedSharding | None = None,
+        grad_accum_steps: int = 1,
+        amend: bool = False,
+        origin: ResumeSpec = RESUME_LATEST,
+        trackers: Sequence[Tracker] = (),
+        logger: TrackerSource | None = None,
+        checkpointer: Checkpointer | None = None,
+        bucket: BucketRun | None = None,
+        **options: Unpack[LoopKeywords],
+    ) -> None: ...
+    def __init__(self, *parts: Any, **options: Any) -> None:
         given = [*parts, *options.values()]
-        if len(given) == 1 and isinstance(given[0], Config) and set(options) <= {"config"}:
-            return Experiment(given[0])
-        return super().__new__(cls)
+        lone = given[0] if len(given) == 1 and set(options) <= {"config"} else None
+        self._experiment = Experiment(lone) if isinstance(lone, Config) else None
+        self._parts = None if self._experiment is not None else self._made_of(*parts, **options)
+        self._loop: Loop | None = None
+        self._is_open = False
+
+    @staticmethod
+    def _made_of(
+        model: Any,
+        optimizer: Any,
+        curriculum: Curriculum,
+        loss_fn: LossFn,
+        save_path: str | Path,
+        *,
+        mesh: Mesh | None = None,
+        grad_accum_steps: int = 1,
+        **others: Any,
+    ) -> Parts:
+        """The parts, with those that are left out."""
+        options = loop_options({name: value for name, value in others.items() if name not in PART_NAMES})
+        if mesh is None:
+            pin_for_shards(options.virtual_shards)  # before jax makes its first device
+            mesh = make_mesh()
+        parts = {name: value for name, value in others.items() if name in PART_NAMES}
+        return Parts(
+            model,
+            optimizer,
+            curriculum,
+            loss_fn,
+            Path(save_path),
+            mesh=mesh,
+            grad_accum=grad_accum_steps,
+            options=options,
+            **parts,
+        )
+
+    @property
+    def experiment(self) -> Experiment:
+        """Of a trainer that was made of a `Config`: what trains it."""
+        if self._experiment is None:
+            raise AttributeError("Trainer: fit and find_lr are of Trainer(config); one that is made of parts has run()")
+        return self._experiment
+
+    @property
+    def config(self) -> Config:
+        """Of a trainer that was made of a `Config`: as it will be used, with absolute paths."""
+        return self.experiment.config
+
+    @property
+    def parts(self) -> Parts:
+        """What the trainer was made of."""
+        if self._parts is None:
+            raise AttributeError('Trainer: run is for one made of parts; Trainer(config) has fit("corpus.txt")')
+        return self._parts
+
+    fit = _of_experiment(Experiment.fit)
+    find_lr = _of_experiment(Experiment.find_lr)
 
     def run(self, at_the_end: Callable[[], None] | None = None) -> TrainView:
-        """As `train.trainer.Trainer.run`."""
-        model = self.state.model
-        if type(model) is Transformer and self._bucket is None:
-            on_primary("config of the run", lambda: self._write_config(model))
-        return super().run(at_the_end)
+        """Train to the last step, or until asked to stop (then `stopped` is true), and return the state reached.
 
-    def _write_config(self, model: Transformer) -> None:
-        """Write the config.yaml that commands look for in a run directory."""
-        run, primary = self._folder, self._curriculum.primary_streamer
-        source, file = primary.filepath, primary.shards[0]
-        is_headerless = isinstance(file, ForeignFile) and file.is_headerless
-        fields = dataclasses.asdict(model.config) | dataclasses.asdict(self.options)
-        phases = [_plain(phase) for phase in self._curriculum.phases]
-        known: Any = primary.dtype.name if is_headerless and primary.guessed_dtype is None else "auto"
-        config = Config(
-            **fields | {"phases": phases, "grad_accum": self._grad_accum, "loss": _name_of(self._loss_fn)},
-            datasets=_paths(self._curriculum.mix_streamers),
-            validation=_paths(self._given_validation),
-            data_dtype=known,
-        )
-        with Roxxel(source, dtype=primary.dtype) as data:
-            if data.tokenizer is not None:
-                data.tokenizer.save(run / TOKENIZER)
-            made = RunMetadata.now(
-                attention_kernel(config, self._curriculum.shapes, devices=list(self.mesh.devices.flat)),
-                data_path=absolute(source) if isinstance(source, str | os.PathLike) else None,
-                corpus=data.fingerprint,
-                program=Path(sys.argv[0]).name or "a Python program",
-            )
-        config.save_yaml(run / CONFIG, made.to_dict())
-        sizes = summarize(self.state.params, self.state.optimizer, self.state.frozen)
-        write_file(run / SUMMARY, (json.dumps(sizes, indent=2) + "\n").encode())
+        The module, and the `nnx.Optimizer`, that the trainer was given have the arrays of that state then. All ranks
+        call it together. Another call continues from the newest checkpoint.
 
+        Args:
+            at_the_end: called on every rank when the run is finished and marked so, the log still open; for a run that
+                was finished before too. What it raises is logged, and harms nothing.
 
-def _plain(phase: Phase) -> dict[str, Any]:
-    """The fields of a phase that differ from their defaults, for YAML."""
-    values = {field.name: (getattr(phase, field.name), field.default) for field in dataclasses.fields(phase)}
-    plain = {name: value for name, (value, default) in values.items() if value != default}
-    return plain | ({"weights": dict(phase.weights)} if phase.weights else {})
+        Raises:
+            ValueError: the run directory is of another run, or another process trains in it; or the data does not fit.
+            BadStep: a loss is no number, and `on_bad_step` does not help.
+            SaveError: the last save failed.
+            DamagedData: what a step reads does not agree with its checksums.
+        """
+        self.open()
+        try:
+            record_parts(self.parts, self.state)
+            return self.loop.run(at_the_end)
+        finally:
+            self.close()
 
+    def open(self) -> None:
+        """Do what `run` does before its first step, so that `state`, `plan`, `start` and `finished` can be read.
 
-def _paths(sets: Mapping[str, Roxxel] | None) -> dict[str, str] | None:
-    """The paths of data sets by name; None if there are none."""
-    named = {name: data.filepath for name, data in (sets or {}).items()}
-    return {name: absolute(path) for name, path in named.items() if isinstance(path, str | os.PathLike)} or None
+        It writes nothing. The run directory is locked until `run` ends, or `close`. All ranks call it together. A
+        second call has no effect. Raises ValueError as `run`.
+        """
+        if not self._is_open:
+            self._loop = Loop.open(self.parts)
+            self._is_open = True
 
+    def try_loss(self) -> None:
+        """Trace the loss once, without computing it, and stay open. What the model or the loss raises passes."""
+        self.open()
+        self.loop.try_loss()
 
-def _name_of(loss: Any) -> str | None:
-    """module:function of a loss; None for the default loss."""
-    if loss is token_losses:
-        return None
-    return f"{getattr(loss, '__module__', '?')}:{getattr(loss, '__qualname__', type(loss).__name__)}"
+    def close(self) -> None:
+        """Release what `open` took. `run` does so itself: after it, a call has no effect.
+
+        After a failure it waits for a save under way for 5 s at most: the other ranks learn of the failure afterwards.
+        """
+        if self._is_open:
+            self._is_open = False
+            self.loop.close()
+
+    @property
+    def options(self) -> LoopOptions:
+        """As given, with the defaults of those that were left out."""
+        return self.parts.options
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices of all processes."""
+        return self.parts.mesh
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last `run`, or `fit`, was asked to stop before its end; what it had is saved."""
+        if self._experiment is not None:
+            return self._experiment.stopped
+        return self._loop is not None and self._loop.saves.stopped
+
+    @property
+    def loop(self) -> Loop:
+        """The run itself. Before `run` or `open` it raises AttributeError, and so do `state` and the others below."""
+        if self._loop is None:
+            raise AttributeError("Trainer: the state, the plan and the checkpoints of a run are there from run() on")
+        return self._loop
+
+    @property
+    def state(self) -> TrainView:
+        """The model, the optimizer's state and the step, as they are now."""
+        return self.loop.state
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.loop.position.step
+
+    @property
+    def start_step(self) -> int:
+        """Steps done before this process took the run up."""
+        return self.loop.position.start.step
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends."""
+        return self.loop.position.last_step
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left to do."""
+        return self.loop.position.finished
+
+    @property
+    def plan(self) -> Plan:
+        """Which rows each step reads."""
+        return self.loop.position.plan
+
+    @property
+    def start(self) -> ResumePoint:
+        """Where the run was taken up, and what `run` logs of that."""
+        return self.loop.position.start
+
+    @property
+    def fetches(self) -> int:
+        """How often numbers were fetched from the devices."""
+        return self.loop.deferred.fetches
+
+    @property
+    def store(self) -> CheckpointStore:
+        """The checkpoints."""
+        return self.loop.held.store
+
+    @property
+    def checkpointer(self) -> Checkpointer | CheckpointStore:
+        """The one that was given; else the run's `CheckpointStore`."""
+        return self.parts.checkpointer or self.store
+
+    @property
+    def logger(self) -> LogQueue:
+        """The log of the run; `logger.text` adds a line."""
+        return self.loop.held.log

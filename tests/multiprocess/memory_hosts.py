@@ -33,7 +33,9 @@ trainer = Trainer(
     eval_every=100, checkpoint_every=100, fsdp=True, mesh=make_mesh(fsdp=0), val_fraction=0.0,
     memory_checkpoint_every=2,
 )  # fmt: skip
-enter = trainer._progress.enter
+trainer.open()
+progress = trainer.loop.held.progress
+enter = progress.enter
 
 
 def entered(step, phase):
@@ -43,7 +45,7 @@ def entered(step, phase):
     enter(step, phase)
 
 
-trainer._progress.enter = entered
+progress.enter = entered
 trainer.run()
 trainer.close()
 whole = multihost_utils.process_allgather(trainer.state.params, tiled=True)

@@ -132,7 +132,7 @@ def test_weights_alone(corpus, finished_run, tmp_path):
 
 
 def _leaves(made):
-    state = made._state
+    state = made.loop.position.state
     rest = [jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
             for x in jax.tree.leaves(state.rest)]  # fmt: skip
     return [*jax.tree.leaves(state.opt_state), *rest]

@@ -151,13 +151,13 @@ def test_a_rewind_voids_the_copies(corpus, folder, tmp_path):
     path = tmp_path / "run"
     made = make(corpus, path, loss_fn=loss, on_bad_step="rewind", **EVERY_STEP)
     dropped = []
-    drop = made._memory.drop
+    drop = made.loop.held.memory.drop
 
     def note(step):
         drop(step)
         dropped.append((step, steps_in(folder)))
 
-    made._memory.drop = note
+    made.loop.held.memory.drop = note
     made.run()
     made.close()
     assert dropped == [(5, [])]
@@ -202,7 +202,8 @@ def test_a_memory_that_is_full_drops_a_copy_and_not_the_training(
 ):
     monkeypatch.setattr(blocks, "HEADER_BYTES", 0)  # so that a header takes more than was kept for it
     made = make(corpus, tmp_path / "run", **EVERY_STEP)
-    prepare = made._memory._prepare
+    memory = made.loop.held.memory
+    prepare, save = memory._prepare, memory.save
 
     def fill(kept):
         report = prepare(kept)
@@ -210,9 +211,8 @@ def test_a_memory_that_is_full_drops_a_copy_and_not_the_training(
             file.write(bytes(os.statvfs(small_memory).f_bavail * os.statvfs(small_memory).f_frsize))
         return report
 
-    made._memory._prepare = fill
-    save = made._memory.save
-    made._memory.save = lambda step, state, metadata, *more: save(step, state, metadata | {"x": "x" * 9000}, *more)
+    memory._prepare = fill
+    memory.save = lambda step, state, metadata, *more: save(step, state, metadata | {"x": "x" * 9000}, *more)
     made.run()
     made.close()
     lines = [line for line in told(tmp_path / "run").splitlines() if "in shared memory is dropped" in line]
@@ -246,8 +246,8 @@ def test_a_file_is_whole_or_none(tmp_path):
 def test_auto_takes_no_more_than_its_share(corpus, folder, tmp_path):
     """Rank 0 counts what a generation took of the loop, and chooses the steps to the next one by it."""
     made = make(corpus, tmp_path / "run")
-    tier = made._memory
-    tier.begin(made._state, 0, None)
+    tier = made.loop.held.memory
+    tier.begin(made.loop.position.state, 0, None)
     tier.settle()
     schedule, decide = tier.schedule, tier.decide
     assert decide(2, 2).generation  # its cost is not yet known

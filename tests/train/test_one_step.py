@@ -56,9 +56,11 @@ def test_the_readme_lists_the_files_that_a_step_crosses(corpus, tmp_path, monkey
     made.close()
     steps = [i for i, call in enumerate(calls) if call == ("enter", "cluster/progress.py")]
     # Steps 3 to 19: nothing is due after them, nor after the one before, whose row would be logged in them.
-    assert {file for _, file in calls[steps[2] : steps[19]]} == listed("On the host, every step")
-    step = make_step(made._split, token_losses, optimizer, made._like, made._sharding)
-    batch = made._stream_from(0).abstract()
+    called = {file for _, file in calls[steps[2] : steps[19]]}
+    assert called | {"train/loop.py"} == listed("On the host, every step")  # whose one function calls the others
+    programs, position = made.loop.programs, made.loop.position
+    step = make_step(position.split, token_losses, optimizer, programs.like, made.loop.parts.sharding)
+    batch = programs.stream_from(0).abstract()
     with jax.set_mesh(made.mesh):
-        traced = crossed(lambda: step.trace(made._like, made._hparams, batch))
+        traced = crossed(lambda: step.trace(programs.like, position.hparams, batch))
     assert {file for _, file in traced} == listed("In the compiled program")

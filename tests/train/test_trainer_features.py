@@ -52,17 +52,18 @@ def test_the_next_phase_is_compiled_before_its_boundary(corpus, tmp_path):
 
     def until_compiled(state):
         end = time.monotonic() + 120
-        while not all(made._compiler.ready(key) for key in list(made._compiler._programs)):
+        compiler = made.loop.held.compiler
+        while not all(compiler.ready(key) for key in list(compiler._programs)):
             assert time.monotonic() < end
             time.sleep(0.01)
-        waited.append((int(state.step), len(made._compiler.seconds)))
+        waited.append((int(state.step), len(compiler.seconds)))
 
     made = make(corpus, tmp_path, [Phase(4, 8, 17), Phase(4, 8, 33)], eval_fn=until_compiled, eval_every=3)
     made.run()
     made.close()
     # After the first step: the running digest, a step and an evaluation of each shape.
     assert waited[:2] == [(1, 5), (3, 5)]
-    assert len(made._compiler.seconds) == 5
+    assert len(made.loop.held.compiler.seconds) == 5
     *before, after = told(tmp_path).split("phase 2/2 from step 5")
     assert len(before) == 1
     assert "for this phase's program to be compiled" not in after

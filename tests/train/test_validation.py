@@ -178,7 +178,7 @@ def test_patience_and_the_best_loss_outlive_the_process(corpus, tmp_path, monkey
         assert train(corpus, tmp_path, **options).stopped
     made = train(corpus, tmp_path, **options)
     assert (made.start_step, made.step) == (5, 9)
-    assert made._metadata.early_stopping.best_loss == losses(tmp_path)[0][2]
+    assert made.loop.position.metadata.early_stopping.best_loss == losses(tmp_path)[0][2]
 
 
 def test_the_best_the_newest_and_those_that_are_kept_for_ever(corpus, tmp_path):
@@ -230,6 +230,6 @@ def test_every_program_is_waited_for_by_all_ranks_once(corpus, tmp_path, monkeyp
     places = []
     monkeypatch.setattr(programs, "barrier", lambda name, limit_s: places.append(name))
     made = train(corpus, tmp_path)
-    on_mesh = set(made._compiler._programs) - {absorb}  # that is of one device
-    assert made._compiler._shared == on_mesh
+    on_mesh = set(made.loop.held.compiler._programs) - {absorb}  # that is of one device
+    assert made.loop.held.compiler._shared == on_mesh
     assert len(places) == len(on_mesh)

@@ -1,0 +1,144 @@
+"""Where a run is: the steps done, the plan that it follows, and its state on the devices."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from roxxel_dist.checkpoint.metadata import CheckpointMetadata
+from roxxel_dist.checkpoint.store import DamagedCheckpoint
+from roxxel_dist.cluster.mesh import scalars_on
+from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.model.split import ModuleSplit
+from roxxel_dist.train.exact.layout import DeviceStates
+from roxxel_dist.train.exact.step import init_state_of_copies
+from roxxel_dist.train.parts import Parts
+from roxxel_dist.train.resources import Resources
+from roxxel_dist.train.resume import (
+    ResumePoint,
+    begin,
+    checkpoint_metadata,
+    last_step,
+    restore,
+    restore_start,
+    rewind,
+    with_adapters,
+)
+from roxxel_dist.train.step.bad_steps import BadStep
+from roxxel_dist.train.step.digest_chain import in_hex
+from roxxel_dist.train.step.optimizer import InitialState
+from roxxel_dist.train.step.state import TrainState, TrainView, init_state
+from roxxel_dist.train.step.step import SPIKE_FACTOR, Metrics
+
+
+@dataclass(eq=False, repr=False)
+class Position:
+    """Where a run is. A step moves it on, and a rewind moves it back."""
+
+    parts: Parts
+    start: ResumePoint
+    """Where this process took the run up."""
+    split: ModuleSplit
+    """The module without its arrays."""
+    arrays: TrainState | DeviceStates
+    """The state, as the steps pass it on; of a run that is not restored yet, shapes alone."""
+    hparams: dict[str, jax.Array]
+    """The numbers that a step takes and does not change, such as the learning rate."""
+    plan: Plan
+    metadata: CheckpointMetadata
+    """Common to the next checkpoints."""
+    step: int
+    """Steps done."""
+    last_step: int
+    """The step after which the run ends."""
+
+    @classmethod
+    def begin(cls, parts: Parts, held: Resources) -> "Position":
+        """Find where the run begins, and make the first state; of a run that goes on it has shapes alone."""
+        options, optimizer, store = parts.options, parts.update_rule, held.store
+        copy = held.memory and held.memory.newest(store.latest_step() or 0)
+        start = begin(store, parts.training, optimizer, options, amend=parts.amend, origin=parts.origin, copy=copy)
+        init = init_state_of_copies if options.virtual_shards else init_state
+        split, arrays, hparams = init(
+            parts.model,
+            InitialState(optimizer),
+            parts.mesh,
+            fsdp=options.fsdp,
+            dtype=jnp.bfloat16 if options.use_bf16 else None,
+            restored=start.step > 0,
+            load=start.load,
+        )
+        start = with_adapters(start, split)
+        numbers = optimizer.settings(start.plan.total_steps) | {SPIKE_FACTOR: options.spike_factor}
+        return cls(
+            parts=parts,
+            start=start,
+            split=split,
+            arrays=arrays,
+            hparams={**hparams, **scalars_on(parts.mesh, numbers)},
+            plan=start.plan,
+            metadata=start.metadata,
+            step=start.step,
+            last_step=last_step(start.plan, options),
+        )
+
+    @property
+    def state(self) -> TrainState:
+        """The state as global arrays; with virtual shards the steps pass on what lies on each device."""
+        return self.arrays.whole if isinstance(self.arrays, DeviceStates) else self.arrays
+
+    @property
+    def view(self) -> TrainView:
+        """The model, the optimizer's state and the step, as they are now."""
+        return TrainView(self.split, self.state, self.hparams)
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left to do."""
+        return self.step >= self.last_step or self.metadata.early_stopping.should_stop(self.parts.options.patience)
+
+    def checkpoint_metadata(self, done: int) -> CheckpointMetadata:
+        """The metadata of a checkpoint after `done` steps."""
+        return checkpoint_metadata(done, self.plan, self.metadata, self.parts.update_rule)
+
+    def restore(self, held: Resources) -> None:
+        """Load the state of a run that goes on. Raises DamagedCheckpoint."""
+        with held.progress.doing("restore"):
+            self.arrays = restore_start(held.store, self.start, self.state)
+            if not self.metadata.digest:
+                held.log.text(f"the checkpoint of step {self.step} has no running digest: a new one begins")
+
+    def take_digest(self, metrics: Metrics) -> None:
+        """Keep the running digest of (fetched) metrics for a checkpoint."""
+        assert metrics.digest is not None
+        self.metadata = replace(self.metadata, digest=in_hex(metrics.digest))
+
+    def note_validation(self, val_loss: float | None) -> tuple[bool, bool]:
+        """(whether this is the lowest val_loss, if there is one; whether the run ends, out of patience)."""
+        before = self.metadata.early_stopping
+        after = before if val_loss is None else before.after(val_loss)
+        self.metadata = replace(self.metadata, early_stopping=after)
+        return after.best_loss != before.best_loss, after.should_stop(self.parts.options.patience)
+
+    def rewind(self, bad: BadStep, held: Resources, like: TrainState) -> None:
+        """Restore the newest checkpoint that is known to be good, and leave the rows of the bad step out.
+
+        `like` has the shapes and shardings of the state. Raises `bad` where the run shall not go back, or cannot.
+        """
+        store = held.store
+        while True:
+            step, plan, metadata = rewind(store, bad, self.plan, self.metadata, self.parts.options)
+            try:
+                store.check(step)
+                break
+            except DamagedCheckpoint as damage:
+                held.set_aside(damage)
+        self.plan, self.metadata = plan, metadata
+        if held.memory is not None:
+            held.memory.drop(step)
+        # In the checkpoint at once: a job that is started again leaves the same rows out, and counts this rewind.
+        store.delete_later(step, self.checkpoint_metadata(step).to_dict())
+        # Of shapes alone: there may be no room for two states.
+        like = self.state._replace(params=like.params, opt_state=like.opt_state)
+        del self.arrays
+        self.arrays, self.step = restore(store, step, like), step

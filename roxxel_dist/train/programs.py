@@ -1,0 +1,143 @@
+"""The programs of a run: a step and an evaluation for each shape of batch, compiled ahead of their phase."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from roxxel_dist.data.verify import VerifiedBlocks
+from roxxel_dist.input.stream import Stream
+from roxxel_dist.model.transformer import Transformer, TransformerBuilder
+from roxxel_dist.train.evaluator import Validation
+from roxxel_dist.train.exact.step import make_sharded_steps
+from roxxel_dist.train.parts import Parts
+from roxxel_dist.train.position import Position
+from roxxel_dist.train.step.compile import AotCompiler, abstract, batch_key, mesh_of
+from roxxel_dist.train.step.optimizer import check_update
+from roxxel_dist.train.step.repeated_work import MOST, work_ratio
+from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.train.step.step import Metrics, check_vocabulary, make_eval_step, make_step
+
+
+class Programs:
+    """The programs of a run, by phase.
+
+    Args:
+        parts: of the run.
+        position: where it is; its plan says which shapes come.
+        compiler: in whose thread they are compiled.
+
+    Attributes:
+        like: the state as `jax.ShapeDtypeStruct`s with shardings.
+        blocks: the verified blocks of the data's files; None: nothing is verified.
+        validation: of the run.
+    """
+
+    def __init__(self, parts: Parts, position: Position, compiler: AotCompiler) -> None:
+        self._parts, self._position, self._compiler = parts, position, compiler
+        options, split = parts.options, position.split
+        # Not the arrays: a run that goes on would hold those that it began with beside those of its checkpoint.
+        self.like: TrainState = abstract(position.state)
+        if not position.finished:
+            check_update(parts.update_rule, self.like.params, self.like.opt_state)
+        dtype = jnp.bfloat16 if options.bf16_compute else None
+        step: Any = make_step(
+            split,
+            parts.loss_fn,
+            parts.update_rule,
+            self.like,
+            parts.sharding,
+            grad_accum=parts.grad_accum,
+            compute_dtype=dtype,
+            skip_bad=options.on_bad_step == "skip",
+        )
+        self._evaluate: Any = make_eval_step(split, parts.loss_fn, dtype)
+        evaluate: Any = self._evaluate
+        if options.virtual_shards:
+            step, evaluate = make_sharded_steps(
+                split,
+                parts.loss_fn,
+                parts.update_rule,
+                parts.sharding,
+                shards=options.virtual_shards,
+                grad_accum=parts.grad_accum,
+                compute_dtype=dtype,
+                skip_bad=options.on_bad_step == "skip",
+            )
+        self._step = step
+        self._vocabulary: int | None = getattr(getattr(position.view.model, "config", None), "vocab_size", None)
+        self.blocks: VerifiedBlocks | None = VerifiedBlocks(self._vocabulary) if options.verify_data == "on" else None
+        self.validation: Validation = Validation(
+            parts.validation_sets,
+            parts.training.primary_streamer,
+            evaluate,
+            compiler,
+            parts.sharding,
+            options.eval_iters,
+            self.blocks,
+        )
+
+    def check_data(self) -> None:
+        """Raises ValueError where a validation set is too small for a phase, or a token has no logit."""
+        parts, position = self._parts, self._position
+        self.validation.check(*position.plan.shapes)
+        datasets = {**parts.training.datasets, **parts.validation_sets}
+        # What the built-in model gives is known without a trace of it.
+        known = self._vocabulary if type(parts.model) is TransformerBuilder else None
+        if known is None or known < max(data.vocab_size or 0 for data in datasets.values()):
+            check_vocabulary(
+                position.split,
+                parts.loss_fn,
+                self.like,
+                position.hparams,
+                parts.mesh,
+                position.plan.shapes[0],
+                datasets,
+            )
+
+    def stream_from(self, step: int) -> Stream:
+        """The batches of the plan, from a step on."""
+        parts = self._parts
+        return Stream(self._position.plan, parts.training.datasets, parts.sharding, step, parts.grad_accum)
+
+    def compile_phase(self, step: int) -> Hashable:
+        """Begin to compile what the phase of `step` needs, and return the key of its training step."""
+        position, batch = self._position, self.stream_from(step).abstract()
+        key = batch_key(batch)
+        self._compiler.prepare(key, self._step, self.like, position.hparams, batch)
+        self.prepare_validation(step)
+        return key
+
+    def prepare_validation(self, step: int) -> list[Hashable]:
+        """Begin to compile what a validation in the phase of `step` needs, and return the keys of these programs."""
+        position = self._position
+        return self.validation.prepare(self.like, position.hparams, position.plan.segment(step).shape)
+
+    def compile_next_phase(self, phase: int, first: Metrics) -> None:
+        """Begin to compile what the phase after this one needs, when the first step of this one is done."""
+        end = sum(shape.steps for shape in self._position.plan.shapes[: phase + 1])
+        if end < self._position.last_step:
+            self._compiler.rest_until(first.scalars["loss"])
+            self.compile_phase(end)
+
+    def repeated_work(self, step: int, program: Any) -> str:
+        """The warning about a model of the user's own of which XLA could not cut much along the tokens, or nothing."""
+        parts, position = self._parts, self._position
+        if parts.options.virtual_shards or isinstance(position.view.model, Transformer):
+            return ""
+        batch = self.stream_from(step).abstract()
+        mesh = mesh_of(batch, parts.mesh) or parts.mesh
+        ratio = work_ratio(program, self._step, (self.like, position.hparams, batch), mesh)
+        if ratio is None or ratio <= MOST:
+            return ""
+        return (
+            f"warning: in phase {position.plan.phase(step) + 1} {mesh.size} devices do {ratio:.1f} times the work of "
+            f"one: XLA cannot divide all that mixes the tokens of a row; roxxel_dist.attention is divided"
+        )
+
+    def try_loss(self) -> None:
+        """Trace the loss once, without computing it. What the model or the loss function raises passes."""
+        batch = self.stream_from(self._position.step).abstract()
+        with jax.set_mesh(self._parts.mesh):
+            jax.eval_shape(self._evaluate, self.like.params, self.like.rest, self._position.hparams, batch)
