@@ -53,8 +53,8 @@ class Generation:
         self._generations, self._header, self._fetched = generations, header, fetched
 
     @property
-    def whence(self) -> str:
-        """Where it is taken from, in words."""
+    def source_text(self) -> str:
+        """Where the copy comes from, for the log."""
         return "the copy in shared memory" + (", partly from the copy on another host" if self._fetched else "")
 
     def restore(self, like: Any) -> Any:

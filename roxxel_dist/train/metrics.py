@@ -73,7 +73,8 @@ class MetricsLogger:
         elif self._start_step:
             again = max(0, int(os.environ.get(REACHED_ENV) or 0) - self._start_step)
             lost = f"; {again} steps are done again" if again else ""
-            self._log.text(f"resuming after step {self._start_step} of {self._last_step}, from {start.whence}{lost}")
+            done = f"step {self._start_step} of {self._last_step}"
+            self._log.text(f"resuming after {done}, from {start.source_text}{lost}")
             if device_type(mesh).platform == "gpu" and not is_deterministic():
                 self._log.text("the last bits of its losses may be others: on a GPU deterministic: true repeats them")
         for note in start.notes:

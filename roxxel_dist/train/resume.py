@@ -58,10 +58,10 @@ class ResumePoint:
     """Where it comes from, to be kept with the run's config."""
 
     @property
-    def whence(self) -> str:
-        """Whose checkpoint is restored, in words."""
+    def source_text(self) -> str:
+        """Where the state comes from, for the log."""
         if self.copy is not None:
-            return self.copy.whence
+            return self.copy.source_text
         return "its checkpoint" if self.source is None else f"the checkpoint {self.source}"
 
 
@@ -82,7 +82,7 @@ def begin(
     """
     if copy is None:
         store.check_not_all_damaged()
-    run = _Run(store, curriculum, optimizer, options, copy, amend=amend)
+    run = _RequestedRun(store, curriculum, optimizer, options, copy, amend=amend)
     if store.latest_step() is None and copy is None and origin.fork is not None:
         start = run.fork(origin.fork, origin.skip_steps)
     else:
@@ -103,8 +103,8 @@ def begin(
     )
 
 
-class _Run:
-    """A run as it is asked for now, and its checkpoints."""
+class _RequestedRun:
+    """The requested settings of a run, and the checkpoints that it has."""
 
     def __init__(
         self,
