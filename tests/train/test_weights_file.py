@@ -19,10 +19,10 @@ from small_disks import mounted_disk
 from roxxel_dist import Phase
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.mesh import make_mesh
-from roxxel_dist.train import writer as exporter_module
+from roxxel_dist.train import exporter as exporter_module
+from roxxel_dist.train.exporter import Exporter
 from roxxel_dist.train.step.bad_steps import LossMonitorState
 from roxxel_dist.train.step.state import TrainState
-from roxxel_dist.train.writer import Exporter
 from roxxel_dist.weights.files import BEST, NEWEST, read_weights, step_of, write_tensors, write_weights
 
 ALL_KINDS = {
