@@ -72,17 +72,18 @@ docs: $(VENV)/dev-installed ## build these pages into .cache/site
 reference: $(VENV)/dev-installed ## docs/reference/cli.md, config.md and api.md: what the program says of itself
 	@$(BIN)/python tests/reference.py
 
-pictures: $(VENV)/dev-installed ## the pictures of `top` in the documentation, of a training that it makes: two minutes; needs chromium
+pictures: $(VENV)/dev-installed ## the pictures of the documentation, of trainings that it makes: four minutes; needs chromium
+	@JAX_PLATFORMS=cpu $(BIN)/python tests/unbroken_picture.py
 	@JAX_PLATFORMS=cpu $(BIN)/python tests/doc_pictures.py
 
 # `make bench QUICK=1`: short forms, in about twenty minutes. QUICK works with one part too.
 MEASURE = @JAX_PLATFORMS=cpu $(BIN)/python benchmarks/bench.py $(if $(QUICK),--quick)
 
-bench: $(VENV)/dev-installed $(VENV)/bench-installed ## all benchmarks, into benchmarks/results/ and docs/benchmarks.md: about two and a half hours; as root
+bench: $(VENV)/dev-installed $(VENV)/bench-installed ## all benchmarks, into benchmarks/results/ and benchmarks/README.md: about two and a half hours; as root
 	-$(MEASURE)
 	@$(BIN)/python benchmarks/summary.py --write
 
-bench-table: $(VENV)/demo-installed ## the table of docs/benchmarks.md, from the results that are there
+bench-table: $(VENV)/demo-installed ## the table of benchmarks/README.md, from the results that are there
 	@$(BIN)/python benchmarks/summary.py --write
 
 bench-data: $(VENV)/dev-installed $(VENV)/bench-installed ## what reading and building data costs, against other loaders
