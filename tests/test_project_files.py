@@ -53,12 +53,18 @@ def test_the_templates_ask_for_the_machine():
         assert re.search(r"`roxxel-dist doctor --json`", yaml.safe_dump(form, width=10_000))
 
 
-def test_the_code_names_decisions_by_their_numbers():
-    numbers = re.findall(r"^### (\d+)\. ", (ROOT / "docs" / "decisions.md").read_text(), re.MULTILINE)
-    assert numbers == [str(number) for number in range(1, len(numbers) + 1)]
-    sources = (path.read_text() for path in (ROOT / "roxxel_dist").rglob("*.py"))
-    named = {number for text in sources for number in re.findall(r"[Dd]ecision (\d+)", text)}
-    assert named == set(numbers)
+def test_each_decision_stands_once_in_the_readme_of_a_room_whose_code_names_it():
+    named: dict[str, set[str]] = {}
+    for path in (ROOT / "roxxel_dist").rglob("*.py"):
+        for number in re.findall(r"[Dd]ecision (\d+)", path.read_text()):
+            named.setdefault(number, set()).add(path.relative_to(ROOT / "roxxel_dist").parts[0])
+    rooms: list[tuple[str, str]] = []
+    for readme in (ROOT / "roxxel_dist").glob("*/README.md"):
+        _, found, decisions = readme.read_text().partition("\n## Decisions\n")
+        assert bool(found) == bool(re.search(r"^### \d+\. ", readme.read_text(), re.MULTILINE)), readme
+        rooms += [(number, readme.parent.name) for number in re.findall(r"^### (\d+)\. ", decisions, re.MULTILINE)]
+    assert sorted(int(number) for number, _ in rooms) == list(range(1, len(rooms) + 1))
+    assert named == {number: {room} for number, room in rooms}
 
 
 def test_the_mistakes_of_the_mutants_can_be_made():
