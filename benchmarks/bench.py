@@ -3,7 +3,7 @@
     python benchmarks/bench.py [--quick] [--results FOLDER] [PART or NAME …]
 
 Without names all of them. A program that fails, or is not there, is written down as failed; the others are measured
-all the same. `summary.py` puts the numbers of docs/benchmarks.md together from these files.
+all the same. `summary.py` puts the numbers of README.md together from these files.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The one table of docs/benchmarks.md, of the files in benchmarks/results/: at most 20 numbers.
+"""The one table of benchmarks/README.md, of the files in benchmarks/results/: at most 20 numbers.
 
     python benchmarks/summary.py [--write]
 
@@ -18,7 +18,7 @@ from typing import Any
 from measure import Result
 
 HERE = Path(__file__).parent
-RESULTS, PAGE = HERE / "results", HERE.parent / "docs" / "benchmarks.md"
+RESULTS, PAGE = HERE / "results", HERE / "README.md"
 BEGIN, END = "<!-- the table of benchmarks/summary.py begins -->\n", "<!-- the table ends -->\n"
 MOST = 20
 """Numbers on the page."""

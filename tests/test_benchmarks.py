@@ -1,4 +1,4 @@
-"""The programs of benchmarks/: what they write of their results, and that docs/benchmarks.md says what stands there."""
+"""The programs of benchmarks/: what they write of their results, and that benchmarks/README.md says what stands there."""
 
 import json
 import re
@@ -14,7 +14,6 @@ import bench
 import summary
 from measure import Lines, Result
 
-SWEEPS = ROOT / "docs" / "sweeps.md"
 ABOUT = {"date": "2026-01-02 03:04 UTC", "commit": "abc", "cores": 2, "cpu": "a processor", "quick": True}
 ABOUT |= {"versions": {"jax": "0.10.2"}, "load": 0.4}
 
@@ -42,10 +41,10 @@ def test_the_table_has_at_most_twenty_numbers_each_with_a_result_a_peer_or_limit
         assert row.conditions, row.asked
 
 
-def test_the_page_of_sweeps_has_the_medians_of_the_schedulers() -> None:
+def test_the_page_has_the_medians_of_the_schedulers() -> None:
     results, _ = summary.read()
     row = r"^\| (.*) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$"
-    rows = re.findall(row, SWEEPS.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(row, summary.PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     said = {name: list(map(float, numbers)) for name, *numbers in rows}
     measured: dict[str, list[float]] = {}
     for result in results["sweep_schedulers"]:
