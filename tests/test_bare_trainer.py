@@ -154,6 +154,6 @@ def test_a_run_with_a_model_of_ones_own_says_which_commands_read_it(corpus, caps
 
 
 def test_what_is_held_out_by_default_is_what_the_page_says():
-    page = (ROOT / "docs" / "training.md").read_text()
-    (said,) = re.findall(r"The default is ([\d.]+), for `train` and\nfor a `Trainer` that you make from parts", page)
+    page = (ROOT / "docs" / "guides" / "evaluate.md").read_text()
+    (said,) = re.findall(r"By default a tenth of `self` \(`val_fraction: ([\d.]+)`\)", page)
     assert {LoopOptions().val_fraction, Config().val_fraction} == {float(said)}

@@ -1,4 +1,4 @@
-"""The programs of benchmarks/: what they write of their results, and that benchmarks/README.md says what stands there."""
+"""The programs of benchmarks/: their results, and that benchmarks/README.md has these numbers."""
 
 import json
 import re

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import reference
 import yaml
+from browser import CHROMIUM, Browser
 from pages import RUN_BY, left_out
 from reader import ROOT, blocks
 
@@ -25,6 +26,7 @@ from roxxel_dist.settings.config import FIELD_TYPES
 pytestmark = pytest.mark.xdist_group("docs")  # one build of the site
 DOCS = ROOT / "docs"
 SOURCES = sorted((ROOT / "roxxel_dist").rglob("*.py"))
+AXE = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"], "resultTypes": ["violations"]}
 LANGUAGES = {"bash", "python", "yaml", "text", "json", "mermaid"}
 COMMAND_LINE = re.compile(r"^\s*(?:\$ )?(?:roxxel-dist|python3?|pip|make) ", re.MULTILINE)
 PREFIXES = (
@@ -148,6 +150,34 @@ def test_the_page_of_exit_codes_has_those_of_the_source():
     page = (DOCS / "reference" / "exit-codes.md").read_text()
     told = set(re.findall(r"^\| (\w+(?: \+ s)?) \|", page, re.MULTILINE)) - {"Code", "Command"}
     assert told == codes
+
+
+@pytest.mark.web
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not Path(CHROMIUM).exists(), reason="needs chromium")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:selenium")
+def test_axe_finds_nothing_on_any_page_in_light_and_dark(site, tmp_path):
+    from axe_core_python.selenium import Axe
+
+    found = []
+    with Browser(tmp_path) as browser:
+        browser.driver.set_script_timeout(120)
+        for page in sorted(DOCS.rglob("*.md")):
+            browser.open((site / page.relative_to(DOCS).with_suffix(".html")).as_uri())
+            for scheme, options in (("default", AXE), ("slate", {"runOnly": ["color-contrast"]})):
+                browser.run("document.body.dataset.mdColorScheme = arguments[0]", scheme)
+                violations = Axe().run(browser.driver, options=options)["violations"]
+                nodes = [(one["id"], node["html"][:200]) for one in violations for node in one["nodes"][:4]]
+                found += [f"{page.name}, {scheme}: {rule}: {html}" for rule, html in nodes]
+        assert browser.outside() == []
+    assert not found, "\n".join(found)
+
+
+def test_every_picture_has_a_text_for_who_does_not_see_it():
+    for page in pages:
+        pictures = re.findall(r"!\[([^\]]*)\]\(|<img [^>]*alt=\"([^\"]*)\"", page.read_text())
+        assert all(len(f"{one}{other}".split()) > 3 for one, other in pictures), page
+        assert len(pictures) == len(re.findall(r"!\[|<img ", page.read_text())), page
 
 
 @pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))

@@ -39,10 +39,8 @@ def test_every_block_does_what_the_page_says(reader, processes):
     said, runs = "\n".join(doing.said), reader / "runs"
     last = {run.name: max(rows(run)) for run in runs.iterdir() if (run / "metrics.jsonl").exists()}
     assert (last["text"], last["blend"], last["stable"], last["decayed"], last["decayed_early"]) == (40, 60, 60, 60, 30)
-    assert (last["tuned"], last["python"]) == (10, 10)
+    assert last["tuned"] == 10
     assert "resuming after step 30 of" in said
-    assert said.count("the same as in the log, to the last bit") == 1
-    assert '"difference": 0.0' in said
     assert re.search(r"Suggested LR: \d\.\d\de-\d\d\n", said)
     assert (reader / "lr_finder.png").exists()
     assert {path.name for path in (reader / "report").iterdir()} == {"loss.png", "goodput.png", "report.html"}
@@ -52,4 +50,3 @@ def test_every_block_does_what_the_page_says(reader, processes):
     assert stable[60]["lr"] == pytest.approx(3e-3)
     assert decayed[60]["lr"] < 1e-3
     assert rows(runs / "text")[40]["val_loss"] < rows(runs / "text")[1]["val_loss"] - 0.5
-    assert "Saved to: runs/python\n" in said.replace(str(reader) + "/", "")

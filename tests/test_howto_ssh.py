@@ -1,10 +1,11 @@
-"""docs/howto/ssh.md: every block, on two hosts with a real sshd each, whose names are the page's."""
+"""docs/howto/ssh.md and docs/two-hosts.md: every block, on two hosts with a real sshd each, named as on the pages."""
 
 import pytest
 from commands import rows
 from hosts import Cluster
 from howto import STEPS, on_hosts, python_path
 from machines import missing
+from reader import ROOT, blocks
 
 pytestmark = pytest.mark.docs
 
@@ -25,6 +26,12 @@ def test_two_hosts_train_together(reader):
     runs = reader.folder / "runs"
     assert set(rows(runs / "mine")) == STEPS
     assert " node2 1 | " in (runs / "mine" / "logs" / "rank-1.log").read_text()
+
+
+def test_the_tutorial_of_two_hosts(reader):
+    for block in blocks(ROOT / "docs" / "two-hosts.md"):
+        reader.follow(block)
+    assert set(rows(reader.folder / "runs" / "hosts")) == STEPS
 
 
 @pytest.mark.long

@@ -106,7 +106,7 @@ def test_places_in_blocks_are_equally_likely():
     assert abs(chi2 - (n - 1) ** 2) < 6 * np.sqrt(2) * (n - 1)
 
 
-# -- docs/data.md gives the order as a formula: here it is in plain numbers
+# -- curriculum/README.md gives the order as a formula: here it is in plain numbers
 
 
 def shake(key, words, width):
