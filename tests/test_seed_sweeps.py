@@ -16,7 +16,7 @@ from roxxel_dist.settings.config import Config, load_yaml
 from roxxel_dist.sweep.study.folder import read_study
 
 pytestmark = [pytest.mark.xdist_group("seed sweeps"), pytest.mark.timeout(900)]
-SWEEPS = {"configs/sweep.yaml": 10, "sweeps/sweep.yaml": 21}
+SWEEPS = {"configs/sweep.yaml": 9, "sweeps/sweep.yaml": 20}
 """And how many parameters each searches: one with a single value is none."""
 SMALL = {
     "dim": [16, 32], "num_blocks": [1, 2], "max_context": [16, 32], "context_window": [4, 8, 16], "batch_size": [4, 8],

@@ -147,9 +147,8 @@ def micro_batches(command: Sequence[str]) -> tuple[int, ...]:
     _, config = parse_train(list(command[1:]))
     if config.virtual_shards:  # the shards of every phase, which the devices divide
         return (config.virtual_shards,)
-    if not config.phases:
-        return (config.batch_size,)
-    return tuple(Phase.of(phase).batch_size // config.grad_accum for phase in config.phases)
+    batches = [Phase.of(phase).batch_size for phase in config.phases] if config.phases else [config.batch_size]
+    return tuple(rows // min(config.grad_accum, rows) for rows in batches)
 
 
 def check_training(command: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ def build_curriculum(config: Config, data: Roxxel) -> tuple[Curriculum, Roxxel]:
     """(phases over the training part of the data, the held-out part); raises ValueError for an impossible phase."""
     max_context = config.max_context
     phases: list[Any] = config.phases or [
-        Phase(epochs=config.epochs, batch_size=config.batch_size * config.grad_accum, seq_len=max_context + 1)
+        Phase(epochs=config.epochs, batch_size=config.batch_size, seq_len=max_context + 1)
     ]
     curriculum = Curriculum(data, phases, open_data_sets(config, "datasets", data))
     curriculum, held_out = curriculum.hold_out(0 if config.validation else config.val_fraction)

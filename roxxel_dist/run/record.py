@@ -23,6 +23,7 @@ from roxxel_dist.place.directory import CONFIG, DATA, SUMMARY, TOKENIZER
 from roxxel_dist.place.run_place import local_run
 from roxxel_dist.run.components import RunComponents
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
+from roxxel_dist.settings.global_batch import micro_batch_note, predates
 from roxxel_dist.train.loop import Loop
 from roxxel_dist.train.resume import ResumePoint, max_steps_note
 
@@ -33,7 +34,7 @@ FREE_MODEL_FIELDS = (
 )  # fmt: skip
 """Fields of the model that a resumed run may change. A dropout rate of 0 stays 0, and one above 0 stays above 0; an
 attention kernel stays the same, even if it is now given by name."""
-WITHOUT_PHASES = ("epochs", "batch_size", "grad_accum")
+WITHOUT_PHASES = ("epochs", "batch_size")
 """Fields that decide which tokens a step reads if no phases are given."""
 AMENDABLE = ("phases", *WITHOUT_PHASES)
 FIXED_FIELDS = (
@@ -171,6 +172,8 @@ def write_run_metadata(
     log(f"model: {total:,} parameters{share}, {num_devices(loop.parts.mesh)} device(s), run directory {name}")
     if message:
         log(message)
+    if not (saved or config.phases) and config.grad_accum > 1:
+        log(micro_batch_note(batch_size=config.batch_size, grad_accum=config.grad_accum))
     train = position.plan.amendments[-1].sources["self"].units.tokens
     parts = f"{train:,} tokens to train on, {data.num_tokens - train:,} held out, in {len(data.shards)} shard(s)"
     log(f"data: {parts}, vocabulary {components.vocab_size:,}")
@@ -251,6 +254,11 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
         )
     for name, before in changed_from(saved, config, with_base=True).items():
         value = getattr(config, name)
+        if name == "batch_size" and name in fixed and predates(saved[RECORD]) and value * config.grad_accum == before:
+            raise UserError(
+                f"batch_size is {value}, and an earlier version began {other} with batch_size x grad_accum = {before} "
+                f"rows in a step: now batch_size is the rows of the global batch, so use {before}"
+            )
         if name in fixed:
             raise UserError(
                 f"{name} is {value}, and {other} has {before}: leave it as it was, or "

@@ -23,6 +23,7 @@ from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.model.config import ModelConfig, check_sizes
 from roxxel_dist.model.user_code import UserCodeConfig
 from roxxel_dist.objects.errors import StoreError
+from roxxel_dist.settings.global_batch import GLOBAL, MEANING, with_global_batch
 from roxxel_dist.settings.training import ExperimentConfig, LoopOptions, OptimizerConfig
 from roxxel_dist.utils.component import DocWithFields, component
 
@@ -254,7 +255,7 @@ class Config(_Copied):
         """Write all fields atomically; `record` is a section of metadata that loading skips."""
         import yaml
 
-        content = {**self.to_dict(), **({RECORD: dict(record)} if record else {})}
+        content = {**self.to_dict(), **({RECORD: {**record, MEANING: GLOBAL}} if record else {})}
         write_file(Path(path), yaml.safe_dump(content, sort_keys=False))
 
     @classmethod
@@ -318,7 +319,7 @@ def yaml_problem(error: Exception) -> str:
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
+    """The mapping in a YAML file; of a saved config, `batch_size` is the rows of the global batch.
 
     Raises UserError for no such file, no YAML, no mapping, or a key that is given twice.
     """
@@ -327,7 +328,10 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected `field: value` lines, found a {type(values).__name__}")
-    if RECORD in values:  # older runs could have both in a phase, and steps counted
+    if isinstance(values.get(RECORD), dict):
+        fields, record = with_global_batch({k: v for k, v in values.items() if k != RECORD}, values[RECORD])
+        values = {**fields, RECORD: record}
+        # Older runs could have both in a phase, and steps counted.
         for phase in values.get("phases") or []:
             if phase.get("steps") is not None:
                 phase.pop("epochs", None)

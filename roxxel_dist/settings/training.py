@@ -245,15 +245,15 @@ class ExperimentConfig:
 
     phases: list[dict[str, Any]] | None = None
     """The curriculum: a list of {steps or epochs, batch_size, seq_len}, where batch_size counts the rows of the global
-    batch and seq_len the tokens read, the target included. Without it there is one phase of batch_size x grad_accum
-    rows of max_context + 1 tokens."""
+    batch and seq_len the tokens read, the target included. Without it there is one phase of batch_size rows of
+    max_context + 1 tokens."""
     epochs: float = 1.0
     """Passes over the data, if no phases are given."""
     batch_size: int = 16
-    """Rows of a micro-batch over all devices, if no phases are given."""
+    """Rows of the global batch, of all devices and micro-batches together, if no phases are given."""
     grad_accum: int = 1
-    """Gradient accumulation: micro-batches in a step. It divides the batch of every phase, and does not change the
-    data."""
+    """Gradient accumulation: micro-batches in a step. It divides the batch, that of every phase too, and does not
+    change the data."""
     n_devices: int = 0
     """Devices to use, of all processes together; 0 for all."""
     fsdp_devices: int = 0

@@ -18,6 +18,7 @@ from roxxel_dist.objects.lease import LeaseLostError
 from roxxel_dist.place.directory import is_study
 from roxxel_dist.settings.config import (
     FIELD_TYPES,
+    RECORD,
     SECTIONS,
     Config,
     flat_fields,
@@ -27,6 +28,7 @@ from roxxel_dist.settings.config import (
     usage_errors,
 )
 from roxxel_dist.settings.effect import chosen, without_effect
+from roxxel_dist.settings.global_batch import predates
 from roxxel_dist.sweep.driver.bucket import StudyBucket
 from roxxel_dist.sweep.driver.controller import run_sweep
 from roxxel_dist.sweep.driver.live_view import LiveView
@@ -127,6 +129,11 @@ class SweepRun:
     def swept_fields(self) -> set[str]:
         """The fields of a Config that are parameters."""
         return {_field(parameter) for parameter in self.sweep.space.parameters} | set(self.sweep.rules.derived)
+
+    @property
+    def has_phases(self) -> bool:
+        """Whether the trials, or some of them, have phases."""
+        return bool(self.config.phases) or "phases" in self.swept_fields
 
     @property
     def description(self) -> str:
@@ -244,6 +251,8 @@ def open_sweep(
     for name in sorted(run.swept) if is_ours else ():
         if name not in FIELD_TYPES and name not in SECTIONS:
             raise UserError(f"parameters: {unknown(name, list(FIELD_TYPES), 'field')}")
+    if is_ours:
+        _check_batches(run)
     if options.transfer_to is not None:
         if not is_ours:
             raise UserError(
@@ -408,6 +417,21 @@ def _body(run: SweepRun) -> Callable[[Mapping[str, Any]], Iterator[Event]]:
     return run_trial if run.server is None else agent_trial
 
 
+def _check_batches(run: SweepRun) -> None:
+    """Raises UserError where new trials cannot be compared with those of an earlier version, which took the
+    `batch_size` of a trial without phases for a micro-batch."""
+    searched = run.swept_fields & {"batch_size", "grad_accum"}
+    if not searched or run.has_phases or not predates(run.study.settings().get(RECORD)):
+        return
+    base = run.config.grad_accum
+    if any(flat_fields(trial.params).get("grad_accum", base) > 1 for trial in run.history().trials.values()):
+        raise UserError(
+            f"{run.study.place} searches {' and '.join(sorted(searched))}, and an earlier version began it, whose "
+            f"trials had batch_size x grad_accum rows in a step. Now batch_size is the global batch, and new trials "
+            f"could not be compared with the others: name another --study"
+        )
+
+
 def exponent_notes(sweep: Sweep) -> list[str]:
     """A line for each `log_uniform` whose min and max look like values: W&B takes exponents there."""
     lines: list[str] = []
@@ -429,6 +453,11 @@ def _notes(run: SweepRun) -> list[str]:
     if cap is not None and (count or 0) > cap:
         lines.append(f"--count {count} is more than the run_cap of the sweep's file: it ends at {cap}")
     lines += exponent_notes(run.sweep)
+    if run.is_new and run.program is None and "grad_accum" in run.swept_fields and not run.has_phases:
+        lines.append(
+            "batch_size is the rows of the global batch, and grad_accum its micro-batches: an earlier version trained "
+            "on batch_size x grad_accum rows in a step"
+        )
     names = {"tokenizer_type", "vocab_size"} & set(run.searched)
     if names and run.program is None and run.sweep.metric == "val_loss":
         lines.append(
