@@ -65,11 +65,11 @@ dist: $(VENV)/dev-installed ## the wheel and the source archive into dist/, chec
 test-release: $(VENV)/dev-installed ## what is published: the archive builds itself, and uvx and pipx run the wheel; two minutes
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m long tests/test_release.py
 
-docs: $(VENV)/dev-installed ## build these pages into .cache/site
+docs: reference ## build these pages into .cache/site
 	@$(BIN)/zensical build --strict --config-file mkdocs.yml
 	@echo "built: .cache/site/index.html"
 
-reference: $(VENV)/dev-installed ## docs/reference/cli.md, config.md and api.md: what the program says of itself
+reference: $(VENV)/dev-installed ## docs/reference/cli.md, config.md and api.md, from the program and its docstrings
 	@$(BIN)/python tests/reference.py
 
 pictures: $(VENV)/dev-installed ## the pictures of the documentation, of trainings that it makes: four minutes; needs chromium

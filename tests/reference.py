@@ -1,12 +1,14 @@
-"""The reference pages: `make reference` writes into them what the program says; a test compares.
+"""The reference pages, from the program and its docstrings: `make reference` writes them into docs/reference/.
 
-`<!-- generated: NAME -->` and `<!-- end -->` enclose the generated parts of a page. NAME is `cli` (the help of every
-command), `config` (a table of every field), or the dotted name of a function or class (its signature and docstring).
+They are not committed. Of each there is a page in `reference_pages/`, in which `<!-- generated: NAME -->` becomes text.
+NAME is `cli` (the help of every command), `config` (a table of every field), or the dotted name of a function or class
+(its signature and docstring).
 """
 
 import ast
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import io
 import itertools
@@ -21,41 +23,63 @@ from command_lines import PATHS
 from roxxel_dist.cli import main
 from roxxel_dist.cli.arguments import ConfigArgs
 from roxxel_dist.cli.help import CONFIG_SECTIONS, Flag, flags_of
+from roxxel_dist.settings.config import COMPONENTS, FIELD_TYPES
 
-FOLDER = Path(__file__).parent.parent / "docs" / "reference"
+PAGES_FROM, FOLDER = Path(__file__).parent / "reference_pages", Path(__file__).parent.parent / "docs" / "reference"
 PAGES = ("cli.md", "config.md", "api.md")
-WHOLE = "train"
-"""Of the commands that take every field, the one whose help is shown whole."""
-PART = re.compile(r"^<!-- generated: (\S+) -->$.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
+PART = re.compile(r"^<!-- generated: (\S+) -->$", re.MULTILINE)
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields):$")
+FLAG = re.compile(r"\n(?=  -|\n[A-Z][^\n]*:$)", re.MULTILINE)
+EMPTY_SECTION = re.compile(r"\n\n[A-Z][^\n]*:(?=\n\n[A-Z]|\s*\Z)")
 WIDTH = 88
 
 
+def write(folder: Path = FOLDER) -> None:
+    """Write the pages into a folder."""
+    for name in PAGES:
+        (folder / name).write_text(page(name))
+
+
 def page(name: str) -> str:
-    """The text of a page with its parts made anew."""
+    """The text of a page with its parts."""
 
     def made(match: re.Match[str]) -> str:
         part = match[1]
-        text = {"cli": commands, "config": fields}.get(part, lambda: named(part))()
-        return f"<!-- generated: {part} -->\n{text.strip()}\n<!-- end -->"
+        return {"cli": commands, "config": fields}.get(part, lambda: named(part))().strip()
 
-    return PART.sub(made, (FOLDER / name).read_text())
+    return PART.sub(made, (PAGES_FROM / name).read_text())
 
 
 def commands() -> str:
     """A heading and the help of every command; of a group, those of its commands."""
-    names = ["", *(" ".join(path) for path in PATHS)]
-    return "\n\n".join(f"## {name or 'roxxel-dist'}\n\n{help_of(name)}" for name in names)
+    names, shown = ["", *(" ".join(path) for path in PATHS)], dict[str, str]()
+    return "\n\n".join(f"## {name or 'roxxel-dist'}\n\n{help_of(name, shown)}" for name in names)
 
 
-def help_of(name: str) -> str:
-    """The help of one command, without the fields of the config where another command has them in full."""
-    text, after = said(*name.split(), "--help"), ""
+def help_of(name: str, shown: dict[str, str]) -> str:
+    """The help of one command, with links for the fields of the config, and for flags that another command of its group
+    has word for word.
+
+    `shown` has the command of each flag so far.
+    """
+    text, after = said(*name.split(), "--help"), list[str]()
     own, fields, _ = text.partition(f"\n\n{next(iter(CONFIG_SECTIONS.values()))}:\n")
-    if fields and name != WHOLE:
+    if fields:
         text = own
-        after = "\n\nAnd every field of the [config](config.md) as a flag."
-    return f"```text\n{text}\n```{after}"
+        after.append("And the [config fields](config.md).")
+    before, kept = {}, list[str]()
+    for part in FLAG.split(text):
+        flag = re.match(r"  (--[a-z-_]+)", part)
+        known = shown.setdefault(f"{name.partition(' ')[0]} {part.strip()}", name)
+        if part.startswith("  -h, --help "):
+            continue
+        if flag is None or known == name:
+            kept.append(part)
+        else:
+            before.setdefault(known, []).append(f"`{flag[1]}`")
+    text = EMPTY_SECTION.sub("", "\n".join(kept)).rstrip()
+    after += [f"As in [{known}](#{known.replace(' ', '-')}): {', '.join(flags)}." for known, flags in before.items()]
+    return "\n\n".join([f"```text\n{text}\n```", *after])
 
 
 def said(*words: str) -> str:
@@ -107,14 +131,17 @@ def named(name: str) -> str:
 
 def entry(name: str, title: str, heading: str, signature: str, text: str) -> str:
     block = f"```text\n{signature}\n```\n\n" if signature else ""
-    return f'<a id="{name}"></a>\n\n{heading} {title}\n\n{block}{text}'.rstrip()
+    return f"{heading} {title} {{#{name}}}\n\n{block}{text}".rstrip()
 
 
 def of_class(name: str, kind: type) -> str:
-    """A class with its fields, methods and properties, in the order of the source."""
+    """A class with its fields, methods and properties, in the order of the source.
+
+    A property is one line; so is a method without arguments to describe, and one of a class that has no public name,
+    which other functions return.
+    """
     title, tree = kind.__name__, ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(tree, ast.ClassDef)
-    is_data = dataclasses.is_dataclass(kind)
     known = {  # a class of numpy or flax may be among its bases: its own fields alone
         field.target.id: " ".join(text.value.value.split())
         for field, text in itertools.pairwise(tree.body)
@@ -123,26 +150,56 @@ def of_class(name: str, kind: type) -> str:
     }
     own = [node for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
     own = [node for node in own if not node.target.id.startswith("_")]
+    settings = [node for node in own if node.target.id in FIELD_TYPES and is_setting(kind)]
+    own = [node for node in own if node not in settings]
     signature = ""
-    if is_data:
+    if dataclasses.is_dataclass(kind):
         names = {field.name for field in dataclasses.fields(kind)}
-        signature = call(title, [ast.unparse(node) for node in own if node.target.id in names])
+        if is_public(name):
+            signature = call(title, [ast.unparse(node) for node in own if node.target.id in names])
     else:
         made = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
         ways = [node for node in made if any(ast.unparse(one) == "overload" for one in node.decorator_list)] or made
         signature = "\n".join(of(title, node).removesuffix(" -> None") for node in ways)
-    listed = [f"- `{ast.unparse(node)}`: {escaped(known[node.target.id])}" for node in own if node.target.id in known]
-    text = "\n\n".join(filter(None, [docs(ast.get_docstring(tree)), "\n".join(listed)]))
-    parts = [entry(name, title, "###", signature, text)]
+    lines = list[str]()
+    for node in own:
+        text = f": {escaped(known[node.target.id])}" if node.target.id in known else ""
+        if text or not signature:
+            lines.append(f"- `{node.target.id if signature else ast.unparse(node)}`{text}")
+    if settings:
+        lines = [f"[Config fields](config.md): {', '.join(f'`{node.target.id}`' for node in settings)}.", "", *lines]
+    parts = list[str]()
     methods = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}  # of overloads the last
     for method, node in methods.items():
         if method.startswith("_"):
             continue
         is_property = any(ast.unparse(decorator).endswith("property") for decorator in node.decorator_list)
-        shown = f"{title}.{method}"
-        signature = f"{shown}: {ast.unparse(node.returns)}" if is_property and node.returns else of(shown, node)
-        parts.append(entry(f"{name}.{method}", shown, "####", signature, docs(ast.get_docstring(node))))
-    return "\n\n".join(parts)
+        text = ast.get_docstring(node)
+        if is_property:
+            hint = f": {ast.unparse(node.returns)}" if node.returns else ""
+            lines.append(f"- `{method}{hint}`: {first_sentence(text)}")
+        elif not is_public(name) or not re.search(r"^Args:$", text or "", re.MULTILINE):
+            lines.append(f"- `{method}({', '.join(words_of(node, with_types=False))})`: {first_sentence(text)}")
+        else:
+            dotted = f"{title}.{method}"
+            parts.append(entry(f"{name}.{method}", dotted, "####", of(dotted, node), docs(text)))
+    text = "\n\n".join(filter(None, [docs(ast.get_docstring(tree)), "\n".join(lines).strip()]))
+    return "\n\n".join([entry(name, title, "###", signature, text), *parts])
+
+
+def is_public(name: str) -> bool:
+    """Whether a dotted name is one of those that users import."""
+    package, _, last = name.rpartition(".")
+    return last in getattr(importlib.import_module(package), "__all__", ())
+
+
+def is_setting(kind: type) -> bool:
+    """Whether the fields of a class are those of a config."""
+    return kind in COMPONENTS
+
+
+def first_sentence(text: str | None) -> str:
+    return escaped(re.split(r"(?<=\.)\s", " ".join((text or "").split("\n\n")[0].split()), maxsplit=1)[0])
 
 
 def source_of(function: object) -> ast.FunctionDef:
@@ -153,24 +210,32 @@ def source_of(function: object) -> ast.FunctionDef:
 
 def of(title: str, tree: ast.FunctionDef) -> str:
     """The signature as the source has it, without `self`."""
+    return call(title, words_of(tree)) + (f" -> {ast.unparse(tree.returns)}" if tree.returns else "")
+
+
+def words_of(tree: ast.FunctionDef, *, with_types: bool = True) -> list[str]:
+    """The arguments of a function, without `self`."""
     args, given = tree.args, [*tree.args.posonlyargs, *tree.args.args]
     defaults = [None] * (len(given) - len(args.defaults)) + args.defaults
-    words = [argument(arg, default) for arg, default in zip(given, defaults, strict=True)]
+    words = [argument(arg, default, with_types=with_types) for arg, default in zip(given, defaults, strict=True)]
     if given and given[0].arg in ("self", "cls"):
         words = words[1:]
     if args.posonlyargs:
         words.insert(len(args.posonlyargs) - (given[0].arg in ("self", "cls")), "/")
     if args.vararg:
-        words.append(f"*{argument(args.vararg, None)}")
+        words.append(f"*{argument(args.vararg, None, with_types=with_types)}")
     elif args.kwonlyargs:
         words.append("*")
-    words += [argument(arg, default) for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
-    words += [f"**{argument(args.kwarg, None)}"] if args.kwarg else []
-    return call(title, words) + (f" -> {ast.unparse(tree.returns)}" if tree.returns else "")
+    words += [
+        argument(arg, default, with_types=with_types)
+        for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    ]
+    words += [f"**{argument(args.kwarg, None, with_types=with_types)}"] if args.kwarg else []
+    return words
 
 
-def argument(arg: ast.arg, default: ast.expr | None) -> str:
-    hint = f": {ast.unparse(arg.annotation)}" if arg.annotation else ""
+def argument(arg: ast.arg, default: ast.expr | None, *, with_types: bool = True) -> str:
+    hint = f": {ast.unparse(arg.annotation)}" if arg.annotation and with_types else ""
     equals = " = " if hint else "="
     return arg.arg + hint + (equals + ast.unparse(default) if default else "")
 
@@ -205,5 +270,4 @@ def docs(text: str | None) -> str:
 
 
 if __name__ == "__main__":
-    for name in PAGES:
-        (FOLDER / name).write_text(page(name))
+    write()

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import reference
 import yaml
 from commands import losses
 from pages import left_out, pages_of
@@ -22,16 +21,13 @@ PAGES = [page for page in pages_of(Path(__file__).name) if page != QUICKSTART]
 
 
 def follow(page, folder):
-    """Do what a page says, in a folder. Every line of its `text` blocks was printed, with whatever numbers.
-
-    `text` in the generated pages of the reference is compared by test_docs.py.
-    """
+    """Do what a page says, in a folder. Every line of its `text` blocks was printed, with whatever numbers."""
     doing = Reader(folder)
     for block in blocks(page):
         if not left_out(block.note):
             doing.follow(block)
     said = {plain(line) for words in doing.said for line in words.splitlines()}
-    for block in blocks(page) if page.name not in reference.PAGES else ():  # those show signatures and help
+    for block in blocks(page):
         missing = [line for line in block.text.splitlines() if plain(line) not in said]
         assert block.language != "text" or not missing, f"{block.where}: nobody printed {missing}"
     return doing
@@ -57,7 +53,7 @@ def test_the_quickstart(done):
     assert "resuming after step 20" in "\n".join(done.said)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_is_followed(page, done, tmp_path):
     folder = tmp_path / "folder"
     shutil.copytree(done.folder, folder, symlinks=True)
@@ -67,7 +63,7 @@ def test_a_page_is_followed(page, done, tmp_path):
             Config.from_dict(values, name).validate()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_of_sweeps_are_such(page, tmp_path):
     definition = tmp_path / "plain.yaml"
     for block in blocks(page):
