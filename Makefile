@@ -124,7 +124,7 @@ docker-check: $(BIN)/python ## build the image with buildah, train two container
 
 azurite: $(AZURITE)/installed ## Azure's emulator, for the long tests of az://; takes node's npm
 
-hf: $(HF)/installed ## transformers in an environment of its own, for the tests of export; takes torch from Debian's python3-torch
+hf: $(HF)/installed ## transformers in an environment of its own, for the tests of export
 
 tpu: $(TPU)/installed ## libtpu in an environment of its own, for the tests that compile for TPUs: about 1.6 GB; no TPU is needed
 
@@ -161,8 +161,7 @@ $(AZURITE)/installed:
 	@touch $@
 
 $(HF)/installed: tests/hf_requirements.txt
-	/usr/bin/python3 -c 'import torch' || { echo "apt install python3-torch python3-venv" >&2; exit 2; }
-	/usr/bin/python3 -m venv --system-site-packages $(HF)
+	$(PYTHON) -m venv $(HF) || { rm -rf $(HF); exit 2; }
 	$(HF)/bin/pip install --quiet --requirement tests/hf_requirements.txt
 	@touch $@
 

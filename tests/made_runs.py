@@ -27,6 +27,8 @@ def make_run(folder, **fields):
     key = jax.random.key(1)
     for name in [name for name in params if name.endswith("scale")]:
         params[name] = np.asarray(1 + 0.3 * jax.random.normal(key, params[name].shape))
+    for name in [name for name in params if name.endswith("bias")]:
+        params[name] = np.asarray(jax.random.normal(key, params[name].shape))
     write_weights(folder / NEWEST, 7, params)
     config.save_yaml(folder / "config.yaml")
     tokenizer.save(folder / "tokenizer.json")

@@ -12,9 +12,12 @@ from roxxel_dist.cluster.mesh import device_type, row_shards, token_shards
 from roxxel_dist.cluster.parameter_sharding import constrain_heads
 from roxxel_dist.model.attention_kernels import (
     LONGEST_WHOLE,
+    PLAIN,
     Kernel,
     Labels,
+    Scores,
     blocked_attention,
+    capped_attention,
     jax_attention,
     kernel_for,
     splash_attention,
@@ -69,8 +72,8 @@ def attention(
         segments = jnp.asarray(segments, jnp.int32)
     if positions is not None:
         positions = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (rows, length))
-    scale = None if scale is None else float(scale)
-    return _attend(q, k, v, Labels(segments, positions), window, scale, "auto")
+    scores = PLAIN if scale is None else Scores(float(scale))
+    return _attend(q, k, v, Labels(segments, positions), window, scores, "auto")
 
 
 def _check(q: Any, k: Any, v: Any, window: Any, segments: Any, positions: Any, scale: Any) -> None:
@@ -119,7 +122,7 @@ def attend(
     v_BxSxGxV: jax.Array,
     metadata: AttentionMetadata,
     window: int | None,
-    scale: float | None = None,
+    scores: Scores = PLAIN,
     kernel: AttentionKernel = "auto",
 ) -> jax.Array:
     """softmax(q k scale) v for each head over the keys that each token attends to: [B, L, H, V].
@@ -130,7 +133,7 @@ def attend(
         v_BxSxGxV: values; V <= K.
         metadata: of the tokens. With a mask, as a cache has, XLA computes all scores at once, whatever the kernel.
         window: how many tokens a token attends to, itself included; None for all before it.
-        scale: of the scores; 1 / sqrt(K) if not given.
+        scores: of queries and keys.
         kernel: see `kernel_for`.
 
     Raises:
@@ -138,10 +141,25 @@ def attend(
     """
     if metadata.mask_Bx1xLxS is not None:
         causal = metadata.slot_BxL is None  # with a cache, the mask includes causality
-        return jax_attention(
-            q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window if causal else None, scale, causal, metadata.mask_Bx1xLxS
+        return _whole(
+            q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, window if causal else None, scores, causal, metadata.mask_Bx1xLxS
         )
-    return _attend(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, Labels(metadata.segments_BxL), window, scale, kernel)
+    return _attend(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, Labels(metadata.segments_BxL), window, scores, kernel)
+
+
+def _whole(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    window: int | None,
+    scores: Scores,
+    causal: bool,
+    mask: jax.Array | None,
+) -> jax.Array:
+    """Attention by XLA with all scores at once."""
+    if scores.cap is not None:
+        return capped_attention(q, k, v, window, scores, causal, mask)
+    return jax_attention(q, k, v, window, scores.scale or None, causal, mask)
 
 
 def _attend(
@@ -150,7 +168,7 @@ def _attend(
     v_BxLxGxV: jax.Array,
     labels: Labels,
     window: int | None,
-    scale: float | None,
+    scores: Scores,
     kernel: AttentionKernel,
 ) -> jax.Array:
     """`attend` among the tokens that are being read."""
@@ -164,7 +182,7 @@ def _attend(
             v_BxLxGxV,
             labels,
             window,
-            scale or 1 / math.sqrt(size),
+            scores.scaled(size),
             "splash" if by_splash else "xla",
         )
     chosen: Kernel = "xla"
@@ -174,16 +192,17 @@ def _attend(
             key_size=max(size, v_BxLxGxV.shape[-1]),
             bf16=q_BxLxHxK.dtype == jnp.bfloat16,
             packed=labels.segments is not None,
+            capped=scores.cap is not None,
             whole_rows=mesh.empty or rows % row_shards(mesh) == 0,
             device=device_type(mesh),
         )
     if chosen == "cudnn":
         q, k, v = constrain_heads(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV)
-        return constrain_heads(jax_attention(q, k, v, window, scale, implementation="cudnn"))[0]
+        return constrain_heads(jax_attention(q, k, v, window, scores.scale or None, implementation="cudnn"))[0]
     if chosen == "xla" and length <= LONGEST_WHOLE:
         by_place, mask = labels.positions is None, whole_mask(labels, window)
-        return jax_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, window if by_place else None, scale, by_place, mask)
-    scale = scale or 1 / math.sqrt(size)
+        return _whole(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, window if by_place else None, scores, by_place, mask)
+    scores = scores.scaled(size)
     if chosen == "splash":
-        return splash_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, labels.segments, window, scale)
-    return blocked_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, labels, window, scale)
+        return splash_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, labels.segments, window, scores)
+    return blocked_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, labels, window, scores)

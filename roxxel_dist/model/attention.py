@@ -1,6 +1,8 @@
 """Causal self-attention with grouped key and value heads (Ainslie et al., "GQA", 2023)."""
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,11 +12,35 @@ from flax import nnx
 
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.model.attend import attend
-from roxxel_dist.model.attention_kernels import score_scale
-from roxxel_dist.model.config import AttentionKernel, ModelConfig
+from roxxel_dist.model.attention_kernels import Scores, scores_of
+from roxxel_dist.model.config import AttentionKernel, ModelConfig, QKNorm
 from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache, update
-from roxxel_dist.model.layers import Rotary, rotary_of, rotate
+from roxxel_dist.model.layers import Norm, Rotary, make_norm, rotary_of, rotate
 from roxxel_dist.model.lora import linear
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What differs between the layers of a model: local and global ones, and those without positions."""
+
+    window: int | None
+    """How many tokens a token attends to, itself included; None for all before it."""
+    rotary: Rotary | None
+    """None: queries and keys do not turn."""
+
+
+def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
+    """The kinds of the first layers; then they come again, see `ModelConfig.period`."""
+    rotary, kinds = rotary_of(config), []
+    for layer in range(config.period):
+        is_global = config.pattern is not None and (layer + 1) % config.pattern == 0
+        turned = rotary
+        if rotary is not None and config.pattern is not None and not is_global and config.rope_local_theta is not None:
+            turned = dataclasses.replace(rotary, theta=config.rope_local_theta, scale=1.0, trained=None)
+        if config.no_rope_layer_interval is not None and (layer + 1) % config.no_rope_layer_interval == 0:
+            turned = None
+        kinds.append(LayerKind(None if is_global else config.window, turned))
+    return tuple(kinds)
 
 
 class Attention(nnx.Module):
@@ -32,10 +58,11 @@ class Attention(nnx.Module):
         self.n_heads: int = n_heads
         self.kv_heads: int = groups
         self.head_size: int = size
-        self.window: int | None = config.window
+        self.kinds: tuple[LayerKind, ...] = layer_kinds(config)
+        self.cache_window: int | None = config.widest_window
         self.kernel: AttentionKernel = config.attention
-        self.scale: float | None = score_scale(config)
-        self.rotary: Rotary | None = rotary_of(config)
+        self.scores: Scores = scores_of(config)
+        self.qk_norm: QKNorm = config.qk_norm
 
         out = (groups, n_heads // groups + 2, size)
 
@@ -44,7 +71,13 @@ class Attention(nnx.Module):
             return grouped(nnx.initializers.normal(config.init_std)(key, shape, dtype), out)
 
         axes = (FSDP, TENSOR, None, None)
-        self.qkv: nnx.LinearGeneral = linear(config, "attention", config.dim, out, axes, init, rngs)
+        self.qkv: nnx.LinearGeneral = linear(
+            config, "attention", config.dim, out, axes, init, rngs, use_bias=config.qkv_bias
+        )
+        if config.qk_norm != "none":
+            of_q, of_k = (1, 1) if config.qk_norm == "head" else (n_heads, groups)
+            self.q_norm: Norm = make_norm(config, of_q * size, rngs)
+            self.k_norm: Norm = make_norm(config, of_k * size, rngs)
         self.out: nnx.LinearGeneral = out_projection(config, n_heads * size, rngs)
         self.gate: Gate | None = Gate(config, rngs) if config.no_sink else None
 
@@ -52,19 +85,33 @@ class Attention(nnx.Module):
         self, x_BxLxD: jax.Array, metadata: AttentionMetadata, cache: LayerCache | None = None
     ) -> tuple[jax.Array, LayerCache | None]:
         """[B, L, dim] to [B, L, dim], and the new cache: keys and values [B, slots, kv_heads, K]."""
-        q, k, v = self.heads(x_BxLxD, metadata.position_L)
+        window = self._kind(metadata.layer).window
+        q, k, v = self.heads(x_BxLxD, metadata.position_L, metadata.layer)
         if cache is not None and metadata.slot_BxL is not None:
-            seen, cache = update(cache, (k, v), metadata.slot_BxL, self.window)
+            seen, cache = update(cache, (k, v), metadata.slot_BxL, self.cache_window)
             k, v = (k, v) if metadata.mask_Bx1xLxS is None else seen
-        return self.finish(attend(q, k, v, metadata, self.window, self.scale, self.kernel), x_BxLxD), cache
+        if window is not None and metadata.local_mask_Bx1xLxS is not None:
+            metadata = metadata._replace(mask_Bx1xLxS=metadata.local_mask_Bx1xLxS)
+        return self.finish(attend(q, k, v, metadata, window, self.scores, self.kernel), x_BxLxD), cache
 
-    def heads(self, x_BxLxD: jax.Array, position_L: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _kind(self, layer: int) -> "LayerKind":
+        return self.kinds[layer % len(self.kinds)]
+
+    def heads(
+        self, x_BxLxD: jax.Array, position_L: jax.Array, layer: int = 0
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [B, L, H, K], keys and values [B, L, G, K]."""
         qkv_BxLxGxSxK = self.qkv(x_BxLxD)
         q = qkv_BxLxGxSxK[..., :-2, :].reshape(*x_BxLxD.shape[:2], self.n_heads, self.head_size)
         k, v = qkv_BxLxGxSxK[..., -2, :], qkv_BxLxGxSxK[..., -1, :]
-        if self.rotary is not None:
-            q, k = (rotate(x, position_L, self.rotary) for x in (q, k))
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        elif self.qk_norm == "projection":
+            q, k = (
+                norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k))
+            )
+        if (rotary := self._kind(layer).rotary) is not None:
+            q, k = (rotate(x, position_L, rotary) for x in (q, k))
         return q, k, v
 
     def finish(self, mixed_BxLxHxK: jax.Array, x_BxLxD: jax.Array | None) -> jax.Array:

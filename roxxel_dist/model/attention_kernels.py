@@ -21,6 +21,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import TENSOR, device_type, row_axes
 from roxxel_dist.cluster.program_cost import MEAN_TRIPS
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
+from roxxel_dist.model.layers import soft_cap
 
 Kernel = Literal["xla", "cudnn", "splash"]
 LONGEST_WHOLE = 1024
@@ -33,6 +34,22 @@ HIDDEN = -1e30
 """The score of a masked pair: finite, because a block may mask all keys of a query."""
 LATER = 1 << 30
 """The position of padding: after those of all tokens, which so do not attend to it."""
+
+
+class Scores(NamedTuple):
+    """How the product of a query and a key becomes its score."""
+
+    scale: float = 0.0
+    """0: 1 / sqrt(K)."""
+    cap: float | None = None
+    """See `layers.soft_cap`; None for none."""
+
+    def scaled(self, key_size: int) -> "Scores":
+        """The same with a scale, for keys of this width."""
+        return self._replace(scale=self.scale or 1 / math.sqrt(key_size))
+
+
+PLAIN = Scores()
 
 
 class Labels(NamedTuple):
@@ -50,6 +67,7 @@ def kernel_for(
     key_size: int,
     bf16: bool,
     packed: bool,
+    capped: bool = False,
     whole_rows: bool = True,
     begun: bool = False,
     device: Any = None,
@@ -61,6 +79,7 @@ def kernel_for(
         key_size: width of a key.
         bf16: whether queries, keys and values are bfloat16.
         packed: whether a row may have several documents.
+        capped: whether scores have a soft cap.
         whole_rows: whether each device has whole rows, not parts of rows.
         begun: whether it is the kernel that a resumed run keeps, for the message.
         device: with `platform` and `device_kind`, as `device_type` gives it; by default the devices of the mesh that
@@ -72,8 +91,8 @@ def kernel_for(
     device = device_type() if device is None else device
     if kernel == "auto":
         native: Kernel = "splash" if device.platform == "tpu" else "cudnn" if device.platform == "gpu" else "xla"
-        return "xla" if broken_rule(native, device, key_size, bf16, packed, whole_rows) else native
-    if broken := broken_rule(kernel, device, key_size, bf16, packed, whole_rows):
+        return "xla" if broken_rule(native, device, key_size, bf16, packed, whole_rows, capped) else native
+    if broken := broken_rule(kernel, device, key_size, bf16, packed, whole_rows, capped):
         rule, fix = broken
         if begun:
             raise UserError(
@@ -85,7 +104,7 @@ def kernel_for(
 
 
 def broken_rule(
-    kernel: Kernel, device: Any, key_size: int, bf16: bool, packed: bool, whole_rows: bool
+    kernel: Kernel, device: Any, key_size: int, bf16: bool, packed: bool, whole_rows: bool, capped: bool = False
 ) -> tuple[str, str] | None:
     """(why a kernel does not support it, the fix); None if it does."""
     if kernel == "xla":
@@ -112,6 +131,11 @@ def broken_rule(
             (bf16, "cuDNN computes in bfloat16", "set bf16_compute or use_bf16, or use xla"),
             (key_size % 8 == 0, f"cuDNN needs keys of a multiple of 8 channels, and they have {key_size}", "use xla"),
             (key_size <= widest, f"cuDNN takes keys of {widest} channels here, and they have {key_size}", "use xla"),
+            (
+                not capped,
+                "cuDNN has no soft cap of scores (attn_softcap)",
+                "use auto or xla, or leave attn_softcap out",
+            ),
             (not packed, "cuDNN knows no documents within a row", "use packing contiguous, or xla"),
             # Decision 11.
             (
@@ -152,10 +176,17 @@ def score_scale(config: ModelConfig) -> float | None:
 
     Training correlates queries and keys, so their product grows with K, not with its root.
     """
+    if config.query_pre_attn_scalar is not None:
+        return config.query_pre_attn_scalar**-0.5
     if config.parametrization == "standard":
         return None
     base, size = (key_size(dataclasses.replace(each, inference=False)) for each in (config.at_base_width(), config))
     return math.sqrt(base) / size
+
+
+def scores_of(config: ModelConfig) -> Scores:
+    """How a model scores queries and keys."""
+    return Scores(score_scale(config) or 0.0, config.attn_softcap)
 
 
 def score_bytes(kernel: Kernel, rows: int, heads: int, length: int, window: int | None) -> int:
@@ -208,6 +239,30 @@ def jax_attention(
     return mixed[:, : mixed.shape[1] - odd, :, :values]
 
 
+def capped_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    window: int | None,
+    scores: Scores,
+    causal: bool = True,
+    mask: jax.Array | None = None,
+) -> jax.Array:
+    """`jax_attention` with a soft cap, which that has not: all scores at once, in float32."""
+    (batch, length, heads, size), (_, keys, groups, _) = q.shape, k.shape
+    scores = scores.scaled(size)
+    q_BxLxGxRxK = q.reshape(batch, length, groups, heads // groups, size)
+    products = jnp.einsum("blgrk,bsgk->bgrls", q_BxLxGxRxK, k, preferred_element_type=jnp.float32)
+    score_BxGxRxLxS = soft_cap(products * scores.scale, scores.cap)
+    back = jnp.arange(length)[:, None] - jnp.arange(keys)
+    seen = jnp.ones((length, keys), bool) if not causal else back >= 0
+    if window is not None:
+        seen &= back < window
+    seen = seen if mask is None else (seen & mask)[:, :, None]
+    weights = jax.nn.softmax(jnp.where(seen, score_BxGxRxLxS, HIDDEN), axis=-1).astype(v.dtype)
+    return jnp.einsum("bgrls,bsgv->blgrv", weights, v).reshape(batch, length, heads, -1)
+
+
 def whole_mask(labels: Labels, window: int | None) -> jax.Array | None:
     """bool[B, 1, L, L]: which keys each token may attend to by its labels; None where these say nothing.
 
@@ -229,7 +284,7 @@ def blocked_attention(
     v_BxLxGxV: jax.Array,
     labels: Labels,
     window: int | None,
-    scale: float,
+    scores: Scores,
 ) -> jax.Array:
     """Causal attention by XLA, [B, L, H, V], a block of queries and a block of keys at a time.
 
@@ -242,7 +297,7 @@ def blocked_attention(
         v_BxLxGxV: values.
         labels: of the tokens.
         window: how many tokens a token attends to, itself included; None for all before it.
-        scale: of the scores.
+        scores: of queries and keys, with a scale.
     """
     batch, length, heads, _ = q_BxLxHxK.shape
     groups, size = k_BxLxGxK.shape[2], block_of(window)
@@ -256,7 +311,7 @@ def blocked_attention(
     each = jax.tree.map(lambda x: blocks(x[..., None])[..., 0], pad_labels(labels, count * size))
     at = Blocks.between(jnp.arange(count), size, window, each, each)
     grouped = q_BxLxHxK.reshape(batch, length, groups, heads // groups, -1)
-    out: Any = _blocked(blocks(grouped), blocks(k_BxLxGxK), blocks(v_BxLxGxV), at, window, scale)
+    out: Any = _blocked(blocks(grouped), blocks(k_BxLxGxK), blocks(v_BxLxGxV), at, window, scores)
     out = jnp.moveaxis(jnp.moveaxis(out, -2, 2), 0, 1)  # [B, blocks, size, G, H / G, V]
     return out.reshape(batch, count * size, heads, -1)[:, :length]
 
@@ -319,8 +374,8 @@ def pad_labels(labels: Labels, length: int) -> Labels:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, window: int | None, scale: float) -> jax.Array:
-    return _blocked_forward(q, k, v, at, window, scale)[0]
+def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, window: int | None, scores: Scores) -> jax.Array:
+    return _blocked_forward(q, k, v, at, window, scores)[0]
 
 
 def _over_keys(i: jax.Array, at: Blocks, size: int, of_row: int, window: int | None, body: Any, start: Any) -> Any:
@@ -338,7 +393,7 @@ def _over_keys(i: jax.Array, at: Blocks, size: int, of_row: int, window: int | N
 
 
 def blocked_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, of_row: int, window: int | None, scale: float
+    q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, of_row: int, window: int | None, scores: Scores
 ) -> tuple[jax.Array, jax.Array]:
     """The output [N, B, G, R, C, V], and the logarithms of the softmax sums, float32 [N, B, G, R, C].
 
@@ -350,9 +405,9 @@ def blocked_forward(
             """One step of the online softmax. What blocks that are masked for a query leave, the next one that is not
             wipes out: it shrinks by exp(HIDDEN - score) = 0. At the least its own block has a key for it."""
             top, total, mixed = carry
-            scores = _scores(q, k, at, window, scale, i, j)
-            higher = jnp.maximum(top, scores.max(-1))
-            weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
+            score = _scores(q, k, at, window, scores, i, j)
+            higher = jnp.maximum(top, score.max(-1))
+            weights, shrink = jnp.exp(score - higher[..., None]), jnp.exp(top - higher)
             new = jnp.einsum("bgrqs,bgsv->bgrqv", weights.astype(v.dtype), v[j], preferred_element_type=jnp.float32)
             return higher, total * shrink + weights.sum(-1), mixed * shrink[..., None] + new
 
@@ -374,7 +429,7 @@ def blocked_backward(
     d_out: jax.Array,
     of_row: int,
     window: int | None,
-    scale: float,
+    scores: Scores,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of queries, in their type, and of keys and values, in the float32 that they are summed in."""
 
@@ -384,9 +439,13 @@ def blocked_backward(
 
         def keys(j: jax.Array, carry: Any) -> Any:
             d_q, d_k, d_v = carry
-            weights = jnp.exp(_scores(q, k, at, window, scale, i, j) - log_sums[i][..., None])
+            score = _scores(q, k, at, window, scores, i, j)
+            weights = jnp.exp(score - log_sums[i][..., None])
             d_weights = jnp.einsum("bgrqv,bgsv->bgrqs", d_mixed, v[j], preferred_element_type=jnp.float32)
-            d_scores = (weights * (d_weights - shared) * scale).astype(q.dtype)
+            d_score = weights * (d_weights - shared) * scores.scale
+            if scores.cap is not None:  # of tanh; where a pair is masked its weight is 0
+                d_score *= jnp.where(score > HIDDEN, 1 - jnp.square(score / scores.cap), 0)
+            d_scores = d_score.astype(q.dtype)
             d_q += jnp.einsum("bgrqs,bgsk->bgrqk", d_scores, k[j], preferred_element_type=jnp.float32)
             of_k = jnp.einsum("bgrqs,bgrqk->bgsk", d_scores, q[i], preferred_element_type=jnp.float32)
             of_v = jnp.einsum("bgrqs,bgrqv->bgsv", weights.astype(v.dtype), d_mixed, preferred_element_type=jnp.float32)
@@ -401,25 +460,26 @@ def blocked_backward(
 
 
 def _blocked_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, window: int | None, scale: float
+    q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, window: int | None, scores: Scores
 ) -> tuple[jax.Array, Any]:
-    out, log_sums = blocked_forward(q, k, v, at, k.shape[0], window, scale)
+    out, log_sums = blocked_forward(q, k, v, at, k.shape[0], window, scores)
     return out, (q, k, v, at, out, log_sums)
 
 
-def _blocked_backward(window: int | None, scale: float, kept: Any, d_out: jax.Array) -> Any:
+def _blocked_backward(window: int | None, scores: Scores, kept: Any, d_out: jax.Array) -> Any:
     q, k, v, at, out, log_sums = kept
-    d_q, d_k, d_v = blocked_backward(q, k, v, at, out, log_sums, d_out, k.shape[0], window, scale)
+    d_q, d_k, d_v = blocked_backward(q, k, v, at, out, log_sums, d_out, k.shape[0], window, scores)
     return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
-def _scores(q: jax.Array, k: jax.Array, at: Blocks, window: int | None, scale: float, i: Any, j: Any) -> jax.Array:
+def _scores(q: jax.Array, k: jax.Array, at: Blocks, window: int | None, scores: Scores, i: Any, j: Any) -> jax.Array:
     """float32 [B, G, R, C, C]: of queries of block i and keys of block j, `HIDDEN` if masked."""
     size = q.shape[-2]
-    scores = jnp.einsum("bgrqk,bgsk->bgrqs", q[i], k[j], preferred_element_type=jnp.float32) * scale
+    score = jnp.einsum("bgrqk,bgsk->bgrqs", q[i], k[j], preferred_element_type=jnp.float32) * scores.scale
+    score = soft_cap(score, scores.cap)
     (q_segments, q_positions), (k_segments, k_positions) = at.q_labels, at.k_labels
     if q_positions is None or k_positions is None:
         back = (at.number[i] - j) * size + jnp.arange(size)[:, None] - jnp.arange(size)
@@ -428,7 +488,7 @@ def _scores(q: jax.Array, k: jax.Array, at: Blocks, window: int | None, scale: f
     seen = back >= 0 if window is None else (back >= 0) & (back < window)
     if q_segments is not None and k_segments is not None:
         seen = seen & (q_segments[i][:, None, None, :, None] == k_segments[j][:, None, None, None, :])
-    return jnp.where(seen, scores, HIDDEN)
+    return jnp.where(seen, score, HIDDEN)
 
 
 def splash_block(length: int) -> int:
@@ -442,7 +502,7 @@ def splash_attention(
     v_BxLxGxV: jax.Array,
     segments_BxL: jax.Array | None,
     window: int | None,
-    scale: float,
+    scores: Scores,
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -468,11 +528,12 @@ def splash_attention(
             block_sizes=sizes,
             head_shards=1,
             q_seq_shards=1,
+            attn_logits_soft_cap=scores.cap,
             interpret=interpret,
         )
 
         def row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
-            q, k, v = (jnp.pad(x, [(0, short), (0, 0), (0, 0)]).swapaxes(0, 1) for x in (q * scale, k, v))
+            q, k, v = (jnp.pad(x, [(0, short), (0, 0), (0, 0)]).swapaxes(0, 1) for x in (q * scores.scale, k, v))
             ids = None if segments is None else jnp.pad(segments, (0, short))
             mixed: Any = kernel(q, k, v, None if ids is None else splash.SegmentIds(ids, ids))
             return mixed.swapaxes(0, 1)[:length]

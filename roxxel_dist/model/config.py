@@ -16,6 +16,13 @@ def check_sizes(sizes: Mapping[str, int | None]) -> None:
             raise UserError(f"{name} is {value}: it must be at least 1")
 
 
+def check_positive(values: Mapping[str, float | None]) -> None:
+    """Raises ValueError for the first given field that is not a finite number above 0."""
+    for name, value in values.items():
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{name} is {value}: it must be above 0, and finite; leave it out for none")
+
+
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
     """Raises ValueError for a value that is not one of the choices."""
     if value not in choices:
@@ -40,6 +47,13 @@ class PositionConfig:
     rope_trained_context: int | None = None
     """Context length before rope_scale_factor was applied (original_max_position_embeddings). Only longer wavelengths
     are scaled, as in LLaMA 3.1. Default: all wavelengths are scaled."""
+    rope_local_theta: float | None = None
+    """Base of rotary positions in the local layers of sliding_window_pattern (rope_local_base_freq), whose positions
+    rope_scale_factor leaves alone. Default: as in the global layers."""
+    partial_rotary_factor: float = 1.0
+    """Share of the channels of a head that rotary positions turn: the first ones."""
+    no_rope_layer_interval: int | None = None
+    """Layers without positions (NoPE): every so many-th layer turns nothing. Default: none."""
 
     def __post_init__(self) -> None:
         check_choice("pos_encoding", self.pos_encoding, get_args(PosEncoding))
@@ -50,9 +64,21 @@ class PositionConfig:
         if not 1 < self.rope_theta < math.inf:
             raise UserError(f"rope_theta is {self.rope_theta}: it must be above 1; 10000 is usual")
         check_sizes({"rope_trained_context": self.rope_trained_context})
+        if self.rope_local_theta is not None and not 1 < self.rope_local_theta < math.inf:
+            raise UserError(f"rope_local_theta is {self.rope_local_theta}: it must be above 1; 10000 is usual")
+        if not 0 < self.partial_rotary_factor <= 1:
+            raise UserError(
+                f"partial_rotary_factor is {self.partial_rotary_factor}: it must be above 0 and at most 1, which is all"
+            )
+        if self.no_rope_layer_interval is not None and self.no_rope_layer_interval < 2:
+            raise UserError(
+                f"no_rope_layer_interval is {self.no_rope_layer_interval}: it must be at least 2; for no rotary "
+                f"positions at all set pos_encoding to none"
+            )
 
 
 AttentionKernel = Literal["auto", "xla", "cudnn", "splash"]
+QKNorm = Literal["none", "head", "projection"]
 
 
 @component
@@ -70,6 +96,17 @@ class AttentionConfig:
     """Sliding-window attention: a token sees only the last context_window tokens."""
     context_window: int = 64
     """Size of the sliding window in tokens, the token itself included."""
+    sliding_window_pattern: int | None = None
+    """Local and global layers in turn: with sliding_window every so many-th layer sees all tokens, and those between
+    their window. Default: all layers are local."""
+    qkv_bias: bool = False
+    """A bias on queries, keys and values."""
+    qk_norm: QKNorm = "none"
+    """Normalization of queries and keys before positions: none, of each head, or of the whole projection."""
+    attn_softcap: float | None = None
+    """Soft cap of attention's scores (attn_logit_softcapping): cap x tanh(score / cap). Default: none."""
+    query_pre_attn_scalar: float | None = None
+    """Scores are divided by the root of this number. Default: the width of a key."""
     no_sink: bool = False
     """Gated attention: a sigmoid gate on the output of attention, so that no token need be an attention sink."""
     mla: bool = False
@@ -90,8 +127,18 @@ class AttentionConfig:
 
     @property
     def window(self) -> int | None:
-        """How many tokens a token attends to, itself included; None for all before it."""
+        """How many tokens a token attends to in a local layer, itself included; None for all before it."""
         return self.context_window if self.sliding_window else None
+
+    @property
+    def pattern(self) -> int | None:
+        """Every so many-th layer sees all tokens; None where all layers see as many."""
+        return self.sliding_window_pattern if self.sliding_window else None
+
+    @property
+    def widest_window(self) -> int | None:
+        """How many tokens a token attends to in the layer where it sees most; None for all before it."""
+        return None if self.pattern else self.window
 
     def __post_init__(self) -> None:
         given = ["n_heads", "head_size", "kv_heads"]
@@ -99,6 +146,26 @@ class AttentionConfig:
         given += ["down_dim_q", "down_dim_kv"] if self.mla else []
         check_sizes({name: getattr(self, name) for name in given})
         check_choice("attention", self.attention, get_args(AttentionKernel))
+        check_choice("qk_norm", self.qk_norm, get_args(QKNorm))
+        check_positive({name: getattr(self, name) for name in ("attn_softcap", "query_pre_attn_scalar")})
+        if self.pattern is not None and self.pattern < 2:
+            raise UserError(
+                f"sliding_window_pattern is {self.pattern}: it must be at least 2; where all layers see all tokens, "
+                f"leave it and sliding_window out"
+            )
+        if self.mla:
+            self._check_latent()
+
+    def _check_latent(self) -> None:
+        """Raises ValueError for what latent attention does not have."""
+        if self.qk_norm != "none":
+            raise UserError(f"qk_norm is {self.qk_norm!r} with mla, which has norms of its own: set it to none")
+        if self.qkv_bias:
+            raise UserError("qkv_bias is True with mla, whose projections have no bias: set it to False")
+        if self.pattern is not None:
+            raise UserError(
+                f"sliding_window_pattern is {self.pattern} with mla, whose layers are all alike: leave it out"
+            )
 
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "tanh", "sigmoid")
@@ -182,6 +249,7 @@ USUAL_HEAD_SIZE = 64
 LARGEST_DIM = 1 << 20
 
 NormType = Literal["rmsnorm", "layernorm"]
+NormPosition = Literal["before", "after", "both"]
 Parametrization = Literal["standard", "mup"]
 
 
@@ -203,6 +271,15 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
     """Use the embedding as the output matrix too."""
     norm_type: NormType = "rmsnorm"
     """Normalization before each part: rmsnorm scales; layernorm also subtracts the mean."""
+    norm_position: NormPosition = "before"
+    """Norms of a block: before attention and feed-forward, after each of them on what it adds (OLMo 2), or both
+    (Gemma)."""
+    norm_unit_offset: bool = False
+    """An rmsnorm multiplies by 1 + its weight, which starts as 0 (Gemma)."""
+    scale_embeddings: bool = False
+    """Multiply the embedding by the root of dim (Gemma)."""
+    logit_softcap: float | None = None
+    """Soft cap of the logits (final_logit_softcapping): cap x tanh(logit / cap). Default: none."""
     init_std: float = 0.02
     """Standard deviation of the initial matrices; the last matrix of attention and feed-forward starts smaller, by the
     depth. With mup: the value at base_dim."""
@@ -231,6 +308,16 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
         if self.dim > LARGEST_DIM:
             raise UserError(f"dim is {self.dim}: it must be at most {LARGEST_DIM:,}, and no model is as wide")
         check_choice("norm_type", self.norm_type, get_args(NormType))
+        check_choice("norm_position", self.norm_position, get_args(NormPosition))
+        if self.norm_unit_offset and self.norm_type != "rmsnorm":
+            raise UserError(
+                f"norm_unit_offset is True, and norm_type is {self.norm_type}: only rmsnorm has it; set one of the two"
+            )
+        check_positive({"logit_softcap": self.logit_softcap})
+        if self.scale_embeddings and self.pos_encoding == "absolute":
+            raise UserError(
+                "scale_embeddings is True, and pos_encoding is absolute, which scales them already: leave it out"
+            )
         if not 0 < self.norm_eps < 1:
             raise UserError(f"norm_eps is {self.norm_eps}: it must be above 0 and below 1; 1e-6 is usual")
         if not 0 < self.init_std < math.inf:
@@ -279,6 +366,16 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
             raise UserError(f"kv_heads is {kv_heads}: it must divide n_heads, which is {n_heads}")
         return n_heads, kv_heads, head_size
 
+    def turned(self, head_size: int) -> int:
+        """How many channels of a head rotary positions turn."""
+        return int(head_size * self.partial_rotary_factor)
+
+    @property
+    def period(self) -> int:
+        """After how many layers the kinds of layers come again: see `attention.layer_kinds`."""
+        without = self.no_rope_layer_interval if self.pos_encoding == "rotary" else None
+        return math.lcm(self.pattern or 1, without or 1)
+
     def at_base_width(self) -> "ModelConfig":
         """The same model at `base_dim`, with the standard parametrization."""
         return dataclasses.replace(self, dim=self.base_dim or self.dim, parametrization="standard", base_dim=None)
@@ -292,6 +389,11 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
                     f"base_dim out, or set parametrization to mup"
                 )
             return
+        if self.query_pre_attn_scalar is not None:
+            raise UserError(
+                f"query_pre_attn_scalar is {self.query_pre_attn_scalar}, and parametrization is mup, which sets the "
+                f"scale of scores: leave one of the two out"
+            )
         if self.base_dim is None:
             raise UserError("parametrization is mup: set base_dim to the dim for which lr was searched")
         if self.use_lora:
@@ -305,8 +407,18 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
             raise UserError(f"base_dim is {self.base_dim}, and a model of that dim is not possible: {error}") from error
 
     def _check_rotary(self, head_size: int) -> None:
-        if not self.mla and head_size % 2:
+        if not self.mla and head_size % 2 and self.partial_rotary_factor == 1:
             raise UserError(f"head_size is {head_size}: rotary positions turn pairs, so it must be even")
+        if not self.mla and (turned := self.turned(head_size)) % 2 + (turned == 0):
+            raise UserError(
+                f"partial_rotary_factor is {self.partial_rotary_factor}: of heads of {head_size} channels it turns "
+                f"{turned}, and that must be an even number above 0"
+            )
+        if self.mla and (self.partial_rotary_factor != 1 or self.no_rope_layer_interval is not None):
+            raise UserError(
+                f"partial_rotary_factor is {self.partial_rotary_factor} and no_rope_layer_interval "
+                f"{self.no_rope_layer_interval} with mla: rope_dim says what it turns, in every layer; leave them out"
+            )
         if self.mla and (self.rope_dim < 2 or self.rope_dim % 2):
             raise UserError(f"rope_dim is {self.rope_dim}: rotary positions turn pairs, so it must be even, at least 2")
         if self.mla and self.rope_dim > head_size:

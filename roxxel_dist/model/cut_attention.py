@@ -26,6 +26,7 @@ from roxxel_dist.model.attention_kernels import (
     LANES,
     Blocks,
     Labels,
+    Scores,
     block_of,
     blocked_backward,
     blocked_forward,
@@ -194,7 +195,7 @@ def cut_attention(
     v_BxLxGxV: jax.Array,
     labels: Labels,
     window: int | None,
-    scale: float,
+    scores: Scores,
     kernel: Literal["xla", "splash"] = "xla",
     *,
     interpret: bool = False,
@@ -217,13 +218,13 @@ def cut_attention(
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, labels: Labels, _: Any) -> jax.Array:
         grouped = q.reshape(*q.shape[:2], k.shape[2], heads // groups, q.shape[-1])
-        mixed: Any = _local(grouped, k, v, labels, cut, window, scale)
+        mixed: Any = _local(grouped, k, v, labels, cut, window, scores)
         return mixed.reshape(*q.shape[:3], v.shape[-1])
 
     program, local_program, of_program = None, local, None
     if splash:
-        program = splash_program(cut, heads // (together if shared else 1), window, interpret=interpret)
-        local_program = partial(_local_splash, cut=cut, window=window, scale=scale)
+        program = splash_program(cut, heads // (together if shared else 1), window, scores.cap, interpret=interpret)
+        local_program = partial(_local_splash, cut=cut, window=window, scale=scores.scale)
         # Its tables say which blocks each device computes; with a halo they are the same for all.
         tables = P(None, None if cut.halo is not None else TOKENS)
         of_program = program.manual_sharding_spec(NamedSharding(mesh, tables))
@@ -235,7 +236,7 @@ def cut_attention(
     return out[:, :length]
 
 
-def splash_program(cut: Cut, heads: int, window: int | None, *, interpret: bool) -> Any:
+def splash_program(cut: Cut, heads: int, window: int | None, cap: float | None = None, *, interpret: bool) -> Any:
     """Splash attention of each device's queries among the keys that it gathers, with a table of the blocks it needs."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -253,6 +254,7 @@ def splash_program(cut: Cut, heads: int, window: int | None, *, interpret: bool)
         block_sizes=sizes,
         head_shards=1,
         q_seq_shards=cut.devices if cut.halo is None else 1,
+        attn_logits_soft_cap=cap,
         residual_checkpoint_name=RESIDUALS,
         interpret=interpret,
     )
@@ -293,23 +295,23 @@ def _local_splash(
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _local(
-    q: jax.Array, k: jax.Array, v: jax.Array, labels: Labels, cut: Cut, window: int | None, scale: float
+    q: jax.Array, k: jax.Array, v: jax.Array, labels: Labels, cut: Cut, window: int | None, scores: Scores
 ) -> jax.Array:
     """A device's part of `cut_attention`: queries [B, tokens, G, H / G, K], keys [B, tokens, G, K], all labels."""
-    return _forward(q, k, v, labels, cut, window, scale)[0]
+    return _forward(q, k, v, labels, cut, window, scores)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, labels: Labels, cut: Cut, window: int | None, scale: float
+    q: jax.Array, k: jax.Array, v: jax.Array, labels: Labels, cut: Cut, window: int | None, scores: Scores
 ) -> tuple[jax.Array, Any]:
     q = cut.split(cut.order(q))
     keys, values = (cut.gather(cut.split(x), in_blocks=True) for x in (k, v))
     at = cut.blocks_here(labels, window)
-    out, log_sums = checkpoint_name(blocked_forward(q, keys, values, at, cut.of_row, window, scale), RESIDUALS)
+    out, log_sums = checkpoint_name(blocked_forward(q, keys, values, at, cut.of_row, window, scores), RESIDUALS)
     return cut.restore(cut.join(out)), (q, k, v, labels, out, log_sums)
 
 
-def _backward(cut: Cut, window: int | None, scale: float, kept: Any, d_out: jax.Array) -> Any:
+def _backward(cut: Cut, window: int | None, scores: Scores, kept: Any, d_out: jax.Array) -> Any:
     q, k, v, labels, out, log_sums = kept
     # Gathered again, not kept since the forward pass: XLA would take it for the same computation, and drops an
     # optimization barrier on some devices. So keys are those of this gradient: NaN where it is, as theirs would be.
@@ -317,7 +319,7 @@ def _backward(cut: Cut, window: int | None, scale: float, kept: Any, d_out: jax.
     k, v = (jnp.where(jnp.isnan(first), first.astype(x.dtype), x) for x in (k, v))
     keys, values = (cut.gather(cut.split(x), in_blocks=True) for x in (k, v))
     d_out, at = cut.split(cut.order(d_out)), cut.blocks_here(labels, window)
-    d_q, d_k, d_v = blocked_backward(q, keys, values, at, out, log_sums, d_out, cut.of_row, window, scale)
+    d_q, d_k, d_v = blocked_backward(q, keys, values, at, out, log_sums, d_out, cut.of_row, window, scores)
     own = (cut.join(cut.scatter(x)).astype(like.dtype) for x, like in ((d_k, k), (d_v, v)))
     return cut.restore(cut.join(d_q)), *own, None
 

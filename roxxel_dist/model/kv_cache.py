@@ -48,6 +48,10 @@ class AttentionMetadata(NamedTuple):
     segments_BxL: jax.Array | None = None
     """int32, without a mask: attention stays among the tokens of a row that have the same number. None: a row is one
     text."""
+    local_mask_Bx1xLxS: jax.Array | None = None
+    """The complete mask of layers with a window, where other layers have none."""
+    layer: int = 0
+    """The number of the layer, or of another one of its kind; known while tracing."""
 
 
 def empty_cache(batch: int, slots: int, shapes: Sequence[Sequence[tuple[int, ...]]], dtype: Any) -> Cache:
@@ -71,12 +75,15 @@ def prepare(
     positions_BxL: jax.Array | None,
     window: int | None,
     *,
+    local_window: int | None = None,
     is_empty: bool = False,
 ) -> tuple[AttentionMetadata, Cache]:
     """The metadata to read `length` more tokens of each row, and the cache after them, except for its layers.
 
     Of an empty cache they need no mask, which is [B, 1, L, slots]: they attend to each other alone, and padding comes
     after the real tokens.
+
+    `window` is that of all layers. `local_window` is that of some, where others see all tokens.
     """
     batch, slots = cache.tokens[0].shape
     place_BxL = cache.length_B[:, None] + jnp.arange(length)
@@ -94,7 +101,8 @@ def prepare(
     after = Cache(end_B, tokens, cache.layers)
     if is_empty:
         return AttentionMetadata(position_BxL, slot_BxL=slot_BxL, segments_BxL=segments_BxL), after
-    return AttentionMetadata(position_BxL, mask_BxLxS[:, None], slot_BxL), after
+    local = None if local_window is None else (mask_BxLxS & (back_BxLxS < local_window))[:, None]
+    return AttentionMetadata(position_BxL, mask_BxLxS[:, None], slot_BxL, local_mask_Bx1xLxS=local), after
 
 
 def update(

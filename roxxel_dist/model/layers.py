@@ -5,6 +5,7 @@ mask a layer can count the tokens before each one. Scalars such as the dropout r
 run may change them without compiling again.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from flax import nnx
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import token_shards
 from roxxel_dist.cluster.parameter_sharding import constrain_tokens
-from roxxel_dist.model.config import ModelConfig, PositionConfig
+from roxxel_dist.model.config import ModelConfig
 
 FULL_PRECISION = "full_precision"
 """A flag in the metadata of an `nnx.Param`: `bf16_compute` does not cast it to bfloat16."""
@@ -42,12 +43,25 @@ class DynamicScalar(nnx.Variable[jax.Array]):
 Norm = nnx.RMSNorm | nnx.LayerNorm
 
 
+class UnitOffsetNorm(nnx.RMSNorm):
+    """x / sqrt(mean(x^2) + epsilon) * (1 + scale), computed in float32; scale starts as 0."""
+
+    def __call__(self, x: jax.Array, *_: Any, **__: Any) -> jax.Array:
+        """An array of the same shape and dtype."""
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.epsilon)
+        scale: Any = self.scale
+        return (wide * (1 + scale[...].astype(wide.dtype))).astype(x.dtype)
+
+
 def make_norm(config: ModelConfig, size: int, rngs: nnx.Rngs) -> Norm:
     """A layer over the last axis, of `size` numbers, computed in float32.
 
-    rmsnorm: x / sqrt(mean(x^2) + norm_eps) * scale (Zhang and Sennrich, 2019).
+    rmsnorm: x / sqrt(mean(x^2) + norm_eps) * scale (Zhang and Sennrich, 2019); with norm_unit_offset * (1 + scale).
     layernorm: (x - mean(x)) / sqrt(var(x) + norm_eps) * scale + bias (Ba et al., 2016).
     """
+    if config.norm_unit_offset:
+        return UnitOffsetNorm(size, epsilon=config.norm_eps, scale_init=nnx.initializers.zeros, rngs=rngs)
     kind = nnx.RMSNorm if config.norm_type == "rmsnorm" else nnx.LayerNorm
     return kind(size, epsilon=config.norm_eps, rngs=rngs)
 
@@ -100,11 +114,17 @@ class Embedding(nnx.Embed):
         return unrounded_product(query, table.T, out_sharding)
 
 
-def logits_of(output: nnx.LinearGeneral | Embedding, x: jax.Array) -> jax.Array:
-    """[..., features] to float32[..., vocabulary] logits, by the embedding or an output matrix."""
+def logits_of(output: nnx.LinearGeneral | Embedding, x: jax.Array, cap: float | None = None) -> jax.Array:
+    """[..., features] to float32[..., vocabulary] logits, by the embedding or an output matrix; `cap`: see
+    `soft_cap`."""
     if isinstance(output, Embedding):
-        return output.attend(x)
-    return unrounded_product(*output.promote_dtype((x, output.kernel[...])))
+        return soft_cap(output.attend(x), cap)
+    return soft_cap(unrounded_product(*output.promote_dtype((x, output.kernel[...]))), cap)
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """cap tanh(x / cap), which is within the cap and near x where that is small; x for None."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def unrounded_product(x: jax.Array, kernel: jax.Array, out_sharding: Any = None) -> jax.Array:
@@ -154,18 +174,23 @@ class Rotary:
     trained: int | None = None
     """The context of earlier training: only frequencies with few turns in it are divided by the scale (LLaMA 3.1; Peng
     et al., "YaRN", 2023, section 3.2)."""
+    turned: int | None = None
+    """The channels of a head that turn, the first ones, an even number; None for all."""
 
 
-def rotary_of(config: PositionConfig) -> Rotary | None:
+def rotary_of(config: ModelConfig) -> Rotary | None:
     """The rotary settings of a config; None if it has no rotary positions."""
     if config.pos_encoding != "rotary":
         return None
-    return Rotary(theta=config.rope_theta, scale=config.rope_scale_factor, trained=config.rope_trained_context)
+    part = None if config.partial_rotary_factor == 1 or config.mla else config.turned(config.heads()[2])
+    return Rotary(
+        theta=config.rope_theta, scale=config.rope_scale_factor, trained=config.rope_trained_context, turned=part
+    )
 
 
 def rotate(x_BxLxHxK: jax.Array, position_L: jax.Array, rotary: Rotary) -> jax.Array:
-    """Turn each pair (i, i + K/2) of a head's numbers by an angle that grows with the position (Su et al., "RoFormer",
-    2021).
+    """Turn each pair (i, i + K/2) of a head's K numbers, or of its first ones, by an angle that grows with the position
+    (Su et al., "RoFormer", 2021).
 
     Args:
         x_BxLxHxK: queries or keys; K even.
@@ -176,6 +201,10 @@ def rotate(x_BxLxHxK: jax.Array, position_L: jax.Array, rotary: Rotary) -> jax.A
         An array of the same shape and dtype, computed in float32. The product of a rotated query and key depends only
         on their distance.
     """
+    if rotary.turned is not None:
+        turned, rest = jnp.split(x_BxLxHxK, [rotary.turned], axis=-1)
+        whole = dataclasses.replace(rotary, turned=None)
+        return jnp.concatenate([rotate(turned, position_L, whole), rest], axis=-1)
     half = x_BxLxHxK.shape[-1] // 2
     frequency_F = rotary.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     scale = rotary.scale

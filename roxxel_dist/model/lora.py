@@ -119,8 +119,10 @@ def linear(
     axes: Axes,
     init: nnx.Initializer,
     rngs: nnx.Rngs,
+    *,
+    use_bias: bool = False,
 ) -> nnx.LinearGeneral:
-    """A layer without a bias, with an adapter if the config has one for this part of a block.
+    """A layer with an adapter if the config has one for this part of a block.
 
     Args:
         config: with the settings of adapters.
@@ -130,9 +132,12 @@ def linear(
         axes: the mesh axes that shard the kernel.
         init: the initializer of the kernel, as a matrix.
         rngs: stream `params`.
+        use_bias: whether it has a bias, which starts as zeros.
     """
     metadata = {MESH_AXES: axes, COLUMN_AXES: len(axes) - 1}
-    options: Any = {"use_bias": False, "kernel_init": init, "kernel_metadata": metadata, "rngs": rngs}
+    options: Any = {"use_bias": use_bias, "kernel_init": init, "kernel_metadata": metadata, "rngs": rngs}
+    if use_bias:
+        options["bias_metadata"] = {MESH_AXES: axes[1:], COLUMN_AXES: len(axes) - 1}
     if part is None or not config.adapts(part):
         return nnx.LinearGeneral(inputs, outputs, **options)
     lora = {"rank": config.lora_rank, "alpha": config.lora_alpha, "dropout": config.lora_dropout}

@@ -1,6 +1,7 @@
 """The cross-entropy of the next token: of all tokens at once, or of some at a time. Decision 12."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -80,8 +81,8 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
 def losses_of_states(config: ModelConfig, output: Any, x_BxLxD: jax.Array, targets_BxL: jax.Array) -> jax.Array:
     """float32[B, L]: the cross-entropy of the targets, of the final states of a `Transformer` and its output layer."""
     if count := chunks_of(config, *targets_BxL.shape):
-        return _by_chunks(output, logits_of, x_BxLxD, targets_BxL, count)
-    return _cross_entropy(logits_of(output, x_BxLxD), targets_BxL)
+        return _by_chunks(output, partial(logits_of, cap=config.logit_softcap), x_BxLxD, targets_BxL, count)
+    return _cross_entropy(logits_of(output, x_BxLxD, config.logit_softcap), targets_BxL)
 
 
 def _losses_of_own(model: Any, inputs: list[jax.Array], targets_BxL: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ from flax import nnx
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.model.attend import attend
 from roxxel_dist.model.attention import Gate, out_projection
-from roxxel_dist.model.attention_kernels import score_scale
+from roxxel_dist.model.attention_kernels import Scores, scores_of
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache, update
 from roxxel_dist.model.layers import Norm, Rotary, make_norm, rotary_of, rotate
@@ -32,7 +32,7 @@ class LatentAttention(nnx.Module):
         self.head_size: int = size
         self.window: int | None = config.window
         self.kernel: AttentionKernel = config.attention
-        self.scale: float | None = score_scale(config)
+        self.scores: Scores = scores_of(config)
         self.absorbed: bool = config.inference
         self.latent_size: int = config.down_dim_kv
         self.rotary: Rotary | None = rotary_of(config)
@@ -67,10 +67,12 @@ class LatentAttention(nnx.Module):
             mixed_BxLxHxK = self._among_latents(q_BxLxHxQ, latent_BxSxC, turned_BxSxR, metadata)
         else:
             k, v = self._expanded(latent_BxSxC, turned_BxSxR)
-            mixed_BxLxHxK = attend(q_BxLxHxQ, k, v, metadata, self.window, self.scale, self.kernel)
+            mixed_BxLxHxK = attend(q_BxLxHxQ, k, v, metadata, self.window, self.scores, self.kernel)
         return self.finish(mixed_BxLxHxK, x_BxLxD), cache
 
-    def heads(self, x_BxLxD: jax.Array, position_L: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def heads(
+        self, x_BxLxD: jax.Array, position_L: jax.Array, layer: int = 0
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries and keys [B, L, H, K + rope_dim], and values [B, L, H, K], as in training."""
         q_BxLxHxQ, latent_BxLxC, turned_BxLxR = self._latents(x_BxLxD, position_L)
         return q_BxLxHxQ, *self._expanded(latent_BxLxC, turned_BxLxR)
@@ -113,8 +115,8 @@ class LatentAttention(nnx.Module):
         q_BxLxHxC = jnp.einsum("blhk,chk->blhc", plain, up_k_CxHxK)
         query = jnp.concatenate([q_BxLxHxC, q_turned], axis=-1)
         key = jnp.concatenate([latent, turned], axis=-1)[:, :, None]
-        scale = self.scale or (self.head_size + self.rope_dim) ** -0.5
-        mixed_BxLxHxC = attend(query, key, latent[:, :, None], metadata, self.window, scale, self.kernel)
+        scores = self.scores.scaled(self.head_size + self.rope_dim)
+        mixed_BxLxHxC = attend(query, key, latent[:, :, None], metadata, self.window, scores, self.kernel)
         return jnp.einsum("blhc,chk->blhk", mixed_BxLxHxC, up_v_CxHxK)
 
     @property

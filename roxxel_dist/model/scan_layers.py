@@ -1,6 +1,7 @@
 """All blocks as one module: each array is stacked, with the block as its first axis, and a loop runs over them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -47,6 +48,7 @@ def run_stack(
     *,
     scan: bool,
     remat: bool,
+    period: int = 1,
 ) -> tuple[jax.Array, jax.Array, tuple[LayerCache, ...] | None]:
     """Run all blocks in order: [B, L, dim], the sum of their balance losses, and the cache of each.
 
@@ -56,32 +58,40 @@ def run_stack(
         metadata: for all of them.
         caches: the cache of each block.
         scan: compile one block for all. With a cache the loop is unrolled, so that each entry is updated in place.
+        period: so many layers differ; then they come again. A block learns its number from the metadata.
         remat: compute each block again in the backward pass, but for the attention of rows that are cut over devices.
     """
     graphdef, shared, params, streams = nnx.split(blocks, DynamicScalar, nnx.Param, ...)
 
-    def layer(x_BxLxD: jax.Array, params: Any, streams: Any, cache: LayerCache | None) -> Any:
+    def layer(i: int, x_BxLxD: jax.Array, params: Any, streams: Any, cache: LayerCache | None) -> Any:
         # A copy: NNX objects cannot cross jax's trace levels.
         block: Any = nnx.merge(graphdef, shared, params, streams, copy=True)
-        x_BxLxD, balance, cache = block(x_BxLxD, metadata, cache)
+        x_BxLxD, balance, cache = block(x_BxLxD, metadata._replace(layer=metadata.layer + i), cache)
         return x_BxLxD, balance, nnx.split(block, DynamicScalar, nnx.Param, ...)[3], cache
 
     # In a loop XLA cannot merge the second computation with the first.
     keep = jax.checkpoint_policies.save_only_these_names(RESIDUALS)
-    run = jax.checkpoint(layer, prevent_cse=not scan, policy=keep) if remat else layer
-    if scan and caches is None:
+
+    def run(i: int, *args: Any) -> Any:
+        of_kind = partial(layer, i)
+        return (jax.checkpoint(of_kind, prevent_cse=not scan, policy=keep) if remat else of_kind)(*args)
+
+    count = len(jax.tree.leaves(params)[0])
+    if scan and caches is None and period == 1:
 
         def step(x_BxLxD: jax.Array, leaves: Any) -> Any:
             params, streams = leaves
-            x_BxLxD, *rest, _ = run(x_BxLxD, params, streams, None)
+            x_BxLxD, *rest, _ = run(0, x_BxLxD, params, streams, None)
             return x_BxLxD, rest
 
         x_BxLxD, (balances, streams) = jax.lax.scan(step, x_BxLxD, (params, streams))
         balance = balances.sum()
+    elif scan and caches is None and count >= 2 * period:
+        x_BxLxD, balance, streams = _scan_periods(run, x_BxLxD, (params, streams), count, period)
     else:
-        results, count = [], len(jax.tree.leaves(params)[0])
+        results = []
         for i, leaves in enumerate(zip(_unstacked(params, count), _unstacked(streams, count), strict=True)):
-            x_BxLxD, *rest = run(x_BxLxD, *leaves, None if caches is None else caches[i])
+            x_BxLxD, *rest = run(i, x_BxLxD, *leaves, None if caches is None else caches[i])
             results.append(rest)
         balances, after, updated = zip(*results, strict=True)
         balance, streams = jnp.asarray(sum(balances)), jax.tree.map(lambda *leaves: jnp.stack(leaves), *after)
@@ -89,6 +99,40 @@ def run_stack(
     if not blocks.deterministic:
         nnx.update(blocks, streams)
     return x_BxLxD, balance, caches
+
+
+def _scan_periods(
+    run: Callable[..., Any], x_BxLxD: jax.Array, leaves: Any, count: int, period: int
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Layers that come again after a period: a loop over whole periods, and then the layers that are left.
+
+    Returns:
+        The output, the sum of balance losses, and the stacked streams.
+    """
+    whole = count // period
+
+    def layers(x_BxLxD: jax.Array, each: list[Any]) -> Any:
+        results = []
+        for i, (params, streams) in enumerate(each):
+            x_BxLxD, *rest, _ = run(i, x_BxLxD, params, streams, None)
+            results.append(rest)
+        balances, after = zip(*results, strict=True)
+        return x_BxLxD, (jnp.asarray(sum(balances)), jax.tree.map(lambda *each: jnp.stack(each), *after))
+
+    def step(x_BxLxD: jax.Array, leaves: Any) -> Any:
+        return layers(x_BxLxD, _unstacked(leaves, period))
+
+    def in_periods(leaf: jax.Array) -> jax.Array:
+        return leaf[: whole * period].reshape(whole, period, *leaf.shape[1:])
+
+    x_BxLxD, (balances, streams) = jax.lax.scan(step, x_BxLxD, jax.tree.map(in_periods, leaves))
+    streams = jax.tree.map(lambda leaf: leaf.reshape(whole * period, *leaf.shape[2:]), streams)
+    if not (left := count - whole * period):
+        return x_BxLxD, balances.sum(), streams
+    last = jax.tree.map(lambda leaf: leaf[whole * period :], leaves)
+    x_BxLxD, (balance, more) = layers(x_BxLxD, _unstacked(last, left))
+    streams = jax.tree.map(lambda *parts: jnp.concatenate(parts), streams, more)
+    return x_BxLxD, balances.sum() + balance, streams
 
 
 def layer_of(blocks: Any, index: int) -> Any:

@@ -13,7 +13,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, constrain_batch
 from roxxel_dist.model.attention import Attention
-from roxxel_dist.model.config import ModelConfig
+from roxxel_dist.model.config import ModelConfig, NormPosition
 from roxxel_dist.model.kv_cache import AttentionMetadata, Cache, LayerCache, empty_cache, prepare
 from roxxel_dist.model.layers import Dropout, DynamicScalar, Embedding, Norm, logits_of, make_norm, sinusoids
 from roxxel_dist.model.lora import LoRAParam, linear
@@ -25,13 +25,22 @@ from roxxel_dist.model.scan_layers import layer_of, run_stack, stack_of
 
 
 class Block(nnx.Module):
-    """Attention and feed-forward, each added to the residual stream and reading a normed copy of it."""
+    """Attention and feed-forward, each added to the residual stream and reading a normed copy of it.
+
+    With `norm_position` after, what they add is normed instead of what they read; with both, both are.
+    """
 
     def __init__(self, config: ModelConfig, dropout_rate: DynamicScalar | None, rngs: nnx.Rngs) -> None:
-        self.attention_norm: Norm = make_norm(config, config.dim, rngs)
+        self.norm_position: NormPosition = config.norm_position
+        if config.norm_position != "after":
+            self.attention_norm: Norm = make_norm(config, config.dim, rngs)
         attention = LatentAttention if config.mla else Attention
         self.attention: LatentAttention | Attention = attention(config, rngs)
-        self.feedforward_norm: Norm = make_norm(config, config.dim, rngs)
+        if config.norm_position != "before":
+            self.post_attention_norm: Norm = make_norm(config, config.dim, rngs)
+            self.post_feedforward_norm: Norm = make_norm(config, config.dim, rngs)
+        if config.norm_position != "after":
+            self.feedforward_norm: Norm = make_norm(config, config.dim, rngs)
         feedforward = MixtureOfExperts if config.use_moe else FeedForward
         self.feedforward: FeedForward | MixtureOfExperts = feedforward(config, rngs)
         self.dropout: Dropout | None = None if dropout_rate is None else Dropout(dropout_rate, rngs=rngs)
@@ -41,8 +50,12 @@ class Block(nnx.Module):
         self, x_BxLxD: jax.Array, metadata: AttentionMetadata, cache: LayerCache | None = None
     ) -> tuple[jax.Array, jax.Array, LayerCache | None]:
         """[B, L, dim] to [B, L, dim], float32[] the balance of the experts (0 without), and the new cache."""
-        mixed_BxLxD, cache = self.attention(self.attention_norm(x_BxLxD), metadata, cache)
+        mixed_BxLxD, cache = self.attention(self.attention_input(x_BxLxD), metadata, cache)
         return *self._feed(x_BxLxD, mixed_BxLxD), cache
+
+    def attention_input(self, x_BxLxD: jax.Array) -> jax.Array:
+        """[B, L, dim]: what attention reads of a block's input."""
+        return x_BxLxD if self.norm_position == "after" else self.attention_norm(x_BxLxD)
 
     def finish(
         self, x_BxLxD: jax.Array, mixed_BxLxHxK: jax.Array, normed_BxLxD: jax.Array | None
@@ -51,8 +64,15 @@ class Block(nnx.Module):
         return self._feed(x_BxLxD, self.attention.finish(mixed_BxLxHxK, normed_BxLxD))
 
     def _feed(self, x_BxLxD: jax.Array, mixed_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        after = self.norm_position != "before"
+        if after:
+            mixed_BxLxD = self.post_attention_norm(mixed_BxLxD)
         x_BxLxD = x_BxLxD + self._drop(mixed_BxLxD)
-        y_BxLxD, balance = self.feedforward(self.feedforward_norm(x_BxLxD))
+        y_BxLxD, balance = self.feedforward(
+            x_BxLxD if self.norm_position == "after" else self.feedforward_norm(x_BxLxD)
+        )
+        if after:
+            y_BxLxD = self.post_feedforward_norm(y_BxLxD)
         return constrain_batch(x_BxLxD + self._drop(y_BxLxD)), balance
 
     def _drop(self, x_BxLxD: jax.Array) -> jax.Array:
@@ -179,7 +199,15 @@ class Transformer(nnx.Module):
             position = jnp.arange(length) if positions_BxL is None else positions_BxL
             metadata = AttentionMetadata(position, segments_BxL=segments_BxL)
         else:
-            metadata, cache = prepare(cache, length, segments_BxL, positions_BxL, self.config.window, is_empty=is_empty)
+            metadata, cache = prepare(
+                cache,
+                length,
+                segments_BxL,
+                positions_BxL,
+                self.config.widest_window,
+                local_window=self.config.window if self.config.pattern else None,
+                is_empty=is_empty,
+            )
         x_BxLxD = constrain_batch(self.embed(tokens_BxL, metadata.position_L))
         remat = self.config.gradient_checkpointing and not self.deterministic and cache is None
         x_BxLxD, balance, layers = run_stack(
@@ -189,6 +217,7 @@ class Transformer(nnx.Module):
             None if cache is None else cache.layers,
             scan=self.config.scan_layers,
             remat=remat,
+            period=self.config.period,
         )
         if self.config.use_moe:
             balance *= self.alpha_balance[...]
@@ -200,7 +229,7 @@ class Transformer(nnx.Module):
         yield (x_BxLxD := self.embed(tokens_BxL, metadata.position_L))
         for index in range(self.config.num_blocks):
             layer = layer_of(self.blocks, index)
-            x_BxLxD, _, _ = run_stack(layer, x_BxLxD, metadata, None, scan=False, remat=False)
+            x_BxLxD, _, _ = run_stack(layer, x_BxLxD, metadata._replace(layer=index), None, scan=False, remat=False)
             yield x_BxLxD
         yield self.final(x_BxLxD)
 
@@ -218,7 +247,7 @@ class Transformer(nnx.Module):
         Returns:
             [B, L, vocab_size], float32 at least.
         """
-        return logits_of(self.output, x_BxLxD)
+        return logits_of(self.output, x_BxLxD, self.config.logit_softcap)
 
     def empty_cache(self, batch: int = 1) -> Cache:
         """An empty cache.
@@ -227,9 +256,10 @@ class Transformer(nnx.Module):
             batch: the number of rows.
 
         Returns:
-            An entry for each block, [batch, slots, ...]: `max_context` slots, or `context_window` with a window.
+            An entry for each block, [batch, slots, ...]: `max_context` slots, or `context_window` if all layers have a
+            window.
         """
-        slots = min(self.config.window or self.config.max_context, self.config.max_context)
+        slots = min(self.config.widest_window or self.config.max_context, self.config.max_context)
         shapes = [self.blocks.attention.cache_shapes] * self.config.num_blocks
         return empty_cache(batch, slots, shapes, self.embedding.embedding[...].dtype)
 
@@ -261,6 +291,9 @@ class Transformer(nnx.Module):
     def embed(self, tokens_BxL: jax.Array, position_L: jax.Array) -> jax.Array:
         """[B, L, dim]: the input of the first block."""
         x_BxLxD = self.embedding(tokens_BxL)
+        if self.config.scale_embeddings:
+            factor = (self.config.base_dim or self.config.dim) ** 0.5
+            x_BxLxD = x_BxLxD * jnp.asarray(factor, x_BxLxD.dtype)
         if self.config.pos_encoding == "learned":
             return x_BxLxD + self.position(position_L)
         if self.config.pos_encoding == "absolute":
@@ -274,8 +307,8 @@ class Transformer(nnx.Module):
         """Floating-point operations that a training step does for a token.
 
         6 for each parameter in a matrix product (4 if it is frozen: it has no gradient), and 6 for each product of a
-        query and a key or value in attention (Chowdhery et al., "PaLM", 2022, appendix B): over the window, or without
-        one over the whole row. Of the experts, only parameters that a token uses count.
+        query and a key or value in attention (Chowdhery et al., "PaLM", 2022, appendix B): over the window of a layer,
+        or without one over the whole row. Of the experts, only parameters that a token uses count.
 
         Args:
             length: tokens of its row.
@@ -286,10 +319,13 @@ class Transformer(nnx.Module):
         looked_up = 0 if self.config.weight_tying else self.embedding.embedding.get_value().size
         if self.config.pos_encoding == "learned":
             looked_up += self.position.embedding.get_value().size
-        pairs = self.config.num_blocks * self.blocks.attention.attention_macs_per_pair
+        config = self.config
+        whole = 0 if config.pattern is None else config.num_blocks // config.pattern
+        seen = whole * length + (config.num_blocks - whole) * min(length, config.window or length)
+        pairs = self.blocks.attention.attention_macs_per_pair * seen  # of a token with all that it attends to
         adapters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, LoRAParam)))
         of_weights = 4.0 * (parameters - looked_up) + 2.0 * adapters if adapters else 6.0 * (parameters - looked_up)
-        return of_weights + 6.0 * pairs * min(length, self.config.window or length)
+        return of_weights + 6.0 * pairs
 
     def modules(self) -> Iterator[nnx.Module]:
         """The model and every module in it, such as each `LoRALinear`."""

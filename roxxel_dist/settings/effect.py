@@ -39,9 +39,26 @@ RULES = (
         "use_lora is False: leave it out, or set use_lora",
     ),
     Rule(("down_dim_q", "down_dim_kv", "rope_dim", "inference"), _off("mla"), "mla is False: leave it out, or set mla"),
-    Rule(("context_window",), _off("sliding_window"), "sliding_window is False: leave it out, or set sliding_window"),
     Rule(
-        ("rope_theta", "rope_scale_factor", "rope_trained_context", "rope_dim"),
+        ("context_window", "sliding_window_pattern"),
+        _off("sliding_window"),
+        "sliding_window is False: leave it out, or set sliding_window",
+    ),
+    Rule(
+        ("rope_local_theta",),
+        lambda v: v["model"] is None and (not v["sliding_window"] or v["sliding_window_pattern"] is None),
+        "all layers are of one kind: set rope_theta, or sliding_window and sliding_window_pattern",
+    ),
+    Rule(
+        (
+            "rope_theta",
+            "rope_scale_factor",
+            "rope_trained_context",
+            "rope_dim",
+            "rope_local_theta",
+            "partial_rotary_factor",
+            "no_rope_layer_interval",
+        ),
         lambda v: v["model"] is None and v["pos_encoding"] != "rotary",
         "pos_encoding is not rotary: leave it out, or set pos_encoding to rotary",
     ),

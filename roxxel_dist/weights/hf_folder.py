@@ -11,7 +11,8 @@ import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.huggingface import Tensors, model_fields, put_together, tensors_of, their_shapes
+from roxxel_dist.model.families import model_fields
+from roxxel_dist.model.huggingface import Tensors, put_together, tensors_of, their_shapes
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.weights.files import TensorFiles
 
@@ -21,7 +22,8 @@ THEIRS = {
     "head_size": "head_dim", "num_blocks": "num_hidden_layers", "hidden_dim": "intermediate_size",
     "max_context": "max_position_embeddings", "context_window": "sliding_window", "norm_eps": "rms_norm_eps",
     "n_experts": "num_local_experts", "top_k_mlp": "num_experts_per_tok", "rope_scale_factor": "factor",
-    "rope_trained_context": "original_max_position_embeddings",
+    "rope_trained_context": "original_max_position_embeddings", "rope_local_theta": "rope_local_base_freq",
+    "attn_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping",
 }  # fmt: skip
 """Our names of fields to theirs, where they differ."""
 NEEDLESS = ("rotary_emb.inv_freq",)
@@ -38,6 +40,11 @@ def fields_of(folder: Path) -> dict[str, Any]:
 
     Raises ValueError if the Transformer cannot be that model; the message names the file and all obstacles.
     """
+    return _fields(folder / HF_CONFIG, _config_of(folder))
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """The contents of `config.json`."""
     path = folder / HF_CONFIG
     try:
         values = json.loads(path.read_bytes())
@@ -45,6 +52,10 @@ def fields_of(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid JSON ({error}): put the right file back") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} holds a {type(values).__name__}: it must be an object of names and values")
+    return values
+
+
+def _fields(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     try:
         fields = model_fields(values)
     except ValueError as error:
@@ -65,7 +76,9 @@ class HfFolder(TensorFiles):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.tensors: dict[str, Tensors] = tensors_of(ModelConfig(**fields_of(folder)))
+        values = _config_of(folder)
+        config = ModelConfig(**_fields(folder / HF_CONFIG, values))
+        self.tensors: dict[str, Tensors] = tensors_of(config, values["model_type"])
         super().__init__(folder)
         try:
             self._check_files()

@@ -38,6 +38,7 @@ def attention_kernel(
         begun_with if begun_with is not None and keeps else config.attention,
         key_size=key_size(config.part(ModelConfig)),
         bf16=config.use_bf16 or config.bf16_compute,
+        capped=config.attn_softcap is not None,
         packed=any(shape.packing == "documents" for shape in shapes),
         begun=keeps,
         device=devices[0],

@@ -18,6 +18,7 @@ from roxxel_dist.model.attend import attend
 from roxxel_dist.model.attention_kernels import (
     LONGEST_WHOLE,
     Labels,
+    Scores,
     blocked_attention,
     broken_rule,
     kernel_for,
@@ -87,7 +88,7 @@ def test_blocks_are_the_plain_attention(length, window, heads, value_size, packe
     )
     scale = q.shape[-1] ** -0.5
     blocks = with_gradients(
-        lambda q, k, v: blocked_attention(q, k, v, Labels(segments), window, scale), q, k, v, weight
+        lambda q, k, v: blocked_attention(q, k, v, Labels(segments), window, Scores(scale)), q, k, v, weight
     )
     whole = with_gradients(lambda q, k, v: plain(q, k, v, segments, window), q, k, v, weight)
     for a, b in zip(blocks, whole, strict=True):
@@ -101,14 +102,14 @@ def test_segments_need_not_be_in_order(ids):
     segments = jnp.repeat(jnp.asarray(ids, jnp.int32), jnp.asarray([400, 500, 400]), total_repeat_length=1300)
     segments = jnp.stack([segments, segments[::-1]])
     blocks = with_gradients(
-        lambda q, k, v: blocked_attention(q, k, v, Labels(segments), None, 8**-0.5), q, k, v, weight
+        lambda q, k, v: blocked_attention(q, k, v, Labels(segments), None, Scores(8**-0.5)), q, k, v, weight
     )
     check_same(blocks, with_gradients(lambda q, k, v: plain(q, k, v, segments, None), q, k, v, weight))
 
 
 def test_blocks_in_bfloat16():
     q, k, v, _, weight = inputs(700, dtype=jnp.bfloat16)
-    blocks = with_gradients(lambda q, k, v: blocked_attention(q, k, v, Labels(), 300, 8**-0.5), q, k, v, weight)
+    blocks = with_gradients(lambda q, k, v: blocked_attention(q, k, v, Labels(), 300, Scores(8**-0.5)), q, k, v, weight)
     assert all(x.dtype == jnp.bfloat16 for x in blocks)
     exact = with_gradients(lambda q, k, v: plain(*map(jnp.float32, (q, k, v)), None, 300), q, k, v, weight)
     check_same([np.float32(x) for x in exact], [np.float32(x) for x in blocks], atol=0.1)
@@ -174,7 +175,7 @@ def test_splash_attention_is_the_plain_one(window, packed, value_size, groups):
     q, k, v, segments, weight = inputs(200, heads=4, groups=groups, size=64, value_size=value_size, packed=packed)
 
     def splash(q, k, v):
-        return splash_attention(q, k, v, segments, window, 64**-0.5, interpret=True)
+        return splash_attention(q, k, v, segments, window, Scores(64**-0.5), interpret=True)
 
     check_same(
         with_gradients(splash, q, k, v, weight),
@@ -189,7 +190,7 @@ def test_splash_attention_on_several_devices():
     with jax.set_mesh(mesh):
         rows = NamedSharding(mesh, P("data"))
         cut = [jax.device_put(x, rows) for x in (q, k, v, segments)]
-        found = jax.jit(lambda q, k, v, s: splash_attention(q, k, v, s, None, 0.125, interpret=True))(*cut)
+        found = jax.jit(lambda q, k, v, s: splash_attention(q, k, v, s, None, Scores(0.125), interpret=True))(*cut)
     np.testing.assert_allclose(found, plain(q, k, v, segments, None), atol=1e-5)
 
 

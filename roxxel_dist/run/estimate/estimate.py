@@ -466,7 +466,7 @@ def _score_bytes(shape: Shape, layout: BatchLayout, components: RunComponents) -
     heads = config.heads()[0]
     heads = heads // layout.together if heads % layout.together == 0 else heads
     rows = shape.batch_size // micro_batches(components.grad_accum, shape.batch_size)
-    return score_bytes(kernel, rows, heads, shape.seq_len - 1, config.window) // layout.pieces
+    return score_bytes(kernel, rows, heads, shape.seq_len - 1, config.widest_window) // layout.pieces
 
 
 def _on_devices(

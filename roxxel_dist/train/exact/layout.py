@@ -36,7 +36,9 @@ def check_shapes(
 
 def can_cut_rows(model: Any, loss_fn: Any) -> bool:
     """Whether virtual shards can cut rows: of the built-in Transformer, or its builder, and its loss."""
-    return isinstance(model, Transformer | TransformerBuilder) and loss_fn in (token_losses, next_token_loss)
+    if not isinstance(model, Transformer | TransformerBuilder) or loss_fn not in (token_losses, next_token_loss):
+        return False
+    return model.config.period == 1  # one program is for all layers
 
 
 def check_virtual_shards(
@@ -79,8 +81,9 @@ def _check_long_rows(phase: str, count: int, shape: Shape, grad_accum: int, mesh
     cut = f"{phase}, so virtual_shards ({count}) cuts each row into {count // rows} shards"
     if not cuts_rows:
         raise UserError(
-            f"{cut}, which it can with the built-in model and its loss alone: use a multiple of {count * grad_accum}, "
-            f"or set virtual_shards to 0"
+            f"{cut}, which it can with the built-in model and its loss alone, where all layers are of one kind (no "
+            f"sliding_window_pattern, no no_rope_layer_interval): use a multiple of {count * grad_accum}, or set "
+            f"virtual_shards to 0"
         )
     if micro_batches(grad_accum, rows) > 1:
         raise UserError(

@@ -4,7 +4,6 @@ A step calls them block by block, first for all shards forward, then backward. W
 is its input, its heads and what they gathered; the rest is computed again.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from roxxel_dist.model.attention_kernels import blocked_backward, blocked_forward, score_scale
+from roxxel_dist.model.attention_kernels import Scores, blocked_backward, blocked_forward, scores_of
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import losses_of_states, next_token_loss
 from roxxel_dist.model.pieces import RowCut, after_attention, before_attention, only_block
@@ -146,8 +145,8 @@ class PiecePrograms:
 
         `kv` are the keys and values of the whole row.
         """
-        (k, v), at, scale = kv, self.cut.seen(shard, segments), self._scale(q)
-        mixed, log_sums = blocked_forward(q, k, v, at, self.cut.blocks, self.cut.window, scale)
+        (k, v), at, scores = kv, self.cut.seen(shard, segments), self._scores(q)
+        mixed, log_sums = blocked_forward(q, k, v, at, self.cut.blocks, self.cut.window, scores)
         own, function = self._function(AFTER, model, shard, layer, after_attention)
         x, more = function(own, x, mixed, normed)
         return x, balance + more, mixed, log_sums
@@ -172,12 +171,12 @@ class PiecePrograms:
         grads, d_x, d_mixed, d_normed = self._pulled(
             AFTER, model, shard, layer, after_attention, args, (d_x, d_balance)
         )
-        (k, v), at, scale = kv, self.cut.seen(shard, segments), self._scale(q)
-        d_q, *d_kv = blocked_backward(q, k, v, at, mixed, log_sums, d_mixed, self.cut.blocks, self.cut.window, scale)
+        (k, v), at, scores = kv, self.cut.seen(shard, segments), self._scores(q)
+        d_q, *d_kv = blocked_backward(q, k, v, at, mixed, log_sums, d_mixed, self.cut.blocks, self.cut.window, scores)
         return grads, d_x, d_q, d_normed, tuple(d_kv)
 
-    def _scale(self, q: jax.Array) -> float:
-        return score_scale(self.config) or 1 / math.sqrt(q.shape[-1])
+    def _scores(self, q: jax.Array) -> Scores:
+        return scores_of(self.config).scaled(q.shape[-1])
 
     def losses(self, model: Model, shard: jax.Array, piece: Piece, x: jax.Array, balance: jax.Array) -> Packed:
         """The packed sums of the losses of a virtual shard, as `ShardPrograms.losses` gives them."""
