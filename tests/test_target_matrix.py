@@ -28,6 +28,10 @@ LORA = {"use_lora": True, "lora_targets": "all", "init_from": "base"}
 PACKED = [{"steps": 4, "batch_size": 16, "seq_len": 257, "packing": "documents"}]
 BOTH = {"fsdp": True, "tensor_devices": 2}
 TWO_PHASES = [{"steps": 4, "batch_size": 16, "seq_len": 129}, {"steps": 4, "batch_size": 8, "seq_len": 257}]
+GEMMA = {
+    "norm_position": "both", "norm_unit_offset": True, "scale_embeddings": True, "logit_softcap": 30.0,
+    "sliding_window": True, "context_window": 64, "sliding_window_pattern": 2,
+}  # fmt: skip
 FEATURES = {
     "plain": {},
     "fsdp": {"fsdp": True},
@@ -73,6 +77,11 @@ FEATURES = {
     **{name: {"optimizer": name, "fsdp": True} for name in ("nadamw", "lion", "sgd", "muon", "adafactor")},
     "muon, cut": {"optimizer": "muon", **BOTH},
     "muon and tensor": {"optimizer": "muon", "tensor_devices": 2},
+    "Qwen3": {"qk_norm": "head", "qkv_bias": True, **BOTH},
+    "OLMo 2": {"qk_norm": "projection", "norm_position": "after", "z_loss": 1e-4, **BOTH},
+    "Gemma 2": GEMMA | {"attn_softcap": 50.0, "query_pre_attn_scalar": 64.0},
+    "Gemma 3, scanned": GEMMA | {"num_blocks": 4, "qk_norm": "head", "rope_local_theta": 100.0, "scan_layers": True},
+    "SmolLM3, Phi-3, packed": {"no_rope_layer_interval": 2, "partial_rotary_factor": 0.5, "phases": PACKED, **BOTH},
 }
 REPEATED = {"muon and tensor": 1.3}
 """What is known to be repeated, and how much at most: chips that hold the same part of a matrix compute its update."""

@@ -132,8 +132,8 @@ class ExportArgs:
     run: Positional[str]
     """RUN@STEP, or RUN for its newest checkpoint."""
     format: Literal["msgpack", "safetensors", "hf"]
-    """msgpack: one Flax file. safetensors: the same names in safetensors files. hf: a folder that transformers loads as
-    a LLaMA, Mistral or Mixtral."""
+    """msgpack: one Flax file. safetensors: the same names in safetensors files. hf: a folder for transformers, of
+    the family that has what the model has."""
     out: str
     """The folder to create."""
     step: int | None = None

@@ -248,11 +248,12 @@ def capped_attention(
     causal: bool = True,
     mask: jax.Array | None = None,
 ) -> jax.Array:
-    """`jax_attention` with a soft cap, which that has not: all scores at once, in float32."""
+    """`jax_attention` with a soft cap, which that has not: all scores at once, in float32 at least."""
     (batch, length, heads, size), (_, keys, groups, _) = q.shape, k.shape
     scores = scores.scaled(size)
     q_BxLxGxRxK = q.reshape(batch, length, groups, heads // groups, size)
-    products = jnp.einsum("blgrk,bsgk->bgrls", q_BxLxGxRxK, k, preferred_element_type=jnp.float32)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    products = jnp.einsum("blgrk,bsgk->bgrls", q_BxLxGxRxK, k, preferred_element_type=wide)
     score_BxGxRxLxS = soft_cap(products * scores.scale, scores.cap)
     back = jnp.arange(length)[:, None] - jnp.arange(keys)
     seen = jnp.ones((length, keys), bool) if not causal else back >= 0

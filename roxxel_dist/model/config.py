@@ -296,6 +296,9 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
     scan_layers: bool = False
     """Compile one block for all of them: the time to compile no longer grows with num_blocks. The same weights,
     checkpoints and numbers."""
+    z_loss: float = 0.0
+    """Weight of the z-loss, which is minimized too and keeps logits small: the square of the logarithm of the softmax's
+    sum, a mean over tokens (PaLM); 0 for none."""
     loss_chunk: int | str = "auto"
     """Tokens of a batch, over all devices, whose logits and loss are computed at a time, and again in the backward
     pass: with a large vocabulary they are most of the memory. auto: as many as have 64 MB of logits on each
@@ -314,6 +317,8 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
                 f"norm_unit_offset is True, and norm_type is {self.norm_type}: only rmsnorm has it; set one of the two"
             )
         check_positive({"logit_softcap": self.logit_softcap})
+        if not 0 <= self.z_loss < math.inf:
+            raise UserError(f"z_loss is {self.z_loss}: it must be at least 0, and finite; 1e-4 is usual, 0 is none")
         if self.scale_embeddings and self.pos_encoding == "absolute":
             raise UserError(
                 "scale_embeddings is True, and pos_encoding is absolute, which scales them already: leave it out"
@@ -365,6 +370,11 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
         if n_heads % kv_heads:
             raise UserError(f"kv_heads is {kv_heads}: it must divide n_heads, which is {n_heads}")
         return n_heads, kv_heads, head_size
+
+    @property
+    def has_second_loss(self) -> bool:
+        """Whether training adds something to the cross-entropy: a balance of experts, or a z-loss."""
+        return self.use_moe or self.z_loss > 0
 
     def turned(self, head_size: int) -> int:
         """How many channels of a head rotary positions turn."""

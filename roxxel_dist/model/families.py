@@ -273,7 +273,7 @@ def _unsaid(config: ModelConfig, name: str, family: Family) -> Iterator[str]:
             switch = "use_moe" if config.use_moe else "sliding_window"
             yield f"{own} is {value} with {switch}: transformers before 5 passes over it in a Mistral or Mixtral"
         else:
-            yield f"{own} is {value!r}: in a {family.title} it is {wanted!r}"
+            yield f"{own} is {value!r}: in {family.title} it is {wanted!r}"
     own_local = config.pattern is not None and config.rope_local_theta is not None
     if name == "gemma3_text" and config.sliding_window and config.rope_scale_factor != 1 and not own_local:
         rule = "Gemma 3 does not scale local layers: set sliding_window_pattern and rope_local_theta"

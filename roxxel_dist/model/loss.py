@@ -27,7 +27,7 @@ the bytes take 206 / C of the time of the products."""
 def next_token_loss(model: nnx.Module, batch: Any) -> jax.Array:
     """Mean cross-entropy, in nats, of predicting each token of a row, except the first, from those before it.
 
-    For a `Transformer` with experts it adds their balance loss: training minimizes the sum.
+    For a `Transformer` with experts or `z_loss` it adds their losses: training minimizes the sum.
 
     Args:
         model: int32[B, L] tokens to [B, L, vocabulary] logits; for a `Packed` batch also called with segments and
@@ -43,8 +43,9 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
     """{"loss": the mean cross-entropy as in `next_token_loss`, "row_loss": float32[B], the mean of each row}.
 
     With packed documents also "loss_weight": float32[], the number of tokens in the mean, which is its weight in
-    gradient accumulation, and "row_weight": float32[B], the same of each row. With a `Transformer` with experts also
-    "balance_loss": float32[], which training adds to the loss.
+    gradient accumulation, and "row_weight": float32[B], the same of each row. With a `Transformer` with experts or
+    `z_loss` also "balance_loss": float32[], which training adds to the loss: the balance of its experts, plus z_loss x
+    the mean of the squared logarithms of the softmax's sums.
 
     For a model of your own it is a loss that is cut as the phase's rows are. Where the model has two methods more, it
     makes the logits of some tokens at a time, as many as with `loss_chunk: auto`, and again in the backward pass:
@@ -55,6 +56,7 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
         ValueError: `states` returns something else.
     """
     balance: dict[str, jax.Array] = {}
+    squares: list[jax.Array] = []
 
     def losses_of(targets_BxL: jax.Array, tokens_BxL: jax.Array, *packed: jax.Array) -> jax.Array:
         # Not the row is cut, but what is computed of it: its inputs and targets have a token less, often 2^k.
@@ -62,27 +64,40 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
         if not isinstance(model, Transformer):
             return _losses_of_own(model, inputs, targets_BxL)
         x_BxLxD, of_experts, _ = model.states(*inputs)  # pyright: ignore[reportArgumentType]
-        if model.config.use_moe:
+        if model.config.has_second_loss:
             balance["balance_loss"] = of_experts
-        return losses_of_states(model.config, model.output, x_BxLxD, targets_BxL)
+        losses_BxL, squares_BxL = losses_of_states(model.config, model.output, x_BxLxD, targets_BxL)
+        if squares_BxL is not None:
+            squares.append(model.config.z_loss * squares_BxL)
+        return losses_BxL
 
     if not hasattr(batch, "tokens"):
         losses = losses_of(batch[:, 1:], batch[:, :-1])
+        for of_tokens in squares:
+            balance["balance_loss"] += of_tokens.mean()
         return {"loss": losses.mean(), "row_loss": losses.mean(1)} | balance
     tokens, segments, positions = batch.tokens, batch.segments, batch.positions
     losses = losses_of(tokens[:, 1:], tokens[:, :-1], segments[:, :-1], positions[:, :-1])
     counted = segments[:, 1:] == segments[:, :-1]
     sums, counts = jnp.where(counted, losses, 0).sum(1), counted.sum(1)
+    for of_tokens in squares:
+        balance["balance_loss"] += jnp.where(counted, of_tokens, 0).sum() / jnp.maximum(counts.sum(), 1)
     mean, rows = sums.sum() / jnp.maximum(counts.sum(), 1), sums / jnp.maximum(counts, 1)
     weights = {"loss_weight": jnp.float32(counts.sum()), "row_weight": jnp.float32(counts)}
     return {"loss": mean, "row_loss": rows} | weights | balance
 
 
-def losses_of_states(config: ModelConfig, output: Any, x_BxLxD: jax.Array, targets_BxL: jax.Array) -> jax.Array:
-    """float32[B, L]: the cross-entropy of the targets, of the final states of a `Transformer` and its output layer."""
+def losses_of_states(
+    config: ModelConfig, output: Any, x_BxLxD: jax.Array, targets_BxL: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """float32[B, L] the cross-entropy of the targets, of the final states of a `Transformer` and its output layer; and
+    with `z_loss` float32[B, L] the squared logarithms of the softmax's sums."""
+    logits, losses_of = partial(logits_of, cap=config.logit_softcap), _with_squares if config.z_loss else _cross_entropy
     if count := chunks_of(config, *targets_BxL.shape):
-        return _by_chunks(output, partial(logits_of, cap=config.logit_softcap), x_BxLxD, targets_BxL, count)
-    return _cross_entropy(logits_of(output, x_BxLxD, config.logit_softcap), targets_BxL)
+        found: Any = _by_chunks(output, logits, x_BxLxD, targets_BxL, count, losses_of)
+    else:
+        found = losses_of(logits(output, x_BxLxD), targets_BxL)
+    return found if config.z_loss else (found, None)
 
 
 def _losses_of_own(model: Any, inputs: list[jax.Array], targets_BxL: jax.Array) -> jax.Array:
@@ -113,6 +128,12 @@ def _losses_of_own(model: Any, inputs: list[jax.Array], targets_BxL: jax.Array) 
 def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """float32[B, L] for logits of any dtype: in bfloat16 the sum over a vocabulary loses its small terms."""
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+
+
+def _with_squares(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`_cross_entropy`, and float32[B, L] the squared logarithms of the softmax's sums."""
+    sums = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+    return _cross_entropy(logits, targets), jnp.square(sums)
 
 
 def chunks_of(config: ModelConfig, rows: int, length: int) -> int:
@@ -165,9 +186,10 @@ def _by_chunks(
     x_BxLxD: jax.Array,
     targets_BxL: jax.Array,
     count: int,
-) -> jax.Array:
-    """float32[B, L], with the `logits` of one of `count` chunks of tokens at a time; the backward pass computes them
-    again.
+    per_token: Callable[[jax.Array, jax.Array], Any] = _cross_entropy,
+) -> Any:
+    """What `per_token` gives, each float32[B, L], with the `logits` of one of `count` chunks of tokens at a time; the
+    backward pass computes them again.
 
     A chunk is a part of what each device has of every row, so rows and tokens stay on their devices.
     """
@@ -188,16 +210,19 @@ def _by_chunks(
         for leaf, used in zip(leaves, head.used(leaves, x_BxLxD[:, :1]), strict=True)
     ]
 
-    def losses_of(piece: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def losses_of(piece: tuple[jax.Array, jax.Array]) -> Any:
         own = [leaf if leaf is like else leaf.astype(like.dtype) for leaf, like in zip(wide, leaves, strict=True)]
         x_BxCxD, targets_BxC = piece
-        return _cross_entropy(head(own, x_BxCxD), targets_BxC)
+        return per_token(head(own, x_BxCxD), targets_BxC)
 
     def chunks(a: jax.Array) -> jax.Array:
         """[B, L, ...] to [chunks, B, devices x tokens of a chunk, ...]."""
         parts = jnp.moveaxis(a.reshape(batch, shards, count, size, *a.shape[2:]), 2, 0)
         return parts.reshape(count, batch, shards * size, *a.shape[2:])
 
-    losses_NxBxC = jax.lax.map(jax.checkpoint(losses_of), (chunks(x_BxLxD), chunks(targets_BxL)))
-    losses = jnp.moveaxis(losses_NxBxC.reshape(count, batch, shards, size), 0, 2)
-    return losses.reshape(batch, -1)[:, :length]
+    def joined(losses_NxBxC: jax.Array) -> jax.Array:
+        losses = jnp.moveaxis(losses_NxBxC.reshape(count, batch, shards, size), 0, 2)
+        return losses.reshape(batch, -1)[:, :length]
+
+    found = jax.lax.map(jax.checkpoint(losses_of), (chunks(x_BxLxD), chunks(targets_BxL)))
+    return jax.tree.map(joined, found)

@@ -268,8 +268,8 @@ class Transformer(nnx.Module):
         """The trained model of a run, with dropout off; `model.train()` turns it on.
 
         Args:
-            path: a run directory, or RUN@STEP; an exported folder; or a Hugging Face folder with a LLaMA, Mistral or
-                Mixtral.
+            path: a run directory, or RUN@STEP; an exported folder; or a Hugging Face folder with a model of a
+                family in docs/model.md.
             best: for a run, the checkpoint with the lowest val_loss, or the newest if none was validated. False: the
                 newest; if a run has only its best weights left, these are used, with a message.
 

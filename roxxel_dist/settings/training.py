@@ -129,9 +129,9 @@ class LoopOptions:
     seed: int = 42
     """Random seed of the weights, the data order and dropout."""
     init_from: str | None = None
-    """Initial weights: from another run (RUN or RUN@STEP), or from a Hugging Face folder (LLaMA, Mistral, Mixtral). The
-    model has the shape of those weights, and text is encoded with their tokenizer. Moments, random streams and the data
-    position are new."""
+    """Initial weights: from another run (RUN or RUN@STEP), or from a Hugging Face folder (LLaMA, Mistral, Mixtral,
+    Qwen2, Qwen3, OLMo 2, Gemma 2 and 3, SmolLM3, Phi-3). The model has the shape of those weights, and text is encoded
+    with their tokenizer. Moments, random streams and the data position are new."""
     val_fraction: float = 0.1
     """Fraction of every shard that is held out for validation: its last part, from the end of a document. It is never
     trained on."""

@@ -21,8 +21,8 @@ class Generator:
     The first call compiles; later ones with prompts within the same multiple of 64 tokens, and as many of them, do not.
 
     Args:
-        path: a run directory, or RUN@STEP; an exported folder; or a Hugging Face folder with a LLaMA, Mistral or
-            Mixtral, whose prompts begin with the token that its tokenizer puts before a text.
+        path: a run directory, or RUN@STEP; an exported folder; or a Hugging Face folder with a model of a family
+            in docs/model.md, whose prompts begin with the token that its tokenizer puts before a text.
         best: for a run, the checkpoint with the lowest val_loss, or the newest if none was validated. False: the
             newest.
         step: the checkpoint of this step instead.

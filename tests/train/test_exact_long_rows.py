@@ -40,6 +40,14 @@ FEATURES = {
     "experts": {"use_moe": True, "n_experts": 4, "top_k_mlp": 2},
     "sinusoids, layernorm, heads of their own": {"pos_encoding": "absolute", "norm_type": "layernorm", "kv_heads": 2},
     "mup": {"parametrization": "mup", "base_dim": 16},
+    "queries and keys normed, biases": {"qk_norm": "head", "qkv_bias": True},
+    "norms after each part, partial rotary": {
+        "qk_norm": "projection", "norm_position": "after", "partial_rotary_factor": 0.5
+    },
+    "soft caps, norms before and after, z-loss": {
+        "attn_softcap": 2.0, "logit_softcap": 5.0, "norm_position": "both", "norm_unit_offset": True,
+        "scale_embeddings": True, "query_pre_attn_scalar": 12.0, "z_loss": 1e-3,
+    },
 }  # fmt: skip
 PHASES = [(8, 17), (4, 45), (1, 130)]
 
@@ -111,7 +119,7 @@ def test_gradients_are_those_of_dense_attention_in_float64(name, shape, packed):
         2, fields, [shape], packed=packed, steps=1, optimizer=as_optimizer(optax.sgd(1.0)), validate=False
     )
     loss, gradients = loss_and_gradient(fields, shape, packed=packed)
-    assert found["loss"] == pytest.approx(loss, rel=1e-6)
+    assert found["loss"] + found.get("balance_loss", 0.0) == pytest.approx(loss, rel=1e-6)
     assert len(rows) == shape[0]
     before = {
         jax.tree_util.keystr(path[:-1], simple=True, separator="."): np.asarray(leaf)

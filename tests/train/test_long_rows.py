@@ -128,7 +128,16 @@ THIRTY = {
     "accumulation": ({}, {"rows": 4, "grad_accum": 2}),
     "accumulation, packed": ({}, {"rows": 4, "grad_accum": 2, "packed": True}),
     "three rows": ({}, {"rows": 3}),
-}
+    "soft caps, z-loss": ({"attn_softcap": 2.0, "logit_softcap": 5.0, "z_loss": 1e-3}, {}),
+    "soft caps, packed": ({"attn_softcap": 2.0}, {"packed": True}),
+    "local and global layers": (WINDOW | {"sliding_window_pattern": 2, "rope_local_theta": 50.0}, {}),
+    "local and global layers, scanned": (WINDOW | {"sliding_window_pattern": 2, "scan_layers": True}, {"packed": True}),
+    "queries and keys normed, biases": ({"qk_norm": "head", "qkv_bias": True}, {}),
+    "the projection normed, tensor": (
+        {"qk_norm": "projection", "norm_position": "after", "head_size": 16}, {"axes": {"tensor": 2}},
+    ),
+    "layers without positions": ({"no_rope_layer_interval": 2, "partial_rotary_factor": 0.5}, {}),
+}  # fmt: skip
 
 
 @pytest.mark.long

@@ -184,7 +184,7 @@ class PiecePrograms:
         _, (loss, count, of_experts, *_) = function(own, x, balance, piece, shard)
         if self.programs.loss_fn is next_token_loss:
             return pack((loss + of_experts, count))
-        return pack((loss, count, of_experts) if self.config.use_moe else (loss, count))
+        return pack((loss, count, of_experts) if self.config.has_second_loss else (loss, count))
 
     def losses_back(
         self, model: Model, shard: jax.Array, piece: Piece, x: jax.Array, balance: jax.Array
@@ -197,9 +197,11 @@ class PiecePrograms:
     def _losses(self, model: Any, x: jax.Array, balance: jax.Array, piece: Piece, shard: jax.Array) -> tuple[Any, Any]:
         """(what is minimized, (sum of the losses, their count, that many times the balance loss, [rows] the first two
         at the place of the row)), float32."""
-        losses = losses_of_states(model.config, model.output, model.final(x), piece.targets)
+        losses, squares = losses_of_states(model.config, model.output, model.final(x), piece.targets)
         loss, count = jnp.where(piece.counted, losses, 0).sum(), jnp.float32(piece.counted.sum())
         of_experts = count * balance * (model.alpha_balance[...] if model.config.use_moe else 0.0)
+        if squares is not None:
+            of_experts += model.config.z_loss * jnp.where(piece.counted, squares, 0).sum()
         row = jnp.arange(self.rows) == shard // self.cut.shards
         return loss + of_experts, (loss, count, of_experts, jnp.where(row, loss, 0), jnp.where(row, count, 0))
 
@@ -225,7 +227,7 @@ class PiecePrograms:
         if self.programs.loss_fn is next_token_loss:
             whole = Sums(grads, loss + of_experts, count, {}, None, None, {})
         else:
-            scalars = {BALANCE: of_experts} if self.config.use_moe else {}
+            scalars = {BALANCE: of_experts} if self.config.has_second_loss else {}
             weights = row_count if is_packed else None
             whole = Sums(grads, loss, count, scalars, row_loss / divisor(row_count), weights, {})
         return self.programs.finish(whole, state, hparams, counts)
