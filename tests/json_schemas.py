@@ -1,7 +1,7 @@
-"""What `--json` of each command prints, as JSON Schema (draft 2020-12), from the dataclasses that are printed.
+"""The output of `--json` of each command, as JSON Schema (draft 2020-12), from the dataclasses that are printed.
 
 `python tests/json_schemas.py FOLDER` writes a file a command, `COMMAND.schema.json`. An object lists all of its
-properties, so that a new one cannot come unnoticed: `tests/test_json_schemas.py` compares with what is printed.
+properties, so that a new one cannot come unnoticed: `tests/test_json_schemas.py` compares with real outputs.
 """
 
 import dataclasses

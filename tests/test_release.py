@@ -26,7 +26,7 @@ def run(*words, cwd, **env):
 
 @pytest.fixture(scope="module")
 def tagged(tmp_path_factory):
-    """A clone of what is here, committed, with a tag on it."""
+    """A clone of this repository, with a tag on its last commit."""
     folder = tmp_path_factory.mktemp("tagged") / "clone"
     run("git", "clone", "--quiet", ROOT, folder, cwd=folder.parent)
     run("git", "tag", "v7.8.9", cwd=folder)

@@ -178,7 +178,7 @@ FAMILIES = {
 
 
 def family_of(config: ModelConfig) -> str:
-    """The `model_type` that a config is exported as: what has most of what it has."""
+    """The `model_type` that a config is exported as: the family that has most of its features."""
     marks = {
         "gemma": config.norm_unit_offset or config.norm_position == "both" or config.scale_embeddings,
         "olmo2": config.norm_position == "after" or config.qk_norm == "projection",

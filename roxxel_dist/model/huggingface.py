@@ -58,7 +58,7 @@ class Tensors(NamedTuple):
 
     @property
     def rows(self) -> list[tuple[int, ...]]:
-        """The shape of each piece as [outputs, inputs], or [outputs]; of what is not transposed its own."""
+        """The shape of each piece as [outputs, inputs], or [outputs]; unchanged where it is not transposed."""
         if self.bias:
             return [(math.prod(piece),) for piece in self.pieces]
         if self.transposed:

@@ -27,7 +27,7 @@ from roxxel_dist.model.scan_layers import layer_of, run_stack, stack_of
 class Block(nnx.Module):
     """Attention and feed-forward, each added to the residual stream and reading a normed copy of it.
 
-    With `norm_position` after, what they add is normed instead of what they read; with both, both are.
+    With `norm_position` "after", their outputs are normed instead of their inputs; with "both", inputs and outputs.
     """
 
     def __init__(self, config: ModelConfig, dropout_rate: DynamicScalar | None, rngs: nnx.Rngs) -> None:

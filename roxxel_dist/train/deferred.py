@@ -16,7 +16,7 @@ class DeferredMetrics:
     """The metrics of the last step that was due, until they are fetched.
 
     Args:
-        position: of the run; gets the running digest of what is fetched.
+        position: of the run; gets the running digest of the fetched metrics.
         verification: of the tokens that a step has read: waited for before its row.
         monitor: raises BadStep.
         checkpoints: of the run, named where a step was bad.

@@ -81,9 +81,8 @@ def _check_long_rows(phase: str, count: int, shape: Shape, grad_accum: int, mesh
     cut = f"{phase}, so virtual_shards ({count}) cuts each row into {count // rows} shards"
     if not cuts_rows:
         raise UserError(
-            f"{cut}, which it can with the built-in model and its loss alone, where all layers are of one kind (no "
-            f"sliding_window_pattern, no no_rope_layer_interval): use a multiple of {count * grad_accum}, or set "
-            f"virtual_shards to 0"
+            f"{cut}. That needs the built-in model and its loss, without sliding_window_pattern and "
+            f"no_rope_layer_interval: use a multiple of {count * grad_accum}, or set virtual_shards to 0"
         )
     if micro_batches(grad_accum, rows) > 1:
         raise UserError(
