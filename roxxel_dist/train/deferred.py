@@ -1,6 +1,6 @@
 """Metrics wait on the devices until the next step is dispatched; then they are fetched, checked and logged."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -9,7 +9,6 @@ from roxxel_dist.train.metrics import MetricsLogger
 from roxxel_dist.train.position import Position
 from roxxel_dist.train.step.bad_steps import BadStepMonitor
 from roxxel_dist.train.step.step import Metrics, fetch
-from roxxel_dist.train.writer import CheckpointManager
 
 
 class DeferredMetrics:
@@ -19,7 +18,7 @@ class DeferredMetrics:
         position: of the run; gets the running digest of the fetched metrics.
         verification: of the tokens that a step has read: waited for before its row.
         monitor: raises BadStep.
-        checkpoints: of the run, named where a step was bad.
+        saved_steps: gives the steps of the checkpoints, which are named where a step was bad.
         logger: of rows.
 
     Attributes:
@@ -31,11 +30,11 @@ class DeferredMetrics:
         position: Position,
         verification: Verification,
         monitor: BadStepMonitor,
-        checkpoints: CheckpointManager,
+        saved_steps: Callable[[], Sequence[int]],
         logger: MetricsLogger,
     ) -> None:
         self._position, self._verification = position, verification
-        self._monitor, self._checkpoints, self._logger = monitor, checkpoints, logger
+        self._monitor, self._saved_steps, self._logger = monitor, saved_steps, logger
         self._waiting: tuple[int, Metrics] | None = None
         self.fetches: int = 0
 
@@ -75,4 +74,4 @@ class DeferredMetrics:
 
     def _check(self, metrics: Metrics) -> None:
         self._position.take_digest(metrics)
-        self._monitor.check(metrics.health, self._position.plan, self._checkpoints.steps)
+        self._monitor.check(metrics.health, self._position.plan, self._saved_steps)

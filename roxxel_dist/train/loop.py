@@ -59,7 +59,7 @@ class Loop:
         self._metrics = MetricsLogger(held.log, self._timer, position.last_step, position.step, flops, devices)
         monitor = BadStepMonitor(held.log.text, skip=parts.options.on_bad_step == "skip")
         self.deferred: DeferredMetrics = DeferredMetrics(
-            position, self._verification, monitor, self.saves.checkpoints, self._metrics
+            position, self._verification, monitor, self.saves.steps, self._metrics
         )
         steps = parts.options.profile_steps
         self._profiler = None if steps is None else Profiler(held.folder / "profile", *steps, log=held.log.text)
@@ -119,7 +119,7 @@ class Loop:
             in_bucket = parts.bucket is not None
             own = trackers_for(held.folder, position.last_step, position.step, parts.logger, own_log=in_bucket)
             held.log.open([*own, held.timeline, *parts.trackers])
-            with held.log, watching_for_stop(), self.saves.checkpoints, self._verification:
+            with held.log, watching_for_stop(), self.saves, self._verification:
                 held.timeline.open()
                 held.progress.say("start")
                 self._metrics.log_startup(parts.sharding, position.start, finished=position.finished)
@@ -179,7 +179,7 @@ class Loop:
             self.throttler.add(metrics.scalars["loss"])
             self._timer.step(math.prod(plan.shape(step)))
             progress.finish(done)
-            saves.checkpoints.poll()
+            saves.poll()
             if due("log", done) or due("eval", done):
                 self.deferred.defer(done, metrics)
             if begins:
@@ -267,15 +267,15 @@ class Loop:
 
     def _end(self, at_the_end: Callable[[], None] | None) -> None:
         """Wait for the last save, and mark a run that has no step left as finished."""
-        held, position, checkpoints = self.held, self.position, self.saves.checkpoints
+        held, position, saves = self.held, self.position, self.saves
         if self._profiler is not None:
             self._profiler.close(position.state.step)
-        checkpoints.finish(position.step)
+        saves.finish()
         held.progress.say("")  # what comes now is not training: no limit of the launcher is meant for it
-        if self.saves.stopped:
+        if saves.stopped:
             held.log.text(f"asked to stop: step {position.step} is saved")
             return
-        checkpoints.mark_finished(position.step)
+        saves.mark_finished()
         held.timeline.finished()
         if at_the_end is not None:
             try:

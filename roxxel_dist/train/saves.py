@@ -1,38 +1,59 @@
-"""After which steps the state of a run is saved or copied in memory, and whether it stops."""
+"""When the state of a run is saved, or copied in memory, and what follows a save: cursor, weights, answers."""
+
+from types import TracebackType
 
 from roxxel_dist.checkpoint.memory import MemoryTier
+from roxxel_dist.checkpoint.metadata import write_cursor
+from roxxel_dist.checkpoint.store import SaveError
+from roxxel_dist.cluster.distributed import barrier, is_primary
+from roxxel_dist.cluster.progress import agent_pipe
+from roxxel_dist.cluster.save_requests import SaveRequests
 from roxxel_dist.model.split import has_random_streams_alone
 from roxxel_dist.train.agreement import StepAgreement
+from roxxel_dist.train.exporter import Exporter
+from roxxel_dist.train.log.base import CRASH_LIMIT_S
 from roxxel_dist.train.position import Position
 from roxxel_dist.train.resources import Resources
-from roxxel_dist.train.writer import CheckpointManager
+from roxxel_dist.weights.files import BEST, NEWEST
+
+WEIGHTS_LIMIT_S = 600.0
+"""Seconds that a finished run may take to write its weights."""
+STOP_LIMIT_S = 10.0
+"""The same for a run that was asked to stop: it must end soon, and writes the weights after it resumes."""
+LAST_WORDS_LIMIT_S = 3600.0
+"""Seconds that the other ranks wait at the end for rank 0, which may still draw plots and write files."""
 
 
 class Saves:
     """Saves and copies the state of a run where it is due, or asked for. All ranks make the same calls.
 
+    As a context manager it writes files of weights in the background.
+
     Attributes:
         stopped: whether the run was asked to stop before its end; that step is saved.
-        checkpoints: writes the checkpoints of the run.
         agreement: what rank 0 announces for a step.
         memory: the copies in memory; None: there are none.
     """
 
     def __init__(self, held: Resources, position: Position) -> None:
-        options = position.parts.options
-        self._held, self._position, self._options = held, position, options
+        options, log = position.parts.options, held.log.text
+        self._held, self._store, self._log = held, held.store, log
+        self._position, self._options = position, options
         self.stopped: bool = False
         self.memory: MemoryTier | None = held.memory
-        self.checkpoints: CheckpointManager = CheckpointManager(
-            held.folder,
-            held.store,
-            position.last_step,
-            held.log.text,
-            export=options.export_weights,
-            with_state=not has_random_streams_alone(position.split),
-        )
-        self.agreement: StepAgreement = StepAgreement(self.checkpoints.requests, self.memory)
+        self._requests = SaveRequests(held.folder)
+        self.agreement: StepAgreement = StepAgreement(self._requests, self.memory)
+        enabled, with_state = options.export_weights and is_primary(), not has_random_streams_alone(position.split)
+        self._exporter = Exporter(held.folder, held.store, log, enabled=enabled, with_state=with_state)
         self._needed = False  # whether the last save must be on disk, whatever copies there are in memory
+
+    def __enter__(self) -> "Saves":
+        if is_primary():
+            self._exporter.begin(self._store.latest_step() or 0, self._store.best_step())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._exporter.wait(STOP_LIMIT_S if kind is None else CRASH_LIMIT_S)
 
     def due(self, done: int) -> tuple[bool, bool]:
         """Whether to save a checkpoint after a step, as it is due or asked for; whether to copy the state in memory."""
@@ -52,13 +73,66 @@ class Saves:
             self._held.progress.say("save")
             self.save(done, val_loss)
         if self.memory is not None and copy:  # behind the save: the copy says what is on its way to the disk
-            pending = self._held.store.pending_step if self._needed else None
+            pending = self._store.pending_step if self._needed else None
             metadata = self._position.checkpoint_metadata(done).to_dict()
             self.memory.save(done, self._position.state, metadata, pending, idle_since)
 
     def save(self, done: int, val_loss: float | None = None) -> None:
-        """Begin to save a checkpoint; raises SaveError where it is the first one and fails."""
+        """Begin to save; of the first checkpoint, wait until it is there, and raise SaveError if it is not."""
         options, position = self._options, self._position
         forever = done in (options.keep_steps or ()) or (options.keep_every and done % options.keep_every == 0)
         self._needed = bool(forever or val_loss is not None or options.on_bad_step == "rewind")
-        self.checkpoints.save(done, position.state, position.checkpoint_metadata(done), val_loss)
+        first = self._store.latest_step() is None
+        self._store.save(done, position.state, position.checkpoint_metadata(done).to_dict(), val_loss=val_loss)
+        if first:  # on all ranks at the same step, which is what a wait costs once
+            try:
+                self._store.wait()
+            except SaveError as error:
+                raise SaveError(f"{error}: the run ends here, as nothing of it would be kept") from None
+
+    def poll(self) -> None:
+        """Log how the saves have gone that have ended since; costs nothing where none has. Raises what keeps
+        the run from its bucket: StoreError, LeaseLostError."""
+        if (check := self._store.check_run) is not None:
+            check()
+        while self._store.unreported and (ended := self._store.poll()) is not None:
+            if ended.problem:
+                self._log(f"{ended.problem}. Training continues, and the next save is tried")
+                self._requests.failed(ended.step, ended.problem)
+            else:
+                if ended.warning:
+                    self._log(ended.warning)
+                self._requests.saved(ended.step)
+                if is_primary():
+                    agent_pipe().send({"saved": ended.step})
+                self._write_cursor(ended.step, finished=False)
+                if self._store.best_step() == ended.step:
+                    self._exporter.want(BEST, ended.step)
+
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints; one that is under way counts too, if it ends well."""
+        self._store.settle()
+        return self._store.steps()
+
+    def finish(self) -> None:
+        """Wait for the last save; SaveError if it failed."""
+        try:
+            self._store.wait()
+        except SaveError as error:
+            newest = self._store.latest_step()
+            raise SaveError(f"{error}, then continue the run from step {newest} with resume=True") from None
+        self.poll()
+        if is_primary():
+            self._requests.finish(self._position.step)
+        if (newest := self._store.latest_step()) is not None:
+            self._exporter.want(NEWEST, newest)
+
+    def mark_finished(self) -> None:
+        """Write down that the run has no step left, once its weights are written."""
+        self._exporter.wait(WEIGHTS_LIMIT_S)
+        barrier("weights", LAST_WORDS_LIMIT_S)  # a rank that left would set the launcher's clock for rank 0
+        self._write_cursor(self._position.step, finished=True)
+
+    def _write_cursor(self, step: int, *, finished: bool) -> None:
+        if is_primary():
+            write_cursor(self._held.folder, step, self._position.last_step, finished=finished)
