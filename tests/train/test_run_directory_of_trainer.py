@@ -32,7 +32,7 @@ sys.stdin.read()
 """
 
 
-def test_a_trainer_that_is_only_made_changes_nothing(corpus, run):
+def test_a_trainer_that_is_only_opened_changes_nothing(corpus, run):
     (run / "checkpoints" / "13").rename(run / "away")  # the log is ahead of the newest checkpoint now
     before = contents(run)
     make(corpus, run, max_to_keep=None).close()
@@ -64,7 +64,7 @@ class Unknowable(Bigram):
         raise RuntimeError("not known")
 
 
-def test_a_trainer_that_cannot_be_made_leaves_nothing_behind(corpus, tmp_path):
+def test_a_trainer_that_cannot_be_opened_leaves_nothing_behind(corpus, tmp_path):
     shape = ModelConfig(dim=16, vocab_size=500)
     others = {*threading.enumerate()}  # of tests before, which may have left some
     with pytest.raises(RuntimeError, match="not known"):

@@ -178,7 +178,7 @@ def test_patience_and_the_best_loss_outlive_the_process(corpus, tmp_path, monkey
         assert train(corpus, tmp_path, **options).stopped
     made = train(corpus, tmp_path, **options)
     assert (made.start_step, made.step) == (5, 9)
-    assert made.loop.position.metadata.early_stopping.best_loss == losses(tmp_path)[0][2]
+    assert made.store.metadata(9).early_stopping.best_loss == losses(tmp_path)[0][2]
 
 
 def test_the_best_the_newest_and_those_that_are_kept_for_ever(corpus, tmp_path):
