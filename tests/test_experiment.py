@@ -15,7 +15,7 @@ from roxxel_dist import Config, Experiment, Trainer
 from roxxel_dist.checkpoint.metadata import read_cursor
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.launcher.output.printable import printable
+from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.place.directory import RunDirectory, default_run_dir
 from roxxel_dist.run.components import build_components, open_corpus
 from roxxel_dist.run.evaluate import evaluate

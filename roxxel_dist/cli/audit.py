@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from roxxel_dist.cli.argument_types import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
-from roxxel_dist.launcher.output.printable import printable
+from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.settings.config import usage_errors
 
 

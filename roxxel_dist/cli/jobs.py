@@ -19,8 +19,7 @@ from roxxel_dist.launcher.control import record
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.jobs import tail
 from roxxel_dist.launcher.jobs.stop import stop as stop_job
-from roxxel_dist.launcher.output.console import info
-from roxxel_dist.launcher.output.printable import printable
+from roxxel_dist.launcher.output.console import info, printable
 from roxxel_dist.place.directory import LOGS, is_run
 from roxxel_dist.place.run_place import local_folder
 from roxxel_dist.settings.config import usage_errors

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from roxxel_dist.cli.parser import HELP, parse
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends import BACKENDS
-from roxxel_dist.launcher.output.console import info
-from roxxel_dist.launcher.output.printable import printable
+from roxxel_dist.launcher.output.console import info, printable
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.job.backend import Backend, Command, Options

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from roxxel_dist.cli.argument_types import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.launcher.output.console import info
-from roxxel_dist.launcher.output.printable import printable
+from roxxel_dist.launcher.output.console import info, printable
 from roxxel_dist.place.directory import CONFIG, is_study
 from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.settings.config import usage_errors

@@ -9,7 +9,7 @@ from typing import Any
 from roxxel_dist.cli.argument_types import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
-from roxxel_dist.launcher.output.printable import printable
+from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.place.run_place import bucket_url
 
 LARGE = 1 << 30

@@ -21,7 +21,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import absolute, check_local, is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
-from roxxel_dist.launcher.output.printable import printable
+from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.model.generate import generate, known_ids
 from roxxel_dist.place.bucket_folder import TRAINED
 from roxxel_dist.place.bucket_run import BucketRun

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from roxxel_dist.launcher.control.record import Restart
 from roxxel_dist.launcher.output.bar import clock, scaled
-from roxxel_dist.launcher.output.printable import printable
+from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.sweep.report.text import STATES, counts
 from roxxel_dist.sweep.study.folder import flat, short
 from roxxel_dist.train.log.timeline import SPENT

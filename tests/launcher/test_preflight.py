@@ -22,7 +22,8 @@ from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.job.program import log_dir_for
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
-from roxxel_dist.launcher.transport.pool import HostPool, Interrupted
+from roxxel_dist.launcher.transport.pool import HostPool
+from roxxel_dist.launcher.transport.questions import HostQuestions, Interrupted
 
 NAMES = ("a", "b", "c")
 SILENT = "import sys; sys.stdin.read()"
@@ -172,11 +173,12 @@ def test_no_host_is_there() -> None:
 def test_a_silent_host_has_a_limit() -> None:
     hosts = {"a": {}, "b": {"argv": [sys.executable, "-c", SILENT]}}
     with HostPool(Children(hosts)) as pool:
-        assert "machine" in pool.ask({"a": {**FACTS, "compare": False}})["a"]
-        answers = pool.ask({host: {"ask": "nothing"} for host in hosts}, limit_s=3)
+        questions = HostQuestions(pool)
+        assert "machine" in questions.ask({"a": {**FACTS, "compare": False}})["a"]
+        answers = questions.ask({host: {"ask": "nothing"} for host in hosts}, limit_s=3)
         assert set(answers) == {"a"}
-        assert "did not answer within 3 s" in pool.unreachable["b"]
-        assert set(pool.ask({host: {"ask": "nothing"} for host in hosts})) == {"a"}  # it is not waited for again
+        assert "did not answer within 3 s" in questions.unreachable["b"]
+        assert set(questions.ask({host: {"ask": "nothing"} for host in hosts})) == {"a"}  # it is not waited for again
 
 
 def test_a_signal_breaks_it_off() -> None:
@@ -376,9 +378,10 @@ def test_more_hosts_than_are_asked_at_once() -> None:
     names = tuple(f"h{number}" for number in range(12))
     hosts = {name: {"argv": ["false"]} if name in ("h3", "h11") else {} for name in names}
     with pytest.MonkeyPatch.context() as patch, HostPool(Children(hosts)) as pool:
-        patch.setattr("roxxel_dist.launcher.transport.pool.AT_ONCE", 3)
-        answers = pool.ask({name: {"ask": "addresses", "towards": []} for name in names})
-        assert list(answers) == [name for name in names if name not in pool.unreachable]
-        assert set(pool.unreachable) == {"h3", "h11"}
+        patch.setattr("roxxel_dist.launcher.transport.questions.AT_ONCE", 3)
+        questions = HostQuestions(pool)
+        answers = questions.ask({name: {"ask": "addresses", "towards": []} for name in names})
+        assert list(answers) == [name for name in names if name not in questions.unreachable]
+        assert set(questions.unreachable) == {"h3", "h11"}
         connected = [(link.host, link.ready) for link in pool.all]
-    assert connected == [(name, name not in pool.unreachable) for name in names]
+    assert connected == [(name, name not in questions.unreachable) for name in names]

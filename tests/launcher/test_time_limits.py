@@ -13,16 +13,16 @@ from roxxel_dist.launcher.job.spec import LEAST_LEASE_S, JobSpec
 from roxxel_dist.launcher.policy.hang import LIMITS_S, STILL_S
 from roxxel_dist.launcher.preflight.lost_hosts import LOOK_S
 from roxxel_dist.launcher.transport import pool
-from roxxel_dist.launcher.transport.connection import AGENT_END_S, HEARTBEAT_S
+from roxxel_dist.launcher.transport.questions import ANSWER_S
 
 README = Path(pool.__file__).parents[1] / "README.md"
 
 
 def test_their_order() -> None:
-    assert HEARTBEAT_S < pool.QUIET_S < STILL_S < pool.SILENT_S, "several messages may be late before a host is lost"
+    assert pool.HEARTBEAT_S < pool.QUIET_S < STILL_S < pool.SILENT_S, "messages may be late before a host is lost"
     assert agent.REPORT_S < pool.QUIET_S
     assert DUMP_S < pool.QUIET_S, "the answers come while the host still counts as heard"
-    assert process_tree.KILL_S < AGENT_END_S, "a guard ends before the controller gives it up"
+    assert process_tree.KILL_S < pool.AGENT_END_S, "a guard ends before the controller gives it up"
     assert process_tree.KILL_S < pool.KILL_S
     assert pool.SILENT_S == HEARTBEAT_TIMEOUT_S, (
         "ranks of a host that is cut off end when the controller takes them for ended"
@@ -34,13 +34,13 @@ def test_their_order() -> None:
     assert LEAST_LEASE_S == HEARTBEAT_TIMEOUT_S
     assert agent.SLACK_S > 0, "an agent ends by itself before its guard kills it"
     assert USAGE_S < pool.SILENT_S
-    assert pool.ANSWER_S < LIFE_S, "a probe outlives the slowest answer of another host"
+    assert ANSWER_S < LIFE_S, "a probe outlives the slowest answer of another host"
     assert LIMITS_S["join"] < INIT_TIMEOUT_S, "a rank that has not come is named before jax aborts those that wait"
 
 
 def test_the_table_has_their_values() -> None:
     values = {
-        "connection.HEARTBEAT_S": HEARTBEAT_S,
+        "pool.HEARTBEAT_S": pool.HEARTBEAT_S,
         "agent.REPORT_S": agent.REPORT_S,
         "attempt.DUMP_S": DUMP_S,
         "pool.QUIET_S": pool.QUIET_S,
@@ -55,12 +55,12 @@ def test_the_table_has_their_values() -> None:
         "exit_codes.USAGE_S": USAGE_S,
         "process_tree.KILL_S": process_tree.KILL_S,
         "pool.KILL_S": pool.KILL_S,
-        "connection.AGENT_END_S": AGENT_END_S,
+        "pool.AGENT_END_S": pool.AGENT_END_S,
         "pool.SILENT_S": pool.SILENT_S,
         "Backend.heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S,
         "heartbeat_timeout_s + agent.SLACK_S": HEARTBEAT_TIMEOUT_S + agent.SLACK_S,
         "pool.START_S": pool.START_S,
-        "pool.ANSWER_S": pool.ANSWER_S,
+        "questions.ANSWER_S": ANSWER_S,
         "probe.LIFE_S": LIFE_S,
         'hang.LIMITS_S["join"]': LIMITS_S["join"],
         "distributed.INIT_TIMEOUT_S": INIT_TIMEOUT_S,

@@ -22,8 +22,7 @@ from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.policy.hang import Hang, HangDetector, StepTimes
 from roxxel_dist.launcher.policy.outcome import AttemptResult, CodeDiffers, HostLost, LateRank, RankExit, is_drain
 from roxxel_dist.launcher.preflight.lost_hosts import LostHosts
-from roxxel_dist.launcher.transport.connection import HostConnection
-from roxxel_dist.launcher.transport.pool import COMMON_S, QUIET_S, SILENT_S, HostPool
+from roxxel_dist.launcher.transport.pool import COMMON_S, QUIET_S, SILENT_S, HostConnection, HostPool
 
 DUMP_S = 1.25
 """How long ranks have to answer with their stacks before one is taken for dead."""
@@ -112,11 +111,12 @@ class Attempt:
             if self._deadline is not None:
                 clocks.append(self._deadline)
             for host, event in self.pool.events(max(0.0, min(clocks) - time.monotonic())):
-                self._on_event(host, event)
-            for number in self.signals.take():
-                self._on_signal(number)
+                if host is not None and event is not None:
+                    self._on_event(host, event)
+                else:
+                    for number in self.signals.take():
+                        self._on_signal(number)
             self._on_clock(time.monotonic())
-        self.recorder.update(ranks=())
         if self.member_sources is not None:
             self._end_member_sources(self.member_sources)
         return self._result
@@ -157,7 +157,6 @@ class Attempt:
         if not self._has_ended(host):
             self._result.lost = self._result.lost or event
         for rank in host.ranks:
-            self._detector.forget(rank)
             self._running.pop(rank, None)
         self._kill()
 
@@ -222,7 +221,6 @@ class Attempt:
     def _on_exit(self, end: RankExit) -> None:
         result = self._result
         self._exits.append(end)
-        self._detector.forget(end.rank)
         self._running.pop(end.rank, None)
         result.reached = max(result.reached, end.step)
         if end.code not in OK_CODES:
@@ -230,7 +228,8 @@ class Attempt:
                 result.failed = result.failed or time.monotonic()
             if not is_drain(result):  # the agent of this rank does so by itself; this is for the others
                 self._kill(USAGE_S if end.code == EXIT_USAGE else 0)
-        else:
+        elif not is_drain(result):  # nor after a failure: then no rank can hang any more
+            self._detector.forget(end.rank)
             self._limit_the_end()
 
     def _limit_the_end(self) -> None:
@@ -243,7 +242,6 @@ class Attempt:
         name = names.get(number) or signal.Signals(number).name
         again = self._result.requested is not None
         self._result.requested = self._result.requested or number
-        self.recorder.update(state="stopping")
         self._deadline = None
         if again or number == signal.SIGQUIT:
             self.console.info(f"{name}{' again' * again}: killing the ranks")
@@ -265,21 +263,27 @@ class Attempt:
                 self._end_dump(self._dump, now)
         elif now >= self._check_at:
             self._check_at = now + CHECK_S
-            ranks = tuple(process for _, process in sorted(self._running.items()))
-            self.recorder.update(step=self._result.reached, ranks=ranks)
-            if self.member_sources is not None:
-                self._check_member_sources(self.member_sources, now)
-            for note in self.lost_hosts.notes() if self.lost_hosts is not None else ():
-                self.console.info(note)
-            if not self.job.grow_at_checkpoint:
-                self._grow()
-            # A detector that is not asked takes no silence of the link for one of the ranks.
-            hang = None if self.pool.silence(now) > COMMON_S else self._detector.check(now)
-            if hang is None or self._result.hang is not None or self._is_ending():
-                return
-            if now - self._host_of(hang.rank).last_seen >= QUIET_S:
-                return  # nothing is known of its ranks: the limit of the host decides
-            self._ask_for_stacks(hang, now)
+            self._note_progress(now)
+            self._check_for_a_hang(now)
+
+    def _note_progress(self, now: float) -> None:
+        """Keep the record of the job, and look at what others have found meanwhile."""
+        ranks = tuple(process for _, process in sorted(self._running.items()))
+        state = "running" if self._result.requested is None else "stopping"
+        self.recorder.update(step=self._result.reached, ranks=ranks, state=state)
+        if self.member_sources is not None:
+            self._check_member_sources(self.member_sources, now)
+        for note in self.lost_hosts.notes() if self.lost_hosts is not None else ():
+            self.console.info(note)
+        if not self.job.grow_at_checkpoint:
+            self._grow()
+
+    def _check_for_a_hang(self, now: float) -> None:
+        if self._result.hang is not None or self._is_ending() or self.pool.silence(now) > COMMON_S:
+            return  # a detector that is not asked takes no silence of the link for one of the ranks
+        hang = self._detector.check(now)
+        if hang is not None and now - self._host_of(hang.rank).last_seen < QUIET_S:
+            self._ask_for_stacks(hang, now)  # else nothing is known of its ranks: the limit of the host decides
 
     def _ask_for_stacks(self, hang: Hang | None, now: float) -> None:
         living = sum(not host.done for host in self.pool.all)

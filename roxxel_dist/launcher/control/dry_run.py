@@ -10,7 +10,7 @@ from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.environment import masked, masked_words, shell_line
 from roxxel_dist.launcher.job.placement import coordinator_port, placements, worker_argv, working_hosts
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.transport.connection import agent_words
+from roxxel_dist.launcher.transport.pool import agent_words
 
 
 def describe(job: JobSpec, backend: Backend) -> dict[str, Any]:

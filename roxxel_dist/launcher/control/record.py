@@ -341,6 +341,7 @@ class JobRecorder:
             first_rank=job.first_rank,
         )
         self._kept: JobRecord | None = None
+        self._entered: Path | None = None
 
     def __enter__(self) -> Self:
         """Raises UserError if another launcher's job goes on in the run directory."""
@@ -392,30 +393,31 @@ class JobRecorder:
 
         Step 0 changes nothing: a new attempt has come to no step yet.
         """
+        is_new = any(value != getattr(self.entry, name) for name, value in changes.items())
         ranks = self.entry.ranks if ranks is None else ranks
         ran = self.entry.ran or changes.get("state") == "running"
         self.entry = replace(self.entry, step=step or self.entry.step, ranks=ranks, ran=ran, **changes)
-        if self.entry != self._kept and (changes or time.monotonic() >= self._wrote + WRITE_S):
+        if self.entry != self._kept and (is_new or time.monotonic() >= self._wrote + WRITE_S):
             self._kept = self.entry = replace(self.entry, updated=time.time())
             self._wrote = time.monotonic()
             try:
-                self._write(is_new=bool(changes))
+                self._write()
             except OSError as error:
                 self._warn(error)
         if changes.get("state") == "running" and self._started is not None:
             started, self._started = self._started, None
             started(self.entry)
 
-    def _write(self, *, is_new: bool) -> None:
+    def _write(self) -> None:
         if self._folder is not None:
             folder = Path(f"/proc/self/fd/{self._folder}")
             where = os.readlink(folder)
             if where != self.entry.log_dir and os.path.isdir(where):  # it was moved
                 self._kept = self.entry = replace(self.entry, log_dir=where)
-                is_new = True
             write_file(folder / self.entry.path.name, json.dumps(asdict(self.entry)) + "\n", sync=False)
-            if is_new:
+            if self.entry.path != self._entered:
                 _enter(self.entry)
+                self._entered = self.entry.path
         elif self.entry.ran and self._unusable is not None:
             raise self._unusable
 

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
@@ -76,11 +77,13 @@ class _Controller:
 
     def run(self) -> JobResult:
         self._attempts: list[AttemptSummary] = []
+        self._reports: list[Sequence[str]] = []  # about each of them, for people
+        self._logs = Logs(self.job, self.console.info)
         self._key = os.urandom(32).hex()
         self._looks = LookHistory()
         self._times: dict[int, StepTimes] = {}  # by how many devices work
         try:
-            with HostPool(self.backend, self.signals.fd) as pool:
+            with self._logs, HostPool(self.backend, self.signals.fd) as pool:
                 return self._run(pool)
         except StoppedError as stop:  # while no rank ran
             self.console.info(f"{signal.Signals(stop.number).name}: not started{' again' * bool(self._attempts)}")
@@ -121,7 +124,7 @@ class _Controller:
                 self._looks.grown(back, failed={*ready.back} != {*back})
             with self._watch(ready.lost, selector) as lost_hosts:
                 result = self._attempt(ready, pool, lost_hosts)
-            back = lost_hosts.back
+            back = lost_hosts.back if lost_hosts is not None else ()
             last = self._attempts[-1]
             if ready.back and has_come_to_nothing(last, before):
                 last = self._attempts[-1] = replace(last, failed_growth=", ".join(ready.back))
@@ -132,7 +135,10 @@ class _Controller:
             if lost is not None and lost.with_host and selector.has_spare:
                 selector.set_aside(lost.host)  # a spare host takes its place without an attempt to reach it
             decision = next_action(self._attempts, self.job.max_restarts, self.job.restart_on, selector.can_do_without)
-            self.console.print(last.report)
+            report = report_of(ready.assignment.job, result, self._logs)
+            self._reports.append(report)
+            self.recorder.update(step=result.reached, ranks=())
+            self.console.print(report)
             if decision.why:
                 self.console.info(decision.why)
             if decision.set_aside:
@@ -145,12 +151,14 @@ class _Controller:
                     host_lost=result.lost is not None and result.lost.with_host,
                     idle=last.counts and last.reached == 0,
                 )
-            self.recorder.restarts(last.report[0].removeprefix("roxxel-dist: ") if last.report else last.cause.value)
+            self.recorder.restarts(report[0].removeprefix("roxxel-dist: ") if report else last.cause.value)
             if numbers := self.signals.wait(decision.wait):
                 raise StoppedError(numbers[0])
 
-    def _watch(self, hosts: Sequence[str], selector: HostSelector) -> LostHosts:
-        """Watches hosts that the job was given and goes on without."""
+    def _watch(self, hosts: Sequence[str], selector: HostSelector) -> AbstractContextManager[LostHosts | None]:
+        """Watches hosts that the job was given and goes on without; None where there are none."""
+        if not hosts or not self.job.is_restartable:
+            return nullcontext()
         running = Running(
             hosts=selector.working,
             port=selector.port(len(self._attempts) + 1),
@@ -158,7 +166,6 @@ class _Controller:
             plan=selector.plan,
             grows_with=selector.grows_with,
         )
-        hosts = hosts if self.job.is_restartable else ()
         return LostHosts(self.job, self.backend, hosts, running, self._looks)
 
     @property
@@ -166,7 +173,7 @@ class _Controller:
         """The largest step that a rank has entered."""
         return max((attempt.reached for attempt in self._attempts), default=0)
 
-    def _attempt(self, ready: ReadyHosts, pool: HostPool, lost_hosts: LostHosts) -> AttemptResult:
+    def _attempt(self, ready: ReadyHosts, pool: HostPool, lost_hosts: LostHosts | None) -> AttemptResult:
         job, backend, console = ready.assignment.job, self.backend, self.console
         number = job.first_attempt + len(self._attempts)
         reached, trains = self._reached, job.program.reports_steps
@@ -176,29 +183,24 @@ class _Controller:
         placed = placements(job, hosts, ready.coordinator, outer, number, ready.visible, ready.cores, reached)
         has_others = job.total > job.nprocs
         begun = time.monotonic()
-        logs = Logs(job, console.info, number)
-        try:
-            result = Attempt(
-                job=job,
-                pool=pool,
-                logs=logs,
-                console=console,
-                signals=self.signals,
-                recorder=self.recorder,
-                key=self._key,
-                address=ready.coordinator.rpartition(":")[0].strip("[]"),
-                spares=job.warm_spares if self._has_restarts else "off",
-                lost_hosts=lost_hosts,
-                times=self._times.setdefault(ready.assignment.devices, StepTimes()),
-                grow_after=reached if trains or reached else -1,
-                members=MemberHangs(job, number) if has_others else None,
-                member_sources=MemberSources(job, number) if has_others else None,
-            ).run(placed)
-        finally:
-            logs.close()
-        self.recorder.update(step=result.reached)
-        seconds = time.monotonic() - begun
-        self._attempts.append(summary(result, seconds=seconds, counts=trains, report=report_of(job, result, logs)))
+        self._logs.begin(number)
+        result = Attempt(
+            job=job,
+            pool=pool,
+            logs=self._logs,
+            console=console,
+            signals=self.signals,
+            recorder=self.recorder,
+            key=self._key,
+            address=ready.coordinator.rpartition(":")[0].strip("[]"),
+            spares=job.warm_spares if self._has_restarts else "off",
+            lost_hosts=lost_hosts,
+            times=self._times.setdefault(ready.assignment.devices, StepTimes()),
+            grow_after=reached if trains or reached else -1,
+            members=MemberHangs(job, number) if has_others else None,
+            member_sources=MemberSources(job, number) if has_others else None,
+        ).run(placed)
+        self._attempts.append(summary(result, seconds=time.monotonic() - begun, counts=trains))
         return result
 
     @property
@@ -210,7 +212,11 @@ class _Controller:
     def _tell_first_cause(self) -> None:
         """After failed restarts, report the first failure again."""
         causes = (Cause.INFRASTRUCTURE, Cause.USER)
-        failures = [attempt for attempt in self._attempts if attempt.cause in causes and not attempt.failed_growth]
-        if len(failures) > 1 and failures[-1] is self._attempts[-1] and failures[0].report:
+        failures = [
+            (attempt, report)
+            for attempt, report in zip(self._attempts, self._reports, strict=True)
+            if attempt.cause in causes and not attempt.failed_growth
+        ]
+        if len(failures) > 1 and failures[-1][0] is self._attempts[-1] and failures[0][1]:
             self.console.info(f"the first cause, of {len(self._attempts)} attempts:")
-            self.console.print(failures[0].report)
+            self.console.print(failures[0][1])

@@ -518,7 +518,8 @@ class Agent:
     def _tell_done(self) -> None:
         if not self._total or self._done:
             return
-        if all(rank.settled for rank in self._ranks) and all(rank.tree.is_empty for rank in self._dropped):
+        ended = all(rank.code is not None and rank.output < 0 and rank.tree.is_empty for rank in self._ranks)
+        if ended and all(rank.tree.is_empty for rank in self._dropped):
             self._done = True
             self._outbox.send({"type": "done"})
 

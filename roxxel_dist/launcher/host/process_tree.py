@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here, not after a fork, where a lock may be held for ever
 KILL_S = 8.0
-"""How long killed processes are waited for, less than `connection.AGENT_END_S`; in a driver some die later."""
+"""How long killed processes are waited for, less than `pool.AGENT_END_S`; in a driver some die later."""
 HEARTBEAT_TIMEOUT_S = 10.0
 """For agents that a cut link can part from their launcher."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.5

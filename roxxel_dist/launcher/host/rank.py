@@ -38,11 +38,6 @@ class Rank:
     instead: Program | None = None  # for a spare that has not confirmed yet: the program to start if it ends
     taken_by: float = 0.0  # when it must have confirmed
 
-    @property
-    def settled(self) -> bool:
-        """Whether it has ended, all its output was read, and nothing is left of it."""
-        return self.code is not None and self.output < 0 and self.tree.is_empty
-
 
 def start_rank(number: int, program: Program, folders: Sequence[str], pass_fds: tuple[int, ...] = ()) -> Rank:
     """Start a rank in its own session, with one pipe for its output, and one for its messages to the agent.

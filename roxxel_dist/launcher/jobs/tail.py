@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from roxxel_dist.launcher.control.record import JobRecord, read
-from roxxel_dist.launcher.output.printable import printable
+from roxxel_dist.launcher.output.console import printable
 
 PAUSE_MS = 100
 BLOCK = 1 << 18

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Self, TextIO
 
 from roxxel_dist.launcher.job.environment import masked_words
 from roxxel_dist.launcher.job.spec import JobSpec
@@ -56,17 +56,30 @@ def _text(block: bytes) -> list[str]:
 
 
 class Logs:
-    """One file a rank under `job.log_dir`, made with its first line, and the last lines of each in memory."""
+    """One file a rank under `job.log_dir`, made with its first line, and the last lines of each in memory.
 
-    def __init__(self, job: JobSpec, log: Callable[[str], None], attempt: int = 0) -> None:
+    Use it as a context, and `begin` each attempt.
+    """
+
+    def __init__(self, job: JobSpec, log: Callable[[str], None]) -> None:
         self._log = log
         self._folder = Path(job.log_dir)
-        started = time.strftime("%Y-%m-%d %H:%M:%S")
-        command = shlex.join(masked_words(job.command)).replace("\n", "\\n")
-        self._header = f"# {started} attempt {attempt}, run {job.run_id}: {command}\n"
+        self._run = f"run {job.run_id}: " + shlex.join(masked_words(job.command)).replace("\n", "\\n")
         self._files: dict[int, TextIO] = {}
+        self.begin(0)
+
+    def begin(self, attempt: int) -> None:
+        """What follows is of a new attempt: each file gets its header, and the lines before are not kept in memory."""
+        self.close()
+        self._header = f"# {time.strftime('%Y-%m-%d %H:%M:%S')} attempt {attempt}, {self._run}\n"
         self._tails = defaultdict[int, deque[str]](lambda: deque(maxlen=TAIL_LINES))
         self._broken = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def path(self, rank: int) -> Path:
         """Where the lines of a rank are."""

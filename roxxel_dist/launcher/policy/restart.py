@@ -74,8 +74,6 @@ class AttemptSummary:
     """Whether the program reports its steps: if not, a `reached` of 0 means nothing."""
     seconds: float = 0.0
     """How long the attempt lasted."""
-    report: Sequence[str] = ()
-    """Lines about it for the user."""
     failed_growth: str = ""
     """Hosts that were taken in for it and with which it came to nothing: it counts for nothing."""
 
@@ -110,14 +108,14 @@ def classify(result: AttemptResult) -> Cause:
     return Cause.INFRASTRUCTURE if code in INFRASTRUCTURE else Cause.USER
 
 
-def summary(result: AttemptResult, *, seconds: float, counts: bool, report: Sequence[str] = ()) -> AttemptSummary:
+def summary(result: AttemptResult, *, seconds: float, counts: bool) -> AttemptSummary:
     """An attempt for `next_action`. `counts`: the program is known to report its steps, even if it has not yet."""
     failure = first_failure(result)
     culprit = None if failure is not None and failure.code in OF_NO_RANK else result.hang or failure
     if result.differs is not None:  # an edit in the middle of a start: the next one may find the same code everywhere
         differs = result.differs
         found = {"rank": differs.rank, "host": differs.host, "reached": result.reached, "counts": True}
-        return AttemptSummary(cause=classify(result), code=exit_code(result), seconds=seconds, report=report, **found)
+        return AttemptSummary(cause=classify(result), code=exit_code(result), seconds=seconds, **found)
     return AttemptSummary(
         cause=classify(result),
         code=exit_code(result),
@@ -127,7 +125,6 @@ def summary(result: AttemptResult, *, seconds: float, counts: bool, report: Sequ
         reached=result.reached,
         counts=counts or result.reached > 0,
         seconds=seconds,
-        report=report,
     )
 
 

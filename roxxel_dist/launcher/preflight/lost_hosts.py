@@ -14,7 +14,8 @@ from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.preflight.checks import HERE, CheckResult
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
 from roxxel_dist.launcher.preflight.select_hosts import Assignment
-from roxxel_dist.launcher.transport.pool import HostPool, Interrupted
+from roxxel_dist.launcher.transport.pool import HostPool
+from roxxel_dist.launcher.transport.questions import Interrupted
 
 LOOK_S = 5.0
 """Between two looks at the start."""
@@ -76,7 +77,7 @@ class LostHosts:
     Args:
         job: what they are to be fit for.
         backend: reaches them.
-        hosts: none: nothing is looked at.
+        hosts: those that are looked at.
         running: the job without them.
         history: of the attempts before; kept up to date.
     """
@@ -90,22 +91,19 @@ class LostHosts:
         self._notes = queue.SimpleQueue[str]()
         self._pauses: dict[str, int] = {}  # rounds in which a host is not looked at
         self._end = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        if self._hosts:
-            self._wake, self._woken = os.pipe()
-            self._thread = threading.Thread(target=self._look, name="lost hosts", daemon=True)
-            self._thread.start()
+        self._wake, self._woken = os.pipe()
+        self._thread = threading.Thread(target=self._look, name="lost hosts", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._thread is not None:
-            self._end.set()
-            os.write(self._woken, b"\0")
-            self._thread.join()
-            os.close(self._wake)
-            os.close(self._woken)
+        self._end.set()
+        os.write(self._woken, b"\0")
+        self._thread.join()
+        os.close(self._wake)
+        os.close(self._woken)
 
     def notes(self) -> list[str]:
         """What people are to know, once: why a host that answers is not used."""

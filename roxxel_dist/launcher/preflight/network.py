@@ -26,7 +26,7 @@ ALL_PAIRS = 16
 """Of so many hosts every pair is tried; of more, each host and those 1, 2, 4, 8, … places before and behind it."""
 
 
-class Pool(Protocol):
+class Questions(Protocol):
     """Asks hosts."""
 
     def ask(self, questions: Mapping[str, Message]) -> dict[str, Message]:
@@ -69,7 +69,7 @@ class Addresses:
     """From which a host's packets go to another one."""
 
 
-def addresses(pool: Pool, requirements: Requirements, hosts: Hosts) -> Addresses:
+def addresses(questions: Questions, requirements: Requirements, hosts: Hosts) -> Addresses:
     """The addresses of hosts that are not all one machine.
 
     A host from which no address leads to another one has no route. On CPU one whose own name has no address that
@@ -80,7 +80,7 @@ def addresses(pool: Pool, requirements: Requirements, hosts: Hosts) -> Addresses
         other = next(name for name in hosts if hosts[name]["machine"] != info["machine"])
         towards = [hosts[other]["ssh_address"], other.rpartition("@")[2], *hosts[other]["resolves"]]
         asked[host] = {"ask": "addresses", "towards": [name for name in towards if name]}
-    routes = {host: reply.get("addresses", []) for host, reply in pool.ask(asked).items()}
+    routes = {host: reply.get("addresses", []) for host, reply in questions.ask(asked).items()}
     ranks: dict[str, str] = {}
     for host, info in hosts.items():
         own = rank_address(info) if needs_own_names(requirements, info) else next(iter(routes.get(host, [])), None)
@@ -92,7 +92,7 @@ def addresses(pool: Pool, requirements: Requirements, hosts: Hosts) -> Addresses
 
 
 def check_network(
-    pool: Pool, hosts: Hosts, addresses: Addresses, port: int | None
+    questions: Questions, hosts: Hosts, addresses: Addresses, port: int | None
 ) -> tuple[str, int, list[CheckResult]]:
     """The address and the port of the first host that the others reach, and the findings.
 
@@ -109,7 +109,7 @@ def check_network(
     nonce = os.urandom(16).hex()
     wanted: dict[str, list[tuple[str, int]]] = {host: [(ranks[host], 0)] if host in ranks else [] for host in hosts}
     wanted[first] = [*((address, port or 0) for address in coordinators), *wanted[first]]
-    held = pool.ask(
+    held = questions.ask(
         {host: {"ask": "listen", "places": places, "nonce": nonce} for host, places in wanted.items() if places}
     )
     answers = {host: reply.get("ports", []) for host, reply in held.items()}
@@ -126,7 +126,7 @@ def check_network(
         for index, ((address, _), number) in enumerate(zip(wanted[host], answers.get(host, []), strict=False))
         if isinstance(number, int)
     ]
-    failures, slowest, tried = _try(pool, places, list(hosts), nonce)
+    failures, slowest, tried = _try(questions, places, list(hosts), nonce)
     candidates = [place for place in places if place.is_coordinator]
     failed = {place: [failure for failure in failures if failure.place == place] for place in candidates}
     coordinator = min(candidates, key=lambda place: len(failed[place]))  # of equals the first one
@@ -147,7 +147,7 @@ def check_network(
 
 
 def _try(
-    pool: Pool, places: Sequence[Place], hosts: Sequence[str], nonce: str
+    questions: Questions, places: Sequence[Place], hosts: Sequence[str], nonce: str
 ) -> tuple[list[Failure], float, set[str]]:
     """Have hosts connect to places of others: those that failed, the slowest one (ms), and who has answered."""
     targets = {host: [place for place in places if _reaches(hosts, host, place)] for host in hosts}
@@ -156,7 +156,7 @@ def _try(
         for host, to in targets.items()
         if to
     }
-    answers = {host: reply["took"] for host, reply in pool.ask(asked).items() if "took" in reply}
+    answers = {host: reply["took"] for host, reply in questions.ask(asked).items() if "took" in reply}
     pairs = [(host, place, took) for host in answers for place, took in zip(targets[host], answers[host], strict=True)]
     failures = [Failure(host, place, took) for host, place, took in pairs if isinstance(took, str)]
     slowest = max((took for _, _, took in pairs if not isinstance(took, str)), default=0.0)

@@ -25,6 +25,7 @@ from roxxel_dist.launcher.preflight.checks import (
 )
 from roxxel_dist.launcher.preflight.network import Addresses, addresses, check_network
 from roxxel_dist.launcher.transport.pool import HostPool
+from roxxel_dist.launcher.transport.questions import HostQuestions
 
 LOOPBACK = "127.0.0.1"
 FILES, FILES_A_HOST = 64, 16
@@ -101,11 +102,12 @@ def check_hosts(
         if problem := allow_open_files(len(hosts)):
             return PreflightReport(findings=[CheckResult("error", "open files", tuple(hosts), problem)])
         requirements = replace(requirements, code=hash_of_code())
-        return _check(requirements, backend, hosts, port, pool or held.enter_context(HostPool(backend)), busy)
+        questions = HostQuestions(pool or held.enter_context(HostPool(backend)))
+        return _check(requirements, backend, hosts, port, questions, busy)
 
 
 class _ThisMachine:
-    """Asked as a pool is, but without an agent: nothing is as fast."""
+    """Asked as hosts are, but without an agent: nothing is as fast."""
 
     def __init__(self, held: ExitStack) -> None:
         self.unreachable: dict[str, str] = {}
@@ -115,7 +117,7 @@ class _ThisMachine:
         return {host: answer(question, self._held) for host, question in questions.items()}
 
 
-Pool = HostPool | _ThisMachine
+Questions = HostQuestions | _ThisMachine
 
 
 def _check(
@@ -123,58 +125,58 @@ def _check(
     backend: Backend,
     hosts: Sequence[str],
     port: int | None,
-    pool: Pool,
+    questions: Questions,
     busy: Collection[str],
 ) -> PreflightReport:
-    infos = pool.ask({host: {"ask": "facts", **asdict(requirements)} for host in hosts})
+    infos = questions.ask({host: {"ask": "facts", **asdict(requirements)} for host in hosts})
     for host in [host for host in infos if "why" in infos[host]]:
-        pool.unreachable[host] = infos.pop(host)["why"]
+        questions.unreachable[host] = infos.pop(host)["why"]
     if not infos:
-        return PreflightReport(unreachable=dict(pool.unreachable))
+        return PreflightReport(unreachable=dict(questions.unreachable))
     for host in infos.keys() & busy:
         infos[host]["tpu_lock"] = None
     first, *others = infos
-    findings = [_with_files(pool, result) for result in run_checks(requirements, infos)]
+    findings = [_with_files(questions, result) for result in run_checks(requirements, infos)]
     address = backend.address or LOOPBACK
     places = Addresses(coordinators=[address])
     if not are_one_machine(infos):
-        places = addresses(pool, requirements, infos)
+        places = addresses(questions, requirements, infos)
     elif address != LOOPBACK:  # rank 0 is on another machine, or where another machine reaches it
         findings += own_names(requirements, {first: infos[first] | own_name()})
     free = port or 0
     if backend.is_coordinator:
-        address, free, more = check_network(pool, infos, places, port)
+        address, free, more = check_network(questions, infos, places, port)
         findings += more
     if requirements.shared and others:
-        findings += _shared(pool, list(infos), requirements.run_dir)
+        findings += _shared(questions, list(infos), requirements.run_dir)
     return PreflightReport(
         address=address,
         port=free,
         findings=findings,
-        unreachable=dict(pool.unreachable),
+        unreachable=dict(questions.unreachable),
         visible={host: info["visible"] for host, info in infos.items() if info["visible"] is not None},
         cores=max(info["cores"] for info in infos.values()),
     )
 
 
-def _with_files(pool: Pool, result: CheckResult) -> CheckResult:
+def _with_files(questions: Questions, result: CheckResult) -> CheckResult:
     """A finding of different code, with the files that differ between two of the hosts."""
     if result.check != "code" or result.level == "ok":
         return result
     hosts = [next((host for host in group if host != HERE), HERE) for group in result.groups[:2]]
-    answers = pool.ask({host: {"ask": "code"} for host in hosts if host != HERE})
+    answers = questions.ask({host: {"ask": "code"} for host in hosts if host != HERE})
     sums = [code_files() if host == HERE else answers.get(host, {}).get("files", {}) for host in hosts]
     paths = sorted({path for path, _ in sums[0].items() ^ sums[1].items()}) if all(sums) else []
     return replace(result, text=f"{result.text} (different: {named(paths)})") if paths else result
 
 
-def _shared(pool: Pool, hosts: Sequence[str], run_dir: str | None) -> list[CheckResult]:
+def _shared(questions: Questions, hosts: Sequence[str], run_dir: str | None) -> list[CheckResult]:
     """Whether a file that the first host makes in the run directory is there for all."""
     first, *others = hosts
-    file = pool.ask({first: {"ask": "touch", "run_dir": run_dir}}).get(first, {})
+    file = questions.ask({first: {"ask": "touch", "run_dir": run_dir}}).get(first, {})
     if "name" not in file:  # the check of the disk says why
         return []
-    answers = pool.ask({host: {"ask": "see", "run_dir": run_dir, "name": file["name"]} for host in others})
+    answers = questions.ask({host: {"ask": "see", "run_dir": run_dir, "name": file["name"]} for host in others})
     blind = [host for host, said in answers.items() if not said.get("seen")]
     if not blind:
         return [CheckResult("ok", "run directory", tuple(hosts), f"{run_dir} is the same folder on {named(hosts)}")]

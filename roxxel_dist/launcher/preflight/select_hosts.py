@@ -11,7 +11,8 @@ from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
-from roxxel_dist.launcher.transport.pool import HostPool, Interrupted
+from roxxel_dist.launcher.transport.pool import HostPool
+from roxxel_dist.launcher.transport.questions import Interrupted
 
 RETRY_S = 2.0
 TELL_S = 5.0

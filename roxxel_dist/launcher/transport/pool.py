@@ -1,27 +1,34 @@
-"""A program on each of some hosts: starts them, asks them, hands over their messages, and notices the silent ones."""
+"""The links to the programs on the hosts: orders and heartbeats down, messages up, and which host is silent."""
 
 import os
-import random
 import re
 import secrets
 import selectors
 import signal
+import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Self
 
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT, UserError
-from roxxel_dist.launcher.host.protocol import Message
-from roxxel_dist.launcher.job.backend import Backend
+from roxxel_dist.launcher.host.protocol import Decoder, Message, Outbox
+from roxxel_dist.launcher.job.backend import Backend, RemoteProcess
 from roxxel_dist.launcher.job.placement import Placement
 from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.output.logs import LineSplitter
 from roxxel_dist.launcher.policy.hang import STILL_S
 from roxxel_dist.launcher.policy.outcome import HostLost, how
-from roxxel_dist.launcher.transport.connection import AGENT_END_S, CHUNK, HEARTBEAT_S, HostConnection, agent_words
 
+CHUNK = 1 << 20
+AGENT_END_S = 10.0
+HEARTBEAT_S = 0.5
+"""Seconds between the heartbeats that a controller sends its agents."""
+STDERR_LINES = 100
+"""Of a program's stderr so many lines are kept, to show why it ended."""
 SILENT_S = 10.0
 """An agent speaks each half second. Silent for longer, it is lost, with its ranks (`Backend.heartbeat_timeout_s`)."""
 QUIET_S = 2.0
@@ -32,35 +39,114 @@ GONE_S = 2.5
 """The ranks of a lost host are gone so long after its agent gives up: a guard may have to end it (`agent.SLACK_S`)."""
 START_S = 60.0
 """How long an agent may take to its first word: a connection, and an interpreter from a slow file system."""
-ANSWER_S = 60.0
-"""How long a host may take to an answer before the start, its connection included."""
-AT_ONCE = 32
-"""So many hosts are asked at the same time: each may have to be reached first, and a network has its own limits."""
-RETRY_S, RETRY_MOST_S = 0.25, 5.0
-"""The first pause after a refused connection, and the longest one; each is twice the last, and half of it is random."""
-REFUSALS = 8
-"""So many in a row, and the host counts as unreachable: about 17 s."""
 KILL_S = 10.0
 """How long killed ranks may take to be gone."""
 PROBE_END_S = 2.0
 """How long a program without ranks may take to end."""
 EXIT_LOST = 137
 """What an agent without a code of its own counts as: its ranks were killed."""
+ASKED = re.compile(r"\bask:[a-z]")
+"""What a shell that reads a question as a command names in its error, without quotes and perhaps without braces."""
+ANOTHER_SHELL = "a start-up file (~/.bashrc) must not start another shell where the login has no terminal"
 
 
-class Interrupted(Exception):
-    """The questions were broken off because of a signal, or another event for the launcher."""
+def agent_words(backend: Backend) -> tuple[str, ...]:
+    """The module of the agent and its arguments, for `Backend.start`."""
+    timeout = () if backend.heartbeat_timeout_s is None else (f"{backend.heartbeat_timeout_s:g}",)
+    return ("roxxel_dist.launcher.host.agent", *timeout)
 
 
-@dataclass
-class Refusals:
-    """The connections to a host that its server, or one on the way, has refused."""
+@dataclass(eq=False, kw_only=True)
+class HostConnection:
+    """The controller's end of one program on a host."""
 
-    until: float
-    """When the host counts as unreachable, by the launcher's clock."""
-    count: int = 0
-    again: float = 0.0
-    """When the next connection may begin."""
+    host: str
+    process: RemoteProcess
+    ranks: list[int] = field(default_factory=list)
+    last_seen: float = field(default_factory=time.monotonic)
+    """When the last message of the program came, by the launcher's clock."""
+    echoed: float = 0.0
+    """When the newest heartbeat was sent that the program has acknowledged, by the launcher's clock."""
+    leased: bool = False
+    """Whether its ranks may have a lease: for some time no host is known to have received from the launcher."""
+    ready: bool = False
+    """Whether any message has come."""
+    done: bool = False
+    """Whether nothing more is expected from it in this attempt: its work has ended, or it is lost."""
+    lost: bool = False
+    """Whether no message is expected from it any more."""
+    started: bool = False
+    """Whether it got the order to start ranks: from then on it ends if it receives nothing."""
+    question: int = 0
+    """The number of the last question sent to it."""
+    decoder: Decoder = field(default_factory=lambda: Decoder(after_noise=True))
+    stderr: deque[str] = field(default_factory=lambda: deque(maxlen=STDERR_LINES))
+    """The last lines of its stderr: those of ssh, or of a program that could not start."""
+
+    def __post_init__(self) -> None:
+        stdin, stdout, stderr = self.process.stdin, self.process.stdout, self.process.stderr
+        assert stdin is not None
+        assert stdout is not None
+        assert stderr is not None
+        self._streams = (stdin, stdout, stderr)
+        self.order_fd: int = stdin.fileno()
+        self.fd: int = stdout.fileno()
+        self.error_fd: int = stderr.fileno()
+        self._outbox = Outbox(self.order_fd)
+        self._lines = LineSplitter()
+        self._lock = threading.Lock()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are orders for which the pipe has had no room."""
+        return len(self._outbox) > 0
+
+    def send(self, *messages: Message) -> None:
+        """Give orders, and go on with those that wait, without waiting for the program; one that is gone needs none."""
+        with self._lock:
+            if self._streams[0].closed:
+                return
+            for message in messages:
+                self._outbox.send(message)
+            self._outbox.flush()
+
+    @property
+    def last_words(self) -> str:
+        """The last line of a program that runs and does not answer, for a message."""
+        line = self.stderr[-1].strip() if self.stderr else self.decoder.noise
+        return f" (its last line: {line})" if line else ""
+
+    def errors(self, data: bytes) -> list[str]:
+        """The lines that this piece of its stderr completes (its end: `b""`)."""
+        lines = [line for line in (self._lines.feed(data) if data else self._lines.close()) if line.strip()]
+        self.stderr.extend(lines)
+        return lines
+
+    def wait(self, limit_s: float) -> int | None:
+        """How the program ended, and its stderr up to there; None where it has not within the limit, and is killed."""
+        try:
+            code = self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = None
+        os.set_blocking(self.error_fd, False)  # another process may hold the other end for long
+        with suppress(BlockingIOError):
+            while data := os.read(self.error_fd, CHUNK):
+                self.errors(data)
+        self.errors(b"")
+        return code
+
+    def hang_up(self) -> None:
+        """Close the stream of orders: the program ends, an agent together with its ranks."""
+        with self._lock, suppress(BrokenPipeError):
+            self._streams[0].close()
+
+    def close(self, limit_s: float) -> None:
+        """Wait for the end of a program that was hung up on; at the limit it is killed."""
+        self._streams[1].close()
+        if self.wait(limit_s) is None:
+            self.process.wait()
+        self._streams[2].close()
 
 
 class HostPool:
@@ -70,16 +156,14 @@ class HostPool:
 
     Args:
         backend: starts the agents.
-        wake: a descriptor to be waited for too; `events` returns when it can be read, and `ask` raises `Interrupted`.
+        wake: a descriptor to be waited for too: `events` says when it can be read.
     """
 
     def __init__(self, backend: Backend, wake: int | None = None) -> None:
         self._by_host: dict[str, HostConnection] = {}
         self.all: Collection[HostConnection] = self._by_host.values()
         """In the order of their start."""
-        self.unreachable: dict[str, str] = {}
-        """Hosts that do not answer questions, and why."""
-        self._backend = backend
+        self.backend: Backend = backend
         self._words = agent_words(backend)
         self._select = selectors.DefaultSelector()
         if wake is not None:
@@ -89,11 +173,6 @@ class HostPool:
         self._kill_by: float | None = None
         self._looked = 0.0
         self._lease_s: float | None = None
-        self._questions = 0
-        self._room: float = AT_ONCE
-        """How many hosts may be connected to at the same time: fewer where a server refuses some."""
-        self._narrowed = 0
-        """The last question when the room was made smaller."""
 
     def __enter__(self) -> Self:
         return self
@@ -109,130 +188,36 @@ class HostPool:
         for link in self.all:
             link.close(max(0.0, end - time.monotonic()))
 
+    def is_connected(self, host: str) -> bool:
+        """Whether there is a program on a host."""
+        return host in self._by_host
+
     def connect(self, host: str) -> HostConnection:
         """The program on a host, which is started where it does not run. Raises OSError where it cannot be."""
         if host in self._by_host:
             return self._by_host[host]
-        self._by_host[host] = link = HostConnection(host=host, process=self._backend.start(host, *self._words))
+        self._by_host[host] = link = HostConnection(host=host, process=self.backend.start(host, *self._words))
         for fd in (link.fd, link.error_fd):
             self._select.register(fd, selectors.EVENT_READ, link)
         return link
 
     def reach_anew(self) -> None:
         """Let go of hosts that were lost, or have not answered: the next question, or start, connects to them again."""
-        while events := [(link, event) for link, event in self._ready(0) if link is not None]:
+        while events := [(link, event) for link, event in self.ready(0) if link is not None]:
             for link, event in events:
                 if isinstance(event, Exception):
-                    self._forget(link)
-        self._disconnect([link for link in self.all if link.lost])
-        self.unreachable.clear()
+                    self.forget(link)
+        self.disconnect([link for link in self.all if link.lost])
 
-    def _disconnect(self, links: Sequence[HostConnection]) -> None:
+    def disconnect(self, links: Sequence[HostConnection]) -> None:
+        """End these programs; the next question, or start, connects to their hosts again."""
         for link in links:
-            self._forget(link)
+            self.forget(link)
             del self._by_host[link.host]
             link.hang_up()
         end = time.monotonic() + AGENT_END_S
         for link in links:
             link.close(max(0.0, end - time.monotonic()))
-
-    def ask(self, questions: Mapping[str, Message], limit_s: float = ANSWER_S) -> dict[str, Message]:
-        """Ask hosts, `AT_ONCE` at a time, and wait for all answers; `received` in each is the time here when it came.
-
-        A host that does not answer within `limit_s` seconds, or whose program ends, has no answer, and is in
-        `unreachable`. An agent that has had ranks has `SILENT_S` at most, for it is connected.
-
-        Raises:
-            Interrupted: the descriptor `wake` can be read.
-        """
-        answers: dict[str, Message] = {}
-        unasked = deque(host for host in questions if host not in self.unreachable)
-        waiting: dict[HostConnection, float] = {}
-        refusals: dict[str, Refusals] = {}  # of hosts that are to be reached once more
-        while unasked or waiting or refusals:
-            now = time.monotonic()
-            for host in [host for host, refused in refusals.items() if refused.again <= now and host not in unasked]:
-                unasked.append(host)
-            may_ask = len(waiting) < AT_ONCE and self._has_room(unasked, waiting)
-            if unasked and may_ask:  # one in a turn: answers are not to wait for the start of others
-                host = unasked.popleft()
-                try:
-                    link = self._ask(host, questions[host])
-                except OSError as error:
-                    refusals.pop(host, None)
-                    self.unreachable[host] = f"no agent could be started: {error}"
-                    continue
-                waiting[link] = now + (min(limit_s, SILENT_S) if link.started else limit_s)
-                if host in refusals:
-                    waiting[link] = refusals[host].again = refusals[host].until
-            at_once = unasked and len(waiting) < AT_ONCE and self._has_room(unasked, waiting)
-            ends = [*waiting.values(), *(refused.again for host, refused in refusals.items() if host not in unasked)]
-            wait_s = 0.0 if at_once or not ends else max(0.0, min(ends) - time.monotonic())
-            for link, event in self._ready(wait_s):
-                if link is None:
-                    raise Interrupted
-                if isinstance(event, Exception):
-                    why = str(event) or _why_it_ended(link)
-                    if link in waiting and not link.ready and self._backend.is_refusal(link.stderr):
-                        refused = refusals.setdefault(link.host, Refusals(waiting.pop(link)))
-                        if self._try_again(link, refused):
-                            continue
-                        why += (
-                            f"; refused {refused.count} times: its server, or a bastion before it, takes fewer at once"
-                        )
-                    refusals.pop(link.host, None)
-                    self._give_up(link, why)
-                elif isinstance(event, dict) and "type" not in event and event.pop("id", None) in (None, link.question):
-                    answers[link.host] = event | {"received": time.time()}
-                    refusals.pop(link.host, None)
-                    self._room += 1 / self._room  # as many more in each round, until a connection is refused
-                else:
-                    continue
-                waiting.pop(link, None)
-            self._give_up_the_late(waiting, refusals, limit_s)
-        return {host: answers[host] for host in questions if host in answers}
-
-    def _ask(self, host: str, question: Message) -> HostConnection:
-        link = self.connect(host)
-        self._questions += 1
-        link.question = self._questions  # an answer to one that was broken off may still come
-        link.send({**question, "id": link.question})
-        return link
-
-    def _has_room(self, unasked: Sequence[str], waiting: Collection[HostConnection]) -> bool:
-        """Whether the next host is connected, or there is room for one more that is not."""
-        is_connected = bool(unasked) and unasked[0] in self._by_host
-        return is_connected or sum(not link.ready for link in waiting) < self._room
-
-    def _try_again(self, link: HostConnection, refused: Refusals) -> bool:
-        """Take note of a refused connection; whether there is time for another one, after a pause of random length."""
-        refused.count += 1
-        if link.question > self._narrowed:  # those that began before are of the same crowd
-            self._room, self._narrowed = max(self._room / 2, 1.0), self._questions
-        now = time.monotonic()
-        refused.again = now + min(RETRY_S * 2**refused.count, RETRY_MOST_S) * random.uniform(0.5, 1)
-        if refused.again >= refused.until or refused.count == REFUSALS:
-            return False
-        self._disconnect([link])
-        return True
-
-    def _give_up_the_late(
-        self, waiting: dict[HostConnection, float], refusals: dict[str, Refusals], limit_s: float
-    ) -> None:
-        for link in [link for link, end in waiting.items() if time.monotonic() >= end]:
-            del waiting[link]
-            refusals.pop(link.host, None)
-            limit = min(limit_s, SILENT_S) if link.started else limit_s
-            stuck = "is it stuck, or its network?"
-            if not link.ready:
-                stuck = "is it stuck, or its network, or does a start-up file there (~/.bashrc) not end?"
-            self._give_up(link, f"it did not answer within {limit:g} s{_last_words(link)}: {stuck}")
-
-    def _give_up(self, link: HostConnection, why: str) -> None:
-        self.unreachable[link.host] = why
-        self._forget(link)
-        if link.process.poll() is None:
-            link.process.kill()
 
     def start(
         self, job: JobSpec, placed: Sequence[Placement], key: str, spares: str, address: str = "127.0.0.1"
@@ -242,7 +227,7 @@ class HostPool:
         `key` is that of the job's folders in memory, `spares` the job's --warm-spares, or off. `address` is the first
         host's, as all others reach it.
         """
-        self._lease_s = None if self._backend.heartbeat_timeout_s is None else max(job.host_lease, SILENT_S)
+        self._lease_s = None if self.backend.heartbeat_timeout_s is None else max(job.host_lease, SILENT_S)
         lease = {"limit": self._lease_s, "hosts": len(placed), "token": secrets.token_hex(16), "address": address}
         self._looked = time.monotonic()  # no heartbeat was expected since the last question
         self._kill_by = None
@@ -260,7 +245,7 @@ class HostPool:
             self._heartbeat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
             self._heartbeat.start()
         hosts = {place.host for place in placed}
-        self._disconnect([link for link in self.all if link.host not in hosts])
+        self.disconnect([link for link in self.all if link.host not in hosts])
 
     def _beat(self) -> None:
         """Tell agents, in a thread, that their controller lives: its loop may have to wait, for a disk for instance."""
@@ -284,16 +269,16 @@ class HostPool:
             if not link.done:
                 link.send(message)
 
-    def events(self, wait_s: float) -> Iterator[tuple[HostConnection, Message | HostLost | str]]:
-        """The events that arrive together, after waiting for at most `wait_s` seconds.
+    def events(self, wait_s: float) -> Iterator[tuple[HostConnection, Message | HostLost | str] | tuple[None, None]]:
+        """The events that arrive together, after waiting for at most `wait_s` seconds; (None, None) for `wake`.
 
-        A message of an agent, its loss, or a line for the user. A readable `wake` ends the wait without an event.
+        A message of an agent, its loss, or a line for the user.
         """
-        for link, event in self._ready(wait_s):
+        for link, event in self.ready(wait_s):
             if link is None or event is None:
-                continue
-            if isinstance(event, Exception) and link.done:  # after its work: the next attempt reaches it again
-                self._forget(link)
+                yield None, None
+            elif isinstance(event, Exception) and link.done:  # after its work: the next attempt reaches it again
+                self.forget(link)
             elif isinstance(event, EOFError):
                 yield link, self._ended(link)
             elif isinstance(event, Exception):
@@ -330,7 +315,7 @@ class HostPool:
             case _:
                 pass
 
-    def _ready(self, wait_s: float) -> Iterator[tuple[HostConnection, Message | str | Exception] | tuple[None, None]]:
+    def ready(self, wait_s: float) -> Iterator[tuple[HostConnection, Message | str | Exception] | tuple[None, None]]:
         """The events that arrive together, after waiting for at most `wait_s` seconds; (None, None) for `wake`.
 
         A message, a line of stderr, EOFError if a program has closed its stdout, ValueError for an invalid message.
@@ -370,7 +355,7 @@ class HostPool:
             try:
                 for message in link.decoder.feed(data):
                     if "ask" in message:
-                        raise UserError(f"it sends back what it is sent{_last_words(link)}: no program runs there")
+                        raise UserError(f"it sends back what it is sent{link.last_words}: no program runs there")
                     yield message
             except ValueError as error:
                 yield error
@@ -387,8 +372,8 @@ class HostPool:
         reason = f": {link.stderr[-1]}" if link.stderr else ""
         if not link.ready:
             text = f"the agent on host {link.host} did not start ({how(code)}){reason}"
-            return self._lose(link, text, EXIT_PREFLIGHT, with_host=True, gone=code != self._backend.broken_link)
-        if code == self._backend.broken_link:
+            return self._lose(link, text, EXIT_PREFLIGHT, with_host=True, gone=code != self.backend.broken_link)
+        if code == self.backend.broken_link:
             text = f"the connection to host {link.host} broke ({how(code)}){reason}; the agent there kills its ranks"
             return self._lose(link, text)
         text = f"the agent on host {link.host} ended before its ranks ({how(code)}){reason}; they were killed"
@@ -404,7 +389,7 @@ class HostPool:
         died: bool = False,
         gone: bool = False,
     ) -> HostLost:
-        self._forget(link)
+        self.forget(link)
         gone_by = 0.0 if gone else link.last_seen + QUIET_S + self._limit_s(link) + GONE_S
         return HostLost(
             host=link.host,
@@ -422,7 +407,8 @@ class HostPool:
             return START_S
         return self._lease_s if link.leased and self._lease_s is not None else SILENT_S
 
-    def _forget(self, link: HostConnection) -> None:
+    def forget(self, link: HostConnection) -> None:
+        """Take no more from a program: it is lost."""
         link.done = link.lost = True
         for fd in (link.fd, link.error_fd, link.order_fd):
             if fd in self._select.get_map():
@@ -461,36 +447,3 @@ class HostPool:
                 ranks = ", ".join(map(str, link.ranks))
                 text = f"host {link.host}: of the ranks {ranks}, not all are gone {KILL_S:g} s after they were killed"
                 yield link, self._lose(link, f"{text} (a process that waits for a disk or a driver cannot be)")
-
-
-ASKED = re.compile(r"\bask:[a-z]")
-"""What a shell that reads a question as a command names in its error, without quotes and perhaps without braces."""
-ANOTHER_SHELL = "a start-up file (~/.bashrc) must not start another shell where the login has no terminal"
-HINTS = (
-    ("cd:", "name a working directory that is there with --directory"),
-    ("Permission denied (", "nobody answers a question here: use a key without a passphrase, or an ssh-agent"),
-    ("Host key verification failed", "log in once by hand, and compare its key: it has to be in known_hosts"),
-    ("Could not resolve hostname", "write names as ssh takes them; --procs-per-host says how many ranks a host has"),
-    ("heard nothing from the launcher", "does a start-up file there (~/.bashrc) read its standard input?"),
-    ("No module named", "install roxxel-dist there, or name the Python that has it with --python"),
-    ("not found", "install roxxel-dist there, or name the Python that has it with --python"),
-    ("No such file", "install roxxel-dist there, or name the Python that has it with --python"),
-)
-"""Words in the last line of a program that did not start, and what a person can do."""
-
-
-def _why_it_ended(link: HostConnection) -> str:
-    """Why a program ended that should have answered: the last line of its stderr, with what to do."""
-    code = link.wait(PROBE_END_S)
-    lines = [line.strip() for line in link.stderr if ": terminating, " not in line]  # of ssh, after what is wrong
-    why = lines[-1] if lines else link.decoder.noise
-    if not why:
-        why = "nothing was said: does the login shell, or its start-up file (~/.bashrc), end before the program?"
-    hint = next((hint for words, hint in HINTS if words in why), "")
-    return f"{why}{'; ' if hint else ''}{hint} (code {'unknown' if code is None else code})"
-
-
-def _last_words(link: HostConnection) -> str:
-    """The last line of a program that runs and does not answer, for a message."""
-    line = link.stderr[-1].strip() if link.stderr else link.decoder.noise
-    return f" (its last line: {line})" if line else ""

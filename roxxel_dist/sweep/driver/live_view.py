@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roxxel_dist.launcher.output.bar import clock
-from roxxel_dist.launcher.output.printable import printable
+from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.sweep.report.text import STATES
 from roxxel_dist.sweep.study.folder import flat, short
 from roxxel_dist.sweep.study.journal import History, Trial

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.launcher.output.printable import printable
+from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.place.directory import CONFIG
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
 from roxxel_dist.sweep.study.folder import LEFT_OUT, Study, flat, short

@@ -27,8 +27,7 @@ from roxxel_dist.launcher.job.environment import is_secret, masked_words
 from roxxel_dist.launcher.job.flags import split_flags
 from roxxel_dist.launcher.job.placement import ranks_on
 from roxxel_dist.launcher.job.spec import HostOptions
-from roxxel_dist.launcher.output.console import info
-from roxxel_dist.launcher.output.printable import printable
+from roxxel_dist.launcher.output.console import info, printable
 
 SLACK_S = 15
 """From the end of the ranks' grace to the time limit: for the kill of those that stay, and for the requeue."""

@@ -1,0 +1,185 @@
+"""Questions to the hosts before a start: many at once, and again where a server has no room for a connection."""
+
+import itertools
+import random
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from roxxel_dist.launcher.host.protocol import Message
+from roxxel_dist.launcher.transport.pool import PROBE_END_S, SILENT_S, HostConnection, HostPool
+
+ANSWER_S = 60.0
+"""How long a host may take to an answer before the start, its connection included."""
+AT_ONCE = 32
+"""So many hosts are asked at the same time: each may have to be reached first, and a network has its own limits."""
+RETRY_S, RETRY_MOST_S = 0.25, 5.0
+"""The first pause after a refused connection, and the longest one; each is twice the last, and half of it is random."""
+REFUSALS = 8
+"""So many in a row, and the host counts as unreachable: about 17 s."""
+HINTS = (
+    ("cd:", "name a working directory that is there with --directory"),
+    ("Permission denied (", "nobody answers a question here: use a key without a passphrase, or an ssh-agent"),
+    ("Host key verification failed", "log in once by hand, and compare its key: it has to be in known_hosts"),
+    ("Could not resolve hostname", "write names as ssh takes them; --procs-per-host says how many ranks a host has"),
+    ("heard nothing from the launcher", "does a start-up file there (~/.bashrc) read its standard input?"),
+    ("No module named", "install roxxel-dist there, or name the Python that has it with --python"),
+    ("not found", "install roxxel-dist there, or name the Python that has it with --python"),
+    ("No such file", "install roxxel-dist there, or name the Python that has it with --python"),
+)
+"""Words in the last line of a program that did not start, and what a person can do."""
+_numbers = itertools.count(1)
+"""Of the questions of this process: an answer to one that was broken off may come late."""
+
+
+class Interrupted(Exception):
+    """The questions were broken off because of a signal, or another event for the launcher."""
+
+
+@dataclass
+class Refusals:
+    """The connections to a host that its server, or one on the way, has refused."""
+
+    until: float
+    """When the host counts as unreachable, by the launcher's clock."""
+    count: int = 0
+    again: float = 0.0
+    """When the next connection may begin."""
+
+
+@dataclass
+class _Round:
+    """One question to each of some hosts, as far as it has come."""
+
+    questions: Mapping[str, Message]
+    limit_s: float
+    unasked: deque[str]
+    answers: dict[str, Message] = field(default_factory=dict)
+    waiting: dict[HostConnection, float] = field(default_factory=dict)
+    """Those that were asked, and until when they may answer, by the launcher's clock."""
+    refusals: dict[str, Refusals] = field(default_factory=dict)
+    """Of hosts that are to be reached once more."""
+
+    def limit_of(self, link: HostConnection) -> float:
+        """Seconds for an answer: an agent that has had ranks is connected."""
+        return min(self.limit_s, SILENT_S) if link.started else self.limit_s
+
+
+class HostQuestions:
+    """Asks the programs of a pool, which are started where they do not run."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self.unreachable: dict[str, str] = {}
+        """Hosts that do not answer, and why."""
+        self._pool = pool
+        self._room: float = AT_ONCE
+        """How many hosts may be connected to at the same time: fewer where a server refuses some."""
+        self._narrowed = 0
+        """The last question when the room was made smaller."""
+        self._last = 0
+        """The last question."""
+
+    def ask(self, questions: Mapping[str, Message], limit_s: float = ANSWER_S) -> dict[str, Message]:
+        """Ask hosts, `AT_ONCE` at a time, and wait for all answers; `received` in each is the time here when it came.
+
+        A host that does not answer within `limit_s` seconds, or whose program ends, has no answer, and is in
+        `unreachable`. An agent that has had ranks has `SILENT_S` at most, for it is connected.
+
+        Raises:
+            Interrupted: the pool was woken.
+        """
+        turn = _Round(questions, limit_s, deque(host for host in questions if host not in self.unreachable))
+        while turn.unasked or turn.waiting or turn.refusals:
+            now = time.monotonic()
+            again = [host for host, refused in turn.refusals.items() if refused.again <= now]
+            turn.unasked.extend(host for host in again if host not in turn.unasked)
+            if self._has_room(turn):  # one in a turn: answers are not to wait for the start of others
+                self._ask_next(turn, now)
+            for link, event in self._pool.ready(self._wait_s(turn)):
+                if link is None:
+                    raise Interrupted
+                self._take(turn, link, event)
+            self._give_up_the_late(turn)
+        return {host: turn.answers[host] for host in questions if host in turn.answers}
+
+    def _has_room(self, turn: _Round) -> bool:
+        """Whether a host can be asked now: it is connected, or there is room for one more that is not."""
+        if not turn.unasked or len(turn.waiting) >= AT_ONCE:
+            return False
+        return self._pool.is_connected(turn.unasked[0]) or sum(not link.ready for link in turn.waiting) < self._room
+
+    def _ask_next(self, turn: _Round, now: float) -> None:
+        host = turn.unasked.popleft()
+        try:
+            link = self._pool.connect(host)
+        except OSError as error:
+            turn.refusals.pop(host, None)
+            self.unreachable[host] = f"no agent could be started: {error}"
+            return
+        self._last = link.question = next(_numbers)
+        link.send({**turn.questions[host], "id": link.question})
+        turn.waiting[link] = now + turn.limit_of(link)
+        if host in turn.refusals:
+            turn.waiting[link] = turn.refusals[host].again = turn.refusals[host].until
+
+    def _wait_s(self, turn: _Round) -> float:
+        again = [refused.again for host, refused in turn.refusals.items() if host not in turn.unasked]
+        ends = [*turn.waiting.values(), *again]
+        return 0.0 if self._has_room(turn) or not ends else max(0.0, min(ends) - time.monotonic())
+
+    def _take(self, turn: _Round, link: HostConnection, event: Message | str | Exception | None) -> None:
+        """Take in an answer, or the end of a program."""
+        if isinstance(event, Exception):
+            why = str(event) or _why_it_ended(link)
+            if link in turn.waiting and not link.ready and self._pool.backend.is_refusal(link.stderr):
+                refused = turn.refusals.setdefault(link.host, Refusals(turn.waiting.pop(link)))
+                if self._try_again(link, refused):
+                    return
+                why += f"; refused {refused.count} times: its server, or a bastion before it, takes fewer at once"
+            self._give_up(link, why)
+        elif isinstance(event, dict) and "type" not in event and event.pop("id", None) in (None, link.question):
+            turn.answers[link.host] = event | {"received": time.time()}
+            self._room += 1 / self._room  # as many more in each round, until a connection is refused
+        else:
+            return
+        turn.refusals.pop(link.host, None)
+        turn.waiting.pop(link, None)
+
+    def _try_again(self, link: HostConnection, refused: Refusals) -> bool:
+        """Take note of a refused connection; whether there is time for another one, after a pause of random length."""
+        refused.count += 1
+        if link.question > self._narrowed:  # those that began before are of the same crowd
+            self._room, self._narrowed = max(self._room / 2, 1.0), self._last
+        now = time.monotonic()
+        refused.again = now + min(RETRY_S * 2**refused.count, RETRY_MOST_S) * random.uniform(0.5, 1)
+        if refused.again >= refused.until or refused.count == REFUSALS:
+            return False
+        self._pool.disconnect([link])
+        return True
+
+    def _give_up_the_late(self, turn: _Round) -> None:
+        for link in [link for link, end in turn.waiting.items() if time.monotonic() >= end]:
+            del turn.waiting[link]
+            turn.refusals.pop(link.host, None)
+            stuck = "is it stuck, or its network?"
+            if not link.ready:
+                stuck = "is it stuck, or its network, or does a start-up file there (~/.bashrc) not end?"
+            self._give_up(link, f"it did not answer within {turn.limit_of(link):g} s{link.last_words}: {stuck}")
+
+    def _give_up(self, link: HostConnection, why: str) -> None:
+        self.unreachable[link.host] = why
+        self._pool.forget(link)
+        if link.process.poll() is None:
+            link.process.kill()
+
+
+def _why_it_ended(link: HostConnection) -> str:
+    """Why a program ended that should have answered: the last line of its stderr, with what to do."""
+    code = link.wait(PROBE_END_S)
+    lines = [line.strip() for line in link.stderr if ": terminating, " not in line]  # of ssh, after what is wrong
+    why = lines[-1] if lines else link.decoder.noise
+    if not why:
+        why = "nothing was said: does the login shell, or its start-up file (~/.bashrc), end before the program?"
+    hint = next((hint for words, hint in HINTS if words in why), "")
+    return f"{why}{'; ' if hint else ''}{hint} (code {'unknown' if code is None else code})"

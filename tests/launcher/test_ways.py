@@ -1,0 +1,239 @@
+"""The files that a start and four failures cross, as the launcher's README lists them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+import roxxel_dist
+
+PACKAGE = Path(roxxel_dist.__file__).parent
+README = PACKAGE / "launcher" / "README.md"
+FAILURES = ("kill -9", "hang", "lost host", "Ctrl-C")
+MOST = 12
+"""Files of one of them."""
+
+# A module of the launcher, of which each call is written down. A fork goes on with it; what is started does not.
+WATCHED = """
+import inspect, os, runpy, sys, time
+PACKAGE, FOLDER = os.environ["WATCH_PACKAGE"] + "/", os.environ["WATCH_FOLDER"]
+OFTEN = {  # what goes on each half second anyway, with all that it calls
+    ("control/attempt.py", "_note_progress"),
+    ("control/attempt.py", "_check_for_a_hang"),
+    ("control/attempt.py", "_on_progress"),
+    ("host/agent.py", "_report"),
+    ("host/spares.py", "start"),
+}
+inside = 0
+def note(frame, event, _):
+    global inside
+    code = frame.f_code
+    if not code.co_filename.startswith(PACKAGE) or not code.co_flags & inspect.CO_OPTIMIZED:
+        return  # of another package, or the import of a module
+    call = code.co_filename.removeprefix(PACKAGE).removeprefix("launcher/"), code.co_name
+    if event == "call" and call in OFTEN:
+        inside += 1
+    if event in ("call", "return") and not inside:
+        with open(f"{FOLDER}/{os.getpid()}", "a") as file:
+            print(time.monotonic(), event, *call, file=file)
+    if event == "return" and call in OFTEN:
+        inside -= 1
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    sys.setprofile(note)
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+CONTROLLER = """
+import json, sys
+from pathlib import Path
+from roxxel_dist.launcher.transport import pool
+from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.control.supervisor import run
+from watched import note
+class Backend(LocalBackend):  # two agents on this machine stand for two hosts
+    hosts = ("a", "b")
+    def argv(self, host, module, *words):
+        return [sys.executable, "-u", "watched.py", module, *words]
+job = json.loads(sys.argv[1])
+pool.SILENT_S = job.pop("silent_s", pool.SILENT_S)
+spec, backend = JobSpec(command=tuple(sys.argv[2:]), log_dir=Path("logs"), **job), Backend()
+sys.setprofile(note)
+code = run(spec, backend)
+sys.setprofile(None)
+sys.exit(code)
+"""
+
+RANK = """
+import os, signal, time
+from roxxel_dist.cluster.progress import Progress
+rank = os.environ["ROXXEL_PROCESS_ID"]
+def leave(*_):
+    print("saved", flush=True)
+    os._exit(42)
+signal.signal(signal.SIGTERM, leave)
+progress = Progress.from_env(int(rank))
+for step in range(1, 6 if rank == "1" else 7):  # rank 1 is behind
+    progress.enter(step)
+    time.sleep(0.02)
+with open(f"at.{rank}", "w") as file:
+    print(time.monotonic(), os.getpid(), file=file)
+os.rename(f"at.{rank}", f"ready.{rank}")
+time.sleep(1000)
+"""
+
+
+@dataclass(frozen=True)
+class Call:
+    """That a function was entered, or left."""
+
+    time: float
+    event: str
+    file: str
+    function: str
+
+
+@dataclass
+class Job:
+    """A job of two ranks on two hosts, of which all calls are written down."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    ranks: list[int]
+    """The processes of its ranks."""
+    started: float
+    """When the last of them was at its steps."""
+
+    def calls(self) -> tuple[list[Call], list[Call]]:
+        """Those of the controller, and those of agents and keepers; in order."""
+        here: list[Call] = []
+        there: list[Call] = []
+        for file in (self.folder / "calls").iterdir():
+            into = here if file.name == str(self.process.pid) else there
+            for line in file.read_text().splitlines():
+                when, *words = line.split(" ")
+                into.append(Call(float(when), *words))
+        return sorted(here, key=lambda call: call.time), sorted(there, key=lambda call: call.time)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    started: list[subprocess.Popen[bytes]] = []
+    family: list[psutil.Process] = []
+
+    def begin(**job: object) -> Job:
+        (tmp_path / "calls").mkdir()
+        (tmp_path / "watched.py").write_text(WATCHED)
+        (tmp_path / "rank.py").write_text(RANK)
+        outer = {name: value for name, value in os.environ.items() if not name.startswith("ROXXEL_")}
+        spec = {"nprocs": 2, "run_id": f"ways_{os.getpid()}", "max_restarts": 0, **job}
+        process = subprocess.Popen(
+            [sys.executable, "-c", CONTROLLER, json.dumps(spec), "env", sys.executable, "rank.py"],
+            cwd=tmp_path,
+            env={**outer, "WATCH_PACKAGE": str(PACKAGE), "WATCH_FOLDER": str(tmp_path / "calls")},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        started.append(process)
+        end = time.monotonic() + 60
+        while len(ready := sorted(tmp_path.glob("ready.*"))) < 2:
+            assert time.monotonic() < end, "the ranks did not start"
+            time.sleep(0.05)
+        family.extend(psutil.Process(process.pid).children(recursive=True))
+        marks = [file.read_text().split() for file in ready]
+        time.sleep(1)  # and what came with the start is over
+        return Job(process, tmp_path, [int(pid) for _, pid in marks], max(float(when) for when, _ in marks))
+
+    yield begin
+    for process in [*started, *family]:  # those of a lost host are stopped
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    for process in started:
+        process.wait()
+
+
+def table() -> dict[str, dict[str, int]]:
+    """The README's table: of each way its files, with their places in order."""
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in README.read_text().split("## Five ways\n")[1].split("\n## ")[0].splitlines()
+        if line.startswith("|")
+    ]
+    ways: dict[str, dict[str, int]] = {name: {} for name in head[1:-1]}
+    for file, *places, _ in rows:
+        for way, place in zip(ways, places, strict=True):
+            if place:
+                ways[way][file.strip("`")] = int(place)
+    return ways
+
+
+def files(*calls: Call) -> list[str]:
+    """Their files, in the order in which they are crossed first."""
+    return list(dict.fromkeys(call.file for call in calls))
+
+
+def fault(way: str, job: Job) -> float:
+    """Make a fault, and return when."""
+    keeper, agent, guard = psutil.Process(job.ranks[1]).parents()[:3]
+    when = time.monotonic()
+    match way:
+        case "kill -9":
+            os.kill(job.ranks[1], signal.SIGKILL)
+        case "hang":
+            os.kill(job.ranks[1], signal.SIGSTOP)
+        case "lost host":
+            for process in (guard, agent, keeper):
+                process.suspend()
+        case _:
+            job.process.send_signal(signal.SIGINT)
+    return when
+
+
+@pytest.mark.parametrize(
+    ("way", "more", "code"),
+    [
+        ("kill -9", {}, 137),
+        ("hang", {"step_timeout": 2.0}, 124),
+        ("lost host", {"silent_s": 1.5}, 137),
+        ("Ctrl-C", {}, 42),
+    ],
+)
+def test_a_failure_crosses_few_files(way: str, more: dict[str, float], code: int, start: Callable[..., Job]) -> None:
+    """From the fault to the decision what follows, and on to the last words."""
+    job = start(**more)
+    begun = fault(way, job)
+    assert job.process.wait(60) == code
+    here, there = job.calls()
+    (decided,) = [call.time for call in here if (call.event, call.function) == ("return", "next_action")]
+    (over,) = [call.time for call in here if call.event == "return" and call.function == "_run"]
+    crossed = sorted([call for call in here + there if begun <= call.time <= decided], key=lambda call: call.time)
+    after = [call for call in here if decided < call.time <= over]
+    assert set(files(*crossed)) == set(table()[way]), "\n".join(files(*crossed))
+    assert {"control/report.py", "output/console.py"} < set(files(*after)) <= set(table()["report"])
+    assert len(files(*crossed)) <= MOST
+
+
+def test_the_files_of_a_start(start: Callable[..., Job]) -> None:
+    job = start()
+    job.process.send_signal(signal.SIGQUIT)
+    assert job.process.wait(60) == 131
+    here, there = job.calls()
+    crossed = sorted([call for call in here + there if call.time <= job.started], key=lambda call: call.time)
+    assert set(files(*crossed)) == set(table()["start"]), "\n".join(files(*crossed))
+
+
+def test_the_table_is_in_order() -> None:
+    for way, places in table().items():
+        assert sorted(places.values()) == list(range(1, len(places) + 1)), way
+    for way in FAILURES:
+        assert len(table()[way]) <= MOST
