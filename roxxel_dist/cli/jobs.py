@@ -15,7 +15,7 @@ from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, OK_CODES, UserError
 from roxxel_dist.cluster.file_lock import holding_process
 from roxxel_dist.cluster.folder_lock import LOCK
-from roxxel_dist.launcher.control import record
+from roxxel_dist.launcher.control import index
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.jobs import tail
 from roxxel_dist.launcher.jobs.stop import stop as stop_job
@@ -58,11 +58,11 @@ def ps(words: list[str]) -> int:
     args = parse(PsArgs, words, "ps")
     with usage_errors():
         if args.prune:
-            forgotten = record.forget()
+            forgotten = index.forget()
             names = f": {', '.join(job.run_id for job in forgotten)}" if forgotten else ""
             info(f"{len(forgotten)} jobs taken off the list{names}")
-        jobs = record.entries()
-    recent = time.time() - record.FORGOTTEN_S
+        jobs = index.entries()
+    recent = time.time() - index.FORGOTTEN_S
     shown = [job for job in jobs if args.all or not job.is_over or (job.state == "lost" and job.updated > recent)]
     if args.json:
         values = [
@@ -196,12 +196,12 @@ def stop(words: list[str]) -> int:
 
 def _find(name: str, command: str) -> JobRecord:
     """The job meant. Raises UserError where there is none, or where `command` needs another machine."""
-    run, jobs = local_folder(name), [] if name else record.entries()
+    run, jobs = local_folder(name), [] if name else index.entries()
     trainer = None if run is None else holding_process(run / LOCK)
     if not name and command != "logs" and all(job.is_over for job in jobs):
         raise UserError(f"no job runs{f'; `roxxel-dist ps --all` lists {len(jobs)} that ended' if jobs else ''}")
     try:
-        job = record.find(name)
+        job = index.find(name)
     except UserError as error:
         if run is not None and (trainer or is_run(run)):
             raise UserError(_not_launched(run, command, trainer)) from error

@@ -170,7 +170,7 @@ def check_training(command: Sequence[str]) -> None:
 
 def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backend") -> "JobSpec":
     """The job that the words ask for. Raises ValueError, before any process starts, for a slip in them."""
-    from roxxel_dist.launcher.control import record
+    from roxxel_dist.launcher.control import index
     from roxxel_dist.launcher.job.environment import assignments, read_env_file
     from roxxel_dist.launcher.job.placement import placements, working_hosts
     from roxxel_dist.launcher.job.program import log_dir_for
@@ -180,7 +180,7 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
         raise UserError("--json prints what would run: give it with --dry-run")
     batches = micro_batches(command)
     shared = {field.name for field in dataclasses.fields(JobSpec)} - {"env", "nprocs", "run_id"}
-    run_id = options.run_id or new_run_id(record.knows)
+    run_id = options.run_id or new_run_id(index.knows)
     job = JobSpec(
         command=tuple(command),
         nprocs=nprocs,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.launcher.control import record
+from roxxel_dist.launcher.control import index
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.place.directory import JOURNAL, METRICS, is_run, is_study, no_run
 from roxxel_dist.place.run_place import bucket_url
@@ -36,14 +36,14 @@ class Item:
 def known_jobs() -> list[JobRecord]:
     """All jobs, the oldest first; none if this user has no home directory."""
     with suppress(FileNotFoundError):
-        return record.entries()
+        return index.entries()
     return []
 
 
 def read(item: Item, *, brief: bool = False) -> State:
     """The current state of an item."""
     if isinstance(item.reader, RunReader):
-        return item.reader.read(record.of_directory(item.reader.path), brief=brief)
+        return item.reader.read(index.of_directory(item.reader.path), brief=brief)
     return item.reader.read()
 
 
@@ -143,7 +143,7 @@ def _named(name: str) -> list[Item]:
     if items := _in_folder(Path(name)):
         return items
     try:
-        job = record.find(name)
+        job = index.find(name)
     except (ValueError, FileNotFoundError) as error:
         if os.path.exists(name) or os.sep in name or not known_jobs():
             raise UserError(no_run(Path(name))) from error

@@ -173,8 +173,10 @@ def test_keepers_are_reaped(launch: Launch, until: Callable[..., None]) -> None:
         return [child for child in agent.children() if child.status() == psutil.STATUS_ZOMBIE]
 
     until(lambda: not zombies(), "the keepers of three attempts")
+    assert len(agent.children()) == 2, "the keepers of the attempt that runs"
     job.process.send_signal(signal.SIGQUIT)
-    job.wait()
+    code, _, err = job.wait()
+    assert (code, err.count("every rank saved and exited (42)")) == (131, 3), err
 
 
 def test_a_rank_that_cannot_be_started_is_named(cli: Callable[..., Any], tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ time.sleep(1000 if "STOP" in os.environ else 0)
 """
 
 
-def stuck(launch: Launch, culprit: int, tmp_path: Path, command: tuple[str, ...]) -> None:
+def assert_stuck_rank_is_named(launch: Launch, culprit: int, tmp_path: Path, command: tuple[str, ...]) -> None:
     job = launch(*command, nprocs=3, step_timeout=2.0, env={"STUCK": str(culprit)})
     code, _, err = job.wait()
     assert code == 124
@@ -281,13 +281,13 @@ PLAIN = ("env", sys.executable, "-c", RANKS)
 
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_stuck_rank_is_named_with_its_stack(culprit: int, launch: Launch, tmp_path: Path) -> None:
-    stuck(launch, culprit, tmp_path, PLAIN)
+    assert_stuck_rank_is_named(launch, culprit, tmp_path, PLAIN)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(20))
 def test_a_stuck_rank_is_named_20_of_20(number: int, launch: Launch, tmp_path: Path) -> None:
-    stuck(launch, number % 3, tmp_path, PLAIN)
+    assert_stuck_rank_is_named(launch, number % 3, tmp_path, PLAIN)
 
 
 @pytest.mark.long
@@ -295,10 +295,10 @@ def test_a_stuck_python_script_with_jax(launch: Launch, tmp_path: Path) -> None:
     """The worker's own answer to the question for stacks, beside the threads of jax."""
     (tmp_path / "ranks.py").write_text(RANKS.replace("faulthandler.register(STACK_SIGNAL, all_threads=True)\n", ""))
     assert "faulthandler.register" not in (tmp_path / "ranks.py").read_text()
-    stuck(launch, 1, tmp_path, ("python", "ranks.py"))
+    assert_stuck_rank_is_named(launch, 1, tmp_path, ("python", "ranks.py"))
 
 
-def stopped(launch: Launch, culprit: int, until: Callable[..., None]) -> None:
+def assert_stopped_rank_is_named(launch: Launch, culprit: int, until: Callable[..., None]) -> None:
     """A SIGSTOP in the middle of steps that all ranks do together."""
     job = launch(*PLAIN, nprocs=3, step_timeout=2.0, env={"STUCK": str(-1), "SYNC": "1", "STOP": "1"})
     files = job.marks("pid.*", 3)
@@ -316,13 +316,13 @@ def stopped(launch: Launch, culprit: int, until: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize("culprit", [1])
 def test_a_stopped_rank_is_named(culprit: int, launch: Launch, until: Callable[..., None]) -> None:
-    stopped(launch, culprit, until)
+    assert_stopped_rank_is_named(launch, culprit, until)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(20))
 def test_a_stopped_rank_is_named_20_of_20(number: int, launch: Launch, until: Callable[..., None]) -> None:
-    stopped(launch, number % 3, until)
+    assert_stopped_rank_is_named(launch, number % 3, until)
 
 
 def test_a_program_that_tells_no_steps_has_no_limit(launch: Launch) -> None:

@@ -17,8 +17,10 @@ from roxxel_dist.cli import jobs as cli_jobs
 from roxxel_dist.cluster import file_lock
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.local import LocalBackend
-from roxxel_dist.launcher.control import record
-from roxxel_dist.launcher.control.record import JobRecord, JobRecorder, find
+from roxxel_dist.launcher.control import index, record
+from roxxel_dist.launcher.control.index import find
+from roxxel_dist.launcher.control.record import JobRecord
+from roxxel_dist.launcher.control.recorder import WRITE_S, JobRecorder
 from roxxel_dist.launcher.job.spec import JobSpec
 
 
@@ -35,7 +37,7 @@ def spec(run_id: str = "20260102_030405", folder: str = "runs/one", **more: obje
 
 
 def only() -> JobRecord:
-    (entry,) = record.entries()
+    (entry,) = index.entries()
     return entry
 
 
@@ -57,8 +59,8 @@ def test_a_job_is_entered_and_its_entry_follows_it(tmp_path: Path) -> None:
         assert register.end(42) == 42
     assert (only().state, only().step, only().code) == ("ended", 9, 42)
     assert only().ended is not None
-    assert record.folder().stat().st_mode & 0o777 == 0o700
-    assert [path.is_symlink() for path in record.folder().iterdir()] == [True]
+    assert index.folder().stat().st_mode & 0o777 == 0o700
+    assert [path.is_symlink() for path in index.folder().iterdir()] == [True]
 
 
 def test_steps_are_not_written_each(state: Path) -> None:
@@ -68,7 +70,7 @@ def test_steps_are_not_written_each(state: Path) -> None:
         before = path.stat().st_mtime_ns
         register.update(step=1)
         assert path.stat().st_mtime_ns == before
-        register._wrote -= record.WRITE_S
+        register._wrote -= WRITE_S
         register.update(step=1)
         assert only().step == 1
 
@@ -89,7 +91,7 @@ def test_a_list_that_cannot_be_written_is_said_once_and_ends_nothing(state: Path
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("roxxel-dist: cannot write ")
     assert line.endswith("`ps` does not show how this job goes")
-    assert record.entries() == []
+    assert index.entries() == []
 
 
 def test_one_without_a_home_as_well(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
@@ -106,7 +108,7 @@ import sys, time
 from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.control.record import JobRecorder
+from roxxel_dist.launcher.control.recorder import JobRecorder
 job = JobSpec(run_id="a", command=("true",), nprocs=1, log_dir=Path("logs"))
 with JobRecorder(job, LocalBackend()) as register:
     register.update(state="running")
@@ -168,7 +170,7 @@ def test_several_launchers_of_one_job_have_a_record_each(tmp_path: Path) -> None
     with JobRecorder(jobs[0], LocalBackend()) as first, JobRecorder(jobs[1], LocalBackend()) as second:
         for each in (first, second):
             each.update(state="running")
-        names = [job.path.name for job in record.entries()]
+        names = [job.path.name for job in index.entries()]
         assert sorted(names) == ["launcher-2.json", "launcher.json"]
 
 
@@ -183,7 +185,7 @@ def test_a_job_that_was_refused_leaves_nothing_but_its_log(tmp_path: Path, with_
         assert (only().state, only().code) == ("ended", 69)
     else:
         assert [path.name for path in tmp_path.iterdir()] == ["state"]
-        assert record.entries() == [*record.folder().iterdir()] == []
+        assert index.entries() == [*index.folder().iterdir()] == []
 
 
 def test_a_refused_launch_keeps_the_record_of_the_run(tmp_path: Path) -> None:
@@ -192,8 +194,8 @@ def test_a_refused_launch_keeps_the_record_of_the_run(tmp_path: Path) -> None:
         assert only().run_id == "b"
         register.end(69)
     assert only() == first
-    assert record.knows("a")
-    assert not record.knows("b")
+    assert index.knows("a")
+    assert not index.knows("b")
 
 
 def test_a_copy_of_a_run_directory_is_not_the_job(tmp_path: Path) -> None:
@@ -314,12 +316,12 @@ def test_what_is_over_for_a_week_is_off_the_list() -> None:
         elsewhere(name, updated=now - days * 86400)
     with JobRecorder(spec("runs", "runs/runs"), LocalBackend()):
         for name in ("left.tmp", "of.an.earlier.version.json"):
-            (record.folder() / name).write_text("{}")
-            os.utime(record.folder() / name, (0, 0))
-        record.forget(over_s=record.KEPT_S, unreported_s=record.UNREPORTED_S)
-        assert {entry.run_id for entry in record.entries()} == {"fresh", "runs", "elsewhere"}
-    assert not list(record.folder().glob("*.tmp"))
-    assert not list(record.folder().glob("*.json"))
+            (index.folder() / name).write_text("{}")
+            os.utime(index.folder() / name, (0, 0))
+        index.forget(over_s=index.KEPT_S, unreported_s=index.UNREPORTED_S)
+        assert {entry.run_id for entry in index.entries()} == {"fresh", "runs", "elsewhere"}
+    assert not list(index.folder().glob("*.tmp"))
+    assert not list(index.folder().glob("*.json"))
 
 
 TEXTS = ["", "[]", '{"run_id": "x", "hosts": []}', '{"run_id": "../x"}', "\0", '{"run_id": 1}']
@@ -328,8 +330,8 @@ TEXTS = ["", "[]", '{"run_id": "x", "hosts": []}', '{"run_id": "../x"}', "\0", '
 @pytest.mark.parametrize("text", TEXTS)
 def test_what_is_no_record_is_no_job(text: str, tmp_path: Path) -> None:
     enter("a", "runs/a")
-    (record.folder() / "x.h.1.json").write_text(text)
-    (record.folder() / "link").symlink_to(tmp_path)
+    (index.folder() / "x.h.1.json").write_text(text)
+    (index.folder() / "link").symlink_to(tmp_path)
     enter("b", "runs/b").path.write_text(text)
     assert only().run_id == "a"
     with JobRecorder(spec("c", "runs/b"), LocalBackend()):
@@ -340,14 +342,14 @@ def test_a_run_is_found_by_id_beginning_and_directory(tmp_path: Path) -> None:
     first = enter("20260101_000000", "runs/one", begun=1.0)
     other = enter("20260102_000000_2", "runs/two", begun=3.0)
     again = enter("20260102_000000", "runs/three", begun=2.0)
-    assert record.entries() == [first, again, other]
+    assert index.entries() == [first, again, other]
     assert find("20260102_000000") == again, "an id is meant before a beginning"
     assert find("20260101") == first
     assert find("runs/one/") == first
     assert find(str(tmp_path / "runs" / "two")) == other
     newer = enter("20260103_000000", "runs/one", begun=4.0)
     assert find("runs/../runs/one") == newer, "a run directory has one record"
-    assert record.entries() == [again, other, newer]
+    assert index.entries() == [again, other, newer]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import signal
 import pytest
 from commands import launched, losses, make_corpus, rows, run, start, wait_for
 
-from roxxel_dist.launcher.control import record
+from roxxel_dist.launcher.control import index
 
 
 @pytest.mark.long
@@ -69,5 +69,5 @@ def test_a_run_whose_file_system_comes_back_goes_on(tmp_path):
 
 def _rank(launcher, number):
     """The process of a rank, as the launcher's record tells it: a spare process looks much like its rank."""
-    (job,) = (job for job in record.entries() if job.controller.pid == launcher)
+    (job,) = (job for job in index.entries() if job.controller.pid == launcher)
     return next(rank.pid for rank in job.ranks if rank.rank == number)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.control.members import WAIT_S, Imported, MemberHangs, MemberSources
-from roxxel_dist.launcher.control.record import JobRecorder, RankProcess
+from roxxel_dist.launcher.control.record import RankProcess
+from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.placement import Placement
 from roxxel_dist.launcher.job.signals import SignalPipe

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
 from roxxel_dist.launcher.control.attempt import Attempt
 from roxxel_dist.launcher.control.members import MemberHangs, MemberSources
-from roxxel_dist.launcher.control.record import JobRecorder
+from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.control.report import report_of
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.placement import placements, working_hosts
@@ -23,6 +23,7 @@ from roxxel_dist.launcher.policy.outcome import AttemptResult
 from roxxel_dist.launcher.policy.restart import (
     AttemptSummary,
     Cause,
+    Decision,
     has_come_to_nothing,
     is_failure,
     next_action,
@@ -135,25 +136,31 @@ class _Controller:
             if lost is not None and lost.with_host and selector.has_spare:
                 selector.set_aside(lost.host)  # a spare host takes its place without an attempt to reach it
             decision = next_action(self._attempts, self.job.max_restarts, self.job.restart_on, selector.can_do_without)
-            report = report_of(ready.assignment.job, result, self._logs)
-            self._reports.append(report)
-            self.recorder.update(step=result.reached, ranks=())
-            self.console.print(report)
-            if decision.why:
-                self.console.info(decision.why)
-            if decision.set_aside:
-                selector.set_aside(decision.set_aside)
+            self._tell(decision, result, report_of(ready.assignment.job, result, self._logs))
             if not decision.again:
-                self._tell_first_cause()
                 return JobResult(
                     code=decision.code,
                     requested=result.requested,
                     host_lost=result.lost is not None and result.lost.with_host,
                     idle=last.counts and last.reached == 0,
                 )
-            self.recorder.restarts(report[0].removeprefix("roxxel-dist: ") if report else last.cause.value)
+            if decision.set_aside:
+                selector.set_aside(decision.set_aside)
             if numbers := self.signals.wait(decision.wait):
                 raise StoppedError(numbers[0])
+
+    def _tell(self, decision: Decision, result: AttemptResult, report: Sequence[str]) -> None:
+        """Say how the last attempt ended and what follows, here and in the record."""
+        self._reports.append(report)
+        self.recorder.update(step=result.reached, ranks=())
+        self.console.print(report)
+        if decision.why:
+            self.console.info(decision.why)
+        if decision.again:
+            cause = self._attempts[-1].cause.value
+            self.recorder.restarts(report[0].removeprefix("roxxel-dist: ") if report else cause)
+        else:
+            self._tell_first_cause()
 
     def _watch(self, hosts: Sequence[str], selector: HostSelector) -> AbstractContextManager[LostHosts | None]:
         """Watches hosts that the job was given and goes on without; None where there are none."""

@@ -8,7 +8,6 @@ than the heartbeat timeout, the controller is lost: the agent ends, and with it 
 the controller, ranks live on for the job's lease (`lease`). Decision 24.
 """
 
-import errno
 import json
 import math
 import os
@@ -26,7 +25,6 @@ from pathlib import Path
 
 from roxxel_dist.cluster import progress
 from roxxel_dist.cluster.exit_codes import (
-    EXIT_NOT_STARTED,
     EXIT_USAGE,
     MEMORY_ENV,
     OK_CODES,
@@ -39,7 +37,7 @@ from roxxel_dist.launcher.host import memory_folder
 from roxxel_dist.launcher.host.lease import Lease
 from roxxel_dist.launcher.host.process_tree import NOT_FOLLOWED, beat, go_on_under_guard, remove
 from roxxel_dist.launcher.host.protocol import Decoder, Message, Outbox, take_stdout
-from roxxel_dist.launcher.host.rank import Program, Rank, start_rank
+from roxxel_dist.launcher.host.rank import Program, Rank, start_rank, why_not_started
 from roxxel_dist.launcher.host.spares import Spare, Spares
 from roxxel_dist.launcher.job.environment import misleads
 from roxxel_dist.launcher.job.spec import CONTRACT
@@ -83,16 +81,6 @@ SILENCE = "it heard nothing from the launcher for {:g} s"
 CHUNK = 1 << 16
 FULL = 1 << 20
 """With more bytes than this waiting for the controller, output stays in the pipes: ranks wait, memory does not grow."""
-
-OF_THE_USER = (errno.E2BIG, errno.ENOENT, errno.ENOEXEC)
-START_FIXES = {
-    errno.E2BIG: "its variables and words are too large: shorten them (--env, --env-from)",
-    errno.ENOENT: "the interpreter is not there: check the installation on this host",
-    errno.EAGAIN: "this host allows no more processes: raise its limit (ulimit -u, pids.max), or start fewer ranks",
-    errno.ENOMEM: "this host has no memory left",
-    errno.EMFILE: "too many files are open: raise the limit (ulimit -n)",
-}
-"""Why a rank could not be started, by errno, and what helps."""
 
 SLACK_S = 2.0
 """An agent that is stopped is killed by its guard so much later than it would have ended by itself."""
@@ -286,10 +274,8 @@ class Agent:
         try:
             rank = start_rank(number, program, self._folders)
         except OSError as error:
-            text = f"roxxel-dist: rank {number} cannot be started: {error.strerror or error}"
-            if fix := START_FIXES.get(error.errno or 0):
-                text += f": {fix}"
-            code = EXIT_USAGE if error.errno in OF_THE_USER else EXIT_NOT_STARTED
+            code, why = why_not_started(error)
+            text = f"roxxel-dist: rank {number} cannot be started: {why}"
             self._outbox.send({"type": "lines", "rank": number, "time": time.time(), "text": text})
             end = {"rank": number, "pid": 0, "code": code, "killed_by_us": False, "step": 0}
             self._outbox.send({"type": "exit", **end})
@@ -540,16 +526,6 @@ class Agent:
                     self._watch(rank.output, partial(self._read_output, rank))
 
 
-def _make_memory(path: str, key: str) -> str | None:
-    """The folder, when it is there; None where it cannot be."""
-    memory_folder.remove_abandoned()
-    try:
-        memory_folder.create(path, key)
-    except OSError:
-        return None
-    return path
-
-
 def main() -> None:
     """Serve the controller at the other end of stdin and stdout: `agent [HEARTBEAT_TIMEOUT_S]`."""
     heartbeat_timeout_s = float(sys.argv[1]) if len(sys.argv) > 1 else math.inf
@@ -573,7 +549,7 @@ def main() -> None:
     heartbeat = go_on_under_guard(folders, heartbeat_timeout_s + SLACK_S, channel)
     try:
         if memory is not None and key is not None:  # only now that the guard would remove it
-            memory = _make_memory(memory, key)
+            memory = memory_folder.make(memory, key)
         agent = Agent(inbox, channel, heartbeat, folder, memory, heartbeat_timeout_s, asked)
         if key is not None and memory is None:
             agent.note(

@@ -35,6 +35,16 @@ def create(path: str, key: str) -> None:
         file.write(key)
 
 
+def make(path: str, key: str) -> str | None:
+    """As `create`, where no abandoned folders take its room; the path, None where it cannot be."""
+    remove_abandoned()
+    try:
+        create(path, key)
+    except OSError:
+        return None
+    return path
+
+
 def remove_abandoned() -> None:
     """Remove the folders of this user that no agent uses any more."""
     with suppress(OSError):

@@ -1,15 +1,34 @@
 """A rank as its agent has it: the tree of its processes, its output, and its messages."""
 
+import errno
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roxxel_dist.cluster import progress
-from roxxel_dist.cluster.exit_codes import PIPE_ENV
+from roxxel_dist.cluster.exit_codes import EXIT_NOT_STARTED, EXIT_USAGE, PIPE_ENV
 from roxxel_dist.launcher.host.process_tree import Tree, die_with_parent
 from roxxel_dist.launcher.job.placement import worker_argv
 from roxxel_dist.launcher.output.logs import LineSplitter
+
+OF_THE_USER = (errno.E2BIG, errno.ENOENT, errno.ENOEXEC)
+START_FIXES = {
+    errno.E2BIG: "its variables and words are too large: shorten them (--env, --env-from)",
+    errno.ENOENT: "the interpreter is not there: check the installation on this host",
+    errno.EAGAIN: "this host allows no more processes: raise its limit (ulimit -u, pids.max), or start fewer ranks",
+    errno.ENOMEM: "this host has no memory left",
+    errno.EMFILE: "too many files are open: raise the limit (ulimit -n)",
+}
+"""Why a rank could not be started, by errno, and what helps."""
+
+
+def why_not_started(error: OSError) -> tuple[int, str]:
+    """The exit code of a rank that cannot be started, and why it cannot."""
+    text = error.strerror or str(error)
+    if fix := START_FIXES.get(error.errno or 0):
+        text += f": {fix}"
+    return EXIT_USAGE if error.errno in OF_THE_USER else EXIT_NOT_STARTED, text
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def claim(name: str) -> bool:
     """Take a name for the life of this process: the lock of a file that no other user can reach.
 
     Such as the id of a run before its first line, or a request that is made once. If the file cannot be made, the name
-    counts as taken by this process. Files that are old are removed with old links (`record.forget`).
+    counts as taken by this process. Files that are old are removed with old links (`index.forget`).
     """
     try:
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)

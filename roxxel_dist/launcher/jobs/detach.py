@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED
-from roxxel_dist.launcher.control.record import JobRecord, JobRecorder
+from roxxel_dist.launcher.control.record import JobRecord
+from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.control.supervisor import run
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.spec import JobSpec

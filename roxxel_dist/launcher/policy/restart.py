@@ -167,7 +167,16 @@ def next_action(
         return Decision(again=False, code=last.code)
     if last.cause is Cause.PREEMPTED:
         return _after_preemption(attempts)
-    failures = [attempt for attempt in attempts if is_failure(attempt, restart_on)]
+    return _after_failure(
+        [attempt for attempt in attempts if is_failure(attempt, restart_on)], max_restarts, _idle(attempts), can_replace
+    )
+
+
+def _after_failure(
+    failures: Sequence[AttemptSummary], max_restarts: int, idle: int, can_replace: Callable[[str], bool]
+) -> Decision:
+    """What follows after these failures, of which the last has just been. `idle`: as `_idle` says."""
+    last = failures[-1]
     # A host or an agent that was lost has no rank: such things happen at any time.
     by_rank = [attempt for attempt in failures if attempt.rank is not None]
     same_host = [attempt for attempt in by_rank if last.host and attempt.host == last.host]
@@ -182,7 +191,7 @@ def next_action(
     if len(failures) > max_restarts:
         why = f"no restart is left: --max-restarts is {max_restarts}"
         return Decision(again=False, code=EXIT_GIVEN_UP, why=why)
-    wait = _backoff(_idle(attempts))
+    wait = _backoff(idle)
     why = f"restart {len(failures)} of {max_restarts}, {_when(wait)}"
     if replaced:
         why += f", without host {replaced}, whose ranks failed in {len(same_host)} attempts"

@@ -127,14 +127,10 @@ def check_network(
         if isinstance(number, int)
     ]
     failures, slowest, tried = _try(questions, places, list(hosts), nonce)
-    candidates = [place for place in places if place.is_coordinator]
-    failed = {place: [failure for failure in failures if failure.place == place] for place in candidates}
-    coordinator = min(candidates, key=lambda place: len(failed[place]))  # of equals the first one
-    results = list(_describe(failed[coordinator], hosts, addresses, port))
+    coordinator, results, said = _coordinator(places, failures, hosts, addresses, port)
     if not results and tried >= set(others):
         reached = f", reached from {named(others)} within {slowest:.1f} ms" if others else ""
         results = [CheckResult("ok", "port", tuple(hosts), f"{first} listens on {coordinator}{reached}")]
-    said = {failure.source for failure in failed[coordinator]}
     rest = [one for one in failures if not one.place.is_coordinator]
     rest = [one for one in rest if port or one.place.host != first or one.source not in said]  # said already
     more = list(_describe(rest, hosts, addresses, None))
@@ -144,6 +140,16 @@ def check_network(
         text = f"{among} at free ports, as ranks do: {named(pairs)}"
         more = [CheckResult("ok", "network", tuple(hosts), text)]
     return coordinator.address, coordinator.port, results + more
+
+
+def _coordinator(
+    places: Sequence[Place], failures: Sequence[Failure], hosts: Hosts, addresses: Addresses, port: int | None
+) -> tuple[Place, list[CheckResult], set[str]]:
+    """The place of the first host that most others reach, what is wrong with it, and the hosts that do not reach it."""
+    candidates = [place for place in places if place.is_coordinator]
+    failed = {place: [failure for failure in failures if failure.place == place] for place in candidates}
+    best = min(candidates, key=lambda place: len(failed[place]))  # of equals the first one
+    return best, list(_describe(failed[best], hosts, addresses, port)), {failure.source for failure in failed[best]}
 
 
 def _try(

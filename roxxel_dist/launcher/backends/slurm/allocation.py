@@ -11,7 +11,7 @@ from signal import SIGTERM
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, SCHEDULER_SIGNALS, UserError
 from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend
-from roxxel_dist.launcher.control.record import JobRecorder
+from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.control.supervisor import JobResult, supervise
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.jobs.tail import header

@@ -1,0 +1,143 @@
+"""This user's index of jobs: one link to the record of each run directory, in `$XDG_STATE_HOME/roxxel-dist/jobs`."""
+
+import contextlib
+import hashlib
+import os
+import shlex
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.launcher.control.record import JobRecord, read
+from roxxel_dist.launcher.job.claims import folder
+from roxxel_dist.launcher.job.program import is_bucket, program_of
+from roxxel_dist.launcher.output.console import info
+
+KEPT_S = 7 * 24 * 3600.0
+FORGOTTEN_S = 24 * 3600.0
+"""After which `ps` no longer lists a job that was lost, and `ps --prune` takes off one that is not reported."""
+UNREPORTED_S = 60 * 24 * 3600.0
+MAX_LISTED = 10
+ANSWER_LIMIT_S = 5.0
+"""Seconds that the file systems of all run directories have to give their records."""
+
+
+def entries() -> list[JobRecord]:
+    """The jobs of the index whose run directories are there, in the order in which they began.
+
+    Directories on a file system that does not answer are left out, with one line.
+    """
+    links = list(folder().glob("*"))
+    jobs = _linked(links)
+    if silent := [os.readlink(link) for link in links if link not in jobs]:
+        info(f"{len(silent)} jobs are left out: their file system does not answer, such as at {silent[0]}")
+    found = {job.path: job for job in jobs.values() if job}
+    return sorted(found.values(), key=lambda job: job.begun)
+
+
+def _linked(links: Iterable[Path]) -> dict[Path, JobRecord | None]:
+    """The records of links, None where there is none; without the links whose targets do not answer in time.
+
+    Each is read by a thread of its own: one that waits for a network file system whose server is gone cannot be ended.
+    """
+    jobs: dict[Path, JobRecord | None] = {}
+
+    def work(link: Path) -> None:
+        job = None
+        with contextlib.suppress(OSError):  # no link
+            job = read(Path(os.readlink(link)))
+        jobs[link] = job
+
+    threads = [threading.Thread(target=work, args=(link,), daemon=True) for link in links]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + ANSWER_LIMIT_S
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return dict(jobs)
+
+
+def knows(run_id: str) -> bool:
+    """Whether a job of this user had, or has, this run id."""
+    with contextlib.suppress(OSError):
+        return any(folder().glob(f"{run_id}.{'?' * 16}"))
+    return False
+
+
+def of_directory(directory: str | Path) -> JobRecord | None:
+    """The newest job of a run directory; None where none was launched."""
+    logs = Path(os.path.abspath(directory), "logs")
+    return read(logs / "launcher.json") or next(filter(None, map(read, sorted(logs.glob("launcher-*.json")))), None)
+
+
+def enter(record: JobRecord) -> None:
+    """Put a record in the index, in place of an earlier one of its run directory. Raises OSError."""
+    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    key = hashlib.blake2b(os.fsencode(record.path), digest_size=8).hexdigest()
+    link = folder() / f"{record.run_id}.{key}"
+    for earlier in folder().glob(f"*.{key}"):
+        if earlier != link:
+            earlier.unlink(missing_ok=True)
+    if not link.is_symlink():
+        link.symlink_to(record.path)
+
+
+def forget(*, over_s: float = 0.0, unreported_s: float = FORGOTTEN_S) -> list[JobRecord]:
+    """Take jobs that ended so long ago off the index, and those elsewhere without a change; returns these jobs.
+
+    Run directories keep their records. A link whose target is gone (the directory was deleted, or is on another
+    machine) and other files go after the same times.
+    """
+    forgotten = []
+    for path, job in _linked(folder().glob("*")).items():
+        with contextlib.suppress(OSError):
+            updated = path.lstat().st_mtime if job is None else job.updated
+            limit = over_s if job is not None and job.is_over else unreported_s
+            limit = limit if path.is_symlink() else KEPT_S
+            if time.time() - updated >= limit and (job is None or job.is_over or not job.is_known):
+                path.unlink()
+                forgotten += [job] if job else []
+    return forgotten
+
+
+def find(name: str) -> JobRecord:
+    """The job that a person means: a run directory, its address in a bucket, a run id, or the beginning of one.
+
+    Raises UserError for none, and for several; names the nearest one, or those that run.
+    """
+    if name and not is_bucket(name) and (job := of_directory(name)):
+        return job
+    among = entries()
+    if not among:
+        raise UserError(f"there is no run {name!r}: no job of this user is known here")
+    living = [record for record in among if not record.is_over]
+    if not name:
+        raise UserError(f"{'' if living else 'no job runs; '}say which run:{_list(living or among)}")
+    matches = [record for record in among if name == record.run_id]
+    matches = matches or [record for record in among if name.rstrip("/") == _bucket(record)][-1:]
+    matches = matches or [record for record in among if record.run_id.startswith(name)]
+    if len({record.run_dir for record in matches}) == 1:  # several launchers of one job share a directory
+        return matches[0]
+    if matches:
+        what = f"{len(matches)} runs are meant by {name!r}: say which, by its id or its run directory"
+        raise UserError(f"{what}:{_list(matches)}")
+    import difflib  # slow, and no launch needs it
+
+    if near := difflib.get_close_matches(name, [record.run_id for record in among], n=1, cutoff=0.5):
+        raise UserError(f"there is no run {name!r}: did you mean {near[0]}?")
+    if living:
+        raise UserError(f"there is no run {name!r}: these run:{_list(living)}")
+    raise UserError(f"there is no run {name!r}, and no job runs; `roxxel-dist ps --all` lists {len(among)} that ended")
+
+
+def _bucket(job: JobRecord) -> str | None:
+    """The address of the run in a bucket that a job trains; None for another job."""
+    return program_of(shlex.split(job.command)).bucket
+
+
+def _list(among: Sequence[JobRecord]) -> str:
+    lines = [f"\n  {record.run_id}  {record.state:<10}  {record.run_dir}" for record in reversed(among)]
+    more = f"\n  and {len(lines) - MAX_LISTED} more; `roxxel-dist ps --all` lists them" * (len(lines) > MAX_LISTED)
+    return "".join(lines[:MAX_LISTED]) + more
