@@ -21,6 +21,8 @@ CODE = [path for folder in ("roxxel_dist", "tests", "benchmarks") for path in so
 
 LONGEST = 35
 """Words of a sentence, at most."""
+LINES_OF_A_HOWTO = 80
+"""At most: a goal, commands, and what can go wrong."""
 EASIEST = 60
 """Flesch's reading ease of the README and of each how-to, at least. 60 is plain English, 30 a scientific paper."""
 RIDDLES = re.compile(
@@ -97,6 +99,10 @@ def complaints(page: Path) -> list[str]:
     headings = re.findall(r"^## (.*)$", FENCE.sub("", markdown), re.MULTILINE)
     if page in HOWTOS and (headings[:1], headings[-1:]) != (["What you need"], ["What can go wrong"]):
         found.append("a how-to begins with 'What you need' and ends with 'What can go wrong'")
+    if page in HOWTOS and (lines := markdown.count("\n")) > LINES_OF_A_HOWTO:
+        found.append(
+            f"{lines} lines, at most {LINES_OF_A_HOWTO}: theory belongs to docs/concepts, options to the reference"
+        )
     if page in (*HOWTOS, ROOT / "README.md") and (ease := reading_ease(markdown)) < EASIEST:
         found.append(f"reading ease {ease:.1f}, at least {EASIEST}: shorter sentences, shorter words")
     return found
