@@ -14,7 +14,7 @@ from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.model.attend import attend
 from roxxel_dist.model.attention_kernels import Scores, scores_of
 from roxxel_dist.model.config import AttentionKernel, ModelConfig, QKNorm
-from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache, update
+from roxxel_dist.model.kv_cache import FIRST, AttentionMetadata, Layer, LayerCache, update
 from roxxel_dist.model.layers import Norm, Rotary, make_norm, rotary_of, rotate
 from roxxel_dist.model.lora import linear
 
@@ -94,11 +94,11 @@ class Attention(nnx.Module):
             metadata = metadata._replace(mask_Bx1xLxS=metadata.local_mask_Bx1xLxS)
         return self.finish(attend(q, k, v, metadata, window, self.scores, self.kernel), x_BxLxD), cache
 
-    def _kind(self, layer: int) -> "LayerKind":
-        return self.kinds[layer % len(self.kinds)]
+    def _kind(self, layer: Layer) -> "LayerKind":
+        return self.kinds[layer.number % len(self.kinds)]
 
     def heads(
-        self, x_BxLxD: jax.Array, position_L: jax.Array, layer: int = 0
+        self, x_BxLxD: jax.Array, position_L: jax.Array, layer: Layer = FIRST
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [B, L, H, K], keys and values [B, L, G, K]."""
         qkv_BxLxGxSxK = self.qkv(x_BxLxD)

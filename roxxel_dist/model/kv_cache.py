@@ -6,6 +6,7 @@ just left the window.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +36,17 @@ class Cache(NamedTuple):
     None: all are real."""
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Layer:
+    """The number of a layer, or of another one of its kind. It is known while tracing: no array has it."""
+
+    number: int = 0
+
+
+FIRST = Layer()
+
+
 class AttentionMetadata(NamedTuple):
     """The inputs of attention in every block, for the tokens that are being read."""
 
@@ -50,8 +62,8 @@ class AttentionMetadata(NamedTuple):
     text."""
     local_mask_Bx1xLxS: jax.Array | None = None
     """The complete mask of layers with a window, where other layers have none."""
-    layer: int = 0
-    """The number of the layer, or of another one of its kind; known while tracing."""
+    layer: Layer = FIRST
+    """The layer that attends."""
 
 
 def empty_cache(batch: int, slots: int, shapes: Sequence[Sequence[tuple[int, ...]]], dtype: Any) -> Cache:

@@ -70,9 +70,7 @@ class LatentAttention(nnx.Module):
             mixed_BxLxHxK = attend(q_BxLxHxQ, k, v, metadata, self.window, self.scores, self.kernel)
         return self.finish(mixed_BxLxHxK, x_BxLxD), cache
 
-    def heads(
-        self, x_BxLxD: jax.Array, position_L: jax.Array, layer: int = 0
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def heads(self, x_BxLxD: jax.Array, position_L: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries and keys [B, L, H, K + rope_dim], and values [B, L, H, K], as in training."""
         q_BxLxHxQ, latent_BxLxC, turned_BxLxR = self._latents(x_BxLxD, position_L)
         return q_BxLxHxQ, *self._expanded(latent_BxLxC, turned_BxLxR)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.model.cut_attention import RESIDUALS
-from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache
+from roxxel_dist.model.kv_cache import AttentionMetadata, Layer, LayerCache
 from roxxel_dist.model.layers import DynamicScalar
 
 STACKED = "stacked"
@@ -66,7 +66,7 @@ def run_stack(
     def layer(i: int, x_BxLxD: jax.Array, params: Any, streams: Any, cache: LayerCache | None) -> Any:
         # A copy: NNX objects cannot cross jax's trace levels.
         block: Any = nnx.merge(graphdef, shared, params, streams, copy=True)
-        x_BxLxD, balance, cache = block(x_BxLxD, metadata._replace(layer=metadata.layer + i), cache)
+        x_BxLxD, balance, cache = block(x_BxLxD, metadata._replace(layer=Layer(metadata.layer.number + i)), cache)
         return x_BxLxD, balance, nnx.split(block, DynamicScalar, nnx.Param, ...)[3], cache
 
     # In a loop XLA cannot merge the second computation with the first.

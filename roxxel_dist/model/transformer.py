@@ -14,7 +14,7 @@ from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, constrain_batch
 from roxxel_dist.model.attention import Attention
 from roxxel_dist.model.config import ModelConfig, NormPosition
-from roxxel_dist.model.kv_cache import AttentionMetadata, Cache, LayerCache, empty_cache, prepare
+from roxxel_dist.model.kv_cache import AttentionMetadata, Cache, Layer, LayerCache, empty_cache, prepare
 from roxxel_dist.model.layers import Dropout, DynamicScalar, Embedding, Norm, logits_of, make_norm, sinusoids
 from roxxel_dist.model.lora import LoRAParam, linear
 from roxxel_dist.model.mla import LatentAttention
@@ -229,7 +229,9 @@ class Transformer(nnx.Module):
         yield (x_BxLxD := self.embed(tokens_BxL, metadata.position_L))
         for index in range(self.config.num_blocks):
             layer = layer_of(self.blocks, index)
-            x_BxLxD, _, _ = run_stack(layer, x_BxLxD, metadata._replace(layer=index), None, scan=False, remat=False)
+            x_BxLxD, _, _ = run_stack(
+                layer, x_BxLxD, metadata._replace(layer=Layer(index)), None, scan=False, remat=False
+            )
             yield x_BxLxD
         yield self.final(x_BxLxD)
 

@@ -23,6 +23,7 @@ from roxxel_dist.model.attention_kernels import (
 )
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
+from roxxel_dist.model.split import split_module
 from roxxel_dist.model.transformer import Transformer
 
 SHAPE = {
@@ -56,6 +57,16 @@ def test_a_scan_and_a_cache_change_nothing(name):
         logits, cache = read(model, tokens[:, begin : begin + 5], cache)
         pieces.append(logits)
     np.testing.assert_allclose(jnp.concatenate(pieces, 1), whole, atol=2e-5)
+
+
+def test_adapters_leave_biases_and_norms_alone():
+    """A bias lies as the columns of its matrix do."""
+    config = ModelConfig(**SHAPE, **FEATURES["qwen"], use_lora=True, lora_targets="all")
+    parts, *_ = split_module(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))
+    assert all(".lora_" in name for name in parts.params.names)
+    axes = dict(zip(parts.frozen.names, parts.frozen.axes, strict=True))
+    assert axes["blocks.attention.qkv.bias"] == ("tensor", None, None)
+    assert {"blocks.attention.q_norm.scale", "blocks.attention.k_norm.scale"} < axes.keys()
 
 
 def test_each_layer_is_of_its_kind():

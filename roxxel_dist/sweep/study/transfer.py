@@ -10,7 +10,7 @@ from roxxel_dist.sweep.study.folder import Study
 
 TRANSFERRED = "transferred.yaml"
 """The config of the wider model, in the study's folder."""
-NO_SHAPE = {"init_std", "dropout_rate", "alpha_balance", "lora_dropout"}
+NO_SHAPE = {"init_std", "dropout_rate", "alpha_balance", "z_loss", "lora_dropout"}
 """Fields of a model that no parameter's shape follows from."""
 
 
