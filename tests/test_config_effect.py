@@ -26,7 +26,7 @@ IDLE = [
     ({"optimizer": "sgd", "beta2": 0.9}, "beta2", "sgd and adafactor do not have it"),
     ({"max_rewinds": 9}, "max_rewinds", "on_bad_step is not rewind"),
     ({"fsdp_devices": 1}, "fsdp_devices", "fsdp is False"),
-    ({"model_args": {"depth": 2}}, "model_args", "model is not given"),
+    ({"model_args": {"depth": 2}}, "model_args", "neither model nor optimizer is a function"),
     ({"wandb_project": "mine"}, "wandb_project", "wandb is off"),
 ]
 

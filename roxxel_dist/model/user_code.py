@@ -1,8 +1,9 @@
-"""A user-defined model and loss, imported by the names of their functions."""
+"""A user-defined model, loss and optimizer, imported by the names of their functions and called."""
 
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -24,11 +25,12 @@ class UserCodeConfig:
     """For parametrization mup of a model whose widths are other fields than dim, "module:function": base_widths(config)
     returns the fields at the base width, such as {"dim": 64, "hidden_dim": 256}."""
     model_args: dict[str, Any] | None = None
-    """Values of your own, for build to read as config.model_args; --model_args.NAME VALUE sets a single one."""
+    """Values of your own, which the build of your model or optimizer reads as config.model_args; --model_args.NAME
+    VALUE sets a single one."""
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "base_widths"):
-            _split(name, getattr(self, name) or "module:function")
+            split_name(name, getattr(self, name) or "module:function")
         for key in self.model_args or {}:
             if not isinstance(key, str):
                 raise UserError(f"model_args: {key!r} is not a name: its keys must be text")
@@ -45,7 +47,7 @@ def import_function(field: str, name: str) -> Callable[..., Any]:
         ValueError: there is no such module, or no callable of that name in it. Errors while importing an existing
             module pass through.
     """
-    module_name, attributes = _split(field, name)
+    module_name, attributes = split_name(field, name)
     here = os.getcwd()
     if not {"", here} & set(sys.path):
         sys.path.insert(0, here)  # as with `python -m`, so that a name is found however the run was started
@@ -70,7 +72,41 @@ def import_function(field: str, name: str) -> Callable[..., Any]:
     return target
 
 
-def _split(field: str, name: str) -> tuple[str, str]:
+def call_function(field: str, name: str, function: Callable[..., Any], form: str, *arguments: Any) -> Any:
+    """The result of an imported function.
+
+    Args:
+        field: the config field, for messages.
+        name: its value.
+        function: what `import_function` gave for them.
+        form: how it is to be written, such as "def build(config, rngs)".
+        arguments: to call it with.
+
+    Raises:
+        ValueError: the arguments do not match its signature, or its own module raises one. Other errors are mistakes
+            in the function, and pass through.
+    """
+    try:
+        return function(*arguments)
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise  # a mistake in the function; otherwise the call does not match its signature
+        raise UserError(f"{field} is {name!r}: {error}: write it as `{form}`") from error
+    except ValueError as error:
+        path = getattr(sys.modules.get(function.__module__), "__file__", None)
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if last.filename != path:
+            raise  # it does not come from a check of the arguments: a mistake in the function
+        raise UserError(f"{field} is {name!r}: {error} ({path}, line {last.lineno})") from error
+
+
+def is_function(name: str) -> bool:
+    """Whether the value of a field is meant as "module:function", and not as a name of ours."""
+    return ":" in name
+
+
+def split_name(field: str, name: str) -> tuple[str, str]:
+    """(module, function) of "module:function"; raises ValueError, which names the `field`, where it is no such name."""
     module, _, function = name.partition(":")
     words = [*module.split("."), *function.split(".")]
     if not all(word.isidentifier() for word in words):

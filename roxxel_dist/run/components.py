@@ -29,15 +29,16 @@ from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 from roxxel_dist.model.config import AttentionKernel
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.split import split_module
-from roxxel_dist.model.user_code import import_function
+from roxxel_dist.model.user_code import import_function, is_function
 from roxxel_dist.run.curriculum import build_curriculum, check_vocabularies, open_data_sets, shard_paths
+from roxxel_dist.run.optimizer import build_optimizer
 from roxxel_dist.settings.config import Config, usage_errors
-from roxxel_dist.settings.training import LoopOptions, OptimizerConfig
+from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.evaluator import HELD_OUT
 from roxxel_dist.train.step.optimizer import NamedOptimizer
 from roxxel_dist.train.step.step import LossFn
 from roxxel_dist.weights.base import check_tokenizer, check_weights, find_checkpoint, tokenizer_of, with_shape_of
-from roxxel_dist.weights.model import attention_kernel, model_builder, parameter_widths
+from roxxel_dist.weights.model import attention_kernel, model_builder
 
 BUILD_LIMIT_S = 6 * 3600.0
 
@@ -113,7 +114,7 @@ def build_components(
         config = dataclasses.replace(config, warmup_steps=half)
     kernel = attention_kernel(config, curriculum.shapes, begun_with, devices)
     build = model_builder(config, kernel)
-    optimizer = NamedOptimizer(config.part(OptimizerConfig), widths=parameter_widths(config, build))
+    optimizer = build_optimizer(config, build)
     optimizer.settings(curriculum.total_steps)  # raises if warm-up and decay do not fit
     validation = open_data_sets(config, "validation", data)
     check_vocabularies({"self": data, **curriculum.mix_streamers, **validation}, vocab_size)
@@ -176,8 +177,8 @@ def open_corpus(
     if config.init_from is not None:
         tokenizer, vocab_size = str(tokenizer_of(config.init_from)), None
     # Checks that need no corpus come before hours of tokenizing.
-    for field, name in (("model", config.model), ("loss", config.loss)):
-        if name is not None:
+    for field, name in (("model", config.model), ("loss", config.loss), ("optimizer", config.optimizer)):
+        if name is not None and is_function(name):
             import_function(field, name)
     shard_paths(config, "datasets")
     shard_paths(config, "validation")

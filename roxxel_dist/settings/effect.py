@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.model.user_code import is_function
 from roxxel_dist.settings.config import FIELD_TYPES, Config
 
 SAVED_SHARE = 2 / 3
@@ -77,10 +78,14 @@ RULES = (
         lambda v: v["parametrization"] != "mup",
         "parametrization is standard: leave it out, or set parametrization to mup",
     ),
-    Rule(("model_args",), lambda v: v["model"] is None, "model is not given: leave it out, or name a model"),
+    Rule(
+        ("model_args",),
+        lambda v: v["model"] is None and not is_function(v["optimizer"]),
+        "neither model nor optimizer is a function of yours: leave it out, or name one",
+    ),
     Rule(
         ("momentum",),
-        lambda v: v["optimizer"] not in ("sgd", "muon"),
+        lambda v: v["optimizer"] not in ("sgd", "muon") and not is_function(v["optimizer"]),
         "only the optimizers sgd and muon have it: leave it out, or change optimizer",
     ),
     Rule(

@@ -4,6 +4,7 @@ import math
 from typing import Any, Literal, TypedDict
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.model.user_code import is_function, split_name
 from roxxel_dist.utils.component import component
 
 TRIAL = "ROXXEL_TRIAL"
@@ -11,6 +12,7 @@ TRIAL = "ROXXEL_TRIAL"
 SHARE_COMPILATION = "ROXXEL_SHARE_COMPILATION"
 """Set to 1 where other processes of this machine may need the same programs now; a sweep does."""
 WARMUP_FRACTION = 0.05
+OPTIMIZERS = ("adamw", "nadamw", "adafactor", "lion", "sgd", "muon")
 STABLE_FRACTION = 0.4
 """Of the whole run: how long "wsd" stays at the peak, where `decay_steps` does not say otherwise."""
 
@@ -19,10 +21,12 @@ STABLE_FRACTION = 0.4
 class OptimizerConfig:
     """The optimizer and its learning rate, whose schedule spans the whole curriculum."""
 
-    optimizer: Literal["adamw", "nadamw", "adafactor", "lion", "sgd", "muon"] = "adamw"
+    optimizer: str = "adamw"
     """Optimizer: adamw, nadamw, adafactor, lion, sgd with momentum, or muon. muon uses adamw for embeddings, the output
     head and all parameters that are not matrices. lion needs a third to a tenth of the lr of adamw, and as many times
-    its weight_decay."""
+    its weight_decay. Or an optimizer of your own, "module:function": build(config, learning_rate) returns an
+    optax.GradientTransformation for one step, whose rate is the float32[] scalar learning_rate. grad_clip comes before
+    it."""
     lr: float = 3e-4
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -45,6 +49,13 @@ class OptimizerConfig:
     """Gradient clipping: maximum global norm. 0: no clipping."""
 
     def __post_init__(self) -> None:
+        if is_function(self.optimizer):
+            split_name("optimizer", self.optimizer)
+        elif self.optimizer not in OPTIMIZERS:
+            raise UserError(
+                f"optimizer is {self.optimizer!r}: it must be one of {', '.join(OPTIMIZERS)}, or a function of your "
+                f'own, "module:function"'
+            )
         if not 0 < self.lr < math.inf:
             raise UserError(f"lr is {self.lr}: it must be above 0, and finite")
         for name in ("warmup_steps", "weight_decay", "grad_clip"):

@@ -2,8 +2,6 @@
 
 import copy
 import dataclasses
-import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +14,7 @@ from roxxel_dist.model.attention_kernels import kernel_for, key_size
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.parametrization import Width, rescale_to, widths
 from roxxel_dist.model.transformer import TransformerBuilder
-from roxxel_dist.model.user_code import import_function
+from roxxel_dist.model.user_code import call_function, import_function
 from roxxel_dist.settings.config import Config
 
 
@@ -59,18 +57,8 @@ def model_builder(config: Config, kernel: AttentionKernel = "auto") -> Callable[
     def build() -> nnx.Module:
         own = copy.deepcopy(config)  # the user's function may change it
         own.model_args = own.model_args or {}
-        try:
-            model = make(own, nnx.Rngs(config.seed + 2, **rngs))
-        except TypeError as error:
-            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                raise  # a mistake in the model; otherwise the call does not match its signature
-            raise UserError(f"model is {config.model!r}: {error}: write it as `def build(config, rngs)`") from error
-        except ValueError as error:
-            path = getattr(sys.modules.get(make.__module__), "__file__", None)
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            if last.filename != path:
-                raise  # it does not come from a check of the arguments: a mistake in the model
-            raise UserError(f"model is {config.model!r}: {error} ({path}, line {last.lineno})") from error
+        streams = nnx.Rngs(config.seed + 2, **rngs)
+        model = call_function("model", str(config.model), make, "def build(config, rngs)", own, streams)
         if not isinstance(model, nnx.Module):
             raise UserError(
                 f"model is {config.model!r}: it returned a {type(model).__name__}, and must return an nnx.Module"

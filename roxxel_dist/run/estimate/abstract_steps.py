@@ -13,7 +13,7 @@ from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, one_device
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.run.components import RunComponents
 from roxxel_dist.run.estimate.target_steps import peak_bytes
-from roxxel_dist.train.step.optimizer import InitialState
+from roxxel_dist.train.step.optimizer import InitialState, check_update
 from roxxel_dist.train.step.state import TrainState, abstract_state
 from roxxel_dist.train.step.step import SPIKE_FACTOR, make_eval_step, make_step
 
@@ -49,6 +49,7 @@ def abstract_train_state(
         fsdp=options.fsdp,
         dtype=jnp.bfloat16 if options.use_bf16 else None,
     )
+    check_update(optimizer, state.params, state.opt_state)
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
     numbers: Any = dict.fromkeys((*optimizer.settings(total_steps), SPIKE_FACTOR), number)
     return split, state, hparams | numbers

@@ -7,7 +7,7 @@ over learning rates or lengths compiles once. Decision 15.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -125,6 +125,8 @@ class NamedOptimizer:
     it in from the model."""
     widths: Mapping[str, Width] = field(default_factory=dict, hash=False)
     """With mup, how much wider each parameter is than at the base width (`model.parametrization.widths`)."""
+    own: Callable[[jax.Array], optax.GradientTransformation] | None = None
+    """Where the config names a function of the user's: the rate of a step, float32[], to the transformation."""
 
     def settings(self, total_steps: int) -> dict[str, float]:
         """lr, weight_decay, warmup_steps, total_steps, decay_steps and grad_clip of a run.
@@ -136,6 +138,8 @@ class NamedOptimizer:
     def build(self, settings: Settings, step: ArrayLike) -> optax.GradientTransformation:
         """Clipping, then the optimizer at this step's rate. Parameters and their moments keep their dtype."""
         rate = self.rate(settings, step)
+        if self.own is not None:
+            return optax.chain(clip(settings["grad_clip"]), self.own(rate))
         decay = jnp.asarray(settings["weight_decay"], jnp.float32)
         if not self.widths:
             return optax.chain(clip(settings["grad_clip"]), _optimizer(self.config, rate, decay, self.matrices))
@@ -211,13 +215,18 @@ def updates_of(
 def check_update(optimizer: Optimizer, params: Any, opt_state: Any) -> None:
     """Trace the update of a transformation of the user's once; nothing is computed.
 
-    Raises UserError where it asks for more than `updates_of` gives, such as the loss as a function for a line search.
+    Raises UserError where it asks for more than `updates_of` gives, such as the loss as a function for a line search,
+    or gives updates or a state of other shapes or types than it was given.
     """
-    if not isinstance(optimizer, FixedOptimizer):
+    if isinstance(optimizer, NamedOptimizer) and optimizer.own is None:
         return
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def update(grads: Any, opt_state: Any, params: Any, number: jax.Array) -> tuple[Any, Any]:
+        transformation = optimizer.build(dict.fromkeys(optimizer.settings(LONG), number), number)
+        return updates_of(transformation, grads, opt_state, params, number)
+
     try:
-        jax.eval_shape(partial(updates_of, optimizer.tx), params, opt_state, params, loss)
+        after = jax.eval_shape(update, params, opt_state, params, jax.ShapeDtypeStruct((), jnp.float32))
     except TypeError as error:
         missing = re.search(r"missing \d+ required keyword-only arguments?: (.*)", str(error))
         if missing is None:
@@ -226,6 +235,26 @@ def check_update(optimizer: Optimizer, params: Any, opt_state: Any) -> None:
             f"optimizer asks for {missing[1]} in its update, and a step gives it the loss alone (value): use an "
             f"optimizer without a line search"
         ) from error
+    for what, given, made in zip(("updates", "state"), (params, opt_state), after, strict=True):
+        if wrong := _difference(given, made):
+            raise UserError(
+                f"optimizer: its update gives {what} that differ from what it was given ({wrong}): keep structure, "
+                f"shapes and types"
+            )
+
+
+def _difference(given: Any, made: Any) -> str:
+    """The first leaf of a tree that another one does not have alike, or nothing."""
+
+    def named(tree: Any) -> dict[str, str]:
+        leaves = jax.tree.leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+
+    before, after = named(given), named(made)
+    for name in {**before, **after}:
+        if before.get(name) != after.get(name):
+            return f"{name or 'it'} was {before.get(name, 'not there')}, and is {after.get(name, 'not there')}"
+    return ""
 
 
 def for_model(optimizer: Optimizer, matrices: Mapping[str, Matrix]) -> Optimizer:
@@ -306,6 +335,8 @@ def _optimizer(
             )
         case "muon":
             return _muon(config, rate, decay, matrices)
+        case name:
+            raise UserError(f"optimizer is {name!r}: name it in a Config, or give its optax transformation itself")
 
 
 def by_width(
