@@ -52,7 +52,8 @@ from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 
 CHECKPOINTS = "checkpoints"
 """The name of the folder of checkpoints in a run directory."""
-PARAMS, REST = "params/", "rest/"
+PARAMS, REST, AVERAGE = "params/", "rest/", "opt_state/average/"
+"""The prefixes of names in a train state."""
 SMALL = 1 << 19
 """Bytes up to which a file of arrays has a digest of its own too."""
 TEMPORARY = ".orbax-checkpoint-tmp"
@@ -401,9 +402,15 @@ def parameter_shapes(shapes: Mapping[str, list[Any]]) -> dict[str, jax.ShapeDtyp
     return {name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(kind)) for name, (*shape, kind) in mine.items()}
 
 
+def evaluated(shapes: Mapping[str, Any]) -> str:
+    """The prefix of the parameters that a train state is evaluated with: of their average, where it has one."""
+    return AVERAGE if any(name.startswith(AVERAGE) for name in shapes) else PARAMS
+
+
 def model_bytes(shapes: Mapping[str, list[Any]]) -> int:
     """Bytes of what `read_model` reads, by a train state's `shapes`; random keys, of a few bytes, are left out."""
-    kept = [shape for name, shape in shapes.items() if name.startswith((PARAMS, REST)) and "key<" not in shape[-1]]
+    read = evaluated(shapes), REST
+    kept = [shape for name, shape in shapes.items() if name.startswith(read) and "key<" not in shape[-1]]
     return sum(math.prod(shape) * bytes_of(kind) for *shape, kind in kept)
 
 
@@ -412,13 +419,15 @@ def read_model(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """(parameters, the rest) of a train state, whole and in memory, random keys of the rest as integers.
 
+    The parameters are those that it is evaluated with.
     One process reads them alone, and asks no device. Raises ValueError where they do not agree with their digests; what
     Orbax raises passes.
     """
-    arrays = read_named(checkpoint, {name for name in saved.shapes if name.startswith((PARAMS, REST))})
+    kind = evaluated(saved.shapes)
+    arrays = read_named(checkpoint, {name for name in saved.shapes if name.startswith((kind, REST))})
     if problems := check_whole_arrays(arrays, table, saved.shapes):
         raise UserError(in_words(problems))
-    return below(PARAMS, arrays), below(REST, arrays)
+    return below(kind, arrays), below(REST, arrays)
 
 
 def read_arrays(checkpoint: Path, like: Any) -> Any:

@@ -293,8 +293,9 @@ class RemoteCheckpoints:
     def fetch_model(self, step: int) -> list[str]:
         """Bring what `files.read_model` reads of a checkpoint here, for one process that reads it alone; what is wrong
         with it. Its `meta.json` and table are here."""
-        _, table = read_verified(self._folder / str(step), step)
-        return self.fetch(step, table, lambda name, _: name.startswith((files.PARAMS, files.REST)))
+        saved, table = read_verified(self._folder / str(step), step)
+        read = files.evaluated(saved.shapes), files.REST
+        return self.fetch(step, table, lambda name, _: name.startswith(read))
 
     def fetch_all(self, step: int) -> list[str]:
         """The same of all of a checkpoint."""

@@ -462,6 +462,18 @@ class CheckpointStore:
         """
         return self._restore(step, like, whole=False)
 
+    def restore_evaluated(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
+        """`restore_model`, where "params" are those that the state is evaluated with: their average, if it has one."""
+        if not self.has_average(step):
+            return self.restore_model(step, like)
+        others = {name: leaves for name, leaves in like.items() if name != "params"}
+        found = self.restore_model(step, {**others, "opt_state": {"average": like["params"]}})
+        return {**{name: found[name] for name in others}, "params": found["opt_state"]["average"]}
+
+    def has_average(self, step: int) -> bool:
+        """Whether a checkpoint has an average of the parameters."""
+        return files.evaluated(self._read(step)[0].shapes) == files.AVERAGE
+
     def restore_params(self, step: int, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The parameters alone, whatever the run's optimizer was; see `restore_model`."""
         return self.restore_model(step, {"params": like})["params"]

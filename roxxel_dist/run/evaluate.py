@@ -132,7 +132,7 @@ def evaluate(
             evaluator.check(shape)
             evaluator.prepare(state, hparams, shape)
             weights = {name: leaves for name in ("params", "rest") if (leaves := getattr(state, name))}
-            state = state._replace(**store.restore_model(step, weights))
+            state = state._replace(**store.restore_evaluated(step, weights))
         # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.
         compiler.wait_together()
         means = summarize(fetch(evaluator.run(state, hparams, shape)))

@@ -269,6 +269,11 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
                 f"{name} is {value}, and {other} has {before}: its checkpoints hold random streams of dropout "
                 f"only where there is some, so use {'a rate above 0' if before else '0'}, or start a new run"
             )
+        if name == "ema" and bool(value) != bool(before) and not (fork and value):
+            raise UserError(
+                f"ema is {value}, and {other} has {before}: its checkpoints hold an average only where there is one, "
+                f"so leave it as it was, begin one in a fork (fork=RUN@STEP), or start a new run (init_from=RUN)"
+            )
         lines.append(f"{name} {before} -> {value}")
     return lines
 

@@ -161,6 +161,10 @@ class LoopOptions:
     (factor - 1) |m|. 0: never."""
     max_rewinds: int = 3
     """Maximum number of rewinds. After that a bad step ends the run."""
+    ema: float = 0.0
+    """Exponential moving average (EMA) of the parameters, with this decay for each step, such as 0.999. It takes the
+    place of the parameters in evaluation: val_loss, the best checkpoint and patience are those of the average, and so
+    are weight files, export, generate, eval and init_from. Training does not read it. 0: none."""
     use_bf16: bool = False
     """bfloat16 parameters and optimizer moments: half the memory, less precise."""
     bf16_compute: bool = False
@@ -205,6 +209,20 @@ class LoopOptions:
             raise UserError(f"on_bad_step is {self.on_bad_step!r}: it must be raise, skip or rewind")
         if self.verify_data not in ("on", "off"):
             raise UserError(f"verify_data is {self.verify_data!r}: it must be on or off")
+        self._check_state()
+        steps = self.profile_steps
+        if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+            raise UserError(f"profile_steps is {steps}: it must be two steps, the first and the last, from 1")
+
+    def _check_state(self) -> None:
+        """Raises UserError where types, average and layout of the state do not fit together."""
+        if not 0 <= self.ema < 1:
+            raise UserError(f"ema is {self.ema}: it must be above 0 and below 1, such as 0.999, or 0 for none")
+        if self.ema and self.use_bf16:
+            raise UserError(
+                f"ema is {self.ema} and use_bf16 is true: an average in bfloat16 stops moving, as its steps are below "
+                f"its last digit; use bf16_compute, or leave one of the two out"
+            )
         if self.use_bf16 and self.bf16_compute:
             raise UserError("use_bf16 and bf16_compute are both true: parameters are kept in one type, choose one")
         shards = self.virtual_shards
@@ -215,9 +233,6 @@ class LoopOptions:
                 f"virtual_shards is {shards} and fsdp is true: with virtual shards each device has the whole state, so "
                 f"leave one of the two out"
             )
-        steps = self.profile_steps
-        if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
-            raise UserError(f"profile_steps is {steps}: it must be two steps, the first and the last, from 1")
 
 
 class LoopKeywords(TypedDict, total=False):
@@ -243,6 +258,7 @@ class LoopKeywords(TypedDict, total=False):
     on_bad_step: Literal["raise", "skip", "rewind"]
     spike_factor: float
     max_rewinds: int
+    ema: float
     use_bf16: bool
     bf16_compute: bool
     fsdp: bool

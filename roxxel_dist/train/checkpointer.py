@@ -124,7 +124,12 @@ class Checkpointer:
         if optimizer is not None:
             like["opt_state"] = optimizer.tx.init(params)
         saved = {name: tree for name, tree in like.items() if jax.tree.leaves(tree)}
+        averaged = self.store.has_average(step)
+        if averaged and "opt_state" in saved:
+            saved["opt_state"] = {"inner": saved["opt_state"]}
         restored = like | self.store.restore_model(step, saved)
+        if averaged and "opt_state" in saved:
+            restored["opt_state"] = restored["opt_state"]["inner"]
         state = TrainState(jnp.int32(step), **restored, health=LossMonitorState.initial())
         TrainView(parts, state, settings).copy_to(model, optimizer)
 

@@ -83,7 +83,7 @@ class Validation:
         for name in self._sets:
             batch = self._stream(name, shape).abstract()
             keys.append(("evaluate", batch_key(batch)))
-            self._compiler.prepare(keys[-1], self._evaluate, state.params, state.rest, hparams, batch)
+            self._compiler.prepare(keys[-1], self._evaluate, state.evaluated, state.rest, hparams, batch)
         return keys
 
     def run(self, state: TrainState, hparams: Hparams, shape: Shape) -> dict[str, list[dict[str, jax.Array]]]:
@@ -98,7 +98,7 @@ class Validation:
             for step in range(stream.plan.total_steps):
                 batch = stream.batch(step)
                 throttler.wait_for_next()
-                losses[name].append(program(state.params, state.rest, hparams, batch))
+                losses[name].append(program(state.evaluated, state.rest, hparams, batch))
                 throttler.add(losses[name][-1]["loss"])
         return losses
 

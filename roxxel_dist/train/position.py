@@ -28,7 +28,7 @@ from roxxel_dist.train.step.bad_steps import BadStep
 from roxxel_dist.train.step.digest_chain import in_hex
 from roxxel_dist.train.step.optimizer import InitialState
 from roxxel_dist.train.step.state import TrainState, TrainView, init_state
-from roxxel_dist.train.step.step import SPIKE_FACTOR, Metrics
+from roxxel_dist.train.step.step import Metrics, loop_numbers
 
 
 @dataclass(eq=False, repr=False)
@@ -61,7 +61,7 @@ class Position:
         init = init_state_of_copies if options.virtual_shards else init_state
         split, arrays, hparams = init(
             parts.model,
-            InitialState(optimizer),
+            InitialState(optimizer, average=options.ema > 0),
             parts.mesh,
             fsdp=options.fsdp,
             dtype=jnp.bfloat16 if options.use_bf16 else None,
@@ -69,7 +69,7 @@ class Position:
             load=start.load,
         )
         start = with_adapters(start, split)
-        numbers = optimizer.settings(start.plan.total_steps) | {SPIKE_FACTOR: options.spike_factor}
+        numbers = optimizer.settings(start.plan.total_steps) | loop_numbers(options)
         return cls(
             parts=parts,
             start=start,

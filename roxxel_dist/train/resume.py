@@ -22,6 +22,7 @@ from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.data.units import SPREAD
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.settings.training import LoopOptions
+from roxxel_dist.train.step.average import Averaged, begin_average
 from roxxel_dist.train.step.bad_steps import BadStep, known_good
 from roxxel_dist.train.step.optimizer import NamedOptimizer, Optimizer, schedule_change
 from roxxel_dist.train.step.state import TrainState
@@ -332,7 +333,12 @@ def restore_start(store: CheckpointStore, start: ResumePoint, like: TrainState) 
     if start.source is None:
         return restore(store, start.step, like)
     with open_checkpoint("fork", start.source) as (theirs, step):
-        return restore(theirs, step, like)
+        if not isinstance(like.opt_state, Averaged) or theirs.has_average(step):
+            return restore(theirs, step, like)
+        state = restore(theirs, step, like._replace(opt_state=like.opt_state.inner))  # the fork begins an average
+        places = {name: leaf.sharding for name, leaf in like.opt_state.average.items()}
+        average = jax.jit(begin_average, out_shardings=places)(state.params)
+        return state._replace(opt_state=Averaged(state.opt_state, average))
 
 
 def with_adapters(start: ResumePoint, parts: ModuleSplit) -> ResumePoint:

@@ -102,6 +102,8 @@ def check_weights(source: CheckpointRef, like: dict[str, Any]) -> None:
 def load_params(source: CheckpointRef, like: Leaves, state: Leaves) -> Leaves:
     """The parameters and the state of a checkpoint, placed as `like` and `state`; of adapters the merged parameters.
 
+    The parameters are those that it is evaluated with: their average, where the run keeps one.
+
     State that the checkpoint does not have, or has in another shape, is left out with a line for the user. Raises
     ValueError where the parameters are of another model.
     """
@@ -113,7 +115,7 @@ def load_params(source: CheckpointRef, like: Leaves, state: Leaves) -> Leaves:
         base, known = base_of(source.run, metadata), _known_state(source, store.rest_shapes(step), state)
         rest = {"rest": known} if known else {}
         if base is None:
-            restored = store.restore_model(step, {"params": like, **rest})
+            restored = store.restore_evaluated(step, {"params": like, **rest})
             return restored["params"] | restored.get("rest", {})
         merged_weights, saved = dict(load_base_params(base, like, {})), store.param_shapes(step)
         scales = metadata.adapter_scales or {}
@@ -125,7 +127,7 @@ def load_params(source: CheckpointRef, like: Leaves, state: Leaves) -> Leaves:
             pair = adapter_shapes(name, like[target_of(name)].shape, lora_a.shape[-1])
             for suffix, shape in zip((LORA_A_SUFFIX, LORA_B_SUFFIX), pair, strict=True):
                 shapes[name + suffix] = jax.ShapeDtypeStruct(shape, lora_a.dtype, sharding=place)
-        restored = store.restore_model(step, {"params": shapes, **rest})
+        restored = store.restore_evaluated(step, {"params": shapes, **rest})
         adapters = restored["params"]
         for name, scale in scales.items():
             target = target_of(name)

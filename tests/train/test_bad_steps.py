@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import losses, make, rows, saved, told, train
+from runs import losses, make, poisoned, rows, saved, told, train
 
 from roxxel_dist import Curriculum, Phase
 from roxxel_dist.model.loss import next_token_loss
@@ -14,23 +14,10 @@ from roxxel_dist.train.step.bad_steps import BadStep, LossMonitorState, describe
 PHASES = [Phase(14, 8, 17)]
 
 
-def poisoned(corpus, *steps):
-    """A loss that is no number on the batches which these steps (from 1) read."""
-    curriculum, _ = Curriculum(corpus, PHASES).hold_out(0.1)
-    plan = curriculum.plan(42)
-    batches = [corpus.read(plan.rows(step - 1).offset, 17, np.int32) for step in steps]
-
-    def loss_fn(model, batch):
-        loss = next_token_loss(model, batch)
-        for tokens in batches:
-            loss = loss * jnp.where((batch == tokens).all(), jnp.nan, 1.0)
-        return loss
-
-    return loss_fn
-
-
 def test_it_is_found_at_the_next_logged_step_and_named(corpus, tmp_path):
-    made = make(corpus, tmp_path, PHASES, loss_fn=poisoned(corpus, 7), log_every=5, eval_every=100, checkpoint_every=3)
+    made = make(
+        corpus, tmp_path, PHASES, loss_fn=poisoned(corpus, PHASES, 7), log_every=5, eval_every=100, checkpoint_every=3
+    )
     with pytest.raises(BadStep, match=r"step 7 went wrong: its loss is nan") as caught:
         made.run()
     made.close()
@@ -110,7 +97,7 @@ def test_a_ruined_checkpoint_is_not_gone_on_from(corpus, tmp_path, action):
 def test_a_bad_state_is_never_saved(corpus, tmp_path):
     """A save comes before the next logged step: it looks first."""
     made = make(
-        corpus, tmp_path, PHASES, loss_fn=poisoned(corpus, 7), log_every=100, eval_every=100, checkpoint_every=4
+        corpus, tmp_path, PHASES, loss_fn=poisoned(corpus, PHASES, 7), log_every=100, eval_every=100, checkpoint_every=4
     )
     with pytest.raises(BadStep, match="step 7"):
         made.run()
@@ -119,7 +106,7 @@ def test_a_bad_state_is_never_saved(corpus, tmp_path):
 
 
 def test_skipped_steps_change_nothing(corpus, tmp_path):
-    made = train(corpus, tmp_path, PHASES, loss_fn=poisoned(corpus, 5, 9), on_bad_step="skip")
+    made = train(corpus, tmp_path, PHASES, loss_fn=poisoned(corpus, PHASES, 5, 9), on_bad_step="skip")
     assert int(made.state.step) == 14
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(made.state.params))
     found = {row["step"]: row for row in rows(tmp_path)}
@@ -129,7 +116,7 @@ def test_skipped_steps_change_nothing(corpus, tmp_path):
 
 
 def test_going_back_leaves_the_rows_out(corpus, tmp_path):
-    loss_fn = poisoned(corpus, 7)
+    loss_fn = poisoned(corpus, PHASES, 7)
     made = train(corpus, tmp_path / "run", PHASES, loss_fn=loss_fn, on_bad_step="rewind")
     assert [step for step, *_ in losses(tmp_path / "run")] == list(range(1, 15))
     assert all(np.isfinite(loss) for _, loss, _ in losses(tmp_path / "run"))
@@ -149,7 +136,7 @@ def test_going_back_leaves_the_rows_out(corpus, tmp_path):
 
 def test_a_rewind_holds_one_state_and_is_in_the_checkpoint_at_once(corpus, tmp_path, monkeypatch):
     """A job that is killed behind a rewind and started again has counted it."""
-    loss_fn = poisoned(corpus, 7)
+    loss_fn = poisoned(corpus, PHASES, 7)
     options = {"loss_fn": loss_fn, "on_bad_step": "rewind", "checkpoint_every": 5, "eval_every": 100}
     made = make(corpus, tmp_path, PHASES, **options)
 

@@ -15,7 +15,7 @@ from roxxel_dist.run.components import RunComponents
 from roxxel_dist.run.estimate.target_steps import peak_bytes
 from roxxel_dist.train.step.optimizer import InitialState, check_update
 from roxxel_dist.train.step.state import TrainState, abstract_state
-from roxxel_dist.train.step.step import SPIKE_FACTOR, make_eval_step, make_step
+from roxxel_dist.train.step.step import loop_numbers, make_eval_step, make_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +44,14 @@ def abstract_train_state(
     optimizer, options = components.optimizer, components.options
     split, state, hparams = abstract_state(
         components.build,
-        InitialState(optimizer),
+        InitialState(optimizer, average=options.ema > 0),
         mesh,
         fsdp=options.fsdp,
         dtype=jnp.bfloat16 if options.use_bf16 else None,
     )
     check_update(optimizer, state.params, state.opt_state)
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
-    numbers: Any = dict.fromkeys((*optimizer.settings(total_steps), SPIKE_FACTOR), number)
+    numbers: Any = dict.fromkeys((*optimizer.settings(total_steps), *loop_numbers(options)), number)
     return split, state, hparams | numbers
 
 
@@ -111,7 +111,7 @@ class Steps:
 
     def validation_args(self, batch: Any) -> tuple[Any, ...]:
         """Of the validation step, for a batch of any mesh."""
-        return self.state.params, self.state.rest, self.hparams, self._placed(batch)
+        return self.state.evaluated, self.state.rest, self.hparams, self._placed(batch)
 
     def on_one_device(self) -> "Steps":
         """The same steps on the first of the devices, where nothing is cut; the model is not built again."""

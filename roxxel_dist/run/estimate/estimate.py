@@ -151,7 +151,7 @@ class RunEstimate:
     parts: Mapping[str, int]
     """Parameters by top-level part of the model."""
     state: Mapping[str, int]
-    """Bytes of "parameters", "optimizer" and "other"."""
+    """Bytes of "parameters", "optimizer", "average" where the run keeps one, and "other"."""
     arrays: tuple[Mapping[str, Any], ...]
     """{"name", "shape", "dtype", "cut", "device_bytes"} of every parameter; cut: an axis of the mesh a dimension."""
     fsdp: bool
@@ -371,7 +371,8 @@ def _estimate(
         parts=count_by_module(params),
         state={
             "parameters": device_bytes((state.params, view.frozen)),
-            "optimizer": device_bytes(state.opt_state),
+            "optimizer": device_bytes(view.optimizer),
+            **({"average": device_bytes(view.evaluated)} if view.evaluated is not view.params else {}),
             "other": device_bytes((state.step, state.rest, state.health, other)),
         },
         arrays=tuple(

@@ -22,6 +22,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.parametrization import Width
 from roxxel_dist.model.split import Matrix
 from roxxel_dist.settings.training import OptimizerConfig
+from roxxel_dist.train.step.average import Averaged, begin_average, inner_state
 
 FINAL_FRACTION = 0.01
 """Of the peak: where cosine, linear and wsd end."""
@@ -226,6 +227,7 @@ def check_update(optimizer: Optimizer, params: Any, opt_state: Any) -> None:
         return updates_of(transformation, grads, opt_state, params, number)
 
     try:
+        opt_state = inner_state(opt_state)
         after = jax.eval_shape(update, params, opt_state, params, jax.ShapeDtypeStruct((), jnp.float32))
     except TypeError as error:
         missing = re.search(r"missing \d+ required keyword-only arguments?: (.*)", str(error))
@@ -267,14 +269,17 @@ class InitialState:
     """Parameters to the state before the first step, which depends on none of the optimizer's numbers."""
 
     optimizer: Optimizer
+    average: bool = False
+    """Whether an average of the parameters is kept beside it."""
 
     def __call__(self, params: Any) -> Any:
         """The state."""
-        return self.optimizer.build(self.optimizer.settings(LONG), 0).init(params)
+        state = self.optimizer.build(self.optimizer.settings(LONG), 0).init(params)
+        return Averaged(state, begin_average(params)) if self.average else state
 
     def for_model(self, matrices: Mapping[str, Matrix]) -> "InitialState":
         """The same for a model whose parameters are these matrices."""
-        return InitialState(for_model(self.optimizer, matrices))
+        return InitialState(for_model(self.optimizer, matrices), self.average)
 
 
 def decayed(params: Any) -> Any:

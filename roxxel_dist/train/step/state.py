@@ -22,6 +22,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.parameter_sharding import parameter_sharding
 from roxxel_dist.cluster.xla_flags import SAVE_MEMORY
 from roxxel_dist.model.split import Leaves, ModuleSplit, named_leaves, split_module
+from roxxel_dist.train.step.average import Averaged, inner_state
 from roxxel_dist.train.step.bad_steps import LossMonitorState
 from roxxel_dist.train.step.optimizer import InitialState
 from roxxel_dist.train.step.throughput import device_bytes, free_device_bytes
@@ -42,6 +43,11 @@ class TrainState(NamedTuple):
     opt_state: Any
     health: LossMonitorState
     """Bad steps so far."""
+
+    @property
+    def evaluated(self) -> Leaves:
+        """The parameters that are validated and exported: their average, where the run keeps one."""
+        return self.opt_state.average if isinstance(self.opt_state, Averaged) else self.params
 
 
 def init_state(
@@ -303,18 +309,25 @@ class TrainView:
 
     @property
     def model(self) -> Any:
-        """The module with dropout off; its arrays lie on the mesh, so on several processes all must compute with it."""
-        return self._split.merge(self._state.params, self._state.rest, self._hparams, training=False)
+        """The module with dropout off, with the average of the parameters where the run keeps one; its arrays lie on
+        the mesh, so on several processes all must compute with it.
+        """
+        return self._split.merge(self._state.evaluated, self._state.rest, self._hparams, training=False)
 
     @property
     def optimizer(self) -> Any:
         """The state of the optax transformation."""
-        return self._state.opt_state
+        return inner_state(self._state.opt_state)
 
     @property
     def params(self) -> dict[str, jax.Array]:
         """Parameters by name; of a model with adapters, the adapters."""
         return self._state.params
+
+    @property
+    def evaluated(self) -> dict[str, jax.Array]:
+        """Those that are evaluated, by the same names: their average, where the run keeps one."""
+        return self._state.evaluated
 
     @property
     def frozen(self) -> dict[str, jax.Array]:
@@ -345,7 +358,7 @@ class TrainView:
 
         as_states = jax.tree.map(
             lambda tree: split.params.state(tree) if of_parameters(tree) else tree,
-            self._state.opt_state,
+            self.optimizer,
             is_leaf=of_parameters,
         )
         leaves = [_on_one_device(leaf) for leaf in jax.tree.leaves(as_states)]
@@ -355,12 +368,12 @@ class TrainView:
             optimizer.step[...] = jnp.asarray(int(self.step), optimizer.step[...].dtype)
 
     def local_model(self) -> Any:
-        """A module with dropout off on this process's first device alone. Every process must ask for it.
+        """`model` on this process's first device alone. Every process must ask for it.
 
         Raises MemoryError, on every process, where a device of one of them has no room for the whole model beside
         what it holds.
         """
-        leaves, tree = jax.tree.flatten((self._state.params, self._state.rest, self._hparams))
+        leaves, tree = jax.tree.flatten((self._state.evaluated, self._state.rest, self._hparams))
         cut = {i: leaf for i, leaf in enumerate(leaves) if not leaf.sharding.is_fully_replicated}
         if cut:
             _check_room_for_model(sum(leaf.size * leaf.dtype.itemsize for leaf in cut.values()))

@@ -21,6 +21,8 @@ from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.model.split import Leaves, ModuleSplit
+from roxxel_dist.settings.training import LoopOptions
+from roxxel_dist.train.step.average import Averaged, inner_state, update_average
 from roxxel_dist.train.step.bad_steps import LossMonitorState, update_monitor
 from roxxel_dist.train.step.optimizer import Optimizer, for_model, global_norm, updates_of
 from roxxel_dist.train.step.state import TrainState
@@ -28,12 +30,19 @@ from roxxel_dist.train.step.state import TrainState
 LossFn = Callable[[Any, Any], Any]
 Hparams = dict[str, jax.Array]
 SPIKE_FACTOR = "spike_factor"
+EMA = "ema"
+"""Among the hparams: the decay of the average of the parameters, where the state has one."""
 BALANCE = "balance_loss"
 """A loss function's name for a further loss, added for the gradient and logged apart: it keeps the experts of a model
 equally busy."""
 WEIGHT = "loss_weight"
 """A loss function's name for the weight of its mean loss and of its other numbers, if that differs between batches: the
 number of tokens that it is a mean of, or anything in proportion to it."""
+
+
+def loop_numbers(options: LoopOptions) -> dict[str, float]:
+    """The options that are inputs of every step, by name."""
+    return {SPIKE_FACTOR: options.spike_factor} | ({EMA: options.ema} if options.ema else {})
 
 
 class Metrics(NamedTuple):
@@ -177,7 +186,7 @@ def apply_gradient(
     `optimizer` is the result of its `for_model`.
     """
     transformation = optimizer.build(hparams, state.step)
-    updates, opt_state = updates_of(transformation, grads, state.opt_state, state.params, loss.minimized)
+    updates, opt_state = updates_of(transformation, grads, inner_state(state.opt_state), state.params, loss.minimized)
     params: Any = optax.apply_updates(state.params, updates)
     scalars = {**loss.scalars, "loss": loss.loss, "grad_norm": global_norm(grads)}
     scalars["update_norm"] = global_norm(updates)
@@ -187,6 +196,9 @@ def apply_gradient(
     health, bad = update_monitor(
         state.health, state.step + 1, scalars["loss"], scalars["grad_norm"], hparams[SPIKE_FACTOR], skip=skip_bad
     )
+    if isinstance(state.opt_state, Averaged):
+        average = update_average(state.opt_state.average, params, hparams[EMA], health.good)
+        opt_state = Averaged(opt_state, average)
     if skip_bad:
         old, new = (state.params, state.rest, state.opt_state), (params, rest, opt_state)
         params, rest, opt_state = jax.tree.map(partial(jnp.where, bad), old, new)

@@ -1,0 +1,38 @@
+"""An average of the parameters, which is evaluated and exported in their place; it is kept in the optimizer's state."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from roxxel_dist.model.split import Leaves
+
+
+class Averaged(NamedTuple):
+    """The state of an optimizer, with an average beside it. The fields' names are in every checkpoint of such a run."""
+
+    inner: Any
+    """The state of the optax transformation."""
+    average: Leaves
+    """By the names of the parameters, in their shapes and types, placed as they are."""
+
+
+def inner_state(opt_state: Any) -> Any:
+    """The state of the optax transformation, whether there is an average beside it or not."""
+    return opt_state.inner if isinstance(opt_state, Averaged) else opt_state
+
+
+def begin_average(params: Leaves) -> Leaves:
+    """A copy of the parameters: both are donated, so they must not share memory."""
+    return jax.tree.map(jnp.copy, params)
+
+
+def update_average(average: Leaves, params: Leaves, decay: jax.Array, steps: jax.Array) -> Leaves:
+    """The average a of the parameters p after one more update, of the `decay` d, float32[], and so many `steps` n.
+
+    a + (p - a) (1 - d) / (1 - d^n), with n, int32[], counted from 1: the bias correction of Adam (Kingma & Ba 2015,
+    arXiv 1412.6980) in one formula. The weight of a_0, the random weights of the beginning, is 0 from the first step
+    on, and the weights of p_1 … p_n, in proportion to d^(n - i), sum to 1.
+    """
+    share = jnp.where(steps <= 1, 1.0, (1 - decay) / -jnp.expm1(steps * jnp.log(decay)))
+    return {name: leaf + (params[name] - leaf) * share.astype(leaf.dtype) for name, leaf in average.items()}
