@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from roxxel_dist.model.loss import token_losses
-from roxxel_dist.train import trainer
+from roxxel_dist.train import programs as loop_programs
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.step import make_step
 
@@ -83,5 +83,5 @@ def flipping(flip):
 
         return step
 
-    with mock.patch.object(trainer, "make_step", making), mock.patch.object(AotCompiler, "get_together", get):
+    with mock.patch.object(loop_programs, "make_step", making), mock.patch.object(AotCompiler, "get_together", get):
         yield
