@@ -52,7 +52,7 @@ class Resources:
         timeline = Timeline(None if process_index() else parts.folder, progress)
         log = LogQueue()
         with contextlib.ExitStack() as undo:
-            release_folder = hold_together(parts.folder)
+            release_folder = _lock_folder(parts.folder)
             undo.callback(release_folder)
             store = _open_store(parts)
             if parts.checkpointer is None:
@@ -92,8 +92,8 @@ class Resources:
         self.release_folder()
 
 
-def hold_together(run: Path) -> Callable[[], None]:
-    """Hold a run directory on rank 0 for all ranks; returns what releases it.
+def _lock_folder(run: Path) -> Callable[[], None]:
+    """Lock a run directory on rank 0 for all ranks; returns the function that releases it.
 
     Raises ValueError, on every rank, where another process trains in it, it cannot be written, or it has files that no
     run made and a run would replace.

@@ -46,6 +46,15 @@ def test_each_shape_is_compiled_once(corpus, tmp_path, compiled):
     assert len(losses(tmp_path)) == 12
 
 
+def test_to_make_a_trainer_compiles_opens_and_starts_nothing(corpus, tmp_path, compiled):
+    threads = {*threading.enumerate()}
+    options = {"mesh": make_mesh(2), "val_fraction": 0.1, "fsdp": True}
+    Trainer(model, optax.adam(3e-2), Curriculum(corpus, PHASES), next_token_loss, tmp_path / "run", **options)
+    assert not compiled
+    assert {*threading.enumerate()} <= threads
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_next_phase_is_compiled_before_its_boundary(corpus, tmp_path):
     """Where the phase is long enough: here a validation in its midst waits until the compiler has nothing to do."""
     made, waited = None, []
