@@ -104,7 +104,7 @@ def pages(folder: Path) -> None:
         ):
             browser.open(address, size, scheme)
             browser.wait(lambda: browser.find(".uplot canvas"), "the curves")
-            browser.wait(lambda: "list" in name or "ms a step" in browser.text(), "the ranks")  # noqa: B023
+            browser.wait(lambda: "list" in name or "ms per step" in browser.text(), "the ranks")  # noqa: B023
             browser.picture(DOCS / name, whole=False)
         server.ended.set()
         server.shutdown()

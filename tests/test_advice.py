@@ -137,7 +137,7 @@ CASES = [
     ),
     (
         f"{D} {NINE} --warmup_steps 8 --lr_schedule wsd",
-        "say how long the decay is with decay_steps",
+        "give the length of the decay with decay_steps",
         f"{D} {NINE} --warmup_steps 4 --lr_schedule wsd --decay_steps 2",
     ),
     (

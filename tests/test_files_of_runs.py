@@ -114,7 +114,7 @@ def test_commands_that_work(place, tmp_path, capfd, command, damage):
         ("resume", "metrics.jsonl", "metrics.jsonl: cannot be read (Is a directory): move it away"),
         ("report", "metrics.jsonl", "metrics.jsonl: cannot be read (Is a directory): move it away"),
         ("resume", "training_log.csv", "training_log.csv: cannot be read (Is a directory): move it away"),
-        ("resume", "logs/rank-0.log", "rank-0.log: cannot be written (Is a directory): move what is there away"),
+        ("resume", "logs/rank-0.log", "rank-0.log: cannot be written (Is a directory): move the existing file away"),
     ],
 )
 def test_a_folder_in_the_place_of_a_log(place, tmp_path, capfd, monkeypatch, command, name, message):

@@ -5,7 +5,14 @@ import re
 from messages import Message, messages
 from test_plain_english import LONGEST, RIDDLES, sentences, words
 
-PRIVATE = re.compile(r"\b(?:muster|crew|leash|told|whom|anew|thereof|in vain)\b", re.IGNORECASE)
+PRIVATE = re.compile(
+    r"""\b(?:muster|crew|leash|told|heard?|whom|anew|thereof|in\ vain|shall|mend|for\ instance|once\ more|this\ very
+    |knows\ its\ own|(?:saves?|saved)\ and\ (?:leave|left)|on\ both\ sides|audit\ them\ apart|taken?\ (?:\w+\ ){1,2}away
+    |from\ none|no\ pattern\ takes|(?:shards|steps|one)\ behind|still\ ended|living
+    |a\ host\ a\ line|logits\ a\ token)\b""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""Words of our own, and those at which people stopped who read the messages for the first time."""
 MESSAGES = list(messages())
 
 

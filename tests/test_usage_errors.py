@@ -159,7 +159,7 @@ def test_no_run_begins_anew_where_steps_were_done(tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ROXXEL_ATTEMPT", "1")
     monkeypatch.setenv("ROXXEL_REACHED_STEP", "7")
-    message = "run/config.yaml is not there, and this job has come to step 7 in run"
+    message = "run/config.yaml is not there, and this job has reached step 7 in run"
     assert main(["train", "--data_path", "text.txt", "--run_dir", "run"]) == 74
     assert message in capsys.readouterr().err
     with pytest.raises(FileSystemError, match=message):

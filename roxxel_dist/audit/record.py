@@ -99,7 +99,7 @@ class RunRecord:
         configs = [{name: value for name, value in self.saved.items() if name != RECORD}]
         for resume in reversed(record.resumes):
             configs.insert(0, configs[0] | resume.get("changed_from", {}))
-        begun = [(self.begins_after, record.bits), *((each["step"], each.get("bits", {})) for each in record.resumes)]
+        begun = [(self.begins_after, record.bits), *((r["step"], r.get("bits", {})) for r in record.resumes)]
         segments: list[Segment] = []
         for (start, bits), config in zip(begun, configs, strict=True):
             segments = [segment for segment in segments if segment.start < start]

@@ -91,7 +91,7 @@ def interval_of(run: RunRecord, steps: tuple[int, int] | None) -> Interval:
     start = max(kept, default=0)
     if start < begin or (begin and not kept):
         raise UserError(
-            f"{run.name} was forked after step {begin}, and has no checkpoint before step {first}: begin behind one, "
+            f"{run.name} was forked after step {begin}, and has no checkpoint before step {first}: begin after one; "
             f"kept are {', '.join(map(str, run.steps)) or 'none'}"
         )
     segments = run.segments()
@@ -101,7 +101,7 @@ def interval_of(run: RunRecord, steps: tuple[int, int] | None) -> Interval:
         changes = [f"after step {segment.start}" for segment in chosen[1:]]
         raise UserError(
             f"{run.name} was resumed with another config or on other devices ({', '.join(changes)}), and steps "
-            f"{start + 1} to {last} are on both sides of that: audit them apart, with steps="
+            f"{start + 1} to {last} are before and after that: audit them separately, with steps="
             f"{first}:{chosen[1].start} and steps={chosen[1].start + 1}:{last}"
         )
     return Interval(start=start, first=first, last=last, segment=chosen[0])
@@ -301,7 +301,7 @@ def first_difference(run: RunRecord, step: int, mine: CheckpointStore) -> str:
     table = DigestTable.read(mine.folder / str(step) / TABLE)
     names = [name for name in {**theirs.blocks, **table.blocks} if not name.startswith(FORGOTTEN)]
     for name in sorted(names, key=lambda name: (not name.startswith("params/"), name)):
-        here, there = ({(b.bounds, b.digest) for b in each.blocks.get(name, ())} for each in (table, theirs))
+        here, there = ({(b.bounds, b.digest) for b in digests.blocks.get(name, ())} for digests in (table, theirs))
         if here != there:
             return name
     return ""
@@ -343,5 +343,5 @@ def _check_plan(run: RunRecord, interval: Interval) -> None:
     if changed and min(changed) < interval.last:
         raise UserError(
             f"what {run.name} reads was changed after step {min(changed)}, and it has no checkpoint before step "
-            f"{interval.first}: audit the steps up to {min(changed)}, or those behind a kept checkpoint"
+            f"{interval.first}: audit the steps up to {min(changed)}, or those after a kept checkpoint"
         )

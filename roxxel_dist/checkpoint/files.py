@@ -112,7 +112,7 @@ def open_folder(
     problems = gather_to_primary("checkpoints", problem or ("" if read_only else _unusable(folder)))
     if problem := broadcast_from_primary("checkpoints", next(filter(None, problems), "")):
         raise UserError(
-            f"the checkpoint folder {folder} cannot be used ({problem}): choose another run directory, or mend it"
+            f"the checkpoint folder {folder} cannot be used ({problem}): choose another run directory, or repair it"
         )
     return {int(step): val_loss for step, val_loss in saved}
 

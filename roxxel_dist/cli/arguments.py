@@ -33,7 +33,7 @@ class TrainArgs(ConfigArgs):
     """Train a model through a curriculum."""
 
     data_path: str | None = None
-    """A text file, a folder of text, or shards made by `data build`. A resumed run knows its own."""
+    """A text file, a folder of text, or shards made by `data build`. A resumed run uses its own data."""
     run_dir: str | None = None
     """The run directory: a folder, or an address in a bucket (s3://, gs://, az://). Default: a new folder
     runs/run_YYYYMMDD_HHMMSS."""

@@ -47,7 +47,7 @@ class PsArgs:
     all: bool = False
     """Also list jobs that ended in the last week, or were lost more than a day ago."""
     prune: bool = False
-    """Take off the list: jobs that ended or were lost, and jobs on other machines without news for a day. Their run
+    """Remove from the list: jobs that ended or were lost, and jobs on other machines without news for a day. Their run
     directories keep the records."""
     json: bool = False
     """Print a JSON list of the jobs, with the processes of their ranks."""
@@ -60,7 +60,7 @@ def ps(words: list[str]) -> int:
         if args.prune:
             forgotten = index.forget()
             names = f": {', '.join(job.run_id for job in forgotten)}" if forgotten else ""
-            info(f"{len(forgotten)} jobs taken off the list{names}")
+            info(f"{len(forgotten)} jobs removed from the list{names}")
         jobs = index.entries()
     recent = time.time() - index.FORGOTTEN_S
     shown = [job for job in jobs if args.all or not job.is_over or (job.state == "lost" and job.updated > recent)]
@@ -237,7 +237,7 @@ def _clock(when: float) -> str:
 
 def _report_end(job: JobRecord) -> None:
     if not job.is_over and not job.path.exists():
-        info(f"run {job.run_id} was not started, or its run directory was deleted: its record is gone")
+        info(f"run {job.run_id} was not started, or its run directory was deleted: there is no record of it")
     elif job.state == "lost":
         info(f"run {job.run_id} is lost: its launcher (pid {job.controller.pid}) was killed, and its ranks with it")
     elif job.state == "ended":

@@ -74,7 +74,7 @@ def _web(args: TopArgs) -> int:
     feed = Feed(finder(args.names))
     with PageServer(feed, args.host, args.port) as server:
         print(f"page: {server.link}")
-        print(f"from another machine: {server.tunnel}\nthen open the same link there; Ctrl-C ends it", flush=True)
+        print(f"from another machine: {server.tunnel}\nthen open the same link there; Ctrl-C stops it", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
         server.ended.set()

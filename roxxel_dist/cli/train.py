@@ -117,13 +117,13 @@ class PlanArgs(ConfigArgs):
     """Plan for accelerators that are not here, by their own compiler: v5e:4x4, v5p:2x2x2, v6e:4x4 (the chips of a TPU
     slice), or h100:2x8, h200:..., a100:..., b200:... (hosts x GPUs). It needs no such device."""
     processes: int | None = None
-    """Plan for so many processes that share the devices. Default with --target: one a host."""
+    """Number of processes that share the devices. Default with --target: one per host."""
     tokens_per_s: float | None = None
-    """The speed over all devices, for the time."""
+    """Speed over all devices, to estimate the time."""
     device_memory_gb: float | None = None
-    """What a device has, in GB of 10^9 bytes; what it says itself where not given."""
+    """Memory of a device, in GB of 10^9 bytes. Default: the value that the device reports."""
     arrays: bool = False
-    """A line for every array of parameters: shape, and how it is cut."""
+    """One line for every array of parameters: its shape and its sharding."""
     json: bool = False
     """Print JSON instead of text."""
 
@@ -179,20 +179,20 @@ def plan(words: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FindLrArgs(ConfigArgs):
-    """Find a learning rate: a short training whose rate grows at each step. Nothing of a run is touched."""
+    """Find a learning rate: a short training whose learning rate grows at each step. No run is changed."""
 
     data_path: str | None = None
     """A text file, a folder of text, or shards made by `data build`."""
     min_lr: float = 1e-6
-    """The rate of the first step."""
+    """Learning rate of the first step."""
     max_lr: float = 0.1
-    """The rate of the last step, if the loss does not diverge before; sgd wants more."""
+    """Learning rate of the last step, if the loss does not diverge before; sgd needs a higher one."""
     num_steps: int = 100
-    """Steps of the sweep."""
+    """Number of steps."""
     plot: bool = False
-    """Draw the loss by the rate."""
+    """Plot the loss over the learning rate."""
     out: str = "lr_finder.png"
-    """Where the picture goes."""
+    """File of the plot."""
 
 
 def find_lr(words: list[str]) -> int:

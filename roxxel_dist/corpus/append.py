@@ -83,7 +83,7 @@ def append(
         )
         added = {name: value for name, value in json.loads(inputs.record()).items() if name != "settings"}["inputs"]
         if added in record.get(APPENDED, []):
-            log.line(f"{out} has these very inputs already: nothing to do")
+            log.line(f"{out} already has these inputs: nothing to do")
             return Roxxel(out)
         with staging(out, "build") as staged:
             separator = last.metadata.separator

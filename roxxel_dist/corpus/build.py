@@ -110,7 +110,7 @@ def build(
         _build(inputs, out, workers, overwrite, log)
         return Roxxel(out / inputs.splits[0])
     if bucket.is_whole and all(bucket.holds(split, inputs.record) for split in inputs.splits):
-        log.line(f"{bucket.store.url} holds this very data set already: nothing to do")
+        log.line(f"{bucket.store.url} already holds this data set: nothing to do")
         return bucket.opened(inputs.splits[0])
     if not overwrite:
         bucket.check_free()
@@ -128,7 +128,7 @@ def _build(
     finished: Callable[[str, Path], None] = lambda split, path: None,
 ) -> None:
     if all(_is_built(out / split, inputs) for split in inputs.splits):  # who only reads takes no lock
-        log.line(f"{out} holds this very data set already: nothing to do")
+        log.line(f"{out} already holds this data set: nothing to do")
         return
     with ExitStack() as held:
         for folder in (out, *(out / split for split in SPLITS if (out / split).is_dir())):
@@ -148,7 +148,7 @@ def _build_held(
     # A build that was killed between its splits keeps the finished one, and makes the other.
     missing = [split for split in inputs.splits if not _is_built(out / split, inputs)]
     if not missing:
-        log.line(f"{out} holds this very data set already: nothing to do")
+        log.line(f"{out} already holds this data set: nothing to do")
         return
     replaced = {
         split: _files_of(out / split) for split in ("", *SPLITS) if split in missing or split not in inputs.splits
@@ -204,7 +204,7 @@ def _make(
         (parts / split).mkdir(exist_ok=True)
         last = _finished(parts / split)
         if last is not None:
-            log.line(f"going on behind {last.index + 1} finished shards of a build that was ended")
+            log.line(f"continuing after {last.index + 1} finished shards of an interrupted build")
         skipped, name = last.first_document + last.documents if last else 0, f" for {split}" if split else ""
         if tokenizer is not None and inputs.corpus is not None:
             with log.bar(f"encoding{name} with {tokenizer.vocab_size} ids", inputs.size) as advance:

@@ -125,12 +125,12 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
     shown = ", ".join(map(str, paths))
     if not names and not passed_by:
         raise UserError(
-            f"{shown}: no file is there to read; hidden files and excluded ones are left out. Name text files, or a "
+            f"{shown}: there is no file to read; hidden and excluded files are skipped. Name text files, or a "
             f"folder that has some"
         )
     if not names:
         raise UserError(
-            f"{shown}: no file there matches the patterns; name the files themselves, or the patterns that take them: "
+            f"{shown}: no file there matches the patterns; name the files themselves, or patterns that match them: "
             f"`roxxel-dist data build {shown} --out DIR --include '*.log'`"
         )
     for path, name in names.items():
@@ -328,7 +328,7 @@ def _pyarrow(module: str, path: Path) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(f"{path}: to read it takes pyarrow: {pip_install('parquet')}") from error
+        raise UserError(f"{path}: pyarrow is needed to read it: {pip_install('parquet')}") from error
 
 
 @contextmanager
@@ -340,7 +340,7 @@ def _damage_named(path: Path) -> Iterator[None]:
             raise
         what = " ".join(str(error).split())[:300]
         raise UserError(
-            f"{path}: cannot be read ({what}); is it whole, and of its kind? Get it again, or take it away"
+            f"{path}: cannot be read ({what}); it may be incomplete or of another format. Get it again, or remove it"
         ) from error
 
 

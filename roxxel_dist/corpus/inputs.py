@@ -133,7 +133,7 @@ def find_inputs(
         tokens = Roxxel([str(path) for path in sources] if len(sources) > 1 else sources[0], dtype=dtype)
         progress.line(f"{tokens.num_tokens:,} tokens in {len(tokens.shards)} files, {tokens.documents:,} documents")
         if tokens.guessed_dtype is not None:
-            progress.line(f"{tokens.shards[0].path} has no header: its tokens are taken for {tokens.dtype} (dtype)")
+            progress.line(f"{tokens.shards[0].path} has no header: its tokens are read as {tokens.dtype} (dtype)")
         return tokens, None
     if any(kinds):
         text, token = sources[kinds.index(False)], sources[kinds.index(True)]

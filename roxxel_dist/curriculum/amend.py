@@ -130,7 +130,7 @@ def check_added(before: Mapping[str, UnitSource], datasets: Mapping[str, Ranges]
         if name in before and (shard := _first_change(before[name], ranges)) is not None:
             raise UserError(
                 f"the data {name!r} differs from what the run read, from shard {shard} on: an amendment adds shards "
-                f"behind those that are there, with the same val_fraction. Put them back, or begin a run that reads "
+                f"after the existing ones, with the same val_fraction. Put them back, or begin a run that reads "
                 f"other data from a checkpoint on: fork=RUN@STEP"
             )
 

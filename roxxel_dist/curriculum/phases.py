@@ -52,8 +52,8 @@ class Phase:
             raise UserError(f"{self!r}: give steps or epochs")
         if self.steps is not None and self.epochs is not None:
             raise UserError(
-                f"{self!r}: steps is {self.steps!r} and epochs is {self.epochs!r}: give one of them, each says how "
-                f"long the phase lasts"
+                f"{self!r}: steps is {self.steps!r} and epochs is {self.epochs!r}: both are the length of the "
+                f"phase, so give one of them"
             )
         if self.batch_size is None or self.seq_len is None:
             raise UserError(f"{self!r}: batch_size and seq_len must be given")

@@ -13,7 +13,7 @@ class DataConfig:
     tokenizer_type: Literal["char", "byte", "bpe"] = "bpe"
     """Tokenizer for text, by what a token is: a character, a byte, or a byte-pair piece."""
     data_dtype: Literal["auto", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"] = "auto"
-    """Type of the tokens in .bin files without a header; auto: uint16. Other files say their type, which must be the
+    """Type of the tokens in .bin files without a header; auto: uint16. Other files state their type, which must be the
     same."""
     datasets: dict[str, str] | None = None
     """Data sets by name, for the weights of phases: shards. The data set `self` is that of --data_path; you can also

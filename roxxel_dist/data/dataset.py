@@ -130,7 +130,7 @@ class Roxxel:
 
     @property
     def guessed_dtype(self) -> np.dtype | None:
-        """The dtype, if the files do not say it and it was not given."""
+        """The dtype, if neither the files nor an argument define it."""
         file = self.shards[0]
         is_guessed = isinstance(file, ForeignFile) and file.is_headerless and self._dtype is None
         return file.dtype if is_guessed else None
@@ -398,7 +398,7 @@ class Roxxel:
         file = self._opened[0].shard if self._opened else None
         if isinstance(file, ForeignFile):
             raise UserError(
-                f"{file.path} is a {file.kind} file, which is read and never written. Take it away or write to another "
+                f"{file.path} is a {file.kind} file, which can only be read. Remove it or write to another "
                 f"place; `roxxel-dist data build {file.path} --out DIR` turns it into shards"
             )
         options = WriteOptions(

@@ -73,7 +73,7 @@ def _open(path: Path) -> Shard:
 
 
 def check_sampled_ids(data: Roxxel, vocab_size: int) -> None:
-    """Compare ids of files that do not say their vocabulary with `vocab_size`: 18 blocks of 4 KiB of each local file.
+    """Compare ids of files without a vocabulary size with `vocab_size`: 18 blocks of 4 KiB of each local file.
 
     The other blocks are compared when they are read (`VerifiedBlocks`).
 
@@ -83,7 +83,7 @@ def check_sampled_ids(data: Roxxel, vocab_size: int) -> None:
     guessed = data.guessed_dtype
     if guessed is not None and vocab_size > np.iinfo(guessed).max + 1:
         raise UserError(
-            f"{data.shards[0].path}: without a header its tokens are taken for {guessed}, which has no ids of a "
+            f"{data.shards[0].path}: without a header its tokens are read as {guessed}, which has no ids of a "
             f"vocabulary of {vocab_size}: give another: {GIVE_THE_DTYPE.format('uint32')}; or {guessed} itself"
         )
     for file in data.shards:

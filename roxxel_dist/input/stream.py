@@ -110,7 +110,7 @@ class Stream:
 
     def __len__(self) -> int:
         if self.plan.total_steps >= ENDLESS:
-            raise TypeError("a stream with passes=None has no length: it goes on, pass after pass")
+            raise TypeError("a stream with passes=None has no length: it repeats, pass after pass")
         return self.plan.total_steps - self.step
 
     def __iter__(self) -> "Stream":

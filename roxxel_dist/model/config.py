@@ -110,8 +110,8 @@ class AttentionConfig:
     no_sink: bool = False
     """Gated attention: a sigmoid gate on the output of attention, so that no token need be an attention sink."""
     mla: bool = False
-    """Multi-head latent attention (MLA): keys and values come from one narrow vector a token, all that a cache
-    keeps."""
+    """Multi-head latent attention (MLA): keys and values come from one narrow vector per token, the only
+    thing that a cache stores."""
     down_dim_q: int = 128
     """Width of the compressed queries of mla (q_lora_rank)."""
     down_dim_kv: int = 128

@@ -102,7 +102,7 @@ class Transformer(nnx.Module):
             part: ModelConfig = whole.part(ModelConfig)
             config = part
         if config.vocab_size is None:
-            raise UserError("vocab_size is not set: give the number of tokens that the model shall know")
+            raise UserError("vocab_size is not set: give the number of tokens of the model's vocabulary")
         self.config: ModelConfig = config
         self.deterministic = False  # NNX's eval() and train() set it, as they do for dropout
         init = nnx.initializers.normal(config.init_std)

@@ -191,7 +191,7 @@ def check_still_there(run: Path) -> None:
     """
     step = int(os.environ.get(REACHED_ENV) or 0)
     if step and not (run / CONFIG).is_file():
-        raise MissingFileError(f"{run / CONFIG} is not there, and this job has come to step {step} in {run}")
+        raise MissingFileError(f"{run / CONFIG} is not there, and this job has reached step {step} in {run}")
 
 
 def is_run(folder: Path) -> bool:

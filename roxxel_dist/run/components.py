@@ -165,7 +165,7 @@ def open_corpus(
     if is_tokens(data_path):
         data = Roxxel(data_path, dtype=config.data_dtype, remote=config.part(RemoteConfig))
         if data.guessed_dtype is not None and is_primary():
-            print_line(f"{data.shards[0].path} has no header: its tokens are taken for {data.dtype} (data_dtype)")
+            print_line(f"{data.shards[0].path} has no header: its tokens are read as {data.dtype} (data_dtype)")
         if config.init_from is not None:
             check_tokenizer(config.init_from, data)
         return data

@@ -187,7 +187,7 @@ def write_run_metadata(
     if note := max_steps_note(position.plan, loop.parts.options):
         log(note)
     if saved and not position.step:
-        log(f"{name} has no checkpoint yet: it begins again, at step 1")
+        log(f"{name} has no checkpoint yet: it starts again at step 1")
     for line in changed:
         log(f"changed since {'the run began' if saved else position.start.source}: {line}")
 

@@ -93,7 +93,7 @@ class OptimizerConfig:
             if self.decay_steps is None and warmup + stable >= total:
                 raise UserError(
                     f"warmup_steps is {warmup}: with {stable} steps of wsd at the peak it leaves none of {run} to "
-                    f"decay in; use fewer, or say how long the decay is with decay_steps"
+                    f"decay in; use fewer, or give the length of the decay with decay_steps"
                 )
             decay = decay - stable if self.decay_steps is None else self.decay_steps
             if warmup + decay > total:
@@ -173,9 +173,9 @@ class LoopOptions:
     """Fully sharded data parallelism (FSDP): parameters and moments are sharded over devices (see fsdp_devices), not
     replicated."""
     virtual_shards: int = 0
-    """Virtual shards of each batch, a power of two. A phase has a multiple of so many rows, or fewer rows that divide
-    it: then each row is cut into virtual shards of its tokens. The run has the same bits on any number of devices that
-    divides it, in any number of processes. 0: none."""
+    """Virtual shards of each batch, a power of two. The rows of a phase are a multiple of it, or fewer rows that
+    divide it: then each row is cut into virtual shards of its tokens. The run has the same bits on any number of
+    devices that divides it, in any number of processes. 0: none."""
     profile_steps: list[int] | None = None
     """Steps [A, B] to profile. Their trace is written to the run directory."""
 

@@ -101,7 +101,7 @@ class Loop:
             position.restore(held)
         elif (optimizer := parts.nnx_optimizer) is not None and (done := int(optimizer.step[...])):
             held.log.text(
-                f"the nnx.Optimizer has done {done:,} steps: its moments and counts are not taken, they start new"
+                f"the nnx.Optimizer has done {done:,} steps: its moments and counts are not used, they start at zero"
             )
         return cls(parts, held, position, programs, chain)
 
@@ -281,7 +281,7 @@ class Loop:
             try:
                 at_the_end()
             except Exception as error:
-                held.log.text(f"the run is finished; what comes after its last step failed: {error!r}")
+                held.log.text(f"the run is finished; a task after its last step failed: {error!r}")
 
     def try_loss(self) -> None:
         """Trace the loss once, without computing it. What the model or the loss function raises passes."""

@@ -1,4 +1,4 @@
-"""The learning-rate range test (Smith 2017, arXiv 1506.01186): a short training whose rate grows at each step.
+"""The learning-rate range test (Smith 2017, arXiv 1506.01186): a short training whose learning rate grows at each step.
 
 A state of its own and one compiled program; the rate is read off the smoothed loss.
 """

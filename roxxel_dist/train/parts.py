@@ -64,7 +64,7 @@ class Parts:
             )
         if self.checkpointer is not None and (self.options.keep_every or self.options.keep_steps):
             raise UserError(
-                "keep_every and keep_steps are of the run's own checkpoints: leave them out, or checkpointer"
+                "keep_every and keep_steps apply to the run's own checkpoints: leave them out, or the checkpointer"
             )
         check_shapes(
             self.training.shapes,

@@ -235,8 +235,8 @@ def _check_ranges(name: str, sources: Mapping[str, Any], now: Sequence[tuple[int
     for shard, (old, new) in enumerate(zip(before, now, strict=False)):
         if tuple(old) != tuple(new):
             raise UserError(
-                f"the data {name!r} differs from what the run read, from shard {shard} on: a fork takes shards that "
-                f"are added at the end or taken away from it, with the same val_fraction"
+                f"the data {name!r} differs from what the run read, from shard {shard} on: in a fork, shards "
+                f"may be added or removed at the end, with the same val_fraction"
             )
 
 
@@ -287,7 +287,7 @@ def _without(plan: Plan, first: int, last: int) -> Plan:
     if first <= changed:
         raise UserError(
             f"skip_steps is {first}:{last}, and the plan was changed from step {changed + 1} on already: leave out "
-            f"steps behind that, or fork at an earlier checkpoint"
+            f"steps after that, or fork at an earlier checkpoint"
         )
     return plan.amend(first - 1, skip=last - first + 1)
 

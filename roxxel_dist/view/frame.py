@@ -132,7 +132,7 @@ def _run(run: RunState, look: Look, room: int) -> list[Text]:
 
 
 def _end(text: str, most: int) -> str:
-    """The end of a name, which says more than its beginning."""
+    """The end of a name, which is more specific than its beginning."""
     return text if len(text) <= most else "..." + text[3 - most :]
 
 

@@ -226,7 +226,7 @@ def with_base(config: Any) -> tuple[Any, str]:
         return dataclasses.replace(config, init_from=run), note
     if config.init_from is None:
         raise UserError(
-            "use_lora is True, and init_from names no run: adapters stand on weights that are trained already, so add "
+            "use_lora is True, and init_from names no run: adapters need trained weights, so add "
             "init_from=RUN, or begin with the config of a run (RUN/config.yaml)"
         )
     return config, ""

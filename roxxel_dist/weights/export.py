@@ -94,7 +94,7 @@ def _check_out(out: Path, overwrite: bool, *read: Path) -> None:
         raise UserError(f"--out {out} is a file: name a folder")
     for folder in map(Path.resolve, read):
         if out.resolve() in (folder, *folder.parents):
-            raise UserError(f"--out {out} holds the run, or what its adapters stand on: name another folder")
+            raise UserError(f"--out {out} holds the run, or the base of its adapters: name another folder")
     made = _files_of_export(out)
     for path in sorted(out.iterdir(), key=lambda path: path.name in made) if out.is_dir() else []:
         if path.name not in made:

@@ -45,7 +45,9 @@ def test_runs_that_part_are_told_apart_at_the_first_logged_step(cut, clean, trai
     assert found["config"] == ["lr: 0.01, 0.02"]
     # It was done with two configs: each part is audited with its own.
     assert main(["audit", str(other)]) == 2
-    assert "audit them apart, with steps=1:12 and steps=13:22" in capsys.readouterr().err.replace("--steps ", "steps=")
+    assert "audit them separately, with steps=1:12 and steps=13:22" in capsys.readouterr().err.replace(
+        "--steps ", "steps="
+    )
     assert main(["audit", str(other), "--steps", "1:12"]) == 0
     assert main(["audit", str(other), "--steps", "13:22"]) == 0
 

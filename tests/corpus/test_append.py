@@ -52,7 +52,7 @@ def test_the_same_again_does_nothing(corpus, tmp_path, capsys):
     assert "appended 9,601 tokens of 1 documents in 1 shard(s)" in capsys.readouterr().err
     before = files(corpus)
     assert main(words) == 0
-    assert "has these very inputs already: nothing to do" in capsys.readouterr().err
+    assert "already has these inputs: nothing to do" in capsys.readouterr().err
     assert files(corpus) == before
 
 

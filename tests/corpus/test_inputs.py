@@ -194,7 +194,7 @@ def test_a_killed_build_goes_on(tmp_path, capsys, fraction, killed_at, finished)
     capsys.readouterr()
     ds = built(tmp_path / "a.jsonl", tmp_path / "out", **options, progress=True)
     said = capsys.readouterr().err
-    assert [int(line.split()[3]) for line in said.splitlines() if line.startswith("going on behind")] == finished
+    assert [int(line.split()[2]) for line in said.splitlines() if line.startswith("continuing after")] == finished
     assert "training" not in said
     fresh = built(tmp_path / "a.jsonl", tmp_path / "fresh", **options)
     ds.verify()
@@ -265,7 +265,7 @@ def test_a_killed_build_of_something_else_is_forgotten(tmp_path, capsys):
     subprocess.run(command, stderr=subprocess.DEVNULL, timeout=120, check=False)
     write_json_lines(tmp_path / "a.jsonl", ["other"])
     assert texts_of(built(tmp_path / "a.jsonl", tmp_path / "out", progress=True)) == ["other"]
-    assert "going on" not in capsys.readouterr().err
+    assert "continuing" not in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path / "out")) == ["build.json", "shard_00000.rox", "tokenizer.json"]
 
 

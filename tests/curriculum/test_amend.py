@@ -78,7 +78,7 @@ def test_whatever_changes(changes, seed):
         assert trace(amended, range(step)) == before
         assert amended.segment(step).first_step == step
         plan = amended
-    words = ("weights name", "the phases end at step", "an amendment adds shards behind those that are there")
+    words = ("weights name", "the phases end at step", "an amendment adds shards after the existing ones")
     assert all(any(word in message for word in words) for message in refused)
     seen = check_disjoint(plan)
     for (name, _), counts in seen.items():

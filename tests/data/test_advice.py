@@ -59,7 +59,7 @@ def test_what_a_folder_has_is_said(tmp_path, capsys):
     folder = tmp_path / "folder"
     folder.mkdir()
     assert main(["data", "build", str(folder), "--out", str(tmp_path / "set")]) == 2
-    assert "no file is there to read" in capsys.readouterr().err
+    assert "there is no file to read" in capsys.readouterr().err
     (folder / "table.csv").write_text("a,b,c\n1,2,3\n")
     (folder / "lib.so").write_text("x")
     assert main(["data", "build", str(folder), "--out", str(tmp_path / "set"), "--tokenizer", "byte"]) == 0

@@ -298,7 +298,7 @@ def test_missing_and_swapped_shards_are_named(three, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"start": 2}, "was not written behind"),
+        ({"start": 2}, "was not written after"),
         ({"dtype": np.uint32}, "has dtype uint32"),
         ({"vocab_size": 60000}, "has vocab_size 60000"),
         ({"tokenizer_fingerprint": "b"}, "has tokenizer_fingerprint b"),

@@ -106,7 +106,7 @@ def test_files_of_llm_c_say_their_dtype(tmp_path, magic, version, ids):
         assert np.array_equal(data[0], ids)
     for other in ("uint16", "uint32"):
         if other != ids.dtype:
-            with pytest.raises(UserError, match=f"dtype={other} was given, and the file says {ids.dtype}"):
+            with pytest.raises(UserError, match=f"dtype={other} was given, and the file has {ids.dtype}"):
                 Roxxel(path, dtype=other)
     path.write_bytes(llmc(magic, version, ids)[:-2])
     with pytest.raises(UserError, match=r"its llm\.c header says version"):
@@ -194,9 +194,9 @@ def test_what_is_guessed_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     IDS.astype("<u2").tofile("rnd.bin")
     assert main(["data", "build", "rnd.bin", "--out", "set"]) == 0
-    assert "rnd.bin has no header: its tokens are taken for uint16 (dtype)" in capsys.readouterr().err
+    assert "rnd.bin has no header: its tokens are read as uint16 (dtype)" in capsys.readouterr().err
     assert main(["plan", "--data_path", "rnd.bin", "--vocab_size", "50257", *TINY]) == 0
-    assert "rnd.bin has no header: its tokens are taken for uint16 (data_dtype)" in capsys.readouterr().err
+    assert "rnd.bin has no header: its tokens are read as uint16 (data_dtype)" in capsys.readouterr().err
     assert main(["data", "info", "rnd.bin"]) == 0
     assert "uint16, because no other was given" in capsys.readouterr().out
 

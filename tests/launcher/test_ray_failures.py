@@ -53,7 +53,7 @@ def test_a_host_that_ray_moves_keeps_its_name(tmp_path: Path) -> None:
         _, err = job.communicate(timeout=240)
         assert job.returncode == 0, err
         before, now = nodes.hosts.address(victim), nodes.hosts.address(spare)
-        assert f"Ray has moved host {before} to {now}; it is called {before} until the end".encode() in err
+        assert f"Ray has moved host {before} to {now}; it keeps the name {before} until the end".encode() in err
 
 
 @pytest.mark.long

@@ -54,7 +54,7 @@ def test_a_run_whose_file_system_comes_back_goes_on(tmp_path):
         wait_for(lambda: max(rows(tmp_path / "disk" / "run"), default=0) >= 7, what="step 7")
         os.kill(_rank(launcher.pid, 0), signal.SIGKILL)
         mount("bare")
-        told("mounted/run/config.yaml is not there, and this job has come to step")
+        told("mounted/run/config.yaml is not there, and this job has reached step")
         told("rank 0 failed first: exit code 74")
         told("restart 2 of 3, in 0.5 s")
         mount("disk")

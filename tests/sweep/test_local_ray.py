@@ -126,7 +126,7 @@ def test_a_ray_that_does_not_start_is_started_again_and_names_the_fix(study, tem
     monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "0")
     driver = study.start("leaves", count=1)
     said, _ = driver.communicate(timeout=2 * LIMIT_S)
-    assert "it is started once more" in said
+    assert "it is started again" in said
     assert "set RAY_gcs_server_port_wait_time_s to more than 0 s, or use a cluster that runs (--ray_address)" in said
 
 

@@ -178,7 +178,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert (out / "report.html").is_file()
     assert config.is_file()
     output = capsys.readouterr()
-    assert "roxxel-dist: making the page of 3 trials …" in output.err
+    assert "roxxel-dist: writing the page of 3 trials …" in output.err
     told = json.loads(output.out)
     assert told["best"] == best.number
     assert len(told["trials"]) == 4

@@ -91,7 +91,7 @@ def test_a_fork_that_died_begins_again_or_goes_on_alone(corpus, run, tmp_path):
         (7, {}, r"has no checkpoint of step 7; nearest is 4 or 8, kept are 1, 4, .*8, .*keep_every"),
         (8, {"seed": 1}, "seed is 1, and .*run@8 has 42"),
         (8, {"max_steps": 8}, "the new run ends at step 8: give it longer phases, or a larger max_steps"),
-        (8, {"val_fraction": 0.3}, "a fork takes shards that are added"),
+        (8, {"val_fraction": 0.3}, "in a fork, shards may be added"),
         (8, {"optimizer": optax.sgd(1e-2)}, "is of another model or optimizer"),
     ],
 )
@@ -201,7 +201,7 @@ def test_it_does_what_a_rewind_does(corpus, finished_run, tmp_path):
     train(corpus, tmp_path / "hand", loss_fn=loss_fn, origin=origin)
     assert numbers(tmp_path / "hand") == {s: x for s, x in numbers(tmp_path / "rewound").items() if s > 4}
     again = ResumeSpec(fork=CheckpointRef(tmp_path / "rewound", 4), skip_steps=(6, 6))  # its plan changes behind it
-    with pytest.raises(ValueError, match="was changed from step 7 on already: leave out steps behind that"):
+    with pytest.raises(ValueError, match="was changed from step 7 on already: leave out steps after that"):
         make(corpus, tmp_path / "again", origin=again)
 
 

@@ -239,7 +239,7 @@ def test_multi_steps_updates_with_the_mean_of_so_many_gradients():
 
 def test_what_is_no_optimizer_is_told():
     model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"wrt=.*BatchStat.*: what is trained is nnx.Param, so make it with wrt=nnx"):
+    with pytest.raises(ValueError, match=r"wrt=.*BatchStat.*: only nnx.Param is trained, so make it with wrt=nnx"):
         as_optimizer(nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.BatchStat))
     with pytest.raises(ValueError, match=r"optimizer is a str: give an optax.GradientTransformation, an nnx.Optimizer"):
         as_optimizer("adamw")

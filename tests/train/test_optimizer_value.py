@@ -78,5 +78,5 @@ def test_the_moments_of_a_given_optimizer_start_new_with_a_line(corpus, tmp_path
     optimizer = nnx.Optimizer(module, optax.adam(1e-2), wrt=nnx.Param)
     optimizer.step[...] = jnp.uint32(done)
     train(corpus, tmp_path, phases=PHASES, model=module, optimizer=optimizer)
-    line = "the nnx.Optimizer has done 3 steps: its moments and counts are not taken, they start new"
+    line = "the nnx.Optimizer has done 3 steps: its moments and counts are not used, they start at zero"
     assert (line in told(tmp_path)) == bool(done)

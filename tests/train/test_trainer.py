@@ -227,5 +227,5 @@ def test_a_logger_and_a_checkpointer_of_ones_own(corpus, tmp_path, capfd):
         for a, b in zip(jax.tree.leaves(nnx.state(mine)), jax.tree.leaves(nnx.state(theirs)), strict=True):
             np.testing.assert_array_equal(a, b)
     assert int(other.step[...]) == 13
-    with pytest.raises(ValueError, match="keep_every and keep_steps are of the run's own checkpoints"):
+    with pytest.raises(ValueError, match="keep_every and keep_steps apply to the run's own checkpoints"):
         make(corpus, tmp_path / "more", checkpointer=checkpointer, keep_every=2)

@@ -57,7 +57,7 @@ def find_shards(path: DataPath) -> list[Path]:
         ValueError: a folder has both training and validation splits, or an interrupted write in it cannot be finished.
     """
     if not isinstance(path, (str, os.PathLike)):
-        return list(dict.fromkeys(shard for each in path for shard in find_shards(each)))
+        return list(dict.fromkeys(shard for one_path in path for shard in find_shards(one_path)))
     check_local("the path of the data", path)
     text, path = os.fspath(path), Path(path)
     folder = path if path.is_dir() else path.parent

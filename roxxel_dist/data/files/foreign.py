@@ -38,7 +38,7 @@ OLD_MAGIC = b"ROXXEL02"
 OLD_FOOTER = struct.Struct("<qq8s8s")
 DEFAULT_DTYPE = np.dtype("<u2")
 NPY_MAGIC = b"\x93NUMPY"
-OTHER_DTYPE = "{path}: dtype={dtype} was given, and the file says {there}: leave it out (data_dtype=auto)"
+OTHER_DTYPE = "{path}: dtype={dtype} was given, and the file has {there}: leave it out (data_dtype=auto)"
 GIVE_THE_DTYPE = "the option data_dtype {0} of train, dtype {0} of data build, Roxxel(PATH, dtype='{0}')"
 LLMC_DTYPES = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 """By the magic number of llm.c: the version and the dtype."""
@@ -78,7 +78,7 @@ class ForeignFile:
 
     @property
     def is_headerless(self) -> bool:
-        """Whether the file holds tokens alone, so that it does not say their dtype."""
+        """Whether the file holds only tokens, and no dtype."""
         return self.kind == "bin"
 
     @cached_property
@@ -196,7 +196,7 @@ def _check_whole_elements(path: Path, size: int, dtype: np.dtype, what: str) -> 
 def _open_old(path: Path) -> ForeignFile:
     mapped = _map(path)
     if len(mapped) < OLD_FOOTER.size:
-        raise UserError(f"{path}: too short for a ROXXEL02 file. Write it again, or take it away")
+        raise UserError(f"{path}: too short for a ROXXEL02 file. Write it again, or remove it")
     records, raw, name, _ = OLD_FOOTER.unpack(mapped[-OLD_FOOTER.size :])
     try:
         dtype = np.dtype(name.rstrip(b"\0").decode("ascii")).newbyteorder("<")
@@ -211,7 +211,7 @@ def _open_old(path: Path) -> ForeignFile:
         )
     _check_whole_elements(path, raw, dtype, "the tokens")
     if not raw:
-        raise UserError(f"{path}: the file has no tokens. Take it away")
+        raise UserError(f"{path}: the file has no tokens. Remove it")
     end = struct.unpack_from("<q", mapped, len(mapped) - OLD_FOOTER.size - 8)[0] if records else 0
     if end != raw:
         raise UserError(f"{path}: its last block ends at byte {end} of {raw}: the index is damaged. Write it again")
@@ -247,7 +247,7 @@ def _open_npy(path: Path) -> ForeignFile:
             f"{dtype}: it was truncated. Write it again"
         )
     if not shape[0]:
-        raise UserError(f"{path}: the array is empty. Take the file away")
+        raise UserError(f"{path}: the array is empty. Remove the file")
     return _file("npy", {path: mapped}, dtype, shape[0], offset)
 
 
@@ -271,7 +271,7 @@ def _open_bin(path: Path, given: np.dtype | None) -> ForeignFile:
     file = _file("bin", {path: mapped}, dtype, len(mapped) // dtype.itemsize)
     if given is None and (wider := _wider(file.tokens)) is not None:
         raise UserError(
-            f"{path}: without a header its tokens are taken for uint16, and they look like {wider}: of each "
+            f"{path}: without a header its tokens are read as uint16, and they look like {wider}: of each "
             f"{4 if wider == 'uint64' else 2} numbers only the first varies. Give the dtype: "
             f"{GIVE_THE_DTYPE.format(wider)}; or uint16, if it is that"
         )
@@ -303,7 +303,7 @@ def _open_megatron(path: Path) -> ForeignFile:
     if magic != INDEX_MAGIC or version != 1:
         raise UserError(
             f"{index}: not a Megatron index of version 1 (it begins with {magic!r}, version {version}). "
-            "Write the pair again, or take the .idx away where the .bin is plain tokens"
+            "Write the pair again, or remove the .idx if the .bin holds plain tokens"
         )
     if code not in INDEX_DTYPES:
         raise UserError(f"{index}: dtype number {code}; tokens are integers (1 to 5, or 8). Write the pair again")

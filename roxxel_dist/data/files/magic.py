@@ -1,4 +1,4 @@
-"""What the first bytes of a file say that it is: formats that hold no plain tokens, whatever the file is called."""
+"""The format of a file by its first bytes, whatever its name: formats that hold no plain tokens."""
 
 import re
 import struct

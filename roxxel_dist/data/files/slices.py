@@ -123,8 +123,8 @@ def open_files(paths: Sequence[Path], dtype: Any = None) -> list[TokenFile]:
     `dtype` is of the tokens in a headerless `.bin`; in other files it must match the file's dtype. Raises ValueError,
     naming the file, if one is not a complete file of a known kind.
     """
-    own = [path for path in paths if not _is_foreign(path)]
-    mapped = dict(zip(own, map_files(own), strict=True)) if own else {}
+    rox = [path for path in paths if not _is_foreign(path)]
+    mapped = dict(zip(rox, map_files(rox), strict=True)) if rox else {}
     files: list[TokenFile] = []
     for path in paths:
         if path not in mapped:
@@ -179,7 +179,7 @@ def _check(shard: Shard, previous: Shard | None, alone: bool) -> None:
             raise UserError(f"{shard.path} is shard {index}, and shard 0 is missing. Put it back, or name this file")
         return
     if index < expected:
-        raise UserError(f"{shard.path} and {previous.path} are both shard {index}. Take one away")
+        raise UserError(f"{shard.path} and {previous.path} are both shard {index}. Remove one")
     if index > expected:
         raise UserError(
             f"{shard.path.parent}: shard {expected} is missing: {shard.path.name} is shard {index}, "
@@ -193,6 +193,6 @@ def _check(shard: Shard, previous: Shard | None, alone: bool) -> None:
             )
     if not shard.follows(previous):
         raise UserError(
-            f"{shard.path} was not written behind {previous.path}: shards of two data sets, or of two versions of one, "
+            f"{shard.path} was not written after {previous.path}: shards of two data sets, or of two versions of one, "
             "are mixed. Name the files of one, or build the data set again"
         )

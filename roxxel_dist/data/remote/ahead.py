@@ -101,7 +101,7 @@ def _run(
     while step < stop and not position.closed:
         step = max(step, position.step)
         most = min(SPANS * SPAN_BYTES, *(fetcher.ahead_bytes for fetcher in fetchers))
-        size = max(1, sum(each.nbytes for each in windows(step, step + 1)))
+        size = max(1, sum(span.nbytes for span in windows(step, step + 1)))
         count = max(1, min(SPAN_BYTES, most // 2) // size)
         ahead = max(count + 1, most // size)
         if not position.wait_for(step + count - ahead):
@@ -116,9 +116,9 @@ def _run(
 def _fetch(spans: Sequence[Windows]) -> bool:
     """Fetch some windows; returns whether the store has failed."""
     failed = False
-    for each in spans:
+    for span in spans:
         try:
-            each.data.fetch(each.offset, each.length, documents=each.packed)
+            span.data.fetch(span.offset, span.length, documents=span.packed)
         except StoreError:
             failed = True
         except ValueError:  # damage: the step that reads the window raises it

@@ -4,7 +4,7 @@
 size, XX of HASH-N. A file is written under another name and renamed, so it is there whole or not at all. After a power
 failure it may have lost bytes: a reader compares it with the checksums of its object (`fetch`).
 
-- *Once a host*: `HASH-N.part` says that a process fetches the chunk. Others wait for it, but not for longer than
+- *Once a host*: `HASH-N.part` means that a process fetches the chunk. Others wait for it, but not for longer than
   `CLAIM_S`: it may have been killed. Two that fetch the same chunk do no harm: their bytes are the same.
 - *Eviction*: a read sets the time of a file. A process that has written enough looks at the files of the same set, and
   unlinks the least recently used. A process that has a file open still reads all of it.

@@ -76,9 +76,9 @@ def find_shards(
     known, name = {entry.name: entry for entry in _entries(store, cache, url.name)}, url.name
     exact = re.compile(re.escape(name) + r"_\d{5,}\.rox")
     pattern = name if is_one else f"{name}*.rox"
-    chosen = [each for each in known if not is_one and exact.fullmatch(each)]
-    chosen = chosen or [each for each in known if each == name] or fnmatch.filter(known, pattern)
-    return store, [known[each] for each in chosen]
+    chosen = [file for file in known if not is_one and exact.fullmatch(file)]
+    chosen = chosen or [file for file in known if file == name] or fnmatch.filter(known, pattern)
+    return store, [known[file] for file in chosen]
 
 
 def _entries(store: ObjectStore, cache: ChunkCache | None, pattern: str | None = None) -> list[ShardEntry]:

@@ -44,7 +44,7 @@ def verify_objects(url: str, progress: Progress, config: RemoteConfig | None = N
             layout, where = layouts[entry.name], store.url.join(entry.name)
             chain = chain_of(chains, layout.metadata, layout.dtype, layout.ends_checksum, layout.sums_checksum)
             if layout.metadata.index == number and chain != layout.metadata.chain:
-                lines.append(f"{where} was not written behind the shard before it: two data sets are mixed there")
+                lines.append(f"{where} was not written after the shard before it: two data sets are mixed there")
             chains = layout.metadata.chain
             try:
                 for done in _verify(store, entry, layout, where):

@@ -305,11 +305,11 @@ class Attempt:
             lease = max(self.job.host_lease, SILENT_S) - SILENT_S
             hosts = "no host has" if len(self.pool.all) > 1 else f"host {next(iter(self.pool.all)).host} has not"
             self.console.info(
-                f"{hosts} sent anything for {SILENT_S:g} s: the link of this machine seems to be cut; the ranks go on "
-                f"without it for {lease:g} s more (--host-lease)"
+                f"{hosts} sent anything for {SILENT_S:g} s: this machine seems to be disconnected; the ranks "
+                f"continue without it for {lease:g} s more (--host-lease)"
             )
         elif self._silent_since is not None and self.pool.is_whole(now):
-            self.console.info(f"all hosts are heard again, after {now - self._silent_since:.0f} s; the job goes on")
+            self.console.info(f"all hosts respond again, after {now - self._silent_since:.0f} s; the job goes on")
             self._silent_since = None
 
     def _grow(self) -> None:

@@ -59,7 +59,7 @@ def _pair(word: str, where: str) -> tuple[str, str]:
     name, equals, value = word.partition("=")
     if not equals or not NAME.fullmatch(name):
         shown = f"{name!r} is no" if equals else "a word without = that is no exported"
-        raise UserError(f"{where}: {shown} variable: write NAME=VALUE, for instance NCCL_DEBUG=INFO")
+        raise UserError(f"{where}: {shown} variable: write NAME=VALUE, for example NCCL_DEBUG=INFO")
     if "\0" in value:
         raise UserError(f"{where}: the value of {name} holds a NUL character, which no process can receive")
     return name, value

@@ -64,7 +64,7 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class HostOptions:
-    """What follows when a host is lost; flags of the ways to launch on several hosts."""
+    """Reaction to a lost host; flags of the ways to launch on several hosts."""
 
     spare_hosts: int = 0
     """Number of spare hosts, the last ones of the list. A spare host replaces a host that fails."""
@@ -72,10 +72,10 @@ class HostOptions:
     """Minimum number of hosts: the job starts, and continues after a failure, with them if others are missing. A host
     that is back is used again. Default: all hosts."""
     grow_at_checkpoint: bool = False
-    """With --min-hosts: take in a host that is back when the run has saved its next checkpoint, not at once."""
+    """With --min-hosts: add a host that is back after the next checkpoint of the run, not immediately."""
     host_lease: float = 60.0
-    """Seconds that the processes go on if the launcher loses all hosts at once, because its own link is cut. If it
-    loses one host alone, the processes there end after 10 s."""
+    """Seconds that the processes continue if the launcher loses all hosts at once, because its connection is lost. If
+    it loses one host alone, the processes there end after 10 s."""
     host_timeout: float = 60.0
     """Seconds to wait for an unreachable host after a failure. Then the job continues, or ends, without it."""
 
@@ -121,7 +121,7 @@ class JobSpec(HostOptions, JobOptions):
     def __post_init__(self) -> None:
         if not self.command or not self.command[0]:
             raise UserError(
-                "no command: write what every process runs after `--`, for instance `-- train --data_path data.txt`"
+                "no command: write what every process runs after `--`, for example `-- train --data_path data.txt`"
             )
         if any("\0" in word for word in self.command):
             raise UserError("the command holds a NUL character, which no process can receive: take it out")

@@ -317,7 +317,9 @@ class Controller:
     def _check(self) -> None:
         """See to what takes too long, and to whether it makes sense to go on."""
         for attempt in self.executor.expire():
-            self.log(f"trial {attempt.trial} does not end, and its process cannot be killed: the sweep waits no longer")
+            self.log(
+                f"trial {attempt.trial} does not end, and its process cannot be killed: the sweep continues without it"
+            )
             self._gone(attempt)
         if line := self.executor.waiting(WAITS_S):
             self.log(line)

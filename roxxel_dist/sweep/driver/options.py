@@ -44,7 +44,7 @@ class SweepOptions:
     extras: str | None = None
     """A second YAML file, for keys that the format of W&B does not have: derived, constraints, when, resources."""
     data_path: str | None = None
-    """A text file, a folder of text, or shards made by `data build`. An existing study knows its own."""
+    """A text file, a folder of text, or shards made by `data build`. An existing study uses its own data."""
     count: int | None = None
     """Number of trials, those of earlier starts included. Default: run_cap of the YAML file, else until Ctrl-C."""
     study: str | None = None

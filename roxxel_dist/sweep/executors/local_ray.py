@@ -70,7 +70,7 @@ def local_ray(workers: int, cpus: float, log: Callable[[str], None]) -> Iterator
             try:
                 _start(ray, first, max(1, math.ceil(workers * cpus)))
             except ClusterError as error:
-                log(f"Ray did not start on this machine ({error.__cause__}): it is started once more")
+                log(f"Ray did not start on this machine ({error.__cause__}): it is started again")
                 ray.shutdown()
                 _start(ray, second, max(1, math.ceil(workers * cpus)))
             yield ray, folder

@@ -221,7 +221,7 @@ def _sweep(content: Mapping[str, Any], locator: YamlLocator, rules: Rules) -> Sw
         raise locator.error(["method"], why)
     metric = content.get("metric", {"name": "val_loss"})
     if not isinstance(metric, Mapping) or not isinstance(metric.get("name"), str):
-        raise locator.error(["metric"], "must have a `name`, for instance val_loss, and may have a `goal`")
+        raise locator.error(["metric"], "must have a `name`, for example val_loss, and may have a `goal`")
     _check_unread(content, metric, locator)
     goal = metric.get("goal", "minimize")
     if goal not in GOALS:

@@ -125,7 +125,7 @@ class LogQueue:
                 worker.join(max(end - time.monotonic(), 0.1))
                 if worker.is_alive() and not last:  # the last one that shows lines cannot report itself
                     name = type(worker.tracker).__name__
-                    self.text(f"{name} is still busy after {limit_s:.0f} s: going on without it")
+                    self.text(f"{name} is still busy after {limit_s:.0f} s: continuing without it")
                 if worker.is_alive():
                     worker.abandon()
         self._workers = []

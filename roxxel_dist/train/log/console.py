@@ -73,7 +73,7 @@ class TextTracker:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+", encoding="utf-8")
         except (FileExistsError, IsADirectoryError, PermissionError) as error:  # not a disk that is full, or away
-            raise UserError(f"{path}: cannot be written ({error.strerror}): move what is there away") from error
+            raise UserError(f"{path}: cannot be written ({error.strerror}): move the existing file away") from error
         self.total_steps = total_steps
 
     def text(self, text: str) -> None:

@@ -189,7 +189,7 @@ def as_optimizer(optimizer: Any) -> Optimizer:
     if isinstance(optimizer, nnx.Optimizer):
         if optimizer.wrt is not nnx.Param:
             raise UserError(
-                f"optimizer is an nnx.Optimizer with wrt={optimizer.wrt!r}: what is trained is nnx.Param, so make it "
+                f"optimizer is an nnx.Optimizer with wrt={optimizer.wrt!r}: only nnx.Param is trained, so make it "
                 f"with wrt=nnx.Param"
             )
         return FixedOptimizer(optimizer.tx)

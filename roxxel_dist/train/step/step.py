@@ -348,7 +348,7 @@ def check_vocabulary(
     if own_loss and any(size <= n <= 1.1 * size + 64 for n in weights):
         return
     raise UserError(
-        f"the model gives {form[-1]} logits a token, and the data {name!r} has {size} tokens: make it with "
+        f"the model gives {form[-1]} logits per token, and the data {name!r} has {size} tokens: make it with "
         f"vocab_size={size}, or train on data that was made with the model's tokenizer"
     )
 

@@ -34,7 +34,7 @@ def write_study(study: Study, folder: Path, log: Callable[[str], None]) -> tuple
     from roxxel_dist.sweep.report.plots import draw
 
     if len(study.done) >= LARGE:
-        log(f"making the page of {len(study.done):,} trials …")
+        log(f"writing the page of {len(study.done):,} trials …")
     shares, missing = dict[str, float](), ""
     with suppress(ImportError):  # scipy may be missing where a study is only read
         shares = importances(study)

@@ -73,8 +73,12 @@ class PageServer(ThreadingHTTPServer):
                 "for a free one"
             ) from error
         self.port: int = self.server_address[1]
-        own = {socket.gethostname(), socket.getfqdn()} if host not in (LOOPBACK, "::1", "localhost") else set[str]()
-        self.names: set[str] = {name.lower() for name in {"localhost", LOOPBACK, "[::1]", host, f"[{host}]", *own}}
+        host_names = (
+            {socket.gethostname(), socket.getfqdn()} if host not in (LOOPBACK, "::1", "localhost") else set[str]()
+        )
+        self.names: set[str] = {
+            name.lower() for name in {"localhost", LOOPBACK, "[::1]", host, f"[{host}]", *host_names}
+        }
 
     @property
     def link(self) -> str:

@@ -53,11 +53,11 @@ class PodOptions:
     name: str | None = None
     """Of the JobSet, and of the run; not given, the time."""
     namespace: str | None = None
-    """Where it shall be; not given, kubectl decides."""
+    """The namespace. Default: that of kubectl."""
     volume: tuple[str, ...] = ()
     """CLAIM:/path: a PersistentVolumeClaim that all pods mount (ReadWriteMany). Repeatable."""
     secret: tuple[str, ...] = ()
-    """A Secret, all of whose keys become variables. Repeatable."""
+    """A Secret; all its keys become environment variables. Repeatable."""
     env: tuple[str, ...] = ()
     """K=V: a variable for every rank. K alone takes key K of the first --secret. Repeatable."""
     env_from: str | None = None
@@ -65,11 +65,11 @@ class PodOptions:
     cpu: str | None = None
     """CPUs that each pod asks for, as Kubernetes writes them."""
     memory: str | None = None
-    """Memory that each pod asks for and may use, for instance 64Gi."""
+    """Memory that each pod asks for and may use, for example 64Gi."""
     tpu: str | None = None
-    """The accelerator of a TPU slice as GKE calls it, for instance tpu-v5-lite-podslice. Untested on hardware."""
+    """The accelerator of a TPU slice by its name in GKE, for example tpu-v5-lite-podslice. Untested on hardware."""
     topology: str | None = None
-    """The shape of that slice, for instance 4x4."""
+    """The shape of that slice, for example 4x4."""
     one_per_node: bool = False
     """One pod a node; with --gpus-per-host it is so in any case."""
 
@@ -144,7 +144,7 @@ class JobSetSpec:
         for volume, (_, path) in zip(self.options.volume, self.mounts, strict=True):
             if not path.startswith("/"):
                 raise UserError(
-                    f"--volume {volume!r}: write CLAIM:/path, a PersistentVolumeClaim and where it shall be"
+                    f"--volume {volume!r}: write CLAIM:/path, a PersistentVolumeClaim and its path in the pods"
                 )
         program = program_of(self.command)
         if not program.needs_folder:
@@ -170,12 +170,12 @@ class JobSetSpec:
         tpu, topology, hosts = self.options.tpu, self.options.topology, self.options.hosts
         if (tpu is None) != (topology is None):
             raise UserError(
-                "--tpu and --topology belong together, for instance --tpu tpu-v5-lite-podslice --topology 4x4"
+                "--tpu and --topology belong together, for example --tpu tpu-v5-lite-podslice --topology 4x4"
             )
         if topology is None:
             return
         if not TOPOLOGY.fullmatch(topology):
-            raise UserError(f"--topology {topology!r}: write for instance 4x4 or 2x2x4")
+            raise UserError(f"--topology {topology!r}: write for example 4x4 or 2x2x4")
         if chips_of(topology) % hosts:
             raise UserError(
                 f"--topology {topology} has {chips_of(topology)} chips, which is not a multiple of --hosts {hosts}: "

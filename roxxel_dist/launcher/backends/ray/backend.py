@@ -41,11 +41,11 @@ class RayOptions:
     place_timeout: float = 60.0
     """Seconds that Ray may take to find the nodes."""
     min_hosts: int | None = None
-    """Go on with so many nodes where others stay away after a failure; not given, all are needed."""
+    """Continue with this many nodes if others do not come back after a failure. Default: all are needed."""
     host_lease: float = 60.0
-    """Seconds that the processes go on where the launcher loses all nodes at once, because its own link is cut."""
+    """Seconds that the processes continue if the launcher loses all nodes at once, because its connection is lost."""
     host_timeout: float = 60.0
-    """Seconds that a node may be away after a failure before the job goes on, or ends, without it."""
+    """Seconds to wait for a node after a failure, before the job continues without it or ends."""
     python: str | None = None
     """The interpreter on the nodes; not given, the path of this one."""
     directory: str | None = None
@@ -175,7 +175,7 @@ class RayBackend(base.Backend):
                 raise NoNodeError(reason)
             if address != self._addresses[index]:
                 name = self.hosts[index]
-                info(f"Ray has moved host {name} to {address}; it is called {name} until the end of the job")
+                info(f"Ray has moved host {name} to {address}; it keeps the name {name} until the end of the job")
                 self._addresses[index] = address
             return self._actors[index]
 

@@ -59,7 +59,7 @@ class SlurmOptions(HostOptions):
     procs_per_host: int = 1
     """Processes to start on each node."""
     spare_hosts: int = 0
-    """Nodes that are asked for too, and take the place of one that fails (--no-kill)."""
+    """Spare nodes, which replace one that fails (--no-kill)."""
     max_requeues: int = 100
     """How often SLURM is asked to queue the job again, after a time limit, a preemption or a lost node. 0: never."""
     container: str | None = None
@@ -80,7 +80,7 @@ class SlurmOptions(HostOptions):
 class Options(base.Options, SlurmOptions):
     """Start a program on the nodes of a SLURM job: `launch slurm --nodes 2 [options] -- CMD…`.
 
-    Outside a job it is submitted: --slurm-KEY VALUE becomes `#SBATCH --KEY=VALUE`, for instance --slurm-partition gpu
+    Outside a job it is submitted: --slurm-KEY VALUE becomes `#SBATCH --KEY=VALUE`, for example --slurm-partition gpu
     --slurm-time 4:00:00. Inside one (salloc, or a script of your own) it runs on the nodes of that job. Before the time
     limit all ranks save, and the job is queued again and continues. docs/howto/slurm.md tells more.
     """

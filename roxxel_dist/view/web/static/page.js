@@ -50,7 +50,7 @@ function show() {
     if (given.live && !store.ids.length) return;
     view?.close();
     [view, shown] = [null, key];
-    main.replaceChildren(h("p", { class: "card" }, "This is not here any more. ", h("a", { href: address() }, "See what there is.")));
+    main.replaceChildren(h("p", { class: "card" }, "This run or study no longer exists. ", h("a", { href: address() }, "Show all.")));
     return;
   }
   if (key !== shown) {

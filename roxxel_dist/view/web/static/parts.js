@@ -9,7 +9,7 @@ function runTiles({ row = {}, best, left_s, goodput, state }) {
   return tiles([
     ["Training loss", format.loss(row.train_loss)],
     ["Validation loss", format.loss(row.val_loss), isNumber(best) ? `best ${format.loss(best)}` : ""],
-    ["Tokens a second", format.scaled(row.tokens_per_s), isNumber(row.ms_per_step) ? `${format.number(Math.round(row.ms_per_step))} ms a step` : ""],
+    ["Tokens per second", format.scaled(row.tokens_per_s), isNumber(row.ms_per_step) ? `${format.number(Math.round(row.ms_per_step))} ms per step` : ""],
     ["MFU", format.share(row.mfu)],
     ["Device memory", format.gigabytes(row.vram_gb)],
     ["Host memory", format.gigabytes(row.ram_gb)],
@@ -26,7 +26,7 @@ function phaseBar(head, { phases, current, layout }) {
   if (!last) return null;
   const share = (step) => Math.min(1, Math.max(0, step / last));
   const spans = phases.length ? phases : [{ first: 1, last }];
-  const bar = h("div", { class: "phases", role: "progressbar", "aria-label": "Steps that are done", "aria-valuemin": "0", "aria-valuemax": String(last), "aria-valuenow": String(Math.min(head.step, last)) },
+  const bar = h("div", { class: "phases", role: "progressbar", "aria-label": "Finished steps", "aria-valuemin": "0", "aria-valuemax": String(last), "aria-valuenow": String(Math.min(head.step, last)) },
     spans.map((phase, i) => {
       const length = phase.last - phase.first + 1;
       const done = Math.min(1, Math.max(0, (head.step - phase.first + 1) / length));
@@ -46,7 +46,7 @@ function blendTable({ phases, current, realised }) {
   if (planned.length < 2) return null;
   const bars = (share, kind) => h("span", { class: `bar ${kind}`, style: { width: `${Math.max(0.5, 100 * share)}%` } });
   const rows = planned.map(([name, share]) => [name, h("span", { class: "bars" }, bars(share, "planned"), name in realised ? bars(realised[name], "realised") : null), format.share(share), name in realised ? format.share(realised[name]) : NONE]);
-  return card("Blend of this phase", plainTable("Planned and realised share of each data set", ["Data set", "Shares", "Planned", "Read"], rows, [2, 3]));
+  return card("Blend of this phase", plainTable("Planned and actual share of each data set", ["Data set", "Shares", "Planned", "Read"], rows, [2, 3]));
 }
 
 const STILL_S = 5;
@@ -62,7 +62,7 @@ function ranksCard({ ranks, restarts, attempts, job }) {
       cells: [String(rank.rank), rank.host, h("span", {}, rank.state === "stopped" ? badge(state) : state, more ? ` ${more}` : ""), format.integer(rank.step), format.integer(most - rank.step), isNumber(rank.ms_per_step) ? rank.ms_per_step.toFixed(0) : NONE],
     };
   });
-  const table = rows.length ? plainTable("Ranks", ["Rank", "Host", "State", "Step", "Behind", "ms a step"], rows, [3, 4, 5]) : null;
+  const table = rows.length ? plainTable("Ranks", ["Rank", "Host", "State", "Step", "Behind", "ms per step"], rows, [3, 4, 5]) : null;
   const list = restarts.length ? [h("h3", {}, restarts.length === 1 ? "1 restart" : `${restarts.length} restarts`), h("ol", { class: "restarts" }, [...restarts].reverse().map((one) => h("li", {}, h("time", {}, format.time(one.time)), h("span", {}, `attempt ${one.attempt} ended at step ${format.integer(one.step)}`), h("span", { class: "cause" }, one.cause))))] : null;
   return card("Ranks", h("p", { class: "note" }, [job ? `job ${job}` : "", attempts > 1 ? `${attempts} attempts` : ""].filter(Boolean).join(" · ")), table, list);
 }

@@ -56,7 +56,7 @@ class ListView {
       job: card("Jobs", this.jobs.element),
     };
     this.curves = card("Curves", chartControls(() => this.draw(), {}, metric), this.chart.element);
-    this.none = h("p", { class: "card", hidden: true }, "There is nothing to see here.");
+    this.none = h("p", { class: "card", hidden: true }, "There is nothing to show.");
     this.summary = h("p", { class: "lead" });
     this.element = h("div", {}, h("h1", {}, "Runs and studies"), this.summary, this.none, this.curves, Object.values(this.cards));
   }
@@ -65,7 +65,7 @@ class ListView {
     const number = (name, title, form, value) => ({ name, title, numeric: true, value, show: (row) => form(value(row)) });
     return [
       { name: "name", title: "Name", value: ({ head }) => head.name, show: ({ id, short, head }) => h("a", { href: address("item", id), title: head.name }, short) },
-      { name: "choose", title: "", keep: true, value: () => 0, show: ({ id, head }) => h("input", { type: "checkbox", "aria-label": `Draw and compare ${head.name}`, checked: this.chosen.has(id), onchange: (event) => { if (event.target.checked) this.chosen.add(id); else this.chosen.delete(id); this.update(this.items); } }) },
+      { name: "choose", title: "", keep: true, value: () => 0, show: ({ id, head }) => h("input", { type: "checkbox", "aria-label": `Plot and compare ${head.name}`, checked: this.chosen.has(id), onchange: (event) => { if (event.target.checked) this.chosen.add(id); else this.chosen.delete(id); this.update(this.items); } }) },
       { name: "state", title: "State", value: ({ head }) => head.state, show: ({ head }) => badge(head.state) },
       number("step", "Step", format.integer, ({ head }) => head.step),
       { name: "done", title: "Done", numeric: true, value: ({ head }) => (head.last_step ? head.step / head.last_step : null), show: ({ head }) => (head.last_step ? format.share(Math.min(1, head.step / head.last_step)) : NONE) },
@@ -103,7 +103,7 @@ class ListView {
     const drawn = wanted.slice(0, MOST_CURVES);
     this.curves.hidden = !this.cards.run.hidden === false;
     this.chart.update(drawn.map(({ short, sections }, i) => ({ label: short, curve: sections[`curve/${this.metric}`], tokens: sections["curve/tokens"], number: i, points: this.metric === "val_loss" && sections[`curve/${this.metric}`][0].length < 40 })));
-    this.note.textContent = wanted.length > drawn.length ? `The first ${drawn.length} of ${wanted.length} are drawn: sort, or choose.` : "";
+    this.note.textContent = wanted.length > drawn.length ? `The first ${drawn.length} of ${wanted.length} are drawn: sort or select others.` : "";
     this.compare.disabled = this.chosen.size < 2 || this.chosen.size > MOST_COMPARED;
     this.compare.textContent = this.chosen.size ? `Compare ${this.chosen.size}` : "Compare";
     this.compare.title = `Choose 2 to ${MOST_COMPARED} runs`;
@@ -119,12 +119,12 @@ const GROUPS = [
   ["Loss", ["train_loss", "val_loss"], { height: 320, form: format.loss }],
   ["Loss of each data set", (name) => name.startsWith("loss/"), { form: format.loss }],
   ["Validation loss of each data set", (name) => name.startsWith("val_loss/"), { form: format.loss }],
-  ["Tokens a second", ["tokens_per_s"], { form: format.scaled, plain: true }],
-  ["Milliseconds a step", ["ms_per_step"], { plain: true }],
+  ["Tokens per second", ["tokens_per_s"], { form: format.scaled, plain: true }],
+  ["Milliseconds per step", ["ms_per_step"], { plain: true }],
   ["MFU", ["mfu"], { form: format.share, plain: true }],
   ["Memory (GB)", ["vram_gb", "ram_gb"], { plain: true }],
   ["Learning rate", ["lr"], { plain: true }],
-  ["Norm of the gradient", ["grad_norm"], {}],
+  ["Gradient norm", ["grad_norm"], {}],
 ];
 const NO_CHART = new Set(["tokens", "phase", "train_bal", "val_bal"]);
 
@@ -232,7 +232,7 @@ class CompareView {
       ["State", ({ head }) => head.state], ["Step", ({ head }) => format.integer(head.step)],
       ["Training loss", ({ head }) => format.loss(head.row.train_loss)], ["Validation loss", ({ head }) => format.loss(head.row.val_loss)],
       ["Best validation loss", ({ head }) => format.loss(head.best)], ["Tokens read", ({ head }) => format.scaled(head.row.tokens)],
-      ["Tokens a second", ({ head }) => format.scaled(head.row.tokens_per_s)], ["MFU", ({ head }) => format.share(head.row.mfu)], ["Goodput", ({ head }) => format.share(head.goodput)],
+      ["Tokens per second", ({ head }) => format.scaled(head.row.tokens_per_s)], ["MFU", ({ head }) => format.share(head.row.mfu)], ["Goodput", ({ head }) => format.share(head.goodput)],
     ].map(([title, text]) => [title, ...this.runs.map(text)]).filter(([, ...texts]) => texts.some((text) => text !== NONE));
     const numeric = names.map((_, i) => i + 1);
     fill(this.numbers, [names, rows], () => plainTable("Numbers", ["", ...names], rows, numeric));
@@ -352,7 +352,7 @@ class StudyView {
 function importanceCard(shares) {
   const rows = Object.entries(shares).sort(([, a], [, b]) => b - a);
   if (!rows.length) return null;
-  return card("Which parameters matter", h("p", { class: "note" }, "Share of each in the spread of the metric over the space, as a Gaussian process sees it."),
+  return card("Which parameters matter", h("p", { class: "note" }, "Share of each parameter in the variance of the metric, by a Gaussian process."),
     plainTable("Importance", ["Parameter", "", "Share"], rows.map(([name, share]) => [name, h("span", { class: "bars" }, h("span", { class: "bar realised", style: { width: `${Math.max(0.5, 100 * share)}%` } })), format.share(share)]), [2]));
 }
 
