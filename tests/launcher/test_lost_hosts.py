@@ -249,7 +249,7 @@ def test_a_host_on_which_the_program_fails_is_not_kept(
     assert launch.wait(200) == 0, (tmp_path / "screen.txt").read_text()
     screen = (tmp_path / "screen.txt").read_text()
     assert "this host is broken" in screen
-    assert "the job goes on without h2, as before; restart at once (it counts for nothing)" in screen
+    assert "the job goes on without h2, as before; restart immediately (it counts for nothing)" in screen
 
 
 def fake_package(folder: Path, name: str) -> str:

@@ -115,11 +115,11 @@ CRASHES = [failure(0, step) for step in (5, 6, 7, 8)]
 @pytest.mark.parametrize(
     ("attempts", "limit", "again", "code", "words"),
     [
-        (CRASHES[:1], 3, True, 0, "restart 1 of 3, at once"),
-        (CRASHES[:3], 3, True, 0, "restart 3 of 3, at once"),
+        (CRASHES[:1], 3, True, 0, "restart 1 of 3, immediately"),
+        (CRASHES[:3], 3, True, 0, "restart 3 of 3, immediately"),
         ([CRASHES[0], failure(1, 4)], 3, True, 0, "restart 2 of 3, in 0.5 s"),
         ([CRASHES[3], *CRASHES[:3]], 9, True, 0, "restart 4 of 9, in 8 s"),
-        ([CRASHES[0], failure(1, 4), CRASHES[1]], 9, True, 0, "restart 3 of 9, at once"),
+        ([CRASHES[0], failure(1, 4), CRASHES[1]], 9, True, 0, "restart 3 of 9, immediately"),
         (CRASHES, 3, False, 75, "no restart is left: --max-restarts is 3"),
         (CRASHES[:1], 0, False, 137, ""),
         ([PREEMPTION] * 20 + CRASHES[:1], 3, True, 0, "restart 1 of 3"),
@@ -131,10 +131,10 @@ CRASHES = [failure(0, step) for step in (5, 6, 7, 8)]
             "rank 0 failed in step 5 in an earlier attempt too",
         ),
         ([failure(0, 5), failure(0, 6, 9), failure(1, 6)], 9, True, 0, "restart 3 of 9"),
-        ([failure(1, 0)], 3, True, 0, "restart 1 of 3, at once"),  # starts of many hosts fail for many reasons
+        ([failure(1, 0)], 3, True, 0, "restart 1 of 3, immediately"),  # starts of many hosts fail for many reasons
         ([failure(1, 0), failure(0, 0)], 3, True, 0, "restart 2 of 3, in 0.5 s"),
         ([failure(1, 0)] * 2, 3, False, 137, "rank 1 failed in step 0 in an earlier attempt too"),
-        ([failure(1, 0, counts=False)], 3, True, 0, "restart 1 of 3, at once"),
+        ([failure(1, 0, counts=False)], 3, True, 0, "restart 1 of 3, immediately"),
         ([failure(1, 0, counts=False)] * 2, 3, True, 0, "restart 2 of 3, in 0.5 s"),
         ([failure(None, 0, 4)] * 2, 3, True, 0, "restart 2 of 3"),
         ([failure(1, 5), failure(1, 0)], 3, True, 0, "restart 2 of 3"),
@@ -144,7 +144,7 @@ CRASHES = [failure(0, step) for step in (5, 6, 7, 8)]
         ([CRASHES[0], AttemptSummary(cause=USER, code=1, reached=9)], 3, False, 1, ""),
         ([CRASHES[0], AttemptSummary(cause=DONE, code=0, reached=9)], 3, False, 0, ""),
         ([AttemptSummary(cause=REQUESTED, code=42, reached=9)], 3, False, 42, ""),
-        ([PREEMPTION] * 50, 3, True, 0, "preempted; restart at once"),
+        ([PREEMPTION] * 50, 3, True, 0, "preempted; restart immediately"),
         ([PREEMPTION], 0, False, 42, ""),
         ([PREEMPTION] + [IDLE] * 9, 3, True, 0, "preempted; restart in 60 s"),
         ([PREEMPTION] + [IDLE] * 10, 3, False, 42, "preempted 10 times in a row"),
@@ -207,7 +207,7 @@ def test_an_attempt_with_hosts_that_were_back_counts_for_nothing_where_it_came_t
         decision = next_action([CRASHES[0], grown], 1)
         assert (decision.again, decision.wait) == (True, 0.0)
         assert "goes on without b, c, as before" in decision.why
-        assert next_action([CRASHES[0], grown, CRASHES[1]], 2).why == "restart 2 of 2, at once"
+        assert next_action([CRASHES[0], grown, CRASHES[1]], 2).why == "restart 2 of 2, immediately"
 
 
 @pytest.mark.parametrize(
@@ -254,8 +254,8 @@ def test_a_killed_rank_is_started_again_on_a_new_port_and_its_log_goes_on(launch
     code, out, err = job.wait()
     assert code == 0
     assert [line for line in err.splitlines() if "restart" in line] == [
-        "roxxel-dist: restart 1 of 3, at once",
-        "roxxel-dist: preempted; restart at once (it counts for nothing)",
+        "roxxel-dist: restart 1 of 3, immediately",
+        "roxxel-dist: preempted; restart immediately (it counts for nothing)",
         "roxxel-dist: restart 2 of 3, in 0.5 s",
     ]
     assert "rank 1 failed first: signal SIGKILL, in step 3" in err
@@ -307,7 +307,7 @@ def test_an_exception_of_the_runtime_is_infrastructure(launch: Launch, tmp_path:
     assert code == 0
     assert "rank 1 failed first: exit code 77" in err
     assert "JaxRuntimeError: INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE" in err
-    assert "restart 1 of 3, at once" in err
+    assert "restart 1 of 3, immediately" in err
 
 
 @pytest.mark.parametrize(("restart_on", "code"), [("any", 0), ("infrastructure", 1)])

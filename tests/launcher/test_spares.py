@@ -113,7 +113,7 @@ def test_a_program_does_not_see_that_it_runs_in_a_spare(job: Callable[..., Job],
     code, out, err = one.launch.wait()
     assert code == 0, err
     assert [line.split(" | ")[1] for line in out.splitlines()] == ["I am here 0", "I am here 1"]
-    assert err.count("restart 1 of 2, at once") == 1
+    assert err.count("restart 1 of 2, immediately") == 1
     assert not any(map(alive, family["all"]))
     assert list((tmp_path / "tmp").iterdir()) == []
 

@@ -144,4 +144,4 @@ def test_a_start_that_fails_because_the_tpu_is_in_use_is_tried_again(
     assert code == 0, err
     assert "rank 0 failed first: exit code 77" in err
     assert f"another process has the TPU of {socket.gethostname()}" in err
-    assert "restart 1 of 3, at once" in err
+    assert "restart 1 of 3, immediately" in err

@@ -26,8 +26,8 @@ def test_a_killed_rank_and_a_preemption_cost_nothing_but_time(tmp_path):
         launcher.wait()
     told = (tmp_path / "started.log").read_text()
     assert "rank 1 failed first: signal SIGKILL" in told
-    assert "restart 1 of 3, at once" in told
-    assert "preempted; restart at once" in told
+    assert "restart 1 of 3, immediately" in told
+    assert "preempted; restart immediately" in told
     assert told.count("resuming after step") == 2
     assert losses(tmp_path / "torn") == losses(tmp_path / "whole")
     log = (tmp_path / "torn" / "logs" / "rank-1.log").read_text()

@@ -138,10 +138,10 @@ class JobSpec(HostOptions, JobOptions):
             ("spare_hosts", 0, finite, "0 (none) or more"),
             ("port", 1, last_port, f"within 1 and {last_port}; leave --port out to take a free one"),
             ("step_timeout", positive, finite, "seconds, more than 0; leave it out to follow the usual time of a step"),
-            ("exit_timeout", 0, finite, "seconds, 0 (no limit) or more; for instance --exit-timeout 30"),
-            ("grace", 0, finite, "seconds, 0 or more; for instance --grace 30"),
-            ("host_lease", LEAST_LEASE_S, finite, "seconds, 10 or more; for instance --host-lease 60"),
-            ("host_timeout", 0, finite, "seconds, 0 or more; for instance --host-timeout 30"),
+            ("exit_timeout", 0, finite, "seconds, 0 (no limit) or more; for example --exit-timeout 30"),
+            ("grace", 0, finite, "seconds, 0 or more; for example --grace 30"),
+            ("host_lease", LEAST_LEASE_S, finite, "seconds, 10 or more; for example --host-lease 60"),
+            ("host_timeout", 0, finite, "seconds, 0 or more; for example --host-timeout 30"),
         ):
             value = getattr(self, name)
             if value is not None and not least <= value <= largest:  # so neither nan nor inf

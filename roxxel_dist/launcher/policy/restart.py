@@ -160,7 +160,7 @@ def next_action(
     """
     last = attempts[-1]
     if last.failed_growth and max_restarts:
-        why = f"the job goes on without {last.failed_growth}, as before; restart at once (it counts for nothing)"
+        why = f"the job goes on without {last.failed_growth}, as before; restart immediately (it counts for nothing)"
         return Decision(again=True, why=why)
     attempts = [attempt for attempt in attempts if not attempt.failed_growth]
     if max_restarts == 0 or not (last.cause is Cause.PREEMPTED or is_failure(last, restart_on)):
@@ -209,7 +209,7 @@ def _idle(attempts: Sequence[AttemptSummary]) -> int:
 
 
 def _when(wait: float) -> str:
-    return f"in {wait:g} s" if wait else "at once"
+    return f"in {wait:g} s" if wait else "immediately"
 
 
 def _after_preemption(attempts: Sequence[AttemptSummary]) -> Decision:
