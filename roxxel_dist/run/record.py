@@ -271,8 +271,8 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
             )
         if name == "ema" and bool(value) != bool(before) and not (fork and value):
             raise UserError(
-                f"ema is {value}, and {other} has {before}: its checkpoints hold an average only where there is one, "
-                f"so leave it as it was, begin one in a fork (fork=RUN@STEP), or start a new run (init_from=RUN)"
+                f"ema is {value}, and {other} has {before}: a resume cannot begin or end an average. Leave it "
+                f"as it was, begin one in a fork (fork=RUN@STEP), or start a new run (init_from=RUN)"
             )
         lines.append(f"{name} {before} -> {value}")
     return lines
