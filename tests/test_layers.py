@@ -179,6 +179,19 @@ def test_the_launcher_could_be_a_package_of_its_own():
             assert fine or (named(path), module) in {IN_A_RANK, *OF_TRAIN}, f"{path}:{line}: {module}"
 
 
+def test_the_policy_of_the_launcher_is_pure_functions():
+    """No clock, no process, no file and no words: what they decide depends on their arguments alone."""
+    pure = {"collections", "dataclasses", "enum", "re", "signal", "typing"}
+    for path in sorted((PACKAGE / "launcher" / "policy").glob("*.py")):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        for name in modules:
+            own = name.startswith("roxxel_dist.launcher.policy") or name in LAUNCHER_NEEDS
+            assert own or name.partition(".")[0] in pure, f"{path}: {name}"
+        assert not {node.id for node in nodes if isinstance(node, ast.Name)} & {"print", "open", "input"}, path
+
+
 def test_nothing_imports_the_command_line():
     arrows = {(named(path), name) for path in FILES for _, name in imported(path) if name.startswith("roxxel_dist.cli")}
     assert not [arrow for arrow in arrows - OF_TRAIN if layer(arrow[0]) not in ("__main__", "cli")]
