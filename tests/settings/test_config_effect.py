@@ -82,6 +82,7 @@ def test_every_rule_names_fields_and_each_of_them_can_do_something():
         "use_lora": True,
         "mla": True,
         "sliding_window": True,
+        "sliding_window_pattern": 2,
         "rope_scale_factor": 2.0,
         "parametrization": "mup",
         "optimizer": "muon",
