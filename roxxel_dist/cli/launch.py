@@ -141,12 +141,13 @@ def micro_batches(command: Sequence[str]) -> tuple[int, ...]:
     if list(command[:1]) != ["train"]:
         return ()
     from roxxel_dist.cli.arguments import parse_train
-    from roxxel_dist.curriculum.phases import Phase
+    from roxxel_dist.curriculum.phases import phases_of
 
     _, config = parse_train(list(command[1:]))
     if config.virtual_shards:  # the shards of every phase, which the devices divide
         return (config.virtual_shards,)
-    batches = [Phase.of(phase).batch_size for phase in config.phases] if config.phases else [config.batch_size]
+    phases = [phase for given in config.phases or () for phase in phases_of(given)]
+    batches = [phase.batch_size or 0 for phase in phases] or [config.batch_size]
     return tuple(rows // min(config.grad_accum, rows) for rows in batches)
 
 

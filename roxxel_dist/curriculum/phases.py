@@ -3,6 +3,8 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from itertools import accumulate, pairwise
 from math import floor
 from typing import Any, Literal
 
@@ -148,12 +150,45 @@ def _as_number(value: Any) -> Any:
     return int(number) if number.is_integer() else number
 
 
+def phases_of(given: Phase | Mapping[str, Any]) -> list[Phase]:
+    """The phase of a mapping as it stands in YAML, or those of a ramp, whose `batch_size` is a list of sizes that rise.
+
+    A ramp has a phase for each size, and all read the same number of rows, up to rounding: each has an equal share of
+    the `epochs`, or of the `steps` a share in proportion to 1 / size.
+
+    Raises:
+        ValueError: what `Phase.of` raises, or the sizes do not rise, or one of them gets no step.
+    """
+    sizes = given.get("batch_size") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(sizes, list | tuple):
+        return [Phase.of(given)]
+    whole = [Phase.of({**given, "batch_size": size}) for size in sizes]
+    if len(whole) < 2 or any(one >= other for one, other in pairwise(phase.batch_size or 0 for phase in whole)):
+        raise UserError(
+            f"phases: batch_size is {list(sizes)}: the sizes of a ramp are two or more, and each is larger than the "
+            f"one before, as in [16, 32, 64]; for one size write the number alone"
+        )
+    steps, epochs = whole[0].steps, whole[0].epochs
+    if steps is None:
+        assert epochs is not None
+        return [replace(phase, epochs=epochs / len(whole)) for phase in whole]
+    shares = [Fraction(1, phase.batch_size or 1) for phase in whole]
+    ends = [0, *(int(steps * share / sum(shares) + Fraction(1, 2)) for share in accumulate(shares))]
+    counts = [end - begin for begin, end in pairwise(ends)]
+    if 0 in counts:
+        raise UserError(
+            f"phases: steps is {steps}, and batch_size {list(sizes)} is a ramp whose sizes share them: use more steps, "
+            f"or fewer sizes"
+        )
+    return [replace(phase, steps=count) for phase, count in zip(whole, counts, strict=True)]
+
+
 class Curriculum:
     """Phases, one after another, over a data set.
 
     Args:
         primary_streamer: the data set.
-        phases: `Phase`s or mappings with their fields.
+        phases: `Phase`s, or mappings with their fields; one whose `batch_size` is a list is a ramp (`phases_of`).
         mix_streamers: other data sets by the names that weights use.
 
     Raises:
@@ -184,7 +219,7 @@ class Curriculum:
                     f"mix_streamers: {name!r} was made with tokenizer {other}, the primary data set with {primary}: "
                     f"build both with the same tokenizer.json"
                 )
-        self._given = [Phase.of(phase) for phase in phases]
+        self._given = [phase for given in phases for phase in phases_of(given)]
         self.phases: tuple[Phase, ...] = self._with_steps(SPREAD)
         """With their steps; those that were given with epochs are new objects."""
 

@@ -26,6 +26,7 @@ from roxxel_dist.settings.config import RECORD, Config, load_yaml
 from roxxel_dist.settings.global_batch import micro_batch_note, predates
 from roxxel_dist.train.loop import Loop
 from roxxel_dist.train.resume import ResumePoint, max_steps_note
+from roxxel_dist.train.step.optimizer import scaling_note
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 MB = 1e6
@@ -184,8 +185,12 @@ def write_run_metadata(
         log(f"validation: uses only the held-out part of self; to validate on {names} too, name shards in `validation`")
     if not position.start.notes:  # otherwise the notes include the plan
         log(position.plan.describe())
-    if note := max_steps_note(position.plan, loop.parts.options):
-        log(note)
+    for note in (
+        scaling_note(components.optimizer.config, position.plan.shapes),
+        max_steps_note(position.plan, loop.parts.options),
+    ):
+        if note:
+            log(note)
     if saved and not position.step:
         log(f"{name} has no checkpoint yet: it starts again at step 1")
     for line in changed:

@@ -94,6 +94,11 @@ RULES = (
         "the optimizers sgd and adafactor do not have it: leave it out, or change optimizer",
     ),
     Rule(
+        ("lr_scaling",),
+        lambda v: not v["phases"],
+        "there are no phases, so all batches have the same size: leave it out, or give phases",
+    ),
+    Rule(
         ("max_rewinds",),
         lambda v: v["on_bad_step"] != "rewind",
         "on_bad_step is not rewind: leave it out, or set on_bad_step to rewind",

@@ -32,6 +32,10 @@ class OptimizerConfig:
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Learning-rate schedule after the warm-up. cosine, linear: down to lr x 0.01. constant: lr. wsd: lr for 40 % of
     the run, then a cosine down to lr x 0.01."""
+    lr_scaling: Literal["none", "sqrt", "linear"] = "none"
+    """Scaling of the learning rate with the batch. lr is the rate of the largest batch of the curriculum, counted in
+    tokens. A step whose batch has a share s of these tokens has the rate times s^0.5 (sqrt) or s (linear). none: all
+    batches have the same rate."""
     warmup_steps: int | None = None
     """Steps of linear warm-up. Default: a twentieth of the run."""
     decay_steps: int | None = None
@@ -272,8 +276,9 @@ class ExperimentConfig:
 
     phases: list[dict[str, Any]] | None = None
     """The curriculum: a list of {steps or epochs, batch_size, seq_len}, where batch_size counts the rows of the global
-    batch and seq_len the tokens read, the target included. Without it there is one phase of batch_size rows of
-    max_context + 1 tokens."""
+    batch and seq_len the tokens read, the target included. A list of sizes, such as batch_size: [16, 32, 64], is a ramp
+    (batch size warm-up): a phase for each, which read the same number of rows; see lr_scaling. Without phases there is
+    one of batch_size rows of max_context + 1 tokens."""
     epochs: float = 1.0
     """Passes over the data, if no phases are given."""
     batch_size: int = 16

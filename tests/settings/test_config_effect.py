@@ -24,6 +24,7 @@ IDLE = [
     ({"hidden_dim": 64, "expansion": 2}, "expansion", "hidden_dim is given"),
     ({"momentum": 0.5}, "momentum", "only the optimizers sgd and muon have it"),
     ({"optimizer": "sgd", "beta2": 0.9}, "beta2", "sgd and adafactor do not have it"),
+    ({"lr_scaling": "sqrt"}, "lr_scaling", "there are no phases"),
     ({"max_rewinds": 9}, "max_rewinds", "on_bad_step is not rewind"),
     ({"fsdp_devices": 1}, "fsdp_devices", "fsdp is False"),
     ({"model_args": {"depth": 2}}, "model_args", "neither model nor optimizer is a function"),
@@ -90,7 +91,8 @@ def test_every_rule_names_fields_and_each_of_them_can_do_something():
         "fsdp": True,
         "wandb": "offline",
     }
-    assert set(without_effect({**Config().to_dict(), **on})) == {"model_args"}
+    assert set(without_effect({**Config().to_dict(), **on})) == {"model_args", "lr_scaling"}
+    assert set(without_effect({**Config().to_dict(), **on, "phases": PHASES})) == {"model_args", "batch_size", "epochs"}
 
 
 def test_a_key_that_is_given_twice_is_refused_wherever_it_stands(tmp_path):

@@ -47,6 +47,7 @@ from roxxel_dist.train.exact.layout import can_cut_rows, check_shapes
 from roxxel_dist.train.resume import last_step, max_steps_note
 from roxxel_dist.train.step.batch_layout import BatchLayout, batch_layout, cut_rows_text
 from roxxel_dist.train.step.compile import AotCompiler, batch_key
+from roxxel_dist.train.step.optimizer import scaling_note
 from roxxel_dist.train.step.state import TrainView
 from roxxel_dist.train.step.step import check_vocabulary, micro_batches
 from roxxel_dist.train.step.throughput import device_bytes
@@ -317,6 +318,7 @@ def _estimate(
             if target is None
             else on_target(target, steps, plan, [stop - 1 for _, stop in phase_spans], batches, validation)
         )
+    notes += filter(None, [scaling_note(components.optimizer.config, plan.shapes)])
     notes += _max_steps_notes(plan, last, options)
     with usage_errors():
         speed, tokens_per_s, flops_per_s = _speed(request, mesh, bf16=options.bf16_compute or options.use_bf16)

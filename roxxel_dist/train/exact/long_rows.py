@@ -344,7 +344,7 @@ class CompiledLongStep:
             return pack(sums)
 
         def update(state: TrainState, hparams: Hparams, total: Packed) -> tuple[TrainState, Metrics]:
-            return programs.update(sums, state, hparams, total, packed)
+            return programs.update(sums, state, shard_programs.optimizer.for_batch(hparams, batch), total, packed)
 
         adds: dict[str, Programs] = {}
         if layout.per_device > 1:

@@ -129,7 +129,7 @@ class ShardedStep:
         total = jax.eval_shape(programs.packed_sums, *args)[0]
 
         def update(state: TrainState, hparams: Hparams, total: Packed, counts: Leaves) -> tuple[TrainState, Metrics]:
-            return programs.update(like, state, hparams, total, counts)
+            return programs.update(like, state, programs.optimizer.for_batch(hparams, batch), total, counts)
 
         of_rows = RowStep(
             rows=rows,

@@ -6,8 +6,9 @@ Optax's schedules keep their numbers as constants of the compiled program. These
 over learning rates or lengths compiles once. Decision 15.
 """
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.model.parametrization import Width
 from roxxel_dist.model.split import Matrix
 from roxxel_dist.settings.training import OptimizerConfig
@@ -63,7 +65,8 @@ def learning_rate(kind: str, settings: Settings, step: ArrayLike) -> jax.Array:
 def schedule_change(
     step: int, before: Settings, after: Settings, kind: str = "cosine", kind_before: str | None = None
 ) -> str:
-    """Two lines on what an amendment after `step` steps does to the learning rate: at the next step, and at the end.
+    """Two lines on what an amendment after `step` steps does to the learning rate: at the next step, and at the end;
+    a third one if it is the rate of another batch (see `lr_factor`).
 
     `before` and `after` are the settings of the old plan and the new one; their schedules are `kind_before`, where it
     was another, and `kind`.
@@ -73,11 +76,15 @@ def schedule_change(
     def at(name: str, settings: Settings, index: float) -> str:
         return f"{float(learning_rate(name, settings, index)):.3g}"
 
+    reference = ""
+    if before.get(BATCH_TOKENS) != after.get(BATCH_TOKENS):
+        of = (f"{int(jnp.asarray(each.get(BATCH_TOKENS, 0))):,} tokens" for each in (before, after))
+        reference = "\nlr is the rate of a batch of {} before, of {} now (0: of any)".format(*of)
     last, new_last = (int(jnp.asarray(settings["total_steps"])) for settings in (before, after))
     return (
         f"learning rate of step {step + 1:,}: {at(old, before, step)} before, {at(new, after, step)} now\n"
         f"learning rate of the last step: {at(old, before, last - 1)} at step {last:,} before, "
-        f"{at(new, after, new_last - 1)} at step {new_last:,} now"
+        f"{at(new, after, new_last - 1)} at step {new_last:,} now{reference}"
     )
 
 
@@ -108,6 +115,28 @@ def by_matrix(inner: optax.GradientTransformation, matrices: Mapping[str, Matrix
     return optax.GradientTransformation(init, update)
 
 
+def lr_factor(scaling: str, tokens: int, largest: ArrayLike) -> jax.Array:
+    """float32[]: the factor of the learning rate of a batch of so many tokens, 1 for that of the `largest` one.
+
+    "linear" (Goyal et al. 2017, arXiv 1706.02677) keeps the sum of updates over an epoch, as suits sgd; "sqrt" (Malladi
+    et al. 2022, arXiv 2205.10287) keeps their noise, as suits optimizers that divide by the size of the gradient.
+    """
+    share = tokens / jnp.asarray(largest, jnp.float32)
+    return share if scaling == "linear" else jnp.sqrt(share)
+
+
+def scaling_note(config: OptimizerConfig, shapes: Sequence[Shape]) -> str:
+    """What `lr_scaling` does to the rate in each phase, in a line; empty where it does nothing."""
+    if config.lr_scaling == "none":
+        return ""
+    tokens = [shape.batch_size * shape.seq_len for shape in shapes]
+    factors = [float(lr_factor(config.lr_scaling, each, max(tokens))) for each in tokens]
+    listed = ", ".join(f"phase {i} x {factor:.3g}" for i, factor in enumerate(factors, 1))
+    return f"learning rate ({config.lr_scaling} of the tokens in a batch, x 1 for {max(tokens):,}): {listed}"
+
+
+BATCH_TOKENS = "batch_tokens"
+"""Among the settings: the tokens of the batch whose rate is lr."""
 LONG = 1 << 30
 """Steps of a run that any warm-up and decay fit in."""
 MUON_RMS = 0.2
@@ -128,13 +157,31 @@ class NamedOptimizer:
     """With mup, how much wider each parameter is than at the base width (`model.parametrization.widths`)."""
     own: Callable[[jax.Array], optax.GradientTransformation] | None = None
     """Where the config names a function of the user's: the rate of a step, float32[], to the transformation."""
+    batch_tokens: int = 0
+    """With `lr_scaling`, the tokens of the largest batch of the run, whose rate is lr."""
 
     def settings(self, total_steps: int) -> dict[str, float]:
-        """lr, weight_decay, warmup_steps, total_steps, decay_steps and grad_clip of a run.
+        """lr, weight_decay, warmup_steps, total_steps, decay_steps and grad_clip of a run; with `lr_scaling` also
+        batch_tokens.
 
-        Raises ValueError where the warm-up or the decay does not fit into the run.
+        Raises ValueError where the warm-up or the decay does not fit into the run, or batch_tokens is not known.
         """
-        return self.config.settings(total_steps)
+        settings = self.config.settings(total_steps)
+        if self.config.lr_scaling == "none":
+            return settings
+        if not self.batch_tokens:
+            raise UserError(
+                f"lr_scaling is {self.config.lr_scaling}, and batch_tokens is 0: give the tokens of the largest batch, "
+                f"NamedOptimizer(config, batch_tokens=64 * 1025)"
+            )
+        return {**settings, BATCH_TOKENS: float(self.batch_tokens)}
+
+    def for_batch(self, settings: dict[str, jax.Array], batch: Any) -> dict[str, jax.Array]:
+        """The settings of a step with this batch, int32[B, L] or several such arrays, or their shapes: with its lr."""
+        if self.config.lr_scaling == "none":
+            return settings
+        factor = lr_factor(self.config.lr_scaling, math.prod(jax.tree.leaves(batch)[0].shape), settings[BATCH_TOKENS])
+        return {**settings, "lr": settings["lr"] * factor}
 
     def build(self, settings: Settings, step: ArrayLike) -> optax.GradientTransformation:
         """Clipping, then the optimizer at this step's rate. Parameters and their moments keep their dtype."""
@@ -163,6 +210,11 @@ class FixedOptimizer:
         """Nothing: the numbers are constants of the transformation."""
         del total_steps
         return {}
+
+    def for_batch(self, settings: dict[str, jax.Array], batch: Any) -> dict[str, jax.Array]:
+        """As they are."""
+        del batch
+        return settings
 
     def build(self, settings: Settings, step: ArrayLike) -> optax.GradientTransformation:
         """The transformation itself; it counts steps in its own state."""

@@ -165,6 +165,7 @@ def make_step(
             grads, loss = without_nothing(grads, loss)
         else:
             grads, rest, loss = accumulate(gradient, state, hparams, batch, count, sharding)
+        hparams = optimizer.for_batch(hparams, batch)
         return apply_gradient(optimizer, state, hparams, grads, rest, loss, skip_bad=skip_bad)
 
     kept = jax.tree.map(lambda leaf: leaf.sharding, like)

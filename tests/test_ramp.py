@@ -1,0 +1,108 @@
+"""A run whose batch size rises, and the rule for its learning rate."""
+
+import json
+import shutil
+
+import jax
+import pytest
+import yaml
+from corpora import write_corpus
+
+from roxxel_dist import Config, Experiment
+from roxxel_dist.cli import main
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.settings.effect import without_effect
+from roxxel_dist.settings.training import OptimizerConfig
+from roxxel_dist.train.step.optimizer import NamedOptimizer, learning_rate
+
+RAMP = [{"steps": 6, "batch_size": [4, 8], "seq_len": 17}, {"steps": 2, "batch_size": 16, "seq_len": 9}]
+BATCHES = [4, 4, 4, 4, 8, 8]
+"""Rows of 17 tokens in the steps of the ramp. The last phase has 144 tokens a step, 8 rows of 17 have 136."""
+SMALL = {
+    "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 16, "lr": 1e-2, "warmup_steps": 1, "log_every": 1,
+    "eval_every": 100, "eval_iters": 1, "checkpoint_every": 4, "memory_checkpoint_every": 0, "n_devices": 1,
+    "wandb": "off", "phases": RAMP,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("data"))
+
+
+def fit(data, path, resume=False, **fields):
+    Experiment(Config(**{**SMALL, **fields})).fit(data, path, resume=resume)
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("scaling", "power"), [("none", 0), ("sqrt", 0.5), ("linear", 1)])
+def test_the_rate_follows_the_tokens_of_the_batch(data, tmp_path, scaling, power):
+    rows = fit(data, tmp_path / "run", lr_scaling=scaling)
+    settings = OptimizerConfig(lr=1e-2, warmup_steps=1).settings(8)
+    shares = [*(batch * 17 / 144 for batch in BATCHES), 1, 1]
+    expected = [float(learning_rate("cosine", settings, i)) * share**power for i, share in enumerate(shares)]
+    assert [row["lr"] for row in rows] == pytest.approx(expected, rel=1e-6)
+    told = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    note = "in a batch, x 1 for 144): phase 1 x 0.687, phase 2 x 0.972, phase 3 x 1"
+    assert (note in told) == (scaling == "sqrt")
+
+
+def test_it_resumes_in_the_ramp_and_is_amended_as_any_run(data, tmp_path):
+    whole = fit(data, tmp_path / "whole", lr_scaling="sqrt")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "8")
+    (tmp_path / "cut" / "training_cursor.json").unlink()
+    again = fit(data, tmp_path / "cut", resume=True, lr_scaling="sqrt")
+    assert [(row["train_loss"], row["lr"]) for row in again] == [(row["train_loss"], row["lr"]) for row in whole]
+    phases = [*RAMP, {"steps": 2, "batch_size": 32, "seq_len": 17}]
+    config = Config(**{**SMALL, "phases": phases, "lr_scaling": "sqrt"})
+    Experiment(config).fit(data, tmp_path / "cut", resume=True, amend=True)
+    told = (tmp_path / "cut" / "logs" / "rank-0.log").read_text()
+    assert "lr is the rate of a batch of 144 tokens before, of 544 tokens now" in told
+    assert yaml.safe_load((tmp_path / "cut" / "config.yaml").read_text())["phases"] == phases, "one line stays one"
+
+
+def test_with_virtual_shards_it_has_the_same_bits_on_any_devices(data, tmp_path, monkeypatch):
+    jax.devices()  # which are there before a run would choose the size of a pool
+    monkeypatch.setenv("PJRT_NPROC", "16")
+    phases = [{"steps": 3, "batch_size": [2, 4], "seq_len": 17}]  # rows that shards cut, and whole ones
+    fields = {"virtual_shards": 4, "lr_scaling": "sqrt", "phases": phases}
+    one, two = (fit(data, tmp_path / str(n), n_devices=n, **fields) for n in (1, 2))
+    assert [(row["train_loss"], row["lr"], row["digest"]) for row in one] == [
+        (row["train_loss"], row["lr"], row["digest"]) for row in two
+    ]
+    rates = [float(learning_rate("cosine", OptimizerConfig(lr=1e-2, warmup_steps=1).settings(3), i)) for i in range(3)]
+    assert [row["lr"] / rate for row, rate in zip(one, rates, strict=True)] == pytest.approx([0.5**0.5, 0.5**0.5, 1])
+
+
+def test_a_plan_shows_the_phases_and_the_rates(data, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**SMALL, "lr_scaling": "linear"}))
+    assert main(["plan", "--config", str(tmp_path / "run.yaml"), "--data_path", str(data)]) == 0
+    told = capsys.readouterr().out
+    assert "5 to 6" in told
+    assert "learning rate (linear of the tokens in a batch, x 1 for 144): phase 1 x 0.472, phase 2 x 0.944" in told
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lr_scaling": "cubic"}, "lr_scaling is 'cubic': it must be one of none, sqrt, linear"),
+        (
+            {"phases": [{"steps": 3, "batch_size": [8, 4], "seq_len": 17}]},
+            r"batch_size is \[8, 4\]: the sizes of a ramp",
+        ),
+    ],
+)
+def test_a_mistake_leaves_nothing_behind(data, tmp_path, fields, message):
+    with pytest.raises(UserError, match=message):
+        fit(data, tmp_path / "new", **fields)
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_has_no_effect_or_no_reference_is_refused():
+    values = {**Config().to_dict(), "lr_scaling": "sqrt"}
+    assert without_effect(values)["lr_scaling"].startswith("there are no phases")
+    with pytest.raises(
+        UserError, match="lr_scaling is sqrt, and batch_tokens is 0: give the tokens of the largest batch"
+    ):
+        NamedOptimizer(OptimizerConfig(lr_scaling="sqrt")).settings(10)
