@@ -102,7 +102,11 @@ def test_a_fork_goes_on_with_it_or_begins_one(data, averaged, plain, tmp_path):
 @pytest.mark.parametrize(
     ("source", "fields", "message"),
     [
-        ("averaged", {"ema": 0.0}, r"ema is 0.0, and the run to resume has 0.9: a resume cannot begin or end an average. Leave"),
+        (
+            "averaged",
+            {"ema": 0.0},
+            r"ema is 0.0, and the run to resume has 0.9: a resume cannot begin or end an average. Leave",
+        ),
         ("plain", {"ema": 0.9}, r"ema is 0.9, and the run to resume has 0.0: .* begin one in a fork"),
     ],
 )
