@@ -105,7 +105,7 @@ def test_a_fork_goes_on_with_it_or_begins_one(data, averaged, plain, tmp_path):
         (
             "averaged",
             {"ema": 0.0},
-            r"ema is 0.0, and the run to resume has 0.9: a resume cannot begin or end an average. Leave",
+            r"ema is 0.0, and the run to resume has 0.9: a resume cannot begin or end",
         ),
         ("plain", {"ema": 0.9}, r"ema is 0.9, and the run to resume has 0.0: .* begin one in a fork"),
     ],
