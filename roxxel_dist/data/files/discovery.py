@@ -35,9 +35,9 @@ def check_local(name: str, path: object) -> None:
         )
 
 
-def names_objects(path: DataPath | None) -> bool:
-    """Whether a path, or one of a list, is the address of shards in an object store."""
-    return any(map(is_url, [path] if isinstance(path, (str, os.PathLike)) else path or ()))
+def names_objects(path: object) -> bool:
+    """Whether a path, or one of a list, is the address of shards in an object store; what is no path is not."""
+    return any(map(is_url, path if isinstance(path, Iterable) and not isinstance(path, str) else [path]))
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
