@@ -69,7 +69,7 @@ docs: reference ## build these pages into .cache/site
 	@$(BIN)/zensical build --strict --config-file mkdocs.yml
 	@echo "built: .cache/site/index.html"
 
-reference: $(VENV)/dev-installed ## docs/reference/cli.md, config.md and api.md, from the program and its docstrings
+reference: $(VENV)/dev-installed ## docs/llms.txt and docs/reference/{cli,config,api,json}.md, from the program and its docstrings
 	@$(BIN)/python tests/reference.py
 
 pictures: $(VENV)/dev-installed ## the pictures of the documentation, of trainings that it makes: four minutes; needs chromium

@@ -117,14 +117,15 @@ def _evaluation() -> Schema:
         }
     )
     whole = of_object(
-        {
+        description="The losses of a checkpoint.",
+        properties={
             "run": noted(str, "The run directory."),
             "step": noted(int, "The step of the checkpoint."),
             "val_loss": noted(float, "Mean loss over the validation data."),
             "data": _list_of(data, "A row for each data set, and for the training data."),
             "logged_val_loss": noted(float | None, "What the run logged at this step; null without a validation then."),
             "difference": noted(float | None, "val_loss minus the logged one."),
-        }
+        },
     )
     # Other losses of the log, such as "train_eval_loss", "val_bal" and "val_loss/NAME".
     return whole | {"additionalProperties": of_type(float)}
@@ -260,6 +261,11 @@ def schemas() -> dict[str, Schema]:
     }
 
 
+def file_of(command: str) -> str:
+    """The name of its file."""
+    return f"{command.split(maxsplit=1)[0]}.schema.json"
+
+
 def main(folder: Path) -> None:
     """Write them."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -269,7 +275,7 @@ def main(folder: Path) -> None:
             "title": f"roxxel-dist {command} --json",
             **schema,
         }
-        (folder / f"{command.split()[0]}.schema.json").write_text(json.dumps(whole, indent=2) + "\n")
+        (folder / file_of(command)).write_text(json.dumps(whole, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The reference pages, from the program and its docstrings: `make reference` writes them into docs/reference/.
 
 They are not committed. Of each there is a page in `reference_pages/`, in which `<!-- generated: NAME -->` becomes text.
-NAME is `cli` (the help of every command), `config` (a table of every field), or the dotted name of a function or class
-(its signature and docstring).
+NAME is `cli` (the help of every command), `config` (a table of every field), `json` (a row for each schema of
+`json_schemas.py`), or the dotted name of a function or class (its signature and docstring). `llms.txt` lists all pages.
 """
 
 import ast
@@ -16,8 +16,12 @@ import os
 import pkgutil
 import re
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import json_schemas
+import yaml
 from command_lines import PATHS
 
 from roxxel_dist.cli import main
@@ -26,7 +30,7 @@ from roxxel_dist.cli.help import CONFIG_SECTIONS, Flag, flags_of
 from roxxel_dist.settings.config import COMPONENTS, FIELD_TYPES
 
 PAGES_FROM, FOLDER = Path(__file__).parent / "reference_pages", Path(__file__).parent.parent / "docs" / "reference"
-PAGES = ("cli.md", "config.md", "api.md")
+PAGES = ("cli.md", "config.md", "api.md", "json.md")
 PART = re.compile(r"^<!-- generated: (\S+) -->$", re.MULTILINE)
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields):$")
 FLAG = re.compile(r"\n(?=  -|\n[A-Z][^\n]*:$)", re.MULTILINE)
@@ -38,6 +42,32 @@ def write(folder: Path = FOLDER) -> None:
     """Write the pages into a folder."""
     for name in PAGES:
         (folder / name).write_text(page(name))
+    json_schemas.main(folder / "schemas")
+    (folder.parent / "llms.txt").write_text(llms(folder.parent))
+
+
+def llms(docs: Path) -> str:
+    """The pages in the order of the site, each with its first sentence, in the form of llmstxt.org."""
+    site = yaml.safe_load((docs.parent / "mkdocs.yml").read_text())
+    lines = ["# roxxel-dist", "", f"> {site['site_description']}", ""]
+    lines += ["Commands print JSON with `--json`; exit codes are on a page of the reference.", "", "## Pages", ""]
+    for title, path in entries(site["nav"]):
+        text = (docs / path).read_text()
+        first = next((part for part in text.split("\n\n") if re.match(r"\w|`[^`]", part)), "")  # paragraph
+        lines.append(f"- [{title}]({path}): {first_sentence(plain_text(first))}")
+    return "\n".join(lines) + "\n"
+
+
+def entries(nav: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """(title, path) of every page of the site."""
+    for entry in nav:
+        for title, below in entry.items():
+            yield from [(title, below)] if isinstance(below, str) else entries(below)
+
+
+def plain_text(markdown: str) -> str:
+    """A paragraph on one line, without links."""
+    return " ".join(re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", markdown).split())
 
 
 def page(name: str) -> str:
@@ -45,7 +75,7 @@ def page(name: str) -> str:
 
     def made(match: re.Match[str]) -> str:
         part = match[1]
-        return {"cli": commands, "config": fields}.get(part, lambda: named(part))().strip()
+        return {"cli": commands, "config": fields, "json": outputs}.get(part, lambda: named(part))().strip()
 
     return PART.sub(made, (PAGES_FROM / name).read_text())
 
@@ -196,6 +226,17 @@ def is_public(name: str) -> bool:
 def is_setting(kind: type) -> bool:
     """Whether the fields of a class are those of a config."""
     return kind in COMPONENTS
+
+
+def outputs() -> str:
+    """A row for each command that prints JSON."""
+    rows = ["| Command | Schema | Value |", "|---|---|---|"]
+    for command, schema in json_schemas.schemas().items():
+        file = json_schemas.file_of(command)
+        kinds = schema.get("anyOf", [schema])
+        values = " or ".join(kind["description"].rstrip(".") for kind in kinds)
+        rows.append(f"| `{command} --json` | [{file}](schemas/{file}) | {escaped(values)} |")
+    return "\n".join(rows)
 
 
 def first_sentence(text: str | None) -> str:
