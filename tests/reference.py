@@ -54,7 +54,7 @@ def llms(docs: Path) -> str:
     for title, path in entries(site["nav"]):
         text = (docs / path).read_text()
         first = next((part for part in text.split("\n\n") if re.match(r"\w|`[^`]", part)), "")  # paragraph
-        lines.append(f"- [{title}]({path}): {first_sentence(plain_text(first))}")
+        lines.append(f"- [{title}]({path.removesuffix('.md')}.html): {first_sentence(plain_text(first))}")
     return "\n".join(lines) + "\n"
 
 
