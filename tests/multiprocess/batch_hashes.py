@@ -14,7 +14,7 @@ from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.input.stream import Stream
 
 data = Roxxel(sys.argv[1])
-plan = Curriculum(data, [Phase(12, 8, 33), Phase(10, 4, 65)]).plan(42)
+plan = Curriculum(data, [Phase(12, 8, 33), Phase(40, 4, 65)]).plan(42)
 mesh = make_mesh()
 for batch in Stream(plan, {"self": data}, NamedSharding(mesh, P("data", None))):
     whole = np.asarray(multihost_utils.process_allgather(batch, tiled=True))
