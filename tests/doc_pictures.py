@@ -21,7 +21,7 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
 from roxxel_dist.view.frame import Look, frame
-from roxxel_dist.view.items import Jobs, everything, items_of, read
+from roxxel_dist.view.items import everything, items_of, read
 from roxxel_dist.view.web.feed import Feed
 from roxxel_dist.view.web.server import PageServer
 
@@ -78,13 +78,12 @@ def job() -> dict:
 def terminal(path: Path) -> None:
     """A frame of `top` as an SVG file."""
     (item,) = items_of(["runs/wide"])
-    jobs = Jobs()
-    read(item, jobs)
-    wait_for(lambda: any(rank.ms_per_step for rank in read(item, jobs).ranks), LIMIT_S, "the rates of the ranks")
+    read(item)
+    wait_for(lambda: any(rank.ms_per_step for rank in read(item).ranks), LIMIT_S, "the rates of the ranks")
     console = Console(
         file=io.StringIO(), record=True, width=100, height=32, force_terminal=True, color_system="truecolor"
     )
-    for line in frame([read(item, jobs)], Look(width=100, height=32), "q quit  z last quarter"):
+    for line in frame([read(item)], Look(width=100, height=32), "q quit  z last quarter"):
         console.print(line)
     path.write_text(console.export_svg(title="roxxel-dist top runs/wide", code_format=FONT.sub("", CONSOLE_SVG_FORMAT)))
 

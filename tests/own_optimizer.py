@@ -53,3 +53,7 @@ def drawing(config, learning_rate):
 
 def broken(config, learning_rate):
     return optax.GradientTransformation(lambda params: (), lambda updates, state, params=None: (jax.nowhere, state))
+
+
+def schedule_free_sgd(config, learning_rate):
+    return optax.contrib.schedule_free(optax.sgd(learning_rate), learning_rate)

@@ -12,7 +12,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.model.user_code import call_function, import_function, is_function
 from roxxel_dist.settings.config import Config
-from roxxel_dist.settings.training import OptimizerConfig
+from roxxel_dist.settings.training import SCHEDULE_FREE, OptimizerConfig
 from roxxel_dist.train.step.optimizer import NamedOptimizer
 from roxxel_dist.weights.model import parameter_widths
 
@@ -24,6 +24,11 @@ def build_optimizer(config: Config, build: Callable[[], nnx.Module], shapes: Seq
     optax transformation, or is named together with mup, which would not know its update.
     """
     settings = config.part(OptimizerConfig)
+    if settings.optimizer == SCHEDULE_FREE and config.parametrization != "standard":
+        raise UserError(
+            f"parametrization is {config.parametrization}, and optimizer is {settings.optimizer}, whose average would "
+            f"not have the rates by width: use adamw or muon, or leave parametrization out"
+        )
     batch_tokens = max(shape.batch_size * shape.seq_len for shape in shapes)
     if not is_function(settings.optimizer):
         return NamedOptimizer(settings, widths=parameter_widths(config, build), batch_tokens=batch_tokens)

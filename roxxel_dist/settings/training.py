@@ -12,7 +12,8 @@ TRIAL = "ROXXEL_TRIAL"
 SHARE_COMPILATION = "ROXXEL_SHARE_COMPILATION"
 """Set to 1 where other processes of this machine may need the same programs now; a sweep does."""
 WARMUP_FRACTION = 0.05
-OPTIMIZERS = ("adamw", "nadamw", "adafactor", "lion", "sgd", "muon")
+SCHEDULE_FREE = "schedule_free_adamw"
+OPTIMIZERS = ("adamw", "nadamw", "adafactor", "lion", "sgd", "muon", SCHEDULE_FREE)
 STABLE_FRACTION = 0.4
 """Of the whole run: how long "wsd" stays at the peak, where `decay_steps` does not say otherwise."""
 
@@ -22,9 +23,10 @@ class OptimizerConfig:
     """The optimizer and its learning rate, whose schedule spans the whole curriculum."""
 
     optimizer: str = "adamw"
-    """Optimizer: adamw, nadamw, adafactor, lion, sgd with momentum, or muon. muon uses adamw for embeddings, the output
-    head and all parameters that are not matrices. lion needs a third to a tenth of the lr of adamw, and as many times
-    its weight_decay. Or an optimizer of your own, "module:function": build(config, learning_rate) returns an
+    """Optimizer: adamw, nadamw, adafactor, lion, sgd with momentum, muon, or schedule_free_adamw. muon uses adamw for
+    embeddings, the output head and all parameters that are not matrices. lion needs a third to a tenth of the lr of
+    adamw, and as many times its weight_decay. schedule_free_adamw takes lr_schedule constant, and evaluates an average
+    of the parameters, as ema does. Or your own, "module:function": build(config, learning_rate) returns an
     optax.GradientTransformation for one step, whose rate is the float32[] scalar learning_rate. grad_clip comes before
     it."""
     lr: float = 3e-4
@@ -43,10 +45,11 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     """Weight decay of matrices, multiplied by the learning rate. Norms and biases have no decay."""
     beta1: float = 0.9
-    """Decay of the mean of gradients: adamw, nadamw, lion, and muon's adamw."""
+    """Decay of the mean of gradients: adamw, nadamw, lion, and muon's adamw. For schedule_free_adamw: how near to the
+    average gradients are taken."""
     beta2: float | None = None
-    """Decay of the mean of squared gradients for adamw, nadamw and muon's adamw (default 0.95). For lion: decay of its
-    momentum (default 0.99)."""
+    """Decay of the mean of squared gradients for adamw, nadamw and muon's adamw (default 0.95), and for
+    schedule_free_adamw (default 0.999). For lion: decay of its momentum (default 0.99)."""
     momentum: float | None = None
     """Momentum of sgd (default 0.9) and of muon (default 0.95)."""
     grad_clip: float = 1.0
@@ -60,6 +63,8 @@ class OptimizerConfig:
                 f"optimizer is {self.optimizer!r}: it must be one of {', '.join(OPTIMIZERS)}, or a function of your "
                 f'own, "module:function"'
             )
+        if self.optimizer == SCHEDULE_FREE:
+            self._check_schedule_free()
         if not 0 < self.lr < math.inf:
             raise UserError(f"lr is {self.lr}: it must be above 0, and finite")
         for name in ("warmup_steps", "weight_decay", "grad_clip"):
@@ -78,6 +83,15 @@ class OptimizerConfig:
                     f"decay_steps is {self.decay_steps}, and lr_schedule is {self.lr_schedule}, which decays until the "
                     f"end: leave decay_steps out, or use lr_schedule wsd"
                 )
+
+    def _check_schedule_free(self) -> None:
+        if self.lr_schedule != "constant":
+            raise UserError(
+                f"lr_schedule is {self.lr_schedule}, and optimizer is {self.optimizer}, whose average stands in for a "
+                f"decay: set lr_schedule to constant (after the warm-up)"
+            )
+        if self.beta1 == 0:
+            raise UserError(f"beta1 is 0, and optimizer is {self.optimizer}: it must be above 0, such as 0.9")
 
     def settings(self, total_steps: int) -> dict[str, float]:
         """The numbers of a run of `total_steps`: lr, weight_decay, warmup_steps, total_steps, decay_steps, grad_clip.

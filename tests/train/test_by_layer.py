@@ -10,6 +10,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.split import Matrix, split_module
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.settings.training import OPTIMIZERS, OptimizerConfig
+from roxxel_dist.train.step.average import inner_state
 from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer
 
 LAYERS = 3
@@ -52,12 +53,14 @@ def arrays(seed):
     [name if name in ("adafactor", "muon") else pytest.param(name, marks=pytest.mark.long) for name in OPTIMIZERS],
 )
 def test_layers_are_treated_apart(name):
-    config = OptimizerConfig(optimizer=name, lr=1e-2, warmup_steps=0, weight_decay=0.1, grad_clip=1.0)
+    config = OptimizerConfig(
+        optimizer=name, lr_schedule="constant", lr=1e-2, warmup_steps=0, weight_decay=0.1, grad_clip=1.0
+    )
 
     def train(convert, optimizer):
         numbers = optimizer.settings(10)
         params = convert(arrays(0))
-        state = jax.jit(InitialState(optimizer))(params)
+        state = inner_state(jax.jit(InitialState(optimizer))(params))
 
         @jax.jit
         def step(params, state, gradients, number):

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from optax.contrib import ScheduleFreeState, schedule_free_eval_params
 
 from roxxel_dist.model.split import Leaves
 
@@ -20,6 +21,20 @@ class Averaged(NamedTuple):
 def inner_state(opt_state: Any) -> Any:
     """The state of the optax transformation, whether there is an average beside it or not."""
     return opt_state.inner if isinstance(opt_state, Averaged) else opt_state
+
+
+def schedule_free_average(opt_state: Any, params: Leaves) -> Leaves | None:
+    """The average x of a schedule-free optimizer (Defazio et al. 2024, arXiv 2405.15682), by the state of its optax
+    transformation, which may be part of a chain, and the parameters y; None of another optimizer.
+    """
+    for node in jax.tree.leaves(opt_state, is_leaf=_is_schedule_free):
+        if _is_schedule_free(node):
+            return schedule_free_eval_params(node, params)
+    return None
+
+
+def _is_schedule_free(node: Any) -> bool:
+    return isinstance(node, ScheduleFreeState)
 
 
 def begin_average(params: Leaves) -> Leaves:

@@ -24,7 +24,7 @@ from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.model.parametrization import Width
 from roxxel_dist.model.split import Matrix
 from roxxel_dist.settings.training import OptimizerConfig
-from roxxel_dist.train.step.average import Averaged, begin_average, inner_state
+from roxxel_dist.train.step.average import Averaged, begin_average, inner_state, schedule_free_average
 
 FINAL_FRACTION = 0.01
 """Of the peak: where cosine, linear and wsd end."""
@@ -327,7 +327,17 @@ class InitialState:
     def __call__(self, params: Any) -> Any:
         """The state."""
         state = self.optimizer.build(self.optimizer.settings(LONG), 0).init(params)
-        return Averaged(state, begin_average(params)) if self.average else state
+        has_own = isinstance(self.optimizer, NamedOptimizer) and schedule_free_average(state, params) is not None
+        if has_own and self.average:
+            raise UserError(
+                "ema is set, and the optimizer is schedule-free: it has an average of its own, so leave ema out"
+            )
+        if has_own and any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(params)):
+            raise UserError(
+                "use_bf16 is true, and the optimizer is schedule-free: its average in bfloat16 stops moving, so use "
+                "bf16_compute in its place"
+            )
+        return Averaged(state, begin_average(params)) if self.average or has_own else state
 
     def for_model(self, matrices: Mapping[str, Matrix]) -> "InitialState":
         """The same for a model whose parameters are these matrices."""
@@ -375,10 +385,10 @@ def _optimizer(
     """
     b1 = config.beta1
     match config.optimizer:
-        case "adamw":
-            return optax.adamw(rate, b1, _or(config.beta2, 0.95), weight_decay=decay, mask=decayed)
-        case "nadamw":  # Dozat 2016: Adam with Nesterov momentum
-            return optax.nadamw(rate, b1, _or(config.beta2, 0.95), weight_decay=decay, mask=decayed)
+        case "adamw" | "nadamw":  # Dozat 2016: Adam with Nesterov momentum
+            nesterov = config.optimizer == "nadamw"
+            b2 = _or(config.beta2, 0.95)
+            return optax.adamw(rate, b1, b2, weight_decay=decay, mask=decayed, nesterov=nesterov)
         case "lion":  # Chen et al. 2023, arXiv 2302.06675
             return optax.lion(rate, b1, _or(config.beta2, 0.99), weight_decay=decay, mask=decayed)
         case "adafactor":
@@ -392,6 +402,8 @@ def _optimizer(
             )
         case "muon":
             return _muon(config, rate, decay, matrices)
+        case "schedule_free_adamw":
+            return _schedule_free_adamw(b1, _or(config.beta2, 0.999), rate, decay)
         case name:
             raise UserError(f"optimizer is {name!r}: name it in a Config, or give its optax transformation itself")
 
@@ -461,6 +473,20 @@ def _muon(
     rest = optax.adamw(rate, config.beta1, _or(config.beta2, 0.95), weight_decay=decay, mask=decayed)
     labels = partial(jax.tree_util.tree_map_with_path, partial(_muon_part, matrices))
     return optax.partition({"muon": of_matrices, "adamw": rest}, labels)
+
+
+def _schedule_free_adamw(b1: float, b2: float, rate: jax.Array, decay: jax.Array) -> optax.GradientTransformation:
+    """Schedule-free AdamW (Defazio et al. 2024, arXiv 2405.15682), `optax.contrib.schedule_free_adamw` with a mask.
+
+    With z the steps of AdamW without momentum, and x the mean of all z, weighted by the squares of the largest rates up
+    to them, gradients are taken at y = b1 x + (1 - b1) z. The parameters are y; x is evaluated (`average.py`).
+    """
+    inner = optax.chain(
+        optax.scale_by_rms(b2, 1e-8, eps_in_sqrt=False, bias_correction=True),
+        optax.add_decayed_weights(decay, decayed),  # pyright: ignore[reportArgumentType]
+        optax.scale_by_learning_rate(rate),
+    )
+    return optax.contrib.schedule_free(inner, rate, b1)
 
 
 def _muon_part(matrices: Mapping[str, Matrix], path: Any, param: jax.Array) -> str:

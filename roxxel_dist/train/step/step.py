@@ -22,7 +22,7 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.settings.training import LoopOptions
-from roxxel_dist.train.step.average import Averaged, inner_state, update_average
+from roxxel_dist.train.step.average import Averaged, inner_state, schedule_free_average, update_average
 from roxxel_dist.train.step.bad_steps import LossMonitorState, update_monitor
 from roxxel_dist.train.step.optimizer import Optimizer, for_model, global_norm, updates_of
 from roxxel_dist.train.step.state import TrainState
@@ -198,7 +198,9 @@ def apply_gradient(
         state.health, state.step + 1, scalars["loss"], scalars["grad_norm"], hparams[SPIKE_FACTOR], skip=skip_bad
     )
     if isinstance(state.opt_state, Averaged):
-        average = update_average(state.opt_state.average, params, hparams[EMA], health.good)
+        average = schedule_free_average(opt_state, params)
+        if average is None:
+            average = update_average(state.opt_state.average, params, hparams[EMA], health.good)
         opt_state = Averaged(opt_state, average)
     if skip_bad:
         old, new = (state.params, state.rest, state.opt_state), (params, rest, opt_state)
