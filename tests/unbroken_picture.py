@@ -13,6 +13,7 @@ import subprocess
 import sysconfig
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from commands import command, environment, wait_for
 from matplotlib import pyplot
@@ -39,7 +40,7 @@ checkpoint_every: 20
 sample: "off"
 """
 KILLED_AT, CHANGED_AT, STEPS = 90, 200, 300
-LIMIT_S = 600.0
+LIMIT_S = 600
 COLOURS = {
     "light": {"text": "#1f2328", "grid": "#d1d9e0", "alone": "#8c959f", "two": "#0969da", "four": "#bc4c00"},
     "dark": {"text": "#e6edf3", "grid": "#3d444d", "alone": "#9198a1", "two": "#4493f8", "four": "#f0883e"},
@@ -104,7 +105,7 @@ def draw(told: dict, scheme: str, path: Path) -> None:
     """Draw the losses of both runs as an SVG file for one colour scheme."""
     colour = COLOURS[scheme]
     steps = range(1, STEPS + 1)
-    style = {"text.color": colour["text"], "axes.labelcolor": colour["text"], "xtick.color": colour["text"],
+    style: Any = {"text.color": colour["text"], "axes.labelcolor": colour["text"], "xtick.color": colour["text"],
              "ytick.color": colour["text"], "axes.edgecolor": colour["grid"], "font.size": 11,
              "svg.fonttype": "none", "svg.hashsalt": "roxxel-dist"}  # fmt: skip
     with pyplot.rc_context(style):
