@@ -1,4 +1,4 @@
-"""A run by its name, a folder or an address in a bucket: the one place that knows which of the two. No jax."""
+"""A run by its name, a folder or an address in a bucket: the place that tells rooms above which of the two. No jax."""
 
 from __future__ import annotations
 
