@@ -95,6 +95,18 @@ def test_a_finished_run_goes_on_dies_and_goes_on_again(finished, monkeypatch):
     assert (finished / "plots" / "loss.png").exists()
 
 
+def test_a_field_that_is_newer_than_the_run_had_its_default_there(finished):
+    path = finished / "config.yaml"
+    older = load_yaml(path)
+    for name in ("attn_softcap", "qk_norm", "log_every"):
+        del older[name]
+    path.write_text(yaml.safe_dump(older))
+    with pytest.raises(UserError, match=r"qk_norm is head, and the run to resume has none: leave it as it was"):
+        Experiment(Config(max_steps=4, qk_norm="head")).fit(run_dir=finished, resume=True)
+    Experiment(Config(max_steps=4, log_every=3)).fit(run_dir=finished, resume=True)
+    assert load_yaml(path)["record"]["resumes"][-1]["changed_from"] == {"max_steps": 3, "log_every": 10}
+
+
 def dying(self, at_the_end=None):
     raise KeyboardInterrupt
 

@@ -22,7 +22,7 @@ from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.place.directory import CONFIG, DATA, SUMMARY, TOKENIZER
 from roxxel_dist.place.run_place import local_run
 from roxxel_dist.run.components import RunComponents
-from roxxel_dist.settings.config import RECORD, Config, load_yaml
+from roxxel_dist.settings.config import DEFAULTS, RECORD, Config, load_yaml
 from roxxel_dist.settings.global_batch import micro_batch_note, predates
 from roxxel_dist.train.loop import Loop
 from roxxel_dist.train.resume import ResumePoint, max_steps_note
@@ -293,13 +293,15 @@ def saved_config(run: Path) -> dict[str, Any]:
 def changed_from(saved: Mapping[str, Any], config: Any, *, with_base: bool = False) -> dict[str, Any]:
     """The old values, by name, of fields that differ between the saved config of a run and the config that resumes it.
 
-    Without `init_from` unless `with_base`: the new place of a moved base is valid for older steps too.
+    Without `init_from` unless `with_base`: the new place of a moved base is valid for older steps too. A field that is
+    newer than the run had its default there.
     """
+    before = {**DEFAULTS, "vocab_size": None, **saved} if saved else {}
     return {
-        name: saved[name]
+        name: before[name]
         for name, now in config.to_dict().items()
         # An unset vocab_size is that of the data, which the saved config has.
-        if name in saved and saved[name] != now and not (name == "vocab_size" and now is None)
+        if name in before and before[name] != now and not (name == "vocab_size" and None in (before[name], now))
         if with_base or name != "init_from"
     }
 
