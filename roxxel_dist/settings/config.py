@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import FileSystemError, UserError, attempt_number
@@ -438,12 +438,21 @@ def unknown(name: str, known: list[str], what: str) -> str:
 def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
-    for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
+    for option in _options(kind):
+        if get_origin(option) is Literal:
+            if _fits(value, option):
+                return True
+            continue
         if option is float and isinstance(value, int | float) and not isinstance(value, bool):
             return True
         if isinstance(value, get_origin(option) or option) and (option is bool or not isinstance(value, bool)):
             return True
     return False
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
 def takes_fractions(name: str) -> bool:
@@ -453,18 +462,18 @@ def takes_fractions(name: str) -> bool:
 
 def _is_text(kind: Any) -> bool:
     """Whether a field takes text and no numbers."""
-    options = set(get_args(kind) if isinstance(kind, UnionType) else (kind,))
+    options = {option for option in _options(kind) if get_origin(option) is not Literal}
     return str in options and options <= {str, type(None)}
 
 
 def _type_name(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(get_args(kind))
+    if choices := [choice for option in _options(kind) if get_origin(option) is Literal for choice in get_args(option)]:
+        return "one of " + ", ".join(choices)
     names = {
         int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "nothing",
         list: "a list", dict: "a mapping",
     }  # fmt: skip
-    options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    options = _options(kind)
     return " or ".join(names[get_origin(option) or option] for option in options)
 
 

@@ -1,7 +1,7 @@
 """How a run trains: its optimizer, its length, and what it does at which step."""
 
 import math
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.user_code import is_function, split_name
@@ -13,7 +13,8 @@ SHARE_COMPILATION = "ROXXEL_SHARE_COMPILATION"
 """Set to 1 where other processes of this machine may need the same programs now; a sweep does."""
 WARMUP_FRACTION = 0.05
 SCHEDULE_FREE = "schedule_free_adamw"
-OPTIMIZERS = ("adamw", "nadamw", "adafactor", "lion", "sgd", "muon", SCHEDULE_FREE)
+OptimizerName = Literal["adamw", "nadamw", "adafactor", "lion", "sgd", "muon", "schedule_free_adamw"]
+OPTIMIZERS = get_args(OptimizerName)
 STABLE_FRACTION = 0.4
 """Of the whole run: how long "wsd" stays at the peak, where `decay_steps` does not say otherwise."""
 
@@ -22,7 +23,7 @@ STABLE_FRACTION = 0.4
 class OptimizerConfig:
     """The optimizer and its learning rate, whose schedule spans the whole curriculum."""
 
-    optimizer: str = "adamw"
+    optimizer: OptimizerName | str = "adamw"
     """Optimizer: adamw, nadamw, adafactor, lion, sgd with momentum, muon, or schedule_free_adamw. muon uses adamw for
     embeddings, the output head and all parameters that are not matrices. lion needs a third to a tenth of the lr of
     adamw, and as many times its weight_decay. schedule_free_adamw takes lr_schedule constant, and evaluates an average

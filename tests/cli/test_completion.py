@@ -33,7 +33,7 @@ def test_commands_groups_flags_and_choices(script):
     assert offered(script, "train", "--warm") == ["--warmup_steps"]
     assert offered(script, "train", "--lr", "3e-4", "--warm") == ["--warmup_steps"]
     assert offered(script, "launch", "local", "--max") == ["--max-restarts"]
-    assert offered(script, "launch", "local", "--nprocs", "2", "--", "train", "--lr_s") == ["--lr_schedule"]
+    assert offered(script, "launch", "local", "--nprocs", "2", "--", "train", "--lr_sch") == ["--lr_schedule"]
     assert offered(script, "train", "--optimizer", "ad") == ["adamw", "adafactor"]
     for words in (["--optimizer", "=", "ad"], ["--optimizer", "="]):  # as bash cuts them (pallets/click#2847)
         assert offered(script, "train", *words)[0] == "adamw"

@@ -107,6 +107,7 @@ def test_each_choice_of_a_field_is_read_from_yaml_and_words(tmp_path, name, choi
         config.save_yaml(tmp_path / "saved.yaml")
         assert Config.from_yaml(tmp_path / "saved.yaml").to_dict() == config.to_dict()
     word, more = written.strip("\"'"), ["--base_dim", "64"] if choice == "mup" else []
+    more += ["--phases", "[{steps: 4, batch_size: 2, seq_len: 9}]"] if name == "lr_scaling" else []
     more += ["--use_lora", "True", "--init_from", "base"] if name == "lora_targets" else []  # else it does nothing
     if word not in ("null", "~", ""):
         flag = f"--{name.replace('_', '-')}={word}"
