@@ -67,8 +67,8 @@ def site(tmp_path_factory):
     """The built site."""
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(DOCS, folder / "docs")
-    reference.write(folder / "docs" / "reference")
     shutil.copy(ROOT / "mkdocs.yml", folder)
+    reference.write(folder / "docs" / "reference")
     # A warning, such as that of a broken link, is an error (--strict).
     words = [Path(sys.executable).parent / "zensical", "build", "--strict", "--config-file", "mkdocs.yml"]
     env = os.environ | {"NO_COLOR": "1"}
