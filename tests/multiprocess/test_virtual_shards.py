@@ -160,7 +160,7 @@ def test_killed_within_the_long_phase_and_resumed_on_other_devices(desk, shards,
     [
         ({"virtual_shards": 6}, "virtual_shards is 6: it must be a power of two"),
         ({"virtual_shards": 32, "grad_accum": 2}, "cuts each row into 2 shards, which are computed at once"),
-        ({"virtual_shards": 32, "model": "own:build"}, "which it can with the built-in model and its loss alone"),
+        ({"virtual_shards": 32, "model": "own:build"}, "That needs the built-in model and its loss"),
         ({"fsdp": True}, "virtual_shards is 8 and fsdp is true"),
         ({"tensor_devices": 2}, "without tensor_devices and fsdp, or set virtual_shards to 0"),
         ({"virtual_shards": 2}, "virtual_shards is 2, which 4 device(s) do not divide"),

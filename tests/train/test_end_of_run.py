@@ -27,7 +27,7 @@ def test_what_fails_after_the_last_step_leaves_a_finished_run(corpus, tmp_path):
     made.run(fail)
     made.close()
     assert read_cursor(tmp_path) == {"step": 2, "last_step": 2, "finished": True}
-    assert "what comes after its last step failed: RuntimeError('no room for the sample')" in told(tmp_path)
+    assert "a task after its last step failed: RuntimeError('no room for the sample')" in told(tmp_path)
 
 
 def test_the_whole_model_is_gathered_where_it_fits(corpus, tmp_path, monkeypatch):

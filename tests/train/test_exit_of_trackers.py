@@ -17,7 +17,9 @@ from roxxel_dist.train.log.base import LogQueue
 exit_guard.EXIT_S = 2.0
 
 def signal_service(number):
-    [service] = module._services()
+    while not (services := module._services()):  # the row is on its way
+        time.sleep(0.05)
+    [service] = services
     os.kill(service, number)
     while number == signal.SIGKILL and module._services():
         time.sleep(0.05)

@@ -152,7 +152,7 @@ def test_one_that_never_comes_back_holds_up_nobody(stuck):
     assert stuck.inside.wait(60)
     log.close(limit_s=0.5)
     assert memory.seen[:3] == ROWS
-    assert memory.seen[3] == "Stuck is still busy after 0 s: going on without it"
+    assert memory.seen[3] == "Stuck is still busy after 0 s: continuing without it"
     assert memory.closed
 
 

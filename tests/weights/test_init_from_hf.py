@@ -94,7 +94,7 @@ def test_a_field_that_says_otherwise(folder, tmp_path, fields, message):
             r"config.json: kv_heads is 3: .*\(there, n_heads is num_attention_heads, kv_heads is num_key_value_heads\)",
         ),
         (lambda folder: change(folder, rms_norm_eps=2), r"config.json: norm_eps is 2: .*norm_eps is rms_norm_eps"),
-        (lambda folder: change(folder, num_hidden_layers=3), "model.layers.2.input_layernorm.weight is not there"),
+        (lambda folder: change(folder, num_hidden_layers=3), "model.layers.2.self_attn.q_proj.weight is not there"),
         (lambda folder: change(folder, vocab_size=300), r"embed_tokens.weight is \(257, 32\), and must be \(300, 32\)"),
         (lambda folder: change(folder, num_hidden_layers=1), "there is no place for model.layers.1"),
     ],
