@@ -30,6 +30,12 @@ def compare(one: RunRecord, other: RunRecord) -> Comparison:
     """Compare two runs, up to the last step of both. Raises ValueError if no step has a digest in both."""
     both = [step for step in one.rows if step in other.rows]
     known = [step for step in both if DIGEST in one.rows[step] and DIGEST in other.rows[step]]
+    for run in (one, other):
+        if RunMetadata.of(run.saved).merged_from:
+            raise UserError(
+                f"{one.name} and {other.name} cannot be compared: {run.name} is merged from checkpoints, and no step "
+                f"made it; compare losses with `roxxel-dist eval`"
+            )
     if not known:
         without = [run.name for run in (one, other) if not any(DIGEST in row for row in run.rows.values())]
         why = f"{' and '.join(without)} has no digests" if without else "no step is in the logs of both"

@@ -5,7 +5,8 @@
 
 import contextlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import isnan
 from pathlib import Path
@@ -68,6 +69,45 @@ class CheckpointRef(NamedTuple):
         """The checkpoint that RUN@STEP or RUN names; an @ without a number after it belongs to the folder's name."""
         run, mark, step = str(text).rpartition("@")
         return cls(Path(run), int(step)) if mark and run and step.isdecimal() else cls(Path(text), None)
+
+
+class CheckpointRange(NamedTuple):
+    """Several checkpoints of a run, as people write them: RUN@A:B, all that are kept from A to B, or RUN@A,B,C."""
+
+    run: Path
+    text: str
+    """A:B, or A,B,C."""
+
+    def __str__(self) -> str:
+        return f"{as_written(self.run)}@{self.text}"
+
+    @classmethod
+    def parse(cls, text: str | Path) -> "CheckpointRange | None":
+        """None of any other text, such as RUN@STEP."""
+        run, mark, steps = str(text).rpartition("@")
+        return cls(Path(run), steps) if mark and run and re.fullmatch(r"\d+(:\d+|(,\d+)+)", steps) else None
+
+    def among(self, kept: Collection[int]) -> list[int]:
+        """The steps that are meant, in order, of those that a run has kept.
+
+        Raises ValueError where a step that is named is not kept, or none of a range is.
+        """
+        if ":" in self.text:
+            first, last = map(int, self.text.split(":"))
+            if first > last:
+                raise UserError(f"RUN is {self}: the first step is above the last; write it as {last}:{first}")
+            steps = [step for step in sorted(kept) if first <= step <= last]
+            lacking = [] if steps else [f"from {first} to {last}"]
+        else:
+            steps = sorted(set(map(int, self.text.split(","))))
+            lacking = [str(step) for step in steps if step not in kept]
+        if lacking:
+            known = ", ".join(map(str, sorted(kept))) or "none"
+            raise UserError(
+                f"RUN is {self}: {as_written(self.run)} has no checkpoint of step {', '.join(lacking)}; kept are "
+                f"{known} (a run keeps more with keep_every, keep_steps or max_to_keep)"
+            )
+        return steps
 
 
 @dataclass(frozen=True, kw_only=True)

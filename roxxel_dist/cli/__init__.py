@@ -145,7 +145,21 @@ def launch_group(words: list[str]) -> int:
 
 HELP = frozenset({"-h", "--help", "help"})
 COMPUTE = frozenset(
-    {"demo", "batch", "train", "find-lr", "plan", "eval", "generate", "export", "verify", "audit", "compare", "sweep"}
+    {
+        "demo",
+        "batch",
+        "train",
+        "find-lr",
+        "plan",
+        "eval",
+        "generate",
+        "merge",
+        "export",
+        "verify",
+        "audit",
+        "compare",
+        "sweep",
+    }
 )
 """Commands that import jax or flax, or start processes that do."""
 ANYWHERE = frozenset({"ps", "logs", "attach", "stop", "completion"})
@@ -162,6 +176,7 @@ COMMANDS = {
     "save": "roxxel_dist.cli.train:save",
     "eval": "roxxel_dist.cli.models:evaluate",
     "generate": "roxxel_dist.cli.models:generate",
+    "merge": "roxxel_dist.cli.models:merge",
     "export": "roxxel_dist.cli.models:export",
     "verify": "roxxel_dist.cli.verify:verify",
     "audit": "roxxel_dist.cli.audit:audit",

@@ -1,4 +1,4 @@
-"""The commands about a trained model: eval, generate, export."""
+"""The commands about a trained model: eval, generate, merge, export."""
 
 import dataclasses
 import json
@@ -17,7 +17,8 @@ class EvalArgs:
     change, and may be training."""
 
     run: Positional[str]
-    """RUN@STEP, or RUN for its newest checkpoint."""
+    """RUN@STEP, or RUN for its newest checkpoint. RUN@A:B: each kept checkpoint from step A to B, a row for each;
+    RUN@A,B,C: these."""
     best: bool = False
     """The checkpoint with the lowest val_loss."""
     data_path: str | None = None
@@ -29,7 +30,7 @@ class EvalArgs:
     eval_iters: int | None = None
     """Batches to read from each data set. Default: as many as in the run."""
     json: bool = False
-    """Print one JSON object instead of the table."""
+    """Print one JSON object instead of the table; of several checkpoints a list of them."""
 
 
 def evaluate(words: list[str]) -> int:
@@ -37,20 +38,26 @@ def evaluate(words: list[str]) -> int:
     args = parse(EvalArgs, words, "eval")
     with usage_errors():
         validation = _named_sets(args.validation)
-    from roxxel_dist.cli.run_table import evaluation_table
+    from roxxel_dist.checkpoint.metadata import CheckpointRange
+    from roxxel_dist.cli.run_table import evaluation_table, evaluations_table
     from roxxel_dist.cluster.distributed import is_primary
-    from roxxel_dist.run.evaluate import evaluate
+    from roxxel_dist.run.evaluate import evaluate, evaluate_range
 
-    evaluation = evaluate(
-        args.run,
-        best=args.best,
-        data_path=args.data_path,
-        validation=validation,
-        eval_iters=args.eval_iters,
-        data_dtype=args.data_dtype,
-    )
+    options: dict[str, Any] = {
+        "best": args.best,
+        "data_path": args.data_path,
+        "validation": validation,
+        "eval_iters": args.eval_iters,
+        "data_dtype": args.data_dtype,
+    }
+    if CheckpointRange.parse(args.run):
+        several = evaluate_range(args.run, **options)
+        result, table = [_as_json(one) for one in several], evaluations_table(several)
+    else:
+        evaluation = evaluate(args.run, **options)
+        result, table = _as_json(evaluation), evaluation_table(evaluation)
     if is_primary():
-        print(json.dumps(_as_json(evaluation)) if args.json else evaluation_table(evaluation), flush=True)
+        print(json.dumps(result) if args.json else table, flush=True)
     return 0
 
 
@@ -122,6 +129,29 @@ def generate(words: list[str]) -> int:
             seeds = range(args.seed, args.seed + args.num_samples)
             for i, text in enumerate(model.generate([args.prompt] * args.num_samples, seed=seeds, **how)):
                 print(f"--- sample {i + 1}, seed {seeds[i]}\n{args.prompt}{text}", flush=True)
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MergeArgs:
+    """Average the parameters of several kept checkpoints of a run, in place of a decay of the rate. The result is a
+    run directory with one checkpoint, without moments. The run does not change."""
+
+    run: Positional[str]
+    """RUN@A:B for all kept checkpoints from step A to B, or RUN@A,B,C."""
+    out: str
+    """The folder to create."""
+    weights: Literal["uniform", "1-sqrt"] = "uniform"
+    """uniform: the mean. 1-sqrt: as if the rate had decayed from A to B as 1 - sqrt(t)."""
+
+
+def merge(words: list[str]) -> int:
+    """Average several checkpoints of a run into one model."""
+    args = parse(MergeArgs, words, "merge")
+    with usage_errors():
+        from roxxel_dist.weights.merge import merge_run
+
+        print(merge_run(**dataclasses.asdict(args)))
     return 0
 
 

@@ -66,3 +66,15 @@ def evaluation_table(evaluation: "Evaluation") -> str:
     else:
         log = f"val_loss is {evaluation.losses['val_loss']!r}, and {logged!r} in the log: {difference:+.3g}"
     return "\n".join([f"{CheckpointRef(evaluation.run, None)}, step {evaluation.step}", *aligned(rows), log])
+
+
+def evaluations_table(evaluations: Sequence["Evaluation"]) -> str:
+    """Evaluations of one run as text: a line for each checkpoint, with how far its val_loss is from the log."""
+    names = [name for name in evaluations[0].losses if name != "val_loss"]
+    rows = [["step", "val_loss", "perplexity", *names, "minus the log"]]
+    for one in evaluations:
+        losses = [f"{one.losses[name]:.6f}" for name in ("val_loss", *names)]
+        difference = UNKNOWN if one.difference is None else f"{one.difference:+.3g}" if one.difference else "0"
+        perplexity = f"{next(row['perplexity'] for row in one.data if row['metric'] == 'val_loss'):,.2f}"
+        rows.append([f"{one.step:,}", losses[0], perplexity, *losses[1:], difference])
+    return "\n".join([str(CheckpointRef(evaluations[0].run, None)), *aligned(rows)])

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from roxxel_dist.checkpoint.metadata import CheckpointRef
+from roxxel_dist.checkpoint.metadata import CheckpointRange, CheckpointRef
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.distributed import initialize
@@ -144,6 +144,28 @@ def evaluate(
             data=_by_data_set(means, evaluator.reads(shape)),
             logged_val_loss=next((row.get("val_loss") for row in rows if row.get("step") == step), None),
         )
+
+
+def evaluate_range(run: str | Path, **options: Any) -> list[Evaluation]:
+    """`evaluate` of each checkpoint that RUN@A:B or RUN@A,B,C names, in the order of their steps.
+
+    Args:
+        run: RUN@A:B, all kept checkpoints from step A to B, or RUN@A,B,C.
+        options: those of `evaluate`.
+
+    Raises:
+        UserError: no such checkpoint is kept, or an error of `evaluate`.
+    """
+    named = CheckpointRange.parse(run)
+    if named is None:
+        raise UserError(f"RUN is {run}: it must name several checkpoints, as RUN@1000:2000 or RUN@1000,1500,2000")
+    if options.get("best"):
+        raise UserError(f"RUN is {named}, and --best takes the step with the lowest val_loss: use one of the two")
+    with usage_errors():
+        initialize()
+        with open_checkpoint("RUN", CheckpointRef(named.run, None)) as (store, _):
+            steps = named.among(store.steps())
+    return [evaluate(str(CheckpointRef(named.run, step)), **options) for step in steps]
 
 
 @contextlib.contextmanager

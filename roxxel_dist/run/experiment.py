@@ -275,6 +275,12 @@ class Experiment:
                 f"{parent.run if parent and not saved else run} was trained by {program}, with a Trainer of parts: "
                 f"start that program again; it continues from the newest checkpoint"
             )
+        if merged := RunMetadata.of(past.config).merged_from:
+            place = parent.run if parent and not saved else run
+            raise UserError(
+                f"{place} is merged from checkpoints of {merged['run']} and has no moments to go on with: begin a new "
+                f"run with its weights (init_from={place})"
+            )
         # An old max_steps is not inherited: a config without max_steps trains to the end of its phases.
         values = {name: value for name, value in past.config.items() if name != "max_steps"}
         self.config = self.config.with_defaults(values)

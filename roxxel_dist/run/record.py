@@ -73,6 +73,8 @@ class RunMetadata:
     """"run" and "step" of the checkpoint whose whole state the run starts with."""
     initialized_from: dict[str, Any] | None = None
     """"run" and "step" of the checkpoint with the initial weights, or with the base of the adapters."""
+    merged_from: dict[str, Any] | None = None
+    """"run", "steps", "weights" and "shares" of the checkpoints whose mean this is; it was not trained."""
     bits: dict[str, Any] = field(default_factory=dict)
     """Settings that change results in the last bits, see `determinism.numerics_fingerprint`."""
     resumes: list[dict[str, Any]] = field(default_factory=list)
