@@ -25,6 +25,7 @@ BEGUN = {
     ("compare",): ["none", "none"],
     ("copy",): ["none", "new"],
     ("export",): ["none", "--format", "hf", "--out", "new"],
+    ("merge",): ["none@1:2", "--out", "new"],
     ("batch",): ["none", "--step", "1"],
     ("completion",): ["bash"],
     ("sweep",): ["--sweep_config", "none"],

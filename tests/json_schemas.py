@@ -128,7 +128,8 @@ def _evaluation() -> Schema:
         },
     )
     # Other losses of the log, such as "train_eval_loss", "val_bal" and "val_loss/NAME".
-    return whole | {"additionalProperties": of_type(float)}
+    whole |= {"additionalProperties": of_type(float)}
+    return {"anyOf": [whole, _list_of(whole, "Of RUN@A:B and RUN@A,B,C: one for each checkpoint, by their steps.")]}
 
 
 def _plan() -> Schema:

@@ -16,7 +16,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-COMMANDS = {"batch", "data", "eval", "export", "find-lr", "generate", "plan", "report", "train"}
+COMMANDS = {"batch", "data", "eval", "export", "find-lr", "generate", "merge", "plan", "report", "train"}
 """Of roxxel-dist, that are about no process."""
 SHELL = re.compile(r"[$`|&;<>*?]")
 """What only a shell can do."""

@@ -25,6 +25,7 @@ TYPED = [
     ("doctor --data_path nowhere", 69),
     ("doctor --run_dir runs/new -- train --data_path text.txt", 0),
     ("eval runs/one", 0),
+    ("eval runs/one@1:6", 0),
     ("launch local --nprocs 2 --dry-run -- train --config many.yaml --data_path text.txt", 0),
     ("launch local --nprocs 2 --step-timeout 9 --dry-run -- true", 0),
     ("plan runs/one", 0),

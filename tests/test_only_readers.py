@@ -71,6 +71,8 @@ LOOKS = {
     "verify run/data": 0,
     "audit run": 0,
     "compare run run": 0,
+    "eval run@1:3": 0,
+    "merge run@1:3 --out OUT": 0,
     "export run --format msgpack --out OUT": 0,
     "batch run --step 1": 0,
     "batch tiny.yaml --step 1 --data_path run/data": 0,

@@ -70,7 +70,7 @@ def evaluation_table(evaluation: "Evaluation") -> str:
 
 def evaluations_table(evaluations: Sequence["Evaluation"]) -> str:
     """Evaluations of one run as text: a line for each checkpoint, with how far its val_loss is from the log."""
-    names = [name for name in evaluations[0].losses if name != "val_loss"]
+    names = [row["metric"] for row in evaluations[0].data if row["metric"] != "val_loss"]
     rows = [["step", "val_loss", "perplexity", *names, "minus the log"]]
     for one in evaluations:
         losses = [f"{one.losses[name]:.6f}" for name in ("val_loss", *names)]

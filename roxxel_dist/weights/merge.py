@@ -159,7 +159,7 @@ def _write(
 
 
 def _describe(folder: Path, run: Path, weights: Weights, record: Mapping[str, Any]) -> None:
-    """The config, with a record of what was merged, and the tokenizer."""
+    """The config, with the names of the merged checkpoints, and the tokenizer."""
     before = {name: value for name, value in load_yaml(run / CONFIG)[RECORD].items() if name != "resumes"}
     if is_tokens(run / DATA):  # made of text, in the run
         before["data_path"] = absolute(run / DATA)

@@ -44,6 +44,7 @@ def test_train_has_every_field_once_and_in_a_section(capsys):
     [
         (["copy"], "copy SOURCE TARGET [OPTIONS]"),
         (["export"], "export RUN --format msgpack|safetensors|hf --out TEXT [OPTIONS]"),
+        (["merge"], "merge RUN --out TEXT [OPTIONS]"),
         (["report"], "report [RUN ...] [OPTIONS]"),
         (["data", "build"], "data build [PATH ...] --out TEXT [OPTIONS]"),
         (["batch"], "batch SOURCE --step INT [OPTIONS]"),

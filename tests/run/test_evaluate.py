@@ -168,6 +168,32 @@ def test_the_newest_and_the_best(made, capsys):
     assert capsys.readouterr().out.endswith("the log has no val_loss of step 3\n")
 
 
+def test_a_row_for_each_checkpoint_of_a_range(made, capsys):
+    run, wanted = made / "run", validations(made / "run")
+    several = evaluated(capsys, f"{run}@2:6")
+    assert [one["step"] for one in several] == [2, 3, 4, 6]
+    assert several == [evaluated(capsys, f"{run}@{step}") for step in (2, 3, 4, 6)]
+    assert [one["step"] for one in evaluated(capsys, f"{run}@7,1")] == [1, 7]
+    capsys.readouterr()
+    assert main(["eval", f"{run}@3:4"]) == 0
+    head, titles, third, fourth = capsys.readouterr().out.splitlines()
+    assert head == str(run)
+    assert titles.split("  ")[-1].strip() == "minus the log"
+    assert titles.split()[:4] == ["step", "val_loss", "perplexity", "train_eval_loss"]
+    assert third.split()[0] == "3"
+    assert third.split()[-1] == "-"
+    assert fourth.split()[:2] == ["4", f"{wanted[4]['val_loss']:.6f}"]
+    assert fourth.split()[-1] == "0"
+
+
+def test_what_is_no_range_to_evaluate(made, capsys):
+    run = made / "run"
+    assert f"RUN is {run}@2:6, and --best takes the step" in refused(capsys, f"{run}@2:6", "--best")
+    assert "has no checkpoint of step from 8 to 9; kept are 1, 2, 3, 4, 6, 7" in refused(capsys, f"{run}@8:9")
+    assert "has no checkpoint of step 5; kept are" in refused(capsys, f"{run}@4,5")
+    assert "the first step is above the last; write it as 2:6" in refused(capsys, f"{run}@6:2")
+
+
 OWN = pytest.param("a model of one's own", marks=pytest.mark.long)
 
 

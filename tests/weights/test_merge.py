@@ -46,7 +46,7 @@ def run(data, tmp_path_factory):
 
 
 def by_hand(run, shares):
-    """The mean of what is evaluated, a different way: all checkpoints in memory, summed by NumPy."""
+    """The mean, made in a different way: all checkpoints in memory, summed by NumPy."""
     models = [weights_of(run, step=step).params for step in shares]
     return {
         name: sum(
