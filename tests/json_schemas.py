@@ -123,6 +123,9 @@ def _evaluation() -> Schema:
             "step": noted(int, "The step of the checkpoint."),
             "val_loss": noted(float, "Mean loss over the validation data."),
             "data": _list_of(data, "A row for each data set, and for the training data."),
+            "tasks": noted(
+                Mapping[str, Mapping[str, float]], 'Of each evaluation task: "acc" and "acc_norm", or "bits_per_byte".'
+            ),
             "logged_val_loss": noted(float | None, "What the run logged at this step; null without a validation then."),
             "difference": noted(float | None, "val_loss minus the logged one."),
         },

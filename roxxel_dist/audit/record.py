@@ -27,6 +27,7 @@ FREE_FIELDS = {
     "log_every", "eval_every", "checkpoint_every", "memory_checkpoint_every", "memory_replicas", "max_to_keep",
     "keep_best", "keep_every", "keep_steps", "export_weights", "max_steps", "patience", "verify_data", "max_rewinds",
     "profile_steps", "wandb", "wandb_project", "name", "notes", "tags", "tensorboard", "sample_prompt", "sample",
+    "eval_tasks",
     "cache_dir", "cache_gb", "store_timeout",
 }  # fmt: skip
 """Fields of a config that do not change results."""

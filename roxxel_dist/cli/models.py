@@ -29,6 +29,8 @@ class EvalArgs:
     """Validation data sets that replace those of the run: '{name: PATH}'."""
     eval_iters: int | None = None
     """Batches to read from each data set. Default: as many as in the run."""
+    tasks: list[str] | None = None
+    """Files of evaluation tasks that replace those of the run (eval_tasks)."""
     json: bool = False
     """Print one JSON object instead of the table; of several checkpoints a list of them."""
 
@@ -38,6 +40,8 @@ def evaluate(words: list[str]) -> int:
     args = parse(EvalArgs, words, "eval")
     with usage_errors():
         validation = _named_sets(args.validation)
+        if args.tasks is not None and not args.tasks:
+            raise UserError("--tasks has no value: name one file at least, or leave it out")
     from roxxel_dist.checkpoint.metadata import CheckpointRange
     from roxxel_dist.cli.run_table import evaluation_table, evaluations_table
     from roxxel_dist.cluster.distributed import is_primary
@@ -48,6 +52,7 @@ def evaluate(words: list[str]) -> int:
         "data_path": args.data_path,
         "validation": validation,
         "eval_iters": args.eval_iters,
+        "tasks": args.tasks,
         "data_dtype": args.data_dtype,
     }
     if CheckpointRange.parse(args.run):
@@ -72,7 +77,13 @@ def _named_sets(text: str | None) -> dict[str, str] | None:
 
 def _as_json(evaluation: Any) -> dict[str, Any]:
     step, rows, logged = evaluation.step, evaluation.data, evaluation.logged_val_loss
-    numbers = {**evaluation.losses, "data": rows, "logged_val_loss": logged, "difference": evaluation.difference}
+    numbers = {
+        **evaluation.losses,
+        "data": rows,
+        "tasks": evaluation.tasks,
+        "logged_val_loss": logged,
+        "difference": evaluation.difference,
+    }
     return plain({"run": evaluation.run, "step": step, **numbers})
 
 

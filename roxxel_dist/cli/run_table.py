@@ -53,7 +53,7 @@ def _short(value: Any) -> str:
 
 
 def evaluation_table(evaluation: "Evaluation") -> str:
-    """An evaluation as text: a line for each data set, and the logged val_loss."""
+    """An evaluation as text: a line for each data set, the logged val_loss, and a line for each task."""
     rows = [["data", "loss", "perplexity", "batches", "tokens"]]
     for row in evaluation.data:
         loss, batches, tokens = f"{row['loss']:.6f}", f"{row['batches']:,}", f"{row['tokens']:,}"
@@ -65,16 +65,26 @@ def evaluation_table(evaluation: "Evaluation") -> str:
         log = "val_loss is the same as in the log, to the last bit"
     else:
         log = f"val_loss is {evaluation.losses['val_loss']!r}, and {logged!r} in the log: {difference:+.3g}"
-    return "\n".join([f"{CheckpointRef(evaluation.run, None)}, step {evaluation.step}", *aligned(rows), log])
+    data = [*aligned(rows), log] if evaluation.data else []
+    tasks = [["task", "score", "value"]]
+    tasks += [[name, key, f"{value:.4f}"] for name, scores in evaluation.tasks.items() for key, value in scores.items()]
+    lines = [*data, *(aligned(tasks) if evaluation.tasks else []), *evaluation.notes]
+    return "\n".join([f"{CheckpointRef(evaluation.run, None)}, step {evaluation.step}", *lines])
 
 
 def evaluations_table(evaluations: Sequence["Evaluation"]) -> str:
     """Evaluations of one run as text: a line for each checkpoint, with how far its val_loss is from the log."""
-    names = [row["metric"] for row in evaluations[0].data if row["metric"] != "val_loss"]
-    rows = [["step", "val_loss", "perplexity", *names, "minus the log"]]
+    first = evaluations[0]
+    metrics = [row["metric"] for row in first.data]
+    scores = [(task, key) for task, of_task in first.tasks.items() for key in of_task]
+    head = ["step", *metrics, *(f"{task} {key}" for task, key in scores)]
+    rows = [[*head, "perplexity", "minus the log"] if metrics else head]
     for one in evaluations:
-        losses = [f"{one.losses[name]:.6f}" for name in ("val_loss", *names)]
-        difference = UNKNOWN if one.difference is None else f"{one.difference:+.3g}" if one.difference else "0"
-        perplexity = f"{next(row['perplexity'] for row in one.data if row['metric'] == 'val_loss'):,.2f}"
-        rows.append([f"{one.step:,}", losses[0], perplexity, *losses[1:], difference])
-    return "\n".join([str(CheckpointRef(evaluations[0].run, None)), *aligned(rows)])
+        cells = [f"{one.step:,}", *(f"{one.losses[name]:.6f}" for name in metrics)]
+        cells += [f"{one.tasks[task][key]:.4f}" for task, key in scores]
+        if metrics:
+            perplexity = f"{next(row['perplexity'] for row in one.data if row['metric'] == 'val_loss'):,.2f}"
+            difference = UNKNOWN if one.difference is None else f"{one.difference:+.3g}" if one.difference else "0"
+            cells += [perplexity, difference]
+        rows.append(cells)
+    return "\n".join([str(CheckpointRef(first.run, None)), *aligned(rows), *first.notes])

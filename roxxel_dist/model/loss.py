@@ -87,6 +87,18 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
     return {"loss": mean, "row_loss": rows} | weights | balance
 
 
+def losses_of_tokens(model: nnx.Module, tokens_BxL: jax.Array) -> jax.Array:
+    """float32[B, L - 1]: the cross-entropy of each token of a row, except the first, from those before it.
+
+    Of a model of your own as in `token_losses`.
+    """
+    targets_BxL, inputs_BxL = constrain_tokens(tokens_BxL[:, 1:], tokens_BxL[:, :-1])
+    if not isinstance(model, Transformer):
+        return _losses_of_own(model, [inputs_BxL], targets_BxL)
+    x_BxLxD, _, _ = model.states(inputs_BxL)
+    return losses_of_states(model.config, model.output, x_BxLxD, targets_BxL)[0]
+
+
 def losses_of_states(
     config: ModelConfig, output: Any, x_BxLxD: jax.Array, targets_BxL: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:

@@ -25,6 +25,7 @@ from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.data.tasks import Task, find_tasks, read_tasks
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 from roxxel_dist.model.config import AttentionKernel
 from roxxel_dist.model.loss import token_losses
@@ -134,6 +135,24 @@ def build_components(
     )
 
 
+def open_tasks(
+    config: Config, tokenizer: Tokenizer | None, patterns: Sequence[str] | None = None, field: str = "eval_tasks"
+) -> tuple[Task, ...]:
+    """The evaluation tasks of a run, or those that `patterns`, given by `field`, name instead.
+
+    Raises ValueError for a file that breaks its rule, and where the data has no tokenizer.
+    """
+    named = config.eval_tasks if patterns is None else patterns
+    if not named:
+        return ()
+    if tokenizer is None:
+        raise UserError(
+            f"{field} is {list(named)}, and the data has no tokenizer to read texts with: put its tokenizer.json "
+            f"beside the shards, or leave {field} out"
+        )
+    return read_tasks(named, tokenizer, config.max_context, field=field)
+
+
 def _vocab_size(config: Config, data: Roxxel) -> int:
     size = config.vocab_size or data.vocab_size
     if size is None:
@@ -182,6 +201,7 @@ def open_corpus(
             import_function(field, name)
     shard_paths(config, "datasets")
     shard_paths(config, "validation")
+    find_tasks(config.eval_tasks or ())
     if config.init_from is not None and begins:
         _check_base(config, config.init_from, tokenizer)
     progress = Progress.from_env(process_index())

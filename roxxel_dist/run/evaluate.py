@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 from roxxel_dist.place.directory import METRICS, TOKENIZER, no_run
 from roxxel_dist.place.run_place import local_run
-from roxxel_dist.run.components import RunComponents, build_components, check_vocabularies
+from roxxel_dist.run.components import RunComponents, build_components, check_vocabularies, open_tasks
 from roxxel_dist.run.curriculum import open_data_sets
 from roxxel_dist.run.record import RunMetadata, data_of, kernel_begun_with, saved_config
 from roxxel_dist.settings.config import RECORD, Config, usage_errors
@@ -34,6 +34,7 @@ from roxxel_dist.train.log.csv_jsonl import read_rows
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.state import init_state
 from roxxel_dist.train.step.step import fetch, make_eval_step
+from roxxel_dist.train.task_scores import TaskScores, of_task
 from roxxel_dist.weights.base import load_base_params, open_checkpoint
 from roxxel_dist.weights.model import attention_kernel
 
@@ -49,13 +50,19 @@ class Evaluation:
     data: tuple[Mapping[str, Any], ...]
     """{"name", "metric", "loss", "perplexity", "batches", "tokens"} of each data set, of all of them if there are
     several, and of the training data."""
+    tasks: Mapping[str, Mapping[str, float]]
+    """The scores of each evaluation task by its name: "acc" and "acc_norm", or "bits_per_byte"."""
+    notes: tuple[str, ...]
+    """What people should know: choices of tasks that were cut."""
     logged_val_loss: float | None
     """The logged val_loss of the step; None if the step was not validated."""
 
     @property
     def difference(self) -> float | None:
-        """`val_loss` minus the logged one."""
-        return None if self.logged_val_loss is None else self.losses["val_loss"] - self.logged_val_loss
+        """`val_loss` minus the logged one; None where one of them is missing."""
+        if self.logged_val_loss is None or "val_loss" not in self.losses:
+            return None
+        return self.losses["val_loss"] - self.logged_val_loss
 
 
 def evaluate(
@@ -65,6 +72,7 @@ def evaluate(
     data_path: str | None = None,
     validation: Mapping[str, str] | None = None,
     eval_iters: int | None = None,
+    tasks: Sequence[str] | None = None,
     data_dtype: str | None = None,
 ) -> Evaluation:
     """The validation of a run at a kept checkpoint, on all the processes this one belongs to.
@@ -78,6 +86,7 @@ def evaluate(
         data_path: shards instead of those that the run remembers.
         validation: data sets to validate on, name: path, instead of the run's.
         eval_iters: batches to read of each data set, instead of as many as the run does.
+        tasks: files of evaluation tasks, instead of the run's (`eval_tasks`).
         data_dtype: of the tokens in `.bin` files without a header, instead of the run's; "auto": uint16.
 
     Raises:
@@ -112,7 +121,8 @@ def evaluate(
             if eval_iters is not None:
                 config = dataclasses.replace(config, eval_iters=eval_iters)
             config = _with_kernel(config, plan, saved)
-            components, sets = _components(config, data, plan, validation, folder)
+            found = open_tasks(config, _tokenizer(folder, data), tasks, "eval_tasks" if tasks is None else "--tasks")
+            components, sets = _components(config, data, plan, validation, folder, needed=not found)
             options, mesh = components.options, _mesh(components)
             # Moments are not read: it takes the memory of the weights alone.
             split, state, hparams = init_state(
@@ -126,22 +136,29 @@ def evaluate(
             )
             compiler = AotCompiler(mesh)
             held.callback(compiler.close)
-            eval_step = make_eval_step(split, components.loss, jnp.bfloat16 if options.bf16_compute else None)
+            dtype, sharding = jnp.bfloat16 if options.bf16_compute else None, batch_sharding(mesh)
+            eval_step = make_eval_step(split, components.loss, dtype)
             train = components.curriculum.primary_streamer
-            evaluator = Validation(sets, train, eval_step, compiler, batch_sharding(mesh), options.eval_iters)
+            evaluator = Validation(sets, train, eval_step, compiler, sharding, options.eval_iters)
             evaluator.check(shape)
             evaluator.prepare(state, hparams, shape)
+            scores = TaskScores(found, split, compiler, sharding, plan.shapes, dtype)
+            scores.check(state, hparams)
+            scores.prepare(state, hparams)
             weights = {name: leaves for name in ("params", "rest") if (leaves := getattr(state, name))}
             state = state._replace(**store.restore_evaluated(step, weights))
         # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.
         compiler.wait_together()
         means = summarize(fetch(evaluator.run(state, hparams, shape)))
+        of_tasks = scores.summarize(fetch(scores.run(state, hparams)))
         rows = read_rows(folder / METRICS)
         return Evaluation(
             run=checkpoint.run,
             step=step,
             losses=means,
             data=_by_data_set(means, evaluator.reads(shape)),
+            tasks={task.name: of_task(task.name, of_tasks) for task in found},
+            notes=tuple(filter(None, (task.truncation for task in found))),
             logged_val_loss=next((row.get("val_loss") for row in rows if row.get("step") == step), None),
         )
 
@@ -223,9 +240,9 @@ def _with_kernel(config: Any, plan: Plan, saved: Mapping[str, Any]) -> Any:
 
 
 def _components(
-    config: Any, data: Roxxel, plan: Plan, validation: Mapping[str, str] | None, run: Path
+    config: Any, data: Roxxel, plan: Plan, validation: Mapping[str, str] | None, run: Path, *, needed: bool
 ) -> tuple[RunComponents, Mapping[str, Roxxel]]:
-    """(the components of the run, the validation data sets by name)."""
+    """(the components of the run, the validation data sets by name); without one only where none is `needed`."""
     # Training rows are not read, so only the primary data set must exist.
     names = ("steps", "batch_size", "seq_len", "packing")
     phases = [{name: getattr(shape, name) for name in names} for shape in plan.shapes]
@@ -240,12 +257,17 @@ def _components(
         components = build_components(dataclasses.replace(config, validation=None, val_fraction=fraction), data)
         sets = open_data_sets(named, "validation", data)
         check_vocabularies(sets, components.vocab_size)
-    if not any(data_set.num_tokens for data_set in sets.values()):
+    if needed and not any(data_set.num_tokens for data_set in sets.values()):
         raise UserError(
             f"{run} has nothing to validate on (val_fraction is {config.val_fraction}, and validation names no "
             f"data): name some, as in --validation '{{code: data/code}}'"
         )
     return components, sets
+
+
+def _tokenizer(run: Path, data: Roxxel) -> Tokenizer | None:
+    """That of the run, else that of the data."""
+    return Tokenizer.load(run / TOKENIZER) if (run / TOKENIZER).exists() else data.tokenizer
 
 
 def _mesh(components: RunComponents) -> Mesh:
@@ -259,6 +281,8 @@ def _mesh(components: RunComponents) -> Mesh:
 
 def _by_data_set(losses: Mapping[str, float], reads: Mapping[str, tuple[int, int]]) -> tuple[dict[str, Any], ...]:
     """`Evaluation.data` from losses by logged name, and (batches, tokens) from `Validation.reads`."""
+    if not reads:
+        return ()
     *names, train = reads  # "" is the held-out part, and the last one is the training data
     rows: list[tuple[Any, ...]] = [
         (name or "held out", f"val_loss/{name}" if name else "val_loss", *reads[name]) for name in names

@@ -6,7 +6,7 @@ import difflib
 import importlib.util
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import absolute, check_local, is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.data.tasks import Task
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.model.generate import generate, known_ids
@@ -37,7 +38,14 @@ from roxxel_dist.place.directory import (
 )
 from roxxel_dist.place.files import check_run_folder
 from roxxel_dist.place.run_place import bucket_url, local_run
-from roxxel_dist.run.components import RunComponents, build_components, on_primary, open_corpus, temporary_folder
+from roxxel_dist.run.components import (
+    RunComponents,
+    build_components,
+    on_primary,
+    open_corpus,
+    open_tasks,
+    temporary_folder,
+)
 from roxxel_dist.run.record import (
     RunMetadata,
     changed_from,
@@ -181,7 +189,8 @@ class Experiment:
                 self.config = components.config
                 tokenizer = components.data.tokenizer  # encode the prompt of the sample before hours of training
                 ids = [] if tokenizer is None else tokenizer.encode(self.config.sample_prompt) or [tokenizer.eos_id]
-                loop = Loop.open(self._parts(run, components, amend, origin, bucket))
+                tasks = open_tasks(self.config, tokenizer)
+                loop = Loop.open(self._parts(run, components, tasks, amend, origin, bucket))
                 undo.callback(loop.close)
                 if loop.position.finished:
                     self._check_nothing_new(run, loop.position.step, changed_from(past.saved, self.config))
@@ -192,6 +201,8 @@ class Experiment:
             # All ranks get the error if the disk is full.
             arguments = (loop, run, path, components, past.saved, changed, message)
             on_primary("record", lambda: write_run_metadata(*arguments, name=str(bucket or run)))
+            for line in filter(None, (task.truncation for task in tasks)):
+                loop.held.log.text(line)
             self._run(loop, run, tokenizer, ids, bucket)
         return RunResult.of(run, loop.position.step, stopped=self.stopped)
 
@@ -398,7 +409,13 @@ class Experiment:
                 )
 
     def _parts(
-        self, run: Path, components: RunComponents, amend: bool, origin: ResumeSpec, bucket: BucketRun | None
+        self,
+        run: Path,
+        components: RunComponents,
+        tasks: Sequence[Task],
+        amend: bool,
+        origin: ResumeSpec,
+        bucket: BucketRun | None,
     ) -> Parts:
         config, trackers = self.config, list[Tracker]()
         if is_primary() and config.wandb != "off":
@@ -413,6 +430,7 @@ class Experiment:
             components.loss,
             run,
             validation=components.validation,
+            tasks=tasks,
             mesh=components.mesh(),
             grad_accum=components.grad_accum,
             amend=amend,

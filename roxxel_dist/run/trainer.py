@@ -33,7 +33,7 @@ __all__ = ["Curriculum", "Phase", "Trainer"]
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
-PART_NAMES = {field.name for field in fields(Parts)} - {"folder", "grad_accum", "options"}
+PART_NAMES = {field.name for field in fields(Parts)} - {"folder", "grad_accum", "options", "tasks"}
 
 
 def _of_experiment(

@@ -203,6 +203,10 @@ class Config(_Copied):
         for field, paths in sets.items():
             if isinstance(paths, dict):
                 sets[field] = {name: absolute(f"{field} {name!r}", path) for name, path in paths.items()}
+        if isinstance(self.eval_tasks, list):
+            for path in self.eval_tasks:
+                check_local("eval_tasks", path)
+            sets["eval_tasks"] = [absolute_path(path) for path in self.eval_tasks]
         check_local("cache_dir", self.cache_dir)
         init_from, cache_dir = absolute("init_from", self.init_from), absolute("cache_dir", self.cache_dir)
         config = dataclasses.replace(self, init_from=init_from, cache_dir=cache_dir, **sets)

@@ -323,6 +323,9 @@ class ExperimentConfig:
     """Words to find the run by, in `top`, reports and W&B."""
     tensorboard: bool = False
     """Write TensorBoard event files to `tensorboard/` in the run directory."""
+    eval_tasks: list[str] | None = None
+    """Evaluation tasks: JSON-lines files, with * if you like, of {"context", "choices", "answer"} or of {"text"}. Their
+    scores are logged with each validation, as task/<file>/acc, task/<file>/acc_norm and task/<file>/bits_per_byte."""
     sample_prompt: str = ""
     """Prompt of the sample at the end of the run. If empty, the sample starts a new document."""
     sample: Literal["auto", "on", "off"] = "auto"
@@ -344,6 +347,8 @@ class ExperimentConfig:
             raise UserError(
                 f"tags is {self.tags!r}: it must be a list of words of 1 to 64 characters (W&B takes no longer one)"
             )
+        if self.eval_tasks is not None and not self.eval_tasks:
+            raise UserError("eval_tasks is an empty list: name at least one file, or leave it out")
         if self.phases is not None and not self.phases:
             raise UserError("phases is an empty list: give at least one phase, or leave it out")
 

@@ -238,7 +238,7 @@ class Loop:
         return out_of_patience
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        """The losses of a validation after `step`, and the numbers that `eval_fn` gives."""
+        """The losses of a validation after `step`, the scores of the tasks, and the numbers that `eval_fn` gives."""
         held, position, validation = self.held, self.position, self.programs.validation
         keys = self.programs.prepare_validation(step)
         if not all(map(held.compiler.shared, keys)):
@@ -248,6 +248,8 @@ class Loop:
         held.progress.say("eval")
         losses = validation.run(position.state, position.hparams, position.plan.segment(step).shape)
         means = summarize(self.deferred.fetch(losses)) if losses else {}
+        if of_tasks := self.programs.tasks.run(position.state, position.hparams):
+            means |= self.programs.tasks.summarize(self.deferred.fetch(of_tasks))
         return means | run_eval_fn(self.parts.eval_fn, self.state, held.log.text)
 
     def _wait_for_devices(self) -> None:

@@ -15,6 +15,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.tasks import Task
 from roxxel_dist.place.bucket_run import BucketRun
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.checkpointer import Checkpointer
@@ -47,6 +48,7 @@ class Parts:
     data_sharding: NamedSharding | None = None
     eval_fn: Callable[[TrainView], Any] | None = None
     validation: Mapping[str, Roxxel] | None = None
+    tasks: Sequence[Task] = ()
     grad_accum: int = 1
     amend: bool = False
     origin: ResumeSpec = RESUME_LATEST

@@ -18,6 +18,7 @@ from roxxel_dist.train.step.optimizer import check_update
 from roxxel_dist.train.step.repeated_work import MOST, work_ratio
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Metrics, check_vocabulary, make_eval_step, make_step
+from roxxel_dist.train.task_scores import TaskScores
 
 
 class Programs:
@@ -32,6 +33,7 @@ class Programs:
         like: the state as `jax.ShapeDtypeStruct`s with shardings.
         blocks: the verified blocks of the data's files; None: nothing is verified.
         validation: of the run.
+        tasks: of the run, measured with each validation.
     """
 
     def __init__(self, parts: Parts, position: Position, compiler: AotCompiler) -> None:
@@ -77,10 +79,20 @@ class Programs:
             options.eval_iters,
             self.blocks,
         )
+        self.tasks: TaskScores = TaskScores(
+            parts.tasks,
+            split,
+            compiler,
+            parts.sharding,
+            position.plan.shapes,
+            dtype,
+        )
 
     def check_data(self) -> None:
-        """Raises ValueError where a validation set is too small for a phase, or a token has no logit."""
+        """Raises ValueError where a validation set is too small for a phase, a token has no logit, or the model cannot
+        do a task."""
         parts, position = self._parts, self._position
+        self.tasks.check(self.like, position.hparams)
         self.validation.check(*position.plan.shapes)
         datasets = {**parts.training.datasets, **parts.validation_sets}
         # What the built-in model gives is known without a trace of it.
@@ -112,7 +124,8 @@ class Programs:
     def prepare_validation(self, step: int) -> list[Hashable]:
         """Begin to compile what a validation in the phase of `step` needs, and return the keys of these programs."""
         position = self._position
-        return self.validation.prepare(self.like, position.hparams, position.plan.segment(step).shape)
+        keys = self.validation.prepare(self.like, position.hparams, position.plan.segment(step).shape)
+        return keys + self.tasks.prepare(self.like, position.hparams)
 
     def compile_next_phase(self, phase: int, first: Metrics) -> None:
         """Begin to compile what the phase after this one needs, when the first step of this one is done."""
