@@ -14,13 +14,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 DEMO_DATA := demo_data
 DEMO_RUN := runs/demo
 HF := .cache/hf
+LM_EVAL := .cache/lm_eval
 NEWEST := .cache/newest
 AZURITE := .cache/azurite
 TPU := .cache/tpu
 CUDA := .cache/cuda
 
 .PHONY: demo test test-newest test-newest-part test-in-newest test-docs test-web test-cluster test-long test-all test-pythons test-release dist docs reference pictures bench bench-data bench-train bench-compiled \
-    bench-launch bench-long bench-model bench-mup bench-ngram bench-sweep bench-table bench-gpu chaos hf azurite tpu cuda docker-check lint format clean
+    bench-launch bench-long bench-model bench-mup bench-ngram bench-sweep bench-table bench-gpu chaos hf lm_eval azurite tpu cuda docker-check lint format clean
 
 demo: $(VENV)/demo-installed ## train a small model on the standard library's sources: about three minutes
 	@trap : INT; $(BIN)/roxxel-dist demo --data_path $(DEMO_DATA) --run_dir $(DEMO_RUN) || [ $$? = 42 ] # stopped and saved
@@ -126,6 +127,8 @@ azurite: $(AZURITE)/installed ## Azure's emulator, for the long tests of az://; 
 
 hf: $(HF)/installed ## transformers in an environment of its own, for the tests of export
 
+lm_eval: $(LM_EVAL)/installed ## lm-evaluation-harness in an environment of its own, for its long test: about 1 GB
+
 tpu: $(TPU)/installed ## libtpu in an environment of its own, for the tests that compile for TPUs: about 1.6 GB; no TPU is needed
 
 cuda: $(CUDA)/installed ## jax with its CUDA plugin, likewise, for long tests: about 4 GB; no GPU is needed
@@ -163,6 +166,11 @@ $(AZURITE)/installed:
 $(HF)/installed: tests/hf_requirements.txt
 	$(PYTHON) -m venv $(HF) || { rm -rf $(HF); exit 2; }
 	$(HF)/bin/pip install --quiet --requirement tests/hf_requirements.txt
+	@touch $@
+
+$(LM_EVAL)/installed: pyproject.toml constraints.txt constraints-newest.txt
+	$(PYTHON) -m venv $(LM_EVAL) || { rm -rf $(LM_EVAL); exit 2; }
+	$(LM_EVAL)/bin/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[lm_eval]'
 	@touch $@
 
 $(TPU)/installed: tests/tpu_requirements.txt pyproject.toml constraints.txt constraints-newest.txt

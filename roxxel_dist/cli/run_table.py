@@ -75,16 +75,15 @@ def evaluation_table(evaluation: "Evaluation") -> str:
 def evaluations_table(evaluations: Sequence["Evaluation"]) -> str:
     """Evaluations of one run as text: a line for each checkpoint, with how far its val_loss is from the log."""
     first = evaluations[0]
-    metrics = [row["metric"] for row in first.data]
+    metrics = sorted((row["metric"] for row in first.data), key=lambda name: name != "val_loss")  # that one first
     scores = [(task, key) for task, of_task in first.tasks.items() for key in of_task]
     head = ["step", *metrics, *(f"{task} {key}" for task, key in scores)]
-    rows = [[*head, "perplexity", "minus the log"] if metrics else head]
+    rows = [[*head[:2], "perplexity", *head[2:], "minus the log"] if metrics else head]
     for one in evaluations:
         cells = [f"{one.step:,}", *(f"{one.losses[name]:.6f}" for name in metrics)]
         cells += [f"{one.tasks[task][key]:.4f}" for task, key in scores]
         if metrics:
-            perplexity = f"{next(row['perplexity'] for row in one.data if row['metric'] == 'val_loss'):,.2f}"
-            difference = UNKNOWN if one.difference is None else f"{one.difference:+.3g}" if one.difference else "0"
-            cells += [perplexity, difference]
+            cells.insert(2, f"{next(row['perplexity'] for row in one.data if row['metric'] == 'val_loss'):,.2f}")
+            cells.append(UNKNOWN if one.difference is None else f"{one.difference:+.3g}" if one.difference else "0")
         rows.append(cells)
     return "\n".join([str(CheckpointRef(first.run, None)), *aligned(rows), *first.notes])

@@ -17,6 +17,8 @@ import numpy as np
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 
+LENGTH_STEP = 64
+"""Rows are padded to a multiple of so many tokens, so that few programs serve all."""
 RULE = 'a line is {"context": text, "choices": [texts], "answer": number of the right choice, from 0} or {"text": text}'
 
 
@@ -213,3 +215,18 @@ def windows(ids: Sequence[int], start: int, max_context: int) -> Iterator[Scored
     for begin in range(1, len(tokens), max_context):
         end = min(begin + max_context, len(tokens))
         yield ScoredRow(tokens[max(0, end - max_context - 1) : end], end - begin)
+
+
+def length_for(rows: Sequence[ScoredRow], max_context: int) -> int:
+    """The tokens that a model reads of the longest of some rows, padded."""
+    longest = max(len(row.tokens) for row in rows) - 1
+    return min(max_context, -(-longest // LENGTH_STEP) * LENGTH_STEP)
+
+
+def padded(rows: Sequence[ScoredRow], shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, 1 where a token is scored), int32 of this shape each; padding is on the right, and is 0."""
+    tokens, scored = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for i, row in enumerate(rows):
+        end = len(row.tokens)
+        tokens[i, :end], scored[i, end - row.scored : end] = row.tokens, 1
+    return tokens, scored

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import fit_sharding, row_shards
 from roxxel_dist.curriculum.segments import Shape
-from roxxel_dist.data.tasks import ScoredRow, Task
+from roxxel_dist.data.tasks import Task, length_for, padded
 from roxxel_dist.model.loss import losses_of_tokens
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.train.step.compile import AotCompiler
@@ -21,8 +21,6 @@ from roxxel_dist.train.step.step import Hparams
 from roxxel_dist.train.step.throughput import InflightThrottler
 
 KEY = "tasks"
-STEP = 64
-"""Tokens: rows are padded to a multiple of it."""
 
 
 class TaskScores:
@@ -50,8 +48,7 @@ class TaskScores:
         self._rows = [row for task in tasks for row in task.rows]
         if not tasks:
             return
-        longest = max(len(row.tokens) for row in self._rows) - 1
-        length = min(*(task.max_context for task in tasks), -(-longest // STEP) * STEP)
+        length = length_for(self._rows, min(task.max_context for task in tasks))
         pieces, room = row_shards(sharding.mesh), max(shape.batch_size * shape.seq_len for shape in shapes)
         most = max(1, room // (length * pieces))
         self._shape = pieces * min(most, -(-len(self._rows) // pieces)), length + 1
@@ -128,12 +125,3 @@ def of_task(name: str, numbers: Mapping[str, float]) -> dict[str, float]:
     """The scores of one task, by their short names, among those of `TaskScores.summarize`."""
     begin = f"task/{name}/"
     return {key.removeprefix(begin): value for key, value in numbers.items() if key.startswith(begin)}
-
-
-def padded(rows: Sequence[ScoredRow], shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, 1 where a token is scored), int32 of this shape each; padding is on the right, and is 0."""
-    tokens, scored = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    for i, row in enumerate(rows):
-        end = len(row.tokens)
-        tokens[i, :end], scored[i, end - row.scored : end] = row.tokens, 1
-    return tokens, scored

@@ -32,6 +32,7 @@ class Generator:
         tokenizer: text to ids and back.
         config: the `Config` of the run.
         step: of the checkpoint.
+        start: the ids before each text: those of a Hugging Face folder's tokenizer, such as `<s>`; of a run none.
 
     Raises:
         ValueError: there is no such model, it has no tokenizer, or the user-defined model cannot continue a text.
@@ -41,6 +42,7 @@ class Generator:
     tokenizer: Tokenizer
     config: Any
     step: int
+    start: list[int]
 
     def __init__(self, path: str | Path, best: bool = True, *, step: int | None = None) -> None:
         self._path = str(path)
@@ -48,7 +50,7 @@ class Generator:
         check_continues(self.model, self.config)
         self._known_V = known_ids(self.tokenizer.ids, self.config.vocab_size)
         # A run trains without such a token, whatever its tokenizer, so its model has not learned it.
-        self._start = self.tokenizer.text_start if is_hf_folder(Path(path)) else []
+        self.start = self.tokenizer.text_start if is_hf_folder(Path(path)) else []
 
     def __repr__(self) -> str:
         """The model's place, step and sizes."""
@@ -132,7 +134,7 @@ class Generator:
     def _ids(self, prompt: str) -> list[int]:
         if not isinstance(prompt, str):
             raise UserError(f"prompt is {prompt!r}: it must be a text, or a list of texts to generate")
-        return [*self._start, *(self.tokenizer.encode(prompt) if prompt else [])] or [self.tokenizer.eos_id]
+        return [*self.start, *(self.tokenizer.encode(prompt) if prompt else [])] or [self.tokenizer.eos_id]
 
     def _room(self, max_new_tokens: int) -> int:
         # A value that is not a number is refused later, where it is used.
