@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.exit_codes import MissingFileError, UserError
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 
 LENGTH_STEP = 64
@@ -108,7 +108,7 @@ def find_tasks(patterns: Sequence[str], *, field: str = "eval_tasks") -> dict[st
     for pattern in patterns:
         found = sorted(map(Path, glob.glob(pattern, recursive=True)))
         if not found:
-            raise UserError(f"{field} has {pattern!r}: there is no such file: check the path, or leave it out")
+            raise MissingFileError(f"{field} has {pattern!r}: there is no such file: check the path, or leave it out")
         for path in found:
             if paths.setdefault(path.stem, path) != path:
                 raise UserError(
