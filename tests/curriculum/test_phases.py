@@ -36,7 +36,7 @@ def test_errors_name_field_value_and_rule(fields, message):
 
 @pytest.mark.parametrize("make", [Phase, lambda **fields: Phase.of(fields)])
 def test_a_phase_has_steps_or_epochs(make):
-    with pytest.raises(UserError, match="steps is 3 and epochs is 7: .* so give one of them"):
+    with pytest.raises(UserError, match=r"steps is 3 and epochs is 7: .* so give one of them"):
         make(steps=3, epochs=7, batch_size=2, seq_len=17)
 
 
