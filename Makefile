@@ -68,9 +68,10 @@ test-release: $(VENV)/dev-installed ## what is published: the archive builds its
 
 docs: reference ## build these pages into .cache/site
 	@$(BIN)/zensical build --strict --config-file mkdocs.yml
+	@$(BIN)/python tests/reference.py .cache/site/llms.txt
 	@echo "built: .cache/site/index.html"
 
-reference: $(VENV)/dev-installed ## docs/llms.txt and docs/reference/{cli,config,api,json}.md, from the program and its docstrings
+reference: $(VENV)/dev-installed ## docs/reference/{cli,config,api,json}.md, from the program and its docstrings
 	@$(BIN)/python tests/reference.py
 
 pictures: $(VENV)/dev-installed ## the pictures of the documentation, of trainings that it makes: four minutes; needs chromium

@@ -256,7 +256,7 @@ def schemas() -> dict[str, Schema]:
         "compare": of_fields(Comparison),
         "doctor": of_fields(PreflightReport, fit=noted(bool, "Whether a job can start.")),
         "eval": _evaluation(),
-        "launch --dry-run": _launch(),
+        "launch local --dry-run": _launch(),
         "plan": _plan(),
         "ps": _list_of(job, "The jobs."),
         "report": _report(),

@@ -2,7 +2,8 @@
 
 They are not committed. Of each there is a page in `reference_pages/`, in which `<!-- generated: NAME -->` becomes text.
 NAME is `cli` (the help of every command), `config` (a table of every field), `json` (a row for each schema of
-`json_schemas.py`), or the dotted name of a function or class (its signature and docstring). `llms.txt` lists all pages.
+`json_schemas.py`), or the dotted name of a function or class (its signature and docstring). With the path of an
+`llms.txt` it writes a list of all pages there.
 """
 
 import ast
@@ -15,6 +16,7 @@ import itertools
 import os
 import pkgutil
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +45,6 @@ def write(folder: Path = FOLDER) -> None:
     for name in PAGES:
         (folder / name).write_text(page(name))
     json_schemas.main(folder / "schemas")
-    (folder.parent / "llms.txt").write_text(llms(folder.parent))
 
 
 def llms(docs: Path) -> str:
@@ -312,3 +313,5 @@ def docs(text: str | None) -> str:
 
 if __name__ == "__main__":
     write()
+    for path in sys.argv[1:]:
+        Path(path).write_text(llms(FOLDER.parent))
