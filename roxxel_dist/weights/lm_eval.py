@@ -6,6 +6,7 @@ harness's own command, which has no way to be told of a model otherwise. In Pyth
 """
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.cluster.determinism import enable_compilation_cache
-from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.exit_codes import EXIT_USAGE, UserError
 from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.data.tasks import ScoredRow, length_for, padded, row_of, windows
 from roxxel_dist.weights.generator import Generator
@@ -24,14 +25,18 @@ try:
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 except ImportError as error:
-    raise UserError(f"the package lm_eval is not installed: {pip_install('lm_eval')}") from error
+    MISSING = f"the package lm_eval is not installed: {pip_install('lm_eval')}"
+    if __name__ == "__main__":
+        print(f"roxxel-dist: {MISSING}", file=sys.stderr)
+        raise SystemExit(EXIT_USAGE) from None
+    raise ImportError(MISSING) from error
 
 NEW_TOKENS = 256
 """Of a continuation, where the task does not say how many; at most half of max_context."""
 
 
 @register_model("roxxel_dist")
-class RoxxelDist(TemplateLM):
+class _RoxxelDist(TemplateLM):
     """A run, an exported folder or a Hugging Face folder, on the first device.
 
     Args:

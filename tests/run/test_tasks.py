@@ -34,6 +34,20 @@ QUESTIONS = [
 TEXTS = ["alpha beta gamma " * 5, "zeta"]
 NAMES = ["task/greek/acc", "task/greek/acc_norm", "task/prose/bits_per_byte"]
 
+PAIRS = """
+import own_model
+
+class Pairs(own_model.Recurrent):
+    def __call__(self, tokens):
+        return super().__call__(tokens), 0
+
+def build(config, rngs):
+    return Pairs(config.vocab_size, 8, 1, 0.0, rngs)
+
+def loss(model, batch):
+    return own_model.loss(lambda tokens: model(tokens)[0], batch)
+"""
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
@@ -116,6 +130,35 @@ def test_other_devices_give_the_same_up_to_rounding(made, capsys, monkeypatch):
         config.write_text(before)
     assert found["greek"] == wanted["greek"]
     assert found["prose"]["bits_per_byte"] == pytest.approx(wanted["prose"]["bits_per_byte"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"fsdp": True, "n_devices": 4, "tensor_devices": 2, "bf16_compute": True},
+        {"model": "own_model:build", "model_args": {"width": 16}, "n_devices": 2},
+    ],
+    ids=["fsdp and tensor", "a model of one's own"],
+)
+def test_cut_models_and_own_ones(made, capsys, monkeypatch, tmp_path, fields):
+    monkeypatch.chdir(made)
+    (tmp_path / "cut.yaml").write_text(yaml.safe_dump({**CONFIG, **fields}))
+    words = ["--data_path", "text.txt", "--run_dir", str(tmp_path / "run"), "--max_steps", "1"]
+    assert main(["train", "--config", str(tmp_path / "cut.yaml"), *words]) == 0
+    [logged] = rows(tmp_path / "run")
+    assert of_tasks(evaluated(capsys, tmp_path / "run")) == {name: logged[name] for name in NAMES}
+
+
+def test_a_model_without_logits_is_refused(made, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(made)
+    (tmp_path / "pairs.py").write_text(PAIRS)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({**CONFIG, "model": "pairs:build", "loss": "pairs:loss"}))
+    words = ["--data_path", "text.txt", "--run_dir", str(tmp_path / "run"), "--max_steps", "1"]
+    assert main(["train", "--config", str(tmp_path / "own.yaml"), *words]) == 2
+    said = capsys.readouterr().err
+    assert "eval_tasks needs a model that makes [B, L, vocabulary] logits of int32[B, L] tokens alone" in said
+    assert "this one makes a tuple of tokens of shape" in said
 
 
 def test_the_table_and_other_tasks(made, capsys, tmp_path):
