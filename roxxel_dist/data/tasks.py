@@ -106,9 +106,12 @@ def find_tasks(patterns: Sequence[str], *, field: str = "eval_tasks") -> dict[st
     """The files of `read_tasks` by the names of their tasks; none is opened. Raises ValueError as it does."""
     paths: dict[str, Path] = {}
     for pattern in patterns:
-        found = sorted(map(Path, glob.glob(pattern, recursive=True)))
+        is_file = Path(pattern).is_file()  # whatever is in its name
+        found = [Path(pattern)] if is_file else sorted(map(Path, glob.glob(pattern, recursive=True)))
         if not found:
-            raise MissingFileError(f"{field} has {pattern!r}: there is no such file: check the path, or leave it out")
+            raise MissingFileError(
+                f"{field} has {pattern!r}: there is no such file: check the path (`eval` takes others, --tasks)"
+            )
         for path in found:
             if paths.setdefault(path.stem, path) != path:
                 raise UserError(

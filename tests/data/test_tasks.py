@@ -106,5 +106,7 @@ def test_files_that_are_refused(tmp_path):
         read(str(tmp_path / "none*.jsonl"), field="--tasks")
     with pytest.raises(UserError, match="a task has the name of its file, so rename one"):
         read_tasks([first, second], BYTES, 16)
-    (tmp_path / "empty.jsonl").unlink()
+    (tmp_path / "empty.jsonl").rename(tmp_path / "[q].json")
+    with pytest.raises(UserError, match=r"\[q\]\.json has no line"):
+        read(str(tmp_path / "[q].json"))
     assert [task.name for task in read_tasks([str(tmp_path / "*.jsonl"), first], BYTES, 16)] == ["q"]
