@@ -36,16 +36,19 @@ Result = TypeVar("Result")
 PART_NAMES = {field.name for field in fields(Parts)} - {"folder", "grad_accum", "options", "tasks"}
 
 
-def _of_experiment(
+def _as(
     method: Callable[Concatenate[Experiment, P], Result],
-) -> "Callable[Concatenate[Trainer, P], Result]":
-    """A method of the `Experiment` of a trainer that was made of a `Config`."""
+) -> "Callable[[Callable[[Trainer], Experiment]], Callable[Concatenate[Trainer, P], Result]]":
+    """Makes the method of a trainer that calls this one of an `Experiment`, with its signature and docstring."""
 
-    @functools.wraps(method)
-    def call(trainer: "Trainer", *args: P.args, **kwargs: P.kwargs) -> Result:
-        return method(trainer.experiment, *args, **kwargs)
+    def decorate(experiment_of: "Callable[[Trainer], Experiment]") -> "Callable[Concatenate[Trainer, P], Result]":
+        @functools.wraps(method)
+        def call(trainer: "Trainer", *args: P.args, **kwargs: P.kwargs) -> Result:
+            return method(experiment_of(trainer), *args, **kwargs)
 
-    return call
+        return call
+
+    return decorate
 
 
 class Trainer:
@@ -167,8 +170,15 @@ class Trainer:
             raise AttributeError('Trainer: run is for one made of parts; Trainer(config) has fit("corpus.txt")')
         return self._parts
 
-    fit = _of_experiment(Experiment.fit)
-    find_lr = _of_experiment(Experiment.find_lr)
+    @_as(Experiment.fit)
+    def fit(self) -> Experiment:
+        """As `Experiment.fit`."""
+        return self.experiment
+
+    @_as(Experiment.find_lr)
+    def find_lr(self) -> Experiment:
+        """As `Experiment.find_lr`."""
+        return self.experiment
 
     def run(self, at_the_end: Callable[[], None] | None = None) -> TrainView:
         """Train to the last step, or until asked to stop (then `stopped` is true), and return the state reached.

@@ -50,7 +50,10 @@ class Loop:
     def __init__(
         self, parts: Parts, held: Resources, position: Position, programs: Programs, chain: DigestChain | None
     ) -> None:
-        self.parts, self.held, self.position, self.programs = parts, held, position, programs
+        self.parts: Parts = parts
+        self.held: Resources = held
+        self.position: Position = position
+        self.programs: Programs = programs
         self.saves: Saves = Saves(held, position)
         self.throttler: InflightThrottler = InflightThrottler(parts.mesh)
         self._chain, self._timer = chain, StepTimer()

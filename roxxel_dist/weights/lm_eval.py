@@ -24,12 +24,12 @@ from roxxel_dist.weights.generator import Generator
 try:
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
-except ImportError as error:
+except ImportError as _error:
     MISSING = f"the package lm_eval is not installed: {pip_install('lm_eval')}"
     if __name__ == "__main__":
         print(f"roxxel-dist: {MISSING}", file=sys.stderr)
         raise SystemExit(EXIT_USAGE) from None
-    raise ImportError(MISSING) from error
+    raise ImportError(MISSING) from _error
 
 NEW_TOKENS = 256
 """Of a continuation, where the task does not say how many; at most half of max_context."""
