@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any, TypeVar
 
-from roxxel_dist.checkpoint.metadata import CheckpointRef
+from roxxel_dist.checkpoint.metadata import CheckpointRange, CheckpointRef
 from roxxel_dist.cli.parser import flags_in, normalise_switches, parse
 from roxxel_dist.cluster.exit_codes import UserError, attempt_number
 from roxxel_dist.launcher.job.flags import split_flags
@@ -48,6 +48,10 @@ class TrainArgs(ConfigArgs):
     """RUN@STEP: start a new run from a kept checkpoint of RUN, with its parameters, moments, random streams and data
     position. Fields that --config and flags do not give are those of RUN. Other phases and schedules apply after that
     step. RUN does not change."""
+    anneal: str | None = None
+    """RUN@STEP, with --decay_steps N: a decay branch. It forks RUN there, the rate falls to a hundredth over N steps,
+    and it ends. RUN has lr_schedule constant or wsd. RUN@A,B,C or RUN@A:B: a branch from each kept checkpoint, as
+    trials of a study in --run_dir."""
     skip_steps: str | None = None
     """With --fork: A:B, leave out the data of the steps A to B."""
 
@@ -64,6 +68,8 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
         raise UserError("--resume does not say which run: name its folder with --run_dir")
     if "skip_steps" in given and "fork" not in given:
         raise UserError("--skip_steps leaves rows out in a new run that begins at a checkpoint: add --fork RUN@STEP")
+    if "anneal" in given:
+        words = _of_branch(words, given)
     run = given.get("run_dir") or default_run_dir()
     runs: list[Path] = []
     if "resume" in given or attempt_number():
@@ -72,8 +78,23 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
         check_still_there(runs[0])
     if "fork" in given:
         runs.append(local_run(CheckpointRef.parse(given["fork"]).run))
+    if "anneal" in given:
+        several = CheckpointRange.parse(given["anneal"])
+        runs.append(local_run((several or CheckpointRef.parse(given["anneal"])).run))
     saved = (str(folder / CONFIG) for folder in runs if (folder / CONFIG).exists())
     return _parse_normalised(TrainArgs, words, "train", next(saved, None))
+
+
+def _of_branch(words: list[str], given: dict[str, str]) -> list[str]:
+    """The words of a decay branch with its schedule. Raises UserError for flags that it cannot have."""
+    for name in ("fork", "skip_steps", "amend", "max_steps", "phases"):
+        if name in given:
+            raise UserError(f"--anneal begins a fork that ends after --decay_steps: leave --{name} out")
+    if given.get("lr_schedule", "wsd") != "wsd":
+        raise UserError(f"--lr_schedule is {given['lr_schedule']}, and the rate of --anneal falls as wsd: leave it out")
+    if CheckpointRange.parse(given["anneal"]) is None and CheckpointRef.parse(given["anneal"]).step is None:
+        raise UserError(f"--anneal is {given['anneal']}: name kept checkpoints, as RUN@1000 or RUN@1000,2000")
+    return words if "lr_schedule" in given else [*words, "--lr_schedule", "wsd"]
 
 
 def parse_config(

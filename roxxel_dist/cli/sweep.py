@@ -1,18 +1,21 @@
 """The command that searches for the best configuration."""
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from roxxel_dist.cli.arguments import ConfigArgs, parse_config
+from roxxel_dist.cli.arguments import ConfigArgs, TrainArgs, parse_config
 from roxxel_dist.cli.parser import flags_in
-from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.data.files.discovery import check_local
+from roxxel_dist.cluster import interrupt
+from roxxel_dist.cluster.exit_codes import UserError, attempt_number
+from roxxel_dist.data.files.discovery import absolute, check_local
 from roxxel_dist.launcher.output.console import info
-from roxxel_dist.place.run_place import bucket_url
+from roxxel_dist.place.run_place import bucket_url, local_run
 from roxxel_dist.settings.config import usage_errors
 from roxxel_dist.sweep.driver.options import SweepOptions
 
@@ -39,6 +42,38 @@ def sweep(words: list[str]) -> int:
         from roxxel_dist.view.web.report import write_study
 
         return run.search(search, write_study)
+
+
+def anneal(named: str, args: TrainArgs, config: Any) -> int:
+    """A decay branch from each checkpoint that `train --anneal RUN@A,B` names, as trials of a study."""
+    from tempfile import TemporaryDirectory
+
+    import yaml
+
+    from roxxel_dist.run.anneal import branches_of
+    from roxxel_dist.run.record import data_of, saved_config
+
+    if attempt_number() or "ROXXEL_RUN_ID" in os.environ:
+        raise UserError(f"--anneal {named} is a study, which starts its own processes: leave the launcher out")
+    if args.run_dir is None:
+        raise UserError(f"--anneal {named} is a study: name its folder with --run_dir")
+    if config.wandb == "online":
+        raise UserError("--wandb is online, and the branches of --anneal write offline: use --wandb offline")
+    interrupt.end()
+    with TemporaryDirectory() as folder:
+        with usage_errors():
+            branches = branches_of(config, named)
+            run = local_run(branches[0].run)
+            path = args.data_path or data_of(saved_config(run), run)
+        values = [f"{absolute(one.run)}@{one.step}" for one in branches]
+        metric = {"name": "val_loss", "goal": "minimize"}
+        search = {"method": "grid", "metric": metric, "parameters": {"anneal": {"values": values}}}
+        definition, base = Path(folder, "anneal.yaml"), Path(folder, "base.yaml")
+        definition.write_text(yaml.safe_dump(search), encoding="utf-8")
+        config.save_yaml(base)
+        words = ["--sweep_config", str(definition), "--config", str(base), "--study", args.run_dir]
+        words += ["--wandb", config.wandb, *(["--data_path", path] if path else [])]
+        return sweep(words)
 
 
 def _prepared(words: list[str], held: ExitStack) -> Any:

@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from roxxel_dist.checkpoint.metadata import CheckpointRange, CheckpointRef
 from roxxel_dist.cli.argument_types import Positional
 from roxxel_dist.cli.arguments import ConfigArgs, as_flags, parse_config, parse_train, steps_to_skip
 from roxxel_dist.cli.parser import parse
@@ -21,6 +22,10 @@ def train(words: list[str]) -> int:
     with usage_errors():
         args, config = parse_train(words)
         skipped = steps_to_skip(args.skip_steps)
+    if args.anneal and CheckpointRange.parse(args.anneal):
+        from roxxel_dist.cli.sweep import anneal
+
+        return anneal(args.anneal, args, config)
     from roxxel_dist.checkpoint.store import SaveError
     from roxxel_dist.data.remote.cache import CacheError
     from roxxel_dist.data.verify import DamagedData
@@ -28,6 +33,11 @@ def train(words: list[str]) -> int:
     from roxxel_dist.run.experiment import Experiment
     from roxxel_dist.train.step.bad_steps import BadStep
 
+    if args.anneal:
+        from roxxel_dist.run.anneal import make_decay_branch
+
+        with usage_errors():
+            make_decay_branch(config, CheckpointRef.parse(args.anneal))
     experiment = Experiment(config)
     try:
         experiment.fit(
@@ -35,7 +45,7 @@ def train(words: list[str]) -> int:
             args.run_dir,
             args.resume,
             args.amend,
-            fork=args.fork,
+            fork=args.fork or args.anneal,
             skip_steps=skipped,
             local_dir=args.local_dir,
         )

@@ -67,6 +67,8 @@ LOGGED = (
     "phase", "lr", "grad_norm", "update_norm", "vram_gb", "ram_gb", "mfu",
 )  # fmt: skip
 """What a training logs; besides, with `/`, losses by data set."""
+ANNEAL = "anneal"
+"""The parameter of a sweep that is no field of a Config: RUN@STEP, from which each trial is a decay branch."""
 CONFIGURATIONS = 500
 """So many configurations of a search are looked at for one in which a parameter does something."""
 KNOWN_CONFIGS = 1000
@@ -162,7 +164,8 @@ class SweepRun:
         if key not in self._configs:
             if len(self._configs) >= KNOWN_CONFIGS:
                 self._configs.clear()
-            self._configs[key] = config_of(self.base, params, self.swept)
+            fields = {name: value for name, value in params.items() if name != ANNEAL}
+            self._configs[key] = config_of(self.base, fields, self.swept - {ANNEAL})
         return self._configs[key]
 
     @cached_property
@@ -182,7 +185,7 @@ class SweepRun:
         if self.bucket is not None:  # each host has a cache of its own, and keeps the log of the attempts that it runs
             folder, log = Path(f"{self.bucket.url.name}-{self.study.metadata(IDENTITY)}"), f"{trial}.{attempt}.log"
         corpus, data = None, self.data_path  # a program of the user's knows its data
-        config = self.base
+        config, anneal = self.base, params.get(ANNEAL)
         if self.program is None and self.server is None:
             made = self.trial_config(params)
             config, params = made.to_dict(), {}  # the worker gets the config as it was checked
@@ -213,6 +216,7 @@ class SweepRun:
                 swept=sorted(self.swept),
                 wandb_sweep=self.server,
                 bucket=None if self.bucket is None else str(self.bucket.url),
+                anneal=anneal,
             )
         )
 
@@ -249,7 +253,7 @@ def open_sweep(
     if path is not None and not is_tokens(path) and not os.path.exists(path):  # NAME may be NAME.rox
         raise UserError(f"--data_path {path}: no such file or folder: check the path")
     for name in sorted(run.swept) if is_ours else ():
-        if name not in FIELD_TYPES and name not in SECTIONS:
+        if name not in FIELD_TYPES and name not in SECTIONS and name != ANNEAL:
             raise UserError(f"parameters: {unknown(name, list(FIELD_TYPES), 'field')}")
     if is_ours:
         _check_batches(run)
@@ -477,7 +481,9 @@ def _last_words(run: SweepRun, reason: str, write_page: WritePage) -> None:
     except OSError as error:  # the sweep has ended all the same, and the journal has all
         page, missing = f"not written ({error.strerror or error}): roxxel-dist report {study.place} makes it", ""
     print("\n".join([f"page: {page}", *([missing] if missing else [])]))
-    if study.done and run.program is None:
+    if study.done and ANNEAL in run.swept:
+        print(f"the run of the best branch: {study.run_dir(study.done[0])}")
+    elif study.done and run.program is None:
         print(f"the config of the best: roxxel-dist report {study.place} --best_config best.yaml")
         if run.wide is not None:
             path = write_transferred(study, run.wide, run.config, run.trial_config(study.done[0].params), run.swept)

@@ -55,6 +55,8 @@ class TrialTask(Ranks):
     """Where the study is, if in a bucket: hosts share no disk."""
     local_dir: str | None = None
     """Of a study in a bucket, the folder of this host that has its runs."""
+    anneal: str | None = None
+    """The checkpoint, RUN@STEP, from which the trial is a decay branch."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """More variables of the trial's program."""
 

@@ -216,5 +216,6 @@ def _prepare(task: TrialTask, folder: Path) -> tuple[list[str], dict[str, str]]:
     words = ["train", "--config", str(file), "--run_dir", task.run_url or str(folder), "--resume"]
     words += ["--local_dir", task.local_dir] if task.local_dir else []
     words += ["--data_path", task.data_path] if task.data_path else []
+    words += ["--anneal", task.anneal] if task.anneal else []
     own = {"WANDB_RUN_GROUP": folder.parent.parent.name, SHARE_COMPILATION: "1", TRIAL: "1", **task.environment}
     return launch_command(task, words, ROXXEL, env=own), environment(own)
