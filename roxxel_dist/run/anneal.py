@@ -37,9 +37,8 @@ def make_decay_branch(config: Config, trunk: CheckpointRef) -> None:
     decays |= kind == "wsd" and step > settings["total_steps"] - settings["decay_steps"]
     if decays or step < settings["warmup_steps"]:
         raise UserError(
-            f"anneal is {trunk}: the rate of that run (lr_schedule {kind}) is not at its peak after step {step}, so it "
-            f"cannot fall from there; name a step after the warm-up and before the decay of a run with lr_schedule "
-            f"constant or wsd"
+            f"anneal is {trunk}: the rate of that run (lr_schedule {kind}) is not at its peak after step {step}. Name "
+            f"a step after the warm-up and before the decay, of a run with lr_schedule constant or wsd"
         )
     phases: list[dict[str, Any]] = []
     left = step + config.decay_steps

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from commands import run
 from corpora import write_corpus
 
 from roxxel_dist import Config, Experiment
@@ -81,7 +82,7 @@ REFUSED = {
     "trunk --decay_steps 4": "--anneal is trunk: name kept checkpoints, as RUN@1000 or RUN@1000,2000",
     "trunk@5 --decay_steps 4": "anneal is trunk@5: trunk has no checkpoint of step 5 (a run keeps more with keep_every",
     "trunk@4,5 --decay_steps 4": "trunk has no checkpoint of step 5; kept are 1, 2, 4, 6, 8",
-    "trunk@2 --decay_steps 4": "lr_schedule constant) is not at its peak after step 2, so it cannot fall from there",
+    "trunk@2 --decay_steps 4": "lr_schedule constant) is not at its peak after step 2. Name a step after",
     "trunk@2:6 --decay_steps 4": "anneal is trunk@2: the rate of that run (lr_schedule constant) is not at its peak",
     "nowhere@2 --decay_steps 4": "anneal is nowhere@2: nowhere has no checkpoint of step 2",
     "trunk@4 --decay_steps 4 --max_steps 9": "begins a fork that ends after --decay_steps: leave --max_steps",
@@ -107,10 +108,10 @@ def test_a_branch_has_no_phases_of_its_own(work):
 
 def test_a_rate_that_decays_already_does_not_fall_again(place, tmp_path):
     fields = {**SMALL, "lr_schedule": "wsd", "decay_steps": 5, "max_steps": None}
-    run = Experiment(Config(**fields)).fit(str(place / "corpus_*.rox"), tmp_path / "run")
-    make_decay_branch(Config(**fields | {"decay_steps": 2}), CheckpointRef(run, 6))
+    other = Experiment(Config(**fields)).fit(str(place / "corpus_*.rox"), tmp_path / "run")
+    make_decay_branch(Config(**fields | {"decay_steps": 2}), CheckpointRef(other, 6))
     with pytest.raises(UserError, match="lr_schedule wsd\\) is not at its peak after step 8"):
-        make_decay_branch(Config(**fields | {"decay_steps": 2}), CheckpointRef(run, 8))
+        make_decay_branch(Config(**fields | {"decay_steps": 2}), CheckpointRef(other, 8))
 
 
 def test_a_study_is_not_launched_and_has_a_folder(work, monkeypatch, capsys):
@@ -126,15 +127,17 @@ def test_a_study_is_not_launched_and_has_a_folder(work, monkeypatch, capsys):
 def test_several_branches_are_the_trials_of_a_study(work, capsys):
     """With a Ray of their own. The same command again does nothing, and one branch alone has the same bits."""
     words = ["train", "--anneal", "trunk@4,6", "--decay_steps", "2", "--run_dir", "ends"]
-    assert main(words) == 0
-    assert "the run of the best branch: ends/trials/" in capsys.readouterr().out
+    done = run(*words, cwd=work)
+    assert done.returncode == 0, done.stderr
+    assert "the run of the best branch: ends/trials/" in done.stdout
     trials = read_study("ends").history.trials
     assert [trial.params["anneal"].rpartition("/")[2] for trial in trials.values()] == ["trunk@4", "trunk@6"]
     assert sorted(rows(work / "ends" / "trials" / "0")) == [5, 6]
     assert sorted(rows(work / "ends" / "trials" / "1")) == [7, 8]
-    assert main(words) == 0
+    assert run(*words, cwd=work).returncode == 0
     assert [trial.attempts for trial in read_study("ends").history.trials.values()] == [1, 1]
-    assert main(["train", "--anneal", "trunk@6", "--decay_steps", "2", "--run_dir", "alone"]) == 0
-    alone, trial = rows(work / "alone"), rows(work / "ends" / "trials" / "1")
-    assert [alone[step]["val_loss"] for step in (8,)] == [trial[step]["val_loss"] for step in (8,)]
+    assert run("train", "--anneal", "trunk@6", "--decay_steps", "2", "--run_dir", "alone", cwd=work).returncode == 0
+    assert rows(work / "alone")[8]["val_loss"] == rows(work / "ends" / "trials" / "1")[8]["val_loss"]
+    capsys.readouterr()
     assert main(["report", "ends", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["trials"]) == 2
