@@ -128,7 +128,7 @@ azurite: $(AZURITE)/installed ## Azure's emulator, for the long tests of az://; 
 
 hf: $(HF)/installed ## transformers in an environment of its own, for the tests of export
 
-lm_eval: $(LM_EVAL)/installed ## lm-evaluation-harness in an environment of its own, for its long test: about 1 GB
+lm_eval: $(LM_EVAL)/installed ## lm-evaluation-harness in an environment of its own, for its long test: about 1.3 GB
 
 tpu: $(TPU)/installed ## libtpu in an environment of its own, for the tests that compile for TPUs: about 1.6 GB; no TPU is needed
 
@@ -171,7 +171,7 @@ $(HF)/installed: tests/hf_requirements.txt
 
 $(LM_EVAL)/installed: pyproject.toml constraints.txt constraints-newest.txt
 	$(PYTHON) -m venv $(LM_EVAL) || { rm -rf $(LM_EVAL); exit 2; }
-	$(LM_EVAL)/bin/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[lm_eval]'
+	$(LM_EVAL)/bin/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[lm-eval]'
 	@touch $@
 
 $(TPU)/installed: tests/tpu_requirements.txt pyproject.toml constraints.txt constraints-newest.txt

@@ -1,4 +1,4 @@
-"""A trained model for lm-evaluation-harness (the extra `lm_eval`), as the model "roxxel_dist".
+"""A trained model for lm-evaluation-harness (the extra `lm-eval`), as the model "roxxel_dist".
 
 `python -m roxxel_dist.weights.lm_eval run --model roxxel_dist --model_args run=runs/first --tasks hellaswag` is the
 harness's own command, which has no way to be told of a model otherwise. In Python, import this module and then use
@@ -25,7 +25,7 @@ try:
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 except ImportError as _error:
-    MISSING = f"the package lm_eval is not installed: {pip_install('lm_eval')}"
+    MISSING = f"the package lm_eval is not installed: {pip_install('lm-eval')}"
     if __name__ == "__main__":
         print(f"roxxel-dist: {MISSING}", file=sys.stderr)
         raise SystemExit(EXIT_USAGE) from None
