@@ -110,7 +110,7 @@ def find_tasks(patterns: Sequence[str], *, field: str = "eval_tasks") -> dict[st
         found = [Path(pattern)] if is_file else sorted(map(Path, glob.glob(pattern, recursive=True)))
         if not found:
             raise MissingFileError(
-                f"{field} has {pattern!r}: there is no such file: check the path (`eval` takes others, --tasks)"
+                f"{field} has {pattern!r}: there is no such file: check the path (`eval` takes others as tasks=...)"
             )
         for path in found:
             if paths.setdefault(path.stem, path) != path:
