@@ -54,7 +54,7 @@ def test_every_extra_that_is_named_exists():
     named = {
         name
         for path in FILES
-        for group in re.findall(r"pip_install\(['\"](\w+)|pip install [^\n`]*\.\[([\w,]+)\]", path.read_text())
+        for group in re.findall(r"pip_install\(['\"]([\w-]+)|pip install [^\n`]*\.\[([\w,-]+)\]", path.read_text())
         for name in ",".join(group).strip(",").split(",")
     }
     assert {"plot", "cloud", "ray", "tensorboard"} <= named <= extras

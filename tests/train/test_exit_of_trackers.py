@@ -17,9 +17,7 @@ from roxxel_dist.train.log.base import LogQueue
 exit_guard.EXIT_S = 2.0
 
 def signal_service(number):
-    while not (services := module._services()):  # the row is on its way
-        time.sleep(0.05)
-    [service] = services
+    [service] = module._services()
     os.kill(service, number)
     while number == signal.SIGKILL and module._services():
         time.sleep(0.05)

@@ -42,8 +42,8 @@ class WandbTracker:
         mode: "online", or "offline": files for `wandb sync`, and no account.
         project: of the run.
         name: of the run, for people; the run directory's name if None.
-        notes, tags: of the run, where people search and read.
         config: what W&B shows as the run's config.
+        notes, tags: of the run, where people search and read.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class WandbTracker:
         mode: Literal["online", "offline"],
         project: str,
         name: str | None = None,
+        config: Mapping[str, Any] | None = None,
         notes: str | None = None,
         tags: Sequence[str] | None = None,
-        config: Mapping[str, Any] | None = None,
     ) -> None:
         self._folder, self._project = Path(run_dir).absolute(), project
         self._mode: Literal["online", "offline"] = mode
