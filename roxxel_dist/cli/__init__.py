@@ -52,14 +52,13 @@ def _versions() -> str:
     """The version of this package, of Python, and of what decides the numbers and the processes of a run."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from roxxel_dist import __version__
-
-    lines = [f"roxxel-dist {__version__}", f"python {sys.version.split()[0]}"]
-    for name in VERSIONS:
+    lines: list[str] = []
+    for name in ("roxxel-dist", *VERSIONS):
         try:
             lines.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
+        except PackageNotFoundError:  # roxxel-dist itself too, on PYTHONPATH alone
             lines.append(f"{name} not installed")
+    lines.insert(1, f"python {sys.version.split()[0]}")
     return "\n".join(lines)
 
 

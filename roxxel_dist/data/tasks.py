@@ -37,7 +37,7 @@ class Question(NamedTuple):
     answer: int
     """The right choice, from 0."""
     lengths: tuple[int, ...]
-    """The bytes of each choice in UTF-8, without spaces at its start."""
+    """The characters of each choice, without spaces at its start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,19 +69,19 @@ class Task:
         """The numbers of the task, from the loss of each row in nats: the sum over its scored tokens.
 
         "acc": the share of questions whose right choice has the highest likelihood; "acc_norm": that of a likelihood
-        by byte of the choice, exp(log-likelihood / bytes). Of equal choices the first one counts. "bits_per_byte": the
-        losses of all texts in bits, by byte.
+        by character of the choice, exp(log-likelihood / characters), as in lm-evaluation-harness. Of equal choices the
+        first one counts. "bits_per_byte": the losses of all texts in bits, by byte.
         """
         if not self.questions:
             return {"bits_per_byte": math.fsum(losses) / (math.log(2) * self.text_bytes)}
-        begin, right, right_by_byte = 0, 0, 0
+        begin, right, right_by_length = 0, 0, 0
         for answer, lengths in self.questions:
             of_choices = np.asarray(losses[begin : begin + len(lengths)], np.float64)
             begin += len(lengths)
             right += int(of_choices.argmin()) == answer
-            right_by_byte += int((of_choices / lengths).argmin()) == answer
+            right_by_length += int((of_choices / lengths).argmin()) == answer
         count = len(self.questions)
-        return {"acc": right / count, "acc_norm": right_by_byte / count}
+        return {"acc": right / count, "acc_norm": right_by_length / count}
 
 
 def read_tasks(
@@ -138,7 +138,7 @@ def _read(name: str, path: Path, tokenizer: Tokenizer, max_context: int) -> Task
                 cut = [row_of(context, continuation, max_context) for context, continuation in pairs]
                 truncated += sum(len(row.tokens) < len(a) + len(b) for row, (a, b) in zip(cut, pairs, strict=True))
                 rows += cut
-                lengths = tuple(len(choice.lstrip().encode()) for choice in fields["choices"])
+                lengths = tuple(len(choice.lstrip()) for choice in fields["choices"])
                 questions.append(Question(fields["answer"], lengths))
         except UserError as error:
             raise UserError(f"{where}: {error}") from error

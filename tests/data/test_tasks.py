@@ -33,7 +33,7 @@ def test_rows_of_questions(tmp_path):
         ([END, *"é".encode()], 2),
         ([END, *b" x"], 2),
     ]
-    assert [tuple(question) for question in task.questions] == [(1, (1, 2)), (0, (2, 1))]
+    assert [tuple(question) for question in task.questions] == [(1, (1, 2)), (0, (1, 1))]
 
 
 def test_what_is_too_long_is_cut_on_the_left(tmp_path):
@@ -56,9 +56,16 @@ def test_each_byte_of_a_text_is_scored_once(tmp_path):
     assert task.scores([math.log(2)] * 4) == pytest.approx({"bits_per_byte": 4 / 12})
 
 
+def test_acc_norm_divides_by_characters_as_that_of_the_harness_does(tmp_path):
+    task = read(written(tmp_path, "q.jsonl", {"context": "a", "choices": [" éé", " bcd"], "answer": 1}))
+    assert task.questions[0].lengths == (2, 3)
+    # By byte (4 and 3) the first choice would win.
+    assert task.scores([2.2, 3.0]) == {"acc": 0.0, "acc_norm": 1.0}
+
+
 def test_scores(tmp_path):
     task = read(written(tmp_path, "q.jsonl", GOOD, {**GOOD, "answer": 0}, GOOD))
-    # The second choice is better by byte in the first two, and better at all in the third; of equal ones the first.
+    # The second choice is better by character in the first two, and at all in the third; of equal ones the first.
     assert task.scores([2.0, 3.0, 2.0, 3.0, 2.0, 1.0]) == {"acc": 2 / 3, "acc_norm": 2 / 3}
     assert task.scores([1.0, 1.0, 1.0, 2.0, 0.0, 1.0]) == {"acc": 1 / 3, "acc_norm": 2 / 3}
 
