@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from roxxel_dist.audit.compare import Comparison
 from roxxel_dist.checkpoint.verify import Verdict
+from roxxel_dist.launcher.control.notify import JobEvent
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.run.estimate.estimate import RunEstimate
@@ -265,18 +266,25 @@ def schemas() -> dict[str, Schema]:
     }
 
 
+def messages() -> dict[str, Schema]:
+    """JSON that is no output: what another program receives, by the words of the command."""
+    return {"launch --notify": of_fields(JobEvent)}
+
+
 def file_of(command: str) -> str:
     """The name of its file."""
-    return f"{command.split(maxsplit=1)[0]}.schema.json"
+    return f"{command.split(maxsplit=1)[0]}.schema.json" if "--notify" not in command else "notify.schema.json"
 
 
 def main(folder: Path) -> None:
     """Write them."""
     folder.mkdir(parents=True, exist_ok=True)
-    for command, schema in schemas().items():
+    titles = {command: f"roxxel-dist {command} --json" for command in schemas()}
+    titles |= {command: f"roxxel-dist {command} COMMAND: standard input of COMMAND" for command in messages()}
+    for command, schema in (schemas() | messages()).items():
         whole = {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
-            "title": f"roxxel-dist {command} --json",
+            "title": titles[command],
             **schema,
         }
         (folder / file_of(command)).write_text(json.dumps(whole, indent=2) + "\n")

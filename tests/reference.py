@@ -237,6 +237,9 @@ def outputs() -> str:
         kinds = schema.get("anyOf", [schema])
         values = " or ".join(kind["description"].rstrip(".") for kind in kinds)
         rows.append(f"| `{command} --json` | [{file}](schemas/{file}) | {escaped(values)} |")
+    for command, schema in json_schemas.messages().items():
+        file = json_schemas.file_of(command)
+        rows.append(f"| `{command}` | [{file}](schemas/{file}) | {escaped(schema['description'].rstrip('.'))} |")
     return "\n".join(rows)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
 from roxxel_dist.launcher.control.attempt import Attempt
 from roxxel_dist.launcher.control.members import MemberHangs, MemberSources
+from roxxel_dist.launcher.control.notify import Notifier
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.control.report import report_of
 from roxxel_dist.launcher.job.backend import Backend
@@ -30,7 +31,13 @@ from roxxel_dist.launcher.policy.restart import (
     summary,
 )
 from roxxel_dist.launcher.preflight.lost_hosts import LookHistory, LostHosts, Running
-from roxxel_dist.launcher.preflight.select_hosts import HostSelector, NotReadyError, ReadyHosts, StoppedError
+from roxxel_dist.launcher.preflight.select_hosts import (
+    Assignment,
+    HostSelector,
+    NotReadyError,
+    ReadyHosts,
+    StoppedError,
+)
 from roxxel_dist.launcher.transport.pool import HostPool
 
 
@@ -63,7 +70,12 @@ def supervise(job: JobSpec, backend: Backend, recorder: JobRecorder) -> JobResul
             Console(all_ranks=job.all_ranks, first=job.first_rank) as console,
             SignalPipe(console.info, stays=backend.heartbeat_timeout_s is not None) as signals,
         ):
-            result = _Controller(job, backend, recorder, console, signals).run()
+            notifier = Notifier(job.notify, lambda: recorder.entry, console.info) if job.notify else None
+            controller = _Controller(job, backend, recorder, console, signals, notifier)
+            result = controller.run()
+            if notifier is not None:
+                notifier.send("end", controller.last_words, code=result.code)
+                notifier.close(signals.wait)
         recorder.end(result.code)  # only now: `attach` and `logs` stop reading then
     return result
 
@@ -75,22 +87,28 @@ class _Controller:
     recorder: JobRecorder
     console: Console
     signals: SignalPipe
+    notifier: Notifier | None
+    last_words: str = "the job is done"
+    """Why it ended."""
 
     def run(self) -> JobResult:
         self._attempts: list[AttemptSummary] = []
         self._reports: list[Sequence[str]] = []  # about each of them, for people
         self._logs = Logs(self.job, self.console.info)
         self._key = os.urandom(32).hex()
+        self._missing: tuple[str, ...] = ()
         self._looks = LookHistory()
         self._times: dict[int, StepTimes] = {}  # by how many devices work
         try:
             with self._logs, HostPool(self.backend, self.signals.fd) as pool:
                 return self._run(pool)
         except StoppedError as stop:  # while no rank ran
-            self.console.info(f"{signal.Signals(stop.number).name}: not started{' again' * bool(self._attempts)}")
+            self.last_words = f"{signal.Signals(stop.number).name}: not started{' again' * bool(self._attempts)}"
+            self.console.info(self.last_words)
             drained = bool(self._attempts) and self._attempts[-1].code == EXIT_DRAINED
             return JobResult(code=EXIT_DRAINED if drained else 128 + stop.number, requested=stop.number)
         except NotReadyError as problem:
+            self.last_words = str(problem)
             self.console.print([f"roxxel-dist: {line}" for line in str(problem).splitlines()])
             is_retry = bool(self._attempts) or self.job.first_attempt > 0
             self.console.info(self._after_refusal(problem.unreachable))
@@ -121,6 +139,7 @@ class _Controller:
         while True:
             before = self._reached
             ready = selector.select(len(self._attempts), result.gone_by, back)
+            self._notify_of_hosts(ready.assignment)
             if back:
                 self._looks.grown(back, failed={*ready.back} != {*back})
             with self._watch(ready.lost, selector) as lost_hosts:
@@ -156,11 +175,32 @@ class _Controller:
         self.console.print(report)
         if decision.why:
             self.console.info(decision.why)
+        self._notify(decision, result, report[0].removeprefix("roxxel-dist: ") if report else "")
         if decision.again:
             cause = self._attempts[-1].cause.value
             self.recorder.restarts(report[0].removeprefix("roxxel-dist: ") if report else cause)
         else:
             self._tell_first_cause()
+
+    def _notify(self, decision: Decision, result: AttemptResult, first: str) -> None:
+        """Send how the last attempt ended; the end of the job is sent when nothing of it is left."""
+        last = self._attempts[-1]
+        lost = result.lost.host if result.lost is not None and not last.host else ""
+        about = {"about": (last.host or lost,), "rank": last.rank, "code": last.code}
+        words = "; ".join(text for text in (first, decision.why) if text)
+        if result.hang is not None and self.notifier is not None:
+            self.notifier.send("hang", first, **about)
+        if decision.again and self.notifier is not None:
+            self.notifier.send("restart", words, **about)
+        elif not decision.again:
+            self.last_words = words or self.last_words
+
+    def _notify_of_hosts(self, assignment: Assignment) -> None:
+        """Send which hosts the next attempt goes without, if that is new."""
+        missing = tuple(host for host in working_hosts(self.job, self.backend.hosts) if host not in assignment.hosts)
+        if self.notifier is not None and assignment.note and {*missing} - {*self._missing}:
+            self.notifier.send("set_aside", assignment.note, about=missing)
+        self._missing = missing
 
     def _watch(self, hosts: Sequence[str], selector: HostSelector) -> AbstractContextManager[LostHosts | None]:
         """Watches hosts that the job was given and goes on without; None where there are none."""

@@ -60,6 +60,9 @@ class JobOptions:
     """Seconds for the other processes to end after the first process has ended without an error. 0: no limit."""
     all_ranks: bool = False
     """Show the output of all ranks, not only of rank 0."""
+    notify: str | None = field(default=None, repr=False)
+    """Run this shell command for each restart, hang and host that is set aside, and at the end of the job. Its standard
+    input is one JSON object."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +128,8 @@ class JobSpec(HostOptions, JobOptions):
             )
         if any("\0" in word for word in self.command):
             raise UserError("the command holds a NUL character, which no process can receive: take it out")
+        if self.notify is not None and (not self.notify.strip() or "\0" in self.notify):
+            raise UserError(f"--notify {self.notify!r}: name a shell command, such as --notify 'cat >> events'")
         if not RUN_ID.fullmatch(self.run_id):
             raise UserError(f"--run-id {self.run_id!r}: use letters, digits and . _ - (it names a folder)")
         last_port = 65535 - self.max_restarts  # each restart takes the next one

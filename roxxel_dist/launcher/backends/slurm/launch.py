@@ -196,6 +196,11 @@ def _submit(options: Options, request: base.LaunchRequest) -> int:
                 "the command holds a secret, which would stand in the script that SLURM keeps and shows: let it read "
                 "a variable (--env NAME=VALUE, which is not in the script)"
             )
+        if options.notify is not None and masked_words([options.notify]) != [options.notify]:
+            raise UserError(
+                "--notify holds a secret, which would stand in the script that SLURM keeps and shows: let the command "
+                "read it from a file"
+            )
         log = Path(options.directory or os.getcwd()) / job.log_dir / "launcher.log"
         if "\\" in str(log) and not options.print:
             raise UserError(
