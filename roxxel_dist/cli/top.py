@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import sys
+from pathlib import Path
 
 from roxxel_dist.cli.argument_types import Positional
 from roxxel_dist.cli.parser import parse
@@ -32,6 +33,12 @@ class TopArgs:
     """With `--web`: the address to listen on. Traffic to other machines is not encrypted; use `ssh -L` for that."""
     port: int = 0
     """With `--web`: the port; 0 for a free one."""
+    metrics: int | None = None
+    """Serve the numbers for Prometheus (OpenMetrics) at this port of this machine, under /metrics, until Ctrl-C; 0 for
+    a free port. Without names it serves the runs and jobs that are active. A request needs the token."""
+    token_file: str | None = None
+    """With `--metrics`: the file of the token, which Prometheus reads too (`credentials_file`). A missing file is made.
+    Default: metrics-token in ~/.local/state/roxxel-dist."""
 
 
 def top(words: list[str]) -> int:
@@ -42,6 +49,10 @@ def top(words: list[str]) -> int:
 
         if args.web:
             return _web(args)
+        if args.metrics is not None:
+            return _metrics(args)
+        if args.token_file is not None:
+            raise UserError(f"--token-file {args.token_file} is for --metrics PORT: name the port, or leave it out")
         watched = Watched(args.names)
         states = [read(item, brief=len(watched.items) > 1 and not args.json) for item in watched.items]
     if args.json:
@@ -71,6 +82,8 @@ def _web(args: TopArgs) -> int:
 
     if args.once or args.json:
         raise UserError("--web stays until Ctrl-C: leave --once and --json out, or leave --web out")
+    if args.metrics is not None:
+        raise UserError(f"--metrics {args.metrics} and --web: each stays until Ctrl-C; use two commands")
     feed = Feed(finder(args.names))
     with PageServer(feed, args.host, args.port) as server:
         print(f"page: {server.link}")
@@ -78,4 +91,24 @@ def _web(args: TopArgs) -> int:
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
         server.ended.set()
+    return 0
+
+
+def _metrics(args: TopArgs) -> int:
+    """Serve the numbers until the person ends it. Raises ValueError for an unknown name, or a port in use."""
+    from roxxel_dist.view.items import finder
+    from roxxel_dist.view.web.metrics_server import PATH, MetricsServer, Scrapes, default_token_file, token_of
+
+    if args.once or args.json:
+        raise UserError("--metrics stays until Ctrl-C: leave --once and --json out, or leave --metrics out")
+    if args.host != TopArgs.host or args.port:
+        raise UserError("--host and --port are for --web: --metrics PORT listens at this machine alone; use `ssh -L`")
+    find = finder(args.names)
+    if args.names:
+        find()
+    path = default_token_file() if args.token_file is None else Path(args.token_file)
+    with MetricsServer(Scrapes(find, all_items=bool(args.names)), args.metrics or 0, token_of(path)) as server:
+        print(f"metrics: {server.place}{PATH}\ntoken file: {path}", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
     return 0

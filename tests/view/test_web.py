@@ -278,7 +278,7 @@ def test_a_page_cannot_be_had(runs, capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert main(["top", "--web", "--port", str(port), str(runs)]) == 2
-    assert "leave it out for a free one" in capsys.readouterr().err
+    assert "use 0 for a free one" in capsys.readouterr().err
     assert main(["top", "--web", "--once", str(runs)]) == 2
     assert main(["top", "--web", str(runs / "none")]) == 2
 

@@ -1,7 +1,7 @@
-"""The server of the page. It is read-only, and only a user with the link has access.
+"""Servers with a token: the base of all, and that of the page. They are read-only.
 
-A request with another host name (DNS rebinding by a page of another site), without the right token, or for any other
-than the two paths, gets a line of text without information.
+A request with another host name (DNS rebinding by a page of another site), without the right token, or for an unknown
+path, gets a line of text without information.
 """
 
 import contextlib
@@ -42,13 +42,14 @@ HEADERS = {
 }
 
 
-class PageServer(ThreadingHTTPServer):
-    """Serves the page of a feed until it is shut down.
+class TokenServer(ThreadingHTTPServer):
+    """Answers requests that have its token until it is shut down.
 
     Args:
-        feed: the items to show.
+        handler: answers a request.
         host: the address that it listens on.
         port: 0 for a free one.
+        token: empty for a new one.
 
     Raises:
         ValueError: the address or the port is not available.
@@ -58,18 +59,17 @@ class PageServer(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 256
 
-    def __init__(self, feed: Feed, host: str = LOOPBACK, port: int = 0) -> None:
-        self.feed: Feed = feed
-        self.token: str = secrets.token_urlsafe(24)
+    def __init__(self, handler: "type[TokenHandler]", host: str = LOOPBACK, port: int = 0, token: str = "") -> None:
+        self.token: str = token or secrets.token_urlsafe(24)
         self.ended: threading.Event = threading.Event()
         self._asking: dict[Any, float] = {}
         self._slots = threading.BoundedSemaphore(MOST)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            super().__init__((host, port), _Handler)
+            super().__init__((host, port), handler)
         except (OSError, OverflowError) as error:
             raise UserError(
-                f"port is {port}: {host} cannot use it ({getattr(error, 'strerror', None) or error}): leave it out "
+                f"port is {port}: {host} cannot use it ({getattr(error, 'strerror', None) or error}): use 0 "
                 "for a free one"
             ) from error
         self.port: int = self.server_address[1]
@@ -81,11 +81,11 @@ class PageServer(ThreadingHTTPServer):
         }
 
     @property
-    def link(self) -> str:
-        """The address to open in a browser."""
+    def place(self) -> str:
+        """The address of the server, as a browser takes it."""
         host = self.server_address[0] if self.server_address[0] not in ANY else socket.gethostname()
         shown = f"[{host}]" if ":" in str(host) else host
-        return f"http://{shown}:{self.port}/?token={quote(self.token)}"
+        return f"http://{shown}:{self.port}"
 
     @property
     def tunnel(self) -> str:
@@ -131,26 +131,36 @@ class PageServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: PageServer  # pyright: ignore[reportIncompatibleVariableOverride]
+class TokenHandler(BaseHTTPRequestHandler):
+    """Answers a request that names this server and has its token. A subclass has the pages."""
+
+    server: TokenServer  # pyright: ignore[reportIncompatibleVariableOverride]
     server_version, sys_version = "roxxel-dist", ""
     timeout = REQUEST_S
 
     def do_GET(self) -> None:
-        """The page, and the stream of its numbers."""
+        """Answer, or refuse with a line of text."""
         self.server.has_asked(self.connection)
         url = urlsplit(self.path)
         query = parse_qs(url.query)
         if not self._names_this_host():
-            self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server has no such name")
-        elif not self._has_token(query.get("token", [""])[0]):
-            self._refuse(HTTPStatus.FORBIDDEN, NO_TOKEN)
-        elif url.path == "/":
-            self._answer(HTTPStatus.OK, "text/html", page("roxxel-dist").encode())
-        elif url.path == "/events":
-            self._stream(tuple(query.get("item", ())[:OPEN_AT_ONCE]))
+            self.refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server has no such name")
+        elif not hmac.compare_digest(self.token(query).encode(), self.server.token.encode()):
+            self.refuse_token()
         else:
-            self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
+            self.answer_page(url.path, query)
+
+    def token(self, query: dict[str, list[str]]) -> str:
+        """The token of a request."""
+        return query.get("token", [""])[0]
+
+    def refuse_token(self) -> None:
+        """Answer a request without the right token."""
+        self.refuse(HTTPStatus.FORBIDDEN, NO_TOKEN)
+
+    def answer_page(self, path: str, query: dict[str, list[str]]) -> None:
+        """Answer a request that has the token."""
+        self.refuse(HTTPStatus.NOT_FOUND, "there is no such page")
 
     def _names_this_host(self) -> bool:
         host = self.headers.get_all("Host") or []
@@ -158,13 +168,76 @@ class _Handler(BaseHTTPRequestHandler):
         before, _, port = name.rpartition(":")
         return (before if port.isdecimal() else name) in {*self.server.names, self.connection.getsockname()[0]}
 
-    def _has_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self.server.token.encode())
+    def answer(self, status: HTTPStatus, kind: str, body: bytes, **headers: str) -> None:
+        """Send a whole answer; `headers` are more of them, with _ for -."""
+        self.head(status, kind, len(body), **headers)
+        self.wfile.write(body)
+
+    def refuse(self, status: HTTPStatus, text: str, **headers: str) -> None:
+        """Send a line of text."""
+        self.answer(status, "text/plain", f"{text}\n".encode(), **headers)
+
+    def head(self, status: HTTPStatus, kind: str, length: int | None = None, **headers: str) -> None:
+        """Send the headers."""
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Security-Policy", policy("'self'") + "; frame-ancestors 'none'")
+        for name, value in {**HEADERS, **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        if length is not None:
+            self.send_header("Content-Length", str(length))
+        self.end_headers()
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer a protocol error or an unknown method."""
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            self.refuse(HTTPStatus(code), HTTPStatus(code).phrase)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Does nothing: a log of requests would contain the token."""
+
+
+class PageServer(TokenServer):
+    """Serves the page of a feed until it is shut down.
+
+    Args:
+        feed: the items to show.
+        host: the address that it listens on.
+        port: 0 for a free one.
+
+    Raises:
+        ValueError: the address or the port is not available.
+    """
+
+    def __init__(self, feed: Feed, host: str = LOOPBACK, port: int = 0) -> None:
+        self.feed: Feed = feed
+        super().__init__(_PageHandler, host, port)
+
+    @property
+    def link(self) -> str:
+        """The address to open in a browser."""
+        return f"{self.place}/?token={quote(self.token)}"
+
+
+class _PageHandler(TokenHandler):
+    """Answers browsers."""
+
+    server: PageServer  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def answer_page(self, path: str, query: dict[str, list[str]]) -> None:
+        """The page, and the stream of its numbers."""
+        if path == "/":
+            self.answer(HTTPStatus.OK, "text/html", page("roxxel-dist").encode())
+        elif path == "/events":
+            self._stream(tuple(query.get("item", ())[:OPEN_AT_ONCE]))
+        else:
+            super().answer_page(path, query)
 
     def _stream(self, wanted: tuple[str, ...]) -> None:
         """Send changes as they happen, until the browser leaves."""
         self.connection.settimeout(WRITE_S)
-        self._head(HTTPStatus.OK, "text/event-stream")
+        self.head(HTTPStatus.OK, "text/event-stream")
         changes, sent = Changes(self.server.feed, wanted), 0.0
         with contextlib.suppress(OSError):
             while not self.server.ended.is_set():
@@ -174,29 +247,3 @@ class _Handler(BaseHTTPRequestHandler):
                     self.wfile.flush()
                     sent = time.monotonic()
                 self.server.ended.wait(LOOK_S)
-
-    def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
-        self._head(status, kind, len(body))
-        self.wfile.write(body)
-
-    def _refuse(self, status: HTTPStatus, text: str) -> None:
-        self._answer(status, "text/plain", f"{text}\n".encode())
-
-    def _head(self, status: HTTPStatus, kind: str, length: int | None = None) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Security-Policy", policy("'self'") + "; frame-ancestors 'none'")
-        for name, value in HEADERS.items():
-            self.send_header(name, value)
-        if length is not None:
-            self.send_header("Content-Length", str(length))
-        self.end_headers()
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer a protocol error or an unknown method."""
-        self.close_connection = True
-        with contextlib.suppress(OSError):
-            self._refuse(HTTPStatus(code), HTTPStatus(code).phrase)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Does nothing: a log of requests would contain the token."""
