@@ -113,6 +113,7 @@ def _evaluation() -> Schema:
             "metric": noted(str, "The name of the loss in the log."),
             "loss": noted(float, "Mean loss of a predicted token, in nats."),
             "perplexity": noted(float, "exp(loss)."),
+            "bits_per_byte": noted(float | None, "Bits per byte of text; null where the text is not known."),
             "batches": noted(int, "Batches that were read."),
             "tokens": noted(int, "Tokens that were read."),
         }

@@ -266,7 +266,7 @@ class Watch:
         if theirs is None or step < self._interval.first:
             return
         mine = {name: value if math.isfinite(value) else None for name, value in row.items()} | {DIGEST: self._digest}
-        names = [*LOSSES, *(name for name in theirs if name.startswith("val_loss/"))]
+        names = [*LOSSES, *(name for name in theirs if name.startswith(("val_loss/", "val_bpb")))]
         names += [DIGEST] if self._with_digest else []
         other = [name for name in names if name in theirs and theirs[name] != mine.get(name)]
         if other:

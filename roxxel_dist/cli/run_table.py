@@ -54,10 +54,11 @@ def _short(value: Any) -> str:
 
 def evaluation_table(evaluation: "Evaluation") -> str:
     """An evaluation as text: a line for each data set, the logged val_loss, and a line for each task."""
-    rows = [["data", "loss", "perplexity", "batches", "tokens"]]
+    rows = [["data", "loss", "perplexity", "bits per byte", "batches", "tokens"]]
     for row in evaluation.data:
         loss, batches, tokens = f"{row['loss']:.6f}", f"{row['batches']:,}", f"{row['tokens']:,}"
-        rows.append([row["name"], loss, f"{row['perplexity']:,.2f}", batches, tokens])
+        bits = UNKNOWN if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.6f}"
+        rows.append([row["name"], loss, f"{row['perplexity']:,.2f}", bits, batches, tokens])
     logged, difference = evaluation.logged_val_loss, evaluation.difference
     if logged is None:
         log = f"the log has no val_loss of step {evaluation.step}"

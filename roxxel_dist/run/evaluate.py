@@ -29,7 +29,7 @@ from roxxel_dist.run.components import RunComponents, build_components, check_vo
 from roxxel_dist.run.curriculum import open_data_sets
 from roxxel_dist.run.record import RunMetadata, data_of, kernel_begun_with, saved_config
 from roxxel_dist.settings.config import RECORD, Config, usage_errors
-from roxxel_dist.train.evaluator import Validation, summarize
+from roxxel_dist.train.evaluator import Validation, gives_nats, summarize
 from roxxel_dist.train.log.csv_jsonl import read_rows
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.state import init_state
@@ -46,10 +46,11 @@ class Evaluation:
     run: Path
     step: int
     losses: Mapping[str, float]
-    """By the names of the log: "val_loss", "val_bal", "val_loss/<name>", "train_eval_loss"."""
+    """By the names of the log: "val_loss", "val_bal", "val_loss/<name>", "train_eval_loss", and where the text of the
+    tokens is known "val_bpb" and "val_bpb/<name>"."""
     data: tuple[Mapping[str, Any], ...]
-    """{"name", "metric", "loss", "perplexity", "batches", "tokens"} of each data set, of all of them if there are
-    several, and of the training data."""
+    """{"name", "metric", "loss", "perplexity", "bits_per_byte", "batches", "tokens"} of each data set, of all of them
+    if there are several, and of the training data; "bits_per_byte" is None where the text is not known."""
     tasks: Mapping[str, Mapping[str, float]]
     """The scores of each evaluation task by its name: "acc" and "acc_norm", or "bits_per_byte"."""
     notes: tuple[str, ...]
@@ -139,7 +140,17 @@ def evaluate(
             dtype, sharding = jnp.bfloat16 if options.bf16_compute else None, batch_sharding(mesh)
             eval_step = make_eval_step(split, components.loss, dtype)
             train = components.curriculum.primary_streamer
-            evaluator = Validation(sets, train, eval_step, compiler, sharding, options.eval_iters)
+            evaluator = Validation(
+                sets,
+                train,
+                eval_step,
+                compiler,
+                sharding,
+                options.eval_iters,
+                counts_bytes=gives_nats(
+                    components.loss, split.merge(state.params, state.rest, hparams, training=False)
+                ),
+            )
             evaluator.check(shape)
             evaluator.prepare(state, hparams, shape)
             scores = TaskScores(found, split, compiler, sharding, plan.shapes, dtype)
@@ -297,6 +308,7 @@ def _by_data_set(losses: Mapping[str, float], reads: Mapping[str, tuple[int, int
             "metric": metric,
             "loss": losses[metric],
             "perplexity": perplexity(losses[metric]),
+            "bits_per_byte": losses.get("val_bpb" + metric.removeprefix("val_loss")),
             "batches": batches,
             "tokens": tokens,
         }

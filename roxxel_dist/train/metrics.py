@@ -23,7 +23,7 @@ from roxxel_dist.train.step.throughput import StepTimer, mfu, peak_memory_gb
 
 SHOW_EVERY_S = 0.1
 """Seconds between records of the progress: one at every step cost the loop about a tenth of a millisecond."""
-OF_VALIDATION = re.compile(r"val_loss(/|$)|val_bal$|train_eval_loss$|task/")
+OF_VALIDATION = re.compile(r"val_(loss|bpb)(/|$)|val_bal$|train_eval_loss$|task/")
 
 
 class MetricsLogger:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.transformer import Transformer, TransformerBuilder
-from roxxel_dist.train.evaluator import Validation
+from roxxel_dist.train.evaluator import Validation, gives_nats
 from roxxel_dist.train.exact.step import make_sharded_steps
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.position import Position
@@ -78,6 +78,7 @@ class Programs:
             parts.sharding,
             options.eval_iters,
             self.blocks,
+            counts_bytes=gives_nats(parts.loss_fn, position.view.model),
         )
         self.tasks: TaskScores = TaskScores(
             parts.tasks,

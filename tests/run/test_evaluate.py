@@ -97,7 +97,7 @@ def losses(result):
 
 
 def of_validation(name):
-    return name.startswith("val_loss") or name in ("train_eval_loss", "val_bal")
+    return name.startswith(("val_loss", "val_bpb")) or name in ("train_eval_loss", "val_bal")
 
 
 def contents(folder):
@@ -161,7 +161,7 @@ def test_the_newest_and_the_best(made, capsys):
     assert main(["eval", f"{run}@4"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{run}, step 4"
-    assert lines[1].split() == ["data", "loss", "perplexity", "batches", "tokens"]
+    assert lines[1].split() == ["data", "loss", "perplexity", "bits", "per", "byte", "batches", "tokens"]
     assert lines[2].split()[:3] == ["held", "out", f"{wanted[4]['val_loss']:.6f}"]
     assert lines[-1] == "val_loss is the same as in the log, to the last bit"
     assert main(["eval", f"{run}@3"]) == 0

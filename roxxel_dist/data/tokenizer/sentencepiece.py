@@ -11,6 +11,7 @@ from typing import Any
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.extras import pip_install
+from roxxel_dist.data.tokenizer.text_bytes import TextBytes, by_decoding
 from roxxel_dist.data.tokenizer.tokenizer import NAME_THE_END, Tokenizer
 
 KEY = "sentencepiece"
@@ -61,6 +62,15 @@ class SentencePieceTokenizer(Tokenizer):
     def vocab_size(self) -> int:
         """The number of pieces."""
         return self._processor.GetPieceSize()
+
+    @property
+    def text_bytes(self) -> TextBytes:
+        """The bytes of text that each id stands for; an unknown character has none."""
+        model, size = self._processor, self.vocab_size
+        known = {n: 0 for n in range(size) if model.IsControl(n) or model.IsUnknown(n) or model.IsUnused(n)}
+        known |= {n: 1 for n in range(size) if model.IsByte(n)}
+        end = self.eos_id if self._eos_token or model.eos_id() >= 0 else -1
+        return by_decoding(lambda ids: model.Decode(list(ids)), size, known | ({end: 0} if end >= 0 else {}), end)
 
     @property
     def text_start(self) -> list[int]:

@@ -15,11 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.data.tokenizer.text_bytes import TextBytes, by_decoding
 
 Kind = Literal["char", "byte", "bpe"]
 EOS = "<|endoftext|>"
@@ -29,6 +31,7 @@ TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 TOKENIZER_NAMES = (TOKENIZER_FILE, "tokenizer.model")
 NAME_THE_END = "Name one that it has: `roxxel-dist data build PATH --out DIR --tokenizer FILE --eos_token TOKEN`"
 SMALLEST_BPE = 257
+BYTE_LEVEL = '"ByteLevel"'
 BYTE_FALLBACK, BYTE = '"ByteFallback"', re.compile("<0x[0-9A-F]{2}>")
 DEFAULT_BPE = 8192
 
@@ -144,6 +147,24 @@ class Tokenizer:
         number = self._inner.token_to_id(self.eos_token)
         assert number is not None
         return number
+
+    @property
+    def text_bytes(self) -> TextBytes:
+        """The bytes of text that each id stands for."""
+        names, size = self._inner.get_vocab(with_added_tokens=True), self.vocab_size
+        added = {token["content"]: token["special"] for token in self._described["added_tokens"]}
+        known = {names[name]: 0 for name, is_special in added.items() if is_special}
+        end = next((names[name] for name in (self._eos_token, *EOS_NAMES) if name in names), -1)
+        if BYTE_LEVEL not in json.dumps(self._described["decoder"]):
+            known |= dict.fromkeys(self._open - known.keys(), 1)
+            return by_decoding(self._decode_batch, size, known, end)
+        lengths = np.zeros(size, np.int32)
+        for name, number in names.items():  # a letter of a name is a byte; an added token is a text as it is
+            lengths[number] = known.get(number, len(name.encode()) if name in added else len(name))
+        return TextBytes(lengths, lengths, end)
+
+    def _decode_batch(self, ids: Sequence[list[int]]) -> list[str]:
+        return self._inner.decode_batch(list(ids), skip_special_tokens=True)
 
     @property
     def fingerprint(self) -> str:

@@ -63,8 +63,8 @@ from roxxel_dist.sweep.wandb_bridge.server import ServerSampler, agent_trial, cr
 from roxxel_dist.utils.display import counted
 
 LOGGED = (
-    "val_loss", "train_loss", "train_eval_loss", "train_bal", "val_bal", "ms_per_step", "tokens_per_s", "tokens",
-    "phase", "lr", "grad_norm", "update_norm", "vram_gb", "ram_gb", "mfu",
+    "val_loss", "val_bpb", "train_loss", "train_eval_loss", "train_bal", "val_bal", "ms_per_step", "tokens_per_s",
+    "tokens", "phase", "lr", "grad_norm", "update_norm", "vram_gb", "ram_gb", "mfu",
 )  # fmt: skip
 """What a training logs; besides, with `/`, losses by data set."""
 ANNEAL = "anneal"
@@ -466,7 +466,7 @@ def _notes(run: SweepRun) -> list[str]:
     if names and run.program is None and run.sweep.metric == "val_loss":
         lines.append(
             f"val_loss is per token, and {' and '.join(sorted(names))} changes what a token is: trials with other "
-            "tokenizers cannot be compared by it"
+            "tokenizers cannot be compared by it: val_bpb, bits per byte, compares them"
         )
     return lines
 

@@ -119,6 +119,7 @@ const GROUPS = [
   ["Loss", ["train_loss", "val_loss"], { height: 320, form: format.loss }],
   ["Loss of each data set", (name) => name.startsWith("loss/"), { form: format.loss }],
   ["Validation loss of each data set", (name) => name.startsWith("val_loss/"), { form: format.loss }],
+  ["Bits per byte of the validation", (name) => /^val_bpb(\/|$)/.test(name), { form: format.loss }],
   ["Tokens per second", ["tokens_per_s"], { form: format.scaled, plain: true }],
   ["Milliseconds per step", ["ms_per_step"], { plain: true }],
   ["MFU", ["mfu"], { form: format.share, plain: true }],
