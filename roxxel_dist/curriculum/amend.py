@@ -7,7 +7,7 @@ from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.segments import Cursor, Key, Shape, UnitSource
-from roxxel_dist.data.units import LARGE_UNITS, SPREAD, Ranges, Units, unit_size
+from roxxel_dist.data.units import APART, LARGE_UNITS, SPREAD, Ranges, Units, unit_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ def _shape_state(shape: Shape) -> dict[str, Any]:
 
 
 def longest_window(shapes: Sequence[Shape], name: str, order: int = SPREAD) -> int:
-    """The longest `seq_len` of the phases that read a data set; of all phases, if none does."""
-    if order == LARGE_UNITS:
+    """The longest `seq_len` of the phases that read a data set; of all phases, if none does, or no share may matter."""
+    if order in (LARGE_UNITS, APART):
         return max(shape.seq_len for shape in shapes)
     reading = [shape.seq_len for shape in shapes if name in dict(shape.weights)]
     return max(reading or [shape.seq_len for shape in shapes])
@@ -152,7 +152,7 @@ def carried_over(before: Cursor | None, earlier: UnitSource | None, source: Unit
         return source.new_pass(key, 0)
     if source.units.size != earlier.units.size or _first_change(earlier, source.units.ranges) is not None:
         return source.new_pass(key, before.pass_index + 1)
-    units = earlier.units.count, source.units.count
+    before, units = before.settled(earlier), (earlier.units.count, source.units.count)
     if units[0] == units[1]:
         return before
     rest = key.rest_of_pass(source.number, before.pass_index)

@@ -13,8 +13,11 @@ from roxxel_dist.curriculum.amend import longest_window
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.units import SPREAD, rows_in_a_pass
+from roxxel_dist.data.units import APART, LARGE_UNITS, SPREAD, rows_in_a_pass
 
+Passes = Literal["together", "apart"]
+ORDERS: Mapping[str, int] = {"together": SPREAD, "apart": APART}
+"""The order of a plan by `Curriculum.passes`."""
 HEAVIEST = 1e12
 EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 LEAST_SHARE = 1e-4
@@ -190,10 +193,12 @@ class Curriculum:
         primary_streamer: the data set.
         phases: `Phase`s, or mappings with their fields; one whose `batch_size` is a list is a ramp (`phases_of`).
         mix_streamers: other data sets by the names that weights use.
+        passes: "together": a data set that is used up leaves the blend until all are. "apart": it begins its next pass
+            at once and keeps its share, and it is read in an order that no share and no end of a phase changes.
 
     Raises:
-        ValueError: no phase, a field that breaks its rule, a weight of a data set that is not there, data sets of
-            different vocabularies, or `epochs` that come to less than a step.
+        ValueError: `passes` is neither, no phase, a field that breaks its rule, a weight of a data set that is not
+            there, data sets of different vocabularies, or `epochs` that come to less than a step.
     """
 
     def __init__(
@@ -201,7 +206,11 @@ class Curriculum:
         primary_streamer: Roxxel,
         phases: Sequence[Phase | Mapping[str, Any]],
         mix_streamers: Mapping[str, Roxxel] | None = None,
+        *,
+        passes: Passes = "together",
     ) -> None:
+        if passes not in ORDERS:
+            raise UserError(f"passes is {passes!r}, and must be {' or '.join(map(repr, ORDERS))}")
         if not phases:
             raise UserError("phases: a curriculum needs at least one phase")
         for name, streamer in {"primary_streamer": primary_streamer, **(mix_streamers or {})}.items():
@@ -219,8 +228,10 @@ class Curriculum:
                     f"mix_streamers: {name!r} was made with tokenizer {other}, the primary data set with {primary}: "
                     f"build both with the same tokenizer.json"
                 )
+        self.passes: Passes = passes
+        self._order: int = ORDERS[passes]
         self._given = [phase for given in phases for phase in phases_of(given)]
-        self.phases: tuple[Phase, ...] = self._with_steps(SPREAD)
+        self.phases: tuple[Phase, ...] = self._with_steps(self._order)
         """With their steps; those that were given with epochs are new objects."""
 
     def __repr__(self) -> str:
@@ -250,7 +261,10 @@ class Curriculum:
                 f"rows of {shape.seq_len} tokens. These epochs are less than one step: use a smaller batch_size or "
                 f"seq_len, or more text"
             )
-        if order == SPREAD and len(shape.weights) > 1:
+        if order != LARGE_UNITS and len(shape.weights) > 1:
+            if order == APART:
+                wanted = floor(rows * phase.epochs + 1e-9)
+                return replace(phase, steps=self._steps_until(wanted, phase, before), epochs=None)
             # A pass of a blend by row leaves less than a batch of rows unread.
             lost = int(phase.epochs) * (rows % shape.batch_size + shape.batch_size - 1) if phase.blend == "row" else 0
             steps = self._steps_until(max(1, steps * shape.batch_size - lost), phase, before)
@@ -270,7 +284,7 @@ class Curriculum:
         """Rows of the primary data set in the first steps of a phase; `first` steps are before it."""
         rest = [replace(each, steps=1, epochs=None).shape for each in self._given[len(before) + 1 :]]
         shapes = [*(each.shape for each in before), replace(phase, steps=steps, epochs=None).shape, *rest]
-        plan = Plan(shapes, {name: data.ranges for name, data in self.datasets.items()}, 0)
+        plan = Plan(shapes, {name: data.ranges for name, data in self.datasets.items()}, 0, order=self._order)
         return plan.rows_read(first, first + steps)["self"]
 
     def hold_out(self, fraction: float) -> "tuple[Curriculum, Roxxel]":
@@ -286,7 +300,7 @@ class Curriculum:
             ValueError: the share is no such number, or what is left is too little for a phase.
         """
         train, held_out = self.primary_streamer.split(fraction)
-        return Curriculum(train, self._given, self.mix_streamers), held_out
+        return Curriculum(train, self._given, self.mix_streamers, passes=self.passes), held_out
 
     @property
     def total_steps(self) -> int:
@@ -317,7 +331,7 @@ class Curriculum:
             ValueError: a data set is too small for a phase's batch, a weight names none, or the passes are not enough.
         """
         ranges = {name: streamer.ranges for name, streamer in self.datasets.items()}
-        return Plan(self.shapes, ranges, seed, max_passes=max_passes)
+        return Plan(self.shapes, ranges, seed, max_passes=max_passes, order=self._order)
 
     def as_begun(self, plan: Plan, seed: int) -> tuple[tuple[Shape, ...], str]:
         """(the phases, the fingerprint of their plan) in the order of the plan that a run began with.
@@ -325,7 +339,7 @@ class Curriculum:
         In the order of older runs `epochs` came to other steps.
         """
         shapes = self.shapes
-        if plan.order != SPREAD:
+        if plan.order == LARGE_UNITS:
             shapes = tuple(phase.shape for phase in self._with_steps(plan.order))
         ranges = {name: streamer.ranges for name, streamer in self.datasets.items()}
         return shapes, Plan(shapes, ranges, seed, order=plan.order).fingerprint

@@ -19,8 +19,9 @@ import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.amend import Amendment, carried_over, check, check_added, cut_in_units
+from roxxel_dist.curriculum.apart import ApartBuilder
 from roxxel_dist.curriculum.segments import Cursor, Key, Segment, SegmentBuilder, Shape, UnitSource
-from roxxel_dist.data.units import LARGE_UNITS, SPREAD, Ranges
+from roxxel_dist.data.units import APART, LARGE_UNITS, SPREAD, Ranges
 from roxxel_dist.utils.display import aligned
 
 ROWS_AHEAD = 8192
@@ -49,7 +50,8 @@ class Plan:
         datasets: name to readable ranges; the first is named "self".
         seed: of all orders, 0 or more.
         max_passes: the most passes over a data set; None for as many as the steps take.
-        order: `SPREAD`; `LARGE_UNITS` for the order of runs that began with it.
+        order: `SPREAD`; `APART` where each data set begins its next pass on its own; `LARGE_UNITS` for runs that began
+            with it.
 
     Raises:
         ValueError: a data set cannot fill one batch of a phase in a whole pass, or the passes are not enough.
@@ -94,7 +96,8 @@ class Plan:
             self._known_to = first
             self.shapes: tuple[Shape, ...] = amendment.shapes
             self.total_steps = sum(shape.steps for shape in amendment.shapes)
-            builder = SegmentBuilder(sources=amendment.sources, cursors=cursors, key=key, max_passes=max_passes)
+            make = ApartBuilder if self.order == APART else SegmentBuilder
+            builder = make(sources=amendment.sources, cursors=cursors, key=key, max_passes=max_passes)
             self._rest = builder.build(amendment.shapes, first)
             self._extend_to(self.total_steps - 1 if self.total_steps < ENDLESS else first)
         self.datasets: tuple[str, ...] = tuple(
@@ -396,6 +399,7 @@ def _events(plan: Plan) -> list[tuple[int, str]]:
         passes = {a.source.name: a.cursor.pass_index for a in segment.allocations}
         known = {name: cursor.pass_index for name, cursor in before.before.items()}
         renewed = [f"{name!r}" for name, index in passes.items() if index > known.get(name, index)]
+        renewed = [] if plan.order == APART else renewed  # they begin within phases
         weighted, names = dict(segment.shape.weights), [a.source.name for a in before.allocations]
         left = [f"{name!r}" for name in names if name not in passes and name in weighted]
         if renewed:

@@ -22,7 +22,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.mixture import Mixture, cumulative_weights, quota
 from roxxel_dist.curriculum.permutation import Permutation
 from roxxel_dist.curriculum.spread import SpreadOrder
-from roxxel_dist.data.units import LARGE_UNIT, SPREAD, Units
+from roxxel_dist.data.units import LARGE_UNIT, LARGE_UNITS, SPREAD, Units
 
 MAX_CHUNK, MIN_CHUNK, CHUNKS = 256, 16, 8
 
@@ -114,7 +114,7 @@ class UnitSource:
     name: str
     units: Units
     order: int = SPREAD
-    """`SPREAD` or `LARGE_UNITS`: that of its plan."""
+    """`SPREAD`, `LARGE_UNITS` or `APART`: that of its plan."""
 
     @cached_property
     def number(self) -> int:
@@ -124,7 +124,7 @@ class UnitSource:
     def new_pass(self, key: Key, pass_index: int) -> "Cursor":
         """Before the first token of a pass."""
         # Stretches of 2^18 tokens are read at about the same time: on a small corpus all of it, on a large one not.
-        block = max(1, LARGE_UNIT // self.units.size) if self.order == SPREAD else 0
+        block = 0 if self.order == LARGE_UNITS else max(1, LARGE_UNIT // self.units.size)
         remaining = RemainingUnits.first(self.units.count, key.new_pass(self.number, pass_index), block)
         return Cursor(pass_index=pass_index, remaining=remaining)
 
@@ -145,6 +145,16 @@ class Cursor:
     """How many of them were given out."""
     exhausted: bool = False
     """It had too little left for a batch, and waits until all are used up."""
+    windows: int = 0
+    """With passes apart: windows read of the units from `used` on."""
+    seq_len: int = 0
+    """Tokens of these windows."""
+
+    def settled(self, source: UnitSource) -> "Cursor":
+        """Without windows: the rest of a chunk that was begun is given up."""
+        chunks = -(-self.windows // (source.chunk * (source.units.size // self.seq_len))) if self.windows else 0
+        used = self.used + chunks * source.chunk
+        return replace(self, used=min(used, self.remaining.size), windows=0, seq_len=0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -183,6 +193,10 @@ class Allocation:
         """Units of the pass that are given out once so many windows of the allocation are read, whole chunks."""
         chunks = -(-windows // (self.source.chunk * self.windows_per_unit))
         return self.cursor.used + min(self.units, chunks * self.source.chunk)
+
+    def cursor_after(self, windows: int) -> Cursor:
+        """The data set's cursor once so many windows of the allocation are read."""
+        return replace(self.cursor, used=self.units_after(windows))
 
 
 # Steps that follow each other read from the same chunk: its order and its units are found once.
@@ -263,7 +277,7 @@ class Segment:
         result = dict(self.before)
         counts = self.mixture.counts(steps * self.shape.items_per_step) * self.shape.rows_per_item
         for allocation, windows in zip(self.allocations, counts.tolist(), strict=True):
-            result[allocation.source.name] = replace(allocation.cursor, used=allocation.units_after(windows))
+            result[allocation.source.name] = allocation.cursor_after(windows)
         return result
 
     def in_pass(self, number: int) -> "Segment":
@@ -294,7 +308,6 @@ class SegmentBuilder:
     """How far each data set has been read; kept up to date."""
     key: Key
     max_passes: int | None = None
-    """The most passes over a data set."""
 
     def build(self, shapes: Sequence[Shape], first_step: int) -> Iterator[Segment]:
         """The segments of the steps from `first_step` to the end of the last phase; `shapes` begin with step 0.

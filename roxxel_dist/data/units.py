@@ -16,9 +16,9 @@ LARGE_UNIT = 1 << 18
 WINDOWS_A_UNIT = 8
 FEW_UNITS = 256
 TOLERATED_LOSS = 0.03
-LARGE_UNITS, SPREAD = 1, 2
+LARGE_UNITS, SPREAD, APART = 1, 2, 3
 """Orders of a plan. Runs that began with large units, in a random order, keep them; new runs have small ones, of which
-every stretch is spread over the whole data set."""
+every stretch is spread over the whole data set. In the last one, each data set also begins its next pass on its own."""
 
 
 def unit_size(ranges: Ranges, longest: int, order: int = SPREAD) -> int:

@@ -22,7 +22,7 @@ def build_curriculum(config: Config, data: Roxxel) -> tuple[Curriculum, Roxxel]:
     phases: list[Any] = config.phases or [
         Phase(epochs=config.epochs, batch_size=config.batch_size, seq_len=max_context + 1)
     ]
-    curriculum = Curriculum(data, phases, open_data_sets(config, "datasets", data))
+    curriculum = Curriculum(data, phases, open_data_sets(config, "datasets", data), passes=config.passes)
     curriculum, held_out = curriculum.hold_out(0 if config.validation else config.val_fraction)
     for i, phase in enumerate(curriculum.phases):
         if (phase.seq_len or 0) > max_context + 1:

@@ -294,6 +294,9 @@ class ExperimentConfig:
     batch and seq_len the tokens read, the target included. A list of sizes, such as batch_size: [16, 32, 64], is a ramp
     (batch size warm-up): a phase for each, which read the same number of rows; see lr_scaling. Without phases there is
     one of batch_size rows of max_context + 1 tokens."""
+    passes: Literal["together", "apart"] = "together"
+    """Passes over data sets with weights. together: one that is used up leaves the blend until all are. apart: it
+    begins its next pass at once and keeps its share, and no share changes the order in which it is read."""
     epochs: float = 1.0
     """Passes over the data, if no phases are given."""
     batch_size: int = 16
@@ -336,6 +339,8 @@ class ExperimentConfig:
             _check_at_least(name, getattr(self, name), 1)
         for name, least in (("n_devices", 0), ("fsdp_devices", 0), ("tensor_devices", 1)):
             _check_at_least(name, getattr(self, name), least)
+        if self.passes not in ("together", "apart"):
+            raise UserError(f"passes is {self.passes!r}: it must be together or apart")
         if self.sample not in ("auto", "on", "off"):
             raise UserError(f"sample is {self.sample!r}: it must be auto, on or off")
         if not self.epochs > 0:

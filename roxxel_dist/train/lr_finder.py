@@ -40,7 +40,8 @@ def sweep_stream(curriculum: Curriculum, num_steps: int, seed: int, mesh: Mesh, 
     """
     phase = replace(curriculum.phases[0], steps=num_steps)
     check_batches([phase.shape], grad_accum)
-    plan = Curriculum(curriculum.primary_streamer, [phase], curriculum.mix_streamers).plan(seed)
+    sets = curriculum.primary_streamer, [phase], curriculum.mix_streamers
+    plan = Curriculum(*sets, passes=curriculum.passes).plan(seed)
     return Stream(plan, curriculum.datasets, batch_sharding(mesh), grad_accum=grad_accum)
 
 

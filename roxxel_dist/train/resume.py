@@ -19,7 +19,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.files.discovery import absolute
-from roxxel_dist.data.units import SPREAD
+from roxxel_dist.data.units import LARGE_UNITS
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.step.average import Averaged, begin_average
@@ -145,7 +145,7 @@ class _RequestedRun:
     def _begun_with(self, saved: CheckpointMetadata) -> Plan:
         """The plan of a checkpoint; the curriculum is taken in its order from now on."""
         plan = Plan.from_state(saved.plan)
-        if plan.order != SPREAD:
+        if plan.order == LARGE_UNITS:
             self.shapes, curriculum = self.curriculum.as_begun(plan, self.options.seed)
             self.fingerprint["curriculum"] = curriculum
         return plan
