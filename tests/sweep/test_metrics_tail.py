@@ -32,3 +32,26 @@ def test_value_at_step_1_is_a_report_where_it_stands_for_a_step(
     found += tail.read(last=True)
     tail.close()
     assert str(found) == str(reports)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([{"val_loss/a": 2.0, "val_loss/b": 4.0}], [(20, 3.5)]),
+        ([{"val_loss/a": 2.0, "val_loss/b": 4.0, "val_loss/c": 9.0}, {"train_loss": 1.0}], [(20, 3.5)]),
+        ([{"val_loss/a": 2.0, "val_loss/b": None}], [(20, math.nan)]),
+        ([{"val_loss/a": 2.0}], []),
+    ],
+    ids=["mean", "others", "not finite", "absent"],
+)
+def test_a_mean_over_data_sets(rows: list[dict[str, float | None]], expected: list[Report], tmp_path: Path) -> None:
+    tail = MetricsTail(tmp_path, "mean_loss", {"val_loss/a": 0.25, "val_loss/b": 0.75})
+    with (tmp_path / METRICS).open("w") as file:
+        file.writelines(json.dumps({"step": 20 * number, **row}) + "\n" for number, row in enumerate(rows, 1))
+    found = tail.read(last=True)
+    tail.close()
+    assert str(found) == str(expected)
+    assert list(tail.losses) == [step for step, _ in expected]
+    assert all(set(of_sets) == {"a", "b"} for of_sets in tail.losses.values())
+    if not expected:
+        assert "and not val_loss/b: name those sets in `validation`" in tail.missing()

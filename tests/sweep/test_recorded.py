@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 from roxxel_dist.sweep import replay
+from roxxel_dist.sweep.driver.recorded import RecordedSearch
+from roxxel_dist.sweep.space.sweep_file import sweep_of
+from roxxel_dist.sweep.study.set_losses import set_losses
 
 SWEEP: dict[str, Any] = {
     "method": "random",
@@ -79,3 +82,23 @@ def test_mistakes_are_named() -> None:
         replay(SWEEP, Table(), seed=0, budget_steps=10, workers=0)
     with pytest.raises(ValueError, match="table: the curve of"):
         replay(SWEEP, lambda params: [], seed=0, budget_steps=10)
+
+
+def test_a_mean_over_data_sets_has_the_losses_of_each() -> None:
+    """The recorded table gives them by report and set; the history has the mean, and what laws are fitted to."""
+    weights = {"code": 3, "math": 1}
+    sweep = sweep_of(SWEEP | {"metric": {"name": "mean_loss", "weights": weights}})
+    assert sweep.logged == {"val_loss/code": 0.75, "val_loss/math": 0.25}
+    search = RecordedSearch(sweep, lambda params: [[report, 2 * report] for report in (4.0, params["lr"])], seed=1)
+    while len(search.history.trials) < 3 and search.advance(1):
+        pass
+    trial = search.history.trials[0]
+    rate = trial.params["lr"]
+    assert trial.reports == [(1, 0.75 * 4 + 0.25 * 8), (2, pytest.approx(1.25 * rate))]
+    assert trial.losses == {1: {"code": 4.0, "math": 8.0}, 2: {"code": rate, "math": 2 * rate}}
+    found = set_losses(search.history, sweep)
+    assert (found.names, found.weights.tolist(), found.keys) == (("code", "math"), [0.75, 0.25], ())
+    assert found.losses[0].tolist() == [rate, 2 * rate]
+    for curve in ([1.0, 2.0], [[1.0], [2.0]], []):
+        with pytest.raises(ValueError, match=r"must be rows of 2 numbers, in the order of `weights`"):
+            replay(sweep, lambda params, curve=curve: curve, seed=1, budget_steps=9)

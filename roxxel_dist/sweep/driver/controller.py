@@ -183,7 +183,7 @@ class Controller:
         elif name == "start":
             self._write("start", trial, attempt=attempt.attempt, node=event.get("node"), pid=event["pid"])
         elif name == "report":
-            self._report(attempt, event["step"], event["value"])
+            self._report(attempt, event["step"], event["value"], event.get("losses"))
         elif name == "result" and not _is_finite(event["value"]):
             self._not_finite(attempt, event["value"], "")
         elif name == "result":
@@ -212,12 +212,13 @@ class Controller:
         elif name == "fatal":
             self._drain(Ending(code=1, reason=event["reason"]))
 
-    def _report(self, attempt: Attempt, step: int, value: Any) -> None:
+    def _report(self, attempt: Attempt, step: int, value: Any, losses: Mapping[str, float] | None) -> None:
         trial = self._history.trials[attempt.trial]
         if not _is_finite(value):
             self._not_finite(attempt, value, f" at step {step}")
         elif trial.reported(step) != value:  # a trial that is run again reports its earlier ones again
-            self._write("report", trial.number, step=step, value=value)
+            of_sets = {"losses": losses} if losses else {}
+            self._write("report", trial.number, step=step, value=value, **of_sets)
             self._decided(self.decisions.reported(trial.number, step))
 
     def _decided(self, events: list[Event]) -> None:

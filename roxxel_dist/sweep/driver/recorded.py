@@ -38,15 +38,17 @@ def replay(
 
     Args:
         sweep: as W&B's YAML has it: a mapping, or the path of a file. Without `early_terminate` all trials are full.
-        table: the metric at each report of the trial of these parameters, float[reports]; a trial fails at a value that
-            is not finite. Its attribute `steps_per_report` is the number of steps that a report stands for (1 where it
+        table: the metric at each report of the trial of these parameters, float[reports], or, where it is a mean over
+            data sets by `weights`, the loss of each of them, float[reports, sets]; a trial fails at a value that is not
+            finite. Its attribute `steps_per_report` is the number of steps that a report stands for (1 where it
             has none).
         seed: of everything random.
         budget_steps: no report is made that would need more steps than these, of all trials together.
         workers: trials that run at once; each makes one report in its turn.
 
     Raises:
-        ValueError: a mistake in the sweep, a budget or a number of workers below 1, or a curve that is empty or no row.
+        ValueError: a mistake in the sweep, a budget or a number of workers below 1, or a curve that is empty or of
+            another shape.
     """
     for name, number in (("budget_steps", budget_steps), ("workers", workers)):
         if number < 1:
@@ -82,7 +84,7 @@ class RecordedSearch:
         study = {"event": "study", "metric": sweep.metric, "goal": sweep.goal, "method": sweep.method, "seed": seed}
         self.history.apply(study)
         self._decisions = Decisions(sweep, self.history, lambda: make(sweep, seed))
-        self._curves: dict[int, list[float]] = {}
+        self._curves: dict[int, NDArray[np.float64]] = {}
         self._running: deque[int] = deque()
         self.best: float = math.nan
 
@@ -92,19 +94,22 @@ class RecordedSearch:
             self._apply(event)
             number = event["trial"]
             if number not in self._curves:
-                self._curves[number] = _curve(self._table(event["params"]), event["params"])
+                self._curves[number] = _curve(self._table(event["params"]), event["params"], sweep=self._sweep)
             self._running.append(number)
         if not self._running:
             return False
         number = self._running.popleft()
         trial, curve = self.history.trials[number], self._curves[number]
-        step, value = trial.step + self.each, curve[len(trial.reports)]
+        step, row = trial.step + self.each, curve[len(trial.reports)].tolist()
+        weights = self._sweep.weights or {self._sweep.metric: 1.0}
+        value = math.fsum(weight * loss for weight, loss in zip(weights.values(), row, strict=True))
         if not math.isfinite(value):
             self.history.steps += self.each
             self._apply({"event": "fail", "trial": number, "kind": "nan", "reason": f"{value}", "log": None})
             self._decisions.ended(number)
             return True
-        self._apply({"event": "report", "trial": number, "step": step, "value": value})
+        losses = {"losses": dict(zip(weights, row, strict=True))} if self._sweep.weights else {}
+        self._apply({"event": "report", "trial": number, "step": step, "value": value, **losses})
         better = min if self._sweep.goal == "minimize" else max
         self.best = value if math.isnan(self.best) else better(self.best, value)
         if len(trial.reports) == len(curve):
@@ -129,8 +134,10 @@ class RecordedSearch:
         self.history.apply({"time": 0.0, "seconds": None, "more": {}, **event})
 
 
-def _curve(recorded: ArrayLike, params: Params) -> list[float]:
-    curve = np.asarray(recorded, np.float64)
-    if curve.ndim != 1 or not curve.size:
-        raise UserError(f"table: the curve of {params} must be a row of one or more numbers")
-    return curve.tolist()
+def _curve(recorded: ArrayLike, params: Params, sweep: Sweep) -> NDArray[np.float64]:
+    """float64[reports, sets]: of each data set of which the metric is a mean, or of the metric alone."""
+    curve, sets = np.asarray(recorded, np.float64), len(sweep.weights)
+    if not curve.size or curve.ndim != (2 if sets else 1) or (sets and curve.shape[1] != sets):
+        form = f"rows of {sets} numbers, in the order of `weights`" if sets else "a row of one or more numbers"
+        raise UserError(f"table: the curve of {params} must be {form}")
+    return curve if sets else curve[:, None]

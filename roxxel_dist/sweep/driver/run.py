@@ -32,6 +32,7 @@ from roxxel_dist.settings.global_batch import predates
 from roxxel_dist.sweep.driver.bucket import StudyBucket
 from roxxel_dist.sweep.driver.controller import run_sweep
 from roxxel_dist.sweep.driver.live_view import LiveView
+from roxxel_dist.sweep.driver.logged_metric import check_of_trainings
 from roxxel_dist.sweep.driver.options import SweepOptions, TrialResources
 from roxxel_dist.sweep.executors.private_disk import run_in_bucket
 from roxxel_dist.sweep.report.text import table
@@ -201,6 +202,7 @@ class SweepRun:
                 log=str(folder / LOGS / log),
                 metric=self.sweep.metric,
                 goal=self.sweep.goal,
+                weights=self.sweep.logged,
                 config=config,
                 data_path=data,
                 corpus=corpus,
@@ -266,10 +268,14 @@ def open_sweep(
     # A loss or a model of the user's own may log anything.
     base, metric = flat_fields(run.base), run.sweep.metric
     own = {name for name in ("loss", "model") if base.get(name) is not None} | ({"loss", "model"} & run.swept)
-    if is_ours and run.server is None and not own and metric not in LOGGED and "/" not in metric:
+    if run.sweep.weights and (not is_ours or run.server is not None):
+        raise UserError("metric.weights: only a search here over trainings of a config has them: log the mean yourself")
+    is_known = metric in LOGGED or "/" in metric or run.sweep.weights
+    if is_ours and run.server is None and not own and not is_known:
         raise UserError(f"metric.name: no training logs {metric!r}: {nearest(metric, LOGGED)}")
     _check_pauses(run)
     if is_ours and run.server is None:
+        check_of_trainings(run.sweep, base, run.config, path)
         _check_command(run.sweep)
         _check_integers(run.sweep)
         _check_effect(run)

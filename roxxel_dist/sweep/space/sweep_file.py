@@ -29,8 +29,10 @@ RULES = {
 """The keys of each `early_terminate.type`; hyperband is W&B's own."""
 REMOVED_RULES = {"freeze_thaw": "was removed: use {type: asha, min_iter: 1}"}
 """Types of earlier versions: a study that has one can be read, and does not go on."""
-METRIC, SERVER_METRIC = ("name", "goal"), ("impute", "impute_while_running", "target")
+METRIC, SERVER_METRIC = ("name", "goal", "weights"), ("impute", "impute_while_running", "target")
 """The keys of `metric`, and those that only W&B's server reads."""
+MEANS = {"mean_loss": "val_loss", "mean_bpb": "val_bpb"}
+"""Metrics that are means over data sets by `weights`, and what is logged of each set, as `val_loss/<name>`."""
 EXTRAS = ("constraints", "derived", "resources", "when")
 Params = dict[str, Any]
 
@@ -123,6 +125,8 @@ class Sweep:
     metric: str
     goal: str
     space: Space
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Where the metric is a mean over data sets: the share of each in it. They sum to 1."""
     program: str | None = None
     command: tuple[str, ...] | None = None
     name: str | None = None
@@ -131,6 +135,11 @@ class Sweep:
     run_cap: int | None = None
     early_terminate: Mapping[str, Any] | None = None
     rules: Rules = field(default_factory=Rules)
+
+    @property
+    def logged(self) -> dict[str, float]:
+        """The logged metrics of which `metric` is a mean, with their weights; empty where it is logged itself."""
+        return {f"{MEANS[self.metric]}/{name}": weight for name, weight in self.weights.items()}
 
     @property
     def sign(self) -> float:
@@ -226,6 +235,7 @@ def _sweep(content: Mapping[str, Any], locator: YamlLocator, rules: Rules) -> Sw
     goal = metric.get("goal", "minimize")
     if goal not in GOALS:
         raise locator.error(["metric", "goal"], f"{goal!r} is not a goal: {nearest(goal, GOALS)}")
+    weights = _weights(metric, locator)
     parameters = content.get("parameters")
     parameters = with_numbers(parameters)
     if not isinstance(parameters, Mapping) or not parameters:
@@ -246,6 +256,7 @@ def _sweep(content: Mapping[str, Any], locator: YamlLocator, rules: Rules) -> Sw
         method=method,
         metric=metric["name"],
         goal=goal,
+        weights=weights,
         space=Space(parameters=tuple(_parameters(parameters, ("parameters",), locator))),
         command=None if command is None else tuple(map(str, command)),
         run_cap=run_cap,
@@ -253,6 +264,26 @@ def _sweep(content: Mapping[str, Any], locator: YamlLocator, rules: Rules) -> Sw
         rules=rules,
         **texts,
     )
+
+
+def _weights(metric: Mapping[str, Any], locator: YamlLocator) -> dict[str, float]:
+    """The weights of a metric that is a mean over data sets, with sum 1; empty for any other metric."""
+    weights = with_numbers(metric.get("weights"))
+    if weights is None:
+        return {}
+    where = ["metric", "weights"]
+    if metric["name"] not in MEANS:
+        why = f"weights are of a mean over data sets, and the metric is {metric['name']!r}: use {' or '.join(MEANS)}"
+        raise locator.error(where, why)
+    if not isinstance(weights, Mapping) or not weights:
+        raise locator.error(where, "must be names of validation sets with numbers, such as {code: 0.5, math: 0.5}")
+    for name, weight in weights.items():
+        if not _is_amount(weight):
+            raise locator.error([*where, str(name)], f"{weight!r} must be a number, 0 or more")
+    total = math.fsum(weights.values())
+    if not total or not math.isfinite(total):
+        raise locator.error(where, f"they sum to {total:g}: at least one must be above 0")
+    return {str(name): weight / total for name, weight in weights.items() if weight}
 
 
 def _check_unread(content: Mapping[str, Any], metric: Mapping[str, Any], locator: YamlLocator) -> None:

@@ -37,6 +37,7 @@ VERSION = 2
 KEYS = {
     "event", "time", "version", "metric", "goal", "method", "seed", "driver", "trial", "params", "point", "attempt",
     "node", "pid", "step", "value", "rule", "reason", "seconds", "stopped", "more", "kind", "log",
+    "losses",
 }  # fmt: skip
 """The keys of events in this version."""
 AWAITED = {"study", "ask"}
@@ -61,6 +62,8 @@ class Trial:
     """The result of a trial that has ended; of a paused one, its best report so far."""
     reports: list[tuple[int, float]] = field(default_factory=list)
     """(step, value), by step; of a step that was run again, the last value."""
+    losses: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    """By step, the loss of each data set of which a reported value is the mean; empty where it is none."""
     attempts: int = 0
     """How often it was started."""
     node: str | None = None
@@ -180,6 +183,8 @@ class History:
         elif kind == "report":
             before = trial.step
             trial.report(event["step"], event["value"])
+            if losses := event.get("losses"):
+                trial.losses[event["step"]] = losses
             self.steps += trial.step - before
             if trial.state == "paused":  # it had made this report before it received its pause
                 self._pause(trial)

@@ -29,13 +29,17 @@ class MetricsTail:
     Args:
         run: the run directory; it need not exist yet.
         metric: whose values are wanted.
+        weights: of the logged metrics of which it is a mean; empty where it is logged itself.
 
     Attributes:
         names: of all metrics that came.
+        losses: by step, what each of the metrics of `weights` was; its name is that of its data set.
     """
 
-    def __init__(self, run: Path, metric: str) -> None:
+    def __init__(self, run: Path, metric: str, weights: Mapping[str, float] | None = None) -> None:
         self._run, self._metric, self._log = run, metric, JsonlReader(run / METRICS)
+        self._weights = weights or {}
+        self.losses: dict[int, dict[str, float]] = {}
         self._rows: dict[int, dict[str, Any]] = {}
         self._reported = -1
         self._first: list[Report] = []
@@ -55,14 +59,25 @@ class MetricsTail:
         reports: list[Report] = []
         for row in self._log.objects():
             row.pop(DIGEST, None)  # no metric
-            step, value = int(row.pop("step") or 0), row.get(self._metric)
-            reports += self._add(step, row, math.nan if value is None and self._metric in row else value)
+            step = int(row.pop("step") or 0)
+            reports += self._add(step, row, self._value(step, row))
         if reports and reports[0][0] == 1 and math.isfinite(reports[0][1]):
             self._first = [reports.pop(0)]
         if reports or last:
             counts = not reports or reports[0][0] == 2
             reports, self._first = (self._first if counts else []) + reports, []
         return reports
+
+    def _value(self, step: int, row: Mapping[str, Any]) -> float | None:
+        """The metric in a row, NaN where it is not finite; None where the row has it not."""
+        wanted = self._weights or {self._metric: 1.0}
+        if not wanted.keys() <= row.keys():
+            return None
+        values = {name: math.nan if row[name] is None else row[name] for name in wanted}
+        if not self._weights:
+            return values[self._metric]
+        self.losses[step] = {name.partition("/")[2]: value for name, value in values.items()}
+        return math.fsum(weight * values[name] for name, weight in wanted.items())
 
     @property
     def problem(self) -> str | None:
@@ -72,6 +87,8 @@ class MetricsTail:
     def missing(self) -> str:
         """What the run logged instead of the metric, and what to change."""
         logged = f"it logged {', '.join(sorted(self.names))}" if self.names else "it logged nothing"
+        if absent := sorted(self._weights.keys() - self.names):
+            return f"{logged}, and not {', '.join(absent)}: name those sets in `validation`, or leave out their weights"
         return f"{logged}; name one of those under `metric`, or log {self._metric!r}"
 
     def _add(self, step: int, row: Mapping[str, Any], value: float | None) -> list[Report]:

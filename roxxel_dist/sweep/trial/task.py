@@ -36,6 +36,8 @@ class TrialTask(Ranks):
     log: str
     metric: str
     goal: str
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """The logged metrics of which `metric` is a mean, with their weights; empty where it is logged itself."""
     config: Mapping[str, Any]
     """The fields of the trial's config; of a program of the user's own, and where a server leads, those that all trials
     share."""

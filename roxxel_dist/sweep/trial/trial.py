@@ -70,7 +70,9 @@ def run(fields: Mapping[str, Any]) -> Iterator[Event]:
         yield {"lost": {"reason": reason}}
         return
     directory = task.directory or os.getcwd()
-    tail = WandbTail(folder.absolute(), task.metric, directory) if own else MetricsTail(folder, task.metric)
+    tail = MetricsTail(folder, task.metric, task.weights)
+    if own:
+        tail = WandbTail(folder.absolute(), task.metric, directory)
     objective = Objective(task, tail)
     try:
         if has_ended(folder) if own else read_cursor(folder).get("finished"):  # its end is not yet in the journal
@@ -164,7 +166,8 @@ class Objective:
                 self.is_nan = True
                 return
             self.best = value if self.best is None else better(self.best, value)
-            yield {"report": {"step": step, "value": value}}
+            of_sets = {"losses": self.tail.losses[step]} if step in self.tail.losses else {}
+            yield {"report": {"step": step, "value": value, **of_sets}}
 
     def result(self, stopped: str | None) -> Event:
         """The result, or a failure where nothing was reported."""
