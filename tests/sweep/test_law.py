@@ -86,6 +86,23 @@ def test_the_proposal_is_the_best_of_all(floors, caps, kl):
     assert value <= best_of_many([space], kl) + 2e-4
 
 
+def test_sources_of_which_a_little_teaches_most():
+    """A power law over the whole simplex: shares as they are would not do, and the proposal is still the best."""
+
+    def power(shares):
+        return 2 + 0.3 * (0.05 + shares @ (np.eye(4) + 0.1)[:, :3]) ** -0.5
+
+    rng, space = np.random.default_rng(3), mixture_space((1,), NAMES)
+    shares, asked = rng.dirichlet(np.full(4, 0.5), 40), rng.dirichlet(np.full(4, 0.5), 4000)
+    law = Law.fit(shares, power(shares) + rng.normal(0, 0.003, (40, 3)))
+    errors = np.sqrt(((law.mean(asked) - power(asked)) ** 2).mean(axis=0))
+    assert (errors < 0.12 * power(asked).std(axis=0)).all()
+    found = propose(law, WEIGHTS, [space])
+    assert space.allows(found)
+    best, worst = (pick(power(asked) @ WEIGHTS) for pick in (np.min, np.median))
+    assert power(found[None])[0] @ WEIGHTS < best + 0.03 * (worst - best)
+
+
 def test_much_weight_of_natural_shares_keeps_them():
     space = mixture_space((1,), NAMES, tokens=[4, 3, 2, 1])
     far, near = (propose(Law.fit(*trials(30)), WEIGHTS, [space], kl) for kl in (0.01, 1000.0))
