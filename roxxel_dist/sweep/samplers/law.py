@@ -39,6 +39,8 @@ BENDS = (0.01, 0.03, 0.1, 0.3, np.inf)
 """e, from a power law to the log-linear law as it was published."""
 FLAT = 1e4
 """The same of b, of which nothing is known."""
+PROPOSING = 0.01
+"""Members with less weight are left out of the proposal from the mean: each costs time."""
 COUNTED = 1e-3
 """Members of the grid with less weight than this are left out."""
 FEWEST = 3
@@ -262,15 +264,15 @@ def propose(
     """
     natural = np.concatenate([space.natural for space in spaces])
     low, high = (np.concatenate([getattr(space, name) for space in spaces]) for name in ("floors", "caps"))
-    terms = _terms(law, np.asarray(weights, np.float64), rng)
-    scale = sum(float(np.exp(term.exponent(natural))) for term in terms) or 1.0
+    parts = _parts(law, np.asarray(weights, np.float64), rng)
+    scale = sum(float(part.exponentials(natural).sum()) for part in parts) or 1.0
 
     def value(shares: Array) -> tuple[float, Array]:
         ratio = np.log(np.maximum(shares, LEAST) / np.maximum(natural, LEAST))
         total, gradient = kl * float((shares * ratio).sum()), kl * (ratio + 1)
-        for term in terms:
-            each = float(np.exp(min(term.exponent(shares), LARGE)))
-            total, gradient = total + each, gradient + each * term.slopes * _slope(shares, term.bend)
+        for part in parts:
+            each = part.exponentials(shares)
+            total, gradient = total + float(each.sum()), gradient + (each @ part.slopes) * _slope(shares, part.bend)
         return total / scale, gradient / scale
 
     ends = np.cumsum([len(space.names) for space in spaces]).tolist()
@@ -278,7 +280,7 @@ def propose(
             for space, end in zip(spaces, ends, strict=True)]  # fmt: skip
     equal = [{"type": "eq", "fun": lambda r, row=row: row @ r - 1, "jac": lambda r, row=row: row} for row in sums]
     starts = [natural]
-    if any(not np.isinf(term.bend) and (term.slopes > 0).any() for term in terms):
+    if any(not np.isinf(part.bend) and (part.slopes > 0).any() for part in parts):
         at_random = np.random.default_rng(0)
         starts += [np.concatenate([space.uniform for space in spaces])]
         starts += [np.concatenate([space.sample(at_random) for space in spaces]) for _ in range(STARTS)]
@@ -294,31 +296,36 @@ def propose(
     return best
 
 
-class _Term(NamedTuple):
-    """exp(constant + slopes . (f(r) - centre)), a part of the weighted losses."""
+class _Part(NamedTuple):
+    """A part of the weighted losses: the sum of n exponentials with one e."""
 
-    constant: float
-    slopes: Array
-    centre: Array
     bend: float
+    constants: Array
+    """float64[n]."""
+    slopes: Array
+    """float64[n, K]."""
 
-    def exponent(self, shares: Array) -> float:
-        """For float64[K]."""
-        return float(self.constant + self.slopes @ (bent(shares, self.bend) - self.centre))
+    def exponentials(self, shares: Array) -> Array:
+        """float64[n] of float64[K]."""
+        return np.exp(np.minimum(self.constants + self.slopes @ bent(shares, self.bend), LARGE))
 
 
-def _terms(law: Law, weights: Array, rng: np.random.Generator | None) -> list[_Term]:
-    """The weighted losses as a sum of exponentials, their constants left out."""
-    terms: list[_Term] = []
+def _parts(law: Law, weights: Array, rng: np.random.Generator | None) -> list[_Part]:
+    """The weighted losses, their constants left out, of the mean of a law or of a draw of it."""
+    found: dict[float, list[tuple[float, Array]]] = {}
     for weight, members in zip(weights.tolist(), law.members, strict=True):
         if weight <= 0:
             continue
-        if rng is None:
-            for one in members:
-                terms.append(_Term(one.beta[0] + np.log(weight * one.weight), one.beta[1:], one.centre, one.bend))
-            continue
-        one = members[rng.choice(len(members), p=[each.weight for each in members])]
-        spread = np.sqrt(one.rate / rng.gamma(_shape(len(law.trials))))
-        beta = one.beta + spread * solve_triangular(one.root, rng.standard_normal(len(one.beta)))
-        terms.append(_Term(beta[0] + np.log(weight), beta[1:], one.centre, one.bend))
-    return terms
+        counted = [(one, one.beta, weight * one.weight) for one in members if one.weight >= PROPOSING]
+        if rng is not None:
+            one = members[rng.choice(len(members), p=[each.weight for each in members])]
+            spread = np.sqrt(one.rate / rng.gamma(_shape(len(law.trials))))
+            drawn = one.beta + spread * solve_triangular(one.root, rng.standard_normal(len(one.beta)))
+            counted = [(one, drawn, weight)]
+        for one, beta, counts in counted:
+            constant = float(beta[0] + np.log(counts) - beta[1:] @ one.centre)
+            found.setdefault(one.bend, []).append((constant, beta[1:]))
+    return [
+        _Part(bend, np.array([constant for constant, _ in those]), np.stack([slopes for _, slopes in those]))
+        for bend, those in found.items()
+    ]
