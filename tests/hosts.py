@@ -54,6 +54,17 @@ SetEnv {variables}
 """
 
 
+ENTER = """\
+#!/bin/sh
+name=$1
+shift
+case $name in
+{pids}*) echo "no host $name" >&2; exit 1;;
+esac
+exec nsenter --target $pid --mount --uts --net -- env -i PATH="$PATH" $(cat "{folder}/$name/variables") "$@"
+"""
+
+
 class Cluster:
     """Hosts h1, h2 … (10.77.0.1, …2 …) and a machine named "controller" (10.77.0.254); a context manager.
 
@@ -95,6 +106,16 @@ class Cluster:
     def home(self, name: str) -> Path:
         """HOME on a host, or on the controller."""
         return self.folder / name / "home"
+
+    @property
+    def enter(self) -> Path:
+        """A program that runs others on a host, as `kubectl exec -i` does in a pod: `enter h1 WORDS`."""
+        path = self.folder / "enter"
+        if not path.exists():
+            pids = "".join(f"{name}) pid={machine.holder.pid};;\n" for name, machine in self._machines.items())
+            path.write_text(ENTER.format(pids=pids, folder=self.folder))
+            path.chmod(0o755)
+        return path
 
     def run(
         self,
@@ -309,6 +330,8 @@ class Cluster:
         (self.folder / "known_hosts").write_text("".join(known))
 
     def _configure(self, name: str) -> None:
+        # For `enter`; none of them has spaces.
+        (self.folder / name / "variables").write_text(" ".join(f"{k}={v}" for k, v in self._variables[name].items()))
         variables = " ".join(f'"{key}={value}"' for key, value in self._variables[name].items())
         first = "".join(f"{key} {value}\n" for key, value in self._settings[name].items())  # the first value counts
         text = first + SSHD.format(folder=self.folder, name=name, variables=variables)

@@ -13,6 +13,7 @@ from roxxel_dist.settings.config import usage_errors
 from roxxel_dist.utils.display import aligned
 
 if TYPE_CHECKING:
+    from roxxel_dist.launcher.job.backend import Backend
     from roxxel_dist.launcher.preflight.checks import Requirements
     from roxxel_dist.launcher.preflight.run import PreflightReport
 
@@ -26,7 +27,7 @@ class DoctorArgs:
     """
 
     hosts: str | None = None
-    """Host names for ssh, separated by commas."""
+    """Host names for ssh, or for --via, separated by commas."""
     hostfile: str | None = None
     """A file with one host in each line, as for `launch ssh`."""
     run_dir: str | None = None
@@ -37,6 +38,8 @@ class DoctorArgs:
     """Port of the coordinator. Default: a free port."""
     gpus_per_host: int | None = None
     """Number of GPUs that each host must have."""
+    via: str | None = None
+    """The command that reaches the hosts, as for `launch exec`. Default: ssh."""
     ssh_config: str | None = None
     """A configuration file for ssh. Default: the usual files of ssh."""
     python: str | None = None
@@ -51,28 +54,38 @@ def doctor(words: list[str]) -> int:
     """Check that hosts answer, are equal, and are ready to train."""
     cut = words.index("--") if "--" in words else len(words)
     args, command = parse(DoctorArgs, words[:cut], "doctor", underscores=False), words[cut + 1 :]
-    from roxxel_dist.launcher.backends.local import LocalBackend
-    from roxxel_dist.launcher.backends.ssh import SshBackend, hosts_of
     from roxxel_dist.launcher.preflight.run import check_hosts
 
     with usage_errors():
         needs = requirements(args, tuple(command))
         if command[:1] == ["train"]:
             parse_train(command[1:])
-        if args.hosts is not None or args.hostfile is not None:
-            hosts, _ = hosts_of(args.hosts, args.hostfile)
-            backend = SshBackend(
-                hosts, config=args.ssh_config, python=args.python or "", directory=args.directory or ""
-            )
-        else:
-            backend = LocalBackend()
-            for flag in ("ssh-config", "python", "directory"):
-                if (value := getattr(args, flag.replace("-", "_"))) is not None:
-                    raise UserError(f"--{flag} {value} is for other hosts: name them with --hosts or --hostfile")
+        backend = backend_of(args)
         report = check_hosts(needs, backend, backend.hosts, port=args.port)
         as_json = {"fit": report.passed, **dataclasses.asdict(report)}
         print(json.dumps(as_json, indent=2) if args.json else printable(_as_text(report, len(backend.hosts))))
         return 0 if report.passed else EXIT_PREFLIGHT
+
+
+def backend_of(args: DoctorArgs) -> "Backend":
+    """What reaches the hosts. Raises ValueError for a slip."""
+    from roxxel_dist.launcher.backends.exec import ExecBackend
+    from roxxel_dist.launcher.backends.hosts import hosts_of
+    from roxxel_dist.launcher.backends.local import LocalBackend
+    from roxxel_dist.launcher.backends.ssh import SshBackend
+
+    if args.hosts is None and args.hostfile is None:
+        for flag in ("via", "ssh-config", "python", "directory"):
+            if (value := getattr(args, flag.replace("-", "_"))) is not None:
+                raise UserError(f"--{flag} {value} is for other hosts: name them with --hosts or --hostfile")
+        return LocalBackend()
+    hosts, _ = hosts_of(args.hosts, args.hostfile)
+    python, directory = args.python or "", args.directory or ""
+    if args.via is None:
+        return SshBackend(hosts, config=args.ssh_config, python=python, directory=directory)
+    if args.ssh_config is not None:
+        raise UserError(f"--ssh-config {args.ssh_config} is for ssh, and --via is given: write it into --via")
+    return ExecBackend(hosts, args.via, python=python, directory=directory)
 
 
 def requirements(args: DoctorArgs, command: tuple[str, ...]) -> "Requirements":

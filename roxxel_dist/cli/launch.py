@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MOST = 1_000_000
 """Hosts, processes, devices, restarts or ports of a job, at most."""
-ONE_LAUNCHER = ("ray", "slurm", "ssh")
+ONE_LAUNCHER = ("exec", "ray", "slurm", "ssh")
 """Backends whose launcher starts the ranks of all hosts, so that there is one launcher a job."""
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 BACKENDS = {
     "local": "roxxel_dist.launcher.backends.local",
     "ssh": "roxxel_dist.launcher.backends.ssh",
+    "exec": "roxxel_dist.launcher.backends.exec",
     "slurm": "roxxel_dist.launcher.backends.slurm.launch",
     "ray": "roxxel_dist.launcher.backends.ray.backend",
     "k8s": "roxxel_dist.launcher.backends.kubernetes.jobset",

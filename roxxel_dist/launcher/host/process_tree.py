@@ -54,24 +54,6 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     _prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
-def start_near(argv: Sequence[str], env: Mapping[str, str] | None = None) -> "subprocess.Popen[bytes]":
-    """Start it, with pipes, in a session of its own. Call it from the main thread: it ends with the thread.
-
-    A launcher that is killed cannot close what is behind a cut link; the program would stay until TCP gives up.
-    """
-    import subprocess  # not for a guard: it starts in less time without
-
-    return subprocess.Popen(
-        argv,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=env,
-        start_new_session=True,
-        preexec_fn=die_with_parent,  # noqa: PLW1509 - a system call, no lock
-    )
-
-
 def descendants(ancestor: int) -> dict[int, bytes]:
     """The processes below one, each with when it started (in the kernel's units)."""
     children: dict[int, list[tuple[int, bytes]]] = {}

@@ -39,6 +39,11 @@ class Decoder:
         self.noise: str = ""
         """The last line that was left out."""
 
+    @property
+    def begun(self) -> bool:
+        """Whether the first message has come."""
+        return not self._after_noise
+
     def feed(self, data: bytes) -> list[Message]:
         """The messages that `data` completes. Raises ValueError for a line that is no JSON object."""
         head, newline, rest = data.rpartition(b"\n")
@@ -51,6 +56,10 @@ class Decoder:
         for line in block.split(b"\n"):
             message = _parse(line[max(line.find(b'{"'), 0) :] if self._after_noise else line)
             if message is not None and (not self._after_noise or message.keys() & FIRST):
+                if self._after_noise and line.endswith(b"\r"):
+                    raise UserError(
+                        "lines come back with CR LF: a terminal is in between; start it without one (no -t)"
+                    )
                 self._after_noise = False
                 messages.append(message)
             elif self._after_noise:

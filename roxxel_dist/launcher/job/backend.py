@@ -32,6 +32,17 @@ class RemoteProcess(Protocol):
         ...
 
 
+Hints = tuple[tuple[str, str], ...]
+"""Words in the last line of a program that did not start, and what a person can do."""
+HINTS: Hints = (
+    ("cd:", "name a working directory that is there with --directory"),
+    ("heard nothing from the launcher", "does a start-up file there (~/.bashrc) read its standard input?"),
+    ("No module named", "install roxxel-dist there, or name the Python that has it with --python"),
+    ("not found", "install roxxel-dist there, or name the Python that has it with --python"),
+    ("No such file", "install roxxel-dist there, or name the Python that has it with --python"),
+)
+
+
 class Backend(ABC):
     """Where the ranks run."""
 
@@ -50,8 +61,10 @@ class Backend(ABC):
     heartbeat_timeout_s: ClassVar[float | None] = None
     """Seconds without a word from here after which an agent kills its ranks; None where a pipe is closed at once."""
 
-    broken_link: ClassVar[int | None] = None
-    """The exit code of a near end whose connection broke, which says nothing of the program at the far end."""
+    hints: ClassVar[Hints] = HINTS
+    """What to do where a program did not start; the first words that are found count."""
+    login: ClassVar[str] = "does the login shell, or its start-up file (~/.bashrc), end before the program?"
+    """What to ask where a program ended without a word."""
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -65,6 +78,10 @@ class Backend(ABC):
     @abstractmethod
     def start(self, host: str, module: str, *words: str) -> RemoteProcess:
         """Start `python -m MODULE WORDS` on a host, in the job's working directory; stdin, stdout, stderr are pipes."""
+
+    def is_broken_link(self, code: int) -> bool:
+        """Whether a near end that ended so has lost its connection, which says nothing of the program there."""
+        return False
 
     def is_refusal(self, stderr: Sequence[str]) -> bool:
         """Whether these last lines of a program that did not start say that a server had no room for a connection."""

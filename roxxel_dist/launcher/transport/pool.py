@@ -1,7 +1,6 @@
 """The links to the programs on the hosts: orders and heartbeats down, messages up, and which host is silent."""
 
 import os
-import re
 import secrets
 import selectors
 import signal
@@ -22,6 +21,7 @@ from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.logs import LineSplitter
 from roxxel_dist.launcher.policy.hang import STILL_S
 from roxxel_dist.launcher.policy.outcome import HostLost, how
+from roxxel_dist.launcher.transport.words import ANOTHER_SHELL, ASKED, EPILOGUE, question_in
 
 CHUNK = 1 << 20
 AGENT_END_S = 10.0
@@ -45,9 +45,6 @@ PROBE_END_S = 2.0
 """How long a program without ranks may take to end."""
 EXIT_LOST = 137
 """What an agent without a code of its own counts as: its ranks were killed."""
-ASKED = re.compile(r"\bask:[a-z]")
-"""What a shell that reads a question as a command names in its error, without quotes and perhaps without braces."""
-ANOTHER_SHELL = "a start-up file (~/.bashrc) must not start another shell where the login has no terminal"
 
 
 def agent_words(backend: Backend) -> tuple[str, ...]:
@@ -113,8 +110,13 @@ class HostConnection:
     @property
     def last_words(self) -> str:
         """The last line of a program that runs and does not answer, for a message."""
-        line = self.stderr[-1].strip() if self.stderr else self.decoder.noise
+        line = self.last_error or self.decoder.noise
         return f" (its last line: {line})" if line else ""
+
+    @property
+    def last_error(self) -> str:
+        """The last line of its stderr, but for what a client says of the end of every program; or ""."""
+        return next((line.strip() for line in reversed(self.stderr) if not EPILOGUE.search(line)), "")
 
     def errors(self, data: bytes) -> list[str]:
         """The lines that this piece of its stderr completes (its end: `b""`)."""
@@ -341,6 +343,7 @@ class HostPool:
         data = os.read(fd, CHUNK)
         if not data:
             self._select.unregister(fd)
+        asked = "" if link.ready else question_in(data)
         if fd == link.error_fd:
             for line in link.errors(data):
                 yield line
@@ -351,14 +354,17 @@ class HostPool:
                 yield EOFError()
         else:
             link.last_seen = time.monotonic()
-            link.ready = True
             try:
-                for message in link.decoder.feed(data):
+                messages = link.decoder.feed(data)
+                link.ready = link.ready or link.decoder.begun
+                for message in messages:
                     if "ask" in message:
                         raise UserError(f"it sends back what it is sent{link.last_words}: no program runs there")
                     yield message
             except ValueError as error:
                 yield error
+        if asked and not link.lost:
+            yield UserError(f"it waits for an answer that nobody gives here ({asked}): have it ask nothing")
 
     def _ended(self, link: HostConnection) -> HostLost:
         """The agent ended by itself; its guard has killed its ranks (it holds the channel until it has)."""
@@ -367,13 +373,14 @@ class HostPool:
         code = link.wait(AGENT_END_S)
         if code is None:
             code = link.process.wait()
+        reason = f": {link.last_error}" if link.last_error else ""
+        is_broken = self.backend.is_broken_link(code)
         if 128 < code < 128 + signal.NSIG:  # of a guard, whose agent ended by a signal
             code = 128 - code
-        reason = f": {link.stderr[-1]}" if link.stderr else ""
         if not link.ready:
             text = f"the agent on host {link.host} did not start ({how(code)}){reason}"
-            return self._lose(link, text, EXIT_PREFLIGHT, with_host=True, gone=code != self.backend.broken_link)
-        if code == self.backend.broken_link:
+            return self._lose(link, text, EXIT_PREFLIGHT, with_host=True, gone=not is_broken)
+        if is_broken:
             text = f"the connection to host {link.host} broke ({how(code)}){reason}; the agent there kills its ranks"
             return self._lose(link, text)
         text = f"the agent on host {link.host} ended before its ranks ({how(code)}){reason}; they were killed"

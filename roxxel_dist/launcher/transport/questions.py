@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from roxxel_dist.launcher.host.protocol import Message
+from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.transport.pool import PROBE_END_S, SILENT_S, HostConnection, HostPool
 
 ANSWER_S = 60.0
@@ -18,17 +19,6 @@ RETRY_S, RETRY_MOST_S = 0.25, 5.0
 """The first pause after a refused connection, and the longest one; each is twice the last, and half of it is random."""
 REFUSALS = 8
 """So many in a row, and the host counts as unreachable: about 17 s."""
-HINTS = (
-    ("cd:", "name a working directory that is there with --directory"),
-    ("Permission denied (", "nobody answers a question here: use a key without a passphrase, or an ssh-agent"),
-    ("Host key verification failed", "log in once by hand, and compare its key: it has to be in known_hosts"),
-    ("Could not resolve hostname", "write names as ssh takes them; --procs-per-host says how many ranks a host has"),
-    ("heard nothing from the launcher", "does a start-up file there (~/.bashrc) read its standard input?"),
-    ("No module named", "install roxxel-dist there, or name the Python that has it with --python"),
-    ("not found", "install roxxel-dist there, or name the Python that has it with --python"),
-    ("No such file", "install roxxel-dist there, or name the Python that has it with --python"),
-)
-"""Words in the last line of a program that did not start, and what a person can do."""
 _numbers = itertools.count(1)
 """Of the questions of this process: an answer to one that was broken off may come late."""
 
@@ -131,7 +121,7 @@ class HostQuestions:
     def _take(self, turn: _Round, link: HostConnection, event: Message | str | Exception | None) -> None:
         """Take in an answer, or the end of a program."""
         if isinstance(event, Exception):
-            why = str(event) or _why_it_ended(link)
+            why = str(event) or _why_it_ended(link, self._pool.backend)
             if link in turn.waiting and not link.ready and self._pool.backend.is_refusal(link.stderr):
                 refused = turn.refusals.setdefault(link.host, Refusals(turn.waiting.pop(link)))
                 if self._try_again(link, refused):
@@ -174,12 +164,9 @@ class HostQuestions:
             link.process.kill()
 
 
-def _why_it_ended(link: HostConnection) -> str:
+def _why_it_ended(link: HostConnection, backend: Backend) -> str:
     """Why a program ended that should have answered: the last line of its stderr, with what to do."""
     code = link.wait(PROBE_END_S)
-    lines = [line.strip() for line in link.stderr if ": terminating, " not in line]  # of ssh, after what is wrong
-    why = lines[-1] if lines else link.decoder.noise
-    if not why:
-        why = "nothing was said: does the login shell, or its start-up file (~/.bashrc), end before the program?"
-    hint = next((hint for words, hint in HINTS if words in why), "")
+    why = link.last_error or link.decoder.noise or f"nothing was said: {backend.login}"
+    hint = next((hint for words, hint in backend.hints if words in why), "")
     return f"{why}{'; ' if hint else ''}{hint} (code {'unknown' if code is None else code})"

@@ -11,9 +11,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S, start_near
+from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words
+from roxxel_dist.launcher.transport.near_end import start_near
 
 OPTIONS = (
     "--nodes=1",

@@ -1,0 +1,163 @@
+"""Ranks on hosts that a command reaches: one that runs a program there, with its stdin and stdout.
+
+`kubectl exec -i {host} --`, `docker exec -i {host}` and `nsenter --target {host} …` take the words of a program: these
+are put behind them. `ssh {host}` and `gcloud … --command` hand a text to a shell: `{command}` says where it goes.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import ClassVar
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.launcher.backends.hosts import NamedHosts, check_hosts
+from roxxel_dist.launcher.backends.kubernetes.node import VARIABLES, flags_from_environment
+from roxxel_dist.launcher.backends.ssh import HINTS as SSH_HINTS
+from roxxel_dist.launcher.backends.ssh import REFUSAL
+from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
+from roxxel_dist.launcher.job import backend as base
+from roxxel_dist.launcher.job.placement import python_words
+from roxxel_dist.launcher.transport.near_end import start_near
+
+PLACE, TEXT = "{host}", "{command}"
+NOT_WORDS = "its words came through a shell"
+CHECK = f'[ "$0" = words ] || {{ echo {NOT_WORDS} >&2; exit 64; }}'
+"""Before the program, where words are put behind the command: a shell that reads them again has another name."""
+JOINS = re.compile(r"ssh|mosh|rsh|sshpass|gcloud")
+"""Programs that are known to hand their words to a shell."""
+BUSY = re.compile(
+    r"\(?TooManyRequests\)?|Too Many Requests|TLS handshake timeout|error dialing backend|rate limit", re.I
+)
+"""What an API server says that has no room for a connection now."""
+SIGNALS = 128
+"""A program that ended by a signal has a larger code: all that is there has ended, or will in a moment."""
+HINTS: base.Hints = (
+    (NOT_WORDS, f"this command hands them to a shell: write {TEXT} in --via where the text of the program goes"),
+    (" && exec ", f"this command takes words, and no text: leave {TEXT} out of --via, or write sh -c {TEXT}"),
+    ("(NotFound)", "name pods that are there with --hosts, and their namespace in --via (-n NAME)"),
+    ("No such container", "name containers that run with --hosts"),
+    ("no container with name or ID", "name containers that run with --hosts"),
+    ("(Forbidden)", "who runs --via needs the rights to do it (pods/exec)"),
+    ("not a TTY", "leave -t (--tty) out of --via"),
+    ('exec: "sh"', "the image needs sh"),
+)
+
+
+@dataclass(eq=False)
+class ExecBackend(base.Backend):
+    """One agent a host, each at the other end of a command that runs it there, whose pipes are the channel.
+
+    Raises:
+        ValueError: a name that cannot be a host's, or one given twice; a command that cannot be one for each host.
+    """
+
+    heartbeat_timeout_s: ClassVar[float | None] = HEARTBEAT_TIMEOUT_S
+    hints: ClassVar[base.Hints] = HINTS + SSH_HINTS + base.HINTS
+    login: ClassVar[str] = (
+        "does --via end before its program, or leave stdin out (kubectl, docker and podman exec need -i)?"
+    )
+    hosts: Sequence[str]
+    """Names for the command, in the order of the ranks."""
+    via: str
+    """The command as a shell would read it: `{host}` is the host's name, `{command}` the program as a shell's text."""
+    _: KW_ONLY
+    python: str = ""
+    """The interpreter on the hosts; empty: the path of this one."""
+    directory: str = ""
+    """The working directory on the hosts; empty: that of this process."""
+
+    def __post_init__(self) -> None:
+        self.hosts = check_hosts(self.hosts)
+        self._words = via_words(self.via)
+        self.python = self.python or sys.executable
+        self.directory = self.directory or os.getcwd()
+
+    def argv(self, host: str, module: str, *words: str) -> list[str]:
+        """The command that `start` runs here."""
+        program = f"cd {shlex.quote(self.directory)} && exec {shlex.join(python_words(self.python, module, *words))}"
+        client = [word.replace(PLACE, host) for word in self._words]
+        if TEXT in self.via:
+            return [word.replace(TEXT, program) for word in client]
+        return [*client, "sh", "-c", f"{CHECK}; {program}", "words"]
+
+    def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
+        """Start `python -m MODULE WORDS` on a host. Call it from the main thread: the command ends with the thread."""
+        return start_near(self.argv(host, module, *words))
+
+    def is_broken_link(self, code: int) -> bool:
+        """Whether the command may have ended alone: clients have codes of their own, and may be killed."""
+        return code <= SIGNALS
+
+    def is_refusal(self, stderr: Sequence[str]) -> bool:
+        """Whether a server, or a bastion before it, had no room for the connection."""
+        return any(REFUSAL.search(line) or BUSY.search(line) for line in stderr)
+
+
+def via_words(via: str) -> list[str]:
+    """The words of a command for each host. Raises ValueError where it cannot be one, or is not on this machine."""
+    try:
+        words = shlex.split(via)
+    except ValueError as error:
+        raise UserError(f"--via {via!r} cannot be read as words of a shell: {error}") from None
+    if PLACE not in via:
+        raise UserError(
+            f"--via {via!r} has no {PLACE}: write where the name of the host goes, as in 'kubectl exec -i {PLACE} --'"
+        )
+    if shutil.which(words[0]) is None and PLACE not in words[0]:
+        raise UserError(f"--via {via!r}: there is no `{words[0]}` on this machine: install it, or give its path")
+    if JOINS.fullmatch(os.path.basename(words[0])) and TEXT not in via:
+        raise UserError(
+            f"--via {via!r}: {words[0]} hands its words to a shell: write {TEXT} where the text of the program goes, "
+            f"as in 'ssh {PLACE} {TEXT}' or 'gcloud … ssh {PLACE} --command {TEXT}'"
+        )
+    return words
+
+
+def restarts_of(attempt: int | None, environment: Mapping[str, str]) -> int:
+    """How often the job was started before: by the flag, or by ROXXEL_RESTARTS. Raises ValueError for no number."""
+    given = {name: value for name, value in environment.items() if name in VARIABLES["attempt"]}
+    restarts = int(flags_from_environment({"attempt": attempt}, given)["attempt"] or 0)
+    if restarts < 0:
+        raise UserError(f"--attempt {restarts}: must be 0, or how often the job was started before")
+    return restarts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecOptions(NamedHosts):
+    """Which hosts, and what reaches them."""
+
+    via: str
+    """The command that runs a program on a host with stdin and stdout, such as 'kubectl exec -i {host} --'. {host} is
+    replaced by the name of each host. A command that hands a text to a shell there has {command} where the text goes:
+    'ssh {host} {command}'."""
+    attempt: int | None = None
+    """How often the job was started before; ranks resume where it is not 0. Not given: ROXXEL_RESTARTS, or 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(base.BackendOptions, ExecOptions):
+    """Start a program on many hosts, by any command that runs programs there: `launch exec --hosts a,b --via 'COMMAND
+    {host}' [options] -- CMD…`.
+
+    The command must ask nothing, and have no terminal. Each host needs sh, this Python environment, the working
+    directory and the data at the same paths (--python, --directory).
+    """
+
+    example: ClassVar[str] = "--hosts a,b --via 'kubectl exec -i {host} --'"
+
+    def backend(self) -> tuple[ExecBackend, int]:
+        """The hosts, and how many processes on those that work at a time. Raises ValueError for a slip."""
+        hosts, nprocs = self.named()
+        return ExecBackend(hosts, self.via, python=self.python or "", directory=self.directory or ""), nprocs
+
+    def launch(self, request: base.LaunchRequest) -> int:
+        """Start the ranks, which resume where the job was started before."""
+        with request.usage_errors():
+            restarts = restarts_of(self.attempt, os.environ)
+        again = replace(request, job=lambda *given: replace(request.job(*given), first_attempt=restarts))
+        return super().launch(again)

@@ -1,0 +1,24 @@
+"""What clients, shells and pagers say instead of an agent, as far as it is understood."""
+
+import re
+
+ASKED = re.compile(r"\bask:[a-z]")
+"""What a shell that reads a question as a command names in its error, without quotes and perhaps without braces."""
+EPILOGUE = re.compile(
+    r": terminating, |^command terminated with exit code \d+|exited with return code \[\d+\]"
+    r"|^(Try|See|Run) ['\"].*(-h|--help)\b|^env: use -\[v\]S"
+)
+"""What ssh, kubectl, gcloud and others say after what is wrong."""
+QUESTION = re.compile(
+    r"(pass(word|phrase|code)\b[^:]*: *|\((yes/no|y/n)\b[^)]*\)\S* *|\[y/n\]:? *|-+ ?more ?-+.*|\(END\).*"
+    r"|press .*\b(enter|return|any key)\b.*)$",
+    re.IGNORECASE,
+)
+"""A line without an end that waits for a person: a password, a yes, a pager."""
+ANOTHER_SHELL = "a start-up file (~/.bashrc) must not start another shell where the login has no terminal"
+
+
+def question_in(data: bytes) -> str:
+    """The question to a person with which this piece of output ends, or ""."""
+    line = data[-200:].rpartition(b"\n")[2].decode(errors="replace").strip()
+    return line if QUESTION.search(line) else ""
