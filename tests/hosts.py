@@ -117,6 +117,16 @@ class Cluster:
             path.chmod(0o755)
         return path
 
+    def launch(self, way: str = "ssh") -> list[object]:
+        """The first words of a launch on all hosts: by `ssh`, `exec`, or `exec over ssh`, whose link can be cut."""
+        if way == "ssh":
+            words = ["launch", "ssh", "--ssh-config", self.ssh_config]
+        elif way == "exec":
+            words = ["launch", "exec", "--via", f"{self.enter} {{host}}"]
+        else:
+            words = ["launch", "exec", "--via", f"ssh -F {self.ssh_config} -o ConnectTimeout=10 {{host}} {{command}}"]
+        return [*words, "--hosts", ",".join(self.names)]
+
     def run(
         self,
         words: Iterable[object],

@@ -207,6 +207,7 @@ def test_any_words_are_arguments_or_a_message(line: tuple[type, list[str]]) -> N
     [
         ("local", "--nprocs 2 --devices-per-proc 4 --grace 5 --all-ranks"),
         ("ssh", "--hosts a,b --procs-per-host=2 --env A=1 --env B=2 --max-restarts 0 --port 29500 --detach"),
+        ("exec", "--hosts a,b --via 'docker exec -i {host}' --attempt 1"),
         ("slurm", "--nodes 2 --gpus_per_host 8 --print"),
         ("ray", "--address auto --hosts 2 --cpus-per-host 0.5"),
         ("k8s", "--hosts 2 --image i --volume a:/a --volume b:/b"),

@@ -1,5 +1,5 @@
-"""The table of failures, on real clusters: the same failure has the same outcome over ssh, in a SLURM job, on the nodes
-of Ray, and where each host has a launcher of its own that another system starts."""
+"""The table of failures, on real clusters: the same failure has the same outcome over ssh, by any command, in a SLURM
+job, on the nodes of Ray, and where each host has a launcher of its own that another system starts."""
 
 import re
 import signal
@@ -83,14 +83,13 @@ LIMIT_S = 240.0
 
 
 class Over:
-    """A launch over ssh."""
+    """A launch over ssh, or by a command that enters each host."""
 
-    def __init__(self, hosts: Cluster, folder: Path) -> None:
-        self.hosts, self.folder = hosts, folder
+    def __init__(self, hosts: Cluster, folder: Path, way: str = "ssh") -> None:
+        self.hosts, self.folder, self.way = hosts, folder, way
 
     def start(self, *words: object) -> None:
-        program = [sys.executable, "-m", "roxxel_dist", "launch", "ssh", "--hosts", "h1,h2"]
-        command = [*program, "--ssh-config", self.hosts.ssh_config, *words]
+        command = [sys.executable, "-m", "roxxel_dist", *self.hosts.launch(self.way), *words]
         with (self.folder / "said").open("wb") as said:
             self.process = self.hosts.popen(
                 command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=said, stderr=said
@@ -209,7 +208,7 @@ def place_of(backend: str, folder: Path, request: pytest.FixtureRequest) -> Over
         case "member":
             return Members(request.getfixturevalue("cluster")(2), folder)
         case _:
-            return Over(request.getfixturevalue("cluster")(2), folder)
+            return Over(request.getfixturevalue("cluster")(2), folder, backend)
 
 
 def oldest(hosts: Cluster, host: str, part: str) -> int:
@@ -218,7 +217,7 @@ def oldest(hosts: Cluster, host: str, part: str) -> int:
     return min((one for one in found if "srun" not in one.cmdline()[0]), key=psutil.Process.create_time).pid
 
 
-CASES = [(backend, failure) for backend in ("ssh", "slurm", "ray", "member") for failure in TABLE]
+CASES = [(backend, failure) for backend in ("ssh", "exec", "slurm", "ray", "member") for failure in TABLE]
 CASES.remove(("member", "runtime error twice"))  # only the JobSet knows of earlier attempts, and it counts them
 
 

@@ -49,21 +49,22 @@ def test_how_an_attempt_ends_that_made_room_for_a_host(result: AttemptResult, ca
     assert (classify(result), exit_code(result)) == (cause, code)
 
 
-def started(hosts: Cluster, folder: Path, *words: object, **env: str) -> subprocess.Popen[bytes]:
-    """`launch ssh` on all hosts of a cluster that goes on with one of them; what it says goes into screen.txt."""
-    options = ["--hosts", ",".join(hosts.names), "--ssh-config", hosts.ssh_config]
-    options += ["--min-hosts", 1, "--host-timeout", 1, *words]
+def started(hosts: Cluster, folder: Path, *words: object, way: str = "ssh", **env: str) -> subprocess.Popen[bytes]:
+    """A launch on all hosts of a cluster that goes on with one of them; what it says goes into screen.txt."""
+    options = ["--min-hosts", 1, "--host-timeout", 1, *words]
     with (folder / "screen.txt").open("ab") as screen:
         return hosts.popen(
-            [sys.executable, "-m", "roxxel_dist", "launch", "ssh", *options], cwd=folder,
+            [sys.executable, "-m", "roxxel_dist", *hosts.launch(way), *options], cwd=folder,
             stdin=subprocess.DEVNULL, stdout=screen, stderr=subprocess.STDOUT, env=env,
         )  # fmt: skip
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("at_checkpoint", [False, True])
+@pytest.mark.parametrize(
+    ("at_checkpoint", "way"), [(False, "ssh"), (True, "ssh"), (False, "exec over ssh"), (True, "exec over ssh")]
+)
 def test_a_host_that_is_back_is_taken_in_again(
-    cluster: Callable[[int], Cluster], tmp_path: Path, until: Until, at_checkpoint: bool
+    cluster: Callable[[int], Cluster], tmp_path: Path, until: Until, at_checkpoint: bool, way: str
 ) -> None:
     hosts = cluster(2)
     program = tmp_path / "program.py"
@@ -80,7 +81,7 @@ def test_a_host_that_is_back_is_taken_in_again(
         "        pipe.send({'saved': 1})\n"
     )
     options = ["--grow-at-checkpoint"] if at_checkpoint else []
-    launch = started(hosts, tmp_path, *options, "--", "python", program)
+    launch = started(hosts, tmp_path, *options, "--", "python", program, way=way)
 
     def up(attempt: int, ranks: int) -> bool:
         assert launch.poll() is None, (tmp_path / "screen.txt").read_text()

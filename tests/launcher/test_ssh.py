@@ -36,10 +36,11 @@ class Ssh:
     hosts: Cluster
     folder: Path
     until: Until
+    way: str = "ssh"
+    """As of `Cluster.launch`."""
 
     def words(self, *words: object) -> list[object]:
-        options = ["--hosts", ",".join(self.hosts.names), "--ssh-config", self.hosts.ssh_config]
-        return [sys.executable, "-m", "roxxel_dist", "launch", "ssh", *options, *words]
+        return [sys.executable, "-m", "roxxel_dist", *self.hosts.launch(self.way), *words]
 
     def run(self, *words: object, **more: Any) -> subprocess.CompletedProcess[str]:
         return self.hosts.run(self.words(*words), cwd=self.folder, **more)
@@ -70,17 +71,25 @@ class Ssh:
 
 
 @pytest.fixture
-def ssh(cluster: Callable[[int], Cluster], tmp_path: Path, until: Until) -> Callable[[int], Ssh]:
+def ssh(
+    cluster: Callable[[int], Cluster], tmp_path: Path, until: Until, request: pytest.FixtureRequest
+) -> Callable[[int], Ssh]:
     def make(count: int) -> Ssh:
         hosts = cluster(count)
         for name in hosts.names:
             (hosts.home(name) / "tmp").mkdir()
             hosts.set_env(name, TMPDIR=str(hosts.home(name) / "tmp"))
-        return Ssh(hosts=hosts, folder=tmp_path, until=until)
+        return Ssh(hosts=hosts, folder=tmp_path, until=until, way=getattr(request, "param", "ssh"))
 
     return make
 
 
+BOTH = pytest.mark.parametrize("ssh", ["ssh", "exec"], indirect=True)
+BOTH_CUT = pytest.mark.parametrize("ssh", ["ssh", "exec over ssh"], indirect=True)
+"""Where a link is cut: the tests of the two backends are the same."""
+
+
+@BOTH
 def test_what_each_rank_sees(ssh: Callable[[int], Ssh], tmp_path: Path) -> None:
     two = ssh(2)
     words = ["a b", "", "q'uo\"te", "é ☃", "$HOME", "back\\slash", "line\nbreak", "-m", "`id`"]
@@ -134,6 +143,7 @@ multihost_utils.process_allgather(jnp.ones(()))
 """
 
 
+@BOTH
 @pytest.mark.cluster
 def test_hosts_compute_together_and_the_first_exception_is_the_jobs(ssh: Callable[[int], Ssh]) -> None:
     two = ssh(2)
@@ -148,6 +158,7 @@ def test_hosts_compute_together_and_the_first_exception_is_the_jobs(ssh: Callabl
     assert not two.left()
 
 
+@BOTH
 @pytest.mark.parametrize("victim", ["launcher", "agent", "rank"])
 @pytest.mark.cluster
 def test_kill_9_leaves_nothing_anywhere(victim: str, ssh: Callable[[int], Ssh], until: Until) -> None:
@@ -165,6 +176,7 @@ def test_kill_9_leaves_nothing_anywhere(victim: str, ssh: Callable[[int], Ssh], 
     assert not any(list((two.hosts.home(name) / "tmp").iterdir()) for name in two.hosts.names)
 
 
+@BOTH_CUT
 @pytest.mark.parametrize("how", ["the link is cut", "the launcher is killed too", "the agent is stopped"])
 @pytest.mark.cluster
 def test_a_host_that_is_not_heard_ends_its_ranks_by_itself(how: str, ssh: Callable[[int], Ssh], until: Until) -> None:
@@ -185,6 +197,7 @@ def test_a_host_that_is_not_heard_ends_its_ranks_by_itself(how: str, ssh: Callab
         assert b"host h2 has sent nothing for 10 s" in err
 
 
+@BOTH_CUT
 @pytest.mark.cluster
 def test_a_short_silence_is_survived(ssh: Callable[[int], Ssh], until: Until) -> None:
     two = ssh(2)
@@ -199,6 +212,7 @@ def test_a_short_silence_is_survived(ssh: Callable[[int], Ssh], until: Until) ->
     assert launch.wait(60) == 0
 
 
+@BOTH
 @pytest.mark.cluster
 def test_a_request_to_stop_reaches_all_hosts(ssh: Callable[[int], Ssh]) -> None:
     two = ssh(2)
@@ -212,6 +226,7 @@ def test_a_request_to_stop_reaches_all_hosts(ssh: Callable[[int], Ssh]) -> None:
     assert not two.left()
 
 
+@BOTH_CUT
 @pytest.mark.cluster
 def test_a_lost_host_comes_back_or_the_job_goes_on_without(ssh: Callable[[int], Ssh], until: Until) -> None:
     three = ssh(3)
@@ -234,6 +249,7 @@ def test_a_lost_host_comes_back_or_the_job_goes_on_without(ssh: Callable[[int], 
     until(lambda: not three.left(), "everything to be gone")
 
 
+@BOTH_CUT
 @pytest.mark.cluster
 def test_agents_outlive_an_attempt_and_a_spare_host_takes_the_place_of_a_lost_one(
     ssh: Callable[[int], Ssh], until: Until
@@ -278,6 +294,7 @@ def test_a_host_that_is_not_fit_any_more_is_left_out(ssh: Callable[[int], Ssh]) 
     assert b"Ctrl-Z is not followed" in err
 
 
+@BOTH_CUT
 @pytest.mark.cluster
 def test_a_job_that_needs_every_host_waits_for_the_lost_one(ssh: Callable[[int], Ssh], until: Until) -> None:
     two = ssh(2)

@@ -34,8 +34,6 @@ BUSY = re.compile(
     r"\(?TooManyRequests\)?|Too Many Requests|TLS handshake timeout|error dialing backend|rate limit", re.I
 )
 """What an API server says that has no room for a connection now."""
-SIGNALS = 128
-"""A program that ended by a signal has a larger code: all that is there has ended, or will in a moment."""
 HINTS: base.Hints = (
     (NOT_WORDS, f"this command hands them to a shell: write {TEXT} in --via where the text of the program goes"),
     (" && exec ", f"this command takes words, and no text: leave {TEXT} out of --via, or write sh -c {TEXT}"),
@@ -43,7 +41,7 @@ HINTS: base.Hints = (
     ("No such container", "name containers that run with --hosts"),
     ("no container with name or ID", "name containers that run with --hosts"),
     ("(Forbidden)", "who runs --via needs the rights to do it (pods/exec)"),
-    ("not a TTY", "leave -t (--tty) out of --via"),
+    ("not a TTY", "leave -t out of --via"),
     ('exec: "sh"', "the image needs sh"),
 )
 
@@ -90,8 +88,8 @@ class ExecBackend(base.Backend):
         return start_near(self.argv(host, module, *words))
 
     def is_broken_link(self, code: int) -> bool:
-        """Whether the command may have ended alone: clients have codes of their own, and may be killed."""
-        return code <= SIGNALS
+        """Always: a client that was killed may have the code of a program that was."""
+        return True
 
     def is_refusal(self, stderr: Sequence[str]) -> bool:
         """Whether a server, or a bastion before it, had no room for the connection."""
@@ -113,7 +111,7 @@ def via_words(via: str) -> list[str]:
     if JOINS.fullmatch(os.path.basename(words[0])) and TEXT not in via:
         raise UserError(
             f"--via {via!r}: {words[0]} hands its words to a shell: write {TEXT} where the text of the program goes, "
-            f"as in 'ssh {PLACE} {TEXT}' or 'gcloud … ssh {PLACE} --command {TEXT}'"
+            f"as in 'ssh {PLACE} {TEXT}'"
         )
     return words
 

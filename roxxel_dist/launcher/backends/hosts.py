@@ -87,8 +87,9 @@ class NamedHosts(HostOptions):
     directory: str | None = None
     """The working directory on the hosts; not given, that of the launcher."""
 
-    def named(self) -> tuple[list[str], int]:
+    def named(self) -> tuple[tuple[str, ...], int]:
         """The hosts, and how many processes on those that work at a time. Raises ValueError for a slip."""
-        hosts, slots = hosts_of(self.hosts, self.hostfile)
+        names, slots = hosts_of(self.hosts, self.hostfile)
+        hosts = check_hosts(names)
         procs_per_host = slots or 1 if self.procs_per_host is None else self.procs_per_host
         return hosts, ranks_on(len(hosts), procs_per_host, self.spare_hosts, self.min_hosts)

@@ -45,6 +45,8 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.5
 NOT_FOLLOWED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """Requests to leave, which guards, keepers and agents do not follow: they end with the ranks."""
 STOP, STOP_GROUP, KILL = b"stop", b"stop group", b"kill"
+GONE = b'\n{"type":"gone"}\n'
+"""The last word of a guard: nothing is left of its agent. It may follow a line that the agent has not ended."""
 SHELL = re.compile(r"(a|ba|da|z|k|mk|fi|c|tc)?sh[-0-9.]*|busybox")
 """Programs that do not pass SIGTERM on to the programs that they run."""
 
@@ -382,9 +384,9 @@ def go_on_under_guard(folders: Sequence[str], limit_s: float = math.inf, channel
     """Go on as the child of a guard, which keeps this process's number; returns the descriptor that `beat` writes to.
 
     The guard does nothing until this process is gone, or has not beaten for `limit_s` seconds and is killed. Then it
-    kills all processes that are left, removes `folders`, closes `channel` and stderr, and ends with the same exit
-    code, or 128 + s for signal s. If the guard is killed, the keepers of this process's trees remain, which notice its
-    end.
+    kills all processes that are left, removes `folders`, says so in `channel` (GONE), closes `channel` and stderr, and
+    ends with the same exit code, or 128 + s for signal s. If the guard is killed, the keepers of this process's trees
+    remain, which notice its end.
     """
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
@@ -419,8 +421,11 @@ def _guard(child: int, limit_s: float, folders: Sequence[str]) -> NoReturn:
     while select.select([0], [], [], wait_s)[0] and os.read(0, 1 << 16):
         pass
     remove(folders)  # before the keepers die, which would remove them if this process were killed now
-    tree.kill(KILL_S)
+    is_empty = tree.kill(KILL_S)
     remove(folders)  # what was made in them meanwhile
+    if is_empty:
+        with suppress(OSError):  # the channel may be closed, or full
+            os.write(1, GONE)
     code = -signal.SIGKILL if tree.code is None else tree.code
     os._exit(code if code >= 0 else 128 - code)  # of an end by a signal ssh would make that of a broken connection
 

@@ -8,6 +8,7 @@ From the agent: first (port) · started (rank, pid) · lines (rank, time, text) 
                 echo: `at` of the newest heartbeat; every half second, also where none did) · note (text, for people) ·
                 code (files: [[rank, module, path, checksum]], each content of a module once) ·
                 dumped (ranks: [[rank, state, listens]]) · exit (rank, pid, code, killed_by_us, step) · done
+From its guard: gone (when the agent has ended, and all that it had started)
 """
 
 import json
@@ -39,11 +40,6 @@ class Decoder:
         self.noise: str = ""
         """The last line that was left out."""
 
-    @property
-    def begun(self) -> bool:
-        """Whether the first message has come."""
-        return not self._after_noise
-
     def feed(self, data: bytes) -> list[Message]:
         """The messages that `data` completes. Raises ValueError for a line that is no JSON object."""
         head, newline, rest = data.rpartition(b"\n")
@@ -54,6 +50,8 @@ class Decoder:
         self._rest = [rest]
         messages = []
         for line in block.split(b"\n"):
+            if not line:
+                continue
             message = _parse(line[max(line.find(b'{"'), 0) :] if self._after_noise else line)
             if message is not None and (not self._after_noise or message.keys() & FIRST):
                 if self._after_noise and line.endswith(b"\r"):

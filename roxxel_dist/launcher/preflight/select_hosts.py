@@ -177,9 +177,9 @@ class HostSelector:
     ) -> ReadyHosts:
         """The hosts that start this attempt, when the ranks of lost ones have ended.
 
-        A lost host that answers again reports ranks that still run there. Those of one that does not have ended by the
-        time in `gone_by`: its agent has received nothing for long. Hosts that are `back` are used if nothing speaks
-        against it.
+        Ranks of a lost host have ended by the time in `gone_by`: its agent has received nothing for long, also where
+        the host answers again (its end of the broken link may be open). Hosts that are `back` are used if nothing
+        speaks against it.
 
         Raises:
             NotReadyError: there are too few.
@@ -217,7 +217,7 @@ class HostSelector:
 
     def _ready(self, assignment: Assignment, report: PreflightReport, search: "_Search") -> ReadyHosts:
         hosts, present = self._backend.hosts, search.present
-        self._wait_for_end({host: end for host, end in search.gone_by.items() if host not in assignment.hosts})
+        self._wait_for_end(search.gone_by)
         self._cores = self._cores or report.cores
         self._present, self._assignment, self.working = present, assignment, assignment.hosts
         self.has_spare = len(present) > len(working_hosts(self._job, hosts))

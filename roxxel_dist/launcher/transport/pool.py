@@ -21,7 +21,7 @@ from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.logs import LineSplitter
 from roxxel_dist.launcher.policy.hang import STILL_S
 from roxxel_dist.launcher.policy.outcome import HostLost, how
-from roxxel_dist.launcher.transport.words import ANOTHER_SHELL, ASKED, EPILOGUE, question_in
+from roxxel_dist.launcher.transport.words import ANOTHER_SHELL, ASKED, EPILOGUE, question_in, shortened
 
 CHUNK = 1 << 20
 AGENT_END_S = 10.0
@@ -74,6 +74,8 @@ class HostConnection:
     """Whether no message is expected from it any more."""
     started: bool = False
     """Whether it got the order to start ranks: from then on it ends if it receives nothing."""
+    gone: bool = False
+    """Whether nothing is left of the program there, as its guard says."""
     question: int = 0
     """The number of the last question sent to it."""
     decoder: Decoder = field(default_factory=lambda: Decoder(after_noise=True))
@@ -111,7 +113,7 @@ class HostConnection:
     def last_words(self) -> str:
         """The last line of a program that runs and does not answer, for a message."""
         line = self.last_error or self.decoder.noise
-        return f" (its last line: {line})" if line else ""
+        return f" (its last line: {shortened(line)})" if line else ""
 
     @property
     def last_error(self) -> str:
@@ -355,9 +357,11 @@ class HostPool:
         else:
             link.last_seen = time.monotonic()
             try:
-                messages = link.decoder.feed(data)
-                link.ready = link.ready or link.decoder.begun
-                for message in messages:
+                for message in link.decoder.feed(data):
+                    if message.get("type") == "gone":
+                        link.gone = True
+                        continue
+                    link.ready = True
                     if "ask" in message:
                         raise UserError(f"it sends back what it is sent{link.last_words}: no program runs there")
                     yield message
@@ -373,8 +377,8 @@ class HostPool:
         code = link.wait(AGENT_END_S)
         if code is None:
             code = link.process.wait()
-        reason = f": {link.last_error}" if link.last_error else ""
-        is_broken = self.backend.is_broken_link(code)
+        reason = f": {shortened(link.last_error)}" if link.last_error else ""
+        is_broken = not link.gone and self.backend.is_broken_link(code)
         if 128 < code < 128 + signal.NSIG:  # of a guard, whose agent ended by a signal
             code = 128 - code
         if not link.ready:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.transport.pool import PROBE_END_S, SILENT_S, HostConnection, HostPool
+from roxxel_dist.launcher.transport.words import shortened
 
 ANSWER_S = 60.0
 """How long a host may take to an answer before the start, its connection included."""
@@ -169,4 +170,4 @@ def _why_it_ended(link: HostConnection, backend: Backend) -> str:
     code = link.wait(PROBE_END_S)
     why = link.last_error or link.decoder.noise or f"nothing was said: {backend.login}"
     hint = next((hint for words, hint in backend.hints if words in why), "")
-    return f"{why}{'; ' if hint else ''}{hint} (code {'unknown' if code is None else code})"
+    return f"{shortened(why)}{'; ' if hint else ''}{hint} (code {'unknown' if code is None else code})"

@@ -2,6 +2,8 @@
 
 import re
 
+MOST = 240
+"""Characters of a line that a message quotes."""
 ASKED = re.compile(r"\bask:[a-z]")
 """What a shell that reads a question as a command names in its error, without quotes and perhaps without braces."""
 EPILOGUE = re.compile(
@@ -22,3 +24,8 @@ def question_in(data: bytes) -> str:
     """The question to a person with which this piece of output ends, or ""."""
     line = data[-200:].rpartition(b"\n")[2].decode(errors="replace").strip()
     return line if QUESTION.search(line) else ""
+
+
+def shortened(line: str) -> str:
+    """A line for a message: its beginning and its end, where it is long."""
+    return line if len(line) <= MOST else f"{line[: MOST // 2]} … {line[-MOST // 2 :]}"

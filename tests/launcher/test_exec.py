@@ -1,0 +1,264 @@
+"""`launch exec`: any command that runs programs on a host; what it must not do, and what is said if it does.
+
+The faults of `test_ssh.py`, `test_lost_hosts.py` and `test_failure_table.py` run by this backend too.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from roxxel_dist.launcher.backends.exec import ExecBackend, restarts_of
+
+Until = Callable[[Callable[[], Any], str], None]
+HERE = "env NAME={host}"
+"""The hosts of most tests are this machine: a command that takes the words of a program."""
+
+
+def script(text: str) -> str:
+    """A `--via` that is a script of a shell; `"$@"` are the words of the program, without the host's name."""
+    return f"sh -c {shlex.quote(text)} {{host}}"
+
+
+CAME_BACK: dict[str, tuple[str, str | None]] = {
+    # a command, and what is said of it; None where the job runs
+    "words": (HERE, None),
+    "a text for a shell": ("sh -c {command} {host}", None),
+    "a text in an option": ("env --split-string='-u X{host}' sh -c {command}", None),
+    "a banner": (script('echo Welcome; "$@"'), None),
+    "a banner without an end": (script('printf "Welcome "; "$@"'), None),
+    "a banner on stderr": (script('echo Welcome >&2; "$@"'), None),
+    "a script that asks for no password": (script('echo "password: see the wiki"; "$@"'), None),
+    "stderr where stdout is": (script('"$@" 2>&1'), None),
+    "a slow one": (script('sleep 2; "$@"'), None),
+    "exits at once": ("true {host}", r"nothing was said: does --via end before its program, or leave stdin out"),
+    "exits with a word": (script("echo not today >&2; exit 3"), r"not today \(code 3\)"),
+    "exits with a word on stdout": (script("echo no such pod; exit 1"), r"no such pod \(code 1\)"),
+    "no stdin": (script('"$@" </dev/null'), r"leave stdin out \(kubectl, docker and podman exec need -i\)"),
+    "usage": (
+        script('echo "error: unknown flag: --foo" >&2; echo "See \'kubectl exec --help\' for usage." >&2; exit 1'),
+        r"error: unknown flag: --foo \(code 1\)",
+    ),
+    "kubectl's last word": (
+        script('echo "sh: 1: exec: /x: not found" >&2; echo "command terminated with exit code 127" >&2; exit 127'),
+        r"exec: /x: not found; install roxxel-dist there, or name the Python that has it with --python \(code 127\)",
+    ),
+    "no such pod": (
+        script("echo 'Error from server (NotFound): pods \"x\" not found' >&2; exit 1"),
+        r"\(NotFound\): pods \"x\" not found; name pods that are there",
+    ),
+    "no rights": (
+        script("echo 'Error from server (Forbidden): pods \"x\" is forbidden' >&2; exit 1"),
+        r"is forbidden; who runs --via needs the rights",
+    ),
+    "a password": (script('printf "[sudo] password for me: " >&2; sleep 99'), r"\(\[sudo\] password for me:\)"),
+    "a password after a banner": (
+        script('echo Hello; sleep 0.5; printf "Password:"; cat >/dev/null'), r"nobody gives here \(Password:\)",
+    ),
+    "a yes": (
+        script('printf "Are you sure you want to continue connecting (yes/no/[fingerprint])? "; cat >/dev/null'),
+        r"nobody gives here \(Are you sure",
+    ),
+    "a pager": (script('echo line; printf "\\033[7m--More--\\033[m"; cat >/dev/null'), r"gives here \(.*--More--"),
+    "the end of a pager": (script('printf "line\\n(END)"; cat >/dev/null'), r"nobody gives here \(\(END\)\)"),
+    "a terminal": (script("exec script -qefc 'exec cat >/dev/null' /dev/null"), r"a terminal is in between"),
+    "a terminal that does not echo": (script('"$@" | sed -u "s/$/\\r/"'), r"a terminal is in between"),
+    "an echo": (script("exec cat"), r"it sends back what it is sent"),
+    "a shell that reads stdin": (script("exec bash --norc"), r"ask:facts"),
+    "words joined by spaces": (script('exec sh -c "$*"'), r"words came through a shell; .* write \{command\} in --via"),
+    "a text where words are due": ("env NAME={host} {command}", r"this command takes words, and no text"),
+    "no folder": (script('cd /; unset OLDPWD; set -- "$@"; "$1" "$2" "cd /no/where"'), r"/no/where; name a work"),
+    "garbage in its middle": (script('"$@" | sed -u "2s/^/garbage /"'), r"'garbage .* is no message of roxxel-dist"),
+    "what is not text": (script("head -c 300 /dev/zero; echo; exit 1"), r"code 1"),
+    "megabytes first": (script('seq 300000; "$@"'), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CAME_BACK)
+def test_what_comes_back_is_said_in_one_line(case: str, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    via, said = CAME_BACK[case]
+    words = ["launch", "exec", "--hosts", "b", "--via", via, "--max-restarts", "0", "--", "bash", "-c", "echo fine"]
+    done = cli(*words, cwd=tmp_path)
+    if said is None:
+        assert (done.returncode, done.stdout.split(" | ")[-1]) == (0, "fine\n"), done.stderr
+        return
+    assert done.returncode == 69, done.stderr
+    *_, line, more = done.stderr.splitlines()
+    assert re.search(f"^roxxel-dist: host b cannot be used: .*{said}", line), line
+    assert len(line) < 1100  # a character may need four of the terminal
+    assert "not started: correct what is above" in more
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--via", "kubectl exec -i pod --"], "has no {host}: write where the name of the host goes"),
+        (["--via", ""], "has no {host}"),
+        (["--via", "sh -c '{host}"], "cannot be read as words of a shell: No closing quotation"),
+        (["--via", "no-such-client {host}"], "there is no `no-such-client` on this machine"),
+        (["--via", "/no/such/client {host}"], "there is no `/no/such/client` on this machine"),
+        (["--via", "ssh {host}"], "ssh hands its words to a shell: write {command}"),
+        (["--via", "env {host}", "--hosts", "a,a"], "host a is given twice"),
+        (["--via", "env {host}", "--hosts", "a;id"], "'a;id' cannot be a host"),
+        (["--via", "env {host}", "--hosts", "-it"], "'-it' cannot be a host"),
+        (["--via", "env {host}", "--attempt", "-1"], "--attempt -1: must be 0"),
+        ([], "--via"),
+    ],
+)
+def test_slips_are_named(words: list[str], said: str, cli: Callable[..., Any], tmp_path: Path) -> None:
+    hosts = [] if "--hosts" in words else ["--hosts", "a"]
+    done = cli("launch", "exec", *hosts, *words, "--", "touch", "x", cwd=tmp_path)
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("via", "start", "count"),
+    [
+        ("kubectl exec -i {host} -c main --", ["kubectl", "exec", "-i", "pod-1", "-c", "main", "--", "sh", "-c"], 11),
+        ("gcloud ssh {host} --command={command}", ["gcloud", "ssh", "pod-1"], 4),
+        ("'a b' x{host}y '' {command} {host}", ["a b", "xpod-1y", ""], 5),
+        ("kubectl get -o {.items} {host}", ["kubectl", "get", "-o", "{.items}", "pod-1", "sh", "-c"], 9),
+    ],
+)
+def test_where_the_host_and_the_program_go(via: str, start: list[str], count: int, tmp_path: Path) -> None:
+    clients = tmp_path / "bin"
+    clients.mkdir()
+    for name in ("kubectl", "gcloud", "a b"):
+        (clients / name).touch(mode=0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(clients), prepend=os.pathsep)
+        backend = ExecBackend(["pod-1"], via, python="/my py/python", directory="/it's {host} {command}")
+    words = backend.argv("pod-1", "roxxel_dist.launcher.host.agent", "10")
+    assert (words[: len(start)], len(words)) == (start, count)
+    (text,) = [word for word in words if "roxxel_dist.launcher.host.agent" in word]
+    program = text.removeprefix("--command=").partition("exit 64; }; ")[2] or text.removeprefix("--command=")
+    folder, _, python = program.partition(" && exec ")
+    assert shlex.split(folder) == ["cd", "/it's {host} {command}"]
+    assert shlex.split(python)[0] == "/my py/python"
+
+
+def test_how_often_the_job_was_started(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """As in a JobSet, which starts the whole launcher again: its ranks resume."""
+    assert restarts_of(None, {}) == 0
+    assert restarts_of(None, {"ROXXEL_RESTARTS": "3"}) == 3
+    assert restarts_of(1, {"ROXXEL_RESTARTS": "3"}) == 1
+    words = ["launch", "exec", "--hosts", "a", "--via", HERE, "--attempt", "2", "--", "bash", "-c"]
+    done = cli(*words, "echo attempt $ROXXEL_ATTEMPT", cwd=tmp_path)
+    assert done.stdout.endswith(" | attempt 2\n"), done.stderr
+    done = cli(*words[:6], "--", "true", cwd=tmp_path, environ={**os.environ, "ROXXEL_RESTARTS": "x"})
+    assert (done.returncode, "ROXXEL_RESTARTS is 'x': must be a number" in done.stderr) == (2, True)
+
+
+def test_doctor_looks_at_hosts_that_a_command_reaches(cli: Callable[..., Any], tmp_path: Path) -> None:
+    done = cli("doctor", "--hosts", "a,b", "--via", HERE, "--json", cwd=tmp_path)
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["fit"], found["unreachable"]) == (0, True, {}), done.stdout
+    done = cli("doctor", "--hosts", "a,b", "--via", script("exit 1"), "--json", cwd=tmp_path)
+    assert (done.returncode, sorted(json.loads(done.stdout)["unreachable"])) == (69, ["a", "b"])
+    for words, said in (
+        (["--via", HERE], f"--via {HERE} is for other hosts"),
+        (["--hosts", "a", "--via", HERE, "--ssh-config", "x"], "--ssh-config x is for ssh, and --via is given"),
+    ):
+        done = cli("doctor", *words, cwd=tmp_path)
+        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
+# A server that runs programs and holds their pipes, as the runtime of a container does; its client may be killed.
+SERVER = """
+import os, socket, subprocess, sys, threading
+server = socket.socket(socket.AF_UNIX)
+server.bind("server")
+server.listen()
+def serve(client):
+    words, _, _ = client.makefile("rb", 0).readline().decode().rstrip("\\n").partition("\\r")
+    program = subprocess.Popen(words.split("\\t"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def down():
+        while data := client.recv(65536):
+            program.stdin.write(data)
+            program.stdin.flush()
+        if sys.argv[1] == "closes":
+            program.stdin.close()
+    threading.Thread(target=down, daemon=True).start()
+    while data := os.read(program.stdout.fileno(), 65536):
+        try:
+            client.sendall(data)
+        except OSError:
+            pass
+    client.shutdown(socket.SHUT_RDWR)
+print("ready", flush=True)
+while True:
+    threading.Thread(target=serve, args=(server.accept()[0],), daemon=True).start()
+"""
+CLIENT = """
+import os, socket, sys, threading
+link = socket.socket(socket.AF_UNIX)
+link.connect("server")
+link.sendall("\\t".join(sys.argv[2:]).encode() + b"\\n")
+def up():
+    while data := os.read(0, 65536):
+        link.sendall(data)
+    link.shutdown(socket.SHUT_WR)
+threading.Thread(target=up, daemon=True).start()
+while data := link.recv(65536):
+    os.write(1, data)
+"""
+
+
+@pytest.fixture(params=[pytest.param("closes"), pytest.param("keeps", marks=pytest.mark.cluster)])
+def away(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A `--via` whose program lives on when its client is killed; the server closes its stdin then, or keeps it."""
+    (tmp_path / "client.py").write_text(CLIENT)
+    server = subprocess.Popen([sys.executable, "-c", SERVER, request.param], cwd=tmp_path, stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n"
+    yield f"sh -c '{sys.executable} client.py \"$@\"; exit $?' sh {{host}}"
+    for process in [*psutil.Process(server.pid).children(recursive=True), server]:
+        process.kill()
+    server.wait()
+    server.stdout.close()
+
+
+def test_what_a_killed_client_leaves_ends_by_itself(away: str, tmp_path: Path, until: Until) -> None:
+    """As of `kubectl exec` and `docker exec`: the program there is no child of theirs, and gets no signal."""
+    words = [sys.executable, "-m", "roxxel_dist", "launch", "exec", "--hosts", "a,b", "--via", away]
+    stay = "echo $$ > tmp.$ROXXEL_PROCESS_ID; mv tmp.$ROXXEL_PROCESS_ID up.$ROXXEL_ATTEMPT.$ROXXEL_PROCESS_ID; "
+    stay += "[ $ROXXEL_ATTEMPT = 1 ] || sleep 1000; true"
+    with (tmp_path / "said").open("wb") as said:
+        launch = subprocess.Popen(
+            [*words, "--", "bash", "-c", stay], cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=said, stderr=said
+        )
+    until(lambda: len(list(tmp_path.glob("up.0.*"))) == 2 or launch.poll() is not None, "the ranks")
+    clients = [child for child in psutil.Process(launch.pid).children(recursive=True) if "client.py" in child.cmdline()]
+    assert len(clients) == 2, (tmp_path / "said").read_text()
+    next(child for child in clients if "b" in child.cmdline()).kill()
+    assert launch.wait(120) == 0, (tmp_path / "said").read_text()
+    said = (tmp_path / "said").read_text()
+    assert re.search(r"the connection to host b broke \(.*; the agent there kills its ranks", said), said
+    for path in tmp_path.glob("up.0.*"):
+        assert not psutil.pid_exists(int(path.read_text()))
+
+
+def test_a_launcher_that_is_killed_leaves_no_client_and_no_rank(away: str, tmp_path: Path, until: Until) -> None:
+    words = [sys.executable, "-m", "roxxel_dist", "launch", "exec", "--hosts", "a", "--via", away, "--host-lease", "10"]
+    launch = subprocess.Popen(
+        [*words, "--", "bash", "-c", "echo $$ > tmp; mv tmp up; sleep 1000; true"], cwd=tmp_path,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    until(lambda: (tmp_path / "up").exists() or launch.poll() is not None, "the rank")
+    rank = psutil.Process(int((tmp_path / "up").read_text()))
+    clients = psutil.Process(launch.pid).children(recursive=True)
+    assert any("client.py" in client.cmdline() for client in clients)
+    os.kill(launch.pid, signal.SIGKILL)
+    launch.wait()
+    until(lambda: not rank.is_running(), "the rank to be gone")
+    until(lambda: not any(client.is_running() for client in clients), "the clients to be gone")
