@@ -1,4 +1,4 @@
-"""`launch exec`: any command that runs programs on a host; what it must not do, and what is said if it does.
+"""`launch exec`: any command that runs programs on a host; what it must not do, and the message where it does.
 
 The faults of `test_ssh.py`, `test_lost_hosts.py` and `test_failure_table.py` run by this backend too.
 """
@@ -30,7 +30,7 @@ def script(text: str) -> str:
 
 
 CAME_BACK: dict[str, tuple[str, str | None]] = {
-    # a command, and what is said of it; None where the job runs
+    # a command, and its message; None where the job runs
     "words": (HERE, None),
     "a text for a shell": ("sh -c {command} {host}", None),
     "a text in an option": ("env --split-string='-u X{host}' sh -c {command}", None),
