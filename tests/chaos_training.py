@@ -96,8 +96,10 @@ class Launches:
         self.screen = work / f"{name}.txt"
         self.launches = 0
 
-    def start(self, options: Sequence[object], command: Sequence[object]) -> subprocess.Popen[bytes]:
-        """`launch ssh` from the controller."""
+    def start(
+        self, options: Sequence[object], command: Sequence[object], named: Sequence[object] = ()
+    ) -> subprocess.Popen[bytes]:
+        """`launch ssh` from the controller. `named`: which hosts, if not all."""
         variables = {
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": self._work / "cache",
@@ -105,7 +107,8 @@ class Launches:
             "XLA_FLAGS": FAST,
             "PYTHONPATH": f"{self._work / 'site'}:{ROOT}",
         }
-        words = ["launch", "ssh", "--hosts", ",".join(self._hosts.names), "--ssh-config", self._hosts.ssh_config]
+        words = ["launch", "ssh", *(named or ("--hosts", ",".join(self._hosts.names)))]
+        words += ["--ssh-config", self._hosts.ssh_config]
         words += [word for key, value in variables.items() for word in ("--env", f"{key}={value}")]
         self.launches += 1
         with self.screen.open("ab") as screen:

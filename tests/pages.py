@@ -32,6 +32,7 @@ RUN_BY = {
     "docs/howto/browser.md": "test_guides.py",
     "docs/howto/tensorboard.md": "test_guides.py",
     "docs/howto/ssh.md": "test_howto_ssh.py",
+    "docs/howto/elastic.md": "test_howto_ssh.py",
     "docs/howto/slurm.md": "test_howto_slurm.py",
     "docs/howto/ray.md": "test_howto_ray.py",
     "docs/howto/kubernetes.md": "test_howto_kubernetes.py",

@@ -1,4 +1,4 @@
-"""docs/howto/ssh.md and docs/two-hosts.md: every block, on two hosts with a real sshd each, named as on the pages."""
+"""docs/howto/ssh.md, elastic.md and docs/two-hosts.md: every block, on two hosts with a real sshd each."""
 
 import pytest
 from commands import rows
@@ -32,6 +32,14 @@ def test_the_tutorial_of_two_hosts(reader):
     for block in blocks(ROOT / "docs" / "two-hosts.md"):
         reader.follow(block)
     assert set(rows(reader.folder / "runs" / "hosts")) == STEPS
+
+
+@pytest.mark.long
+def test_a_host_joins_and_leaves(reader):
+    reader.page("elastic.md", "A list", "A command")
+    log = (reader.folder / "runs" / "night" / "logs" / "launcher.log").read_text()
+    assert "node2 can join the job" in log
+    assert "resuming after step" in log
 
 
 @pytest.mark.long

@@ -161,9 +161,9 @@ COMPUTE = frozenset(
     }
 )
 """Commands that import jax or flax, or start processes that do."""
-ANYWHERE = frozenset({"ps", "logs", "attach", "stop", "completion"})
+ANYWHERE = frozenset({"ps", "logs", "attach", "stop", "join", "leave", "completion"})
 """Commands that need no working directory."""
-HANDLE_INTERRUPTS = frozenset({"sweep", "launch", "ps", "logs", "attach", "stop", "save", "doctor"})
+HANDLE_INTERRUPTS = frozenset({"sweep", "launch", "ps", "logs", "attach", "stop", "join", "leave", "save", "doctor"})
 """Commands that wait for other processes, and have work to do when they are interrupted."""
 COMMANDS = {
     "demo": "roxxel_dist.cli.demo:demo",
@@ -190,6 +190,8 @@ COMMANDS = {
     "logs": "roxxel_dist.cli.jobs:logs",
     "attach": "roxxel_dist.cli.jobs:attach",
     "stop": "roxxel_dist.cli.jobs:stop",
+    "join": "roxxel_dist.cli.jobs:join",
+    "leave": "roxxel_dist.cli.jobs:leave",
     "completion": "roxxel_dist.cli.completion:completion",
 }
 """Where each command is: only the one that is called is imported, so that ranks start without delay."""

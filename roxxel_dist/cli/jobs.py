@@ -18,6 +18,7 @@ from roxxel_dist.cluster.folder_lock import LOCK
 from roxxel_dist.launcher.control import index
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.jobs import tail
+from roxxel_dist.launcher.jobs.members import change_hosts
 from roxxel_dist.launcher.jobs.stop import stop as stop_job
 from roxxel_dist.launcher.output.console import info, printable
 from roxxel_dist.place.directory import LOGS, is_run
@@ -192,6 +193,41 @@ def stop(words: list[str]) -> int:
         return EXIT_FAILED
     _report_end(job)
     return 0 if job.code in OK_CODES else EXIT_FAILED
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JoinArgs(_Run):
+    """Add hosts to a running job of `launch ssh` or `launch exec`. A host that passes the checks of a start joins: the
+    ranks save, and the job continues with it. The batch and the data stay the same."""
+
+    hosts: str
+    """Names of the hosts, separated by commas."""
+
+
+def join(words: list[str]) -> int:
+    """Add hosts to a running job."""
+    return _change_hosts(parse(JoinArgs, words, "join"), joins=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeaveArgs(_Run):
+    """Remove hosts from a running job of `launch ssh` or `launch exec`: the ranks save, and the job continues without
+    them. At least --min-hosts hosts stay."""
+
+    hosts: str
+    """Names of the hosts, separated by commas."""
+
+
+def leave(words: list[str]) -> int:
+    """Remove hosts from a running job."""
+    return _change_hosts(parse(LeaveArgs, words, "leave"), joins=False)
+
+
+def _change_hosts(args: JoinArgs | LeaveArgs, *, joins: bool) -> int:
+    with usage_errors():
+        job = _find(args.run, "join" if joins else "leave")
+        hosts = [host.strip() for host in args.hosts.split(",") if host.strip()]
+        return 0 if change_hosts(job, hosts, joins=joins) else EXIT_FAILED
 
 
 def _find(name: str, command: str) -> JobRecord:

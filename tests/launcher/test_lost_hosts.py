@@ -20,7 +20,7 @@ from hosts import CONTROLLER, ROOT, Cluster
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit, exit_code
 from roxxel_dist.launcher.policy.restart import Cause, classify
-from roxxel_dist.launcher.preflight.lost_hosts import LOOK_S
+from roxxel_dist.launcher.preflight.candidates import LOOK_S
 
 Until = Callable[[Callable[[], Any], str], None]
 WORDS = "every rank saved and exited (42); the job continues with h2"
@@ -260,9 +260,9 @@ def fake_package(folder: Path, name: str) -> str:
 
 LOOKS_OFTEN = """
 import sys
-from roxxel_dist.launcher.preflight import lost_hosts
+from roxxel_dist.launcher.preflight import candidates
 from roxxel_dist.cli import main
-lost_hosts.LOOK_MOST_S = 0.0
+candidates.LOOK_MOST_S = 0.0
 sys.exit(main(sys.argv[1:]))
 """
 HANGS = "import sys, time\nif any('agent' in word for word in sys.orig_argv):\n    time.sleep(1000)\n"

@@ -140,7 +140,7 @@ def test_the_least_number_of_hosts_is_enough_for_the_first_start(
     assert "host b cannot be used: no route" in said
     assert "going on without b: 6 of 8 devices" in said
     with pytest.raises(NotReadyError, match="host b cannot be used"):
-        select(tmp_path, monkeypatch, {"b", "d"}, 0, **job)
+        select(tmp_path, monkeypatch, {"b", "d"}, 0, **{**job, "host_timeout": 0})
     with pytest.raises(NotReadyError, match="host b cannot be used"):
         select(tmp_path, monkeypatch, {"b"}, 0, **{**job, "min_hosts": None})
 

@@ -11,7 +11,7 @@ from roxxel_dist.launcher.host.probe import LIFE_S
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.job.spec import LEAST_LEASE_S, JobSpec
 from roxxel_dist.launcher.policy.hang import LIMITS_S, STILL_S
-from roxxel_dist.launcher.preflight.lost_hosts import LOOK_S
+from roxxel_dist.launcher.preflight.candidates import LOOK_S
 from roxxel_dist.launcher.transport import pool
 from roxxel_dist.launcher.transport.questions import ANSWER_S
 
@@ -50,7 +50,7 @@ def test_the_table_has_their_values() -> None:
         "lease.ORPHAN_S": lease.ORPHAN_S,
         "JobSpec.host_lease": JobSpec.host_lease,
         "hang.STILL_S": STILL_S,
-        "lost_hosts.LOOK_S": LOOK_S,
+        "candidates.LOOK_S": LOOK_S,
         "spares.TAKE_S": spares.TAKE_S,
         "exit_codes.USAGE_S": USAGE_S,
         "process_tree.KILL_S": process_tree.KILL_S,

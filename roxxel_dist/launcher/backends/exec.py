@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.launcher.backends.hosts import NamedHosts, check_hosts
+from roxxel_dist.launcher.backends.hosts import NamedBackend, NamedHosts, check_hosts
 from roxxel_dist.launcher.backends.kubernetes.node import VARIABLES, flags_from_environment
 from roxxel_dist.launcher.backends.ssh import HINTS as SSH_HINTS
 from roxxel_dist.launcher.backends.ssh import REFUSAL
@@ -47,7 +47,7 @@ HINTS: base.Hints = (
 
 
 @dataclass(eq=False)
-class ExecBackend(base.Backend):
+class ExecBackend(NamedBackend):
     """One agent a host, each at the other end of a command that runs it there, whose pipes are the channel.
 
     Raises:
@@ -150,8 +150,11 @@ class Options(base.BackendOptions, ExecOptions):
 
     def backend(self) -> tuple[ExecBackend, int]:
         """The hosts, and how many processes on those that work at a time. Raises ValueError for a slip."""
-        hosts, nprocs = self.named()
-        return ExecBackend(hosts, self.via, python=self.python or "", directory=self.directory or ""), nprocs
+        python, directory = self.python or "", self.directory or ""
+        return self.named(
+            lambda hosts: ExecBackend(hosts, self.via, python=python, directory=directory),
+            0.0 if self.dry_run else self.host_timeout,
+        )
 
     def launch(self, request: base.LaunchRequest) -> int:
         """Start the ranks, which resume where the job was started before."""

@@ -1,14 +1,18 @@
 """Hosts by their names: those of `--hosts` or of a host file, for the backends that reach each by its name."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, TypeVar
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.environment import lines_of
+from roxxel_dist.launcher.job.host_list import first_list, hosts_in
 from roxxel_dist.launcher.job.placement import ranks_on
-from roxxel_dist.launcher.job.spec import HostOptions
+from roxxel_dist.launcher.job.spec import HostOptions, MemberOptions
+from roxxel_dist.launcher.output.console import info
 
 HOST = re.compile(r"[A-Za-z0-9_.@:\[\]%][A-Za-z0-9_.@:\[\]%-]*")
 
@@ -44,20 +48,8 @@ def read_hostfile(path: str | Path) -> tuple[list[str], int | None]:
     Raises:
         ValueError: the file cannot be read, or a line cannot be understood; names file and line.
     """
-    hosts: list[str] = []
-    slots: set[int | None] = set()
-    for number, line in enumerate(lines_of("--hostfile", path, "a host"), 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        match = re.fullmatch(r"slots=([1-9]\d*)", words[1]) if len(words) == 2 else None
-        if len(words) > 1 and match is None:
-            raise UserError(f"--hostfile {path}, line {number}: {line.strip()!r}: write a host, or `host slots=N`")
-        hosts.append(words[0])
-        slots.add(int(match[1]) if match else None)
-    if len(slots) > 1:
-        raise UserError(f"--hostfile {path}: every host must have the same slots=N, or none; use --procs-per-host")
-    return hosts, slots.pop() if slots else None
+    lines = lines_of("--hostfile", path, "a host")
+    return hosts_in("\n".join(lines), f"--hostfile {path}")
 
 
 def hosts_of(hosts: str | None, hostfile: str | None) -> tuple[list[str], int | None]:
@@ -72,8 +64,21 @@ def hosts_of(hosts: str | None, hostfile: str | None) -> tuple[list[str], int | 
     return [host.strip() for host in (hosts or "").split(",") if host.strip()], None
 
 
+class NamedBackend(Backend):
+    """A backend of hosts that are reached by their names: others can join a job."""
+
+    takes_hosts: ClassVar[bool] = True
+
+    def check_joining(self, hosts: Sequence[str]) -> None:
+        """As `check_hosts`."""
+        check_hosts(hosts)
+
+
+Named = TypeVar("Named", bound=NamedBackend)
+
+
 @dataclass(frozen=True, kw_only=True)
-class NamedHosts(HostOptions):
+class NamedHosts(MemberOptions, HostOptions):
     """Which hosts, by their names, and what is there."""
 
     hosts: str | None = None
@@ -87,9 +92,20 @@ class NamedHosts(HostOptions):
     directory: str | None = None
     """The working directory on the hosts; not given, that of the launcher."""
 
-    def named(self) -> tuple[tuple[str, ...], int]:
-        """The hosts, and how many processes on those that work at a time. Raises ValueError for a slip."""
-        names, slots = hosts_of(self.hosts, self.hostfile)
-        hosts = check_hosts(names)
+    def named(self, make: Callable[[Sequence[str]], Named], wait_s: float) -> tuple[Named, int]:
+        """The backend that `make` makes of the hosts, and how many processes on those that work at a time.
+
+        A list of --hosts-from has `wait_s` seconds to have --min-hosts hosts. Raises ValueError for a slip.
+        """
+        given, slots, listed = [], None, []
+        if self.hosts_from is None or self.hosts is not None or self.hostfile is not None:
+            given, slots = hosts_of(self.hosts, self.hostfile)
+        if self.hosts_from is not None:
+            least = max((self.min_hosts or 1) - len(given), 0)
+            listed, also = first_list(self.hosts_from, least, wait_s, info)
+            slots = also if slots is None else slots
+        hosts = check_hosts([*given, *(host for host in listed if host not in given)])
+        backend = make(hosts)
+        backend.given, backend.listed = given, listed
         procs_per_host = slots or 1 if self.procs_per_host is None else self.procs_per_host
-        return hosts, ranks_on(len(hosts), procs_per_host, self.spare_hosts, self.min_hosts)
+        return backend, ranks_on(len(backend.hosts), procs_per_host, self.spare_hosts, self.min_hosts, self.max_hosts)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.launcher.backends.hosts import NamedHosts, check_hosts
+from roxxel_dist.launcher.backends.hosts import NamedBackend, NamedHosts, check_hosts
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words
@@ -44,7 +44,7 @@ HINTS: base.Hints = (
 
 
 @dataclass(eq=False)
-class SshBackend(base.Backend):
+class SshBackend(NamedBackend):
     """One agent a host, each at the other end of an ssh session, which is the channel.
 
     Raises:
@@ -117,6 +117,8 @@ class Options(base.BackendOptions, SshOptions):
 
     def backend(self) -> tuple[SshBackend, int]:
         """The hosts, and how many processes on those that work at a time. Raises ValueError for a slip."""
-        hosts, nprocs = self.named()
-        directory = self.directory or ""
-        return SshBackend(hosts, config=self.ssh_config, python=self.python or "", directory=directory), nprocs
+        python, directory = self.python or "", self.directory or ""
+        return self.named(
+            lambda hosts: SshBackend(hosts, config=self.ssh_config, python=python, directory=directory),
+            0.0 if self.dry_run else self.host_timeout,
+        )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
 from roxxel_dist.cluster.progress import Record
 from roxxel_dist.launcher.control.members import WAIT_S, Imported, MemberHangs, MemberSources
+from roxxel_dist.launcher.control.membership import Membership
 from roxxel_dist.launcher.control.record import RankProcess
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.host.protocol import Message
@@ -22,7 +23,6 @@ from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.policy.hang import Hang, HangDetector, StepTimes
 from roxxel_dist.launcher.policy.outcome import AttemptResult, CodeDiffers, HostLost, LateRank, RankExit, is_drain
-from roxxel_dist.launcher.preflight.lost_hosts import LostHosts
 from roxxel_dist.launcher.transport.pool import COMMON_S, QUIET_S, SILENT_S, HostConnection, HostPool
 
 DUMP_S = 1.25
@@ -78,8 +78,8 @@ class Attempt:
     """Of the first host, as the others reach it."""
     spares: str
     """Whether hosts keep warm spares: on, off, auto."""
-    lost_hosts: LostHosts | None = None
-    """The hosts that the job goes on without, where it can take them in again."""
+    membership: Membership | None = None
+    """Which hosts shall join the job or leave it, and can; None where that never changes."""
     times: StepTimes = field(default_factory=StepTimes)
     """Those of earlier attempts on as many devices; kept up to date."""
     grow_after: int = -1
@@ -139,7 +139,7 @@ class Attempt:
             case {"type": "signal", "number": number} if self._result.requested is None:
                 self._on_signal(number)  # a batch system may have asked the processes of all hosts
             case {"type": "saved"}:
-                self._grow()
+                self._change_hosts()
             case {"type": "status", "rank": rank, "record": record}:
                 self.console.status(rank, record)
             case {"type": "progress", "records": records}:
@@ -274,10 +274,9 @@ class Attempt:
         self.recorder.update(step=self._result.reached, ranks=ranks, state=state)
         if self.member_sources is not None:
             self._check_member_sources(self.member_sources, now)
-        for note in self.lost_hosts.notes() if self.lost_hosts is not None else ():
+        for note in self.membership.notes() if self.membership is not None else ():
             self.console.info(note)
-        if not self.job.grow_at_checkpoint:
-            self._grow()
+        self._change_hosts(joins_too=not self.job.grow_at_checkpoint)
 
     def _check_for_a_hang(self, now: float) -> None:
         if self._result.hang is not None or self._is_ending() or self.pool.silence(now) > COMMON_S:
@@ -312,16 +311,15 @@ class Attempt:
             self.console.info(f"all hosts respond again, after {now - self._silent_since:.0f} s; the job goes on")
             self._silent_since = None
 
-    def _grow(self) -> None:
-        """Have the ranks save and leave, where a host is back: the next attempt has it again."""
-        back = self.lost_hosts.back if self.lost_hosts is not None else ()
-        if not back or self._is_ending() or self._result.reached <= self.grow_after:
+    def _change_hosts(self, *, joins_too: bool = True) -> None:
+        """Have the ranks save and leave, where hosts are to join or leave the job: the next attempt has others."""
+        if self.membership is None or self._is_ending() or self._result.reached <= self.grow_after:
             return
-        grace, names = self.job.grace, ", ".join(back)
-        self.console.info(
-            f"{names} can be used again: the ranks get {grace:g} s to save and exit; the job continues with it"
-        )
-        self._result.grows = f"the job continues with {names}"
+        if (drain := self.membership.drain(joins_too=joins_too)) is None:
+            return
+        grace = self.job.grace
+        self.console.info(f"{drain.why}: the ranks get {grace:g} s to save and exit; {drain.then}")
+        self._result.grows = drain.then
         self.pool.order({"type": "stop", "grace": grace}, within=grace)
 
     def _end_dump(self, dump: StackDump, now: float) -> None:

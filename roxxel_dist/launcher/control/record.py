@@ -99,6 +99,8 @@ class JobRecord:
     """The number of its SLURM job."""
     ran: bool = False
     """Whether its ranks were started; False for a job that preflight refused."""
+    takes_hosts: bool = False
+    """Whether hosts can join it, and leave it."""
     first_rank: int = 0
     """Not 0: one of several launchers of a job, each of which starts part of the ranks and has a record."""
 

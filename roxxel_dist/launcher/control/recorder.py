@@ -69,6 +69,7 @@ class JobRecorder:
             grace=job.grace,
             detached=detached or started is not None,
             slurm_job=slurm_job,
+            takes_hosts=backend.takes_hosts and job.is_restartable,
             first_rank=job.first_rank,
         )
         self._kept: JobRecord | None = None

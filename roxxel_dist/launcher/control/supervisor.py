@@ -4,17 +4,18 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
 from roxxel_dist.launcher.control.attempt import Attempt
 from roxxel_dist.launcher.control.members import MemberHangs, MemberSources
+from roxxel_dist.launcher.control.membership import Membership
 from roxxel_dist.launcher.control.notify import Notifier
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.control.report import report_of
 from roxxel_dist.launcher.job.backend import Backend
-from roxxel_dist.launcher.job.placement import placements, working_hosts
+from roxxel_dist.launcher.job.placement import Assignment, placements, working_hosts
 from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import Console
@@ -30,9 +31,7 @@ from roxxel_dist.launcher.policy.restart import (
     next_action,
     summary,
 )
-from roxxel_dist.launcher.preflight.lost_hosts import LookHistory, LostHosts, Running
 from roxxel_dist.launcher.preflight.select_hosts import (
-    Assignment,
     HostSelector,
     NotReadyError,
     ReadyHosts,
@@ -97,10 +96,11 @@ class _Controller:
         self._logs = Logs(self.job, self.console.info)
         self._key = os.urandom(32).hex()
         self._missing: tuple[str, ...] = ()
-        self._looks = LookHistory()
+        is_fixed = self.backend.is_local or not self.job.is_restartable
+        self._membership = None if is_fixed else Membership(self.job, self.backend)
         self._times: dict[int, StepTimes] = {}  # by how many devices work
         try:
-            with self._logs, HostPool(self.backend, self.signals.fd) as pool:
+            with self._logs, self._membership or nullcontext(), HostPool(self.backend, self.signals.fd) as pool:
                 return self._run(pool)
         except StoppedError as stop:  # while no rank ran
             self.last_words = f"{signal.Signals(stop.number).name}: not started{' again' * bool(self._attempts)}"
@@ -133,25 +133,34 @@ class _Controller:
             self.console.info(
                 "--warm-spares on: there is no restart that would use them (--max-restarts), so none are kept"
             )
-        selector = HostSelector(self.job, self.backend, self.signals, self.console, pool)
+        membership = self._membership
+        newcomers = tuple if membership is None else membership.newcomers
+        selector = HostSelector(self.job, self.backend, self.signals, self.console, pool, newcomers)
+        if membership is not None:
+            membership.attach(selector)
         back: tuple[str, ...] = ()
         result = AttemptResult()
         while True:
             before = self._reached
             ready = selector.select(len(self._attempts), result.gone_by, back)
-            self._notify_of_hosts(ready.assignment)
-            if back:
-                self._looks.grown(back, failed={*ready.back} != {*back})
-            with self._watch(ready.lost, selector) as lost_hosts:
-                result = self._attempt(ready, pool, lost_hosts)
-            back = lost_hosts.back if lost_hosts is not None else ()
+            self._notify_of_hosts(ready.assignment, selector.members)
+            self.recorder.update(hosts=selector.members)
+            if membership is None:
+                result = self._attempt(ready, pool)
+            else:
+                if back:
+                    membership.grown(back, failed={*ready.back} != {*back})
+                with membership.attempt(ready, selector.port(len(self._attempts) + 1)):
+                    result = self._attempt(ready, pool)
+                back = membership.follow(result.lost)
             last = self._attempts[-1]
-            if ready.back and has_come_to_nothing(last, before):
+            lost = result.lost
+            others = lost is not None and lost.with_host and lost.host not in ready.back  # its end is no fault of these
+            if membership is not None and ready.back and has_come_to_nothing(last, before) and not others:
                 last = self._attempts[-1] = replace(last, failed_growth=", ".join(ready.back))
-                self._looks.grown(ready.back, failed=True)
+                membership.grown(ready.back, failed=True)
                 selector.leave_out(ready.back)
                 back = ()
-            lost = result.lost
             if lost is not None and lost.with_host and selector.has_spare:
                 selector.set_aside(lost.host)  # a spare host takes its place without an attempt to reach it
             decision = next_action(self._attempts, self.job.max_restarts, self.job.restart_on, selector.can_do_without)
@@ -195,32 +204,20 @@ class _Controller:
         elif not decision.again:
             self.last_words = words or self.last_words
 
-    def _notify_of_hosts(self, assignment: Assignment) -> None:
+    def _notify_of_hosts(self, assignment: Assignment, members: Sequence[str]) -> None:
         """Send which hosts the next attempt goes without, if that is new."""
-        missing = tuple(host for host in working_hosts(self.job, self.backend.hosts) if host not in assignment.hosts)
+        first = working_hosts(self.job, self.backend.hosts)
+        missing = tuple(host for host in first if host in members and host not in assignment.hosts)
         if self.notifier is not None and assignment.note and {*missing} - {*self._missing}:
             self.notifier.send("set_aside", assignment.note, about=missing)
         self._missing = missing
-
-    def _watch(self, hosts: Sequence[str], selector: HostSelector) -> AbstractContextManager[LostHosts | None]:
-        """Watches hosts that the job was given and goes on without; None where there are none."""
-        if not hosts or not self.job.is_restartable:
-            return nullcontext()
-        running = Running(
-            hosts=selector.working,
-            port=selector.port(len(self._attempts) + 1),
-            accepted=selector.warnings,
-            plan=selector.plan,
-            grows_with=selector.grows_with,
-        )
-        return LostHosts(self.job, self.backend, hosts, running, self._looks)
 
     @property
     def _reached(self) -> int:
         """The largest step that a rank has entered."""
         return max((attempt.reached for attempt in self._attempts), default=0)
 
-    def _attempt(self, ready: ReadyHosts, pool: HostPool, lost_hosts: LostHosts | None) -> AttemptResult:
+    def _attempt(self, ready: ReadyHosts, pool: HostPool) -> AttemptResult:
         job, backend, console = ready.assignment.job, self.backend, self.console
         number = job.first_attempt + len(self._attempts)
         reached, trains = self._reached, job.program.reports_steps
@@ -241,7 +238,7 @@ class _Controller:
             key=self._key,
             address=ready.coordinator.rpartition(":")[0].strip("[]"),
             spares=job.warm_spares if self._has_restarts else "off",
-            lost_hosts=lost_hosts,
+            membership=self._membership,
             times=self._times.setdefault(ready.assignment.devices, StepTimes()),
             grow_after=reached if trains or reached else -1,
             members=MemberHangs(job, number) if has_others else None,

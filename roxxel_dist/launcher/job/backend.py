@@ -52,6 +52,12 @@ class Backend(ABC):
     """Whether rank 0 is on one of these hosts."""
     hosts: Sequence[str]
     """Each runs one agent; ranks are assigned to hosts in blocks."""
+    given: Sequence[str] | None = None
+    """Those of them that no list takes away; None: all."""
+    listed: Sequence[str] = ()
+    """Those of --hosts-from, as it was read first."""
+    takes_hosts: ClassVar[bool] = False
+    """Whether hosts can join a job, and leave it."""
     python: str = sys.executable
     """The interpreter on the hosts."""
     directory: str = ""
@@ -82,6 +88,10 @@ class Backend(ABC):
     def is_broken_link(self, code: int) -> bool:
         """Whether a near end that ended so has lost its connection, which says nothing of the program there."""
         return False
+
+    def check_joining(self, hosts: Sequence[str]) -> None:
+        """Raises UserError for hosts that cannot be some of this backend's, by their names."""
+        raise NotImplementedError
 
     def is_refusal(self, stderr: Sequence[str]) -> bool:
         """Whether these last lines of a program that did not start say that a server had no room for a connection."""

@@ -1,10 +1,10 @@
-"""Which rank runs on which host, and what its environment is."""
+"""Which hosts work, which rank runs on which of them, and what its environment is."""
 
 import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roxxel_dist.cluster.exit_codes import EXIT_SLACK_S, EXIT_TIMEOUT_ENV, REACHED_ENV, STATUS_ENV, UserError
 from roxxel_dist.launcher.job.spec import JobSpec
@@ -80,10 +80,11 @@ class Placement:
 
 def working_hosts(job: JobSpec, hosts: Sequence[str]) -> Sequence[str]:
     """The hosts that start, where all are there: those before the spare ones."""
-    return hosts[: len(hosts) - job.spare_hosts]
+    number = len(hosts) - job.spare_hosts
+    return hosts[: number if job.max_hosts is None else min(number, job.max_hosts)]
 
 
-def ranks_on(hosts: int, procs_per_host: int, spare: int = 0, least: int | None = None) -> int:
+def ranks_on(hosts: int, procs_per_host: int, spare: int = 0, least: int | None = None, most: int | None = None) -> int:
     """How many ranks run at a time on so many hosts. Raises ValueError where the numbers do not fit together."""
     if procs_per_host < 1:
         raise UserError(f"--procs-per-host {procs_per_host}: must be at least 1")
@@ -91,7 +92,76 @@ def ranks_on(hosts: int, procs_per_host: int, spare: int = 0, least: int | None 
         raise UserError(f"--spare-hosts {spare}: there are {hosts} hosts; use at most {hosts - 1}")
     if least is not None and least > hosts - spare:
         raise UserError(f"--min-hosts {least}: there are {hosts - spare} hosts; use at most {hosts - spare}")
-    return procs_per_host * (hosts - spare)
+    return procs_per_host * (hosts - spare if most is None else min(hosts - spare, most))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """The hosts that work in an attempt, and the job as they do it."""
+
+    hosts: tuple[str, ...]
+    job: JobSpec
+    note: str = ""
+    """Which hosts are missing and which devices idle, for people; empty where all is as it was asked for."""
+
+    @property
+    def devices(self) -> int:
+        """How many work; of a process 1 where only jax knows."""
+        job = self.job
+        own = job.gpus_per_host
+        return job.nprocs * (job.devices_per_proc or 1) if own is None else own * len(self.hosts)
+
+
+def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str], *, divides: bool = False) -> Assignment:
+    """The largest assignment to the hosts that are there: the most devices that divide every phase's batch.
+
+    The global batch and the data stay the same; only how many devices share them changes. `hosts` are all hosts in rank
+    order, the spare ones last; `present` are those that can be used now, in the same order, at least one. `divides`: of
+    all of them too only as many work as divide the batch, for their number is no choice of the user.
+    """
+    working = working_hosts(job, hosts)
+    if len(present) >= len(working) and (not divides or _divide(job, _devices_of(job, len(working)) * len(working))):
+        chosen = tuple(present[: len(working)])
+        missing = [host for host in working if host not in present]
+        instead = ", ".join(host for host in chosen if host not in working)
+        note = f"going on without {', '.join(missing)}, with {instead} instead" if missing else ""
+        return Assignment(hosts=chosen, job=job, note=note)
+    procs = job.nprocs // len(working)
+    absent = [host for host in hosts if host not in present]
+    devices = _devices_of(job, len(working)) // procs
+    present = present[: len(working)]
+    most, used, share = 0, len(present), devices  # if nothing divides them, the program will say so
+    for number in range(1, len(present) + 1):  # of as many devices those on fewer hosts: the network is what is slow
+        for part in range(1, devices + 1):
+            total = number * procs * part
+            if total > most and _divide(job, total):
+                most, used, share = total, number, part
+    smaller = replace(
+        job,
+        nprocs=used * procs,
+        devices_per_proc=share if job.devices_per_proc is not None else None,
+        gpus_per_host=share * procs if job.gpus_per_host is not None else None,
+    )
+    missing = ", ".join(absent)
+    note = f"{used * procs * share} of {len(working) * procs * devices} devices" + ("" if missing else " work")
+    note = f"going on without {missing}: {note}" if missing else note
+    idle = {host: procs * (devices - share * (host in present[:used])) for host in present}
+    if names := [f"{host} ({count})" for host, count in idle.items() if count]:
+        note += f"; idle, because the batch of every phase must be a multiple of the devices: {', '.join(names)}"
+    return Assignment(hosts=tuple(present[:used]), job=smaller, note=note)
+
+
+def _devices_of(job: JobSpec, working: int) -> int:
+    """Devices of a host; where only jax knows, whole processes are counted."""
+    procs = job.nprocs // working
+    if job.devices_per_proc is not None:
+        return procs * job.devices_per_proc
+    return procs if job.gpus_per_host is None else job.gpus_per_host // procs * procs
+
+
+def _divide(job: JobSpec, devices: int) -> bool:
+    """Whether so many devices divide the batch of every phase."""
+    return not any(rows % devices for rows in job.micro_batches)
 
 
 def placements(

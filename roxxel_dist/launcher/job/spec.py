@@ -73,18 +73,30 @@ class HostOptions:
     """Number of spare hosts, the last ones of the list. A spare host replaces a host that fails."""
     min_hosts: int | None = None
     """Minimum number of hosts: the job starts, and continues after a failure, with them if others are missing. A host
-    that is back is used again. Default: all hosts."""
+    that is back is used again. If fewer are there, the job waits --host-timeout. Default: all hosts."""
     grow_at_checkpoint: bool = False
     """With --min-hosts: add a host that is back after the next checkpoint of the run, not immediately."""
     host_lease: float = 60.0
     """Seconds that the processes continue if the launcher loses all hosts at once, because its connection is lost. If
     it loses one host alone, the processes there end after 10 s."""
     host_timeout: float = 60.0
-    """Seconds to wait for an unreachable host after a failure. Then the job continues, or ends, without it."""
+    """Seconds to wait for an unreachable host after a failure, and for --min-hosts hosts at the start. Then the job
+    continues, or ends, without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobSpec(HostOptions, JobOptions):
+class MemberOptions:
+    """Hosts that come and go; flags of the ways to launch on hosts that have names."""
+
+    hosts_from: str | None = None
+    """A file with one host in each line, or a command that prints such lines, as 'kubectl get pods -o …'. It is read
+    again every few seconds: hosts that are new join the job, and hosts that are gone leave it."""
+    max_hosts: int | None = None
+    """Maximum number of hosts that work. More hosts are spare. Default: no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec(MemberOptions, HostOptions, JobOptions):
     """One job: `command`, started `nprocs` times as one group. Raises ValueError for what cannot be started."""
 
     command: tuple[str, ...]
@@ -139,6 +151,7 @@ class JobSpec(HostOptions, JobOptions):
             ("devices_per_proc", 1, finite, "at least 1; leave it out to use all devices"),
             ("gpus_per_host", 1, finite, "at least 1; leave it out and each process has all of them"),
             ("min_hosts", 1, finite, "at least 1; leave it out to need every host"),
+            ("max_hosts", self.min_hosts or 1, finite, "at least --min-hosts, or 1; leave it out to use all hosts"),
             ("max_restarts", 0, finite, "0 (none) or more"),
             ("spare_hosts", 0, finite, "0 (none) or more"),
             ("port", 1, last_port, f"within 1 and {last_port}; leave --port out to take a free one"),

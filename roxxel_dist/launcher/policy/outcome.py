@@ -114,7 +114,7 @@ class AttemptResult:
     reached: int = 0
     """The largest step that any rank had entered."""
     grows: str = ""
-    """All were asked to save and leave, because a host that the job had lost is back: what for, in words for people."""
+    """All were asked to save and leave, because hosts join or leave the job: how it goes on, in words for people."""
 
 
 def is_drain(result: AttemptResult) -> bool:

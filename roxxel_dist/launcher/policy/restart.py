@@ -74,6 +74,8 @@ class AttemptSummary:
     """Whether the program reports its steps: if not, a `reached` of 0 means nothing."""
     seconds: float = 0.0
     """How long the attempt lasted."""
+    changes_hosts: bool = False
+    """Whether it ended because hosts were to join the job or to leave it."""
     failed_growth: str = ""
     """Hosts that were taken in for it and with which it came to nothing: it counts for nothing."""
 
@@ -125,6 +127,7 @@ def summary(result: AttemptResult, *, seconds: float, counts: bool) -> AttemptSu
         reached=result.reached,
         counts=counts or result.reached > 0,
         seconds=seconds,
+        changes_hosts=bool(result.grows),
     )
 
 
@@ -214,6 +217,9 @@ def _when(wait: float) -> str:
 
 def _after_preemption(attempts: Sequence[AttemptSummary]) -> Decision:
     """Preemptions are free; but a job that ends repeatedly before it has done anything counts as failed."""
+    if attempts[-1].changes_hosts:
+        return Decision(again=True, why="restart immediately, with other hosts (it counts for nothing)")
+    attempts = [attempt for attempt in attempts if not attempt.changes_hosts]
     idle = 0
     for number in reversed(range(len(attempts))):
         attempt = attempts[number]

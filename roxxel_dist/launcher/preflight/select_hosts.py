@@ -1,15 +1,16 @@
 """Before each attempt: which hosts are there, whether they are fit for the job, and which of them work."""
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from roxxel_dist.launcher.job.backend import Backend
-from roxxel_dist.launcher.job.placement import working_hosts
+from roxxel_dist.launcher.job.placement import Assignment, assign, working_hosts
 from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import Console
+from roxxel_dist.launcher.policy.membership import working_number
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import Interrupted
@@ -17,60 +18,6 @@ from roxxel_dist.launcher.transport.questions import Interrupted
 RETRY_S = 2.0
 TELL_S = 5.0
 """A longer wait is announced."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """The hosts that work in an attempt, and the job as they do it."""
-
-    hosts: tuple[str, ...]
-    job: JobSpec
-    note: str = ""
-    """Which hosts are missing and which devices idle, for people; empty where all is as it was asked for."""
-
-    @property
-    def devices(self) -> int:
-        """How many work; of a process 1 where only jax knows."""
-        job = self.job
-        own = job.gpus_per_host
-        return job.nprocs * (job.devices_per_proc or 1) if own is None else own * len(self.hosts)
-
-
-def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str]) -> Assignment:
-    """The largest assignment to the hosts that are there: the most devices that divide every phase's batch.
-
-    The global batch and the data stay the same; only how many devices share them changes. `hosts` are all hosts in rank
-    order, the spare ones last; `present` are those that can be used now, in the same order, at least one.
-    """
-    working = working_hosts(job, hosts)
-    if len(present) >= len(working):
-        chosen = tuple(present[: len(working)])
-        missing = [host for host in working if host not in present]
-        instead = ", ".join(host for host in chosen if host not in working)
-        note = f"going on without {', '.join(missing)}, with {instead} instead" if missing else ""
-        return Assignment(hosts=chosen, job=job, note=note)
-    procs = job.nprocs // len(working)
-    devices = job.devices_per_proc  # of a process; 1 where only jax knows, so that whole processes are counted
-    if devices is None:
-        devices = job.gpus_per_host // procs if job.gpus_per_host is not None else 1
-    most, used, share = 0, len(present), devices  # if nothing divides them, the program will say so
-    for number in range(1, len(present) + 1):  # of as many devices those on fewer hosts: the network is what is slow
-        for part in range(1, devices + 1):
-            total = number * procs * part
-            if total > most and not any(rows % total for rows in job.micro_batches):
-                most, used, share = total, number, part
-    smaller = replace(
-        job,
-        nprocs=used * procs,
-        devices_per_proc=share if job.devices_per_proc is not None else None,
-        gpus_per_host=share * procs if job.gpus_per_host is not None else None,
-    )
-    missing = ", ".join(host for host in hosts if host not in present)
-    note = f"going on without {missing}: {used * procs * share} of {len(working) * procs * devices} devices"
-    idle = {host: procs * (devices - share * (host in present[:used])) for host in present}
-    if names := [f"{host} ({count})" for host, count in idle.items() if count]:
-        note += f"; idle, because the batch of every phase must be a multiple of the devices: {', '.join(names)}"
-    return Assignment(hosts=tuple(present[:used]), job=smaller, note=note)
 
 
 class NotReadyError(Exception):
@@ -123,6 +70,8 @@ class _Search:
     """When the ranks of lost hosts have ended, wherever they are."""
     deadline: float
     """Until then a host that is missing may come back."""
+    is_retry: bool
+    """Whether the job has run before."""
     said: set[str] = field(default_factory=set)
 
 
@@ -132,11 +81,28 @@ class HostSelector:
     Agents of the previous attempt are asked over their open connections; only a lost host gets a new one. A spare host
     at once replaces a host that is unreachable or unfit. Before the first attempt the job goes on at once without such
     a host, if it may (`job.min_hosts`); later that host has `job.host_timeout` seconds. A host that the job goes on
-    without is asked again when it is `back`, or when too few others are left.
+    without is asked again when it is `back`, or when too few others are left. The first attempt waits as long for
+    `job.min_hosts` hosts.
+
+    Args:
+        newcomers: hosts that shall be in the job and are not; asked for while too few hosts are there.
     """
 
-    def __init__(self, job: JobSpec, backend: Backend, signals: SignalPipe, screen: Console, pool: HostPool) -> None:
+    def __init__(
+        self,
+        job: JobSpec,
+        backend: Backend,
+        signals: SignalPipe,
+        screen: Console,
+        pool: HostPool,
+        newcomers: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
         self._job, self._backend, self._signals, self._screen, self._pool = job, backend, signals, screen, pool
+        self._given, self._newcomers = job, newcomers
+        self.members: tuple[str, ...] = tuple(backend.hosts)
+        """The hosts of the job, the lost and spare ones too, in the order of its ranks."""
+        self._changes = job.hosts_from is not None
+        """Whether the number of hosts is no number that a person has asked for."""
         self.warnings: set[str] = set()
         """Those that the user has read."""
         self.working: tuple[str, ...] = ()
@@ -148,10 +114,15 @@ class HostSelector:
         self._left_out = set[str]()
         self._were_back = set[str]()
         self._note = ""
+        self._present: tuple[str, ...] = ()
 
     def plan(self, back: Sequence[str]) -> Assignment:
         """What would start if these hosts were there beside those that were selected last."""
-        return assign(self._job, self._backend.hosts, self._in_order({*self._present, *back}))
+        members = self._with(back)
+        job = self._job if members == self.members else self._sized(members)
+        there = {*self._present, *back}
+        present = tuple(host for host in members if host in there)
+        return assign(job, members, present, divides=self._changes or members != self.members)
 
     def grows_with(self, back: Sequence[str]) -> bool:
         """Whether the job would have more devices than it has since the last `select`, with these hosts."""
@@ -159,7 +130,7 @@ class HostSelector:
 
     def can_do_without(self, host: str) -> bool:
         """Whether enough hosts are left without this one: as many as work, or as `--min-hosts` asks for."""
-        hosts = tuple(self._backend.hosts)
+        hosts = self.members
         left = len([other for other in hosts if other not in {host, *self._set_aside, *self._left_out}])
         least = len(working_hosts(self._job, hosts))
         return left >= (least if self._job.min_hosts is None else min(least, self._job.min_hosts))
@@ -171,6 +142,46 @@ class HostSelector:
     def leave_out(self, hosts: Iterable[str]) -> None:
         """Go on without these hosts, until they are back."""
         self._left_out.update(hosts)
+
+    @property
+    def there(self) -> tuple[str, ...]:
+        """The members that are not lost, as the last `select` found them: those that work, and spare ones."""
+        return self._present
+
+    @property
+    def least(self) -> int:
+        """So many hosts the job needs."""
+        return self._given.min_hosts or len(working_hosts(self._given, self._backend.hosts))
+
+    def change(self, joins: Sequence[str] = (), leaves: Collection[str] = ()) -> None:
+        """Let these hosts be members of the job, or be none any more; at least one stays.
+
+        Those that join as spares, while an attempt goes on, can be used at once when a host fails.
+        """
+        members = tuple(host for host in self._with(joins) if host not in leaves)
+        if members == self.members or not members:
+            return
+        self.members, self._changes = members, True
+        self._job = self._sized(members)
+        self._set_aside = [host for host in self._set_aside if host not in leaves]
+        self._left_out -= {*leaves}
+        self._present = self._in_order({*self._present, *joins})
+        self.has_spare = len(self._present) > len(self.working)
+
+    def _with(self, joins: Sequence[str]) -> tuple[str, ...]:
+        return (*self.members, *(host for host in joins if host not in self.members))
+
+    def _sized(self, members: Sequence[str]) -> JobSpec:
+        """The job as these hosts would do it all together."""
+        given = self._given
+        first = len(working_hosts(given, self._backend.hosts))
+        number = working_number(len(members), given.spare_hosts, first, given.max_hosts)
+        return replace(
+            given,
+            nprocs=given.nprocs // first * number,
+            spare_hosts=len(members) - number,
+            min_hosts=self.least,
+        )
 
     def select(
         self, attempt: int, gone_by: Mapping[str, float] = MappingProxyType({}), back: Collection[str] = ()
@@ -187,14 +198,16 @@ class HostSelector:
         """
         job = self._job
         self._left_out -= {*back}
-        present = {*self._backend.hosts} - {*self._set_aside} - self._left_out
+        present = {*self.members} - {*self._set_aside} - self._left_out
         is_retry = attempt > 0 or job.first_attempt > 0  # the job has run before: its hosts may need a moment
+        patient = is_retry or job.min_hosts is not None
         search = _Search(
             present=self._in_order(present),
             back=self._in_order(back),
             reserve={*self._left_out},
             gone_by=gone_by,
-            deadline=max(time.monotonic() + (job.host_timeout if is_retry else 0), *gone_by.values(), 0.0),
+            deadline=max(time.monotonic() + (job.host_timeout if patient else 0), *gone_by.values(), 0.0),
+            is_retry=is_retry,
         )
         while True:
             assignment = self._assign(search.present)
@@ -216,11 +229,12 @@ class HostSelector:
                     raise StoppedError(numbers[0]) from None
 
     def _ready(self, assignment: Assignment, report: PreflightReport, search: "_Search") -> ReadyHosts:
-        hosts, present = self._backend.hosts, search.present
+        hosts, present = self.members, search.present
         self._wait_for_end(search.gone_by)
         self._cores = self._cores or report.cores
         self._present, self._assignment, self.working = present, assignment, assignment.hosts
-        self.has_spare = len(present) > len(working_hosts(self._job, hosts))
+        working = assignment.hosts if self._changes else working_hosts(self._job, hosts)
+        self.has_spare = len(present) > len(working)
         self._were_back |= {*search.back}
         lost = tuple(host for host in hosts if host not in present and host not in self._set_aside)
         self._left_out = {*lost}
@@ -236,7 +250,7 @@ class HostSelector:
 
     def _change(self, search: "_Search", report: PreflightReport) -> None:
         """Go on with other hosts, or wait a moment. Raises NotReadyError, StoppedError."""
-        job, errors = self._job, report.problems
+        job, errors = self._job, list(report.problems)
         wrong = report.blamed([link.host for link in self._pool.all if link.started])  # those have had ranks
         if unfit := {*search.back} & (wrong or {*search.back}):  # the job ran without them
             self._left_out |= unfit
@@ -246,17 +260,23 @@ class HostSelector:
             search.present = self._in_order({*search.present} - unfit)
             return
         rest = self._in_order({*search.present} - wrong)
-        is_replaced = rest != search.present and len(rest) >= len(working_hosts(job, self._backend.hosts))
+        is_replaced = rest != search.present and len(rest) >= len(working_hosts(job, self.members))
+        if self._changes and rest and rest != search.present:  # a spare may be one that the batch gives no work
+            is_replaced = self._assignment_of(rest).devices >= self._assignment_of(search.present).devices
         may_shrink = rest != search.present and job.min_hosts is not None and len(rest) >= job.min_hosts
         if search.reserve and not (is_replaced or may_shrink):  # one of them may be there by now
             search.present = self._in_order({*search.present, *search.reserve})
             search.reserve.clear()
             return
         comes_and_goes = may_shrink and wrong <= self._were_back  # it is watched, and taken in again
-        if not (is_replaced or self._set_aside or comes_and_goes) and time.monotonic() < search.deadline:
+        waits = not (is_replaced or self._set_aside or comes_and_goes or (may_shrink and not search.is_retry))
+        if waits and time.monotonic() < search.deadline and (search.is_retry or report.unreachable):
             self._say(errors, search.said)
+            if not search.is_retry:
+                self._say_waiting(len(rest), search)
             if numbers := self._signals.wait(RETRY_S):
                 raise StoppedError(numbers[0])
+            self._add_newcomers(search)
             return
         if self._set_aside and not is_replaced:  # one that was lost, or failed, is better than none
             rest = self._in_order({*rest, *self._set_aside})
@@ -272,11 +292,25 @@ class HostSelector:
 
     def _in_order(self, hosts: Collection[str]) -> tuple[str, ...]:
         """These hosts, in the order of the ranks."""
-        return tuple(host for host in self._backend.hosts if host in hosts)
+        return tuple(host for host in self.members if host in hosts)
+
+    def _assignment_of(self, present: Sequence[str]) -> Assignment:
+        return assign(self._job, self.members, present, divides=self._changes)
+
+    def _add_newcomers(self, search: "_Search") -> None:
+        """While the job waits for hosts, one that is new will do."""
+        if newcomers := [host for host in self._newcomers() if host not in self.members]:
+            self.change(joins=newcomers)
+            search.present = self._in_order({*search.present, *newcomers})
+
+    def _say_waiting(self, there: int, search: "_Search") -> None:
+        text = f"{there} of at least {self._job.min_hosts} hosts (--min-hosts) are there"
+        text += f": waiting up to {self._job.host_timeout:g} s for others (--host-timeout)"
+        self._say([text], search.said)
 
     def _assign(self, present: tuple[str, ...]) -> Assignment:
         """An assignment to these hosts; its note goes to the screen if it has changed."""
-        assignment = assign(self._job, self._backend.hosts, present)
+        assignment = self._assignment_of(present)
         if assignment.note and assignment.note != self._note:
             self._screen.info(assignment.note)
         self._note = assignment.note

@@ -1,0 +1,83 @@
+"""Which hosts a job shall have, and what follows when these are others than it has: pure functions."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """The hosts that people want in a job."""
+
+    given: tuple[str, ...]
+    """Those of --hosts or --hostfile."""
+    listed: tuple[str, ...] = ()
+    """Those of the last good list of --hosts-from."""
+    joined: tuple[str, ...] = ()
+    """Those of `join`."""
+    left: frozenset[str] = frozenset()
+    """Those of `leave`: they stay away until they `join`, or come to the list anew."""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """All of them, each once."""
+        hosts = dict.fromkeys((*self.given, *self.listed, *self.joined))
+        return tuple(host for host in hosts if host not in self.left)
+
+    def with_list(self, hosts: Sequence[str]) -> "Wanted":
+        """As it is when the list has these hosts."""
+        dropped = {*self.listed} - {*hosts}
+        return replace(self, listed=tuple(hosts), left=self.left - dropped)
+
+    def with_join(self, hosts: Sequence[str]) -> "Wanted":
+        """As it is when these hosts are asked to join."""
+        return replace(self, joined=(*self.joined, *hosts), left=self.left - {*hosts})
+
+    def with_leave(self, hosts: Sequence[str]) -> "Wanted":
+        """As it is when these hosts are asked to leave."""
+        joined = tuple(host for host in self.joined if host not in hosts)
+        return replace(self, joined=joined, left=self.left | {*hosts})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What makes the hosts of a job those that it shall have."""
+
+    newcomers: tuple[str, ...] = ()
+    """Hosts that it shall have and has not."""
+    leaves: tuple[str, ...] = ()
+    """Hosts that are to leave."""
+    kept: tuple[str, ...] = ()
+    """Hosts that are to leave, and stay: too few would be left."""
+
+
+def change_to(wanted: Collection[str], members: Sequence[str], there: Collection[str], least: int) -> Change:
+    """How the hosts of a job become those that it shall have.
+
+    Args:
+        wanted: those that it shall have.
+        members: those that it has, the lost ones too, in the order of its ranks.
+        there: those of them that are not lost.
+        least: so many stay, of those that are there.
+    """
+    unwanted = [host for host in members if host not in wanted]
+    leaving = [host for host in unwanted if host in there]
+    allowed = max(0, len({*there} & {*members}) - least)
+    kept = tuple(leaving[allowed:])
+    return Change(
+        newcomers=tuple(host for host in wanted if host not in members),
+        leaves=tuple(host for host in unwanted if host not in kept),
+        kept=kept,
+    )
+
+
+def working_number(hosts: int, spare: int, first: int, most: int | None) -> int:
+    """How many of so many hosts work, if the batch allows it.
+
+    Args:
+        hosts: all of them, at least 1.
+        spare: so many are spare (--spare-hosts), as long as `first` others work.
+        first: how many worked at the start.
+        most: no more work (--max-hosts).
+    """
+    number = max(hosts - spare, min(hosts, first))
+    return number if most is None else min(number, most)

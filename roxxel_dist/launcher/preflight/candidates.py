@@ -1,0 +1,271 @@
+"""While a job runs: can it use hosts that it lost, or that are new to it?"""
+
+import math
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from roxxel_dist.launcher.job.backend import Backend
+from roxxel_dist.launcher.job.placement import Assignment
+from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.preflight.checks import HERE, CheckResult
+from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
+from roxxel_dist.launcher.transport.pool import HostPool
+from roxxel_dist.launcher.transport.questions import Interrupted
+
+LOOK_S = 5.0
+"""Between two looks at the start."""
+LOOK_MOST_S = 300.0
+"""The longest pause after looks at a host that answers and is not fit: each doubles it."""
+GROW_MOST_S = 3600.0
+"""The longest pause after growths: each doubles it, so that a host that comes and goes costs little; one that has cost
+a start makes it eight times as long."""
+NO_WAY = re.compile(
+    r"No route to host|Connection (?:refused|timed out|closed|reset)|Network is (?:unreachable|down)"
+    r"|Operation timed out|Could not resolve|Host is down"
+)
+"""How ssh says that a host is away."""
+NUMBERS = re.compile(r"\d[\d.,]*")
+
+
+@dataclass
+class LookHistory:
+    """What is known of candidates from one attempt to the next."""
+
+    pause_s: float = LOOK_S
+    """Between two looks at hosts of which nothing is known."""
+    unfit: dict[str, int] = field(default_factory=dict)
+    """How many looks in a row a host has answered and was not fit."""
+    looked: set[str] = field(default_factory=set)
+    """Newcomers that were looked at."""
+    reported: set[tuple[str, str]] = field(default_factory=set)
+    """Hosts, and what people have read of them, without its numbers."""
+
+    def grown(self, hosts: Collection[str], *, failed: bool) -> None:
+        """These hosts were taken in; `failed`: the attempt with them came to nothing."""
+        if failed or not self.looked.issuperset(hosts):  # a newcomer that came once is none that comes and goes
+            self.pause_s = min(self.pause_s * (8 if failed else 2), GROW_MOST_S)
+        for host in hosts:
+            self.unfit.pop(host, None)
+            if not failed:
+                self.reported = {known for known in self.reported if known[0] != host}
+                self.looked.discard(host)
+
+    def forget(self, hosts: Iterable[str]) -> None:
+        """These hosts are looked at, and spoken of, as if they were new."""
+        for host in hosts:
+            self.unfit.pop(host, None)
+            self.looked.discard(host)
+            self.reported = {known for known in self.reported if known[0] != host}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """The job as it runs without the candidates."""
+
+    hosts: Sequence[str]
+    """Those that work."""
+    port: int | None
+    """The coordinator's port in the next attempt; None: a free one."""
+    accepted: Collection[str]
+    """Warnings with which the job was started."""
+    plan: Callable[[Sequence[str]], Assignment]
+    """What would start with more hosts."""
+    grows_with: Callable[[Sequence[str]], bool]
+    """Whether the job would have more devices with these."""
+
+
+class Candidates:
+    """Looks at hosts, in a thread, and finds those that can be used; a context manager.
+
+    Each is looked at alone first, and then together with the hosts that work, as preflight does before a start, by
+    programs of their own: the job does not notice it. The first look at a newcomer that would help is the second one.
+
+    Args:
+        job: what they are to be fit for.
+        backend: reaches them.
+        running: the job without them.
+        history: of the attempts before; kept up to date.
+    """
+
+    def __init__(self, job: JobSpec, backend: Backend, running: Running, history: LookHistory) -> None:
+        self.ready: tuple[str, ...] = ()
+        """Those that can be used, and help."""
+        self.spares: tuple[str, ...] = ()
+        """Newcomers that can be used, and to which the batch gives no work."""
+        self._job, self._backend, self._running, self._history = job, backend, running, history
+        self._notes = queue.SimpleQueue[str]()
+        self._lock = threading.Lock()
+        self._newcomers: frozenset[str] = frozenset()
+        self._due: dict[str, float] = {}  # when a candidate is looked at next, by the launcher's clock
+        self._unfit = set[str]()  # by the look that goes on
+        self._end = False
+        self._changed = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._wake, self._woken = os.pipe()
+        self._thread = threading.Thread(target=self._look, name="candidates", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._end = True
+        self._changed.set()
+        os.write(self._woken, b"\0")
+        self._thread.join()
+        os.close(self._wake)
+        os.close(self._woken)
+
+    def watch(self, lost: Collection[str], newcomers: Collection[str]) -> None:
+        """The candidates are these from now on: hosts that the job had, and hosts that it never had."""
+        with self._lock:
+            now, hosts = time.monotonic(), {*lost, *newcomers}
+            new = [host for host in (*lost, *newcomers) if host not in self._due]
+            if not new and hosts == self._due.keys() and self._newcomers == {*newcomers}:
+                return
+            self._newcomers = frozenset(newcomers)
+            self._due = {host: due for host, due in self._due.items() if host in hosts}
+            self._due |= {host: now if host in newcomers else now + self._history.pause_s for host in new}
+            self.ready = tuple(host for host in self.ready if host in hosts)
+            if new:  # together with these they may help
+                self._due |= dict.fromkeys((host for host in self.spares if host in hosts), now)
+            self.spares = tuple(host for host in self.spares if host in hosts and not new)
+        self._changed.set()
+
+    def look_now(self, hosts: Collection[str]) -> None:
+        """Look at these at once, those that are candidates."""
+        with self._lock:
+            self._due |= dict.fromkeys(self._due.keys() & {*hosts}, time.monotonic())
+        self._changed.set()
+
+    def is_first_look(self) -> bool:
+        """Whether a newcomer has not been looked at to the end."""
+        return not self._history.looked.issuperset(self._newcomers)
+
+    def notes(self) -> list[str]:
+        """What people are to know, once: why a host that answers is not used."""
+        notes: list[str] = []
+        while not self._notes.empty():
+            notes.append(self._notes.get())
+        return notes
+
+    def _look(self) -> None:
+        while not self._end:
+            with self._lock:
+                now = time.monotonic()
+                due = [host for host, when in self._due.items() if when <= now]
+                wait_s = min(self._due.values(), default=now + GROW_MOST_S) - now
+            if not due:
+                self._changed.wait(min(wait_s, GROW_MOST_S))
+                self._changed.clear()
+                continue
+            try:
+                self._look_at(due)
+            except Interrupted:
+                return
+
+    def _look_at(self, hosts: Sequence[str]) -> None:
+        """Look at these hosts, and find which candidates can be used by now."""
+        running, history, newcomers, self._unfit = self._running, self._history, self._newcomers, set()
+        ready = [host for host in self.ready if host not in hosts]
+        at_once = [host for host in hosts if host in newcomers - history.looked and running.grows_with([*ready, host])]
+        fit = [host for host in hosts if host in at_once or self._is_fit(host)]
+        used = self._fit_together([*ready, *fit])
+        idle = [host for host in fit if host not in used and host not in self._unfit]
+        idle = [host for host in idle if host not in at_once or self._is_fit(host)]
+        for host in idle:
+            self._tell(host, self._why_idle(host, len(running.hosts) + len(used)))
+        with self._lock:
+            pause = time.monotonic() + history.pause_s
+            for host in self._due.keys() & {*used, *idle}:
+                self._due[host] = pause if host in idle and host not in newcomers else math.inf
+            self.ready = tuple(host for host in used if host in self._due)
+            spares = [host for host in (*self.spares, *idle) if host in newcomers & self._due.keys()]
+            self.spares = tuple(dict.fromkeys(spares))
+            history.looked.update(newcomers.intersection(hosts))
+
+    def _why_idle(self, host: str, working: int) -> str:
+        """What people are to know of a host that can be used and does not help so many that work."""
+        if host not in self._newcomers:
+            return f"host {host} can be used again; the batch does not give it work yet"
+        most = self._job.max_hosts
+        why = "the batch of every phase must be a multiple of the devices"
+        if most is not None and working >= most:
+            why = f"--max-hosts is {most}"
+        return f"host {host} is a spare: it passed the checks, and {why}"
+
+    def _is_fit(self, host: str) -> bool:
+        report = self._checked(self._job, (host,))
+        if not report.passed:
+            self._is_unfit(host, self._reasons(report, host))
+        return report.passed
+
+    def _fit_together(self, hosts: Sequence[str]) -> tuple[str, ...]:
+        """Those of these hosts that can start together with the ones that work, where that helps."""
+        running = self._running
+        while hosts and running.grows_with(hosts):
+            plan = running.plan(hosts)
+            report = self._checked(plan.job, plan.hosts)
+            strange = [
+                result
+                for result in report.findings
+                if result.level == "warning" and result.text not in running.accepted and self._strangers(result)
+            ]
+            wrong = report.blamed(running.hosts).union(*map(self._strangers, strange))
+            if report.passed and not wrong:
+                return tuple(host for host in hosts if host in plan.hosts)
+            for host in hosts:
+                if host in wrong:
+                    reasons = self._reasons(report, host) | {result.check: result.text for result in strange}
+                    self._is_unfit(host, reasons)
+                elif not wrong & {*hosts}:  # a start would end the job, whatever it is
+                    text = "the hosts that work could not start again now: " + "; ".join(report.problems)
+                    self._is_unfit(host, {"those that work": text})
+            hosts = [host for host in hosts if host not in wrong] if wrong & {*hosts} else []
+        return ()
+
+    def _checked(self, job: JobSpec, hosts: Sequence[str]) -> PreflightReport:
+        port, busy = self._running.port, self._running.hosts
+        with HostPool(self._backend, self._wake) as pool:
+            return check_job_hosts(job, self._backend, hosts, port=port, pool=pool, busy=busy)
+
+    def _strangers(self, result: CheckResult) -> frozenset[str]:
+        """The hosts that agree with none of those that work."""
+        known = {HERE, *self._running.hosts}
+        return frozenset(host for group in result.groups if not known & {*group} for host in group)
+
+    def _reasons(self, report: PreflightReport, host: str) -> dict[str, str]:
+        """Why a host does not pass, by check."""
+        errors = [result for result in report.findings if result.level == "error"]
+        blamed = {result.check: result.blamed(self._running.hosts) or {host} for result in errors}
+        reasons = {result.check: result.text for result in errors if host in blamed[result.check]}
+        return reasons | ({"host": report.unreachable[host]} if host in report.unreachable else {})
+
+    def _is_unfit(self, host: str, reasons: dict[str, str]) -> None:
+        history, is_new = self._history, host in self._newcomers
+        self._unfit.add(host)
+        pause = history.pause_s
+        is_away = NO_WAY.search(reasons.get("host", "")) is not None
+        if is_away:
+            history.unfit.pop(host, None)
+        else:
+            times = history.unfit[host] = history.unfit.get(host, 0) + 1
+            pause = min(pause * 2**times, max(pause, LOOK_MOST_S))
+        with self._lock:
+            if host in self._due:
+                self._due[host] = time.monotonic() + pause
+        what = "does not join yet" if is_new else "is not used again yet"
+        if is_new or not is_away:
+            self._tell(host, f"host {host} {what}, and is asked from time to time: {'; '.join(reasons.values())}")
+
+    def _tell(self, host: str, text: str) -> None:
+        about = host, NUMBERS.sub("", text)
+        if about not in self._history.reported:
+            self._history.reported.add(about)
+            self._notes.put(text)

@@ -1,0 +1,163 @@
+"""Which hosts join a job and which leave it, and how many of them work: the rules alone."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.launcher.control.membership import Inbox
+from roxxel_dist.launcher.job import host_list
+from roxxel_dist.launcher.job.host_list import HostList
+from roxxel_dist.launcher.job.placement import assign
+from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.policy.membership import Change, Wanted, change_to, working_number
+from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, next_action
+
+
+@pytest.mark.parametrize(
+    ("wanted", "members", "there", "least", "change"),
+    [
+        ("ab", "ab", "ab", 1, Change()),
+        ("ba", "ab", "ab", 1, Change()),  # another order is no change
+        ("abc", "ab", "ab", 1, Change(newcomers=("c",))),
+        ("a", "ab", "ab", 1, Change(leaves=("b",))),
+        ("a", "ab", "ab", 2, Change(kept=("b",))),
+        ("a", "abc", "abc", 2, Change(leaves=("b",), kept=("c",))),  # as many as may leave
+        ("a", "abc", "ab", 2, Change(leaves=("c",), kept=("b",))),  # a lost one always may
+        ("cd", "ab", "ab", 2, Change(newcomers=("c", "d"), kept=("a", "b"))),
+        ("cd", "abcd", "abcd", 2, Change(leaves=("a", "b"))),
+        ("", "ab", "a", 3, Change(leaves=("b",), kept=("a",))),  # fewer than the least are there already
+    ],
+)
+def test_what_makes_the_hosts_those_that_are_wanted(
+    wanted: str, members: str, there: str, least: int, change: Change
+) -> None:
+    assert change_to(list(wanted), list(members), {*there}, least) == change
+
+
+def test_lists_and_requests_together_say_which_hosts_are_wanted() -> None:
+    wanted = Wanted(given=("a",), listed=("b", "a", "c"))
+    assert wanted.hosts == ("a", "b", "c")
+    assert wanted.with_leave(["a"]).hosts == ("b", "c")
+    assert wanted.with_leave(["a"]).with_join(["a"]).hosts == ("a", "b", "c")
+    assert wanted.with_join(["d"]).with_list(["b"]).hosts == ("a", "b", "d")
+    assert wanted.with_join(["d"]).with_leave(["d"]).hosts == ("a", "b", "c")
+    left = wanted.with_leave(["c"])
+    assert left.with_list(["c", "b"]).hosts == ("a", "b"), "the list had it all the time"
+    assert left.with_list(["b"]).with_list(["b", "c"]).hosts == ("a", "b", "c"), "it is in the list anew"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "spare", "first", "most", "number"),
+    [(3, 0, 3, None, 3), (4, 0, 3, None, 4), (5, 0, 3, 4, 4), (2, 0, 3, None, 2), (4, 1, 3, None, 3),
+     (3, 1, 3, None, 3), (2, 1, 3, None, 2), (5, 1, 3, None, 4), (1, 2, 1, None, 1)],
+)  # fmt: skip
+def test_how_many_hosts_work(hosts: int, spare: int, first: int, most: int | None, number: int) -> None:
+    assert working_number(hosts, spare, first, most) == number
+
+
+@pytest.mark.parametrize(
+    ("rows", "hosts", "most", "per_host", "works", "devices"),
+    [
+        ((8,), "abc", None, 1, "ab", 2),
+        ((8,), "abcd", None, 1, "abcd", 4),
+        ((6, 12), "abcd", None, 1, "abc", 3),
+        ((), "abcde", None, 1, "abcde", 5),
+        ((), "abcde", 3, 1, "abc", 3),
+        ((8,), "abcde", 3, 1, "ab", 2),
+        ((12,), "abc", None, 2, "abc", 6),
+        ((9,), "abc", None, 2, "abc", 3),  # one device of two
+        ((7,), "abc", None, 2, "a", 1),
+    ],
+)
+def test_as_many_hosts_work_as_divide_the_batch(
+    rows: tuple[int, ...], hosts: str, most: int | None, per_host: int, works: str, devices: int, tmp_path: Path
+) -> None:
+    count = len(hosts) if most is None else min(len(hosts), most)
+    job = JobSpec(
+        command=("true",), nprocs=count, run_id="r", log_dir=tmp_path, micro_batches=rows, max_hosts=most,
+        devices_per_proc=per_host,
+    )  # fmt: skip
+    found = assign(job, list(hosts), list(hosts), divides=True)
+    assert ("".join(found.hosts), found.devices) == (works, devices)
+    assert "without" not in found.note
+
+
+def test_changes_of_hosts_are_no_failures_however_many_follow_each_other() -> None:
+    change = AttemptSummary(cause=Cause.PREEMPTED, code=42, seconds=1.0, changes_hosts=True)
+    decision = next_action([change] * 50, 3)
+    assert (decision.again, decision.wait) == (True, 0.0)
+    idle = AttemptSummary(cause=Cause.PREEMPTED, code=42, seconds=1.0)
+    assert next_action([idle] * 9 + [change] * 50, 3).again
+    assert not next_action([idle] * 5 + [change] * 50 + [idle] * 5, 3).again
+
+
+@pytest.mark.parametrize(
+    ("given", "hosts", "said"),
+    [
+        ("echo a; echo; echo ' b # the second'; echo a", ["a", "b"], ""),
+        ("printf 'a slots=2\\r\\nb slots=2\\r\\n'", ["a", "b"], ""),
+        ("sleep 100 & echo a", ["a"], ""),
+        ("echo a; exec >&- 2>&-; sleep 0.2", ["a"], ""),
+        ("no-such-file.txt", [], "there is no such file, and no such command"),
+        ("true", [], "no host is in the list"),
+        ("echo '# a'", [], "no host is in the list"),
+        ("echo a; echo the API is away >&2; exit 3", [], "failed (exit code 3): the API is away"),
+        ("kill -9 $$", [], "failed (signal 9)"),
+        ("echo a; sleep 100", [], "did not end within 1 s, and was killed"),
+        ("yes", [], "printed more than 1,048,576 bytes, and was killed"),
+        ("echo NAME READY STATUS", [], "line 1: 'NAME READY STATUS': write a host, or `host slots=N`"),
+        ("echo 'a slots=1'; echo b", [], "every host must have the same slots=N"),
+        ("/", [], "failed (exit code 126)"),
+        ("a\0b", [], "cannot be run"),
+    ],
+)
+def test_what_a_command_lists(given: str, hosts: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_list, "COMMAND_S", 1.0)
+    if said:
+        with pytest.raises(UserError) as caught:
+            HostList(given).read()
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+    else:
+        assert HostList(given).read()[0] == hosts
+
+
+def test_a_file_of_hosts_is_read_and_a_program_is_run(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_bytes("\ufeffa\nb\n".encode())
+    path.chmod(0o755)  # as every file of some disks
+    assert HostList(str(path)).read() == (["a", "b"], None)
+    path.write_text("#!/bin/sh\necho c slots=2\n")
+    assert HostList(str(path)).read() == (["c"], 2)
+    path.write_bytes(b"a\n\xff\n")
+    with pytest.raises(UserError, match="cannot be read \\(it is not UTF-8\\)"):
+        HostList(str(path)).read()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="failed"):  # not waited for
+        HostList(str(tmp_path / "pipe")).read()
+
+
+def test_a_list_that_is_being_written_changes_nothing(
+    tmp_path: Path, until: Callable[[Callable[[], bool], str], None]
+) -> None:
+    """A change holds when it is the same at the next look."""
+    path = tmp_path / "hosts"
+    path.write_text("a\nb\n")
+    job = JobSpec(command=("true",), nprocs=2, run_id="r", log_dir=tmp_path, hosts_from=str(path))
+    with Inbox(job, ["a", "b"]) as inbox:
+        for number in range(75):  # a writer that never rests
+            path.write_text("a\n" + "b\n" * (number % 2) + "c" * number)
+            time.sleep(0.02)
+        path.write_text("a\nb\nc\n")
+        until(lambda: not inbox.lists.empty(), "the list")
+        assert inbox.lists.get() == ["a", "b", "c"]
+        path.unlink()
+        until(lambda: not inbox.faults.empty(), "the fault")
+        path.write_text("a\nb\nc\nd\n")
+        until(lambda: not inbox.lists.empty(), "the next list")
+        assert inbox.lists.get() == ["a", "b", "c", "d"]
+    assert inbox.lists.empty()
