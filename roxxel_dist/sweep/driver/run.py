@@ -31,6 +31,7 @@ from roxxel_dist.settings.effect import chosen, without_effect
 from roxxel_dist.settings.global_batch import predates
 from roxxel_dist.sweep.driver.bucket import StudyBucket
 from roxxel_dist.sweep.driver.controller import run_sweep
+from roxxel_dist.sweep.driver.data_search import refuse_led, with_data
 from roxxel_dist.sweep.driver.live_view import LiveView
 from roxxel_dist.sweep.driver.logged_metric import check_of_trainings
 from roxxel_dist.sweep.driver.options import SweepOptions, TrialResources
@@ -39,7 +40,9 @@ from roxxel_dist.sweep.report.text import table
 from roxxel_dist.sweep.samplers import Engine, SpaceExhausted, make
 from roxxel_dist.sweep.samplers.base import config_key
 from roxxel_dist.sweep.schedulers import PAUSING, make_scheduler
+from roxxel_dist.sweep.space.passes import PassBudget
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Parameter, Params, Sweep, nearest
+from roxxel_dist.sweep.space.trial_phases import is_of_phases
 from roxxel_dist.sweep.study.folder import (
     CORPUS,
     DATA_PATH,
@@ -115,23 +118,26 @@ class SweepRun:
     @property
     def count(self) -> int | None:
         """Trials in all; None where there is no end."""
-        grid = self.sweep.space.size if (self.options.method or self.sweep.method) == "grid" else None
+        size, is_grid = self.sweep.space.size, (self.options.method or self.sweep.method) == "grid"
+        grid = size + len(self.sweep.space.baselines) if size is not None and is_grid else None
         return min((n for n in (self.options.count, self.sweep.run_cap, grid) if n is not None), default=None)
 
     @property
     def searched(self) -> list[str]:
-        """The names of the parameters that have more than one value."""
-        return [parameter.name for parameter in self.sweep.space.free]
+        """The names of the parameters that have more than one value, shares included."""
+        return list(self.sweep.space.names)
 
     @cached_property
     def swept(self) -> set[str]:
         """The names of all parameters, of derived ones too; of nested ones the outermost."""
-        return {parameter.path[0] for parameter in self.sweep.space.parameters} | set(self.sweep.rules.derived)
+        names = {parameter.path[0] for parameter in self.sweep.space.parameters} | set(self.sweep.rules.derived)
+        return {name for name in names if not is_of_phases(name)}
 
     @property
     def swept_fields(self) -> set[str]:
         """The fields of a Config that are parameters."""
-        return {_field(parameter) for parameter in self.sweep.space.parameters} | set(self.sweep.rules.derived)
+        names = {_field(parameter) for parameter in self.sweep.space.parameters} | set(self.sweep.rules.derived)
+        return {name for name in names if not is_of_phases(name)}
 
     @property
     def has_phases(self) -> bool:
@@ -166,7 +172,7 @@ class SweepRun:
             if len(self._configs) >= KNOWN_CONFIGS:
                 self._configs.clear()
             fields = {name: value for name, value in params.items() if name != ANNEAL}
-            self._configs[key] = config_of(self.base, fields, self.swept - {ANNEAL})
+            self._configs[key] = config_of(self.base, fields, self.swept - {ANNEAL}, self.sweep.data.groups)
         return self._configs[key]
 
     @cached_property
@@ -176,8 +182,14 @@ class SweepRun:
 
     def sampler(self) -> Engine:
         """A new sampler of the search here; it proposes no parameters of which no Config can be made."""
-        accept = None if self.program else self.trial_config
+        accept = None if self.program else self._accept
         return make(self.sweep, self.options.sweep_seed, self.options.method, accept=accept)
+
+    def _accept(self, params: Params) -> None:
+        """Raises ValueError for parameters that no trial can be made of."""
+        self.trial_config(params)
+        if isinstance(self.sweep.rules.budget, PassBudget):
+            self.sweep.rules.budget.check_plan(params)
 
     def task_of(self, trial: int, params: Params, attempt: int) -> dict[str, Any]:
         """The task of a worker: one attempt of a trial."""
@@ -257,6 +269,8 @@ def open_sweep(
     for name in sorted(run.swept) if is_ours else ():
         if name not in FIELD_TYPES and name not in SECTIONS and name != ANNEAL:
             raise UserError(f"parameters: {unknown(name, list(FIELD_TYPES), 'field')}")
+    refuse_led(run.sweep, program=not is_ours, server=run.server is not None)
+    run = replace(run, sweep=with_data(run.sweep, run.config, run.data_path, run.swept_fields))
     if is_ours:
         _check_batches(run)
     if options.transfer_to is not None:

@@ -1,5 +1,7 @@
 """Importance: the share of each parameter in the spread of the metric."""
 
+from typing import Any
+
 from roxxel_dist.sweep.study.folder import Study
 
 FEWEST = 8
@@ -23,12 +25,18 @@ def importances(study: Study) -> dict[str, float]:
     from roxxel_dist.sweep.samplers.acquisition import FIT_TO, standardize, training_subset
     from roxxel_dist.sweep.samplers.bayes import SpaceTransform
 
-    free = study.sweep.space.free
-    trials = [trial for trial in study.done if len(trial.point) == len(free)]
-    if len(trials) < FEWEST or len({trial.value for trial in trials}) < 2 or not free:
+    space = study.sweep.space
+    keys = [key for mixture in space.mixtures for key in mixture.keys]
+    trials = [t for t in study.done if len(t.point) == len(space.axes) and all(key in t.params for key in keys)]
+    if len(trials) < FEWEST or len({trial.value for trial in trials}) < 2 or not space.axes:
         return {}
     transform, rng = SpaceTransform(study.sweep), np.random.default_rng(0)
-    features = transform.encode(transform.rows([tuple(trial.point) for trial in trials]))
+    # The points of shares as the search has them depend on the data, which need not be here.
+    points = [space.with_shares(trial.point, space.shares_of(trial.params)) for trial in trials]
+    features = transform.encode(transform.rows(points))
+    groups: dict[str, Any] = {parameter.name: dim for dim, parameter in enumerate(space.free)}
+    for mixture, axes in zip(space.mixtures, space.share_axes, strict=True):
+        groups[f"mixture.{mixture.phases[0]}"] = axes
     values = standardize([study.sweep.sign * float(trial.value or 0.0) for trial in trials])
     rows, others = (transform.from_cube(rng.random((SAMPLES, transform.dims))) for _ in range(2))
     with threadpool_limits(1, user_api="blas"):
@@ -36,9 +44,9 @@ def importances(study: Study) -> dict[str, float]:
         theta = gp.fit_hyperparameters(features[subset], values[subset])
         process = gp.condition(features[given], values[given], theta)
         means, spread = process.predict(transform.encode(rows))[0], []
-        for dim in range(transform.dims):
+        for dims in groups.values():
             changed = rows.copy()
-            changed[:, dim] = others[:, dim]
+            changed[:, dims] = others[:, dims]
             spread.append(float(np.mean((means - process.predict(transform.encode(changed))[0]) ** 2)))
     total = sum(spread)
-    return {parameter.name: share / total for parameter, share in zip(free, spread, strict=True)} if total > 0 else {}
+    return {name: share / total for name, share in zip(groups, spread, strict=True)} if total > 0 else {}

@@ -27,8 +27,7 @@ def counts(study: Study) -> str:
 def varied(study: Study) -> list[str]:
     """The parameters that the trials do not all share, those of the space first."""
     rows = [flat(trial.params) for trial in study.history.trials.values()]
-    searched = [parameter.name for parameter in study.sweep.space.free]
-    names = dict.fromkeys([*searched, *(name for row in rows for name in row)])
+    names = dict.fromkeys([*study.sweep.space.names, *(name for row in rows for name in row)])
     return [name for name in names if any(row.get(name, LEFT_OUT) != rows[0].get(name, LEFT_OUT) for row in rows)]
 
 

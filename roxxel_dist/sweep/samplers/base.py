@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
+
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Params, Space, Sweep
 
 Point = tuple[float, ...]
 PROPOSED = 2_000
 """So many of a sampler's own proposals are looked at before points at random are."""
+FIRST = 50
+"""So many of them for a trial whose shares are given."""
 TRIES = 2_000
 """Points at random before a space counts as exhausted."""
 COUNTABLE = 50_000
@@ -93,15 +97,14 @@ class AskTell:
         Raises:
             SpaceExhausted: no configuration is left that was not run and keeps the rules.
         """
-        trial, space = max(self._history.trials, default=-1) + 1, self._sweep.space
+        trial = max(self._history.trials, default=-1) + 1
         refused: set[str] = set()
-        for points, limit in self._sources(trial):
+        for points, limit, shares in self._sources(trial):
             if self._history.trials:
                 refused.clear()
             for u in points:
-                point = canonical(space, u)
                 try:
-                    params = self._sweep.rules.resolve(space.point(point))
+                    point, params = self._resolved(u, shares)
                 except InfeasibleError as error:
                     self._reason = str(error)
                     continue
@@ -117,6 +120,19 @@ class AskTell:
             if len(refused) == limit and not self._history.trials:
                 raise SpaceExhausted(f"{limit} configurations were tried, and none of them can run: {self._reason}")
         raise SpaceExhausted(self._ending())
+
+    def _resolved(self, u: Sequence[float], shares: Sequence[np.ndarray] | None) -> tuple[Point, Params]:
+        """The point and the parameters of a trial at u; with these shares instead of its own, where there are any.
+
+        Raises InfeasibleError where they break a rule.
+        """
+        space, rules = self._sweep.space, self._sweep.rules
+        point = canonical(space, u)
+        params = space.point(point)
+        if shares is not None:
+            moved = shares if rules.budget is None else rules.budget.moved(space.mixtures, shares, params)
+            params |= space.params_of(moved)
+        return point, rules.resolve(params)
 
     def tell(self, trial: int, value: float | None) -> None:
         """The value of a trial; None, or a value that is no finite number: it failed."""
@@ -137,11 +153,15 @@ class AskTell:
         """Take note of an earlier `ask`, from the journal of a study."""
         if trial in self._history.trials:
             raise UserError(f"trial {trial} exists already")
-        if len(point) != len(self._sweep.space.free):
+        if len(point) != len(self._sweep.space.axes):
             raise UserError(
                 f"trial {trial} is a point of {len(point)} dimensions, and this sweep has "
-                f"{len(self._sweep.space.free)}: the parameters of the sweep have changed; start a new study"
+                f"{len(self._sweep.space.axes)}: the parameters of the sweep have changed; start a new study"
             )
+        space = self._sweep.space
+        if space.mixtures and all(key in params for mixture in space.mixtures for key in mixture.keys):
+            # Where its shares are now: caps depend on the data, which may have grown since the journal was written.
+            point = canonical(space, space.with_shares(point, space.shares_of(params)))
         self._history.trials[trial] = SampledTrial(point=tuple(point))
         self._keys.add(config_key(params))
 
@@ -157,24 +177,31 @@ class AskTell:
                 self._refused[name] = str(error)
         return self._refused[name]
 
-    def _sources(self, trial: int) -> Iterator[tuple[Iterable[Sequence[float]], int | None]]:
-        """Where to look, and how many refusals to take there: where the sampler says, then anywhere, then everywhere.
+    def _sources(
+        self, trial: int
+    ) -> Iterator[tuple[Iterable[Sequence[float]], int | None, Sequence[np.ndarray] | None]]:
+        """Where to look, how many refusals to take there, and which shares to take instead of those of the points:
+        where the sampler says, then anywhere, then everywhere.
 
-        The points of a grid, and those of a small space in which trials were run, are all looked at.
+        The first trials have the natural and the uniform shares of all mixtures. The points of a grid, and those of a
+        small space in which trials were run, are all looked at.
         """
+        space, rng = self._sweep.space, rng_for(self._history.seed, trial, "fill")
+        if trial < len(space.baselines):
+            proposed = self._sampler(self._history, trial) if self._fill else space.grid()
+            yield islice(proposed, FIRST), None, space.baselines[trial]
         proposed = self._sampler(self._history, trial)
         if not self._fill:
-            yield proposed, None
+            yield proposed, None, None
             return
-        yield islice(proposed, PROPOSED), REFUSALS
-        space, rng = self._sweep.space, rng_for(self._history.seed, trial, "fill")
+        yield islice(proposed, PROPOSED), REFUSALS, None
         small = space.size is not None and space.size <= COUNTABLE
         tries = min(space.size or 0, 100) if small else TRIES
-        yield ([rng.random() for _ in space.free] for _ in range(tries)), REFUSALS
+        yield ([rng.random() for _ in space.axes] for _ in range(tries)), REFUSALS, None
         if small:
             everything = list(space.grid())
             rng.shuffle(everything)
-            yield everything, None if self._history.trials else REFUSALS
+            yield everything, None if self._history.trials else REFUSALS, None
 
     def _ending(self) -> str:
         size, count = self._sweep.space.size, len(self._history.trials)
@@ -194,18 +221,17 @@ def config_key(params: Params) -> str:
 
 def canonical(space: Space, point: Sequence[float]) -> Point:
     """The point that stands for all points with the same choices."""
-    kinds = [parameter.distribution for parameter in space.free]
     return tuple(
         min(max(float(u), 0.0), 1.0) if kind.choices is None else kind.to_unit(kind.index_at(u))
-        for kind, u in zip(kinds, point, strict=True)
+        for kind, u in zip(space.axes, point, strict=True)
     )
 
 
 class RandomSampler:
-    """Each parameter independently, from its distribution."""
+    """Each parameter independently, from its distribution; the shares of a mixture are uniform."""
 
     def __init__(self, sweep: Sweep) -> None:
-        self._dims = len(sweep.space.free)
+        self._dims = len(sweep.space.axes)
 
     def __call__(self, history: TrialHistory, trial: int) -> Iterator[list[float]]:
         """Points without end."""

@@ -1,7 +1,8 @@
 """Bayesian search with a Gaussian process: where `bayes` looks next.
 
-The process sees *rows*: one number a free parameter, u in [0, 1] where values are endless, the index of the choice
-otherwise; and features, made of rows: ordered choices on one axis, other choices on an axis each. Decision 29.
+The process sees *rows*: one number for each axis of the space, u in [0, 1] where values are endless, the index of the
+choice otherwise; and features, made of rows: ordered choices on one axis, other choices on an axis each, and the shares
+of a mixture as log-ratios. Decision 29.
 """
 
 import math
@@ -22,10 +23,13 @@ from roxxel_dist.sweep.samplers.acquisition import (
 )
 from roxxel_dist.sweep.samplers.base import Point, SampledTrial, TrialHistory
 from roxxel_dist.sweep.space.constraints import Expression
+from roxxel_dist.sweep.space.mixture import MixtureSpace
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Sweep
 
 INACTIVE = 0.5
 """The feature of a parameter that does not matter, since its condition does not hold."""
+SPANNED = 2000
+"""Mixtures whose log-ratios are scaled to [0, 1]."""
 STEPWISE = 12
 """Ordered choices up to so many are walked one by one; more of them, by a share of their range."""
 
@@ -34,7 +38,7 @@ class SpaceTransform:
     """The free parameters of a sweep as rows and features."""
 
     def __init__(self, sweep: Sweep) -> None:
-        kinds = [parameter.distribution for parameter in sweep.space.free]
+        kinds = sweep.space.axes
         self._space, self._kinds = sweep.space, kinds
         self.dims: int = len(kinds)
         self.counts: list[int | None] = [None if kind.choices is None else len(kind.choices) for kind in kinds]
@@ -43,8 +47,14 @@ class SpaceTransform:
         ends = np.cumsum(widths, dtype=int)
         self.columns: list[slice] = [slice(int(end) - width, int(end)) for end, width in zip(ends, widths, strict=True)]
         self.width: int = sum(widths)
-        self.smooth: list[int] = [dim for dim, count in enumerate(self.counts) if count is None]
+        free = len(sweep.space.free)
+        self.smooth: list[int] = [dim for dim, count in enumerate(self.counts[:free]) if count is None]
         """The parameters along which there is a gradient."""
+        self._mixtures = [
+            (mixture, axes, slice(self.columns[axes.start].start, self.columns[axes.stop - 1].stop), *_span(mixture))
+            for mixture, axes in zip(sweep.space.mixtures, sweep.space.share_axes, strict=True)
+        ]
+        """Each mixture, its axes, its columns, and the least log-ratios and their widths."""
         counts = np.array([count or 0 for count in self.counts])
         self._endless, self._last = counts == 0, np.maximum(counts - 1.0, 1.0)
         self._steps = np.array(self._ordered, dtype=bool) & (counts > 2)
@@ -83,7 +93,7 @@ class SpaceTransform:
         return rows
 
     def encode(self, rows: np.ndarray) -> np.ndarray:
-        """Features, float64[n, width], each column in [0, 1]."""
+        """Features, float64[n, width], each column in [0, 1] (those of rare mixtures may be a little outside)."""
         features = np.empty((len(rows), self.width))
         for dim, (count, ordered, columns) in enumerate(zip(self.counts, self._ordered, self.columns, strict=True)):
             if count is None:
@@ -92,6 +102,8 @@ class SpaceTransform:
                 features[:, columns] = rows[:, dim : dim + 1] / (count - 1)
             else:
                 features[:, columns] = (rows[:, dim : dim + 1] == np.arange(count)) / np.sqrt(2)
+        for mixture, axes, columns, low, width in self._mixtures:
+            features[:, columns] = (mixture.log_ratios(mixture.from_cube(rows[:, axes])) - low) / width
         for dims, needed, formula, known in self._conditions:
             distinct, index = np.unique(rows[:, needed], axis=0, return_inverse=True)
             keys = list(map(tuple, distinct.tolist()))
@@ -122,6 +134,13 @@ class SpaceTransform:
             slid = np.clip(values + steps, 0.0, 1.0)
             mutants[every, picked] = np.select([self._endless[picked], self._steps[picked]], [slid, moved], any_choice)
         return mutants
+
+
+def _span(mixture: MixtureSpace) -> tuple[np.ndarray, np.ndarray]:
+    """The least log-ratios of a mixture, and the widths to the largest ones: float64[k - 1] each."""
+    found = mixture.log_ratios(mixture.from_cube(np.random.default_rng(0).random((SPANNED, mixture.axes))))
+    low, high = found.min(0), found.max(0)
+    return low, np.maximum(high - low, 1e-9)
 
 
 MOST_TRIALS = 250
@@ -237,7 +256,7 @@ class BayesSampler:
     def _best(self, rows: np.ndarray, scores: np.ndarray) -> np.ndarray:
         """The few best rows that keep the rules."""
         order = np.argsort(-scores, kind="stable")
-        if not self._sweep.rules.constraints:
+        if not self._sweep.rules.restrict:
             return rows[order[:BEAM]]
         kept = []
         for index in order[:400]:

@@ -30,7 +30,7 @@ class TpeSampler:
                 f"method tpe needs a package that is not installed: pip install 'optuna' ({error})"
             ) from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._kinds = [parameter.distribution for parameter in sweep.space.free]
+        self._kinds = sweep.space.axes
         self._dims: dict[str, BaseDistribution] = {}
         for dim, kind in enumerate(self._kinds):
             count = len(kind.choices or ())

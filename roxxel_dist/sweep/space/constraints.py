@@ -4,7 +4,7 @@ import ast
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from simpleeval import DEFAULT_OPERATORS, EvalWithCompoundTypes, InvalidExpression, NameNotDefined
 
@@ -109,6 +109,18 @@ class InfeasibleError(UserError):
     """These parameters break a rule of the sweep: no trial is made of them. The message names the rule."""
 
 
+class Budget(Protocol):
+    """Limits on what a trial may read."""
+
+    def check(self, params: Mapping[str, Any], /) -> None:
+        """Raises InfeasibleError for the parameters of a trial that would read too much."""
+        ...
+
+    def moved(self, spaces: Any, shares: Any, params: Mapping[str, Any], /) -> Any:
+        """Shares moved by as little as the limits ask for; see `passes.PassBudget`."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """The second file of a sweep."""
@@ -120,6 +132,13 @@ class Rules:
     """In an order in which each needs only earlier ones."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Of each trial, as Ray counts them: CPU (on each of its hosts), GPU (over all of them), and custom ones."""
+    budget: Budget | None = None
+    """Of passes over the data; None: no limit, or the data is not known."""
+
+    @property
+    def restrict(self) -> bool:
+        """Whether any points of the space break a rule."""
+        return bool(self.constraints) or self.budget is not None
 
     def resolve(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters of a trial: those whose condition does not hold are left out, derived ones are added.
@@ -128,7 +147,8 @@ class Rules:
         needs a left-out parameter is left out too; `top_k if use_moe else 1` needs top_k only if use_moe is true.
 
         Raises:
-            InfeasibleError: a constraint does not hold, or a formula cannot be worked out for these values.
+            InfeasibleError: a constraint does not hold, a formula cannot be worked out for these values, or the budget
+                of passes is not enough.
         """
         active = dict(params)
         for name, condition in self.when.items():
@@ -144,6 +164,8 @@ class Rules:
             if rule.names <= active.keys() and not _value(rule, active, missing=True):
                 shown = ", ".join(f"{name} {active[name]!r}" for name in sorted(rule.names))
                 raise InfeasibleError(f"the constraint {rule.text!r} does not hold for {shown}")
+        if self.budget is not None:
+            self.budget.check(active)
         return active
 
 

@@ -206,14 +206,14 @@ def rounded(shares: np.ndarray, floors: np.ndarray, caps: np.ndarray) -> np.ndar
 class _Rosenblatt:
     """The transform of the cube [0, 1]^(k - 1) to the shares between floors and caps, with a constant density.
 
-    In units of what is left over the floors, x_j in [0, w_j] sum to 1, and the density of x_j given those before it is
-    h_(j+1)(S - x_j), where S is what those before it leave and h_j the density of the sum of uniform numbers in
-    [0, w_j], ..., [0, w_k]. With H_j for its integral,
+    Let x_j in [0, w_j] be the shares over their floors, divided by their sum, which is known: then they sum to 1. The
+    density of x_j given those before it is h_(j+1)(S - x_j), where S is 1 less those before it, and h_j is the density
+    of the sum of uniform numbers in [0, w_j], ..., [0, w_k]. With H_j for its integral,
 
         h_j(s) = (H_(j+1)(s) - H_(j+1)(s - w_j)) / w_j
 
-    Where the caps are what binds, what is left under them (w_j - x_j) takes the place of x_j: sums are then small,
-    where the tables are exact.
+    Where the caps bind more than the floors, w_j - x_j takes the place of x_j: sums are then small, where the tables
+    are exact.
     """
 
     def __init__(self, floors: np.ndarray, caps: np.ndarray) -> None:

@@ -3,9 +3,8 @@
 import difflib
 import math
 import os
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,10 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, read_yaml, with_numbers
 from roxxel_dist.sweep.space.constraints import Expression, InfeasibleError, Rules
-from roxxel_dist.sweep.space.distributions import Distribution, distribution
+from roxxel_dist.sweep.space.data_extras import DataExtras, data_extras
+from roxxel_dist.sweep.space.distributions import distribution
+from roxxel_dist.sweep.space.passes import PassBudget
+from roxxel_dist.sweep.space.space import Parameter, Params, Space
 
 METHODS = ("bayes", "random", "grid")
 """Of W&B."""
@@ -33,88 +35,11 @@ METRIC, SERVER_METRIC = ("name", "goal", "weights"), ("impute", "impute_while_ru
 """The keys of `metric`, and those that only W&B's server reads."""
 MEANS = {"mean_loss": "val_loss", "mean_bpb": "val_bpb"}
 """Metrics that are means over data sets by `weights`, and what is logged of each set, as `val_loss/<name>`."""
-EXTRAS = ("constraints", "derived", "resources", "when")
-Params = dict[str, Any]
+EXTRAS = ("constraints", "derived", "mixtures", "phase_ends", "resources", "when")
+LISTS = {"constraints": "a list of formulas", "mixtures": "a list of mixtures"}
+"""The keys of the second file that hold lists; others are mappings."""
 
 __all__ = ["InfeasibleError", "Parameter", "Params", "Rules", "Space", "Sweep", "read_sweep", "sweep_of"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parameter:
-    """One parameter, and where it stands in the file (several names where parameters are nested)."""
-
-    path: tuple[str, ...]
-    distribution: Distribution
-
-    @property
-    def name(self) -> str:
-        """Its names with points between."""
-        return ".".join(self.path)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Space:
-    """All parameters, in the order of the file."""
-
-    parameters: tuple[Parameter, ...]
-
-    @property
-    def free(self) -> tuple[Parameter, ...]:
-        """The searched parameters: those with more than one value, one dimension each."""
-        return tuple(parameter for parameter in self.parameters if not parameter.distribution.is_constant)
-
-    @property
-    def size(self) -> int | None:
-        """How many different points there are; None where they are endless."""
-        counts = [parameter.distribution.count for parameter in self.free]
-        return math.prod(count for count in counts if count is not None) if None not in counts else None
-
-    def point(self, u: Sequence[float]) -> Params:
-        """The parameters at a point of the unit cube, one number a free parameter; nested as in the file."""
-        rest, params = iter(u), Params()
-        for parameter in self.parameters:
-            inner, kind = params, parameter.distribution
-            for name in parameter.path[:-1]:
-                inner = inner.setdefault(name, {})
-            inner[parameter.path[-1]] = kind.quantile(0.0 if kind.is_constant else next(rest))
-        return params
-
-    def sample(self, limit: int) -> Iterator[list[float]]:
-        """Points of all parts of the space: every point if there are at most `limit`, else as many at random.
-
-        At random each choice of a parameter is as likely as any other, whatever its probability in the search.
-        """
-        if self.size is not None and self.size <= limit:
-            yield from self.grid()
-            return
-        rng = random.Random(0)
-        kinds = [parameter.distribution for parameter in self.free]
-        for _ in range(limit):
-            yield [
-                rng.random() if kind.choices is None else kind.to_unit(rng.randrange(len(kind.choices)))
-                for kind in kinds
-            ]
-
-    def grid(self) -> Iterator[list[float]]:
-        """Every point, in the order of W&B: names sorted, values as listed, the last name changing fastest.
-
-        Raises:
-            ValueError: they are endless; names a parameter that is.
-        """
-        endless = [parameter.name for parameter in self.free if parameter.distribution.count is None]
-        if endless:
-            raise UserError(
-                f"parameters.{endless[0]}: a grid needs values that can be counted: give `values`, `min` and `max` "
-                f"that are integers, or a `q_` distribution with bounds, or use another method"
-            )
-        dims = sorted(range(len(self.free)), key=lambda dim: self.free[dim].path, reverse=True)
-        for position in range(self.size or 0):
-            point, rest = [0.0] * len(dims), position
-            for dim in dims:
-                kind = self.free[dim].distribution
-                rest, turn = divmod(rest, kind.count or 1)
-                point[dim] = kind.grid_point(turn)
-            yield point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +60,17 @@ class Sweep:
     run_cap: int | None = None
     early_terminate: Mapping[str, Any] | None = None
     rules: Rules = field(default_factory=Rules)
+    data: DataExtras = field(default_factory=DataExtras)
+    """What is searched of the data: shares, and ends of phases."""
+
+    def with_budget(self, budget: PassBudget) -> "Sweep":
+        """The same sweep over the mixtures that the passes over the data leave.
+
+        Raises:
+            ValueError: they leave none.
+        """
+        space = replace(self.space, mixtures=budget.spaces())
+        return replace(self, space=space, rules=replace(self.rules, budget=budget))
 
     @property
     def logged(self) -> dict[str, float]:
@@ -185,13 +121,13 @@ def read_sweep(path: str | Path, extras: str | Path | None = None, *, strict: bo
     """
     sweep, locator = _load(path, strict=strict)
     more, other = _load(extras, strict=strict) if extras is not None else ({}, locator)
-    return _sweep(sweep, locator, _rules(more, other, sweep.get("parameters")))
+    return _sweep(sweep, locator, more, other)
 
 
 def sweep_of(sweep: Mapping[str, Any], extras: Mapping[str, Any] | None = None) -> Sweep:
     """The sweep of a dictionary, as `wandb.sweep` takes one. Raises UserError that names the key."""
     locator = YamlLocator("sweep", {})
-    return _sweep(sweep, locator, _rules(extras or {}, locator, sweep.get("parameters")))
+    return _sweep(sweep, locator, extras or {}, locator)
 
 
 def as_sweep(sweep: Mapping[str, Any] | str | os.PathLike[str] | Sweep) -> Sweep:
@@ -222,7 +158,9 @@ def _lines(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
             yield from _lines(value, here)
 
 
-def _sweep(content: Mapping[str, Any], locator: YamlLocator, rules: Rules) -> Sweep:
+def _sweep(content: Mapping[str, Any], locator: YamlLocator, extras: Mapping[str, Any], other: YamlLocator) -> Sweep:
+    rules = _rules(extras, other, content.get("parameters"))
+    data = data_extras(extras, content.get("parameters"), other.error)
     locator.check_keys(content, KEYS)
     method = content.get("method", "bayes")
     if method not in METHODS:
@@ -238,7 +176,9 @@ def _sweep(content: Mapping[str, Any], locator: YamlLocator, rules: Rules) -> Sw
     weights = _weights(metric, locator)
     parameters = content.get("parameters")
     parameters = with_numbers(parameters)
-    if not isinstance(parameters, Mapping) or not parameters:
+    if parameters is None and data:
+        parameters = {}
+    if not isinstance(parameters, Mapping) or not (parameters or data):
         raise locator.error(["parameters"], "there must be at least one, such as `lr: {min: 1.0e-4, max: 1.0e-2}`")
     run_cap = content.get("run_cap")
     if run_cap is not None and (type(run_cap) is not int or run_cap < 1):
@@ -257,11 +197,15 @@ def _sweep(content: Mapping[str, Any], locator: YamlLocator, rules: Rules) -> Sw
         metric=metric["name"],
         goal=goal,
         weights=weights,
-        space=Space(parameters=tuple(_parameters(parameters, ("parameters",), locator))),
+        space=Space(
+            parameters=(*_parameters(parameters, ("parameters",), locator), *data.ends.values()),
+            mixtures=tuple(spec.space() for spec in data.mixtures),
+        ),
         command=None if command is None else tuple(map(str, command)),
         run_cap=run_cap,
         early_terminate=_early_terminate(with_numbers(content.get("early_terminate")), locator),
         rules=rules,
+        data=data,
         **texts,
     )
 
@@ -351,9 +295,8 @@ def _rules(content: Mapping[str, Any], locator: YamlLocator, parameters: Any) ->
     """The rules of the second file, for the parameters of the first."""
     locator.check_keys(content, EXTRAS)
     for key, part in content.items():
-        if not isinstance(part, list if key == "constraints" else Mapping) and part is not None:
-            form = "a list of formulas" if key == "constraints" else "a mapping of names to values"
-            raise locator.error([key], f"{part!r} must be {form}")
+        if not isinstance(part, list if key in LISTS else Mapping) and part is not None:
+            raise locator.error([key], f"{part!r} must be {LISTS.get(key, 'a mapping of names to values')}")
     derived, when, resources = (
         {str(name): value for name, value in (content.get(key) or {}).items()}
         for key in ("derived", "when", "resources")

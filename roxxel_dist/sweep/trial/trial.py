@@ -7,7 +7,7 @@ run as any other: its directory can be looked at, continued, evaluated and expor
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from roxxel_dist.cluster.file_lock import holder
 from roxxel_dist.place.directory import LOCK, is_held
 from roxxel_dist.settings.config import Config, flat_fields
 from roxxel_dist.settings.training import SHARE_COMPILATION, TRIAL
+from roxxel_dist.sweep.space.trial_phases import is_of_phases, phases_of_trial
 from roxxel_dist.sweep.trial.metrics import MetricsTail
 from roxxel_dist.sweep.trial.outcome import classify_exit, disk_full
 from roxxel_dist.sweep.trial.process import LOCK_LIMIT_S, POLL_S, ROXXEL, TrialProcess, environment, launch_command
@@ -28,22 +29,33 @@ HEADS = ("n_heads", "head_size")
 Event = dict[str, Any]
 
 
-def config_of(base: Mapping[str, Any], params: Mapping[str, Any], swept: Collection[str] | None = None) -> Any:
+def config_of(
+    base: Mapping[str, Any],
+    params: Mapping[str, Any],
+    swept: Collection[str] | None = None,
+    groups: Mapping[int, Sequence[int]] | None = None,
+) -> Any:
     """The checked `Config` of a trial.
 
     Where a sweep varies the width or the heads of a model, the `n_heads` and `head_size` of the base, which were chosen
     for its width, give way: those that the sweep does not give are derived, such that n_heads x head_size is dim and
-    kv_heads divides n_heads. W&B's runs are written offline where the base does not say otherwise.
+    kv_heads divides n_heads. W&B's runs are written offline where the base does not say otherwise. Shares and ends of
+    phases (mixture.1.code, phase_end.1) go into the phases of the base, whose passes are then apart.
 
     Args:
         base: fields of a Config, flat or in sections; the others have their defaults.
         params: of the trial, fields too. A mapping for a field that holds one (`model_args`) goes into the base's.
         swept: the names of all parameters of the sweep; by default those of `params`.
+        groups: the phases that have the shares of mixture.P.NAME, by P; that one alone where not given.
 
     Raises:
         ValueError: no such field (names the nearest one), or a value breaks its rule (names field, value and rule).
     """
     fields, params = flat_fields(base), flat_fields(params, "parameters")
+    of_phases = {name: value for name, value in params.items() if is_of_phases(name)}
+    params = {name: value for name, value in params.items() if name not in of_phases}
+    if of_phases:
+        params |= {"phases": phases_of_trial(fields.get("phases"), of_phases, groups), "passes": "apart"}
     if {*params, *(swept or ())} & {"dim", "kv_heads", *HEADS}:
         fields = {name: value for name, value in fields.items() if name not in HEADS}
     for name, value in params.items():

@@ -115,7 +115,7 @@ def _study(state: StudyState, brief: bool) -> Iterator[tuple[str, Any]]:
         },
     )
     if not brief:
-        yield "parameters", [parameter.name for parameter in sweep.space.free]
+        yield "parameters", list(sweep.space.names)
         yield "log", [one.name for one in sweep.space.free if "log" in one.distribution.name]
         for trial in history.trials.values():
             yield f"trial/{trial.number}", _trial(trial)

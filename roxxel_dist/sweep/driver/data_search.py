@@ -1,0 +1,148 @@
+"""`mixtures` and `phase_ends` of a sweep, with the config and its data: refused before the first trial, or resolved."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.files.discovery import is_tokens
+from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.data.units import Ranges
+from roxxel_dist.run.curriculum import open_data_sets
+from roxxel_dist.sweep.space.data_extras import DataExtras
+from roxxel_dist.sweep.space.passes import PassBudget
+from roxxel_dist.sweep.space.sweep_file import Sweep
+
+DECIDED = ("phases", "passes", "datasets", "validation", "val_fraction")
+"""Fields that must be the same in all trials of a search over the data."""
+
+
+def with_data(sweep: Sweep, config: Any, data_path: str | Path | None, fields: set[str]) -> Sweep:
+    """The sweep over the mixtures that its data allows; as it is without `mixtures` and `phase_ends`.
+
+    Args:
+        sweep: as its files say.
+        config: the `Config` that trials begin from.
+        data_path: of the primary data set, if it is not in `datasets`.
+        fields: those of the config that are parameters.
+
+    Raises:
+        ValueError: config, data or parameters do not go with what is searched, or the passes leave no mixture.
+    """
+    extras = sweep.data
+    if not extras:
+        return sweep
+    for name in DECIDED:
+        if name in fields:
+            key = "mixtures" if extras.mixtures else "phase_ends"
+            raise UserError(f"parameters.{name}: {key} needs the same {name} in all trials: give it in the config")
+    phases = _phases(extras, config)
+    _check_ends(extras, phases)
+    if not extras.mixtures:
+        return sweep
+    _check_names(extras, config)
+    _check_validation(sweep, config)
+    return sweep.with_budget(PassBudget(extras=extras, phases=phases, ranges=_ranges(config, data_path)))
+
+
+def refuse_led(sweep: Sweep, *, program: bool, server: bool) -> None:
+    """Raises UserError where another program trains, or W&B's server chooses: neither knows phases or a simplex."""
+    if not sweep.data or not (program or server):
+        return
+    key = "mixtures" if sweep.data.mixtures else "phase_ends"
+    if program:
+        raise UserError(f"{key}: the sweep runs a program of your own, which has no phases: leave {key} out")
+    raise UserError(
+        f"{key}: W&B's server leads this sweep and draws each parameter by itself, so its shares do not sum to 1: use "
+        f"--wandb offline, or parameters such as mixture.1.code in the sweep's file, whose values are weights"
+    )
+
+
+def _phases(extras: DataExtras, config: Any) -> list[Mapping[str, Any]]:
+    """The phases of the config, which go with what is searched."""
+    phases: list[Mapping[str, Any]] = config.phases or []
+    if not phases:
+        raise UserError(
+            "mixtures and phase_ends: the config has no phases: give one at least, such as "
+            "phases: [{steps: 1000, batch_size: 16, seq_len: 257}]"
+        )
+    for number, phase in enumerate(phases, 1):
+        if type(phase.get("steps")) is not int:
+            raise UserError(
+                f"phases: phase {number} has {'epochs' if 'epochs' in phase else 'no steps'}: with mixtures or "
+                f"phase_ends each phase must have steps, so that all trials train as long"
+            )
+    for entry, spec in enumerate(extras.mixtures, 1):
+        for number in spec.phases:
+            if number > len(phases):
+                raise UserError(f"mixtures.{entry}.phases: there is no phase {number}, the config has {len(phases)}")
+            if (weights := phases[number - 1].get("weights")) is not None:
+                given = ", ".join(f"{name} {weight}" for name, weight in dict(weights).items())
+                raise UserError(
+                    f"phases: phase {number} has weights ({given}), and mixtures.{entry} searches its shares: leave "
+                    f"one of the two out"
+                )
+    return phases
+
+
+def _check_ends(extras: DataExtras, phases: list[Mapping[str, Any]]) -> None:
+    """Raises UserError for the end of a phase that cannot be moved so."""
+    for number in extras.ends:
+        if len(phases) == 1:
+            raise UserError(f"phase_ends.{number}: the config has one phase, which ends with the training: give two")
+        if number >= len(phases):
+            what = "is the last one, and ends with the training" if number == len(phases) else "does not exist"
+            raise UserError(f"phase_ends.{number}: phase {number} of {len(phases)} {what}")
+    total, stop, before, earliest = sum(phase["steps"] for phase in phases), 0, 0, 0
+    for number, phase in enumerate(phases, 1):
+        stop += phase["steps"]
+        low = high = stop
+        if number in extras.ends:
+            kind = extras.ends[number].distribution
+            low, high = round(kind.quantile(0.0) * total), round(kind.quantile(1.0) * total)
+        earliest = max(low, earliest + 1)
+        if earliest > high:
+            raise UserError(
+                f"phase_ends: phase {number} ends at step {high} of {total} or before, and phase {number - 1} at step "
+                f"{before} or after: ends must increase from phase to phase"
+            )
+        before = earliest
+
+
+def _check_names(extras: DataExtras, config: Any) -> None:
+    known = ["self", *(name for name in config.datasets or {} if name != "self")]
+    for entry, spec in enumerate(extras.mixtures, 1):
+        for name in spec.bounds:
+            if name not in known:
+                raise UserError(
+                    f"mixtures.{entry}.datasets: there is no data set {name!r}: the config has {', '.join(known)}; "
+                    f"name it in `datasets`"
+                )
+
+
+def _check_validation(sweep: Sweep, config: Any) -> None:
+    """Raises UserError where the metric is measured on text of one data set alone."""
+    metric = sweep.metric
+    if not config.validation and metric.startswith(("val_loss", "val_bpb", "mean_")):
+        others = ", ".join(name for spec in sweep.data.mixtures[:1] for name in spec.bounds if name != "self")
+        raise UserError(
+            f"metric.name: {metric} would be measured on the held-out part of self alone, which has no text of "
+            f"{others}: name validation text of each in `validation`"
+        )
+
+
+def _ranges(config: Any, data_path: str | Path | None) -> dict[str, Ranges]:
+    """The training part of each data set."""
+    path = config.primary_path(data_path)
+    if path is None or not is_tokens(path):
+        raise UserError(
+            f"mixtures: {path} is text, whose tokens are not counted yet: make shards of it first "
+            f"(`roxxel-dist data build {path} --out DIR`)"
+        )
+    with ExitStack() as held:
+        data = held.enter_context(Roxxel(path, dtype=config.data_dtype, remote=config.part(RemoteConfig)))
+        sets = {name: held.enter_context(each) for name, each in open_data_sets(config, "datasets", data).items()}
+        train, _ = data.split(0 if config.validation else config.val_fraction)
+        return {"self": list(train.ranges), **{name: list(each.ranges) for name, each in sets.items()}}

@@ -1,0 +1,77 @@
+"""The phases of a trial: those of the config, with the shares and the ends that are among its parameters."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import floor
+from typing import Any
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.sweep.space.constraints import InfeasibleError
+from roxxel_dist.sweep.space.data_extras import END, SHARE
+
+
+def is_of_phases(name: str) -> bool:
+    """Whether a parameter of a trial is a share or the end of a phase, such as mixture.1.code or phase_end.1."""
+    return name.startswith((SHARE, END))
+
+
+def phases_of_trial(
+    phases: Sequence[Mapping[str, Any]] | None,
+    params: Mapping[str, Any],
+    groups: Mapping[int, Sequence[int]] | None = None,
+) -> list[dict[str, Any]]:
+    """The phases of the config, with `weights` and `steps` from the parameters of a trial.
+
+    Args:
+        phases: of the config, as in YAML.
+        params: of a trial; others than shares and ends are not looked at.
+        groups: the phases that have the shares of mixture.P.NAME, by P; that one alone where not given.
+
+    Raises:
+        ValueError: there is no such phase, it has no `steps`, or a phase gets no step.
+    """
+    found = [dict(phase) for phase in phases or ()]
+    shares: dict[int, dict[str, float]] = {}
+    ends: dict[int, float] = {}
+    for name, value in params.items():
+        if name.startswith(SHARE):
+            phase, _, data = name.removeprefix(SHARE).partition(".")
+            shares.setdefault(_number(name, phase, found), {})[data] = value
+        elif name.startswith(END):
+            ends[_number(name, name.removeprefix(END), found)] = value
+    for first, weights in shares.items():
+        for phase in (groups or {}).get(first, (first,)):
+            found[phase - 1]["weights"] = weights
+    for phase, steps in zip(found, steps_between(found, ends) if ends else (), strict=bool(ends)):
+        phase["steps"] = steps
+    return found
+
+
+def steps_between(phases: Sequence[Mapping[str, Any]], ends: Mapping[int, float]) -> list[int]:
+    """The steps of each phase, where some end at another share of all steps than in the config.
+
+    Raises:
+        ValueError: a phase has no `steps`.
+        InfeasibleError: a phase gets no step.
+    """
+    stops = [0]
+    for number, phase in enumerate(phases, 1):
+        if type(phase.get("steps")) is not int:
+            raise UserError(f"phase_end: phase {number} has no steps: give each phase steps, not epochs")
+        stops.append(stops[-1] + phase["steps"])
+    total = stops[-1]
+    stops = [floor(ends[number] * total + 0.5) if number in ends else stop for number, stop in enumerate(stops)]
+    steps = [stop - start for start, stop in pairwise(stops)]
+    if min(steps) < 1:
+        phase = steps.index(min(steps)) + 1
+        raise InfeasibleError(
+            f"phase {phase} would end at step {stops[phase]} of {total}, and begin at {stops[phase - 1]}"
+        )
+    return steps
+
+
+def _number(name: str, phase: str, phases: Sequence[Any]) -> int:
+    if not phase.isdecimal() or not 1 <= int(phase) <= len(phases):
+        there = f"has {len(phases)} phase(s)" if phases else "has no phases"
+        raise UserError(f"{name}: there is no phase {phase!r}, the config {there}: they are counted from 1")
+    return int(phase)

@@ -1,0 +1,449 @@
+"""Mixtures and ends of phases in a sweep: what is refused before the first trial, passes, baselines, and replays."""
+
+import json
+import math
+import random
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roxxel_dist.curriculum.phases import phases_of
+from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.data.units import APART
+from roxxel_dist.settings.config import Config
+from roxxel_dist.sweep.driver.data_search import refuse_led, with_data
+from roxxel_dist.sweep.samplers import Engine, SpaceExhausted, make
+from roxxel_dist.sweep.space.data_extras import DataExtras, MixtureSpec
+from roxxel_dist.sweep.space.passes import PassBudget
+from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Sweep, read_sweep, sweep_of
+from roxxel_dist.sweep.trial.trial import config_of
+
+SETS = {"self": {"min": 0.2}, "code": {}, "math": {"max": 0.3}}
+ONE = {"phases": [1], "datasets": SETS}
+LR = {"metric": {"name": "val_loss"}, "parameters": {"lr": {"min": 1e-3, "max": 1e-2}}}
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"mixtures": [{**ONE, **changes}]}
+
+
+NAN = math.nan
+BAD_EXTRAS: dict[str, tuple[Any, str]] = {
+    "floors above 1": (
+        entry(datasets={"self": {"min": 0.7}, "code": {"min": 0.4}}),
+        "mixtures.1.datasets: the min sum to 1.1, and must sum to at most 1: 0.7 (self) + 0.4 (code)",
+    ),
+    "caps below 1": (
+        entry(datasets={"self": {"max": 0.5}, "code": {"max": 0.3}}),
+        "mixtures.1.datasets: the max sum to 0.8, and must sum to at least 1: 0.5 (self) + 0.3 (code)",
+    ),
+    "floor above cap": (
+        entry(datasets={"self": {"min": 0.5, "max": 0.4}, "code": {}}),
+        "mixtures.1.datasets.self: min 0.5 is above max 0.4",
+    ),
+    "one mixture": (
+        entry(datasets={"self": {"min": 0.5}, "code": {"min": 0.5}}),
+        "there is one mixture only (self 0.5, code 0.5)",
+    ),
+    "one data set": (entry(datasets={"self": {}}), "must name two data sets or more"),
+    "data sets in a list": (entry(datasets=["self", "code"]), "must name two data sets or more"),
+    "negative": (entry(datasets={"self": {"min": -0.1}, "code": {}}), "datasets.self.min: -0.1 must be a share"),
+    "above 1": (entry(datasets={"self": {"max": 20}, "code": {}}), "datasets.self.max: 20 must be a share from 0 to 1"),
+    "NaN": (entry(datasets={"self": {"min": NAN}, "code": {}}), "datasets.self.min: nan must be a share"),
+    "text": (entry(datasets={"self": {"min": "a"}, "code": {}}), "datasets.self.min: 'a' must be a share"),
+    "truth": (entry(datasets={"self": {"min": True}, "code": {}}), "datasets.self.min: True must be a share"),
+    "a share that no phase takes": (
+        entry(datasets={"self": {"min": 5e-5}, "code": {}}),
+        "datasets.self.min: 5e-05 must be 0, or at least 0.0001",
+    ),
+    "a number for bounds": (entry(datasets={"self": 0.5, "code": {}}), "datasets.self: 0.5 must be a mapping"),
+    "stray bound": (entry(datasets={"self": {"mim": 0.1}, "code": {}}), "datasets.self.mim: there is no such key"),
+    "stray key": (entry(max_epochs=3), "mixtures.1.max_epochs: there is no such key: there are phases, datasets"),
+    "no passes": (entry(max_passes=0), "mixtures.1.max_passes: 0 must be a number above 0"),
+    "NaN passes": (entry(max_passes=NAN), "mixtures.1.max_passes: nan must be a number above 0"),
+    "endless passes": (entry(max_passes=math.inf), "mixtures.1.max_passes: inf must be a number above 0"),
+    "no phases": (entry(phases=[]), "mixtures.1.phases: [] must be a list of phases, counted from 1"),
+    "phase 0": (entry(phases=[0]), "mixtures.1.phases: [0] must be a list of phases, counted from 1"),
+    "a phase twice": (entry(phases=[1, 1]), "mixtures.1.phases: phase 1 is twice here"),
+    "a phase in two entries": (
+        {"mixtures": [ONE, {**ONE, "phases": [2, 1]}]},
+        "mixtures.2.phases: phase 1 is in entry 1 too: name each phase once",
+    ),
+    "no list": ({"mixtures": ONE}, "must be a list of mixtures"),
+    "an empty list": ({"mixtures": []}, "mixtures: [] must be a list such as"),
+    "no mapping": ({"mixtures": [1]}, "mixtures.1: 1 must be a mapping with phases and datasets"),
+    "a step that 1 is no multiple of": (entry(step=0.3), "step: 0.3 must be 1 over a whole number"),
+    "a step that fits nothing": (
+        entry(step=0.5, datasets={"self": {"min": 0.3, "max": 0.4}, "code": {}}),
+        "no multiples of 0.5 sum to 1 within self 0.3 to 0.4",
+    ),
+    "the name of a parameter": (
+        {"parameters": {"mixture.1.code": {"min": 0.0, "max": 1.0}}, **entry()},
+        "mixtures: the parameter 'mixture.1.code' has the name of what mixtures searches",
+    ),
+    "the name of a nested parameter": (
+        {"parameters": {"mixture": {"parameters": {"a": {"values": [1, 2]}}}}, **entry()},
+        "mixtures: the parameter 'mixture' has the name of what mixtures searches",
+    ),
+    "the name of an end": (
+        {"parameters": {"phase_end.1": {"min": 0.1, "max": 0.9}}, "phase_ends": {1: [0.5, 0.9]}},
+        "phase_ends: the parameter 'phase_end.1' has the name of what phase_ends searches",
+    ),
+    "ends that fall": ({"phase_ends": {1: [0.9, 0.5]}}, "phase_ends.1: [0.9, 0.5]: the first number must be below"),
+    "ends that cannot increase": (
+        {"phase_ends": {1: [0.5, 0.9], 2: [0.2, 0.5]}},
+        "phase_ends.2: [0.2, 0.5] is never above [0.5, 0.9], the end of phase 1",
+    ),
+    "an end in percent": ({"phase_ends": {1: [50, 90]}}, "phase_ends.1: [50, 90] must be two shares of all steps"),
+    "one end": ({"phase_ends": {1: 0.5}}, "phase_ends.1: 0.5 must be two shares of all steps"),
+    "NaN end": ({"phase_ends": {1: [NAN, 0.5]}}, "phase_ends.1: [nan, 0.5] must be two shares"),
+    "a name of a phase": ({"phase_ends": {"one": [0.1, 0.5]}}, "phase_ends.one: 'one' must be the number of a phase"),
+    "a wide step": ({"phase_ends": {1: [0.5, 0.6, 0.2]}}, "the third number must be at most 0.1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_EXTRAS)
+def test_mistakes_in_the_second_file(name: str) -> None:
+    extras, said = BAD_EXTRAS[name]
+    parameters = {**LR["parameters"], **extras.get("parameters", {})}
+    extras = {key: value for key, value in extras.items() if key != "parameters"}
+    with pytest.raises(ValueError, match=re.escape(said)):
+        sweep_of({**LR, "parameters": parameters}, extras)
+
+
+def test_they_name_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "sweep.yaml").write_text("metric: {name: val_loss}\n")
+    (tmp_path / "extras.yaml").write_text(
+        "mixtures:\n  - phases: [1]\n    datasets:\n      self: {min: 0.9}\n      code: {min: 2.0e-1}\n"
+    )
+    with pytest.raises(ValueError, match=r"extras.yaml, line 1: mixtures.1.datasets: the min sum to 1.1"):
+        read_sweep(tmp_path / "sweep.yaml", tmp_path / "extras.yaml")
+    with pytest.raises(ValueError, match="parameters: there must be at least one"):
+        read_sweep(tmp_path / "sweep.yaml")
+
+
+PHASES = [
+    {"steps": 60, "batch_size": 8, "seq_len": 33, "blend": "row"},
+    {"steps": 20, "batch_size": 8, "seq_len": 33, "blend": "row"},
+]
+TOKENS = {"self": 60_000, "code": 12_000, "math": 6_000}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A config over three small data sets, with validation text of each."""
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for name, count in TOKENS.items():
+        np.save(folder / f"{name}.npy", rng.integers(0, 64, count).astype(np.uint16))
+        np.save(folder / f"{name}_val.npy", rng.integers(0, 64, 2000).astype(np.uint16))
+    return Config(
+        datasets={name: str(folder / f"{name}.npy") for name in TOKENS},
+        validation={name: str(folder / f"{name}_val.npy") for name in TOKENS},
+        phases=PHASES, vocab_size=64, dim=32, num_blocks=1, n_heads=2, kv_heads=1, max_context=32,
+    )  # fmt: skip
+
+
+def opened(base: Config, extras: dict[str, Any], metric: str = "val_loss", **changes: Any) -> Sweep:
+    config = Config.from_dict({**base.to_dict(), **changes})
+    return with_data(sweep_of({**LR, "metric": {"name": metric}}, extras), config, None, {"lr"})
+
+
+RARE: dict[str, Any] = {"code": {}, "math": {}}
+WEIGHTED = [{**PHASES[0], "weights": {"self": 0.6, "code": 0.4}}, PHASES[1]]
+BAD_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no phases": (entry(), {"phases": None}, "the config has no phases: give one at least"),
+    "epochs": (
+        entry(),
+        {"phases": [{"epochs": 1, "batch_size": 8, "seq_len": 33}]},
+        "phases: phase 1 has epochs: with mixtures or phase_ends each phase must have steps",
+    ),
+    "no such phase": (entry(phases=[3]), {}, "mixtures.1.phases: there is no phase 3, the config has 2"),
+    "shares in both": (
+        entry(),
+        {"phases": WEIGHTED},
+        "phases: phase 1 has weights (self 0.6, code 0.4), and mixtures.1 searches its shares",
+    ),
+    "no such data set": (
+        entry(datasets={"self": {}, "cod": {}}),
+        {},
+        "mixtures.1.datasets: there is no data set 'cod': the config has self, code, math",
+    ),
+    "no validation text": (
+        entry(),
+        {"validation": None},
+        "val_loss would be measured on the held-out part of self alone, which has no text of code, math",
+    ),
+    "a repetition cap that leaves nothing": (
+        entry(max_passes=0.1),
+        {},
+        "max_passes leaves no mixture of phases [1], which read 15,840 tokens: the shares may be self (60,000 tokens, "
+        "0.0881 passes in other phases) 0.2 to 0.04083, code (12,000 tokens) 0 to 0.07292, math (6,000 tokens) 0 to "
+        "0.03458, and must sum to 1: use max_passes above 0.28, fewer steps, or more data",
+    ),
+    "a repetition cap below a floor": (
+        entry(max_passes=1, datasets={"self": {}, "math": {"min": 0.5}}),
+        {},
+        "math (6,000 tokens) 0.5 to 0.3646, and must sum to 1: use max_passes above 1.37, ",
+    ),
+    "caps that two mixtures share": (
+        {"mixtures": [{**ONE, "max_passes": 1, "datasets": RARE}, {"phases": [2], "datasets": RARE}]},
+        {},
+        "must sum to 1 in all mixtures together: use max_passes above 1.21, fewer steps, or more data",
+    ),
+    "one phase": (
+        {"phase_ends": {1: [0.5, 0.9]}},
+        {"phases": PHASES[:1]},
+        "phase_ends.1: the config has one phase, which ends with the training",
+    ),
+    "the last phase": ({"phase_ends": {2: [0.5, 0.9]}}, {}, "phase_ends.2: phase 2 of 2 is the last one"),
+    "no such end": ({"phase_ends": {5: [0.5, 0.9]}}, {}, "phase_ends.5: phase 5 of 2 does not exist"),
+    "an end behind one that is fixed": (
+        {"phase_ends": {1: [0.8, 0.9]}},
+        {"phases": [*PHASES, {**PHASES[1], "steps": 80}]},
+        "phase_ends: phase 2 ends at step 80 of 160 or before, and phase 1 at step 128 or after",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONFIGS)
+def test_what_does_not_go_with_the_config_and_its_data(name: str, base: Config) -> None:
+    extras, changes, said = BAD_CONFIGS[name]
+    metric = extras.get("metric", "val_loss")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        opened(base, {key: value for key, value in extras.items() if key != "metric"}, metric, **changes)
+
+
+def drawn(chance: random.Random) -> tuple[DataExtras, list[dict[str, Any]], dict[str, list[tuple[int, int]]]]:
+    """A random search over two to five data sets in one to three phases, some with shares of their own."""
+    names = ["self", "code", "math", "web", "books"][: chance.randint(2, 5)]
+    ranges = {name: [(0, chance.randint(3_000, 15_000)) for _ in range(chance.randint(1, 3))] for name in names}
+    phases: list[dict[str, Any]] = [
+        {
+            "steps": chance.randint(20, 300), "batch_size": chance.choice([2, 4, 8]),
+            "seq_len": chance.choice([17, 33, 65]), "blend": chance.choice(["row", "step"]),
+        }
+        for _ in range(chance.randint(1, 3))
+    ]  # fmt: skip
+    entries, free = [], list(range(1, len(phases) + 1))
+    while free and (not entries or chance.random() < 0.7):
+        of = tuple(free.pop(0) for _ in range(min(len(free), chance.choice([1, 1, 2]))))
+        chosen = chance.sample(names, chance.randint(2, len(names)))
+        bounds = {name: (chance.choice([0.0, 0.0, 0.1]), chance.choice([1.0, 1.0, 0.6])) for name in chosen}
+        entries.append(MixtureSpec(phases=of, bounds=bounds, max_passes=chance.choice([0.5, 1, 1.5, 2, 4, None])))
+    for number in free:
+        phases[number - 1]["weights"] = {name: chance.random() + 0.01 for name in names}
+    ends = {}
+    if len(phases) > 1 and chance.random() < 0.5:
+        ends = sweep_of({"metric": {"name": "val_loss"}}, {"phase_ends": {1: [0.2, 0.9]}}).data.ends
+    return DataExtras(mixtures=tuple(entries), ends=ends), phases, ranges
+
+
+def asked(extras: DataExtras, phases: Any, ranges: Any, method: str, count: int) -> list[tuple[Any, PassBudget]]:
+    """Parameters that a search over it asks for; none where nothing is left."""
+    budget = PassBudget(extras=extras, phases=phases, ranges=ranges)
+    plain = sweep_of({"metric": {"name": "val_loss"}}, {"phase_ends": {1: [0.2, 0.9]}})
+    space = type(plain.space)(parameters=tuple(extras.ends.values()))
+    sweep = Sweep(method=method, metric="val_loss", goal="minimize", space=space, data=extras)
+    try:
+        engine = make(sweep.with_budget(budget), 0, accept=budget.check_plan)
+        return [(engine.ask()[1], budget) for _ in range(count)]
+    except (SpaceExhausted, ValueError):
+        return []
+
+
+def plan_counts(params: Any, budget: PassBudget) -> tuple[Plan, dict[str, float], dict[str, int]]:
+    """The plan that `train` makes of it: itself, rows read over rows of a pass, and passes begun, of each data set."""
+    config = config_of({"phases": budget.phases, "vocab_size": 64}, params, groups=budget.extras.groups)
+    assert config.passes == "apart"
+    plan = Plan([p.shape for one in config.phases for p in phases_of(one)], budget.ranges, 3, order=APART)
+    passes, begun, first = dict.fromkeys(budget.ranges, 0.0), {}, 0
+    for shape in plan.shapes:
+        for name, rows in plan.rows_read(first, first + shape.steps).items():
+            units = plan.amendments[-1].sources[name].units
+            passes[name] += rows / max(1, units.count * (units.size // shape.seq_len))
+        first += shape.steps
+    last = plan.segment(plan.total_steps - 1)
+    for name, cursor in last.after(last.steps).items():
+        begun[name] = cursor.pass_index + (cursor.used > 0 or cursor.windows > 0)
+    return plan, passes, begun
+
+
+@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.long)])
+def test_no_plan_is_over_its_passes(count: int) -> None:
+    chance, plans, near, refused, over = random.Random(5), 0, 0, 0, []
+    while plans < count:
+        extras, phases, ranges = drawn(chance)
+        asks = asked(extras, phases, ranges, "random", 5)
+        refused += not asks
+        for params, budget in asks:
+            plan, passes, begun = plan_counts(params, budget)
+            plans += 1
+            near += any(passes[name] > 0.9 * limit for name, limit in budget.limits.items())
+            for name, limit in budget.limits.items():
+                assert math.isclose(budget.passes(params)[name], passes[name], abs_tol=1e-12)  # the closed form
+                if passes[name] > limit or begun[name] > math.ceil(limit):
+                    over.append((plan, name, passes[name], begun[name], limit))
+    print(f"{plans} plans, {near} of them within 10 % of a limit; {refused} searches with nothing left; over: {over}")
+    assert not over
+    assert near > 0.05 * count  # a test that could fail
+
+
+JOINT = {
+    "mixtures": [
+        {"phases": [1], "datasets": SETS, "max_passes": 1.2},
+        {"phases": [2], "datasets": {"self": {}, "code": {}, "math": {}}},
+    ],
+    "phase_ends": {1: [0.5, 0.9]},
+}
+
+
+@pytest.mark.parametrize("method", ["random", "bayes", "tpe"])
+def test_natural_and_uniform_shares_are_the_first_two_trials(method: str, base: Config) -> None:
+    sweep = opened(base, JOINT)
+    engine = make(sweep, 1, method)
+    rows = [engine.ask()[1] for _ in range(5)]
+    natural, uniform, *_ = ([sweep.space.shares_of(params)] for params in rows)
+    of_tokens = np.array(list(TOKENS.values())) / sum(TOKENS.values())
+    # 80 x 8 x 33 tokens are read: of math, 1.2 passes over 6,000 are the most, so that its share may move.
+    assert all(np.abs(shares - of_tokens).max() < 0.03 for shares in natural[0])
+    assert uniform[0][1].max() - uniform[0][1].min() < 0.2
+    assert len({json.dumps(params, sort_keys=True) for params in rows}) == 5
+    assert all(set(params) == {"lr", "phase_end.1", *sweep.space.mixtures[0].keys, *sweep.space.mixtures[1].keys}
+               for params in rows)  # fmt: skip
+    for params in rows:
+        assert all(
+            mixture.allows(row)
+            for mixture, row in zip(sweep.space.mixtures, sweep.space.shares_of(params), strict=True)
+        )
+        assert sweep.rules.resolve(params) == params
+
+
+def test_uniform_shares_move_as_little_as_passes_ask_for(base: Config) -> None:
+    """Where caps depend on two mixtures and an end together, and no box says it."""
+    sweep = opened(base, {**JOINT, "mixtures": [{**JOINT["mixtures"][0], "max_passes": 0.9}, JOINT["mixtures"][1]]})
+    budget = sweep.rules.budget
+    assert isinstance(budget, PassBudget)
+    params = {"lr": 0.002, "phase_end.1": 0.75}
+    uniform = tuple(np.full(3, 1 / 3) for _ in range(2))
+    given = (np.array([0.35, 0.35, 0.3]), uniform[1])
+    with pytest.raises(InfeasibleError, match=r"max_passes is 0.9, and 1.1.* passes over 'math'"):
+        budget.check(params | sweep.space.params_of(given))
+    moved = budget.moved(sweep.space.mixtures, given, params)
+    budget.check(params | sweep.space.params_of(moved))
+
+    def kl(shares: tuple[np.ndarray, ...]) -> float:
+        return sum(float((a * np.log(np.maximum(a, 1e-12) / b)).sum()) for a, b in zip(shares, given, strict=True))
+
+    rng, tried = np.random.default_rng(2), 0
+    while tried < 100:
+        shares = tuple(mixture.sample(rng) for mixture in sweep.space.mixtures)
+        try:
+            budget.check(params | sweep.space.params_of(shares))
+        except InfeasibleError:
+            continue
+        tried += 1
+        assert kl(shares) >= kl(moved) - 1e-4
+    assert budget.passes(params | sweep.space.params_of(moved))["math"] > 0.85  # no further than they must
+
+
+@pytest.mark.parametrize("method", ["random", "bayes", "tpe"])
+def test_a_killed_driver_asks_for_the_same(method: str, base: Config) -> None:
+    """A search that is killed after any trial and begins again from its journal, as JSON keeps it."""
+    sweep, rows = opened(base, JOINT), []
+    budget = sweep.rules.budget
+    assert isinstance(budget, PassBudget)
+    whole = make(sweep, 3, method, accept=budget.check_plan)
+    for turn in range(14):
+        trial, params = whole.ask()
+        again = make(opened(base, JOINT), 3, method, accept=budget.check_plan)
+        for number, known, point, value in rows:
+            again.restore(number, known, point)
+            if value is not None:
+                again.tell(number, value)
+        assert again.ask() == (trial, params)
+        assert again.point(trial) == whole.point(trial)
+        value = None if turn % 5 == 4 else sum(x * x for x in params.values())  # every fifth runs for ever
+        rows.append((*json.loads(json.dumps([trial, params, whole.point(trial)])), value))
+        if value is not None:
+            whole.tell(trial, value)
+
+
+def all_of(engine: Engine) -> Iterator[dict[str, Any]]:
+    """What it asks for until nothing is left."""
+    with suppress(SpaceExhausted):
+        while True:
+            yield engine.ask()[1]
+
+
+def test_a_grid_is_the_baselines_and_the_lattice(base: Config) -> None:
+    extras = {"mixtures": [{**ONE, "step": 0.1, "max_passes": 0.6}], "phase_ends": {1: [0.5, 0.9, 0.2]}}
+    plain = {"metric": {"name": "val_loss"}, "method": "grid", "parameters": {"dim": {"values": [32, 64]}}}
+    sweep = with_data(sweep_of(plain, extras), base, None, {"dim"})
+    rows = list(all_of(make(sweep, 0)))
+    lattice = {
+        (end, a / 10, b / 10, c / 10, dim)
+        for end in (0.5, 0.7, 0.9) for dim in (32, 64)
+        for a in range(2, 11) for b in range(11) for c in range(4) if a + b + c == 10
+    }  # fmt: skip
+    kept = set()
+    for end, a, b, c, dim in lattice:
+        params = {"dim": dim, "phase_end.1": end, "mixture.1.self": a, "mixture.1.code": b, "mixture.1.math": c}
+        try:
+            sweep.rules.resolve(params)
+            kept.add((end, a, b, c, dim))
+        except InfeasibleError:
+            pass
+    found = {tuple(p[k] for k in ("phase_end.1", *sweep.space.mixtures[0].keys, "dim")) for p in rows[2:]}
+    assert found == kept
+    assert 20 < len(kept) < len(lattice)  # passes take some away, by the end of the phase
+    assert [p["mixture.1.code"] for p in rows[:2]] == [row[1] for (row,) in sweep.space.baselines]
+    no_step = {"mixtures": [ONE], "phase_ends": {1: [0.5, 0.9]}}
+    with pytest.raises(ValueError, match=r"phase_ends.1: a grid needs a step as the third number"):
+        make(sweep_of(plain, no_step), 0)
+    with pytest.raises(ValueError, match=r"mixtures, phases \[1\]: a grid needs a `step`"):
+        make(sweep_of(plain, entry()), 0)
+
+
+def test_a_trial_trains_on_the_shares_and_ends_of_its_parameters(base: Config) -> None:
+    params = {"lr": 0.002, "phase_end.1": 0.6, "mixture.1.self": 0.75, "mixture.1.code": 0.25, "mixture.1.math": 0.0}
+    config = config_of(base.to_dict(), params, groups={1: (1, 2)})
+    shares = {"self": 0.75, "code": 0.25, "math": 0.0}
+    assert config.phases == [
+        {**PHASES[0], "steps": 48, "weights": shares}, {**PHASES[1], "steps": 32, "weights": shares},
+    ]  # fmt: skip
+    assert (config.lr, config.passes) == (0.002, "apart")
+    assert base.phases == PHASES
+    # As W&B's server gives them: any weights, of one phase each.
+    one = config_of(base.to_dict(), {"mixture.2.self": 3, "mixture.2.code": 1})
+    assert one.phases == [PHASES[0], {**PHASES[1], "weights": {"self": 3, "code": 1}}]
+    with pytest.raises(ValueError, match=r"mixture.3.self: there is no phase '3', the config has 2 phase"):
+        config_of(base.to_dict(), {"mixture.3.self": 1})
+    with pytest.raises(ValueError, match=r"phase 2 would end at step 80 of 80, and begin at 80"):
+        config_of(base.to_dict(), {"phase_end.1": 0.999})
+
+
+def test_what_chooses_or_trains_elsewhere_is_refused() -> None:
+    sweep = sweep_of(LR, entry())
+    refuse_led(sweep, program=False, server=False)
+    refuse_led(sweep_of(LR), program=True, server=True)
+    with pytest.raises(ValueError, match="mixtures: the sweep runs a program of your own, which has no phases"):
+        refuse_led(sweep, program=True, server=False)
+    with pytest.raises(ValueError, match="mixtures: W&B's server leads this sweep and draws each parameter by itself"):
+        refuse_led(sweep, program=False, server=True)
+
+
+@pytest.mark.parametrize("field", ["phases", "datasets", "validation", "passes"])
+def test_fields_that_decide_the_data_are_no_parameters(field: str, base: Config) -> None:
+    with pytest.raises(ValueError, match=f"parameters.{field}: mixtures needs the same {field} in all trials"):
+        with_data(sweep_of(LR, entry()), base, None, {"lr", field})
+
+
+def test_text_is_no_data_for_mixtures(base: Config, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("words\n" * 100)
+    with pytest.raises(ValueError, match=r"a.txt is text, whose tokens are not counted yet: make shards of it first"):
+        with_data(sweep_of(LR, entry()), base, tmp_path / "a.txt", {"lr"})
