@@ -40,7 +40,7 @@ class Decisions:
         count: int | None = None,
         max_steps: int | None = None,
     ) -> None:
-        self._history, self._make_engine = history, make_engine
+        self._history, self._make_engine, self._metric = history, make_engine, sweep.metric
         self._limit = min((n for n in (count, sweep.run_cap) if n is not None), default=math.inf)
         self._max_steps = math.inf if max_steps is None else max_steps
         self._scheduler: Scheduler | None = make_scheduler(sweep)
@@ -62,15 +62,16 @@ class Decisions:
         for number, trial in sorted(self._history.trials.items()):
             engine.restore(number, trial.params, trial.point)
             if trial.state not in ("running", "paused"):
-                engine.tell(number, trial.value)
+                engine.tell(number, trial.value, trial.curve(self._metric))
             elif number in estimates:
-                engine.tell(number, estimates[number])
+                engine.tell(number, estimates[number], trial.curve(self._metric))
         return engine
 
     def ended(self, number: int) -> None:
         """A trial has ended."""
         if not self._pauses:
-            self._engine.tell(number, self._history.trials[number].value)
+            trial = self._history.trials[number]
+            self._engine.tell(number, trial.value, trial.curve(self._metric))
 
     def pending(self) -> list[Event]:
         """The decisions about the last report that an earlier driver did not write down."""

@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.sweep.samplers.base import AskTell, SpaceExhausted
+from roxxel_dist.sweep.samplers.base import AskTell, Curve, SpaceExhausted
 from roxxel_dist.sweep.space.sweep_file import Params, Sweep, as_sweep
 
 __all__ = ["SAMPLERS", "Engine", "SpaceExhausted", "make"]
@@ -30,8 +30,8 @@ class Engine(Protocol):
         """The number of the next trial (from 0) and its parameters. Raises SpaceExhausted."""
         ...
 
-    def tell(self, trial: int, value: float | None) -> None:
-        """The value of a trial; None: it failed."""
+    def tell(self, trial: int, value: float | None, curve: Curve = ()) -> None:
+        """The value of a trial; None: it failed. `curve` is what it reported."""
         ...
 
     def point(self, trial: int) -> list[float]:

@@ -7,7 +7,7 @@ none that breaks a rule of the sweep is run at all.
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -29,6 +29,10 @@ REFUSALS = 200
 """After so many configurations that `accept` refuses other points are looked at: to look at one takes a while."""
 
 
+Curve = Sequence[tuple[int, Mapping[str, float]]]
+"""(step, the loss of each data set, or the metric alone) of each report of a trial, by step."""
+
+
 class SpaceExhausted(Exception):
     """No configuration is left that was not run; the message is for people."""
 
@@ -38,6 +42,9 @@ class SampledTrial:
     """A trial as a sampler sees it."""
 
     point: Point
+    params: Params = field(default_factory=dict)
+    curve: Curve = ()
+    """Of a trial that has ended, or was stopped: the losses at each report."""
     ended: bool = False
     value: float | None = None
     """Less is better, whatever the goal; None: running, or it failed."""
@@ -134,14 +141,14 @@ class AskTell:
             params |= space.params_of(moved)
         return point, rules.resolve(params)
 
-    def tell(self, trial: int, value: float | None) -> None:
-        """The value of a trial; None, or a value that is no finite number: it failed."""
+    def tell(self, trial: int, value: float | None, curve: Curve = ()) -> None:
+        """The value of a trial; None, or a value that is no finite number: it failed. `curve` is what it reported."""
         if trial not in self._history.trials:
             raise UserError(f"trial {trial} does not exist: call ask first")
         sampled = self._history.trials[trial]
         if sampled.ended:
             raise UserError(f"trial {trial} has a result already")
-        sampled.ended = True
+        sampled.ended, sampled.curve = True, curve
         if value is not None and math.isfinite(value):
             sampled.value = self._sweep.sign * float(value)
 
@@ -162,7 +169,7 @@ class AskTell:
         if space.mixtures and all(key in params for mixture in space.mixtures for key in mixture.keys):
             # Where its shares are now: caps depend on the data, which may have grown since the journal was written.
             point = canonical(space, space.with_shares(point, space.shares_of(params)))
-        self._history.trials[trial] = SampledTrial(point=tuple(point))
+        self._history.trials[trial] = SampledTrial(point=tuple(point), params=params)
         self._keys.add(config_key(params))
 
     def _refusal(self, name: str, params: Params) -> str | None:

@@ -22,6 +22,7 @@ from roxxel_dist.sweep.samplers.acquisition import (
     training_subset,
 )
 from roxxel_dist.sweep.samplers.base import Point, SampledTrial, TrialHistory
+from roxxel_dist.sweep.samplers.law_proposals import LawProposals
 from roxxel_dist.sweep.space.constraints import Expression
 from roxxel_dist.sweep.space.mixture import MixtureSpace
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Sweep
@@ -161,7 +162,7 @@ class BayesSampler:
     """Spread-out points first, then those of the highest expected improvement."""
 
     def __init__(self, sweep: Sweep) -> None:
-        self._sweep, self._transform = sweep, SpaceTransform(sweep)
+        self._sweep, self._transform, self._law = sweep, SpaceTransform(sweep), LawProposals(sweep)
         self.start: int = 6 + math.ceil(math.sqrt(self._transform.width))
         """Trials that are spread out before anything is expected; of those that fail, as many again."""
 
@@ -180,7 +181,17 @@ class BayesSampler:
         if ended >= 2:
             with threadpool_limits(1, user_api="blas"):  # threads spin: beside busy trials they take ten times as long
                 ranked = self._ranked(history, self._acquisition(history, rng), rng)
+                proposed = self._laws(history, trial, transform.point(ranked[0]))
+            yield from proposed
             yield from map(transform.point, ranked)
+
+    def _laws(self, history: TrialHistory, trial: int, other: Sequence[float]) -> Sequence[Point]:
+        """What the law of the mixtures proposes, with the other parameters of a point."""
+        if not self._sweep.space.mixtures:
+            return []
+        numbers = [number for number, one in history.trials.items() if one.value is not None]
+        features = self._features([history.trials[number] for number in numbers])
+        return self._law.points(history, trial, dict(zip(numbers, features, strict=True)), other)
 
     def _acquisition(self, history: TrialHistory, rng: np.random.Generator) -> Acquisition:
         """Models of values and failures; for trials that run or have failed, values predicted from the others."""

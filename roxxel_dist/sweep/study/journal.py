@@ -88,6 +88,10 @@ class Trial:
         index, is_there = self._index(step)
         return self.reports[index][1] if is_there else None
 
+    def curve(self, metric: str) -> list[tuple[int, Mapping[str, float]]]:
+        """(step, the loss of each data set, or the metric under its name) of each report."""
+        return [(step, self.losses.get(step, {metric: value})) for step, value in self.reports]
+
     @property
     def step(self) -> int:
         """The last step that it has reported; 0 before the first report."""

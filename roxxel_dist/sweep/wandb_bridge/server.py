@@ -21,6 +21,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.settings.config import flat_fields
 from roxxel_dist.settings.training import SHARE_COMPILATION
+from roxxel_dist.sweep.samplers.base import Curve
 from roxxel_dist.sweep.space.sweep_file import Params
 from roxxel_dist.sweep.train_sweep import CONFIG_ENV, DATA_ENV, RANKS_ENV, RUN_DIR_ENV
 from roxxel_dist.sweep.trial.outcome import OURS, TRACEBACK, classify_exit, last_words
@@ -50,7 +51,7 @@ class ServerSampler:
         self._next += 1
         return self._next - 1, {}
 
-    def tell(self, trial: int, value: float | None) -> None:
+    def tell(self, trial: int, value: float | None, curve: Curve = ()) -> None:
         """Nothing to do: the trial itself has reported to the server."""
 
     def point(self, trial: int) -> list[float]:
