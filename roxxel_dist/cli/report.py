@@ -95,6 +95,7 @@ def _in_bucket(args: ReportArgs, url: "ObjectUrl") -> bool:
 
 def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
     """Report a study; returns a message about pictures that could not be drawn."""
+    from roxxel_dist.sweep.report.mixture import mixtures_of
     from roxxel_dist.sweep.report.text import as_json, table, write_best_config
     from roxxel_dist.sweep.study.folder import REPORT, read_study
     from roxxel_dist.view.web.report import write_study
@@ -103,12 +104,16 @@ def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
     if bucket is not None and args.best_config is not None and study.done:
         bucket.fetch_file(study.run_dir(study.done[0]).relative_to(study.path).joinpath(CONFIG).as_posix())
     best = None if args.best_config is None else write_best_config(study, args.best_config)
+    mixtures = mixtures_of(study)
     if not args.json:
         print(table(study), flush=True)  # also where no picture can be written: the study of somebody else
+        if mixtures is not None:
+            print(printable("\n".join(mixtures.text())), flush=True)
     page, missing = write_study(study, Path(args.out) if args.out else study.path / REPORT, info)
     page = page if bucket is None or args.out else bucket.send_page(page)
     if args.json:
-        _print_json(as_json(study) | {"page": str(page)})
+        found = {} if mixtures is None else {"mixture": mixtures.as_json()}
+        _print_json(as_json(study) | found | {"page": str(page)})
         return missing
     print(f"\npage: {page}")
     if best is not None:

@@ -10,11 +10,12 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from roxxel_dist.cli.arguments import ConfigArgs, TrainArgs, parse_config
-from roxxel_dist.cli.parser import flags_in
+from roxxel_dist.cli.parser import flags_in, split_flags
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.exit_codes import UserError, attempt_number
 from roxxel_dist.data.files.discovery import absolute, check_local
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.place.directory import DEFINITION
 from roxxel_dist.place.run_place import bucket_url, local_run
 from roxxel_dist.settings.config import usage_errors
 from roxxel_dist.sweep.driver.options import SweepOptions
@@ -34,6 +35,8 @@ class SweepArgs(SweepOptions, ConfigArgs):
 
 def sweep(words: list[str]) -> int:
     """Search for the best configuration, in trials that are Ray tasks."""
+    if "confirm" in dict(flags_in(words)) and not {"-h", "--help"}.intersection(words):
+        return confirm(words)
     with ExitStack() as held:
         search = _prepared(words, held)
         if search is None:
@@ -42,6 +45,68 @@ def sweep(words: list[str]) -> int:
         from roxxel_dist.view.web.report import write_study
 
         return run.search(search, write_study)
+
+
+CHOSEN = ("config", "count", "data_path", "extras", "method", "sweep_config", "sweep_id", "transfer_to")
+"""Flags that a confirmation cannot have: the study decides them."""
+
+
+def confirm(words: list[str]) -> int:
+    """Train the best mixture of a study, and its baselines, for longer: a study in the folder of that one."""
+    from tempfile import TemporaryDirectory
+
+    import yaml
+
+    from roxxel_dist.sweep.report.confirmation import confirmation
+    from roxxel_dist.sweep.report.mixture import expected
+    from roxxel_dist.sweep.report.text import best_config
+    from roxxel_dist.sweep.study.confirm import FOLDER, Expected, lengthened
+    from roxxel_dist.sweep.study.folder import DATA_PATH, StudyDir, read_study
+
+    with usage_errors():
+        flags = dict(flags_in(words))
+        factor = _times(flags["confirm"])
+        if (name := next((name for name in CHOSEN if name in flags), None)) is not None:
+            raise UserError(f"--confirm {factor} trains what the study has found: leave --{name} out")
+        if flags.get("study") is None:
+            raise UserError(f"--confirm {factor} does not say of which study: name its folder with --study")
+        if bucket_url(flags["study"]) is not None:
+            raise UserError(f"--confirm {factor}: copy {flags['study']} to a folder first, with `roxxel-dist copy`")
+        study = read_study(flags["study"])
+        folder, begun = study.path / FOLDER, Expected.read(study.path)
+        if begun is not None and begun.factor != factor:
+            raise UserError(
+                f"--confirm {factor}: {folder} was begun with --confirm {begun.factor}: use that, or remove {folder}"
+            )
+    rest = [word for name, _, group in split_flags(words) if name not in ("confirm", "study") for word in group]
+    with TemporaryDirectory() as temporary:
+        more = ["--study", str(folder)]
+        if not StudyDir(folder).is_there:
+            with usage_errors():
+                _, best = best_config(study, f"--confirm {factor}")
+                begun = expected(study, best, factor)
+            original = StudyDir(study.path)
+            definition, base = Path(temporary, "confirm.yaml"), Path(temporary, "base.yaml")
+            metric = yaml.safe_load((study.path / DEFINITION).read_text(encoding="utf-8")).get("metric")
+            search = {"method": "grid", **({"metric": metric} if metric else {}), "parameters": begun.values}
+            definition.write_text(yaml.safe_dump(search, sort_keys=False), encoding="utf-8")
+            lengthened(best, factor).save_yaml(base)
+            if "dry_run" not in flags:
+                begun.write(study.path)
+            more += ["--sweep_config", str(definition), "--config", str(base)]
+            more += [] if (data := original.metadata(DATA_PATH)) is None else ["--data_path", data]
+            more += [] if "wandb" in flags else ["--wandb", original.settings().get("wandb", "offline")]
+        code = sweep([*more, *rest])
+    if "dry_run" not in flags and (found := confirmation(study)) is not None:
+        print("\n".join(["", *found.text()]))
+    return code
+
+
+def _times(text: str) -> int:
+    """The number of --confirm."""
+    if not text.isdecimal() or not int(text):
+        raise UserError(f"--confirm {text}: must be a whole number, 1 or more times the steps of a trial")
+    return int(text)
 
 
 def anneal(named: str, args: TrainArgs, config: Any) -> int:

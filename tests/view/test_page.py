@@ -12,6 +12,7 @@ import pytest
 from browser import CHROMIUM, DESK, PHONE, Browser
 from commands import command, environment, wait_for
 from job_desk import LIMIT_S
+from made_mixtures import made_mixtures
 from made_rows import made_run
 from made_study import EVERY_KIND, every_kind, made_study
 from ranks import RANK
@@ -20,6 +21,9 @@ from served_page import serve
 
 from roxxel_dist.cli import main
 from roxxel_dist.curriculum.phases import Phase
+from roxxel_dist.sweep.report.mixture import expected
+from roxxel_dist.sweep.report.text import best_config
+from roxxel_dist.sweep.study.folder import read_study
 
 pytestmark = [
     pytest.mark.web,
@@ -190,6 +194,22 @@ def test_a_study(browser, place):
         assert len(browser.find(".parallel polyline.out")) == 35 - chosen
         axis.send_keys(Keys.DELETE)
         browser.wait(lambda: len(browser.find("tbody tr")) == 40, "all trials")
+
+
+@pytest.mark.parametrize("sets", [2, 3, 4])
+def test_a_report_of_mixtures(browser, tmp_path, sets):
+    """A curve for two data sets, a triangle for three, tables for more, and the confirmation."""
+    study = made_mixtures(tmp_path, sets)
+    read = read_study(study)
+    expected(read, best_config(read, "")[1], 3).write(study)
+    assert main(["report", str(study)]) == 0
+    browser.requests.append("file")
+    browser.driver.get((study / "report" / "report.html").as_uri())
+    browser.wait(lambda: "Mixture of phase 1, 2" in browser.text(), "the mixture")
+    assert len(browser.find(".surface svg circle")) == (21 if sets == 3 else 0)
+    assert len(browser.find(".surface svg polyline")) == (1 if sets == 2 else 0)
+    assert "Confirmation" in browser.text()
+    check(browser, f"mixture-{sets}")
 
 
 def test_a_study_with_values_of_every_kind(browser, tmp_path):

@@ -15,7 +15,7 @@ BUILT_IN = {"CPU", "GPU", "memory", "object_store_memory"}
 """Resources that Ray finds on every machine."""
 LEAST = {
     "count": 1, "workers": 1, "hosts_per_trial": 1, "procs_per_host": 1, "gpus_per_trial": 1, "max_failures": 1,
-    "max_retries": 0, "max_steps_total": 1,
+    "max_retries": 0, "max_steps_total": 1, "confirm": 1,
 }  # fmt: skip
 
 
@@ -84,6 +84,9 @@ class SweepOptions:
     transfer_to: str | None = None
     """Config of a wider or deeper model. At the end of the search, the study has transferred.yaml: that config with the
     best parameters, with parametrization mup, and with base_dim set to the width of the search."""
+    confirm: int | None = None
+    """Of a study with `mixtures`: train its best mixture, and the natural and the uniform one, for so many times the
+    steps of a trial, with 3 new seeds each. The study gets the folder confirm, and its report compares."""
     dry_run: bool = False
     """Print the trials, the devices and, if known, the hours. Nothing runs."""
 

@@ -82,18 +82,24 @@ def write_best_config(study: Study, file: str | Path) -> Trial:
     Raises:
         ValueError: no trial has a value yet, or its program was not ours.
     """
+    best, config = best_config(study, f"--best_config {file}")
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    config.save_yaml(file)
+    return best
+
+
+def best_config(study: Study, flag: str) -> tuple[Trial, Config]:
+    """The best trial and its config; `flag` asks for it. Raises ValueError as `write_best_config`."""
     if not study.done:
-        raise UserError(f"--best_config {file}: no trial of {study.place} has given a {study.sweep.metric} yet")
+        raise UserError(f"{flag}: no trial of {study.place} has given a {study.sweep.metric} yet")
     best = study.done[0]
     used = study.run_dir(best) / CONFIG
     if not used.is_file():
         raise UserError(
-            f"--best_config {file}: trial {best.number} has no {used}: it was a program of your own, or trained on "
+            f"{flag}: trial {best.number} has no {used}: it was a program of your own, or trained on "
             f"another machine; its parameters are {flat(best.params)}"
         )
     fields = {name: value for name, value in load_yaml(used).items() if name != RECORD}
     if fields.get("wandb") == "offline":  # how a sweep without an account follows its trials: no choice of the user's
         del fields["wandb"]
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    Config.from_dict(fields, str(used)).save_yaml(file)
-    return best
+    return best, Config.from_dict(fields, str(used))

@@ -11,7 +11,10 @@ from pathlib import Path
 from roxxel_dist.cluster.durable import write_file
 
 STYLES = ("uPlot.min.css", "page.css")
-SCRIPTS = ("uPlot.iife.min.js", "dom.js", "chart.js", "table.js", "parallel.js", "parts.js", "views.js", "page.js")
+SCRIPTS = (
+    "uPlot.iife.min.js", "dom.js", "chart.js", "table.js", "parallel.js", "parts.js", "mixture.js", "views.js",
+    "page.js",
+)  # fmt: skip
 """In this order: each uses those before it."""
 LIVE = '{"live":true}'
 MARK = re.compile(r"\{\{(\w+)\}\}")

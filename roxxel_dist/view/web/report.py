@@ -8,7 +8,9 @@ from pathlib import Path
 
 from roxxel_dist.run.report import Run, no_pictures
 from roxxel_dist.sweep.report.importance import importances
+from roxxel_dist.sweep.report.mixture import mixtures_of
 from roxxel_dist.sweep.study.folder import Study
+from roxxel_dist.utils.display import plain
 from roxxel_dist.view.items import State
 from roxxel_dist.view.run import RunReader
 from roxxel_dist.view.study import state_of
@@ -43,6 +45,8 @@ def write_study(study: Study, folder: Path, log: Callable[[str], None]) -> tuple
     except ImportError:
         missing = no_pictures()
     more = {"importance": json.dumps(shares)} if shares else {}
+    if (mixtures := mixtures_of(study)) is not None:
+        more["mixture"] = json.dumps(plain(mixtures.as_json()))
     return _write(folder, study.name, [(state_of(study), more)]), missing
 
 

@@ -264,6 +264,7 @@ class StudyView {
     this.slices = h("div", { class: "grid" });
     this.sliceCharts = new Map();
     this.importance = h("div");
+    this.mixture = h("div");
     this.filter = h("input", { type: "search", placeholder: "state, value of a parameter …", oninput: () => this.list() });
     this.count = h("span", { class: "note" });
     this.table = null;
@@ -271,7 +272,7 @@ class StudyView {
     this.parallelCard = h("div", { class: "card" }, this.parallel.element);
     this.element = h("div", {}, this.title, this.lead, this.tiles, this.parallelCard,
       h("div", { class: "columns" }, h("div", { class: "card" }, this.best.element), h("div", { class: "card" }, this.curves.element)),
-      this.importance, this.slices, this.tableCard);
+      this.importance, this.mixture, this.slices, this.tableCard);
   }
 
   update([[, sections]]) {
@@ -291,6 +292,7 @@ class StudyView {
       ["Time left", format.duration(head.left_s)], ["Steps left", isNumber(head.steps_left) ? format.integer(head.steps_left) : NONE],
     ]));
     if (sections.importance) fill(this.importance, sections.importance, importanceCard);
+    if (sections.mixture) fill(this.mixture, sections.mixture, (found) => mixtureCards(found, head.metric));
     this.parallelCard.hidden = !this.names.length || !this.trials.some(({ value }) => isNumber(value));
     if (!this.parallelCard.hidden) this.parallel.update(this.trials, this.names, head.metric, head.goal, sections.log ?? []);
     this.logNames = new Set(sections.log ?? []);

@@ -1,0 +1,290 @@
+"""What a study with mixtures found: its best shares beside natural and uniform ones, what the law says, and passes."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from roxxel_dist.place.directory import CONFIG, METRICS
+from roxxel_dist.settings.config import RECORD, Config, load_yaml
+from roxxel_dist.sweep.report.confirmation import Confirmation, confirmation
+from roxxel_dist.sweep.report.surface import (
+    LEVEL,
+    MORE,
+    Draws,
+    Estimate,
+    Point,
+    effects,
+    gain,
+    interactions,
+    surface,
+    told,
+)
+from roxxel_dist.sweep.space.mixture import MixtureSpace
+from roxxel_dist.sweep.study.confirm import Expected, baselines, expected_of, shares_of
+from roxxel_dist.sweep.study.folder import DATA_PATH, Study, StudyDir
+from roxxel_dist.sweep.study.journal import Trial
+from roxxel_dist.sweep.study.set_losses import set_losses
+from roxxel_dist.train.log.csv_jsonl import read_rows
+from roxxel_dist.utils.display import aligned
+
+DRAWN = 400
+"""Joint draws of the law: the ends of an interval are quantiles of so many."""
+PAIRS = 6
+"""Pairs of data sets that the text shows; the page has all."""
+SET_LOSS = "val_loss/"
+"""What the names of the validation losses of data sets begin with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One mixture of the sweep."""
+
+    space: MixtureSpace
+    shares: dict[str, list[float]]
+    """By mixture: the best trial's, "natural", "uniform", and "law": those that the law says are best."""
+    surface: list[Point] = field(default_factory=list)
+    effects: list[Estimate] = field(default_factory=list)
+    """By data set: the metric where `MORE` of the mixture gives way to it."""
+    crossed: dict[str, list[Estimate]] = field(default_factory=dict)
+    """The same of the loss of each validation set, by its name."""
+    interactions: list[tuple[tuple[int, int], Estimate]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixtures:
+    """The part of a report that is about mixtures."""
+
+    metric: str
+    entries: list[Entry]
+    trials: int
+    """Those that the law was fitted to; 0: too few."""
+    gains: dict[str, Estimate]
+    """By baseline: what the law says of the metric of the best less its own."""
+    passes: dict[str, float]
+    """Of the best trial, by data set; empty where its data is not here."""
+    confirmation: Confirmation | None
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it."""
+        return {
+            "level": LEVEL,
+            "trials_of_law": self.trials,
+            "mixtures": [_entry(one) for one in self.entries],
+            "gains": {name: one._asdict() for name, one in self.gains.items()},
+            "passes": self.passes,
+            "confirm": None if self.confirmation is None else self.confirmation.as_json(),
+        }
+
+    def text(self) -> list[str]:
+        """For people."""
+        lines = [line for one in self.entries for line in self._of_entry(one)]
+        if not self.trials:
+            lines += ["too few trials for the law of the losses: there is no surface, and no effects"]
+        for name, one in self.gains.items():
+            lines.append(f"best less {name}, by the law: {one}")
+        return [*lines, *(["", *self.confirmation.text()] if self.confirmation else [])]
+
+    def _of_entry(self, entry: Entry) -> list[str]:
+        space, has_law = entry.space, bool(entry.effects)
+        phases = ", ".join(map(str, space.phases))
+        lines = ["", f"mixture of phase{'s' if len(space.phases) > 1 else ''} {phases}"]
+        head = ["data set", *entry.shares, *(["passes"] if self.passes else [])]
+        rows = [[*head, *([f"{MORE:.0%} more of it, by the law ({LEVEL:.0%})"] if has_law else [])]]
+        for number, name in enumerate(space.names):
+            row = [name, *(f"{shares[number]:.3f}" for shares in entry.shares.values())]
+            row += [f"{self.passes.get(name, 0.0):.2f}"] if self.passes else []
+            rows.append([*row, *([str(entry.effects[number])] if has_law else [])])
+        lines += aligned(rows)
+        if entry.surface:
+            lines += ["", f"{self.metric} over the shares, by the law", *told(space.names, entry.surface)]
+        if entry.crossed:
+            what = f"{MORE:.0%} more of a data set (down) changes the validation loss of each (across)"
+            rows = [["", *entry.crossed]]
+            rows += [
+                [name, *(f"{values[number].value:+.4f}" for values in entry.crossed.values())]
+                for number, name in enumerate(space.names)
+            ]
+            lines += ["", what, *aligned(rows)]
+        if entry.interactions:
+            lines += ["", f"{MORE:.0%} more of two data sets, beyond the sum of both (below 0: they help each other)"]
+            rows = [
+                [f"{space.names[i]} and {space.names[j]}", str(value)] for (i, j), value in entry.interactions[:PAIRS]
+            ]
+            lines += aligned(rows)
+        return lines
+
+
+def _entry(one: Entry) -> dict[str, Any]:
+    names = one.space.names
+    return {
+        "phases": list(one.space.phases), "names": list(names), "shares": one.shares,
+        "surface": [{"shares": list(point.shares), **point.metric._asdict()} for point in one.surface],
+        "effects": [value._asdict() for value in one.effects],
+        "crossed": {name: [value._asdict() for value in values] for name, values in one.crossed.items()},
+        "interactions": [{"names": [names[i], names[j]], **value._asdict()} for (i, j), value in one.interactions],
+    }  # fmt: skip
+
+
+def mixtures_of(study: Study) -> Mixtures | None:
+    """What a study found of its mixtures; None where it searches none."""
+    spaces = study.sweep.space.mixtures
+    if not spaces or not study.done:
+        return None
+    best, parts = study.done[0], _parts(spaces)
+    rows = {"best": _row(best, spaces), **{name: _row(trial, spaces) for name, trial in baselines(study).items()}}
+    law = LawOfStudy.fit(study)
+    entries, base, gains = [], rows["best"], {} if law is None else _gains(law.metric, rows)
+    rows |= {} if law is None else {"law": law.best(spaces)}
+    for space, part in zip(spaces, parts, strict=True):
+        shares = {name: row[part].tolist() for name, row in rows.items()}
+        if law is None:
+            entries.append(Entry(space=space, shares=shares))
+            continue
+        draws = law.metric
+        entries.append(
+            Entry(
+                space=space,
+                shares=shares,
+                surface=surface(draws, base, part, space.floors, space.caps),
+                effects=effects(draws, base, part),
+                crossed={name: effects(one, base, part) for name, one in law.sets().items()},
+                interactions=interactions(draws, base, part),
+            )
+        )
+    return Mixtures(
+        metric=study.sweep.metric,
+        entries=entries,
+        trials=0 if law is None else law.trials,
+        gains=gains,
+        passes=passes(study, best),
+        confirmation=confirmation(study),
+    )
+
+
+def expected(study: Study, best: Config, factor: int) -> Expected:
+    """What a confirmation of a study is to train, and what the law expects. Raises ValueError as `expected_of`."""
+    spaces = study.sweep.space.mixtures
+    law = LawOfStudy.fit(study) if spaces else None
+    gains: dict[str, Estimate] = {}
+    if law is not None:
+        rows = {"best": _row(study.done[0], spaces)}
+        rows |= {name: _row(trial, spaces) for name, trial in baselines(study).items()}
+        gains = _gains(law.metric, rows)
+    return expected_of(study, best, factor, gains, {space.phases[0]: space.phases for space in spaces})
+
+
+def _parts(spaces: Sequence[MixtureSpace]) -> list[slice]:
+    """The shares of each entry among those of all, side by side."""
+    ends = np.cumsum([len(space.names) for space in spaces]).tolist()
+    return [slice(end - len(space.names), end) for space, end in zip(spaces, ends, strict=True)]
+
+
+def _row(trial: Trial, spaces: Sequence[MixtureSpace]) -> NDArray[np.float64]:
+    """The shares of a trial, those of all entries side by side: float64[K]."""
+    shares = shares_of(trial)
+    return np.array([shares[space.phases[0], name] for space in spaces for name in space.names], np.float64)
+
+
+def _gains(draws: Draws, rows: dict[str, NDArray[np.float64]]) -> dict[str, Estimate]:
+    """By baseline that differs from the best: what the law says of the best less the baseline."""
+    best = rows["best"]
+    return {
+        name: gain(draws, best, row) for name, row in rows.items() if name != "best" and not np.array_equal(best, row)
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LawOfStudy:
+    """The law of the trials that trained to their end: of the metric, and of the loss of each validation set."""
+
+    law: Any
+    """A `Law`, of `names`."""
+    names: tuple[str, ...]
+    """Validation sets; where the metric is no mean of their losses, the metric itself is the first."""
+    weights: NDArray[np.float64]
+    """float64[t], of `names` in the metric."""
+    sign: float
+    """-1 where more of the metric is better."""
+    trials: int
+
+    @classmethod
+    def fit(cls, study: Study) -> "LawOfStudy | None":
+        """That of a study; None where there are too few trials."""
+        from roxxel_dist.sweep.samplers.law import Law
+
+        spaces, sign = study.sweep.space.mixtures, study.sweep.sign
+        found = set_losses(study.history, study.sweep).at_the_end()
+        if len(found.trials) < max(FEWEST, found.shares.shape[1]):
+            return None
+        order = [found.keys.index(key) for space in spaces for key in space.keys]
+        names, losses, weights = found.names, found.losses, found.weights
+        if len(names) == 1 and (logged := _logged(study, found.trials.tolist())) is not None:
+            names = (*names, *logged[0])
+            losses, weights = np.hstack([losses, logged[1]]), np.array([1.0, *[0.0] * len(logged[0])])
+        law = Law.fit(found.shares[:, order], losses * np.where(weights > 0, sign, 1.0))
+        return cls(law=law, names=names, weights=weights, sign=sign, trials=len(found.trials))
+
+    @property
+    def metric(self) -> Draws:
+        """Joint draws of the metric."""
+        return lambda rows: self.sign * (self.law.draws(rows, DRAWN) @ self.weights)
+
+    def best(self, spaces: Sequence[MixtureSpace]) -> NDArray[np.float64]:
+        """The shares that the law says are best: float64[K]."""
+        from roxxel_dist.sweep.samplers.law import propose
+
+        return propose(self.law, self.weights, spaces)
+
+    def sets(self) -> dict[str, Draws]:
+        """Joint draws of the loss of each validation set, by its name; empty where they are not known."""
+        first = 0 if len(self.names) == 1 or self.weights[1:].any() else 1
+        if len(self.names) == 1:
+            return {}
+        numbers = range(first, len(self.names))
+        return {self.names[i]: lambda rows, i=i: self.law.draws(rows, DRAWN)[..., i] for i in numbers}
+
+
+FEWEST = 8
+"""Trials below which a law would be made of chance."""
+
+
+def _logged(study: Study, trials: Sequence[int]) -> tuple[list[str], NDArray[np.float64]] | None:
+    """The names of the validation sets, and float64[n, t], their last losses by trial, from the logs of the trials;
+    None where a log is not here, or its data is one set."""
+    rows: list[dict[str, float]] = []
+    for number in trials:
+        file = study.run_dir(study.history.trials[number]) / METRICS
+        last = (
+            next((row for row in reversed(read_rows(file)) if study.sweep.metric in row), {}) if file.is_file() else {}
+        )
+        rows.append({name.removeprefix(SET_LOSS): value for name, value in last.items() if name.startswith(SET_LOSS)})
+    names = [name for name in rows[0] if all(name in row for row in rows)]
+    return (names, np.array([[row[name] for name in names] for row in rows], np.float64)) if names else None
+
+
+def passes(study: Study, trial: Trial) -> dict[str, float]:
+    """How often a trial reads each data set, by the plan of its config; empty where its data is not here."""
+    from roxxel_dist.data.dataset import Roxxel
+    from roxxel_dist.data.remote.config import RemoteConfig
+    from roxxel_dist.run.curriculum import build_curriculum
+
+    file = study.run_dir(trial) / CONFIG
+    with suppress(OSError, ValueError):  # the data of a study that somebody else made may be anywhere
+        config = Config.from_dict({name: value for name, value in load_yaml(file).items() if name != RECORD}, str(file))
+        path = config.primary_path(StudyDir(study.path).metadata(DATA_PATH))
+        if path is None:
+            return {}
+        with Roxxel(path, dtype=config.data_dtype, remote=config.part(RemoteConfig)) as data:
+            curriculum, _ = build_curriculum(config, data)
+            plan, begin = curriculum.plan(config.seed), 0
+            tokens = dict.fromkeys(curriculum.datasets, 0)
+            for shape in curriculum.shapes:
+                for name, count in plan.rows_read(begin, begin + shape.steps).items():
+                    tokens[name] += count * shape.seq_len
+                begin += shape.steps
+            return {name: tokens[name] / one.num_tokens for name, one in curriculum.datasets.items()}
+    return {}

@@ -1,0 +1,156 @@
+"""The confirmation of a mixture: the best of a study and its two baselines, trained for longer with other seeds.
+
+It is a study of its own, in the folder `confirm` of the study, and what is expected of it is written before it begins.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from roxxel_dist.cluster.durable import write_file
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.settings.config import Config, load_yaml
+from roxxel_dist.sweep.study.folder import Study, flat, read_study
+from roxxel_dist.sweep.study.journal import Trial
+
+FOLDER, EXPECTED = "confirm", "confirm.yaml"
+"""In the folder of the study: the confirmation, and what it is to confirm."""
+SEEDS = 3
+BEST, NATURAL, UNIFORM = "best", "natural", "uniform"
+KEY = "mixture."
+"""What the names of shares among the parameters of a trial begin with: mixture.PHASE.DATASET."""
+
+Gains = Mapping[str, tuple[float, float, float]]
+"""By baseline: the metric of the best less its own: value, and the ends of the interval."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What a confirmation trains, and what the study says of it."""
+
+    factor: int
+    """How many times the steps of a trial."""
+    trial: int
+    """The best one."""
+    seeds: list[int]
+    phases: dict[str, list[dict[str, Any]]]
+    """The phases by mixture: BEST, NATURAL and UNIFORM, those with the same shares once."""
+    gains: dict[str, list[float]]
+    """As `Gains`; empty where no law could be fitted."""
+
+    @classmethod
+    def read(cls, study: Path) -> "Expected | None":
+        """That of the study in a folder; None where there is none."""
+        file = study / EXPECTED
+        return cls(**load_yaml(file)) if file.is_file() else None
+
+    def write(self, study: Path) -> None:
+        """Write it, whole or not at all."""
+        import yaml
+
+        write_file(study / EXPECTED, yaml.safe_dump(asdict(self), sort_keys=False))
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The parameters of the sweep that trains it."""
+        return {"phases": {"values": list(self.phases.values())}, "seed": {"values": self.seeds}}
+
+    def measured(self, study: Path) -> dict[str, dict[int, float]]:
+        """The values of the trials that have one, by mixture and seed; `study` is the folder of the confirmation."""
+        found: dict[str, dict[int, float]] = {name: {} for name in self.phases}
+        for trial in read_study(study).done:
+            for name, phases in self.phases.items():
+                if trial.state == "done" and trial.params["phases"] == phases:
+                    found[name][trial.params["seed"]] = float(trial.value or 0.0)
+        return found
+
+
+def shares_of(trial: Trial) -> dict[tuple[int, str], float]:
+    """The shares of a trial by (first phase of the entry, data set); empty where its sweep has no mixtures."""
+    found = {}
+    for name, value in flat(trial.params).items():
+        if name.startswith(KEY):
+            phase, _, data_set = name.removeprefix(KEY).partition(".")
+            found[int(phase), data_set] = float(value)
+    return found
+
+
+def baselines(study: Study) -> dict[str, Trial]:
+    """The trials with natural and with uniform shares; where these are the same, the first alone."""
+    trials, spaces = study.history.trials, study.sweep.space.mixtures
+    found = {NATURAL: trials[0]} if 0 in trials else {}
+    if not found or 1 not in trials:
+        return found
+    shares = shares_of(trials[0])
+    even = {(one.phases[0], name): share for one in spaces for name, share in zip(one.names, one.uniform, strict=True)}
+    return found if shares == even else {**found, UNIFORM: trials[1]}
+
+
+def expected_of(
+    study: Study, best: Config, factor: int, gains: Gains, groups: Mapping[int, tuple[int, ...]]
+) -> Expected:
+    """What a confirmation of the best trial of a study is to train.
+
+    Args:
+        study: with mixtures, whose first two trials are the baselines.
+        best: the config of its best trial.
+        factor: how many times the steps.
+        gains: what the law says.
+        groups: by first phase of an entry, all phases that have its shares.
+
+    Raises:
+        ValueError: the study has no mixtures, the best trial is a baseline and so there is nothing to compare, or the
+            length of its phases is not known.
+    """
+    if factor < 1:
+        raise UserError(f"--confirm {factor}: must be 1 or more times the steps of a trial")
+    winner = study.done[0]
+    if not shares_of(winner):
+        raise UserError(f"--confirm {factor}: {study.place} searches no mixtures: it is for a study that does")
+    phases = longer(best, factor)
+    made = {BEST: phases}
+    for name, trial in baselines(study).items():
+        others = with_shares(phases, shares_of(trial), groups)
+        if all(others != known for known in made.values()):
+            made[name] = others
+    if len(made) < 2:
+        raise UserError(f"--confirm {factor}: the best trial, {winner.number}, is a baseline itself: search on first")
+    seeds = [best.seed + 1 + number for number in range(SEEDS)]
+    kept = {name: list(gain) for name, gain in gains.items() if name in made}
+    return Expected(factor=factor, trial=winner.number, seeds=seeds, phases=made, gains=kept)
+
+
+def longer(config: Config, factor: int) -> list[dict[str, Any]]:
+    """The phases of a config, each `factor` times as long, with their weights first: that is what differs."""
+    made = []
+    for phase in config.to_dict()["phases"] or []:
+        lasting = {name: phase[name] * factor for name in ("steps", "epochs") if phase.get(name) is not None}
+        weights = {"weights": dict(phase["weights"])} if phase.get("weights") else {}
+        made.append(weights | {name: value for name, value in phase.items() if name != "weights"} | lasting)
+    return made
+
+
+def with_shares(
+    phases: list[dict[str, Any]], shares: Mapping[tuple[int, str], float], groups: Mapping[int, tuple[int, ...]]
+) -> list[dict[str, Any]]:
+    """Phases with other shares, those of 0 left out."""
+    made = [dict(phase) for phase in phases]
+    for first, members in groups.items():
+        weights = {name: share for (phase, name), share in shares.items() if phase == first and share > 0}
+        for number in members:
+            made[number - 1]["weights"] = dict(weights)
+    return made
+
+
+def lengthened(config: Config, factor: int) -> Config:
+    """A config whose warm-up, decay and last step, where it gives them in steps, are `factor` times as long.
+
+    Its phases are those of the sweep that uses it.
+    """
+    given = {
+        name: getattr(config, name) * factor
+        for name in ("warmup_steps", "decay_steps", "max_steps")
+        if getattr(config, name) is not None
+    }
+    return replace(config, **given)

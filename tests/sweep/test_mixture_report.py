@@ -1,0 +1,130 @@
+"""The report of a study with mixtures: shares, the surface of the law, what sets do together, and its confirmation."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+from made_mixtures import NAMES, PHASES, losses, made_mixtures
+
+from roxxel_dist.cli import main
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.sweep.report.confirmation import confirmation
+from roxxel_dist.sweep.report.mixture import expected, mixtures_of
+from roxxel_dist.sweep.report.text import best_config
+from roxxel_dist.sweep.study.confirm import BEST, NATURAL, Expected
+from roxxel_dist.sweep.study.folder import read_study
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Studies over the shares of two, three and four data sets; nothing writes there."""
+    folder = tmp_path_factory.mktemp("mixtures")
+    return {sets: made_mixtures(folder, sets) for sets in (2, 3, 4)}
+
+
+@pytest.mark.parametrize("sets", [2, 3, 4])
+def test_the_text_has_shares_surface_effects_and_what_sets_do_together(place, sets, tmp_path, capsys):
+    assert main(["report", str(place[sets]), "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "mixture of phases 1, 2" in out
+    for name in NAMES[:sets]:
+        assert f"\n{name} " in out
+    assert ("share of self" in out, "self: a row each" in out) == (sets == 2, sets == 3)
+    assert "self and code" in out
+    assert "best less natural, by the law: " in out
+
+
+def test_effects_are_those_of_the_law(place):
+    """Each data set helps the validation text of its own, and the law's best mixture is near the best."""
+    found = mixtures_of(read_study(place[3]))
+    assert found is not None
+    (entry,) = found.entries
+    names = entry.space.names
+    assert set(entry.crossed) == set(names)
+    for number, name in enumerate(names):
+        assert entry.crossed[name][number].high < 0, name
+    base = np.array(entry.shares["best"])
+    for number in range(len(names)):
+        moved = 0.9 * base + 0.1 * np.eye(len(names))[number]
+        exact = np.mean(list(losses(moved).values())) - np.mean(list(losses(base).values()))
+        assert entry.effects[number].value == pytest.approx(exact, abs=0.006)
+    assert sum(losses(entry.shares["law"]).values()) <= sum(losses(entry.shares["best"]).values()) + 0.01
+
+
+@pytest.mark.parametrize("sets", [3, 4])
+def test_all_of_it_is_json_and_on_the_page(place, sets, tmp_path, capsys):
+    assert main(["report", str(place[sets]), "--json", "--out", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)["mixture"]
+    (entry,) = found["mixtures"]
+    assert len(entry["surface"]) == {2: 11, 3: 21, 4: 0}[len(entry["names"])]
+    for point in [*entry["surface"], *entry["effects"], *entry["interactions"], *found["gains"].values()]:
+        assert point["low"] <= point["value"] <= point["high"]
+    assert found["trials_of_law"] == 24
+    assert found["confirm"] is None
+    assert '"mixture":{' in (tmp_path / "report.html").read_text()
+
+
+def test_a_metric_that_is_no_mean_has_a_law_of_its_own(tmp_path):
+    found = mixtures_of(read_study(made_mixtures(tmp_path, 3, weighted=False)))
+    assert found is not None
+    assert found.trials == 24
+    assert found.entries[0].crossed == {}
+
+
+def test_few_trials_have_no_law(tmp_path, capsys):
+    assert main(["report", str(made_mixtures(tmp_path, 3, 5))]) == 0
+    assert "too few trials for the law of the losses" in capsys.readouterr().out
+
+
+def test_a_confirmation_trains_longer_phases_with_new_seeds(tmp_path):
+    read = read_study(made_mixtures(tmp_path, 3))
+    best, config = best_config(read, "--confirm 5")
+    made = expected(read, config, 5)
+    names = read.sweep.space.mixtures[0].names
+    assert list(made.phases) == [BEST, NATURAL]  # without data natural shares are uniform, and are trained once
+    assert made.seeds == [config.seed + number for number in (1, 2, 3)]
+    for phases in made.phases.values():
+        assert [phase["steps"] for phase in phases] == [5 * phase["steps"] for phase in PHASES]
+    assert made.phases[NATURAL][1]["weights"] == pytest.approx(dict.fromkeys(names, 1 / len(names)), abs=1e-6)
+    assert made.phases[BEST][0]["weights"] == {name: best.params[f"mixture.1.{name}"] for name in names}
+    made.write(read.path)
+    assert Expected.read(read.path) == made
+    said = confirmation(read)
+    assert said is not None
+    (gain,) = said.gains
+    assert (gain.against, gain.measured, gain.is_inside) == (NATURAL, None, None)
+    assert gain.predicted is not None
+    assert gain.predicted.value < 0
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--confirm", "0"], "--confirm 0: must be a whole number, 1 or more"),
+        (["--confirm", "2.5"], "--confirm 2.5: must be a whole number"),
+        (["--confirm", "2", "--count", "3"], "leave --count out"),
+        (["--confirm", "2", "--config", "base.yaml"], "leave --config out"),
+    ],
+)
+def test_flags_that_a_confirmation_cannot_have(tmp_path, capsys, words, why):
+    assert main(["sweep", "--study", str(made_mixtures(tmp_path, 2, 9)), *words]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_of_which_study_and_how_often(tmp_path, capsys):
+    assert main(["sweep", "--confirm", "2"]) == 2
+    assert "--confirm 2 does not say of which study" in capsys.readouterr().err
+    study = made_mixtures(tmp_path, 2, 9)
+    (study / "confirm.yaml").write_text(
+        yaml.safe_dump({"factor": 3, "trial": 0, "seeds": [1], "phases": {"best": []}, "gains": {}})
+    )
+    assert main(["sweep", "--study", str(study), "--confirm", "2"]) == 2
+    assert "was begun with --confirm 3" in capsys.readouterr().err
+
+
+def test_a_best_trial_that_is_a_baseline_has_nothing_to_confirm(tmp_path):
+    read = read_study(made_mixtures(tmp_path, 2, 1))
+    _, config = best_config(read, "--confirm 2")
+    with pytest.raises(UserError, match="is a baseline itself"):
+        expected(read, config, 2)
