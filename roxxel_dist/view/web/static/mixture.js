@@ -36,7 +36,7 @@ function surfaceFigure({ names, surface }, metric) {
 }
 
 function pictureOf(label, ...children) {
-  return h("div", { class: "scroll" }, svg("svg", { viewBox: `0 0 ${SURFACE.width} ${SURFACE.height}`, width: String(SURFACE.width), height: String(SURFACE.height), role: "img", "aria-label": label }, ...children));
+  return svg("svg", { viewBox: `0 0 ${SURFACE.width} ${SURFACE.height}`, width: String(SURFACE.width), height: String(SURFACE.height), role: "img", "aria-label": label }, ...children);
 }
 
 const words = (x, y, text, anchor = "middle") => {
