@@ -21,6 +21,7 @@ _WHERE = {
     "Transformer": "model.transformer",
     "UserError": "cluster.exit_codes",
     "attention": "model.attend",
+    "check_layouts": "layouts.check",
     "initialize": "cluster.distributed",
     "read_run": "view.read",
     "read_study": "view.read",
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from roxxel_dist.curriculum.phases import Phase as Phase
     from roxxel_dist.curriculum.plan import Plan as Plan
     from roxxel_dist.data.dataset import Roxxel as Roxxel
+    from roxxel_dist.layouts.check import check_layouts as check_layouts
     from roxxel_dist.model.attend import attention as attention
     from roxxel_dist.model.loss import token_losses as token_losses
     from roxxel_dist.model.transformer import Transformer as Transformer
@@ -62,6 +64,7 @@ __all__ = [
     "Transformer",
     "UserError",
     "attention",
+    "check_layouts",
     "initialize",
     "read_run",
     "read_study",

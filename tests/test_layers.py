@@ -15,7 +15,7 @@ RANKS = [
     ["cli"],
     ["view"],
     ["sweep"],
-    ["audit"],
+    ["audit", "layouts"],
     ["run"],
     ["train"],
     ["weights"],

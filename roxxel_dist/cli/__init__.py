@@ -156,6 +156,7 @@ COMPUTE = frozenset(
         "export",
         "verify",
         "audit",
+        "check-layouts",
         "compare",
         "sweep",
     }
@@ -179,6 +180,7 @@ COMMANDS = {
     "export": "roxxel_dist.cli.models:export",
     "verify": "roxxel_dist.cli.verify:verify",
     "audit": "roxxel_dist.cli.audit:audit",
+    "check-layouts": "roxxel_dist.cli.check_layouts:check_layouts",
     "compare": "roxxel_dist.cli.audit:compare",
     "copy": "roxxel_dist.cli.copy:copy",
     "report": "roxxel_dist.cli.report:report",

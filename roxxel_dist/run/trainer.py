@@ -164,6 +164,11 @@ class Trainer:
         return self.experiment.config
 
     @property
+    def has_parts(self) -> bool:
+        """Whether the trainer was made of parts, and not of a `Config`."""
+        return self._parts is not None
+
+    @property
     def parts(self) -> Parts:
         """What the trainer was made of."""
         if self._parts is None:

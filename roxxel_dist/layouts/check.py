@@ -1,0 +1,276 @@
+"""`check_layouts`: one step of a model and a loss in every layout, against one device."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.layouts.compare import Difference, differences
+from roxxel_dist.layouts.layout import (
+    BatchName,
+    Layout,
+    asked,
+    has_own_axes,
+    layout_of,
+    layout_of_mesh,
+    single,
+)
+from roxxel_dist.layouts.one_step import GRADIENT, Outcome, StepProgram, Weights, initial_weights
+from roxxel_dist.layouts.order import backward_order, coarsest
+from roxxel_dist.layouts.reference import Reference
+from roxxel_dist.layouts.subject import Subject, check_devices, of_config, without_balance
+from roxxel_dist.layouts.trace import loss_jaxpr
+from roxxel_dist.layouts.update import UpdateCheck
+from roxxel_dist.run.trainer import Trainer
+from roxxel_dist.settings.config import Config, usage_errors
+from roxxel_dist.train.step.step import BALANCE
+
+Status = Literal["agrees", "differs", "left out", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutResult:
+    """What became of one layout."""
+
+    layout: str
+    text: str
+    """How it divides the step; or why it is left out, or failed."""
+    status: Status
+    differences: tuple[Difference, ...] = ()
+    """The loss and its scalars, gradients in the order of the backward pass, updates, state, random streams."""
+    compared: int = 0
+    """How many results were compared."""
+    largest: float = 0.0
+    """The largest distance of a result that agrees, in bounds."""
+
+    @property
+    def first_gradient(self) -> Difference | None:
+        """The first parameter, in the order of the backward pass, whose gradient differs."""
+        return next((each for each in self.differences if each.kind == "gradient"), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutReport:
+    """The verdict on all layouts."""
+
+    results: tuple[LayoutResult, ...]
+    parameters: int
+    rows: int
+    seq_len: int
+    devices: int
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def agree(self) -> bool:
+        """Whether all layouts that could be computed agree with one device, and none failed."""
+        return not any(result.status in ("differs", "failed") for result in self.results)
+
+
+def check_layouts(
+    target: Config | Trainer,
+    data_path: str | Path | None = None,
+    *,
+    devices: int = 8,
+    layouts: Sequence[str] | None = None,
+    seq_len: int | None = None,
+    done: Callable[[LayoutResult], None] = lambda result: None,
+) -> LayoutReport:
+    """Compare one training step in every layout with the same step on one device.
+
+    The loss, each scalar of the loss function, each gradient and the state that is no parameter, from the same weights
+    on the same rows, in float32. Nothing is trained, and nothing is written but that the model was checked.
+
+    Args:
+        target: a `Config`; or a `Trainer` of parts, which is checked on its own mesh and data.
+        data_path: of a config: a text file, a folder of text, or shards.
+        devices: of a config: CPU devices to simulate, before jax makes its first device; 0: those of this machine.
+        layouts: names among "rows", "tokens", "fsdp", "tensor", "accum", "packing" and "virtual", "mesh" for the mesh
+            of a `Trainer` with axes of its own; None: all.
+        seq_len: tokens of a row, by default those of the longest phase, at most 65.
+        done: called with each result.
+
+    Returns:
+        A report; `agree` says whether all layouts agree.
+
+    Raises:
+        UserError: a mistake in the config or the data, a model that does not fit one device, or a loss that is random
+            by itself.
+    """
+    names = asked(layouts)
+    with usage_errors():
+        if isinstance(target, Trainer) and target.has_parts:
+            return _Check(Subject.of_parts(target.parts), seq_len, done).run(names)
+        config = target.config if isinstance(target, Trainer) else target
+        with of_config(config, data_path, devices) as subject:
+            return _Check(subject, seq_len, done).run(names)
+
+
+class _Check:
+    """The references and weights of one check."""
+
+    def __init__(self, subject: Subject, seq_len: int | None, done: Callable[[LayoutResult], None]) -> None:
+        self._subject, self._seq_len, self._done = subject, seq_len, done
+        self._devices = check_devices(subject.mesh)
+        self._even = False
+        self._references: dict[tuple[BatchName, bool], tuple[Reference, list[str]]] = {}
+        self._notes: list[str] = []
+        self._updates: UpdateCheck | None = None
+
+    def run(self, names: Sequence[str]) -> LayoutReport:
+        """All of it."""
+        begun = time.perf_counter()
+        layout = self._single("rows")
+        self._weights: Weights = self._initial(layout)
+        reference, _ = self._reference("rows")
+        has_statistics = any(name not in self._weights.streams for name in self._weights.rest)
+        self._even = has_statistics or any(name.endswith(BALANCE) for name in reference.exact)
+        results = list[LayoutResult]()
+        for name in names:
+            result = self._result(name)
+            if result is not None:
+                results.append(result)
+                self._done(result)
+        batch = jax.tree.leaves(self._batch("rows"))[0]
+        return LayoutReport(
+            results=tuple(results),
+            parameters=sum(value.size for value in self._weights.params.values()),
+            rows=batch.shape[0],
+            seq_len=batch.shape[1],
+            devices=len(self._devices),
+            notes=tuple(dict.fromkeys(self._notes)),
+            seconds=time.perf_counter() - begun,
+        )
+
+    def _initial(self, layout: Layout) -> Weights:
+        try:
+            return initial_weights(self._subject.model, layout)
+        except UserError as error:
+            if "does not fit" not in str(error):
+                raise
+            sizes = str(error).split(". ")[0]
+            raise UserError(
+                f"{sizes}. The reference is one device, so check a narrower model: {self._subject.advice}"
+            ) from error
+
+    def _single(self, batch: BatchName) -> Layout:
+        layout = self._layout("rows") if self._subject.mesh is None else None
+        if isinstance(layout, Layout):
+            return single(layout.mesh, layout.sharding, batch)
+        assert self._subject.mesh is not None
+        assert self._subject.sharding is not None
+        return single(self._subject.mesh, self._subject.sharding, batch)
+
+    def _layout(self, name: str) -> Layout | str:
+        subject = self._subject
+        if subject.mesh is not None and subject.sharding is not None and has_own_axes(subject.mesh):
+            return layout_of_mesh(name, subject.mesh, subject.sharding, fsdp=subject.fsdp)
+        return layout_of(name, self._devices)
+
+    def _batch(self, name: BatchName) -> Any:
+        return self._subject.batch(name, len(self._devices), self._seq_len, even=self._even)
+
+    def _reference(self, batch: BatchName, *, balanced: bool = True) -> tuple[Reference, list[str]]:
+        """The reference of a batch, and the order of its backward pass; with the balance loss, or without."""
+        key = batch, balanced
+        if key not in self._references:
+            layout, rows, subject = self._single(batch), self._batch(batch), self._subject
+            is_main, loss = key == ("rows", True), subject.loss if balanced else without_balance(subject.loss)
+            trace = partial(loss_jaxpr, subject.model, loss, layout, self._weights, rows)
+            jaxpr = trace()
+            if subject.is_own and is_main and str(jaxpr) != str(trace()):
+                raise UserError(
+                    "the loss is random by itself: two traces of it differ, so it draws numbers with Python's random "
+                    "or numpy. Draw noise from keys of the model's nnx.Rngs"
+                )
+            unit = coarsest(jaxpr)
+            reference = Reference.measured(
+                subject.model, loss, layout, self._weights, rows, unit=unit, in_float64=is_main
+            )
+            self._notes += [reference.note] if reference.note else []
+            self._references[key] = reference, backward_order(jaxpr, sorted(self._weights.params))
+        return self._references[key]
+
+    def _balanced(self, layout: Layout) -> bool:
+        """Whether a layout is compared with its balance loss: that is of the tokens of a call, not of a whole step."""
+        has_balance = any(name.endswith(BALANCE) for name in self._reference("rows")[0].exact)
+        if layout.calls_once or not has_balance:
+            return True
+        self._notes.append(f"{layout.name} is compared without {BALANCE}, which each part has of its own tokens")
+        return False
+
+    def _result(self, name: str) -> LayoutResult | None:
+        layout = self._layout(name)
+        if isinstance(layout, str):
+            return None if name == "mesh" else LayoutResult(layout=name, text=layout, status="left out")
+        try:
+            balanced = self._balanced(layout)
+            reference, order = self._reference(layout.truth, balanced=balanced)
+        except Exception as error:
+            if layout.truth == "rows":
+                raise
+            what = "documents in rows" if layout.truth == "documents" else "a few rows"
+            return LayoutResult(
+                layout=name, text=f"model or loss do not take {what} on one device: {_line(error)}", status="left out"
+            )
+        try:
+            outcome = self._outcome(layout, balanced=balanced)
+        except UserError as error:
+            return LayoutResult(layout=name, text=_line(error), status="left out")
+        except Exception as error:  # of whatever kind: the user's code, or XLA
+            return LayoutResult(layout=name, text=f"{layout.text}: {_line(error)}", status="failed")
+        found, largest = differences(outcome, reference, layout, order, self._weights.streams)
+        found += self._of_update(layout, order)
+        return LayoutResult(
+            layout=name,
+            text=layout.text,
+            status="differs" if found else "agrees",
+            differences=tuple(found),
+            compared=len(outcome.values),
+            largest=largest,
+        )
+
+    def _outcome(self, layout: Layout, *, balanced: bool) -> Outcome:
+        loss = self._subject.loss if balanced else without_balance(self._subject.loss)
+        return StepProgram.compiled(self._subject.model, loss, layout, self._weights, self._batch(layout.batch)).run()
+
+    def _of_update(self, layout: Layout, order: Sequence[str]) -> list[Difference]:
+        """What differs in the update by an optimizer of the user's own, of the gradient of one device."""
+        subject = self._subject
+        if not subject.has_own_optimizer or not layout.calls_once or layout.batch != "rows":
+            return []
+        if self._updates is None:
+            reference, single = self._reference("rows")[0], self._single("rows")
+            gradient = {name: reference.exact[GRADIENT + name].astype(np.float32) for name in self._weights.params}
+            self._updates = UpdateCheck.made(
+                subject.model, subject.optimizer, single, self._weights, gradient, subject.curriculum.total_steps
+            )
+        return self._updates.differences(layout, order)
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else ""
+    return first if isinstance(error, UserError) else f"{type(error).__name__}: {first}"
+
+
+def as_json(report: LayoutReport) -> dict[str, Any]:
+    """A report as plain values; a number that is not finite is None."""
+    fields: dict[str, Any] = dataclasses.asdict(report)
+    fields["agree"] = report.agree
+    for result in fields["results"]:
+        result["differences"] = [
+            {
+                name: None if isinstance(value, float) and not np.isfinite(value) else value
+                for name, value in each.items()
+            }
+            for each in result["differences"]
+        ]
+    return fields

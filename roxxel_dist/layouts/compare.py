@@ -1,0 +1,230 @@
+"""What differs between a layout and the reference, and what such a difference usually means."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roxxel_dist.layouts.layout import Layout
+from roxxel_dist.layouts.one_step import GRADIENT, SCALAR, STATE, Outcome
+from roxxel_dist.layouts.reference import Reference, norm, wide
+
+STREAM, UPDATE = "random stream ", "update of "
+NEAR = 0.01
+"""How far a ratio may be from a number that it is taken for, as a share of it."""
+ABOUT, APART = 0.1, 1.5
+"""The same for a single number, and how far from 1 such a factor is at least."""
+SAME_DIRECTION_DEG = 1.0
+LITTLE_DEG = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One result that differs beyond rounding."""
+
+    what: str
+    """Such as "gradient of blocks.mlp.out.kernel", "loss", "state norm.mean", "random stream dropout.key"."""
+    ratio: float | None
+    """<layout, reference> / <reference, reference>: how many times the reference it is; None where that is 0."""
+    angle_deg: float | None
+    """Between the two, as vectors over all elements."""
+    distance: float
+    """Euclidean, from the reference."""
+    bound: float
+    """The most that rounding may do."""
+    is_number: bool
+    """Whether it is one number, such as the loss."""
+    meaning: str
+    """What such a difference usually means."""
+
+    @property
+    def kind(self) -> str:
+        """ "loss", "scalar", "gradient", "update", "state" or "stream"."""
+        starts = {GRADIENT: "gradient", STATE: "state", SCALAR: "scalar", STREAM: "stream", UPDATE: "update"}
+        return next((kind for start, kind in starts.items() if self.what.startswith(start)), "loss")
+
+    @property
+    def name(self) -> str:
+        """Of the parameter, the scalar, the array of the state or the stream."""
+        for start in (GRADIENT, UPDATE, STATE, SCALAR, STREAM):
+            if self.what.startswith(start):
+                return self.what.removeprefix(start)
+        return self.what
+
+    def __str__(self) -> str:
+        """In one line."""
+        numbers = []
+        if self.ratio is not None:
+            numbers.append(f"{self.ratio:.5g} x")
+        if self.angle_deg is not None and not self.is_number:
+            numbers.append(f"angle {self.angle_deg:.2g}°")
+        return f"{self.what}: {', '.join(numbers)}{': ' if numbers else ''}{self.meaning}"
+
+
+def differences(
+    outcome: Outcome, reference: Reference, layout: Layout, order: Sequence[str], streams: frozenset[str]
+) -> tuple[list[Difference], float]:
+    """(all results that differ, the largest distance of one that agrees in bounds).
+
+    They come as the step makes them: the loss and its scalars, the gradients in the `order` of the backward pass, the
+    state, the random streams.
+    """
+    names = [name for name in outcome.values if name in reference.exact and not name.startswith(GRADIENT)]
+    before = [name for name in names if not name.startswith(STATE)]
+    state = [name for name in names if name.startswith(STATE)]
+    if not layout.calls_once:
+        # Each part is a call of its own, so a stream has counted further, and so has any integer that counts calls.
+        state = [name for name in state if name in reference.error and name.removeprefix(STATE) not in streams]
+    found, worst = compared([*before, *(GRADIENT + name for name in order), *state], outcome, reference, layout)
+    return found + _of_streams(outcome, reference, layout), worst
+
+
+def compared(
+    names: Sequence[str], outcome: Outcome, reference: Reference, layout: Layout
+) -> tuple[list[Difference], float]:
+    """(those of the named results that differ, in order; the largest distance of one that agrees, in bounds)."""
+    found, worst = list[Difference](), 0.0
+    for name in names:
+        here, exact = outcome.values[name], reference.exact[name]
+        if np.shape(here) != np.shape(exact):
+            continue  # the loss of each row, where rows are others
+        copies = outcome.copies.get(name, [here])
+        distances = [norm(wide(copy) - exact) if name in reference.error else _unequal(copy, exact) for copy in copies]
+        farthest = int(np.argmax(distances))
+        distance, bound = distances[farthest], reference.bound(name)
+        if distance <= bound:
+            worst = max(worst, distance / bound if bound else 0.0)
+            continue
+        found.append(_difference(name, copies[farthest], reference, layout, distance, len(copies)))
+    return found, worst
+
+
+def _unequal(here: np.ndarray, exact: np.ndarray) -> float:
+    return float(np.count_nonzero(np.asarray(here) != np.asarray(exact)))
+
+
+def _difference(
+    name: str, here: np.ndarray, reference: Reference, layout: Layout, distance: float, copies: int
+) -> Difference:
+    exact, bound = reference.exact[name], reference.bound(name)
+    ratio, angle = (None, None) if name not in reference.error else ratio_and_angle(wide(here), exact)
+    if not np.isfinite(distance):
+        meaning = "it is not finite: a division by a part's count of 0, or a mask that leaves a part nothing"
+    elif copies > 1:
+        meaning = "its copies on the devices differ: computed, or updated, from one device's part without a psum"
+    elif name not in reference.error:
+        meaning = "integers, compared exactly: they count, or are drawn, once for each part"
+    else:
+        size = norm(wide(here))
+        meaning = meaning_of(ratio, angle, layout.sizes, is_zero=size <= bound, is_number=here.size == 1)
+    if name.startswith(STATE) and copies == 1 and name in reference.error:
+        once = "a statistic of the rows is one part's" if layout.calls_once else "each part changes the state anew"
+        meaning = f"{once}: {meaning}"
+    return Difference(
+        what=name,
+        ratio=ratio,
+        angle_deg=angle,
+        distance=distance,
+        bound=bound,
+        is_number=here.size == 1,
+        meaning=meaning,
+    )
+
+
+def ratio_and_angle(here: np.ndarray, exact: np.ndarray) -> tuple[float | None, float | None]:
+    """The factor of `exact` that is nearest to `here`, and the angle between them in degrees; None for one of 0."""
+    flat, true = here.reshape(-1), exact.reshape(-1)
+    square, both = float(true @ true), float(flat @ true)
+    lengths = math.sqrt(square) * float(np.linalg.norm(flat))
+    if not square or not np.isfinite(both):
+        return None, None
+    if not lengths:
+        return 0.0, None
+    return both / square, math.degrees(math.acos(max(-1.0, min(1.0, both / lengths))))
+
+
+def meaning_of(
+    ratio: float | None, angle: float | None, sizes: Mapping[str, int], *, is_zero: bool, is_number: bool = False
+) -> str:
+    """What a difference of such a ratio and angle usually means; `sizes` are the parts that a step is divided into.
+
+    Of one number, which has no direction, the ratio may be a little off: it may be a mean of something else too.
+    """
+    if is_zero:
+        return "nothing arrives: a stop_gradient, or a part that is never sent (a missing collective)"
+    if ratio is None or angle is None:
+        return "the reference is 0: something arrives here that belongs elsewhere"
+    if angle > 180 - SAME_DIRECTION_DEG and abs(ratio + 1) < NEAR:
+        return "the sign is turned"
+    if angle < SAME_DIRECTION_DEG:
+        return _of_length(ratio, sizes, is_number=is_number)
+    if angle < LITTLE_DEG:
+        return (
+            "a part is missing or has another weight: tokens at a border, a mean of means of unequal counts, or a "
+            "statistic of one part"
+        )
+    return (
+        "another function: a part sees other positions, labels or neighbours, parts are put together in another order, "
+        "or their sum is missing"
+    )
+
+
+def _of_length(ratio: float, sizes: Mapping[str, int], *, is_number: bool) -> str:
+    """What it means that the direction is the same, or that it is one number."""
+    factors = [each for what, parts in sorted(sizes.items(), key=_parts) for each in _factors(what, parts)]
+    if is_number:
+        far = [(factor, text) for factor, text in factors if not 1 / APART < factor < APART]
+        other = "parts of unequal counts are averaged as if they were equal, or a part has other inputs or is missing"
+        return next((text for factor, text in far if abs(ratio / factor - 1) < ABOUT), other)
+    unequal = (
+        "the same direction with another length: parts of unequal counts of tokens are averaged as if they were equal, "
+        "or it is divided by a part's own count or norm"
+    )
+    return next((text for factor, text in factors if abs(ratio / factor - 1) < NEAR), unequal)
+
+
+def _parts(item: tuple[str, int]) -> int:
+    return item[1]
+
+
+def _factors(what: str, parts: int) -> list[tuple[float, str]]:
+    return [
+        (float(parts), f"the number of {what}: added up twice, or a sum where the mean belongs"),
+        (
+            1 / parts,
+            f"1 / the number of {what}: divided twice, a mean where the sum belongs, or a psum that is missing",
+        ),
+        (
+            float(parts * parts),
+            f"the square of the number of {what}: added up in the forward pass and the backward pass",
+        ),
+        (math.sqrt(parts), f"the square root of the number of {what}: a norm of one part, or a scale by its root"),
+        (1 / math.sqrt(parts), f"1 / the square root of the number of {what}: a norm, or a deviation, of one part"),
+    ]
+
+
+def _of_streams(outcome: Outcome, reference: Reference, layout: Layout) -> list[Difference]:
+    """Streams of which a layout draws other numbers of different elements."""
+    found = list[Difference]()
+    if layout.batch != layout.truth:
+        return found  # rows of other lengths
+    for name, here in outcome.drawn.items():
+        there = reference.drawn.get(name, 0)
+        if here == there or (here > there and not layout.calls_once):
+            continue
+        ratio = here / there if there else None
+        shared = "the same noise is used on several parts: fold the index of the part into the key"
+        apart = "copies that should have the same noise draw their own: give all devices that share rows one key"
+        found.append(
+            Difference(
+                what=STREAM + name,
+                ratio=ratio,
+                angle_deg=None,
+                distance=float(abs(here - there)),
+                bound=0.0,
+                is_number=True,
+                meaning=f"{shared if here < there else apart} ({here:,} different elements, {there:,} on one device)",
+            )
+        )
+    return found

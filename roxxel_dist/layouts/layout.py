@@ -1,0 +1,171 @@
+"""The ways to divide a step that are compared: what devices there must be, and which batch it is of."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, batch_sharding, make_mesh
+
+NAMES = ("rows", "tokens", "fsdp", "tensor", "accum", "packing", "virtual")
+"""All layouts, in the order in which they are compared."""
+OWN_MESH = "mesh"
+"""The layout of a mesh with axes of the user's own."""
+MICRO_BATCHES = 4
+BatchName = Literal["rows", "few rows", "documents", "packed"]
+"""Of which batch a step is: rows that the devices divide; fewer rows than devices; documents, each a row of its own;
+the same documents packed into rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way to divide a step."""
+
+    name: str
+    text: str
+    """How it divides the batch, or the state, in words."""
+    mesh: Mesh
+    sharding: NamedSharding
+    """Of a (rows, tokens) batch."""
+    batch: BatchName = "rows"
+    truth: BatchName = "rows"
+    """The batch of the reference."""
+    fsdp: bool = False
+    grad_accum: int = 1
+    virtual_shards: int = 0
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """What it is divided over -> into how many parts: the factors that a mistake may bring in."""
+
+    @property
+    def calls_once(self) -> bool:
+        """Whether the model is called once with the whole batch, and not once for each part of it."""
+        return self.grad_accum == 1 and not self.virtual_shards
+
+
+def asked(names: Sequence[str] | None) -> tuple[str, ...]:
+    """The names of layouts as asked for, in order; all for None. Raises UserError for one that there is not."""
+    for name in names or ():
+        if name not in (*NAMES, OWN_MESH):
+            raise UserError(f"layouts: there is no layout {name!r}: they are {', '.join(NAMES)}")
+    return tuple(name for name in (OWN_MESH, *NAMES) if names is None or name in names)
+
+
+def single(mesh: Mesh, sharding: NamedSharding, batch: BatchName) -> Layout:
+    """The reference: the first device of a mesh, whose axes all have the size 1."""
+    axes = mesh.axis_names
+    alone = Mesh(
+        np.asarray([mesh.devices.flat[0]]).reshape((1,) * len(axes)), axes, axis_types=(AxisType.Auto,) * len(axes)
+    )
+    return Layout(
+        name="reference",
+        text="one device",
+        mesh=alone,
+        sharding=NamedSharding(alone, sharding.spec),
+        batch=batch,
+        truth=batch,
+    )
+
+
+def few_rows(devices: int) -> int:
+    """How many rows a batch has whose tokens are cut: two groups of devices share them, if there are enough."""
+    return 2 if devices > 2 and devices % 2 == 0 else 1
+
+
+def layout_of(name: str, devices: Sequence[Any]) -> Layout | str:
+    """A layout of these devices; or why it is left out."""
+    count = len(devices)
+    if name == "tensor" and count % 2:
+        return f"2 does not divide {count} devices"
+    if name == "virtual" and count & (count - 1):
+        return f"{count} devices are no power of two"
+    if name == OWN_MESH:
+        return "the mesh has the axes of make_mesh: rows, fsdp and tensor are compared"
+    return _OF_DEVICES[name](devices)
+
+
+def _rows(devices: Sequence[Any]) -> Layout:
+    return _on(make_mesh(devices=devices), "rows", f"rows over {len(devices)} devices", sizes={"devices": len(devices)})
+
+
+def _tokens(devices: Sequence[Any]) -> Layout:
+    count, rows = len(devices), few_rows(len(devices))
+    text = f"{rows} row{'s' if rows > 1 else ''}, tokens over {count // rows} devices"
+    sizes = {"devices along the tokens": count // rows, "devices": count}
+    return _on(make_mesh(devices=devices), "tokens", text, batch="few rows", truth="few rows", sizes=sizes)
+
+
+def _fsdp(devices: Sequence[Any]) -> Layout:
+    count, mesh = len(devices), make_mesh(fsdp=0, devices=devices)
+    return _on(mesh, "fsdp", f"parameters over {count} devices", fsdp=True, sizes={"devices": count})
+
+
+def _tensor(devices: Sequence[Any]) -> Layout:
+    count, mesh = len(devices), make_mesh(tensor=2, devices=devices)
+    sizes = {"devices of tensor": 2, "devices along the rows": count // 2, "devices": count}
+    return _on(mesh, "tensor", f"2 devices share each row, {count // 2} groups", sizes=sizes)
+
+
+def _accum(devices: Sequence[Any]) -> Layout:
+    text, sizes = f"{MICRO_BATCHES} micro-batches on one device", {"micro-batches": MICRO_BATCHES}
+    return _on(make_mesh(devices=devices[:1]), "accum", text, grad_accum=MICRO_BATCHES, sizes=sizes)
+
+
+def _packing(devices: Sequence[Any]) -> Layout:
+    text, sizes = "documents packed into rows, against a row for each", {"documents of a row": 2}
+    return _on(make_mesh(devices=devices[:1]), "packing", text, batch="packed", truth="documents", sizes=sizes)
+
+
+def _virtual(devices: Sequence[Any]) -> Layout:
+    """On two devices: it is the same to the bit on any number, and each takes a compilation."""
+    count, pair = len(devices), make_mesh(devices=devices[:2])
+    text, sizes = f"{count} virtual shards on 2 devices", {"virtual shards": count}
+    return _on(pair, "virtual", text, virtual_shards=count, sizes=sizes)
+
+
+_OF_DEVICES = {
+    "rows": _rows,
+    "tokens": _tokens,
+    "fsdp": _fsdp,
+    "tensor": _tensor,
+    "accum": _accum,
+    "packing": _packing,
+    "virtual": _virtual,
+}
+
+
+def layout_of_mesh(name: str, mesh: Mesh, sharding: NamedSharding, *, fsdp: bool) -> Layout | str:
+    """A layout of a mesh with axes of the user's own; or why it is left out."""
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    sizes = {f"devices of {axis}": size for axis, size in mesh.shape.items() if size > 1} | {"devices": mesh.size}
+    if name == OWN_MESH:
+        return Layout(name=name, text=axes, mesh=mesh, sharding=sharding, fsdp=fsdp, sizes=sizes)
+    if name == "accum":
+        alone = single(mesh, sharding, "rows")
+        text = f"{MICRO_BATCHES} micro-batches on one device"
+        return Layout(
+            name=name,
+            text=text,
+            mesh=alone.mesh,
+            sharding=alone.sharding,
+            grad_accum=MICRO_BATCHES,
+            sizes={"micro-batches": MICRO_BATCHES},
+        )
+    return f"the mesh has axes of its own ({axes})"
+
+
+def has_own_axes(mesh: Mesh) -> bool:
+    """Whether a mesh is not one of `make_mesh`."""
+    return mesh.axis_names != (DATA, FSDP, TENSOR)
+
+
+def _on(mesh: Mesh, name: str, text: str, **more: Any) -> Layout:
+    return Layout(name=name, text=text, mesh=mesh, sharding=batch_sharding(mesh), **more)
+
+
+def everywhere(mesh: Mesh) -> NamedSharding:
+    """Whole on each device."""
+    return NamedSharding(mesh, P())

@@ -1,0 +1,265 @@
+"""One step in one layout: the very programs of training, with an optimizer that keeps the gradient and changes nothing.
+
+What comes out is read from every device, so that copies of an array which differ are seen.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.mesh import device_type, fit_sharding, one_device
+from roxxel_dist.cluster.xla_flags import UNOPTIMIZED
+from roxxel_dist.layouts.layout import Layout, everywhere
+from roxxel_dist.layouts.noise import counted_keys, drawn, forget, is_key, wrap
+from roxxel_dist.model.split import ModuleSplit
+from roxxel_dist.train.exact.layout import DeviceStates
+from roxxel_dist.train.exact.step import make_sharded_steps
+from roxxel_dist.train.step.compile import Composite, mesh_of
+from roxxel_dist.train.step.optimizer import FixedOptimizer, InitialState
+from roxxel_dist.train.step.state import TrainState, abstract_state, init_state
+from roxxel_dist.train.step.step import SPIKE_FACTOR, LossFn, make_step
+
+Arrays = dict[str, np.ndarray]
+LOSS, SCALAR, ROWS, GRADIENT, STATE = "loss", "scalar ", "loss of each row", "gradient of ", "state "
+"""Beginnings of the names of what a step gives: "gradient of blocks.mlp.out.kernel"."""
+OF_STEP = ("loss", "grad_norm", "update_norm", "lr")
+"""Scalars of a step that are not of the loss function, or have a name of their own here."""
+JITTER = 0.05
+"""Standard deviation of what is added to a parameter whose elements are all the same, as those of norms and biases, and
+the zeros of an output projection, are at first: with them whole gradients would be 0, and equal for no good reason."""
+
+
+def _keep_gradient() -> FixedOptimizer:
+    def keep(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del state, params
+        return jax.tree.map(jnp.zeros_like, updates), updates
+
+    return FixedOptimizer(optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), keep))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """The state before the step, on the host."""
+
+    params: Arrays
+    rest: Arrays
+    """Random keys as their data."""
+    hparams: Arrays
+    keys: frozenset[str]
+    """Which of the rest are random keys."""
+    streams: frozenset[str]
+    """Which of the rest are random keys, or count what was drawn by them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one step in one layout gives."""
+
+    values: Arrays
+    """By name: the loss, its scalars, the loss of each row, all gradients, the state that is no parameter."""
+    copies: dict[str, list[np.ndarray]]
+    """Of what the devices do not agree on: each different copy."""
+    drawn: dict[str, int]
+    """Of each random stream: elements drawn by different keys."""
+
+
+def initial_weights(model: nnx.Module | Callable[[], nnx.Module], layout: Layout) -> Weights:
+    """The weights before the step; raises UserError where they do not fit one device.
+
+    A parameter whose elements are all the same gets some noise (`JITTER`).
+    """
+    split, state, hparams = init_state(model, InitialState(_keep_gradient()), layout.mesh)
+    rng, params = np.random.default_rng(0), {}
+    for name, leaf in state.params.items():
+        value = np.array(leaf, np.float32 if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype)
+        if not np.issubdtype(value.dtype, np.floating):
+            raise UserError(
+                f"the parameter {name!r} is of {value.dtype}, which has no gradient: make it an nnx.Variable of "
+                f"another kind than nnx.Param"
+            )
+        if value.size and (value == value.flat[0]).all():
+            value += JITTER * rng.standard_normal(value.shape).astype(np.float32)
+        params[name] = value
+    keys = counted_keys(state.rest)
+    rest = {name: keys[name] if name in keys else np.array(leaf) for name, leaf in state.rest.items()}
+    numbers = {name: np.array(leaf) for name, leaf in hparams.items()} | {SPIKE_FACTOR: np.zeros((), np.float32)}
+    streams = split.rest.streams | frozenset(keys)
+    return Weights(params=params, rest=rest, hparams=numbers, keys=frozenset(keys), streams=streams)
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """A compiled step in a layout."""
+
+    layout: Layout
+    state: TrainState
+    """Shapes and shardings."""
+    hparams: Mapping[str, Any]
+    """Likewise."""
+    batch: Any
+    program: Any
+    weights: Weights
+
+    @classmethod
+    def compiled(
+        cls, model: Any, loss_fn: LossFn, layout: Layout, weights: Weights, batch: Any, *, wide: bool = False
+    ) -> "StepProgram":
+        """For a model, or what builds it, and a batch of int32[B, L] numpy arrays.
+
+        What the model, the loss or the compiler raises passes.
+
+        Args:
+            model: a module, or a function that builds one.
+            loss_fn: of the run.
+            layout: how the step is divided.
+            weights: before the step.
+            batch: one array, or several as a `Packed`.
+            wide: in float64, which must be enabled.
+        """
+        optimizer, build = _keep_gradient(), buildable(model)
+        split, state, _ = abstract_state(
+            build, InitialState(optimizer), layout.mesh, fsdp=layout.fsdp, dtype=jnp.float64 if wide else jnp.float32
+        )
+        state, hparams = _as_given(state, layout, weights, wide=wide)
+        placed = _placed_batch(layout, batch)
+        step = _step(split, loss_fn, optimizer, state, layout)
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), placed)
+        return cls(layout, state, hparams, placed, compile_step(step, (state, hparams, shapes), layout.mesh), weights)
+
+    def run(self, params: Mapping[str, np.ndarray] | None = None) -> Outcome:
+        """One step, from other parameters if they are given."""
+        values: dict[str, Any] = {**self.weights.rest, **(params or self.weights.params)}
+
+        def place(name: str, like: Any) -> jax.Array:
+            if is_key(like):
+                return jax.device_put(wrap(values[name]), like.sharding)
+            return jax.device_put(np.asarray(values[name], like.dtype), like.sharding)
+
+        leaves = [
+            {name: place(name, like) for name, like in part.items()} for part in (self.state.params, self.state.rest)
+        ]
+        empty: Any = jax.tree.map(
+            lambda like: jax.device_put(np.zeros(like.shape, like.dtype), like.sharding),
+            (self.state.step, self.state.opt_state, self.state.health),
+        )
+        hparams = {
+            name: jax.device_put(np.asarray(self.weights.hparams[name], like.dtype), like.sharding)
+            for name, like in self.hparams.items()
+        }
+        forget()
+        before = TrainState(empty[0], leaves[0], leaves[1], empty[1], empty[2])
+        state, metrics = self.program(before, hparams, self.batch)
+        state, metrics = jax.block_until_ready((state.whole if isinstance(state, DeviceStates) else state, metrics))
+        return _outcome(state, metrics, self.weights)
+
+
+def buildable(model: nnx.Module | Callable[[], nnx.Module]) -> Callable[[], nnx.Module]:
+    """A function that gives the module, or a copy of it."""
+    if not isinstance(model, nnx.Module):
+        return model
+    parts = nnx.split(model)
+    return lambda: nnx.merge(*parts)
+
+
+def _as_given(
+    state: TrainState, layout: Layout, weights: Weights, *, wide: bool
+) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
+    """The abstract state with counted keys and, with `wide`, floating state in float64; and the abstract hparams."""
+
+    def own(name: str, like: Any) -> Any:
+        if name in weights.keys:
+            dtype = jax.eval_shape(wrap, weights.rest[name]).dtype
+            return jax.ShapeDtypeStruct(like.shape, dtype, sharding=like.sharding)
+        if wide and jnp.issubdtype(like.dtype, jnp.floating):
+            return jax.ShapeDtypeStruct(like.shape, jnp.float64, sharding=like.sharding)
+        return like
+
+    whole = everywhere(layout.mesh)
+    numbers = {
+        name: own(name, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=whole))
+        for name, value in weights.hparams.items()
+    }
+    return state._replace(rest={name: own(name, like) for name, like in state.rest.items()}), numbers
+
+
+def _placed_batch(layout: Layout, batch: Any) -> Any:
+    def place(array: np.ndarray) -> jax.Array:
+        rows, length = array.shape
+        return jax.device_put(array, fit_sharding(layout.sharding, (rows, length), layout.grad_accum))
+
+    return jax.tree.map(place, batch)
+
+
+def _step(split: ModuleSplit, loss_fn: LossFn, optimizer: Any, state: TrainState, layout: Layout) -> Any:
+    if layout.virtual_shards:
+        return make_sharded_steps(split, loss_fn, optimizer, layout.sharding, shards=layout.virtual_shards)[0]
+    return make_step(split, loss_fn, optimizer, state, layout.sharding, grad_accum=layout.grad_accum)
+
+
+def compile_step(jitted: Any, args: tuple[Any, ...], mesh: Mesh) -> Any:
+    """The program of a jitted step, or of one that has parts, for such abstract arguments, in this thread.
+
+    Unlike `AotCompiler`, whose thread would not see that float64 is enabled.
+    """
+    options = UNOPTIMIZED if device_type(mesh).platform == "cpu" else None
+
+    def compile_one(jitted: Any, args: Sequence[Any], mesh: Mesh | None) -> Any:
+        assert mesh is not None
+        with jax.set_mesh(mesh):
+            return jitted.lower(*args).compile(compiler_options=options)
+
+    def for_each(jitted: Any, args: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
+        programs: list[Any] = []
+        for device in devices:
+            place = SingleDeviceSharding(device)
+            own = jax.tree.map(lambda leaf, at=place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), args)
+            programs.append(compile_one(jitted, own, one_device(mesh, device)))
+        return programs
+
+    if isinstance(jitted, Composite):
+        with jax.set_mesh(one_device(mesh)):
+            return jitted.compiled(compile_one, for_each, *args)
+    return compile_one(jitted, args, mesh_of(args[-1], mesh))
+
+
+def _outcome(state: TrainState, metrics: Any, weights: Weights) -> Outcome:
+    found: dict[str, Any] = {LOSS: metrics.scalars["loss"]}
+    found |= {SCALAR + name: value for name, value in metrics.scalars.items() if name not in OF_STEP}
+    if metrics.row_loss is not None:
+        found[ROWS] = metrics.row_loss
+    found |= {GRADIENT + name: grad for name, grad in state.opt_state.items()}
+    for name, leaf in state.rest.items():
+        found[STATE + name] = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    values, copies = {}, {}
+    for name, array in found.items():
+        each = copies_of(array)
+        values[name] = each[0]
+        if len(each) > 1:
+            copies[name] = each
+    return Outcome(values=values, copies=copies, drawn=drawn(dict.fromkeys(weights.keys)))
+
+
+def copies_of(array: jax.Array) -> list[np.ndarray]:
+    """The whole array as the first copy of each part has it, and then each other way to put it together that differs.
+
+    The n-th copies of all parts make up the n-th whole; one that is equal to the first to the bit is left out.
+    """
+    parts: dict[int, list[Any]] = {}
+    for shard in array.addressable_shards:
+        parts.setdefault(shard.replica_id, []).append(shard)
+    wholes: list[np.ndarray] = []
+    for number in sorted(parts):
+        whole = np.empty(array.shape, array.dtype)
+        for shard in parts[number]:
+            whole[shard.index] = np.asarray(shard.data)
+        if not wholes or not np.array_equal(wholes[0], whole, equal_nan=np.issubdtype(whole.dtype, np.floating)):
+            wholes.append(whole)
+    return wholes

@@ -1,0 +1,170 @@
+"""What a step is on one device, and how far from it another layout may be.
+
+Let x be any result (the gradient of a parameter, the loss, ...), x* its exact value, and |.| the norm over its
+elements. One device and a layout compute the same sums in another order, so both are x* and an error of rounding. How
+large it is depends on the sizes of the terms, not on that of the result: where terms cancel, as in the gradient of a
+bias before a softmax, it is as large as the result. No constant is right for all, so it is measured:
+
+- x* is a run in float64. What the model itself fixes to float32 is rounded there too, and cancels in the difference.
+- Rounding moves each term t of a sum by up to u |t|, where u is the unit roundoff. To move each parameter by u, at
+  random, moves each term by about as much, and so each sum by about what rounding does, whatever cancels in it, and
+  whatever lies between the sum and the result. With the run as it is, that gives K + 1 samples of the error:
+
+      e^2 = mean over k of |x_k - x*|^2,    x_0 as it is, x_1 ... x_K with parameters p (1 + u s), s = -1 or 1
+
+- An array of one element may be near x* by luck in all samples. A sum of n terms has in any order an error of about
+  u sqrt(n) |x| at least, if its terms do not cancel, so that is added, n being the tokens of the batch.
+
+A layout agrees if |x - x*| <= SAFETY e + u sqrt(n) |x*|. The samples are few draws of a distribution with the layout's
+own scale; SAFETY covers that they are few, and that a layout rounds more often. A mistake in a sum changes x by a part
+of itself: by 1/n at the least, where one term of n is lost.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.layouts.layout import Layout
+from roxxel_dist.layouts.one_step import GRADIENT, LOSS, Arrays, Outcome, StepProgram, Weights
+from roxxel_dist.train.step.step import LossFn
+
+SAMPLES = 2
+"""K: runs with parameters moved by rounding."""
+SAFETY = 10.0
+OTHER = 100.0
+"""How many bounds the float64 run may be off before it is another function: code that looks at types."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A step on one device."""
+
+    exact: Arrays
+    """By name, as an `Outcome` has them; floating ones in float64."""
+    error: Mapping[str, float]
+    """e: of each floating one."""
+    unit: float
+    """u."""
+    terms: int
+    """n."""
+    drawn: Mapping[str, int]
+    note: str = ""
+    """Where there is no float64 run: why."""
+
+    def bound(self, name: str) -> float:
+        """How far from `exact` a layout may be, as a Euclidean norm; 0 for integers."""
+        if name not in self.error:
+            return 0.0
+        return SAFETY * self.error[name] + self.unit * self.terms**0.5 * norm(self.exact[name])
+
+    @classmethod
+    def measured(
+        cls,
+        model: Any,
+        loss_fn: LossFn,
+        layout: Layout,
+        weights: Weights,
+        batch: Any,
+        *,
+        unit: float,
+        in_float64: bool = True,
+    ) -> "Reference":
+        """Compile and run it; what the model or the loss raises passes.
+
+        Without `in_float64`, and where the model does not take it, x* is the run as it is, x_0.
+
+        Raises:
+            UserError: two runs differ: the loss is random by itself.
+        """
+        program = StepProgram.compiled(model, loss_fn, layout, weights, batch)
+        first, again = program.run(), program.run()
+        terms = jax.tree.leaves(batch)[0].size
+        one, two = (float(outcome.values[LOSS]) for outcome in (first, again))
+        if not np.isfinite(one):
+            raise UserError(f"the loss is {one} on one device, with the weights of the seed: mend that first")
+        if abs(one - two) > SAFETY * unit * terms**0.5 * abs(one):
+            raise UserError(
+                f"the loss is random by itself: two runs of the same step on one device differ ({one:.9g} and "
+                f"{two:.9g}). Draw noise from keys of the model's nnx.Rngs, so that a step is a function of its state "
+                f"and its batch"
+            )
+        samples = [program.run(moved(weights.params, unit, seed)) for seed in range(SAMPLES)]
+        near = _of_samples(first.values, [first, *samples], unit, terms, first.drawn)
+        del program
+        if not in_float64:
+            return near
+        try:
+            with jax.enable_x64(True):
+                exact = StepProgram.compiled(model, loss_fn, layout, weights, batch, wide=True).run()
+        except Exception as error:  # of whatever kind: the model's own code is traced with types it may not expect
+            text = str(error).strip()
+            why = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+            return _with_note(near, f"no float64 run ({why}): bounds are of float32 runs alone")
+        far = [
+            name for name in near.error if norm(wide(exact.values[name]) - near.exact[name]) > OTHER * near.bound(name)
+        ]
+        if any(name == LOSS or name.startswith(GRADIENT) for name in far):
+            return _with_note(
+                near, f"in float64 the model computes something else ({far[0]}): bounds are of float32 runs alone"
+            )
+        values = {name: exact.values[name] if name in near.error else first.values[name] for name in first.values}
+        return _of_samples(values, [first, *samples], unit, terms, first.drawn)
+
+
+def _of_samples(exact: Arrays, samples: list[Outcome], unit: float, terms: int, drawn: Mapping[str, int]) -> Reference:
+    floating = [
+        name
+        for name, value in exact.items()
+        if np.issubdtype(np.asarray(value).dtype, np.floating) or _is_narrow(value)
+    ]
+    centre = {name: wide(value) if name in floating else value for name, value in exact.items()}
+    error = {
+        name: float(np.sqrt(np.mean([norm(wide(sample.values[name]) - centre[name]) ** 2 for sample in samples])))
+        for name in floating
+    }
+    return Reference(exact=centre, error=error, unit=unit, terms=terms, drawn=drawn)
+
+
+def _with_note(reference: Reference, note: str) -> Reference:
+    return Reference(
+        exact=reference.exact,
+        error=reference.error,
+        unit=reference.unit,
+        terms=reference.terms,
+        drawn=reference.drawn,
+        note=note,
+    )
+
+
+def moved(params: Mapping[str, np.ndarray], unit: float, seed: int) -> Arrays:
+    """Parameters, each moved up or down by `unit` of itself at random."""
+    rng = np.random.default_rng(seed)
+    # An ulp at least: a smaller change of a float32 would be lost.
+    share = max(unit, 2.0**-23)
+    return {
+        name: (value * (1 + share * rng.choice(np.array([-1.0, 1.0]), value.shape))).astype(value.dtype)
+        for name, value in params.items()
+    }
+
+
+def wide(value: Any) -> Any:
+    """A floating array in float64; another one as it is."""
+    value = np.asarray(value)
+    return value.astype(np.float64) if np.issubdtype(value.dtype, np.floating) or _is_narrow(value) else value
+
+
+def _is_narrow(value: Any) -> bool:
+    """Whether it is of bfloat16 and the like, which numpy does not know as floating."""
+    return np.asarray(value).dtype.name.startswith(("bfloat", "float8"))
+
+
+def norm(value: Any) -> float:
+    """Euclidean, over all elements; NaN counts as infinite, but for integers: how many are not 0."""
+    if np.issubdtype(value.dtype, np.floating):
+        size = float(np.sqrt(np.sum(np.square(value))))
+        return size if np.isfinite(size) else float("inf")
+    return float(np.count_nonzero(value))

@@ -1,0 +1,29 @@
+"""The loss of a model as jax traces it on one device; nothing is computed."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from roxxel_dist.layouts.layout import Layout
+from roxxel_dist.layouts.one_step import Weights, buildable
+from roxxel_dist.model.split import Leaves, split_module
+from roxxel_dist.train.step.step import LossFn, measure
+
+
+def loss_jaxpr(model: Any, loss_fn: LossFn, layout: Layout, weights: Weights, batch: Any) -> Any:
+    """The jaxpr of the minimized loss; its first inputs are the parameters, in the order of their names."""
+    with jax.set_mesh(layout.mesh):
+        module = nnx.eval_shape(buildable(model))
+        split, _, rest, _ = split_module(module)
+
+        def loss_of(params: Leaves, rest: Leaves, hparams: Leaves, batch: Any) -> jax.Array:
+            return measure(loss_fn, split.merge(params, rest, hparams, training=True), batch).minimized
+
+        def shape(value: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+        hparams = {name: jnp.asarray(value) for name, value in weights.hparams.items()}
+        args = weights.params, rest, hparams, batch
+        return jax.make_jaxpr(loss_of)(*jax.tree.map(shape, args)).jaxpr

@@ -1,0 +1,72 @@
+"""Sound models agree in all layouts, and what cannot be checked says why."""
+
+import json
+
+import pytest
+
+from roxxel_dist.cli import main
+from roxxel_dist.cluster.exit_codes import UserError
+
+OWN = {"model": "layouts.planted.sound:build", "loss": "layouts.planted.sound:loss"}
+
+
+def statuses(report):
+    return {result.layout: result.status for result in report.results}
+
+
+@pytest.mark.timeout(600)
+def test_the_built_in_model_agrees_in_all_layouts(checked):
+    report = checked(dropout_rate=0.1, use_moe=True, num_blocks=1, seq_len=17)
+    assert report.agree, report.results
+    layouts = ["rows", "tokens", "fsdp", "tensor", "accum", "packing", "virtual"]
+    assert statuses(report) == dict.fromkeys(layouts, "agrees")
+
+
+def test_an_own_model_agrees_in_all_layouts(checked):
+    report = checked(**OWN)
+    assert report.agree, report.results
+    assert set(statuses(report).values()) == {"agrees"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"loss": "layouts.odd:random_by_callback"}, "random by itself: two runs"),
+        ({"loss": "layouts.odd:random_by_numpy"}, "random by itself: two traces"),
+        ({"model": "layouts.odd:build_with_integers"}, "has no gradient"),
+        ({"model": "layouts.odd:build_huge"}, "does not fit"),
+    ],
+)
+def test_what_cannot_be_checked_is_a_line(checked, fields, words):
+    with pytest.raises(UserError, match=words):
+        checked("rows", **OWN | fields)
+
+
+def test_integers_in_the_state_are_compared_and_refused_by_virtual_shards(checked):
+    report = checked("rows", "accum", "virtual", **OWN | {"model": "layouts.odd:build_counting"})
+    assert statuses(report) == {"rows": "agrees", "accum": "agrees", "virtual": "left out"}
+    assert "'calls' of int32" in report.results[-1].text
+
+
+def test_a_layout_that_is_left_out_says_why(checked):
+    report = checked("packing", loss="layouts.odd:plain_loss")
+    assert statuses(report) == {"packing": "left out"}
+    assert "do not take documents" in report.results[0].text
+    with pytest.raises(UserError, match="no layout 'row'"):
+        checked("row")
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"), [([], 0), (["--loss", "layouts.planted.double_psum:loss"], 1), (["--devices", "1"], 2)]
+)
+def test_the_command(tokens, capsys, flags, code):
+    words = ["check-layouts", "--data_path", str(tokens), "--layouts", "rows", "--json"]
+    words += ["--dim", "32", "--num_blocks", "1", "--n_heads", "2", "--max_context", "32", *flags]
+    assert main(words) == code
+    out, error = capsys.readouterr()
+    if code == 2:
+        assert "--devices is 1" in error
+        return
+    report = json.loads(out.splitlines()[-1])
+    assert report["agree"] is (code == 0)
+    assert [result["layout"] for result in report["results"]] == ["rows"]
