@@ -28,8 +28,10 @@ from roxxel_dist.layouts.reference import Reference
 from roxxel_dist.layouts.subject import Subject, check_devices, of_config, without_balance
 from roxxel_dist.layouts.trace import loss_jaxpr
 from roxxel_dist.layouts.update import UpdateCheck
+from roxxel_dist.run.layout_mark import mark_checked, own_code
 from roxxel_dist.run.trainer import Trainer
 from roxxel_dist.settings.config import Config, usage_errors
+from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.step.step import BALANCE
 
 Status = Literal["agrees", "differs", "left out", "failed"]
@@ -107,10 +109,18 @@ def check_layouts(
     names = asked(layouts)
     with usage_errors():
         if isinstance(target, Trainer) and target.has_parts:
-            return _Check(Subject.of_parts(target.parts), seq_len, done).run(names)
+            report = _Check(Subject.of_parts(target.parts), seq_len, done).run(names)
+            return _marked(report, target.parts)
         config = target.config if isinstance(target, Trainer) else target
         with of_config(config, data_path, devices) as subject:
-            return _Check(subject, seq_len, done).run(names)
+            return _marked(_Check(subject, seq_len, done).run(names), config)
+
+
+def _marked(report: LayoutReport, source: Config | Parts) -> LayoutReport:
+    """The report; `train` asks for a check no more if it is a good one."""
+    if report.agree and (code := own_code(source)):
+        mark_checked(code, source.model_args if isinstance(source, Config) else None)
+    return report
 
 
 class _Check:

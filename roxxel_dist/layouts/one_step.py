@@ -33,7 +33,7 @@ LOSS, SCALAR, ROWS, GRADIENT, STATE = "loss", "scalar ", "loss of each row", "gr
 OF_STEP = ("loss", "grad_norm", "update_norm", "lr")
 """Scalars of a step that are not of the loss function, or have a name of their own here."""
 JITTER = 0.05
-"""Standard deviation of what is added to a parameter whose elements are all the same, as those of norms and biases, and
+"""Standard deviation of the noise that is added to a parameter whose elements are all the same, as those of norms and biases, and
 the zeros of an output projection, are at first: with them whole gradients would be 0, and equal for no good reason."""
 
 
@@ -66,7 +66,7 @@ class Outcome:
     values: Arrays
     """By name: the loss, its scalars, the loss of each row, all gradients, the state that is no parameter."""
     copies: dict[str, list[np.ndarray]]
-    """Of what the devices do not agree on: each different copy."""
+    """Results that are not the same on all devices: each different copy."""
     drawn: dict[str, int]
     """Of each random stream: elements drawn by different keys."""
 

@@ -85,7 +85,9 @@ class Reference:
         terms = jax.tree.leaves(batch)[0].size
         one, two = (float(outcome.values[LOSS]) for outcome in (first, again))
         if not np.isfinite(one):
-            raise UserError(f"the loss is {one} on one device, with the weights of the seed: mend that first")
+            raise UserError(
+                f"the loss is {one} on one device, with the weights of the seed: correct the model or the loss first"
+            )
         if abs(one - two) > SAFETY * unit * terms**0.5 * abs(one):
             raise UserError(
                 f"the loss is random by itself: two runs of the same step on one device differ ({one:.9g} and "

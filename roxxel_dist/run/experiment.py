@@ -46,6 +46,7 @@ from roxxel_dist.run.components import (
     open_tasks,
     temporary_folder,
 )
+from roxxel_dist.run.layout_mark import line_for
 from roxxel_dist.run.record import (
     RunMetadata,
     changed_from,
@@ -201,7 +202,9 @@ class Experiment:
             # All ranks get the error if the disk is full.
             arguments = (loop, run, path, components, past.saved, changed, message)
             on_primary("record", lambda: write_run_metadata(*arguments, name=str(bucket or run)))
-            for line in filter(None, (task.truncation for task in tasks)):
+            for line in filter(
+                None, (*(task.truncation for task in tasks), self._unchecked(run, past, components, path))
+            ):
                 loop.held.log.text(line)
             self._run(loop, run, tokenizer, ids, bucket)
         return RunResult.of(run, loop.position.step, stopped=self.stopped)
@@ -306,6 +309,11 @@ class Experiment:
         if bucket is not None:
             bucket.take()
             directory.check_new(resume)  # checks again, now that the folder has the files of the bucket
+
+    def _unchecked(self, run: Path, past: _Past, components: RunComponents, path: str | Path | None) -> str:
+        """The line of a new run whose code was never checked by `check-layouts`."""
+        command = f"`roxxel-dist check-layouts --config {run / CONFIG} --data_path {path}`"
+        return "" if past.config else line_for(self.config, components.mesh().size, command)
 
     @staticmethod
     def _release(directory: RunDirectory, bucket: BucketRun | None) -> None:

@@ -12,12 +12,14 @@ from jax.sharding import Mesh, NamedSharding
 from roxxel_dist.checkpoint.metadata import RESUME_LATEST, ResumeSpec
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.determinism import pin_for_shards
+from roxxel_dist.cluster.distributed import is_primary
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.place.bucket_run import BucketRun
 from roxxel_dist.run.experiment import Experiment
+from roxxel_dist.run.layout_mark import line_for
 from roxxel_dist.run.record_of_parts import record_parts
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.training import LoopKeywords, LoopOptions
@@ -204,6 +206,10 @@ class Trainer:
         self.open()
         try:
             record_parts(self.parts, self.state)
+            if not self.start_step and not self.finished:
+                line = line_for(self.parts, self.mesh.size, "`roxxel_dist.check_layouts(trainer)`")
+                if line and is_primary():
+                    self.loop.held.log.text(line)
             return self.loop.run(at_the_end)
         finally:
             self.close()

@@ -1,0 +1,37 @@
+"""`train` says that code of the user's own was never checked, until it is."""
+
+import shutil
+import sys
+
+import pytest
+from layouts.planted import sound
+
+from roxxel_dist import Config, Experiment, check_layouts
+
+SAID = "never checked: whether a step of this model on 2 devices is the step of one device"
+FIELDS = {"max_context": 32, "batch_size": 4, "max_steps": 1, "sample": "off", "export_weights": False}
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A config of a module that lies in the working directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    shutil.copy(sound.__file__, tmp_path / "mynet.py")
+    yield Config(**FIELDS, model="mynet:build", loss="mynet:loss", n_devices=2)
+    sys.modules.pop("mynet", None)
+
+
+def test_a_run_says_it_until_it_is_checked(own, tokens, tmp_path, capfd):
+    def said(name, config=own):
+        Experiment(config).fit(tokens, tmp_path / name)
+        return SAID in capfd.readouterr().out
+
+    assert said("first")
+    assert check_layouts(own, tokens, layouts=["rows"], seq_len=17).agree
+    assert not said("checked")
+    (tmp_path / "mynet.py").write_text((tmp_path / "mynet.py").read_text() + "\n# another line\n")
+    assert said("changed")
+    assert not said("alone", Config(**own.to_dict() | {"n_devices": 1}))
+    assert not said("built-in", Config(**FIELDS, dim=32, num_blocks=1, n_heads=2, n_devices=2))
