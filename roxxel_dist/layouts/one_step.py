@@ -33,8 +33,9 @@ LOSS, SCALAR, ROWS, GRADIENT, STATE = "loss", "scalar ", "loss of each row", "gr
 OF_STEP = ("loss", "grad_norm", "update_norm", "lr")
 """Scalars of a step that are not of the loss function, or have a name of their own here."""
 JITTER = 0.05
-"""Standard deviation of the noise that is added to a parameter whose elements are all the same, as those of norms and biases, and
-the zeros of an output projection, are at first: with them whole gradients would be 0, and equal for no good reason."""
+"""Standard deviation of the noise that is added to a parameter whose elements are all the same, as those of norms and
+biases, and the zeros of an output projection, are at first: with them whole gradients would be 0, and equal for no
+good reason."""
 
 
 def _keep_gradient() -> FixedOptimizer:
