@@ -18,6 +18,7 @@ from roxxel_dist.checkpoint.verify import Verdict
 from roxxel_dist.launcher.control.notify import JobEvent
 from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.preflight.run import PreflightReport
+from roxxel_dist.layouts.check import LayoutReport
 from roxxel_dist.run.estimate.estimate import RunEstimate
 from roxxel_dist.sweep.study.journal import Trial
 from roxxel_dist.utils.component import field_docs
@@ -255,6 +256,7 @@ def schemas() -> dict[str, Schema]:
     )
     return {
         "audit": _audit(),
+        "check-layouts": of_fields(LayoutReport, agree=noted(bool, "Whether no layout differs, and none failed.")),
         "compare": of_fields(Comparison),
         "doctor": of_fields(PreflightReport, fit=noted(bool, "Whether a job can start.")),
         "eval": _evaluation(),

@@ -20,6 +20,7 @@ PHASES = [{"steps": 4, "batch_size": 8, "seq_len": 17}, {"steps": 2, "batch_size
 # (command, exit code)
 TYPED = [
     ("audit runs/one", 0),
+    ("check-layouts --config many.yaml --data_path text.txt --layouts rows", 0),
     ("compare runs/one runs/two", 1),
     ("compare runs/one runs/one", 0),
     ("doctor --data_path nowhere", 69),

@@ -1,7 +1,9 @@
 """The command check-layouts: whether all layouts of a model compute the same step."""
 
+import contextlib
 import dataclasses
 import json
+import sys
 from typing import TYPE_CHECKING
 
 from roxxel_dist.cli.arguments import ConfigArgs, parse_config
@@ -49,7 +51,9 @@ def check_layouts(words: list[str]) -> int:
         if not args.json:
             print(printable("\n".join(_lines(result))), flush=True)
 
-    report = check(config, args.data_path, devices=args.devices, layouts=names, seq_len=args.seq_len, done=show)
+    # With --json nothing else is on standard output, also what the user's code prints.
+    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+        report = check(config, args.data_path, devices=args.devices, layouts=names, seq_len=args.seq_len, done=show)
     if args.json:
         print(json.dumps(as_json(report)))
         return 0 if report.agree else EXIT_FAILED

@@ -94,7 +94,7 @@ def compared(
         farthest = int(np.argmax(distances))
         distance, bound = distances[farthest], reference.bound(name)
         if distance <= bound:
-            worst = max(worst, distance / bound if bound else 0.0)
+            worst = max(worst, distance / bound if 0 < bound < math.inf else 0.0)
             continue
         found.append(_difference(name, copies[farthest], reference, layout, distance, len(copies)))
     return found, worst

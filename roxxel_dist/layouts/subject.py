@@ -200,7 +200,7 @@ def narrower(config: Config) -> str:
     """What makes a model half as wide with the same structure."""
     if config.model is not None:
         return (
-            "build it with smaller widths (--model_args.NAME VALUE); layers, experts and the ratios of heads stay as "
+            "build it with smaller widths (model_args={NAME: VALUE}); layers, experts and the ratios of heads stay as "
             "they are"
         )
     values = {
@@ -210,7 +210,7 @@ def narrower(config: Config) -> str:
         "hidden_dim": config.hidden_dim,
     }
     halved = {name: value // 2 for name, value in values.items() if value and value % 2 == 0}
-    flags = " ".join(f"--{name} {value}" for name, value in halved.items())
+    flags = " ".join(f"{name}={value}" for name, value in halved.items())
     return f"{flags} and so on keep its structure: layers, experts, the size of a head and the ratios of heads stay"
 
 
@@ -223,7 +223,7 @@ def check_devices(mesh: Mesh | None) -> list[Any]:
         )
     if len(devices) < 2:
         raise UserError(
-            "one device has one layout alone: simulate several with --devices 8, or in Python with "
-            "jax.config.update('jax_num_cpu_devices', 8) before the first array"
+            "one device has one layout alone: simulate several with devices=8, or with "
+            "jax.config.update('jax_num_cpu_devices', 8) before the first array of a program"
         )
     return devices

@@ -67,6 +67,6 @@ def test_the_command(tokens, capsys, flags, code):
     if code == 2:
         assert "--devices is 1" in error
         return
-    report = json.loads(out.splitlines()[-1])
+    report = json.loads(out)
     assert report["agree"] is (code == 0)
     assert [result["layout"] for result in report["results"]] == ["rows"]
