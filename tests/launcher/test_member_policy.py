@@ -26,10 +26,13 @@ from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, next_acti
         ("a", "ab", "ab", 1, Change(leaves=("b",))),
         ("a", "ab", "ab", 2, Change(kept=("b",))),
         ("a", "abc", "abc", 2, Change(leaves=("b",), kept=("c",))),  # as many as may leave
-        ("a", "abc", "ab", 2, Change(leaves=("c",), kept=("b",))),  # a lost one always may
+        ("a", "abc", "ab", 2, Change(leaves=("c",), kept=("b",))),  # a lost one may
+        ("a", "ab", "a", 2, Change()),  # it was to leave, and is lost: too few are left to go on
+        ("ac", "ab", "a", 2, Change(newcomers=("c",))),
+        ("ac", "abc", "ac", 2, Change(leaves=("b",))),
         ("cd", "ab", "ab", 2, Change(newcomers=("c", "d"), kept=("a", "b"))),
         ("cd", "abcd", "abcd", 2, Change(leaves=("a", "b"))),
-        ("", "ab", "a", 3, Change(leaves=("b",), kept=("a",))),  # fewer than the least are there already
+        ("", "ab", "a", 3, Change(kept=("a",))),  # fewer than the least are there already
     ],
 )
 def test_what_makes_the_hosts_those_that_are_wanted(

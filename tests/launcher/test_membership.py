@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from elastic import elastic
 from hosts import Cluster
 
 RUN_ID = f"members_{os.getpid()}"
@@ -89,9 +90,12 @@ class Job:
     until: Until
     launch: subprocess.Popen[bytes] = field(init=False)
 
-    def start(self, *options: object) -> None:
+    def start(self, *options: object, by: str = "ssh") -> None:
+        reach = ["--ssh-config", self.hosts.ssh_config]
+        if by == "exec":
+            reach = ["--via", f"ssh -F {self.hosts.ssh_config} {{host}} {{command}}"]
         (self.folder / "program.py").write_text(PROGRAM)
-        words = [sys.executable, "-m", "roxxel_dist", "launch", "ssh", "--ssh-config", self.hosts.ssh_config, *options]
+        words = [sys.executable, "-m", "roxxel_dist", "launch", by, *reach, *options]
         words += ["--run-id", "one", "--warm-spares", "off", "--", "python", self.folder / "program.py"]
         with (self.folder / "screen.txt").open("ab") as screen:
             self.launch = self.hosts.popen(
@@ -140,9 +144,10 @@ def job(cluster: Callable[[int], Cluster], tmp_path: Path, until: Until) -> Call
 
 
 @pytest.mark.cluster
-def test_hosts_join_and_leave_by_request(job: Callable[[int], Job]) -> None:
+@pytest.mark.parametrize("by", ["ssh", "exec"])
+def test_hosts_join_and_leave_by_request(job: Callable[[int], Job], by: str) -> None:
     one = job(3)
-    one.start("--hosts", "h1,h2", "--min-hosts", 2)
+    one.start("--hosts", "h1,h2", "--min-hosts", 2, by=by)
     one.up(0, "h1", "h2")
     one.asks("leave", "h2", 1, "h2 cannot leave: of the 2 hosts that are there, at least 2 stay (--min-hosts)")
     one.asks("leave", "h7", 1, "h7 is no host of the job: it has h1, h2")
@@ -206,3 +211,16 @@ def test_a_start_needs_the_least_number_of_hosts_and_the_list_may_name_others_me
     one.hosts.cut("h3")
     one.up(2, "h1", "h4", "h2", "h5")
     one.end("h3")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_a_training_whose_hosts_come_and_go_is_the_undisturbed_one(
+    cluster: Callable[[int], Cluster], tmp_path: Path
+) -> None:
+    """ROXXEL_CHANGES says how often they do."""
+    changes = int(os.environ.get("ROXXEL_CHANGES", "100"))
+    summary = elastic(cluster(4), tmp_path, changes, seed=1)
+    assert len(summary.changes) == changes
+    assert summary.same, summary
+    assert (summary.repeated, summary.lost_saves, summary.left) == ([], [], []), summary

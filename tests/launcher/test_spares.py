@@ -226,6 +226,8 @@ def test_a_spare_is_taken_for_the_variables_that_it_was_made_with_alone() -> Non
     assert choose(spares, 1, program) is spares[1]
     assert choose(spares, 7, program) is spares[0]
     assert choose(spares[2:], 1, program) is None
+    more = Program(program.command, {**program.env, "PJRT_NPROC": "7"})  # the job has more ranks than before
+    assert choose(spares, 1, more) is spares[1]
     assert choose([spare(1, ready=False, XLA_FLAGS="a")], 1, program) is None
     assert choose(spares, 1, Program(["train", "--lr"], program.env)) is None
     assert 0 < free_bytes() <= psutil.virtual_memory().total

@@ -151,7 +151,8 @@ class Membership:
         self._receive()
         selector, change = self._selector, self._change()
         if (candidates := self._candidates) is not None:
-            lost = [host for host in self._lost if host in selector.members and host not in change.leaves]
+            members = {*selector.members} & {*self._wanted.hosts}
+            lost = [host for host in self._lost if host in members]
             candidates.watch(lost, change.newcomers)
             if candidates.spares:
                 selector.change(joins=candidates.spares)

@@ -144,7 +144,8 @@ class _Controller:
             before = self._reached
             ready = selector.select(len(self._attempts), result.gone_by, back)
             self._notify_of_hosts(ready.assignment, selector.members)
-            self.recorder.update(hosts=selector.members)
+            nprocs = max(self.recorder.entry.nprocs, ready.assignment.job.total)
+            self.recorder.update(hosts=selector.members, nprocs=nprocs)
             if membership is None:
                 result = self._attempt(ready, pool)
             else:

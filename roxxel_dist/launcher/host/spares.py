@@ -26,6 +26,8 @@ STEPS = 3
 """Steps of every rank in an attempt before spares are started: the start itself needs the cores."""
 QUIET_S = 60.0
 """If a program does not report its steps, spares are started so long after its last output."""
+THREADS = "PJRT_NPROC"
+"""Read when jax makes its devices, long after the imports: it follows the number of ranks, which may change."""
 TAKE_S = 5.0
 """A spare that has not become the rank by then is killed, and a fresh process started."""
 
@@ -56,7 +58,8 @@ def choose(spares: Sequence[Spare], number: int, program: Program) -> Spare | No
     """One that can be this rank, that of its own number first."""
 
     def imported(program: Program) -> tuple[Sequence[str], dict[str, str]]:
-        return list(program.command), {name: value for name, value in program.env.items() if name not in CONTRACT}
+        env = {name: value for name, value in program.env.items() if name not in (*CONTRACT, THREADS)}
+        return list(program.command), env
 
     fit = [spare for spare in spares if spare.ready and imported(spare.program) == imported(program)]
     return min(fit, key=lambda spare: spare.rank.number != number, default=None)

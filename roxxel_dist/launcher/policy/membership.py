@@ -57,15 +57,18 @@ def change_to(wanted: Collection[str], members: Sequence[str], there: Collection
         wanted: those that it shall have.
         members: those that it has, the lost ones too, in the order of its ranks.
         there: those of them that are not lost.
-        least: so many stay, of those that are there.
+        least: so many stay, of those that are there. Lost ones stay too where too few would be left without them: they
+            may come back sooner than others join.
     """
     unwanted = [host for host in members if host not in wanted]
     leaving = [host for host in unwanted if host in there]
     allowed = max(0, len({*there} & {*members}) - least)
     kept = tuple(leaving[allowed:])
+    lost = [host for host in unwanted if host not in there]
+    spared = lost[max(0, len(members) - len(leaving[:allowed]) - least) :]
     return Change(
         newcomers=tuple(host for host in wanted if host not in members),
-        leaves=tuple(host for host in unwanted if host not in kept),
+        leaves=tuple(host for host in unwanted if host not in (*kept, *spared)),
         kept=kept,
     )
 
