@@ -6,12 +6,14 @@ import random
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from roxxel_dist.cli import main
 from roxxel_dist.curriculum.phases import phases_of
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.units import APART
@@ -21,7 +23,10 @@ from roxxel_dist.sweep.samplers import Engine, SpaceExhausted, make
 from roxxel_dist.sweep.space.data_extras import DataExtras, MixtureSpec
 from roxxel_dist.sweep.space.passes import PassBudget
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Sweep, read_sweep, sweep_of
+from roxxel_dist.sweep.train_sweep import _command
 from roxxel_dist.sweep.trial.trial import config_of
+
+SWEEPS = Path(__file__).parent.parent.parent / "sweeps"
 
 SETS = {"self": {"min": 0.2}, "code": {}, "math": {"max": 0.3}}
 ONE = {"phases": [1], "datasets": SETS}
@@ -447,3 +452,41 @@ def test_text_is_no_data_for_mixtures(base: Config, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("words\n" * 100)
     with pytest.raises(ValueError, match=r"a.txt is text, whose tokens are not counted yet: make shards of it first"):
         with_data(sweep_of(LR, entry()), base, tmp_path / "a.txt", {"lr"})
+
+
+def test_the_example_of_the_repository_is_shown_before_it_runs(
+    base: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = {name.replace("math", "books"): path for name, path in (base.datasets or {}).items()}
+    config = tmp_path / "proxy.yaml"
+    replace(base, datasets=sets).save_yaml(config)
+    files = ["--sweep_config", str(SWEEPS / "mixture.yaml"), "--extras", str(SWEEPS / "mixture_extras.yaml")]
+    code = main(
+        ["sweep", *files, "--config", str(config), "--study", str(tmp_path / "study"), "--count", "30", "--dry_run"]
+    )
+    said, error = capsys.readouterr()
+    assert code == 0, error
+    assert "bayes search over 8 parameters" in said
+    natural, uniform = re.findall(r"example: lr .*, phase_end.1 0\.[0-9]+, (mixture.1.self .*)", said)
+    assert natural.startswith("mixture.1.self 0.76")  # 60,000 of 78,000 tokens
+    assert "mixture.2.books 0.07" in natural
+    assert uniform.startswith("mixture.1.self 0.5, mixture.1.code 0.25")
+    assert "mixture.2.code 0.3333" in uniform
+
+
+def test_shares_that_w_and_b_gives_an_agents_trial_are_weights(
+    base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base.save_yaml(tmp_path / "base.yaml")
+    (tmp_path / "params.yaml").write_text(
+        "mixture.1.self: {value: 0.9}\nmixture.1.code: {value: 0.6}\nphase_end.1: {value: 0.5}\nlr: {value: 0.002}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    env = {"WANDB_SWEEP_PARAM_PATH": "params.yaml", "ROXXEL_SWEEP_RUN_DIR": "run"}
+    words = ["--config", "base.yaml", "--mixture.1.self=0.9", "--mixture.1.code=0.6", "--phase_end.1=0.5", "--lr=0.002"]
+    _command(words, env)
+    config = Config.from_yaml(tmp_path / "run" / "trial.yaml")
+    assert config.phases == [
+        {**PHASES[0], "steps": 40, "weights": {"self": 0.9, "code": 0.6}}, {**PHASES[1], "steps": 40},
+    ]  # fmt: skip
+    assert config.passes == "apart"

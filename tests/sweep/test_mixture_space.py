@@ -125,6 +125,19 @@ def test_log_ratios_keep_distances_and_know_zero() -> None:
     assert np.isfinite(space.log_ratios(np.array([1.0, 0.0, 0.0]))).all()
 
 
+@pytest.mark.parametrize("name", BOUNDS)
+def test_log_ratios_go_back_to_the_nearest_shares(name: str) -> None:
+    space, rng = made(name), np.random.default_rng(4)
+    for shares in space.from_cube(rng.random((30, space.axes))):
+        back = space.from_log_ratios(space.log_ratios(shares))
+        assert space.allows(back)
+        assert np.abs(back - shares).max() < 1e-3
+    for ratios in rng.normal(0, 4, (30, space.axes)):  # anywhere else
+        assert space.allows(space.from_log_ratios(ratios))
+    low, width = space.ratio_span
+    assert (space.log_ratios(space.natural) >= low - 0.5 * width).all()
+
+
 def test_a_lattice_has_every_multiple_within_the_bounds_once() -> None:
     space = made("a floor and a cap", step=0.1)
     expected = {

@@ -24,13 +24,10 @@ from roxxel_dist.sweep.samplers.acquisition import (
 from roxxel_dist.sweep.samplers.base import Point, SampledTrial, TrialHistory
 from roxxel_dist.sweep.samplers.law_proposals import LawProposals
 from roxxel_dist.sweep.space.constraints import Expression
-from roxxel_dist.sweep.space.mixture import MixtureSpace
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Sweep
 
 INACTIVE = 0.5
 """The feature of a parameter that does not matter, since its condition does not hold."""
-SPANNED = 2000
-"""Mixtures whose log-ratios are scaled to [0, 1]."""
 STEPWISE = 12
 """Ordered choices up to so many are walked one by one; more of them, by a share of their range."""
 
@@ -52,7 +49,12 @@ class SpaceTransform:
         self.smooth: list[int] = [dim for dim, count in enumerate(self.counts[:free]) if count is None]
         """The parameters along which there is a gradient."""
         self._mixtures = [
-            (mixture, axes, slice(self.columns[axes.start].start, self.columns[axes.stop - 1].stop), *_span(mixture))
+            (
+                mixture,
+                axes,
+                slice(self.columns[axes.start].start, self.columns[axes.stop - 1].stop),
+                *mixture.ratio_span,
+            )
             for mixture, axes in zip(sweep.space.mixtures, sweep.space.share_axes, strict=True)
         ]
         """Each mixture, its axes, its columns, and the least log-ratios and their widths."""
@@ -135,13 +137,6 @@ class SpaceTransform:
             slid = np.clip(values + steps, 0.0, 1.0)
             mutants[every, picked] = np.select([self._endless[picked], self._steps[picked]], [slid, moved], any_choice)
         return mutants
-
-
-def _span(mixture: MixtureSpace) -> tuple[np.ndarray, np.ndarray]:
-    """The least log-ratios of a mixture, and the widths to the largest ones: float64[k - 1] each."""
-    found = mixture.log_ratios(mixture.from_cube(np.random.default_rng(0).random((SPANNED, mixture.axes))))
-    low, high = found.min(0), found.max(0)
-    return low, np.maximum(high - low, 1e-9)
 
 
 MOST_TRIALS = 250

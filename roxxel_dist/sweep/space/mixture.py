@@ -26,6 +26,8 @@ CELLS = 4096
 """Of a tabulated distribution."""
 RARE = 0.01
 """Added to a share before its logarithm is taken: a data set that is left out is not endlessly far from a rare one."""
+SPANNED = 2000
+"""Mixtures at random that say how far log-ratios reach."""
 LATTICE = 50_000
 """Points of a lattice."""
 NARROWEST = 1e-3
@@ -91,6 +93,20 @@ class MixtureSpace:
         Egozcue et al. 2003, in the basis of Helmert. `RARE` is added to each share, so that 0 has a logarithm.
         """
         return np.log(shares + RARE) @ _helmert(len(self.names))
+
+    def from_log_ratios(self, ratios: np.ndarray) -> np.ndarray:
+        """The nearest shares (by KL) that are allowed: float64[k] of float64[k - 1]; the inverse where it has one."""
+        logs = _helmert(len(self.names)) @ ratios
+        shares = np.exp(logs - logs.max())
+        shares = shares / shares.sum() * (1 + RARE * len(shares)) - RARE
+        return nearest_by_kl(np.maximum(shares, LEAST_SHARE / 10), self.floors, self.caps)
+
+    @cached_property
+    def ratio_span(self) -> tuple[np.ndarray, np.ndarray]:
+        """The least log-ratios of mixtures that are allowed, and the widths to the largest: float64[k - 1] each."""
+        found = self.log_ratios(self.from_cube(np.random.default_rng(0).random((SPANNED, self.axes))))
+        low, high = found.min(0), found.max(0)
+        return low, np.maximum(high - low, 1e-9)
 
     @cached_property
     def lattice(self) -> np.ndarray:
