@@ -29,7 +29,7 @@ def with_data(sweep: Sweep, config: Any, data_path: str | Path | None, fields: s
         fields: those of the config that are parameters.
 
     Raises:
-        ValueError: config, data or parameters do not go with what is searched, or the passes leave no mixture.
+        ValueError: config, data or parameters cannot be searched so, or the passes leave no mixture.
     """
     extras = sweep.data
     if not extras:
@@ -61,7 +61,7 @@ def refuse_led(sweep: Sweep, *, program: bool, server: bool) -> None:
 
 
 def _phases(extras: DataExtras, config: Any) -> list[Mapping[str, Any]]:
-    """The phases of the config, which go with what is searched."""
+    """The phases of the config, checked against the mixtures and ends."""
     phases: list[Mapping[str, Any]] = config.phases or []
     if not phases:
         raise UserError(

@@ -10,11 +10,13 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Params, Space, Sweep
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Point = tuple[float, ...]
 PROPOSED = 2_000
@@ -128,7 +130,7 @@ class AskTell:
                 raise SpaceExhausted(f"{limit} configurations were tried, and none of them can run: {self._reason}")
         raise SpaceExhausted(self._ending())
 
-    def _resolved(self, u: Sequence[float], shares: Sequence[np.ndarray] | None) -> tuple[Point, Params]:
+    def _resolved(self, u: Sequence[float], shares: "Sequence[np.ndarray] | None") -> tuple[Point, Params]:
         """The point and the parameters of a trial at u; with these shares instead of its own, where there are any.
 
         Raises InfeasibleError where they break a rule.
@@ -186,7 +188,7 @@ class AskTell:
 
     def _sources(
         self, trial: int
-    ) -> Iterator[tuple[Iterable[Sequence[float]], int | None, Sequence[np.ndarray] | None]]:
+    ) -> "Iterator[tuple[Iterable[Sequence[float]], int | None, Sequence[np.ndarray] | None]]":
         """Where to look, how many refusals to take there, and which shares to take instead of those of the points:
         where the sampler says, then anywhere, then everywhere.
 

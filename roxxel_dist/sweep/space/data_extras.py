@@ -4,14 +4,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.curriculum.phases import LEAST_SHARE
 from roxxel_dist.settings.config import with_numbers
 from roxxel_dist.sweep.space.distributions import distribution, is_number
-from roxxel_dist.sweep.space.mixture import MixtureSpace, mixture_space
 from roxxel_dist.sweep.space.space import Parameter
+
+if TYPE_CHECKING:
+    from roxxel_dist.sweep.space.mixture import MixtureSpace
 
 SHARE, END = "mixture.", "phase_end."
 """What the names of shares and of the ends of phases begin with among the parameters of a trial."""
@@ -33,12 +34,16 @@ class MixtureSpec:
     """The most passes over each data set."""
     step: float | None = None
 
-    def space(self, caps: Mapping[str, float] | None = None, tokens: Mapping[str, float] | None = None) -> MixtureSpace:
+    def space(
+        self, caps: Mapping[str, float] | None = None, tokens: Mapping[str, float] | None = None
+    ) -> "MixtureSpace":
         """Its space, with lower caps and with natural shares where they are known.
 
         Raises:
             ValueError: nothing is left to search.
         """
+        from roxxel_dist.sweep.space.mixture import mixture_space  # numpy: not for --help
+
         floors, own = zip(*self.bounds.values(), strict=True)
         return mixture_space(
             self.phases,
@@ -142,6 +147,8 @@ def _mixture(entry: Any, path: list[str], refuse: Refuse) -> MixtureSpec:
 
 
 def _bounds(given: Any, path: list[str], refuse: Refuse) -> tuple[float, float]:
+    from roxxel_dist.curriculum.phases import LEAST_SHARE  # numpy: not for --help
+
     if not isinstance(given, Mapping | None):
         raise refuse(path, f"{given!r} must be a mapping such as {{min: 0.1, max: 0.5}}, or {{}}")
     given = given or {}

@@ -4,13 +4,15 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.sweep.space.distributions import Distribution, distribution
-from roxxel_dist.sweep.space.mixture import MixtureSpace
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from roxxel_dist.sweep.space.mixture import MixtureSpace
 
 Params = dict[str, Any]
 SHARE_AXIS = distribution({"min": 0.0, "max": 1.0})
@@ -35,7 +37,7 @@ class Space:
     """All parameters, in the order of the file, and the mixtures of data sets."""
 
     parameters: tuple[Parameter, ...]
-    mixtures: tuple[MixtureSpace, ...] = ()
+    mixtures: "tuple[MixtureSpace, ...]" = ()
 
     @property
     def free(self) -> tuple[Parameter, ...]:
@@ -71,7 +73,7 @@ class Space:
         return math.prod(count for count in counts if count is not None) if None not in counts else None
 
     @property
-    def baselines(self) -> tuple[tuple[np.ndarray, ...], ...]:
+    def baselines(self) -> "tuple[tuple[np.ndarray, ...], ...]":
         """The shares of the first trials: natural ones, and uniform ones where they differ; each float64[k] a mixture.
 
         Empty without mixtures.
@@ -93,16 +95,18 @@ class Space:
         shares = (mixture.shares(u[axes]) for mixture, axes in zip(self.mixtures, self.share_axes, strict=True))
         return params | self.params_of(tuple(shares))
 
-    def params_of(self, shares: Sequence[np.ndarray]) -> Params:
+    def params_of(self, shares: "Sequence[np.ndarray]") -> Params:
         """Shares as parameters of a trial: those of each mixture, float64[k]."""
         pairs = zip(self.mixtures, shares, strict=True)
         return {key: share for each, row in pairs for key, share in zip(each.keys, row.tolist(), strict=True)}
 
-    def shares_of(self, params: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+    def shares_of(self, params: Mapping[str, Any]) -> "tuple[np.ndarray, ...]":
         """The shares among the parameters of a trial: float64[k] for each mixture."""
+        import numpy as np
+
         return tuple(np.array([params[key] for key in mixture.keys], float) for mixture in self.mixtures)
 
-    def with_shares(self, u: Sequence[float], shares: Sequence[np.ndarray]) -> tuple[float, ...]:
+    def with_shares(self, u: Sequence[float], shares: "Sequence[np.ndarray]") -> tuple[float, ...]:
         """A point of the cube, with other shares."""
         found = list(u)
         for mixture, axes, row in zip(self.mixtures, self.share_axes, shares, strict=True):

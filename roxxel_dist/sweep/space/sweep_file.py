@@ -7,15 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, read_yaml, with_numbers
 from roxxel_dist.sweep.space.constraints import Expression, InfeasibleError, Rules
 from roxxel_dist.sweep.space.data_extras import DataExtras, data_extras
 from roxxel_dist.sweep.space.distributions import distribution
-from roxxel_dist.sweep.space.passes import PassBudget
 from roxxel_dist.sweep.space.space import Parameter, Params, Space
+
+if TYPE_CHECKING:
+    from roxxel_dist.sweep.space.passes import PassBudget
 
 METHODS = ("bayes", "random", "grid")
 """Of W&B."""
@@ -63,7 +65,7 @@ class Sweep:
     data: DataExtras = field(default_factory=DataExtras)
     """What is searched of the data: shares, and ends of phases."""
 
-    def with_budget(self, budget: PassBudget) -> "Sweep":
+    def with_budget(self, budget: "PassBudget") -> "Sweep":
         """The same sweep over the mixtures that the passes over the data leave.
 
         Raises:
