@@ -120,9 +120,10 @@ def test_seeds_are_compared_in_pairs(ours, theirs, mean, half):
     ],
 )
 def test_inside_or_outside(predicted, measured, inside):
-    made = (None if one is None else Estimate(*one) for one in (predicted, measured))
-    assert (
-        Confirmed(against="natural", seeds=3, **dict(zip(("predicted", "measured"), made, strict=True))).is_inside
-        is inside
-    )
+    said, found = (None if one is None else Estimate(*one) for one in (predicted, measured))
+    one = Confirmed(against="natural", seeds=3, noise=None, predicted=said, measured=found)
+    assert one.is_inside is inside
+
+
+def test_no_common_seed_measures_nothing():
     assert paired({}, {1: 2.0}) is None

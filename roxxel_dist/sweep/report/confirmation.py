@@ -6,6 +6,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from roxxel_dist.place.directory import is_study
+from roxxel_dist.sweep.report.common_noise import noise_ratio
 from roxxel_dist.sweep.report.surface import Estimate
 from roxxel_dist.sweep.study.confirm import BEST, FOLDER, Expected
 from roxxel_dist.sweep.study.folder import Study
@@ -25,6 +26,9 @@ class Confirmed:
     measured: Estimate | None
     """The mean over the seeds that both have, and its interval; None before there is one."""
     seeds: int
+    noise: float | None
+    """The variance of these differences over that of differences with seeds of their own (`noise_ratio`); None for
+    fewer than two seeds."""
 
     @property
     def is_inside(self) -> bool | None:
@@ -51,7 +55,7 @@ class Confirmation:
             "factor": expected.factor, "trial": expected.trial, "seeds": expected.seeds,
             "values": {name: list(values.values()) for name, values in self.values.items()},
             "gains": [
-                {"against": one.against, "seeds": one.seeds, "inside": one.is_inside,
+                {"against": one.against, "seeds": one.seeds, "inside": one.is_inside, "noise": one.noise,
                  "predicted": one.predicted and one.predicted._asdict(),
                  "measured": one.measured and one.measured._asdict()}
                 for one in self.gains
@@ -75,6 +79,10 @@ class Confirmation:
             measured = "not measured yet" if one.measured is None else f"measured {one.measured}"
             verdict = {True: ": inside the interval", False: ": OUTSIDE the interval", None: ""}[one.is_inside]
             lines.append(f"best less {one.against}: {predicted}, {measured}{verdict}")
+            if one.noise is not None:
+                lines.append(
+                    f"  common random numbers: the variance of this difference is {one.noise:.2f} x that without"
+                )
         return lines
 
 
@@ -90,11 +98,17 @@ def confirmation(study: Study) -> Confirmation | None:
             predicted=Estimate(*expected.gains[name]) if name in expected.gains else None,
             measured=paired(values[BEST], values[name]),
             seeds=len(values[BEST].keys() & values[name].keys()),
+            noise=_noise(values[BEST], values[name]),
         )
         for name in expected.phases
         if name != BEST
     ]
     return Confirmation(expected=expected, values=values, gains=gains, metric=study.sweep.metric)
+
+
+def _noise(ours: dict[int, float], theirs: dict[int, float]) -> float | None:
+    both = sorted(ours.keys() & theirs.keys())
+    return noise_ratio([ours[seed] for seed in both], [theirs[seed] for seed in both]) if len(both) > 1 else None
 
 
 def paired(ours: dict[int, float], theirs: dict[int, float]) -> Estimate | None:
