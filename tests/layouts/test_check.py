@@ -14,6 +14,7 @@ def statuses(report):
     return {result.layout: result.status for result in report.results}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_built_in_model_agrees_in_all_layouts(checked):
     report = checked(dropout_rate=0.1, use_moe=True, num_blocks=1, seq_len=17)

@@ -1,6 +1,7 @@
 """Sound configurations: all layouts of each of them agree."""
 
 import pytest
+from reader import ROOT
 
 OWN = {"model": "layouts.planted.sound:build", "loss": "layouts.planted.sound:loss"}
 BY_HAND = OWN | {"loss": "layouts.planted.sound:summed_by_hand"}
@@ -79,3 +80,17 @@ def test_a_sound_configuration_agrees(checked, fields):
     bad = [result for result in report.results if result.status in ("differs", "failed")]
     assert report.agree, bad
     assert [result.layout for result in report.results if result.status == "agrees"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("folder", "fields"),
+    [
+        ("own_model", {"model": "own:build", "loss": "own:loss", "model_args": {"width": 32, "depth": 1}}),
+        ("own_optimizer", {"optimizer": "soap:build", "num_blocks": 1}),
+    ],
+)
+def test_the_examples_agree(checked, monkeypatch, folder, fields):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / folder))
+    report = checked("rows", "fsdp", "accum", **fields)
+    assert report.agree, report.results

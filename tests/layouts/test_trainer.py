@@ -1,0 +1,49 @@
+"""A Trainer of parts is checked on its own mesh and data, with its own optimizer."""
+
+import jax
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+from layouts.planted import double_psum, one_copy, sound
+
+from roxxel_dist import Curriculum, Phase, Roxxel, Trainer, UserError, check_layouts
+
+
+@pytest.fixture
+def trainer(tokens, tmp_path, monkeypatch):
+    """A trainer of parts, on a mesh with axes of its own or of `make_mesh`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    data = Roxxel(tokens)
+
+    def make(loss=sound.loss, optimizer=None, **mesh):
+        curriculum = Curriculum(data, [Phase(steps=4, batch_size=8, seq_len=17)])
+        model = sound.Model(40, nnx.Rngs(0), width=16, depth=1)
+        return Trainer(model, optimizer or optax.adamw(1e-3), curriculum, loss, tmp_path / "run", **mesh)
+
+    with data:
+        yield make
+
+
+def own_mesh(devices):
+    return Mesh(jax.devices()[:devices], ("replica",), axis_types=(AxisType.Auto,))
+
+
+def test_a_mesh_with_axes_of_its_own(trainer):
+    report = check_layouts(trainer(mesh=own_mesh(4)))
+    assert report.agree, report.results
+    statuses = {result.layout: result.status for result in report.results}
+    assert (statuses["mesh"], statuses["accum"], statuses["fsdp"]) == ("agrees", "agrees", "left out")
+    assert report.devices == 4
+
+
+def test_a_difference_on_the_mesh_of_make_mesh(trainer):
+    bad = trainer(loss=double_psum.loss, optimizer=one_copy.optimizer(None, 1e-2))
+    (result,) = check_layouts(bad, layouts=["rows"]).results
+    assert result.first_gradient.ratio == pytest.approx(8)
+    assert [each.name for each in result.differences if each.kind == "update"] == ["head.bias"]
+
+
+def test_one_device_has_one_layout(trainer):
+    with pytest.raises(UserError, match="one device has one layout alone"):
+        check_layouts(trainer(mesh=own_mesh(1)))
