@@ -32,31 +32,42 @@ def cpu_share(pid: int, seconds: float = 2.0) -> float:
 
 
 @contextlib.contextmanager
+def group(name: str, cpus: float) -> Iterator[Path]:
+    """A control group with so many CPUs (version 1 or 2): the file to which a process writes its number to be in it."""
+    first = (GROUPS / "cpu" / "cgroup.procs").exists()
+    top = GROUPS / "cpu" if first else GROUPS
+    place = top / name
+    place.mkdir()
+    try:
+        if first:
+            (place / "cpu.cfs_quota_us").write_text(str(round(cpus * PERIOD_US)))
+        else:
+            with contextlib.suppress(OSError):
+                (top / "cgroup.subtree_control").write_text("+cpu")
+            (place / "cpu.max").write_text(f"{round(cpus * PERIOD_US)} {PERIOD_US}")
+        yield place / "cgroup.procs"
+    finally:
+        end = time.monotonic() + 10
+        while place.exists():
+            with contextlib.suppress(OSError):
+                place.rmdir()
+            assert time.monotonic() < end, f"{place} is in use"
+
+
+@contextlib.contextmanager
 def quota(pid: int, cpus: float) -> Iterator[None]:
-    """A control group of its own for a process, with so many CPUs (version 1 or 2)."""
+    """A control group of its own for a process, with so many CPUs."""
     first = (GROUPS / "cpu" / "cgroup.procs").exists()
     top = GROUPS / "cpu" if first else GROUPS
     lines = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
     home = next(path for _, names, path in lines if ("cpu" in names.split(",") if first else not names))
-    group = top / f"roxxel-test-{pid}"
-    group.mkdir()
-    try:
-        if first:
-            (group / "cpu.cfs_quota_us").write_text(str(round(cpus * PERIOD_US)))
-        else:
-            with contextlib.suppress(OSError):
-                (top / "cgroup.subtree_control").write_text("+cpu")
-            (group / "cpu.max").write_text(f"{round(cpus * PERIOD_US)} {PERIOD_US}")
-        (group / "cgroup.procs").write_text(str(pid))
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # the process may be gone
-            (top / home.strip("/") / "cgroup.procs").write_text(str(pid))
-        end = time.monotonic() + 10
-        while group.exists():
-            with contextlib.suppress(OSError):
-                group.rmdir()
-            assert time.monotonic() < end, f"{group} is in use"
+    with group(f"roxxel-test-{pid}", cpus) as processes:
+        processes.write_text(str(pid))
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # the process may be gone
+                (top / home.strip("/") / "cgroup.procs").write_text(str(pid))
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.cli.parser import parse
@@ -46,6 +46,13 @@ class DoctorArgs:
     """Path of Python on the hosts. Default: the path of this Python."""
     directory: str | None = None
     """Working directory on the hosts. Default: the current directory."""
+    check_devices: Literal["auto", "on", "off"] = "auto"
+    """Check the accelerators too: the driver's report, a matrix product, a copy and a sum. It takes some seconds. auto:
+    on hosts with GPUs or TPUs."""
+    preflight: str | None = None
+    """Run this shell command on each host. An exit code other than 0 is an error."""
+    forget: str | None = None
+    """Forget that hosts failed in the last day: their names, separated by commas, or `all`. It checks nothing."""
     json: bool = False
     """Print JSON."""
 
@@ -54,14 +61,24 @@ def doctor(words: list[str]) -> int:
     """Check that hosts answer, are equal, and are ready to train."""
     cut = words.index("--") if "--" in words else len(words)
     args, command = parse(DoctorArgs, words[:cut], "doctor", underscores=False), words[cut + 1 :]
+    from roxxel_dist.launcher.preflight import failed_hosts
+    from roxxel_dist.launcher.preflight.devices import DeviceChecks
     from roxxel_dist.launcher.preflight.run import check_hosts
 
     with usage_errors():
+        if args.forget is not None:
+            gone = failed_hosts.forget_of_user(args.forget.split(","))
+            print(f"forgotten: {', '.join(dict.fromkeys(gone)) or 'no host, for none of them has failed'}")
+            return 0
         needs = requirements(args, tuple(command))
         if command[:1] == ["train"]:
             parse_train(command[1:])
         backend = backend_of(args)
-        report = check_hosts(needs, backend, backend.hosts, port=args.port)
+        checks = DeviceChecks(mode=args.check_devices, command=args.preflight, pending={*backend.hosts})
+        report = check_hosts(needs, backend, backend.hosts, port=args.port, devices=checks)
+        for host, why in report.suspects.items():
+            failed_hosts.remember(backend, host, why)
+        failed_hosts.forget(backend, list(checks.passed))
         as_json = {"fit": report.passed, **dataclasses.asdict(report)}
         print(json.dumps(as_json, indent=2) if args.json else printable(_as_text(report, len(backend.hosts))))
         return 0 if report.passed else EXIT_PREFLIGHT

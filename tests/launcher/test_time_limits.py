@@ -5,8 +5,9 @@ from pathlib import Path
 
 from roxxel_dist.cluster.distributed import INIT_TIMEOUT_S
 from roxxel_dist.cluster.exit_codes import USAGE_S
+from roxxel_dist.launcher.control import notify
 from roxxel_dist.launcher.control.attempt import DUMP_S
-from roxxel_dist.launcher.host import agent, lease, process_tree, spares
+from roxxel_dist.launcher.host import agent, host_checks, lease, process_tree, spares
 from roxxel_dist.launcher.host.probe import LIFE_S
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.job.spec import LEAST_LEASE_S, JobSpec
@@ -32,6 +33,7 @@ def test_their_order() -> None:
     assert lease.ORPHAN_S + lease.FRESH_S < HEARTBEAT_TIMEOUT_S, "hosts have time to ask more than once"
     assert agent.SLACK_S < pool.GONE_S, "also where a guard has to end a stopped agent"
     assert LEAST_LEASE_S == HEARTBEAT_TIMEOUT_S
+    assert host_checks.WAIT_S < pool.QUIET_S, "an agent answers in time while checks run"
     assert agent.SLACK_S > 0, "an agent ends by itself before its guard kills it"
     assert USAGE_S < pool.SILENT_S
     assert ANSWER_S < LIFE_S, "a probe outlives the slowest answer of another host"
@@ -40,6 +42,12 @@ def test_their_order() -> None:
 
 def test_the_table_has_their_values() -> None:
     values = {
+        "host_checks.WAIT_S": host_checks.WAIT_S,
+        "host_checks.TOOL_S": host_checks.TOOL_S,
+        "host_checks.DEVICES_S": host_checks.DEVICES_S,
+        "host_checks.COMMAND_S": host_checks.COMMAND_S,
+        "notify.END_S": notify.END_S,
+        "notify.LIMIT_S": notify.LIMIT_S,
         "pool.HEARTBEAT_S": pool.HEARTBEAT_S,
         "agent.REPORT_S": agent.REPORT_S,
         "attempt.DUMP_S": DUMP_S,

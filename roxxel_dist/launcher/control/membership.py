@@ -139,6 +139,7 @@ class Membership:
             accepted=selector.warnings,
             plan=selector.plan,
             grows_with=selector.grows_with,
+            devices=selector.devices,
         )
         self._lost = ready.lost
         with Candidates(self._job, self._backend, running, self._history) as self._candidates:

@@ -138,6 +138,7 @@ class _Controller:
         selector = HostSelector(self.job, self.backend, self.signals, self.console, pool, newcomers)
         if membership is not None:
             membership.attach(selector)
+        selector.leave_failed_hosts()
         back: tuple[str, ...] = ()
         result = AttemptResult()
         while True:
@@ -173,6 +174,8 @@ class _Controller:
                     host_lost=result.lost is not None and result.lost.with_host,
                     idle=last.counts and last.reached == 0,
                 )
+            if last.cause is Cause.INFRASTRUCTURE and last.host:
+                selector.devices.pending.add(last.host)
             if decision.set_aside:
                 selector.set_aside(decision.set_aside)
             if numbers := self.signals.wait(decision.wait):

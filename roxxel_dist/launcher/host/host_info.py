@@ -33,16 +33,11 @@ def gather(question: HostInfo) -> HostInfo:
     this host, and `compare` also asks for values to compare between hosts (versions, code, data).
     """
     run_dir, data_path, resume = (question[name] for name in ("run_dir", "data_path", "resume"))
-    # A container sees all GPUs of its machine in /proc, and may use those in /dev. AMD's are not counted.
-    gpus = len(glob("/dev/nvidia[0-9]*") or glob("/proc/driver/nvidia/gpus/*"))
-    info: HostInfo = {
+    info: HostInfo = accelerators() | {
         "machine": f"{boot_id() or socket.gethostname()} {os.readlink('/proc/self/ns/net')}",
-        "gpus": None if not gpus and os.path.exists("/dev/kfd") else gpus,
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "tpu_lock": tpu_lock(LOCK),
-        "tpus": len(glob("/dev/accel[0-9]*") or glob("/dev/vfio/[0-9]*")),
         "cores": os.cpu_count() or 1,
-        "platforms": os.environ.get("JAX_PLATFORMS"),
         "run_dir": folder(run_dir, is_run=question["shared"]) if run_dir is not None else None,
     }
     if question["compare"]:
@@ -57,6 +52,17 @@ def gather(question: HostInfo) -> HostInfo:
         if data_path is not None or resume:
             info["data"] = host_checks().data_to_read(data_path, run_dir, resume=resume)
     return info
+
+
+def accelerators() -> HostInfo:
+    """How many there are, and which of them jax is to use."""
+    # A container sees all GPUs of its machine in /proc, and may use those in /dev. AMD's are not counted.
+    gpus = len(glob("/dev/nvidia[0-9]*") or glob("/proc/driver/nvidia/gpus/*"))
+    return {
+        "gpus": None if not gpus and os.path.exists("/dev/kfd") else gpus,
+        "tpus": len(glob("/dev/accel[0-9]*") or glob("/dev/vfio/[0-9]*")),
+        "platforms": os.environ.get("JAX_PLATFORMS"),
+    }
 
 
 def own_name() -> HostInfo:

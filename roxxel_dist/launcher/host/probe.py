@@ -7,9 +7,13 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING
 
-from roxxel_dist.launcher.host.host_info import code_files, existing, gather, is_loopback, resolved, touch
+from roxxel_dist.launcher.host.host_info import accelerators, code_files, existing, gather, is_loopback, resolved, touch
 from roxxel_dist.launcher.host.protocol import Decoder, Message, encode
+
+if TYPE_CHECKING:
+    from roxxel_dist.launcher.host.host_checks import HostChecks
 
 LIFE_S = 600
 """From one question to the next: 300 hosts are asked 32 at a time, and each may take a minute. It also ends a probe
@@ -52,6 +56,12 @@ def answer(question: Message, held: ExitStack) -> Message:
             case "facts":
                 held.close()
                 reply = gather(question)
+                if question.get("checks") is not None:
+                    reply["checks"] = _start_checks(question["checks"], reply, held)
+            case "checks":
+                reply = {"checks": _start_checks(question["checks"], accelerators(), held)}
+            case "checked":
+                reply = _checks[-1].collect() if _checks else {"why": "no check was asked for"}
             case "addresses":
                 reply = {"addresses": local_addresses(question["towards"])}
             case "listen":
@@ -73,6 +83,23 @@ def answer(question: Message, held: ExitStack) -> Message:
     except OSError as error:
         reply = {"why": error.strerror or str(error)}
     return reply | ({"id": question["id"]} if "id" in question else {})
+
+
+_checks: list["HostChecks"] = []
+"""The checks that run in this process, which answers to one launcher; the last ones count."""
+
+
+def _start_checks(question: Message, info: Message, held: ExitStack) -> bool:
+    """Start what checks this host; whether there is anything. It ends with `held`."""
+    has_devices = question["mode"] == "auto" and (info["gpus"] or info["tpus"])
+    if question["mode"] != "on" and not has_devices and question["command"] is None:
+        return False
+    from roxxel_dist.launcher.host.host_checks import HostChecks  # late: most starts need none
+
+    checks = HostChecks(question, info)
+    _checks[:] = [checks]
+    held.callback(checks.close)
+    return bool(checks)
 
 
 def _port(address: str, port: int, nonce: str, held: ExitStack) -> int | str:

@@ -29,6 +29,7 @@ CONTRACT = (
 """The variables by which a rank knows its place; those of an outer launch never reach a rank."""
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+DeviceCheckMode = Literal["auto", "on", "off"]
 LEAST_LEASE_S = 10.0
 """A host that is cut off alone lives as long."""
 
@@ -60,6 +61,12 @@ class JobOptions:
     """Seconds for the other processes to end after the first process has ended without an error. 0: no limit."""
     all_ranks: bool = False
     """Show the output of all ranks, not only of rank 0."""
+    check_devices: DeviceCheckMode = "auto"
+    """Check the accelerators of each host before the start, and those of a host whose rank failed before a restart: the
+    driver's report, a matrix product, a copy and a sum. It takes some seconds. auto: on hosts with GPUs or TPUs."""
+    preflight: str | None = None
+    """Run this shell command on each host before the start, and on a host whose rank failed before a restart. An exit
+    code other than 0 means that the host is not used."""
     notify: str | None = field(default=None, repr=False)
     """Run this shell command for each restart, hang and host that is set aside, and at the end of the job. Its standard
     input is one JSON object."""
@@ -140,6 +147,10 @@ class JobSpec(MemberOptions, HostOptions, JobOptions):
             )
         if any("\0" in word for word in self.command):
             raise UserError("the command holds a NUL character, which no process can receive: take it out")
+        if self.preflight is not None and (not self.preflight.strip() or "\0" in self.preflight):
+            raise UserError(
+                f"--preflight {self.preflight!r}: name a shell command, such as --preflight 'test -d /data'"
+            )
         if self.notify is not None and (not self.notify.strip() or "\0" in self.notify):
             raise UserError(f"--notify {self.notify!r}: name a shell command, such as --notify 'cat >> events'")
         if not RUN_ID.fullmatch(self.run_id):

@@ -15,6 +15,7 @@ from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.placement import Assignment
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.preflight.checks import HERE, CheckResult
+from roxxel_dist.launcher.preflight.devices import DeviceChecks
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import Interrupted
@@ -79,6 +80,8 @@ class Running:
     """What would start with more hosts."""
     grows_with: Callable[[Sequence[str]], bool]
     """Whether the job would have more devices with these."""
+    devices: DeviceChecks | None = None
+    """The checks of accelerators, which candidates pass too."""
 
 
 class Candidates:
@@ -173,6 +176,8 @@ class Candidates:
     def _look_at(self, hosts: Sequence[str]) -> None:
         """Look at these hosts, and find which candidates can be used by now."""
         running, history, newcomers, self._unfit = self._running, self._history, self._newcomers, set()
+        if running.devices is not None:
+            running.devices.pending.update(hosts)
         ready = [host for host in self.ready if host not in hosts]
         at_once = [host for host in hosts if host in newcomers - history.looked and running.grows_with([*ready, host])]
         fit = [host for host in hosts if host in at_once or self._is_fit(host)]
@@ -202,9 +207,10 @@ class Candidates:
 
     def _is_fit(self, host: str) -> bool:
         report = self._checked(self._job, (host,))
-        if not report.passed:
+        is_fit = report.passed and not report.suspects
+        if not is_fit:
             self._is_unfit(host, self._reasons(report, host))
-        return report.passed
+        return is_fit
 
     def _fit_together(self, hosts: Sequence[str]) -> tuple[str, ...]:
         """Those of these hosts that can start together with the ones that work, where that helps."""
@@ -217,7 +223,9 @@ class Candidates:
                 for result in report.findings
                 if result.level == "warning" and result.text not in running.accepted and self._strangers(result)
             ]
-            wrong = report.blamed(running.hosts).union(*map(self._strangers, strange))
+            wrong = report.blamed(running.hosts).union(
+                *map(self._strangers, strange), report.suspects.keys() - {*running.hosts}
+            )
             if report.passed and not wrong:
                 return tuple(host for host in hosts if host in plan.hosts)
             for host in hosts:
@@ -233,7 +241,9 @@ class Candidates:
     def _checked(self, job: JobSpec, hosts: Sequence[str]) -> PreflightReport:
         port, busy = self._running.port, self._running.hosts
         with HostPool(self._backend, self._wake) as pool:
-            return check_job_hosts(job, self._backend, hosts, port=port, pool=pool, busy=busy)
+            return check_job_hosts(
+                job, self._backend, hosts, port=port, pool=pool, busy=busy, devices=self._running.devices
+            )
 
     def _strangers(self, result: CheckResult) -> frozenset[str]:
         """The hosts that agree with none of those that work."""
@@ -245,6 +255,7 @@ class Candidates:
         errors = [result for result in report.findings if result.level == "error"]
         blamed = {result.check: result.blamed(self._running.hosts) or {host} for result in errors}
         reasons = {result.check: result.text for result in errors if host in blamed[result.check]}
+        reasons |= {"devices": report.suspects[host]} if host in report.suspects else {}
         return reasons | ({"host": report.unreachable[host]} if host in report.unreachable else {})
 
     def _is_unfit(self, host: str, reasons: dict[str, str]) -> None:

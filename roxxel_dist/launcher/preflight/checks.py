@@ -71,6 +71,8 @@ class CheckResult:
     text: str
     groups: tuple[tuple[str, ...], ...] = ()
     """Where hosts were compared: those that agree with each other."""
+    suspect: bool = False
+    """Another host is better than this one, also where it is no error."""
 
     def blamed(self, trusted: Collection[str] = ()) -> frozenset[str]:
         """The hosts without which the check may pass; empty where that cannot be known.

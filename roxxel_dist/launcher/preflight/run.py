@@ -23,6 +23,7 @@ from roxxel_dist.launcher.preflight.checks import (
     requirements_of,
     run_checks,
 )
+from roxxel_dist.launcher.preflight.devices import DeviceChecks, is_wanted_here
 from roxxel_dist.launcher.preflight.network import Addresses, addresses, check_network
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import HostQuestions
@@ -54,6 +55,13 @@ class PreflightReport:
         return not self.unreachable and all(result.level != "error" for result in self.findings)
 
     @property
+    def suspects(self) -> dict[str, str]:
+        """The hosts whose devices did not pass, and why."""
+        suspects = [result for result in self.findings if result.suspect]
+        texts = {result.hosts[0]: [one.text for one in suspects if one.hosts == result.hosts] for result in suspects}
+        return {host: "; ".join(found) for host, found in texts.items()}
+
+    @property
     def problems(self) -> list[str]:
         """What speaks against a start, each for people."""
         gone = [f"host {host} cannot be used: {why}" for host, why in self.unreachable.items()]
@@ -73,13 +81,14 @@ def check_job_hosts(
     port: int | None,
     pool: HostPool | None = None,
     busy: Collection[str] = (),
+    devices: DeviceChecks | None = None,
 ) -> PreflightReport:
     """Check the hosts of a job, in the order of the ranks; see `check_hosts`."""
     is_here = backend.is_local and len(hosts) == 1
     requirements = requirements_of(job, backend.environment, writes=is_here)
     if len(hosts) == 1:  # nothing to compare it with, and `train` says itself what it cannot read
         requirements = replace(requirements, data_path=None, compare=not is_here)
-    return check_hosts(requirements, backend, hosts, port=port, pool=pool, busy=busy)
+    return check_hosts(requirements, backend, hosts, port=port, pool=pool, busy=busy, devices=devices)
 
 
 def check_hosts(
@@ -90,20 +99,23 @@ def check_hosts(
     port: int | None = None,
     pool: HostPool | None = None,
     busy: Collection[str] = (),
+    devices: DeviceChecks | None = None,
 ) -> PreflightReport:
     """Check hosts, and choose where the first one's coordinator shall listen: at `port`, or at a free one.
 
     Agents that are started for it stay in `pool`; without one they end. Ranks of the job run on hosts that are `busy`:
-    what these hold will be free before a start. Raises Interrupted where the pool is woken.
+    what these hold will be free before a start. `devices`: which accelerators are checked too. Raises Interrupted where
+    the pool is woken.
     """
     with ExitStack() as held:
-        if backend.is_local and len(hosts) == 1:
-            return _check(requirements, backend, hosts, port, _ThisMachine(held), busy)
+        is_waiting = pool is not None and is_wanted_here(devices)  # for seconds, in which somebody may press Ctrl-C
+        if backend.is_local and len(hosts) == 1 and not is_waiting:
+            return _check(requirements, backend, hosts, port, _ThisMachine(held), busy, devices)
         if problem := allow_open_files(len(hosts)):
             return PreflightReport(findings=[CheckResult("error", "open files", tuple(hosts), problem)])
         requirements = replace(requirements, code=hash_of_code())
         questions = HostQuestions(pool or held.enter_context(HostPool(backend)))
-        return _check(requirements, backend, hosts, port, questions, busy)
+        return _check(requirements, backend, hosts, port, questions, busy, devices)
 
 
 class _ThisMachine:
@@ -127,8 +139,11 @@ def _check(
     port: int | None,
     questions: Questions,
     busy: Collection[str],
+    devices: DeviceChecks | None,
 ) -> PreflightReport:
-    infos = questions.ask({host: {"ask": "facts", **asdict(requirements)} for host in hosts})
+    checks = {host: devices.question(host) for host in hosts} if devices is not None else {}
+    asked = asdict(requirements)
+    infos = questions.ask({host: {"ask": "facts", **asked, "checks": checks.get(host)} for host in hosts})
     for host in [host for host in infos if "why" in infos[host]]:
         questions.unreachable[host] = infos.pop(host)["why"]
     if not infos:
@@ -149,6 +164,8 @@ def _check(
         findings += more
     if requirements.shared and others:
         findings += _shared(questions, list(infos), requirements.run_dir)
+    if devices is not None and devices.needed_by(infos):  # last: the checks have run meanwhile
+        findings += devices.check(questions, list(infos), [host for host in infos if infos[host].get("checks")])
     return PreflightReport(
         address=address,
         port=free,

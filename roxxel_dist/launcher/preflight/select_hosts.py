@@ -11,6 +11,8 @@ from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.policy.membership import working_number
+from roxxel_dist.launcher.preflight import failed_hosts
+from roxxel_dist.launcher.preflight.devices import DeviceChecks, checks_of
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import Interrupted
@@ -73,6 +75,8 @@ class _Search:
     is_retry: bool
     """Whether the job has run before."""
     said: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    """Hosts whose devices did not pass."""
 
 
 class HostSelector:
@@ -115,6 +119,20 @@ class HostSelector:
         self._were_back = set[str]()
         self._note = ""
         self._present: tuple[str, ...] = ()
+        self.devices: DeviceChecks = checks_of(job, backend.hosts, len(working_hosts(job, backend.hosts)))
+        """The checks of accelerators; hosts whose ranks fail are added to those that are pending."""
+
+    def leave_failed_hosts(self) -> None:
+        """Set those aside whose devices failed in the last day, where enough others are left; say so in a line."""
+        failed = failed_hosts.known(self._backend)
+        for host in failed:
+            if self.can_do_without(host):
+                self.set_aside(host)
+        used = [host for host in failed if host not in self._set_aside]
+        if failed:
+            names = "; ".join(f"{host} ({why.removeprefix(f'{host}: ')})" for host, why in failed.items())
+            end = f"; used in any case, for too few others are left: {', '.join(used)}" if used else ""
+            self._screen.info(f"failed in the last day, see `doctor --forget`: {names}{end}")
 
     def plan(self, back: Sequence[str]) -> Assignment:
         """What would start if these hosts were there beside those that were selected last."""
@@ -162,6 +180,7 @@ class HostSelector:
         if members == self.members or not members:
             return
         self.members, self._changes = members, True
+        self.devices.pending.update(joins)
         self._job = self._sized(members)
         self._set_aside = [host for host in self._set_aside if host not in leaves]
         self._left_out -= {*leaves}
@@ -212,18 +231,43 @@ class HostSelector:
         while True:
             assignment = self._assign(search.present)
             report = self._look_at(assignment, self.port(attempt))
+            if self._without_failed(search, report):
+                continue
             warnings = [result.text for result in report.findings if result.level == "warning"]
             self._say(warnings, self.warnings, "warning: ")
             if report.passed:
                 return self._ready(assignment, report, search)
             self._change(search, report)
 
+    def _without_failed(self, search: "_Search", report: PreflightReport) -> bool:
+        """Set hosts aside whose devices did not pass, where enough others are left; whether there were such hosts."""
+        gone = []
+        for host, why in report.suspects.items():
+            if host not in search.failed:
+                search.failed.add(host)
+                failed_hosts.remember(self._backend, host, why)
+                if self.can_do_without(host):
+                    self.set_aside(host)
+                    gone.append(host)
+                    self._say([f"host {host} is set aside: {why}"], search.said)
+        failed_hosts.forget(self._backend, list(self.devices.passed))
+        self.devices.passed.clear()
+        search.present = self._in_order({*search.present} - {*gone})
+        return bool(gone)
+
     def _look_at(self, assignment: Assignment, port: int | None) -> PreflightReport:
         """What preflight finds. Raises StoppedError."""
         while True:
             self._pool.reach_anew()
             try:
-                return check_job_hosts(assignment.job, self._backend, assignment.hosts, port=port, pool=self._pool)
+                return check_job_hosts(
+                    assignment.job,
+                    self._backend,
+                    assignment.hosts,
+                    port=port,
+                    pool=self._pool,
+                    devices=self.devices,
+                )
             except Interrupted:
                 if numbers := self._signals.take():
                     raise StoppedError(numbers[0]) from None

@@ -14,7 +14,7 @@ import threading
 import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import parse_qs, quote, urlsplit
 
 from roxxel_dist.cluster.exit_codes import UserError
@@ -64,7 +64,7 @@ class TokenServer(ThreadingHTTPServer):
         self.ended: threading.Event = threading.Event()
         self._asking: dict[Any, float] = {}
         self._slots = threading.BoundedSemaphore(MOST)
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.address_family: int = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), handler)
         except (OSError, OverflowError) as error:
@@ -135,8 +135,9 @@ class TokenHandler(BaseHTTPRequestHandler):
     """Answers a request that names this server and has its token. A subclass has the pages."""
 
     server: TokenServer  # pyright: ignore[reportIncompatibleVariableOverride]
-    server_version, sys_version = "roxxel-dist", ""
-    timeout = REQUEST_S
+    server_version: str = "roxxel-dist"
+    sys_version: str = ""
+    timeout: ClassVar[float | None] = REQUEST_S
 
     def do_GET(self) -> None:
         """Answer, or refuse with a line of text."""

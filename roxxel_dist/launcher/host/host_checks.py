@@ -1,0 +1,184 @@
+"""Programs that check this host before a start, while it answers other questions: vendor's tools, devices, the user's.
+
+They are asked for with the facts of the host (`probe.py`), run beside each other, and are collected later.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from roxxel_dist.launcher.host import vendor
+from roxxel_dist.launcher.host.process_tree import die_with_parent
+
+MODULE = "roxxel_dist.cluster.device_check"
+DEVICES_S, TOOL_S, COMMAND_S = 60.0, 20.0, 60.0
+"""Time limits: of the check of devices, of a vendor's tool, and of the user's command."""
+WAIT_S = 0.5
+"""An answer does not take longer: meanwhile an agent sends nothing else."""
+LOOK_S = 0.05
+TAIL_BYTES, LINE = 4096, 200
+CHIPS = {1: "1,1,1", 4: "2,2,1", 8: "2,4,1"}
+"""How the chips of one TPU host lie."""
+
+
+@dataclass
+class Program:
+    """One of them."""
+
+    process: "subprocess.Popen[bytes]"
+    out: int
+    """A file in memory with its output."""
+    limit_s: float
+    begun: float = field(default_factory=time.monotonic)
+    timed_out: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it ended, or was killed because its time was over."""
+        if self.process.poll() is None and time.monotonic() - self.begun >= self.limit_s:
+            self.timed_out = True
+            self.kill()
+        return self.timed_out or self.process.poll() is not None
+
+    def kill(self) -> None:
+        """End it with all of its group. One that waits for a driver may stay for a while."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(WAIT_S)
+
+    def text(self) -> str:
+        """What it printed."""
+        size = os.fstat(self.out).st_size
+        return os.pread(self.out, min(size, 1 << 24), 0).decode(errors="replace")
+
+    @property
+    def code(self) -> int:
+        """Its exit code; that of a kill where it does not end."""
+        return -signal.SIGKILL if self.process.returncode is None else self.process.returncode
+
+    def last_line(self) -> str:
+        """The last line that it printed."""
+        size = os.fstat(self.out).st_size
+        tail = os.pread(self.out, TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace").splitlines()
+        return next((line.strip()[:LINE] for line in reversed(tail) if line.strip()), "it printed nothing")
+
+
+class HostChecks:
+    """The checks that were asked for.
+
+    Args:
+        question: `mode` (auto, on, off), `env` for all programs, `devices` (simulated ones, or None) and `command`
+            (the user's, or None).
+        info: the facts of this host.
+    """
+
+    def __init__(self, question: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+        self._programs: dict[str, Program] = {}
+        self._problems: dict[str, str] = {}
+        self._env = {**os.environ, **question["env"]}
+        mode = question["mode"]
+        platforms = self._env.get("JAX_PLATFORMS") or info["platforms"] or ""
+        has_devices = bool(info["gpus"] or info["tpus"]) and platforms.split(",")[0] != "cpu"
+        self._tpus = info["tpus"] if has_devices else 0
+        if mode == "on" or (mode == "auto" and has_devices):
+            self._start_devices(question["devices"])
+            if has_devices and info["gpus"] and shutil.which("nvidia-smi", path=self._env.get("PATH")):
+                self._start("nvidia-smi", ["nvidia-smi", "-q", "-x"], TOOL_S)
+                self._start("nvlink", ["nvidia-smi", "nvlink", "-s"], TOOL_S)
+        if question["command"] is not None:
+            self._start("command", ["/bin/sh", "-c", question["command"]], COMMAND_S)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to collect."""
+        return bool(self._programs or self._problems)
+
+    def _start_devices(self, simulated: int | None) -> None:
+        env = {"PJRT_NPROC": str(simulated or 1)} if simulated or not self._tpus else {}
+        env |= {"ROXXEL_LOCAL_DEVICES": str(simulated)} if simulated else {}
+        if shape := CHIPS.get(self._tpus):  # else one host of a slice waits for all others
+            env |= {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": shape}
+            env |= {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost", "CLOUD_TPU_TASK_ID": "0"}
+        env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        self._start("devices", [sys.executable, "-P", "-c", f"import {MODULE}; {MODULE}.main()"], DEVICES_S, env)
+
+    def _start(self, name: str, argv: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> None:
+        out = os.memfd_create(name)
+        try:
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**self._env, **(env or {}), "LC_ALL": "C"} if name != "command" else self._env,
+                start_new_session=True,
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - a system call, no lock
+            )
+        except OSError as error:
+            os.close(out)
+            self._problems[name] = f"cannot be started ({error.strerror})"
+            return
+        self._programs[name] = Program(process, out, limit_s)
+
+    def collect(self) -> dict[str, Any]:
+        """What they found, when all have ended; {"pending": True} where that takes longer than a moment."""
+        end = time.monotonic() + WAIT_S
+        while [program for program in self._programs.values() if not program.has_ended]:  # each is looked at
+            if time.monotonic() >= end:
+                return {"pending": True}
+            time.sleep(LOOK_S)
+        found: dict[str, Any] = {"pending": False, "problems": [*self._vendor()]}
+        if "devices" in self._programs or "devices" in self._problems:
+            found["devices"] = self._devices()
+        if "command" in self._programs or "command" in self._problems:
+            found["command"] = self._command()
+        return found
+
+    def _devices(self) -> dict[str, Any]:
+        """What `device_check.measure` gave, or `why` there is nothing."""
+        if why := self._problems.get("devices"):
+            return {"why": f"the check of its devices {why}"}
+        program = self._programs["devices"]
+        if program.timed_out:
+            return {"why": f"its devices did not end the check within {DEVICES_S:g} s"}
+        if program.code == 0:
+            lines = [line for line in program.text().splitlines() if line.startswith("{")]
+            with contextlib.suppress(ValueError, IndexError):
+                return dict(json.loads(lines[-1]))
+        return {"why": f"the check of its devices ended with code {program.code}: {program.last_line()}"}
+
+    def _vendor(self) -> list[vendor.Problem]:
+        problems = vendor.tpu_problems() if self._tpus else []
+        if (program := self._programs.get("nvidia-smi")) is not None:
+            if program.timed_out:
+                text = f"nvidia-smi did not answer within {TOOL_S:g} s: the driver or a GPU is stuck"
+                return [*problems, vendor.Problem("error", text)]
+            problems += vendor.gpu_problems(program.text(), program.code)
+        if (program := self._programs.get("nvlink")) is not None and program.code == 0 and not program.timed_out:
+            problems += vendor.nvlink_problems(program.text())
+        return problems
+
+    def _command(self) -> str:
+        """What is wrong by the user's command; empty where nothing is."""
+        if why := self._problems.get("command"):
+            return why
+        program = self._programs["command"]
+        if program.timed_out:
+            return f"did not end within {COMMAND_S:g} s"
+        return f"ended with code {program.code}: {program.last_line()}" if program.code else ""
+
+    def close(self) -> None:
+        """End what still runs."""
+        for program in self._programs.values():
+            if program.process.poll() is None:
+                program.kill()
+            os.close(program.out)
+        self._programs.clear()

@@ -1,0 +1,263 @@
+"""Are the accelerators of the hosts right, and as fast as the others? What to ask of which host, and the judgement.
+
+A device is slow if its best time is larger than `FACTORS` times the median of the others of its kind, on whatever host,
+and stays so when it is measured again. It is wrong if a sum of integers is not exact.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from glob import glob
+from statistics import median
+from typing import Any, Protocol
+
+from roxxel_dist.launcher.host.protocol import Message
+from roxxel_dist.launcher.job.spec import DeviceCheckMode, JobSpec
+from roxxel_dist.launcher.preflight.checks import CheckResult
+
+FACTOR, FACTOR_OF_CPU = 1.5, 2.5
+"""Slower than the median of the others by this factor is slow. CPUs have other programs beside the check."""
+ROUNDS = 3
+"""How often a host that looks slow is measured; its best times count."""
+NAMES = {
+    "product": "a product of matrices",
+    "copy": "a copy in its memory",
+    "sum": "a sum over a host's devices",
+}
+DEVICE, COMMAND, VENDOR = "device", "preflight", "driver"
+"""The names of the checks."""
+
+Figures = dict[tuple[int, str], float]
+"""Milliseconds by (the place of a device on its host, or -1 for all of them; the work)."""
+
+
+class Questions(Protocol):
+    """Asks hosts."""
+
+    unreachable: dict[str, str]
+
+    def ask(self, questions: Mapping[str, Message]) -> dict[str, Message]:
+        """The answers of those that have answered."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """The devices of one host, as they were measured."""
+
+    kind: tuple[str, str, int]
+    """Platform, `jax.Device.device_kind`, and how many there are: only such hosts are compared."""
+    times: Figures
+
+    def merge(self, other: "Measured") -> None:
+        """Keep the better time of each work."""
+        for key, value in other.times.items():
+            self.times[key] = min(value, self.times.get(key, value))
+
+
+@dataclass(kw_only=True)
+class DeviceChecks:
+    """The checks of accelerators of one job, from one attempt to the next.
+
+    Args:
+        mode: whether devices are checked; auto: those of hosts with GPUs or TPUs.
+        command: the user's command, which runs on each host, if there is one.
+        pending: hosts that are to be checked before they start.
+        env: variables of the programs on the hosts.
+        simulated: devices of a host, where they are simulated.
+    """
+
+    mode: DeviceCheckMode
+    command: str | None
+    pending: set[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    simulated: int | None = None
+    measured: dict[str, Measured] = field(default_factory=dict)
+    """By host: the next ones are compared with them."""
+    failed: dict[str, list[CheckResult]] = field(default_factory=dict)
+    """What was found on hosts that did not pass."""
+    passed: set[str] = field(default_factory=set)
+    """Hosts that passed in this process."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any host can be asked something. On this machine that is known before."""
+        return bool(self.pending) and (self.mode != "off" or self.command is not None)
+
+    def question(self, host: str) -> dict[str, Any] | None:
+        """What a host is asked for; None if nothing."""
+        if not self.wanted or host not in self.pending:
+            return None
+        return {"mode": self.mode, "command": self.command, "env": dict(self.env), "devices": self.simulated}
+
+    def needed_by(self, infos: Mapping[str, Mapping[str, Any]]) -> bool:
+        """Whether there is anything to say of these hosts, of which some run their checks."""
+        return any(infos[host].get("checks") or host in self.failed for host in infos)
+
+    def check(self, questions: Questions, hosts: Sequence[str], started: Sequence[str]) -> list[CheckResult]:
+        """What is wrong on these hosts; `started`: those that run their checks by now."""
+        answers = collect(questions, started)
+        results: dict[str, list[CheckResult]] = {host: [] for host in started}
+        for host, answer in answers.items():
+            results[host] += _of_command(host, answer) + _of_vendor(host, answer)
+            if why := answer.get("devices", {}).get("why"):
+                results[host].append(_broken(host, why))
+            elif "devices" in answer:
+                self.measured[host] = figures(answer["devices"])
+                results[host] += _wrong(host, answer["devices"])
+        for result in unlike(self.measured, list(answers)):
+            results[result.hosts[0]].append(result)
+        measured = [host for host in answers if host in self.measured and not results[host]]
+        for host, found in self._slow(questions, measured).items():
+            results[host] += found
+        _excuse_all(results, answers)
+        for host in answers:
+            self.pending.discard(host)
+            if any(result.suspect for result in results[host]):
+                self.failed[host] = results[host]
+                self.measured.pop(host, None)
+            else:
+                self.failed.pop(host, None)
+                self.passed.add(host)
+        known = [result for host in hosts if host not in results for result in self.failed.get(host, ())]
+        found = [result for host in results for result in results[host]]
+        good = [host for host in measured if not results[host]]
+        return [*found, *known, *([self._good(good)] if good else [])]
+
+    def _slow(self, questions: Questions, hosts: Sequence[str]) -> dict[str, list[CheckResult]]:
+        """The slow devices of these hosts, each measured again before it is named."""
+        suspects = self._suspects(hosts)
+        for _ in range(ROUNDS - 1):
+            if not suspects:
+                break
+            asked = {"mode": "on", "command": None, "env": dict(self.env), "devices": self.simulated}
+            replies = questions.ask({host: {"ask": "checks", "checks": asked} for host in suspects})
+            for host, answer in collect(questions, list(replies)).items():
+                if answer.get("devices", {}).get("devices"):
+                    self.measured[host].merge(figures(answer["devices"]))
+            suspects = self._suspects(list(suspects))
+        return suspects
+
+    def _suspects(self, hosts: Sequence[str]) -> dict[str, list[CheckResult]]:
+        slow = {host: list(slow_devices(host, self.measured)) for host in hosts}
+        return {host: found for host, found in slow.items() if found}
+
+    def _good(self, hosts: Sequence[str]) -> CheckResult:
+        times = [self.measured[host].times for host in hosts]
+        worst = {
+            work: max((value for one in times for (_, name), value in one.items() if name == work), default=0.0)
+            for work in NAMES
+        }
+        count = sum(len({place for place, _ in one if place >= 0}) for one in times)
+        figures_of = ", ".join(f"{NAMES[work]} {value:.1f} ms" for work, value in worst.items() if value)
+        text = f"{count} devices are right, and alike; the slowest: {figures_of}"
+        return CheckResult("ok", DEVICE, tuple(hosts), text)
+
+
+def checks_of(job: JobSpec, hosts: Sequence[str], working: int) -> DeviceChecks:
+    """What a job asks of its hosts, of which so many work; all of them are to be checked."""
+    simulated = None if job.devices_per_proc is None else job.devices_per_proc * (job.nprocs // working)
+    env = {**({"JAX_PLATFORMS": "cpu"} if simulated else {}), **job.env}  # as that of a rank, beside the host's own
+    return DeviceChecks(mode=job.check_devices, command=job.preflight, pending={*hosts}, env=env, simulated=simulated)
+
+
+def is_wanted_here(checks: DeviceChecks | None) -> bool:
+    """Whether this machine has something to check."""
+    if checks is None or not checks.wanted:
+        return False
+    nodes = ("/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
+    return checks.command is not None or checks.mode == "on" or any(map(glob, nodes))
+
+
+def collect(questions: Questions, hosts: Sequence[str]) -> dict[str, Message]:
+    """What the programs of these hosts have found, when all have ended. Hosts that do not answer are left out."""
+    answers: dict[str, Message] = {}
+    pending = [host for host in hosts if host not in questions.unreachable]
+    while pending:
+        replies = questions.ask({host: {"ask": "checked"} for host in pending})
+        answers |= {host: reply for host, reply in replies.items() if "problems" in reply}
+        pending = [host for host, reply in replies.items() if reply.get("pending")]
+    return answers
+
+
+def figures(answer: Mapping[str, Any]) -> Measured:
+    """The times of `cluster.device_check.measure`."""
+    times: Figures = {
+        (int(device["device"]), work): float(value)
+        for device in answer["devices"]
+        for work, value in device["times"].items()
+    }
+    if "sum" in answer:
+        times[-1, "sum"] = float(answer["sum"])
+    return Measured(kind=(answer["platform"], answer["kind"], len(answer["devices"])), times=times)
+
+
+def unlike(measured: Mapping[str, Measured], hosts: Sequence[str]) -> Iterator[CheckResult]:
+    """Those of these hosts on which jax finds fewer devices than on most hosts, or a CPU where most have another."""
+    kinds = Counter(one.kind for one in measured.values())
+    platform, kind, count = max(kinds, key=lambda key: (kinds[key], key[0] != "cpu", key[2]), default=("cpu", "", 1))
+    for host in hosts:
+        if host in measured:
+            own = measured[host].kind
+            fewer = own[:2] == (platform, kind) and own[2] < count
+            if fewer or (own[0] == "cpu" and platform != "cpu"):
+                text = f"{host}: jax finds {own[2]} devices ({own[1]}) there, and {count} ({kind}) on most hosts"
+                yield CheckResult("error", DEVICE, (host,), text, suspect=True)
+
+
+def slow_devices(host: str, measured: Mapping[str, Measured]) -> Iterator[CheckResult]:
+    """The devices of a host that are slower than the others, on all measured hosts of its kind."""
+    own = measured[host]
+    alike = {name: one for name, one in measured.items() if one.kind == own.kind}
+    factor = FACTOR_OF_CPU if own.kind[0] == "cpu" else FACTOR
+    for (place, work), value in own.times.items():
+        others = [
+            other
+            for name, one in alike.items()
+            for (other_place, other_work), other in one.times.items()
+            if other_work == work and (name, other_place) != (host, place)
+        ]
+        if others and value > factor * median(others):
+            usual = median(others)
+            which = f"all devices need {value:.1f} ms" if place < 0 else f"device {place} needs {value:.1f} ms"
+            text = f"{host}: {which} for {NAMES[work]}, {value / usual:.1f} times the median of others ({usual:.1f} ms)"
+            yield CheckResult("warning", DEVICE, (host,), text, suspect=True)
+
+
+def _wrong(host: str, answer: Mapping[str, Any]) -> list[CheckResult]:
+    texts = [
+        f"{host}: device {device['device']} is wrong in {NAMES[work]}: the result is not exact; do not use this host"
+        for device in answer["devices"]
+        for work in device["wrong"]
+    ]
+    return [CheckResult("error", DEVICE, (host,), text, suspect=True) for text in texts]
+
+
+def _broken(host: str, why: str) -> CheckResult:
+    return CheckResult("error", DEVICE, (host,), f"{host}: {why}", suspect=True)
+
+
+def _of_command(host: str, answer: Mapping[str, Any]) -> list[CheckResult]:
+    why = answer.get("command") or ""
+    text = f"{host}: the command of --preflight {why}"
+    return [CheckResult("error", COMMAND, (host,), text, suspect=True)] if why else []
+
+
+def _of_vendor(host: str, answer: Mapping[str, Any]) -> list[CheckResult]:
+    return [
+        CheckResult(
+            "error" if level == "error" else "warning", VENDOR, (host,), f"{host}: {text}", suspect=level != "warning"
+        )
+        for level, text in answer.get("problems", ())
+    ]
+
+
+def _excuse_all(results: dict[str, list[CheckResult]], answers: Mapping[str, Message]) -> None:
+    """Where the check of devices can run on no host, the check is to blame, and not the hosts: one warning."""
+    asked = [host for host, answer in answers.items() if "devices" in answer]
+    broken = [host for host in asked if "why" in answers[host]["devices"]]
+    if asked and broken == asked:
+        for host in asked:
+            results[host] = [result for result in results[host] if result.check != DEVICE]
+        text = f"the devices could not be checked on any of {len(asked)} hosts: {answers[asked[0]]['devices']['why']}"
+        results[asked[0]].append(CheckResult("warning", DEVICE, tuple(asked), text))

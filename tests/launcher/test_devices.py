@@ -1,0 +1,202 @@
+"""Devices before a start: what is slow or wrong is named and replaced; hosts are agents of this machine."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cpu_quota import group, missing
+from device_hosts import SLOW_CPUS, DeviceHosts, check
+
+from roxxel_dist.cli import main
+from roxxel_dist.launcher.preflight import failed_hosts
+from roxxel_dist.launcher.preflight.devices import DeviceChecks, Measured, slow_devices, unlike
+
+pytestmark = pytest.mark.xdist_group("launch")
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from device_hosts import DeviceHosts
+from roxxel_dist.launcher.control.supervisor import run
+from roxxel_dist.launcher.job.spec import JobSpec
+job = json.loads(sys.argv[1])
+backend = DeviceHosts(Path("hosts"), tuple(job.pop("hosts")), job.pop("faults"))
+sys.exit(run(JobSpec(run_id="devices", log_dir=Path("logs"), **{"check_devices": "on", **job}), backend))
+"""
+SAY = ("bash", "-c", "echo $HOST >> ranks; sleep 0.2")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., tuple[int, str, list[str]]]:
+    """Run a job on such hosts: its code, its messages, and the hosts of its ranks."""
+
+    def run(hosts: str, command: tuple[str, ...] = SAY, **job: Any) -> tuple[int, str, list[str]]:
+        (tmp_path / "ranks").write_text("")
+        values = {"command": command, "hosts": list(hosts), "nprocs": 2, "faults": {}, **job}
+        env = {name: value for name, value in os.environ.items() if not name.startswith("ROXXEL_")}
+        env |= {"XDG_STATE_HOME": str(tmp_path / "state"), "PYTHONPATH": str(Path(__file__).parent.parent)}
+        line = [sys.executable, "-c", PROGRAM, json.dumps(values)]
+        done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180, check=False)
+        return done.returncode, done.stderr, sorted((tmp_path / "ranks").read_text().split())
+
+    return run
+
+
+def test_a_wrong_device_is_replaced_and_remembered(
+    start: Callable[..., tuple[int, str, list[str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, err, ranks = start("abc", spare_hosts=1, faults={"b": "wrong"})
+    assert (code, ranks) == (0, ["a", "c"]), err
+    wrong = "device 0 is wrong in a product of matrices: the result is not exact"
+    assert f"host b is set aside: b: {wrong}" in err
+    assert "going on without b, with c instead" in err
+    code, err, ranks = start("abc", spare_hosts=1, check_devices="off")
+    assert (code, ranks) == (0, ["a", "c"]), err
+    (line,) = [line for line in err.splitlines() if "failed in the last day" in line]
+    assert f"b ({wrong}" in line
+    code, err, ranks = start("ab", check_devices="off")
+    assert (code, ranks) == (0, ["a", "b"])
+    assert "used in any case, for too few others are left: b" in err
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for words, shown in (("none", "forgotten: no host"), ("b", "forgotten: b"), ("all", "forgotten: no host")):
+        assert main(["doctor", "--forget", words]) == 0
+        assert shown in capsys.readouterr().out
+
+
+def test_without_a_spare_host_a_wrong_device_is_refused(start: Callable[..., tuple[int, str, list[str]]]) -> None:
+    code, err, ranks = start("ab", faults={"b": "wrong"})
+    assert (code, ranks) == (69, [])
+    assert "roxxel-dist: b: device 0 is wrong in a product of matrices" in err
+    code, err, ranks = start("ab")
+    assert (code, ranks) == (0, ["a", "b"]), "it passed"
+    assert "failed in the last day" in err
+    assert "failed in the last day" not in start("ab", check_devices="off")[1]
+
+
+def test_the_command_of_the_user(start: Callable[..., tuple[int, str, list[str]]]) -> None:
+    command = "echo looking; [ $HOST != a ] || { echo no data on $HOST; exit 9; }"
+    code, err, ranks = start("abc", spare_hosts=1, check_devices="off", preflight=command)
+    assert (code, ranks) == (0, ["b", "c"]), err
+    assert "host a is set aside: a: the command of --preflight ended with code 9: no data on a" in err
+    code, err, _ = start("ab", check_devices="off", preflight="exit 1")
+    assert code == 69
+    assert err.count("the command of --preflight ended with code 1: it printed nothing") == 2
+
+
+def test_a_host_whose_rank_crashed_is_checked_again(start: Callable[..., tuple[int, str, list[str]]]) -> None:
+    """And no other one: the command says which hosts were asked."""
+    crash = (
+        "bash",
+        "-c",
+        "echo $HOST$ROXXEL_ATTEMPT >> ranks; [ $HOST$ROXXEL_ATTEMPT != b0 ] || kill -SEGV $$; sleep 1",
+    )
+    asked = "echo asked-$HOST >> ranks"
+    code, err, ranks = start("ab", crash, check_devices="off", preflight=asked, max_restarts=1)
+    assert code == 0, err
+    assert [line for line in ranks if line.startswith("asked")] == ["asked-a", "asked-b", "asked-b"]
+    assert "b1" in ranks
+
+
+def test_a_check_that_runs_nowhere_is_a_warning(tmp_path: Path) -> None:
+    faults = {"a": "broken", "b": "broken"}
+    report = check(DeviceHosts(tmp_path, ("a", "b"), faults))
+    assert report.passed
+    assert not report.suspects
+    (text,) = [one.text for one in report.findings if one.check == "device"]
+    assert "could not be checked on any of 2 hosts" in text
+    assert "no driver here" in text
+    report = check(DeviceHosts(tmp_path, ("a", "b"), {"b": "broken"}))
+    assert not report.passed
+    assert report.suspects == {"b": "b: the check of its devices ended with code 1: SystemExit: no driver here"}
+
+
+def test_simulated_devices_sum_too(tmp_path: Path) -> None:
+    checks = DeviceChecks(mode="on", command=None, pending={"a"}, simulated=2)
+    report = check(DeviceHosts(tmp_path, ("a",), {}), checks)
+    assert report.passed
+    times = checks.measured["a"].times
+    assert sorted(times) == [(-1, "sum"), *[(place, work) for place in range(2) for work in ("copy", "product")]]
+
+
+def measured(*products: float, kind: str = "H100", **more: float) -> Measured:
+    times = {(place, "product"): value for place, value in enumerate(products)}
+    times |= {(-1, name): value for name, value in more.items()}
+    return Measured(kind=("gpu", kind, len(products)), times=times)
+
+
+# (the hosts, (host, words) of each slow device)
+JUDGED: dict[str, tuple[dict[str, Measured], list[tuple[str, str]]]] = {
+    "one of eight": ({"a": measured(*[10.0] * 3, 16.0, *[10.0] * 4)}, [("a", "device 3 needs 16.0 ms")]),
+    "within the noise": ({"a": measured(10.0, 12.0, 11.0, 14.0)}, []),
+    "on another host": ({"a": measured(10.0, 10.0), "b": measured(10.0, 25.0)}, [("b", "2.5 times the median")]),
+    "a whole host": (
+        {"a": measured(10.0), "b": measured(20.0), "c": measured(10.0)},
+        [("b", "device 0 needs 20.0 ms for a product of matrices")],
+    ),
+    "its network between devices": (
+        {"a": measured(10.0, 10.0, sum=1.0), "b": measured(10.0, 10.0, sum=3.0)},
+        [("b", "all devices need 3.0 ms for a sum")],
+    ),
+    "another kind is no comparison": ({"a": measured(10.0), "b": measured(90.0, kind="T4")}, []),
+    "one alone": ({"a": measured(90.0)}, []),
+    "of two the slower one": ({"a": measured(10.0), "b": measured(30.0)}, [("b", "3.0 times")]),
+    "a fast one makes no other slow": ({"a": measured(1.0, 10.0, 10.0, 10.0)}, []),
+    "two of eight": ({"a": measured(*[10.0] * 6, 40.0, 40.0)}, [("a", "device 6"), ("a", "device 7")]),
+}
+
+
+@pytest.mark.parametrize("case", JUDGED)
+def test_slow_against_the_median_of_the_others(case: str) -> None:
+    hosts, expected = JUDGED[case]
+    found = [result for host in hosts for result in slow_devices(host, hosts)]
+    assert [(result.hosts, result.level, result.suspect) for result in found] == [
+        ((host,), "warning", True) for host, _ in expected
+    ]
+    for result, (_, words) in zip(found, expected, strict=True):
+        assert words in result.text
+
+
+def test_a_host_with_fewer_devices_or_none() -> None:
+    cpu = Measured(kind=("cpu", "cpu", 1), times={})
+    hosts = {"a": measured(1.0, 1.0), "b": measured(1.0), "c": cpu, "d": measured(1.0, 1.0)}
+    found = {result.hosts[0]: result.text for result in unlike(hosts, list(hosts))}
+    assert found.keys() == {"b", "c"}
+    assert found["c"] == "c: jax finds 1 devices (cpu) there, and 2 (H100) on most hosts"
+    assert not list(unlike({"a": cpu, "b": cpu}, ["a", "b"]))
+
+
+def test_a_day_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    backend = DeviceHosts(tmp_path / "hosts", ("a", "b/../c", "d"), {})
+    for host in backend.hosts:
+        failed_hosts.remember(backend, host, f"{host}: slow")
+    assert list(failed_hosts.known(backend)) == ["a", "b/../c", "d"]
+    failed_hosts.forget(backend, ["d"])
+    now = time.time()
+    monkeypatch.setattr(failed_hosts.time, "time", lambda: now + failed_hosts.KEPT_S - 60)
+    assert failed_hosts.known(backend) == {"a": "a: slow", "b/../c": "b/../c: slow"}
+    monkeypatch.setattr(failed_hosts.time, "time", lambda: now + failed_hosts.KEPT_S + 60)
+    assert failed_hosts.known(backend) == {}
+    for path in tmp_path.rglob("*.json"):
+        path.write_text("{")
+    assert failed_hosts.known(backend) == {}
+
+
+@pytest.mark.long
+def test_a_device_with_a_tenth_of_a_core_is_named(tmp_path: Path) -> None:
+    """`python tests/device_hosts.py 200` counts more of them."""
+    if why := missing():
+        pytest.skip(why)
+    with group(f"roxxel-devices-{os.getpid()}", SLOW_CPUS) as slow:
+        report = check(DeviceHosts(tmp_path, ("a", "b", "c"), {"b": "slow"}, slow))
+    assert list(report.suspects) == ["b"]
+    assert report.passed, "it is slow, and right"
+    assert "times the median of others" in report.suspects["b"]
