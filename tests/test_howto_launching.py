@@ -1,4 +1,4 @@
-"""docs/howto/launching.md: every block, in a reader's folder."""
+"""docs/howto/launching.md and exec.md: every block, in a reader's folder."""
 
 import re
 
@@ -21,3 +21,11 @@ def test_several_processes_of_one_machine(tmp_path):
     ended = re.findall(r"ended (\d+)", reader.run(["roxxel-dist", "ps", "--all"]))
     assert set(ended) == {"0"}
     assert len(ended) == 3, "of each directory its last launch"
+
+
+def test_a_command_that_reaches_hosts(tmp_path):
+    reader = Follower(tmp_path / "work", XDG_STATE_HOME=str(tmp_path / "state"))
+    reader.page("exec.md")
+    said = "\n".join(reader.said)
+    assert "I am 1 on b" in said
+    assert "2 hosts: 0 errors" in said

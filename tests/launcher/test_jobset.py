@@ -79,8 +79,15 @@ def problems(validator: Any, told: Plain) -> list[str]:
     return [f"{'.'.join(map(str, error.absolute_path))}: {error.message}" for error in validator.iter_errors(told)]
 
 
+def loaded(text: str) -> Plain:
+    """The JobSet; before it may be what its launcher may do."""
+    *_, told = yaml.safe_load_all(text)
+    return told
+
+
 def job_of(told: Plain) -> Plain:
-    return told["spec"]["replicatedJobs"][0]["template"]["spec"]
+    """The job whose pods have a launcher; that of pods that wait comes before it."""
+    return told["spec"]["replicatedJobs"][-1]["template"]["spec"]
 
 
 def pod_of(told: Plain) -> Plain:
@@ -89,20 +96,34 @@ def pod_of(told: Plain) -> Plain:
 
 def check_by_hand(told: Plain) -> None:
     """What no schema says: the webhooks of JobSet and the validation of Job and Pod (their sources, by name)."""
-    name, spec, job, pod = told["metadata"]["name"], told["spec"], job_of(told), pod_of(told)
+    name, spec = told["metadata"]["name"], told["spec"]
     label = r"[a-z]([-a-z0-9]*[a-z0-9])?"
-    pod_name = f"{name}-hosts-0-{job['completions'] - 1}-abcde"  # jobset_webhook.go, ValidateCreate
-    assert re.fullmatch(label, pod_name)
-    assert len(pod_name) <= 63
+    jobs = {one["name"]: one for one in spec["replicatedJobs"]}
+    assert len(jobs) == len(spec["replicatedJobs"])
+    for number, (kind, one) in enumerate(jobs.items()):
+        job = one["template"]["spec"]
+        pod_name = f"{name}-{kind}-{one['replicas'] - 1}-{job['completions'] - 1}-abcde"
+        assert re.fullmatch(label, pod_name)  # jobset_webhook.go, ValidateCreate
+        assert len(pod_name) <= 63
+        assert all(list(jobs).index(before["name"]) < number for before in one.get("dependsOn", []))
+        check_job(job)
+    assert set(spec["successPolicy"].get("targetReplicatedJobs", [])) <= {*jobs}
+    for rule in spec["failurePolicy"]["rules"]:
+        assert set(rule.get("targetReplicatedJobs", [])) <= {*jobs}
     assert re.fullmatch(label, spec["network"]["subdomain"])
     assert "startupPolicy" not in spec  # CEL: not beside dependsOn
     names = [rule["name"] for rule in spec["failurePolicy"]["rules"]]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule) for rule in names)
+
+
+def check_job(job: Plain) -> None:
+    pod = job["template"]["spec"]
     assert pod["restartPolicy"] == "Never"  # which podFailurePolicy needs
     assert job["completionMode"] == "Indexed"
     assert job["completions"] == job["parallelism"]
-    for rule in job["podFailurePolicy"]["rules"]:
+    assert 0 <= job["backoffLimit"] < 2**31
+    for rule in job.get("podFailurePolicy", {}).get("rules", []):
         assert ("onExitCodes" in rule) != ("onPodConditions" in rule)
         codes = rule.get("onExitCodes", {}).get("values", [1])
         assert codes == sorted(set(codes) - {0})
@@ -123,11 +144,14 @@ def check_by_hand(told: Plain) -> None:
         ["--hosts", "2", "--image", "i", "--max-restarts", "0", "--one-per-node", "--cpu", "500m", "--", "true"],
         ["--hosts", "4", "--image", "i", "--tpu", "tpu-v5-lite-podslice", "--topology", "4x4", "--", "python", "x.py"],
         [*FULL, "--", *TRAIN],
+        [*FULL, "--spare-hosts", "1", "--", *TRAIN],
+        ["--member", *FULL, "--", *TRAIN],
+        ["--member", "--hosts", "2", "--image", "i", "--max-restarts", "0", "--", "true"],
     ],
 )
 def test_the_schema_takes_it(words: list[str], printed: Callable[..., str], validator: Any) -> None:
     text = printed(*words)
-    told = yaml.safe_load(text)
+    told = loaded(text)
     assert problems(validator, told) == []
     check_by_hand(told)
     assert "&id" not in text  # anchors are hard to read, and to change by hand
@@ -145,8 +169,9 @@ def slips(told: Plain) -> Iterator[tuple[str, Plain]]:
         yield wrong, json.loads(re.sub(rf'{name}: ("[^"]*"|[^,}}]*)', wrong, text, count=1))
 
 
-def test_a_slip_is_found_at_every_depth(printed: Callable[..., str], validator: Any) -> None:
-    told = yaml.safe_load(printed(*FULL, "--", *TRAIN))
+@pytest.mark.parametrize("kind", [[], ["--member"]], ids=["controller", "member"])
+def test_a_slip_is_found_at_every_depth(kind: list[str], printed: Callable[..., str], validator: Any) -> None:
+    told = loaded(printed(*kind, *FULL, "--", *TRAIN))
     found = dict(slips(told))
     assert len(found) == 16
     for name, wrong in found.items():
@@ -175,7 +200,7 @@ def outcome(told: Plain, code: int | None) -> str:
 
 
 def test_each_exit_code_has_the_consequence_that_the_launcher_gives_it(printed: Callable[..., str]) -> None:
-    told = yaml.safe_load(printed("--hosts", "2", "--image", "i", "--", "true"))
+    told = loaded(printed("--member", "--hosts", "2", "--image", "i", "--", "true"))
     assert told["spec"]["failurePolicy"]["maxRestarts"] == 3
     assert outcome(told, None) == "RestartJobSetAndIgnoreMaxRestarts"
     for code in range(1, 256):
@@ -187,12 +212,12 @@ def test_each_exit_code_has_the_consequence_that_the_launcher_gives_it(printed: 
             expected = "FailJobSet"
         assert outcome(told, code) == expected, code
     assert {outcome(told, code) for code in (1, 2, 127)} == {"FailJobSet"}
-    never = yaml.safe_load(printed("--hosts", "2", "--image", "i", "--max-restarts", "0", "--", "true"))
+    never = loaded(printed("--member", "--hosts", "2", "--image", "i", "--max-restarts", "0", "--", "true"))
     assert {outcome(never, code) for code in (None, *range(1, 256))} == {"FailJobSet"}
 
 
-def test_what_a_pod_runs_and_has(printed: Callable[..., str]) -> None:
-    told = yaml.safe_load(printed(*FULL, "--", *TRAIN))
+def test_what_a_member_runs_and_has(printed: Callable[..., str]) -> None:
+    told = loaded(printed("--member", *FULL, "--", *TRAIN))
     pod, container = pod_of(told), pod_of(told)["containers"][0]
     before = "roxxel-dist launch member --hosts 4 --first full-hosts-0-0.full --run-id full --procs-per-host 2"
     options = "--gpus-per-host 8 --port 3000 --step-timeout 90 --grace 60.5 --all-ranks"
@@ -216,9 +241,62 @@ def test_what_a_pod_runs_and_has(printed: Callable[..., str]) -> None:
     assert term["labelSelector"]["matchLabels"] == {"jobset.sigs.k8s.io/jobset-name": "full"}
 
 
+def test_only_a_lost_launcher_starts_the_jobset_again(printed: Callable[..., str]) -> None:
+    told = loaded(printed("--hosts", "2", "--image", "i", "--", "true"))
+    for code in (None, *range(1, 256)):
+        if code is None or code in PREEMPTED:
+            expected = "RestartJobSetAndIgnoreMaxRestarts"
+        else:
+            expected = "RestartJobSet" if code in (134, 135, 137, 139) else "FailJobSet"
+        assert outcome(told, code) == expected, code
+    never = loaded(printed("--hosts", "2", "--image", "i", "--max-restarts", "0", "--", "true"))
+    assert {outcome(never, code) for code in (None, *range(1, 256))} == {"FailJobSet"}
+    assert told["spec"]["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["controller"]}
+    assert {tuple(rule["targetReplicatedJobs"]) for rule in told["spec"]["failurePolicy"]["rules"]} == {("controller",)}
+
+
+def test_the_pods_wait_and_the_first_one_has_the_launcher(printed: Callable[..., str]) -> None:
+    account, role, binding, told = yaml.safe_load_all(printed(*FULL, "--", *TRAIN))
+    waiting, first = told["spec"]["replicatedJobs"]
+    names = ["full-controller-0", "full-hosts-0", "full-hosts-1", "full-hosts-2"]
+    container = pod_of(told)["containers"][0]
+    via = f"kubectl exec -i job/{{host}} -c {container['name']} --"
+    before = ["roxxel-dist", "launch", "exec", "--hosts", ",".join(names), "--via", via, "--run-id", "full"]
+    options = "--procs-per-host 2 --gpus-per-host 8 --port 3000 --step-timeout 90 --grace 60.5 --all-ranks"
+    assert container["command"][: len(before)] == before
+    assert container["command"][len(before) :] == [*f"{options} --host-timeout 600".split(), "--", *TRAIN]
+    assert (waiting["name"], waiting["replicas"], first["name"], first["replicas"]) == ("hosts", 3, "controller", 1)
+    assert first["dependsOn"] == [{"name": "hosts", "status": "Ready"}]
+    alone = waiting["template"]["spec"]
+    pod, other = pod_of(told), alone["template"]["spec"]
+    assert (alone["completions"], alone["backoffLimit"]) == (1, 2**31 - 1)  # a pod that is lost is made anew
+    assert "podFailurePolicy" not in alone
+    assert other["automountServiceAccountToken"] is False
+    assert pod["serviceAccountName"] == account["metadata"]["name"] == "full-controller"
+    same = ("resources", "envFrom", "volumeMounts", "image", "name", "env")
+    assert {name: container[name] for name in same} == {name: other["containers"][0][name] for name in same}
+    assert {one["metadata"]["namespace"] for one in (account, role, binding, told)} == {"team-a"}
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "full-controller", "namespace": "team-a"}]
+    allowed = {resource: rule for rule in role["rules"] for resource in rule["resources"]}
+    assert allowed["jobs"]["resourceNames"] == names
+    assert {name: rule["verbs"] for name, rule in allowed.items()} == {
+        "jobs": ["get"], "pods": ["get", "list", "watch"], "pods/exec": ["create", "get"],
+    }  # fmt: skip
+
+
+def test_a_start_with_fewer_hosts_does_not_wait_for_all_pods(printed: Callable[..., str]) -> None:
+    for words in (["--min-hosts", "1"], ["--spare-hosts", "1"]):
+        told = loaded(printed("--hosts", "2", "--image", "i", *words, "--", "true"))
+        assert "dependsOn" not in told["spec"]["replicatedJobs"][-1]
+        assert " ".join(words) in " ".join(pod_of(told)["containers"][0]["command"])
+    told = loaded(printed("--hosts", "1", "--image", "i", "--", "true"))
+    assert [one["name"] for one in told["spec"]["replicatedJobs"]] == ["controller"]
+
+
 def test_a_pod_gets_the_words_as_they_were_given(printed: Callable[..., str]) -> None:
     words = ["echo", "$HOME", "$(HOME)", "a$$b", "é\n ☃", "", "--", "on", "1"]
-    told = yaml.safe_load(printed("--hosts", "1", "--image", "i", "--env", "A=$(B)", "--", *words))
+    told = loaded(printed("--hosts", "1", "--image", "i", "--env", "A=$(B)", "--", *words))
     container = pod_of(told)["containers"][0]
     assert [expanded(word) for word in container["command"]][-len(words) :] == words
     assert expanded(container["env"][-1]["value"]) == "$(B)"
@@ -235,7 +313,7 @@ def expanded(word: str, variables: Mapping[str, str] = {"HOME": "/root", "B": "x
 
 def test_tpu(printed: Callable[..., str]) -> None:
     words = ["--hosts", "4", "--image", "i", "--tpu", "tpu-v5-lite-podslice", "--topology", "4x4", "--", "true"]
-    told = yaml.safe_load(printed(*words))
+    told = loaded(printed(*words))
     assert pod_of(told)["nodeSelector"] == {
         "cloud.google.com/gke-tpu-accelerator": "tpu-v5-lite-podslice",
         "cloud.google.com/gke-tpu-topology": "4x4",
@@ -252,7 +330,7 @@ def test_threads_are_the_same_on_all_nodes(printed: Callable[..., str]) -> None:
         (["8", "--gpus-per-host", "1"], None),
     ]
     for more, threads in cases:
-        told = yaml.safe_load(printed(*words, *more, "--", "true"))
+        told = loaded(printed(*words, *more, "--", "true"))
         env = {one["name"]: one.get("value") for one in pod_of(told)["containers"][0]["env"]}
         assert env.get("PJRT_NPROC") == threads
 
@@ -274,6 +352,10 @@ def test_threads_are_the_same_on_all_nodes(printed: Callable[..., str]) -> None:
         (["--env", "ROXXEL_ATTEMPT=1"], "--env ROXXEL_ATTEMPT: the launcher sets this"),
         (["--env", "A"], "--env A has no value: write NAME=VALUE, or name its Secret"),
         (["--env", "1A=3"], "'1A' is no variable"),
+        (["--spare-hosts", "2"], "--spare-hosts 2: there are 2 hosts; use at most 1"),
+        (["--min-hosts", "3"], "--min-hosts 3: there are 2 hosts; use at most 2"),
+        (["--member", "--min-hosts", "1"], "--min-hosts needs a launcher that sees all pods: leave --member out"),
+        (["--member", "--spare-hosts", "1"], "--spare-hosts needs a launcher that sees all pods"),
     ],
 )
 def test_slips_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,7 +382,7 @@ def test_a_key_of_a_secret_wins_over_a_file(printed: Callable[..., str], tmp_pat
     words = ["--secret", "s", "--env-from", str(file), "--env", "HF_TOKEN", "--env", "A=2", "--", "true"]
     text = printed("--hosts", "2", "--image", "i", *words)
     assert "sekrit" not in text
-    env = {one["name"]: one.get("value") for one in pod_of(yaml.safe_load(text))["containers"][0]["env"]}
+    env = {one["name"]: one.get("value") for one in pod_of(loaded(text))["containers"][0]["env"]}
     assert (env["A"], env["HF_TOKEN"]) == ("2", None)
 
 
@@ -338,4 +420,4 @@ def test_the_files_in_launch_are_what_the_documented_commands_print(
     assert main(documented()[name]) == 0
     out = capsys.readouterr().out
     assert (ROOT / "launch" / name).read_text() == out
-    assert problems(validator, yaml.safe_load(out)) == []
+    assert problems(validator, loaded(out)) == []

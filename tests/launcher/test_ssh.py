@@ -389,6 +389,23 @@ def test_24_hosts_behind_a_bastion_that_takes_ten_at_a_time(ssh: Callable[[int],
     assert sorted(line.split(" | ")[1] for line in done.stdout.splitlines()) == sorted(f"here {n}" for n in range(24))
 
 
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ssh", ["ssh", "exec over ssh"], indirect=True)
+def test_64_hosts_through_one_bastion_with_the_limits_of_openssh(ssh: Callable[[int], Ssh]) -> None:
+    """MaxStartups 10:30:100: where ten connections wait for a login, three in ten more are refused, and then all."""
+    many = ssh(65)
+    many.hosts.configure("h1", MaxStartups="10:30:100", MaxSessions="10")
+    many.hosts.impair("controller", delay_ms=75)
+    many.hosts.ssh_config = behind(many, "h1", "jump")
+    command = [*many.words("--all-ranks", "--", "bash", "-c", "echo here $ROXXEL_PROCESS_ID")]
+    command[command.index("--hosts") + 1] = ",".join(many.hosts.names[1:])
+    done = many.hosts.run(command, cwd=many.folder, timeout=600)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(line.split(" | ")[1] for line in done.stdout.splitlines()) == sorted(f"here {n}" for n in range(64))
+    assert not any(many.hosts.processes(name) for name in many.hosts.names[1:])
+
+
 CLOSE = "import socket, sys\nhere = socket.create_server(('', 2222))\nwhile True: here.accept()[0].close()"
 
 

@@ -1,8 +1,7 @@
 """A job as a JobSet of Kubernetes: pure functions from the request to plain dictionaries. Nothing is applied.
 
-Each host is a pod of one Indexed Job, and runs `launch member`. Both objects state the meaning of the exit codes: the
-Job's podFailurePolicy classifies why a pod ended, the JobSet's failurePolicy chooses the reaction. The checks here
-cover mistakes that the API server accepts and that would lose a run, not those that it refuses itself
+The pods wait, and the first one has the launcher (`controller`); or each has a launcher of its own (`member`). The
+checks here cover mistakes that the API server accepts and that would lose a run, not those that it refuses itself
 (`kubectl apply --dry-run=server`).
 """
 
@@ -11,30 +10,27 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from roxxel_dist.cluster.exit_codes import EXIT_HANG, EXIT_PREFLIGHT, UserError
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.launcher.backends.kubernetes import controller, member
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.environment import assignments, is_secret, masked_words, read_env_file
 from roxxel_dist.launcher.job.flags import flag
-from roxxel_dist.launcher.job.placement import placements
+from roxxel_dist.launcher.job.placement import placements, ranks_on
 from roxxel_dist.launcher.job.program import log_dir_for, program_of
-from roxxel_dist.launcher.job.spec import JobOptions, JobSpec
-from roxxel_dist.launcher.policy.restart import EXIT_GIVEN_UP, INFRASTRUCTURE, OF_THE_COMMAND, PREEMPTED
+from roxxel_dist.launcher.job.spec import HostOptions, JobOptions, JobSpec
 
 Plain = dict[str, Any]
 
-JOB = "hosts"
+API = "jobset.x-k8s.io/v1alpha2"
 ATTEMPT = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
 SHM = "/dev/shm"
 LEAVE_S = 15
 """Seconds beyond the grace until Kubernetes kills a pod: the launcher's own end."""
-RETRY_CODES = sorted({*INFRASTRUCTURE, EXIT_HANG, EXIT_PREFLIGHT, EXIT_GIVEN_UP})
-"""Exit codes after which the job is started again, and that is counted."""
-PREEMPTION_CODES = sorted(PREEMPTED)
 AMOUNT = re.compile(r"\d{1,15}(?:\.\d{1,9})?(?:[eE]\d{1,2}|m|k|[MGTPE]|[KMGTPE]i)?")
 """Of a resource: a number, and a power of ten or of two."""
 TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
@@ -72,17 +68,29 @@ class PodOptions:
     """The shape of that slice, for example 4x4."""
     one_per_node: bool = False
     """One pod a node; with --gpus-per-host it is so in any case."""
+    member: bool = False
+    """A launcher in each pod (`launch member`), and none that sees all of them: the cluster restarts all pods after a
+    failure. It needs no rights and no kubectl. With --tpu it is so in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(JobOptions, base.Command, PodOptions):
+class Options(HostOptions, JobOptions, base.Command, PodOptions):
     """Print a JobSet for Kubernetes: `launch k8s --hosts N --image IMAGE [options] -- CMD… | kubectl apply -f -`.
 
-    Nothing is applied. The cluster needs JobSet (jobset.sigs.k8s.io) and, for GPUs, NVIDIA's device plugin. The image
-    must have the command `roxxel-dist` on its path.
+    Nothing is applied. The pods wait, and the first one runs `launch exec` over `kubectl exec`. The cluster needs
+    JobSet (jobset.sigs.k8s.io) and, for GPUs, NVIDIA's device plugin. The image must have the commands `roxxel-dist`
+    and `kubectl` on its path.
     """
 
     example: ClassVar[str] = "--hosts 2 --image IMAGE"
+    host_timeout: float = 600.0
+    """Seconds to wait for an unreachable host after a failure: Kubernetes makes a new pod. Then the job continues, or
+    ends, without it."""
+
+    @property
+    def has_controller(self) -> bool:
+        """Whether one launcher sees all pods."""
+        return not self.member and self.tpu is None
 
     def launch(self, request: base.LaunchRequest) -> int:
         """Print the manifest."""
@@ -92,8 +100,8 @@ class Options(JobOptions, base.Command, PodOptions):
             config = flag(request.command, "config")
             if config is None or Path(config).exists():  # it may be in the image alone
                 request.check_command()
-            text = yaml.safe_dump(
-                manifest(spec_of(self, request.command)), sort_keys=False, allow_unicode=True, width=120
+            text = yaml.safe_dump_all(
+                manifests(spec_of(self, request.command)), sort_keys=False, allow_unicode=True, width=120
             )
         sys.stdout.write(text)
         return 0
@@ -115,6 +123,7 @@ class JobSetSpec:
         for option, count in (("--hosts", self.options.hosts), ("--procs-per-host", self.options.procs_per_host)):
             if count < 1:
                 raise UserError(f"{option} {count}: must be at least 1")
+        self._check_hosts()
         self._check_secrecy()
         self._check_run_dir()
         self._check_tpu()
@@ -125,6 +134,17 @@ class JobSetSpec:
         """(claim, path) of each volume."""
         pairs = [volume.partition(":") for volume in self.options.volume]
         return [(claim, path) for claim, _, path in pairs]
+
+    def _check_hosts(self) -> None:
+        """Options of a launcher that sees all hosts need one."""
+        if self.options.has_controller:
+            options = self.options
+            ranks_on(options.hosts, options.procs_per_host, options.spare_hosts, options.min_hosts)
+            return
+        why = "--member" if self.options.member else "--tpu"
+        for name, default in _defaults(HostOptions).items():
+            if name != "host_timeout" and getattr(self.options, name) != default:
+                raise UserError(f"--{name.replace('_', '-')} needs a launcher that sees all pods: leave {why} out")
 
     def _check_secrecy(self) -> None:
         if secret := next((name for name in self.env if is_secret(name)), None):
@@ -201,21 +221,19 @@ def threads(options: Options) -> int | None:
     return max(math.ceil(cpus), options.hosts * options.procs_per_host * (options.devices_per_proc or 1))
 
 
-def member_command(spec: JobSetSpec) -> list[str]:
-    """The command of a pod: `launch member` with the options that differ from their defaults, and the command."""
-    options = spec.options
-    first = f"{spec.name}-{JOB}-0-0.{spec.name}"  # by this name the pods find host 0
-    words = ["roxxel-dist", "launch", "member", "--hosts", str(options.hosts), "--first", first, "--run-id", spec.name]
-    usual = {"procs_per_host": 1, **{field.name: field.default for field in fields(JobOptions)}}
-    del usual["max_restarts"], usual["restart_on"]  # the JobSet starts again
+def _defaults(kind: type) -> Plain:
+    return {field.name: field.default for field in fields(kind)}
+
+
+def _given_options(options: Options, usual: Plain) -> list[str]:
+    """The words of the options that differ from these values."""
+    words: list[str] = []
     for name, default in usual.items():
         value = getattr(options, name)
         if value != default:
-            words += [
-                f"--{name.replace('_', '-')}",
-                *([] if value is True else [value if isinstance(value, str) else f"{value:g}"]),
-            ]
-    return [*words, "--", *spec.command]
+            text = value if isinstance(value, str) else f"{value:g}"
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
+    return words
 
 
 def spec_of(options: Options, command: tuple[str, ...]) -> JobSetSpec:
@@ -228,7 +246,7 @@ def spec_of(options: Options, command: tuple[str, ...]) -> JobSetSpec:
     }
     env = {name: value for name, value in env.items() if name not in env_of_secret}
     spec = JobSetSpec(name=name, command=command, options=options, env=env, env_of_secret=env_of_secret)
-    shared = {field.name: getattr(options, field.name) for field in fields(JobOptions)}
+    shared = {name: getattr(options, name) for name in (*_defaults(JobOptions), *_defaults(HostOptions))}
     nprocs, logs = options.procs_per_host, log_dir_for(command, name)
     job = JobSpec(command=command, nprocs=nprocs, run_id=name, log_dir=logs, env=env, **shared)
     placements(job, ["host"], "", {})  # the GPUs of a host must divide
@@ -237,61 +255,38 @@ def spec_of(options: Options, command: tuple[str, ...]) -> JobSetSpec:
     return spec
 
 
-def manifest(spec: JobSetSpec) -> Plain:
-    """The JobSet."""
+def manifests(spec: JobSetSpec) -> list[Plain]:
+    """The JobSet, and before it what its launcher may do."""
+    options, network = spec.options, {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
+    usual = {"procs_per_host": 1, **_defaults(JobOptions)}
+    if options.has_controller:
+        words = _given_options(options, {**usual, **_defaults(HostOptions)})
+        first = _pod(spec, controller.command(spec.name, options.hosts, words, spec.command))
+        all_first = options.min_hosts is None and not options.spare_hosts
+        jobs = controller.jobs(spec.name, options.hosts, first, _pod(spec, controller.WAIT), all_first=all_first)
+        before = controller.rights(spec.name, options.namespace, options.hosts)
+        policies = controller.policies(options.max_restarts)
+    else:
+        del usual["max_restarts"], usual["restart_on"]  # the JobSet starts again
+        words = _given_options(options, usual)
+        pod = _pod(spec, member.command(spec.name, options.hosts, words, spec.command))
+        jobs, before = member.jobs(options.hosts, pod, options.restart_on), []
+        policies = member.policies(options.max_restarts)
+    of_all = {"network": {**network, "subdomain": spec.name}, **policies, "replicatedJobs": jobs}
+    job_set = {"apiVersion": API, "kind": "JobSet", "metadata": _metadata(spec), "spec": of_all}
+    return [*before, job_set]
+
+
+def _metadata(spec: JobSetSpec) -> Plain:
     metadata: Plain = {"name": spec.name}
     if spec.options.namespace is not None:
         metadata["namespace"] = spec.options.namespace
     if spec.options.tpu is not None:  # one slice for the job, where several of this shape are there
         metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
-    job = {
-        "completionMode": "Indexed",
-        "completions": spec.options.hosts,
-        "parallelism": spec.options.hosts,
-        "backoffLimit": 0,
-        "podFailurePolicy": {
-            "rules": [
-                {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {"action": "FailJob", "onExitCodes": {"operator": "In", "values": list(PREEMPTION_CODES)}},
-                {"action": "FailJob", "onExitCodes": _program_error(spec.options.restart_on)},
-            ]
-        },
-        "template": {"spec": _pod(spec)},
-    }
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": metadata,
-        "spec": {
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": spec.name},
-            "successPolicy": {"operator": "All"},
-            "failurePolicy": _failure_policy(spec.options.max_restarts),
-            "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": job}}],
-        },
-    }
+    return metadata
 
 
-def _program_error(restart_on: str) -> Plain:
-    """The exit codes that end the JobSet for good."""
-    if restart_on == "any":
-        return {"operator": "In", "values": sorted(OF_THE_COMMAND)}
-    return {"operator": "NotIn", "values": list(RETRY_CODES)}
-
-
-def _failure_policy(max_restarts: int) -> Plain:
-    """The reactions to a failed Job; the rules are tried in order, and if none matches, the JobSet restarts."""
-    preempted = {
-        "name": "preempted",
-        "action": "RestartJobSetAndIgnoreMaxRestarts",
-        "onJobFailureReasons": ["PodFailurePolicy"],
-        # Which of its rules it was is in the message of the Job alone.
-        "onJobFailureMessagePatterns": ["matching FailJob rule at index [01]$"],
-    }
-    error = {"name": "program_error", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    return {"maxRestarts": max_restarts, "rules": [preempted, error] if max_restarts else [error]}
-
-
-def _pod(spec: JobSetSpec) -> Plain:
+def _pod(spec: JobSetSpec, command: Sequence[str]) -> Plain:
     options = spec.options
     pod: Plain = {"restartPolicy": "Never", "terminationGracePeriodSeconds": math.ceil(options.grace) + LEAVE_S}
     if options.tpu is not None:
@@ -305,7 +300,7 @@ def _pod(spec: JobSetSpec) -> Plain:
         pod["affinity"] = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
     claims = dict.fromkeys(claim for claim, _ in spec.mounts)
     volumes = {claim: f"volume-{number}" for number, claim in enumerate(claims)}
-    pod["containers"] = [_container(spec, volumes)]
+    pod["containers"] = [_container(spec, command, volumes)]
     shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}  # NCCL's; the usual 64 MiB are too small for it
     pod["volumes"] = [
         shm, *({"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in volumes.items())
@@ -313,16 +308,16 @@ def _pod(spec: JobSetSpec) -> Plain:
     return pod
 
 
-def _container(spec: JobSetSpec, volumes: Mapping[str, str]) -> Plain:
+def _container(spec: JobSetSpec, command: Sequence[str], volumes: Mapping[str, str]) -> Plain:
     options = spec.options
     env: list[Plain] = [{"name": "ROXXEL_RESTARTS", "valueFrom": {"fieldRef": {"fieldPath": ATTEMPT}}}]
     env += [{"name": name, "value": literal(value)} for name, value in spec.env.items()]
     for name in spec.env_of_secret:
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": options.secret[0], "key": name}}})
     container: Plain = {
-        "name": "host",
+        "name": controller.CONTAINER,
         "image": options.image,
-        "command": [literal(word) for word in member_command(spec)],
+        "command": [literal(word) for word in command],
         "env": env,
     }
     if options.secret:

@@ -1,0 +1,110 @@
+"""A JobSet whose pods wait, and whose first one has the launcher: `launch exec` over `kubectl exec`.
+
+Each host is a Job of one pod, so that it has a name that stays (`kubectl exec job/NAME`), and a pod that ends is made
+anew, on another node where its node is lost. The launcher restarts the ranks; the JobSet restarts a lost launcher.
+"""
+
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from roxxel_dist.launcher.policy.restart import PREEMPTED
+
+Plain = dict[str, Any]
+
+CONTROLLER, HOSTS = "controller", "hosts"
+"""The replicated jobs: that of the first host, which has the launcher, and those of the others."""
+CONTAINER = "host"
+VIA = f"kubectl exec -i job/{{host}} -c {CONTAINER} --"
+WAIT = ["sh", "-c", f"trap 'exit {128 + signal.SIGTERM}' TERM; sleep infinity & wait"]
+"""What a pod does that waits; an exit code of 0 would be the end of its Job."""
+FOR_EVER = 2**31 - 1
+"""Pods of a host that may fail, one after the other: the launcher says when it has been enough."""
+KILLED = sorted(128 + number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV))
+"""Exit codes of a launcher that has not ended by itself."""
+RBAC = "rbac.authorization.k8s.io"
+
+
+def names_of(name: str, hosts: int) -> list[str]:
+    """The hosts of a JobSet, which are its Jobs, in the order of the ranks."""
+    return [f"{name}-{CONTROLLER}-0", *(f"{name}-{HOSTS}-{number}" for number in range(hosts - 1))]
+
+
+def rights(name: str, namespace: str | None, hosts: int) -> list[Plain]:
+    """The account of the launcher, with the right to run programs in pods of its namespace.
+
+    Names of pods end in random letters, and rules of RBAC know no labels: these hold for each pod of the namespace.
+    Jobs have names that are known, and are restricted to them. kubectl looks for the pod of a Job in a list, and opens
+    a program by POST (create) or, from 1.30 on, by a web socket (get).
+    """
+    account = f"{name}-{CONTROLLER}"
+    metadata: Plain = {"name": account, **({} if namespace is None else {"namespace": namespace})}
+    rules = [
+        {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get"], "resourceNames": names_of(name, hosts)},
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]},
+        {"apiGroups": [""], "resources": ["pods/exec"], "verbs": ["create", "get"]},
+    ]
+    subject: Plain = {"kind": "ServiceAccount", **metadata}
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": dict(metadata)},
+        {"apiVersion": f"{RBAC}/v1", "kind": "Role", "metadata": dict(metadata), "rules": rules},
+        {
+            "apiVersion": f"{RBAC}/v1",
+            "kind": "RoleBinding",
+            "metadata": dict(metadata),
+            "roleRef": {"apiGroup": RBAC, "kind": "Role", "name": account},
+            "subjects": [subject],
+        },
+    ]
+
+
+def jobs(name: str, hosts: int, first: Plain, other: Plain, *, all_first: bool) -> list[Plain]:
+    """The jobs of a JobSet: of `first`, the pod with the launcher, and of `other`, a pod that waits.
+
+    `all_first`: the launcher's pod is made when the others are there.
+    """
+    disrupted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    preempted = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": sorted(PREEMPTED)}}
+    ended = {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": list(KILLED)}}
+    launcher = _job({**first, "serviceAccountName": f"{name}-{CONTROLLER}"}, limit=0)
+    launcher["spec"]["podFailurePolicy"] = {"rules": [disrupted, preempted, ended]}
+    made: list[Plain] = [{"name": CONTROLLER, "replicas": 1, "template": launcher}]
+    if hosts > 1:
+        waits = _job({**other, "automountServiceAccountToken": False}, limit=FOR_EVER)
+        made.insert(0, {"name": HOSTS, "replicas": hosts - 1, "template": waits})
+        if all_first:
+            made[1]["dependsOn"] = [{"name": HOSTS, "status": "Ready"}]
+    return made
+
+
+def _job(pod: Plain, limit: int) -> Plain:
+    spec = {"completionMode": "Indexed", "completions": 1, "parallelism": 1, "backoffLimit": limit}
+    return {"spec": {**spec, "template": {"spec": pod}}}
+
+
+def policies(max_restarts: int) -> Plain:
+    """When the JobSet is over: with its launcher, which is started again where it was lost."""
+    preempted = {
+        "name": "preempted",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "targetReplicatedJobs": [CONTROLLER],
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        # Which of its rules it was is in the message of the Job alone.
+        "onJobFailureMessagePatterns": ["matching FailJob rule at index [01]$"],
+    }
+    error = {
+        "name": "launcher_ended",
+        "action": "FailJobSet",
+        "targetReplicatedJobs": [CONTROLLER],
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    return {
+        "successPolicy": {"operator": "All", "targetReplicatedJobs": [CONTROLLER]},
+        "failurePolicy": {"maxRestarts": max_restarts, "rules": [preempted, error] if max_restarts else [error]},
+    }
+
+
+def command(name: str, hosts: int, options: Sequence[str], words: Sequence[str]) -> list[str]:
+    """The command of the launcher's pod."""
+    start = ["roxxel-dist", "launch", "exec", "--hosts", ",".join(names_of(name, hosts)), "--via", VIA]
+    return [*start, "--run-id", name, *options, "--", *words]
