@@ -262,3 +262,19 @@ def test_a_launcher_that_is_killed_leaves_no_client_and_no_rank(away: str, tmp_p
     launch.wait()
     until(lambda: not rank.is_running(), "the rank to be gone")
     until(lambda: not any(client.is_running() for client in clients), "the clients to be gone")
+
+
+@pytest.mark.parametrize("away", ["keeps"], indirect=True)
+def test_an_agent_behind_a_terminal_is_told_to_leave(away: str, tmp_path: Path, until: Until) -> None:
+    """Its stdin stays open where it runs, and it would wait for ten minutes."""
+    client = away.replace('"$@"; exit $?', '"$@" | sed -u "s/$/\\r/"')
+    words = [sys.executable, "-m", "roxxel_dist", "launch", "exec", "--hosts", "a", "--via", client, "--", "true"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, "a terminal is in between" in done.stderr) == (69, True), done.stderr
+
+    def agents() -> list[psutil.Process]:
+        found = psutil.process_iter(["cmdline", "cwd"])
+        mine = [one for one in found if one.info["cwd"] == str(tmp_path) and one.info["cmdline"]]
+        return [one for one in mine if "roxxel_dist.launcher.host.agent" in " ".join(one.info["cmdline"])]
+
+    until(lambda: not agents(), "the agent to be gone")

@@ -208,6 +208,8 @@ class Agent:
                 self._clear()
                 self._start(order)
                 self._last_received = clock()
+            elif order["type"] == "leave":
+                self._ended = True
             elif order["type"] == "alive":
                 self._echo = order["at"]
             elif order["type"] == "first" and self._lease is not None:
@@ -540,7 +542,7 @@ def main() -> None:
         from roxxel_dist.launcher.host.probe import answer_all  # only ranks on other hosts need it
 
         orders = answer_all(orders, inbox, channel)
-    if not orders:
+    if not orders or orders[0].get("type") == "leave":
         return
     folder = Path(tempfile.mkdtemp(prefix="roxxel-"))  # in TMPDIR, where it is set
     key = orders[0].get("key")

@@ -2,7 +2,7 @@
 
 Before the start: questions of preflight with `ask`, each with an answer, see `preflight.probe`
 To the agent:  start (command, ranks: [{rank, env}], total, key, spares, lease) · stop (grace) · kill (after) · dump ·
-               alive (at) · first (port: where the first host is asked about leases)
+               alive (at) · first (port: where the first host is asked about leases) · leave
 From the agent: first (port) · started (rank, pid) · lines (rank, time, text) · status (rank, record) ·
                 progress (records: [[rank, record]], those that changed; usage: [[rank, usage]], of the same moment;
                 echo: `at` of the newest heartbeat; every half second, also where none did) · note (text, for people) ·

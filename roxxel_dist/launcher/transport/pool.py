@@ -141,7 +141,11 @@ class HostConnection:
         return code
 
     def hang_up(self) -> None:
-        """Close the stream of orders: the program ends, an agent together with its ranks."""
+        """Close the stream of orders: the program ends, an agent together with its ranks.
+
+        The runtime of a container may keep the stream open there, so there is an order for it too.
+        """
+        self.send({"type": "leave"})
         with self._lock, suppress(BrokenPipeError):
             self._streams[0].close()
 

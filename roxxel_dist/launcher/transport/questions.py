@@ -20,6 +20,8 @@ RETRY_S, RETRY_MOST_S = 0.25, 5.0
 """The first pause after a refused connection, and the longest one; each is twice the last, and half of it is random."""
 REFUSALS = 8
 """So many in a row, and the host counts as unreachable: about 17 s."""
+LEAVE_S = 0.3
+"""How long a program that does not answer as an agent does may take to end by itself, before its client is killed."""
 _numbers = itertools.count(1)
 """Of the questions of this process: an answer to one that was broken off may come late."""
 
@@ -128,6 +130,9 @@ class HostQuestions:
                 if self._try_again(link, refused):
                     return
                 why += f"; refused {refused.count} times: its server, or a bastion before it, takes fewer at once"
+            if isinstance(event, ValueError):  # something runs there, perhaps an agent
+                link.hang_up()
+                link.wait(LEAVE_S)
             self._give_up(link, why)
         elif isinstance(event, dict) and "type" not in event and event.pop("id", None) in (None, link.question):
             turn.answers[link.host] = event | {"received": time.time()}
