@@ -15,7 +15,7 @@ from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.spec import DeviceCheckMode, JobSpec
 from roxxel_dist.launcher.preflight.checks import CheckResult
 
-FACTOR, FACTOR_OF_CPU = 1.5, 2.5
+FACTOR, FACTOR_OF_CPU = 1.5, 4.0
 """Slower than the median of the others by this factor is slow. CPUs have other programs beside the check."""
 ROUNDS = 3
 """How often a host that looks slow is measured; its best times count."""
