@@ -47,7 +47,7 @@ def test_effects_are_those_of_the_law(place):
     base = np.array(entry.shares["best"])
     for number in range(len(names)):
         moved = 0.9 * base + 0.1 * np.eye(len(names))[number]
-        exact = np.mean(list(losses(moved).values())) - np.mean(list(losses(base).values()))
+        exact = np.mean(list(losses(moved.tolist()).values())) - np.mean(list(losses(base).values()))
         assert entry.effects[number].value == pytest.approx(exact, abs=0.006)
     assert sum(losses(entry.shares["law"]).values()) <= sum(losses(entry.shares["best"]).values()) + 0.01
 
