@@ -15,6 +15,7 @@ import jax
 
 from roxxel_dist.audit.record import RunRecord, Segment
 from roxxel_dist.checkpoint.digests import TABLE, DigestTable
+from roxxel_dist.checkpoint.files import read_named
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster import determinism
@@ -22,6 +23,7 @@ from roxxel_dist.cluster.distributed import initialize, initialize_alone
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import simulate_devices
 from roxxel_dist.cluster.xla_flags import CPU_DEVICES
+from roxxel_dist.curriculum.phases import phases_of
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.run.components import RunComponents, build_components
 from roxxel_dist.run.evaluate import open_data
@@ -129,10 +131,8 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
             f"devices is {devices}, and {run.name} had {theirs}: the result depends on this number; leave it out"
         )
     shards: int = interval.segment.config.get("virtual_shards", 0)
-    if devices and exact and shards % devices:
-        raise UserError(
-            f"devices is {devices}, and {run.name} has virtual_shards {shards}: use a power of two, at most {shards}"
-        )
+    if devices and exact and devices > shards:
+        raise UserError(f"devices is {devices}, and {run.name} has virtual_shards {shards}: use at most {shards}")
     on_cpu = RunMetadata.of(run.saved).platform in ("", "cpu")
     if on_cpu:
         simulate_devices(devices or theirs)
@@ -163,9 +163,8 @@ def loop_of(run: RunRecord, interval: Interval, watch: "Watch", *, last: int) ->
     """
     saved = {**interval.segment.config, RECORD: run.saved.get(RECORD, {})}
     config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
-    if interval.segment.is_exact:  # on the largest power of two of the devices here that divides the shards
-        count = min(config.virtual_shards, jax.device_count())
-        config = dataclasses.replace(config, n_devices=1 << (count.bit_length() - 1))
+    if interval.segment.is_exact:
+        config = dataclasses.replace(config, n_devices=_devices_for(config), fsdp_devices=0)
     with contextlib.ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="roxxel-audit-")))
         data = held.enter_context(open_data(run.folder, saved, None, config))
@@ -207,6 +206,13 @@ def loop_of(run: RunRecord, interval: Interval, watch: "Watch", *, last: int) ->
         loop = Loop.open(parts)
         held.callback(loop.close)
         yield components, loop
+
+
+def _devices_for(config: Config) -> int:
+    """As many devices of this process as virtual shards can have; a power of two where a phase cuts its rows."""
+    count = min(config.virtual_shards, jax.device_count())
+    rows = [phase.batch_size or 0 for given in config.phases or () for phase in phases_of(given)] or [config.batch_size]
+    return count if min(rows) >= config.virtual_shards else 1 << (count.bit_length() - 1)
 
 
 def replay(run: RunRecord, interval: Interval, advance: Callable[[int], None] = lambda more: None) -> Finding:
@@ -296,13 +302,21 @@ def _in_words(step: int, equal: int, other: list[str], theirs: Mapping[str, Any]
 
 
 def first_difference(run: RunRecord, step: int, mine: CheckpointStore) -> str:
-    """The first array of a checkpoint whose content differs, parameters first; empty if none does."""
-    theirs = run.checkpoint(step)[1]
-    table = DigestTable.read(mine.folder / str(step) / TABLE)
+    """The first array of a checkpoint whose content differs, parameters first; empty if none does.
+
+    An array that the run kept in other slices is read, and compared slice by slice.
+    """
+    theirs, folder = run.checkpoint(step)[1], mine.folder / str(step)
+    table = DigestTable.read(folder / TABLE)
     names = [name for name in {**theirs.blocks, **table.blocks} if not name.startswith(FORGOTTEN)]
     for name in sorted(names, key=lambda name: (not name.startswith("params/"), name)):
-        here, there = ({(b.bounds, b.digest) for b in digests.blocks.get(name, ())} for digests in (table, theirs))
-        if here != there:
+        here, there = ({block.bounds: block.digest for block in each.blocks.get(name, ())} for each in (table, theirs))
+        if here == there:
+            continue
+        if not here or not there or here.keys() == there.keys():
+            return name
+        array = read_named(folder, [name])[name]
+        if theirs.check_array(name, tuple((0, size) for size in array.shape), lambda array=array: array):
             return name
     return ""
 

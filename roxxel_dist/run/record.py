@@ -248,7 +248,7 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
     if config.virtual_shards:  # grad_accum decides which rows are summed first
         fixed |= {"grad_accum"}
     if amend:
-        fixed -= {*AMENDABLE}
+        fixed -= {*AMENDABLE} if config.virtual_shards else {*AMENDABLE, "virtual_shards"}
     if "fingerprint" in (RunMetadata.of(saved).initialized_from or {}):
         fixed.discard("init_from")  # the base of adapters may be moved: the fingerprint identifies it
     dropouts = {"dropout_rate"} | ({"lora_dropout"} if config.use_lora else set())
@@ -265,6 +265,11 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
             raise UserError(
                 f"batch_size is {value}, and an earlier version began {other} with batch_size x grad_accum = {before} "
                 f"rows in a step: now batch_size is the rows of the global batch, so use {before}"
+            )
+        if name == "virtual_shards" and not value and name in fixed:
+            raise UserError(
+                f"virtual_shards is 0, and {other} has {before}: from here on its bits would depend on the number of "
+                f"devices. Leave it as it was, or give that up with amend=True"
             )
         if name in fixed:
             raise UserError(

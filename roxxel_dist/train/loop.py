@@ -204,9 +204,10 @@ class Loop:
     def enter_phase(self, step: int) -> Any:
         """The compiled step of the phase that begins with `step`, once every rank has it."""
         held, plan, grad_accum = self.held, self.position.plan, self.parts.grad_accum
-        layout = batch_layout(self.parts.sharding, *plan.shape(step), grad_accum)
+        shards = self.parts.options.virtual_shards
+        layout = batch_layout(self.parts.sharding, *plan.shape(step), grad_accum, shards)
         held.timeline.layout = "" if layout.is_plain else str(layout)
-        self._metrics.log_phase(plan, step, layout, grad_accum, self.parts.options.virtual_shards)
+        self._metrics.log_phase(plan, step, layout, grad_accum, shards)
         key, begun = self.programs.compile_phase(step), time.perf_counter()
         if waits := not held.compiler.ready(key):  # it was not compiled ahead
             self._wait_for_devices()

@@ -20,7 +20,7 @@ from roxxel_dist.place.bucket_run import BucketRun
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.checkpointer import Checkpointer
 from roxxel_dist.train.evaluator import HELD_OUT
-from roxxel_dist.train.exact.layout import can_cut_rows, check_shapes
+from roxxel_dist.train.exact.layout import can_cut_rows, check_shapes, rows_sharding
 from roxxel_dist.train.log.base import Tracker, TrackerSource
 from roxxel_dist.train.step.optimizer import Optimizer, as_optimizer
 from roxxel_dist.train.step.state import TrainView
@@ -99,7 +99,7 @@ class Parts:
     @functools.cached_property
     def sharding(self) -> NamedSharding:
         """How a batch of (rows, tokens) lies on the mesh."""
-        return self.data_sharding or batch_sharding(self.mesh)
+        return rows_sharding(self.data_sharding or batch_sharding(self.mesh), self.options.virtual_shards)
 
     @property
     def nnx_optimizer(self) -> "nnx.Optimizer[Any] | None":

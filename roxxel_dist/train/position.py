@@ -11,7 +11,7 @@ from roxxel_dist.cluster.mesh import scalars_on
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.model.split import ModuleSplit
 from roxxel_dist.train.exact.layout import DeviceStates
-from roxxel_dist.train.exact.step import init_state_of_copies
+from roxxel_dist.train.exact.step import init_exact_state
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.resources import Resources
 from roxxel_dist.train.resume import (
@@ -58,7 +58,7 @@ class Position:
         options, optimizer, store = parts.options, parts.update_rule, held.store
         copy = held.memory and held.memory.newest(store.latest_step() or 0)
         start = begin(store, parts.training, optimizer, options, amend=parts.amend, origin=parts.origin, copy=copy)
-        init = init_state_of_copies if options.virtual_shards else init_state
+        init = init_exact_state if options.virtual_shards else init_state
         split, arrays, hparams = init(
             parts.model,
             InitialState(optimizer, average=options.ema > 0),

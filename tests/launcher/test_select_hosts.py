@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.cli.launch import micro_batches
+from roxxel_dist.cli.launch import device_counts
 from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
@@ -95,13 +95,30 @@ def test_the_config_is_read_at_the_launch_alone(tmp_path: Path, monkeypatch: pyt
     config = tmp_path / "run.yaml"
     config.write_text("phases: [{steps: 2, batch_size: 6, seq_len: 9}, {steps: 2, batch_size: 12, seq_len: 9}]")
     command = ("train", "--config", str(config), "--data_path", "data")
-    batches = micro_batches(command)
-    assert batches == (6, 12)
+    counts = device_counts(command)
+    assert counts == {"micro_batches": (6, 12)}
     config.unlink()
-    train = {"command": command, "micro_batches": batches, "host_timeout": 0}
+    train = {"command": command, **counts, "host_timeout": 0}
     assert select(tmp_path, monkeypatch, {"a"}, 1, spare_hosts=2, **train) == [("a", "b"), ("b", "c")]
     less = select(tmp_path, monkeypatch, {"a", "b"}, 1, nprocs=8, min_hosts=1, **train)
     assert less == [("a", "b", "c", "d"), ("c",)], "of 4 devices on two hosts, 6 rows use 3 or 2"
+
+
+@pytest.mark.parametrize(
+    ("rows", "present", "chosen"),
+    [
+        (16, {"d"}, ("a", "b", "c")),
+        (16, {"c", "d"}, ("a", "b")),
+        (2, {"d"}, ("a", "b")),
+    ],
+)
+def test_any_number_of_hosts_has_the_virtual_shards_of_whole_rows(
+    rows: int, present: set[str], chosen: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--virtual_shards", "8", "--phases", f"[{{steps: 2, batch_size: {rows}, seq_len: 33}}]")
+    job = {"command": ("train", *words, "--data_path", "data"), "nprocs": 8, "min_hosts": 1, "host_timeout": 0}
+    job |= device_counts(job["command"])
+    assert select(tmp_path, monkeypatch, present, 1, **job)[-1] == chosen
 
 
 def test_what_no_single_host_is_to_blame_for_ends_the_selection_with_idle_hosts_too(

@@ -161,9 +161,8 @@ def test_killed_within_the_long_phase_and_resumed_on_other_devices(desk, shards,
         ({"virtual_shards": 6}, "virtual_shards is 6: it must be a power of two"),
         ({"virtual_shards": 32, "grad_accum": 2}, "cuts each row into 2 shards, which are computed at once"),
         ({"virtual_shards": 32, "model": "own:build"}, "That needs the built-in model and its loss"),
-        ({"fsdp": True}, "virtual_shards is 8 and fsdp is true"),
-        ({"tensor_devices": 2}, "without tensor_devices and fsdp, or set virtual_shards to 0"),
-        ({"virtual_shards": 2}, "virtual_shards is 2, which 4 device(s) do not divide"),
+        ({"tensor_devices": 2}, "Leave tensor_devices and meshes of your own with several axes out"),
+        ({"virtual_shards": 2}, "virtual_shards is 2, and there are 4 devices, of which each has one shard at least"),
     ],
 )
 def test_what_is_refused(desk, more, words):

@@ -147,6 +147,11 @@ REFUSED = [
     (replace(LONG, batch_size=6), {}, r"cuts each row into 8 / 6 shards, .* a multiple of 8"),
     (replace(LONG, batch_size=2, seq_len=65), {"grad_accum": 2}, r"4 shards, .* at once, and grad_accum is 2"),
     (replace(LONG, seq_len=65), {"cuts_rows": False}, r"8 shards\. .* the built-in model and its loss"),
+    (
+        replace(LONG, seq_len=65),
+        {"mesh": make_mesh(3)},
+        r"and the 3 devices do not divide the shards of rows that are cut",
+    ),
     (replace(LONG, seq_len=65), {"mesh": OWN_MESH}, r"8 shards, .* on a mesh of make_mesh alone, .*'x': 8"),
 ]
 

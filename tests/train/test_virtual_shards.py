@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from roxxel_dist import Config, Experiment, Roxxel
+from roxxel_dist.cluster import parameter_sharding
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.curriculum.segments import Shape
@@ -43,7 +44,7 @@ def data(tmp_path_factory):
 
 
 def hash_of(run):
-    names = ("step", "train_loss", "val_loss", "grad_norm", "digest")
+    names = ("step", "train_loss", "val_loss", "grad_norm", "update_norm", "digest")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     weights = (run / "model_weights.msgpack").read_bytes()
     return hashlib.sha256(repr([[row.get(name) for name in names] for row in rows]).encode() + weights).hexdigest()
@@ -88,6 +89,35 @@ def test_an_own_model_with_micro_batches_on_1_and_2_devices(data, tmp_path):
     assert hash_of(tmp_path / "on-1") == hash_of(tmp_path / "on-2")
 
 
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.long)])
+def test_any_number_of_devices_with_slices_of_the_state_too(data, tmp_path, monkeypatch, optimizer):
+    monkeypatch.setattr(parameter_sharding, "FSDP_MIN_SIZE", 64)
+    fields = SMALL | {
+        "phases": [{"steps": 2, "batch_size": 16, "seq_len": 17}], "optimizer": optimizer, "grad_accum": 2,
+        "grad_clip": 0.1, "ema": 0.9,
+    }  # fmt: skip
+    layouts = [{"n_devices": 1}, {"n_devices": 3}, {"n_devices": 4, "fsdp": True, "fsdp_devices": 2}]
+    hashes = set()
+    for number, layout in enumerate(layouts):
+        Experiment(Config(**fields, **layout)).fit(data / "one.rox", tmp_path / str(number))
+        hashes.add(hash_of(tmp_path / str(number)))
+    assert len(hashes) == 1
+
+
+@pytest.mark.long
+def test_a_resume_on_other_devices_goes_from_slices_to_the_whole_and_back(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(parameter_sharding, "FSDP_MIN_SIZE", 64)
+    fields = SMALL | {
+        "phases": [{"steps": 6, "batch_size": 8, "seq_len": 17}, {"steps": 3, "batch_size": 1, "seq_len": 33}]
+    }
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    Experiment(Config(**fields, n_devices=1)).fit(data / "one.rox", whole)
+    Experiment(Config(**fields, n_devices=4, fsdp=True, max_steps=3)).fit(data / "one.rox", parts)
+    Experiment(Config(**fields, n_devices=1, max_steps=6)).fit(run_dir=parts, resume=True)
+    Experiment(Config(**fields, n_devices=8, fsdp=True, fsdp_devices=4)).fit(run_dir=parts, resume=True)
+    assert hash_of(parts) == hash_of(whole)
+
+
 def test_the_pool_must_be_that_of_the_run(data, tmp_path, monkeypatch):
     monkeypatch.setenv("PJRT_NPROC", "8")
     with pytest.raises(UserError, match="virtual_shards is 8 and needs a thread pool of 16 in XLA"):
@@ -108,8 +138,8 @@ def shape(batch_size):
             {"n_devices": 2},
             r"batch_size is 16, .* virtual_shards \(8\) x grad_accum \(4\): .* multiple of 32",
         ),
-        (2, 16, 1, {"n_devices": 4}, "virtual_shards is 2, which 4 device"),
-        (8, 16, 1, {"n_devices": 4, "tensor": 2}, "each device keeps the whole state"),
+        (2, 16, 1, {"n_devices": 4}, "virtual_shards is 2, and there are 4 devices"),
+        (8, 16, 1, {"n_devices": 4, "tensor": 2}, "devices that share a product add it in another order"),
     ],
 )
 def test_what_does_not_divide_is_refused(count, batch_size, grad_accum, mesh, words):

@@ -147,7 +147,10 @@ def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str], *, divide
     note = f"going on without {missing}: {note}" if missing else note
     idle = {host: procs * (devices - share * (host in present[:used])) for host in present}
     if names := [f"{host} ({count})" for host, count in idle.items() if count]:
-        note += f"; idle, because the batch of every phase must be a multiple of the devices: {', '.join(names)}"
+        why = "the batch of every phase must be a multiple of the devices"
+        if job.most_devices and not job.micro_batches:
+            why = f"the program uses at most {job.most_devices} devices"
+        note += f"; idle, because {why}: {', '.join(names)}"
     return Assignment(hosts=tuple(present[:used]), job=smaller, note=note)
 
 
@@ -160,8 +163,8 @@ def _devices_of(job: JobSpec, working: int) -> int:
 
 
 def _divide(job: JobSpec, devices: int) -> bool:
-    """Whether so many devices divide the batch of every phase."""
-    return not any(rows % devices for rows in job.micro_batches)
+    """Whether the program can use so many devices: they divide the batch of every phase."""
+    return devices <= (job.most_devices or devices) and not any(rows % devices for rows in job.micro_batches)
 
 
 def placements(

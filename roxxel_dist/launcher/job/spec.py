@@ -123,7 +123,10 @@ class JobSpec(MemberOptions, HostOptions, JobOptions):
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables for every rank, beside those of the launcher."""
     micro_batches: tuple[int, ...] = ()
-    """Rows of each phase's micro-batch, which the devices must divide when hosts are lost; empty if unknown."""
+    """Rows of each phase's micro-batch, which the devices must divide when hosts are lost; empty if unknown, or if any
+    number of devices does."""
+    most_devices: int | None = None
+    """Devices that the program can use; None: any number."""
 
     @property
     def program(self) -> Program:

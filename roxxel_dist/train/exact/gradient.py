@@ -13,7 +13,7 @@ from flax import nnx
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.model.split import Leaves, ModuleSplit
-from roxxel_dist.train.exact.packing import Packed, pack, unpack, wide
+from roxxel_dist.train.exact.packing import Packed, pack, wide
 from roxxel_dist.train.step.optimizer import Optimizer, for_model
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import (
@@ -121,12 +121,6 @@ class ShardPrograms:
         """`sums` with the sums as `pack` gives them."""
         sums, counts = self.sums(params, rest, hparams, rows, shard)
         return pack(sums), counts
-
-    def update(
-        self, like: Sums, state: TrainState, hparams: Hparams, total: Packed, counts: Leaves
-    ) -> tuple[TrainState, Metrics]:
-        """The state after a step, of the packed sums of all shards; `like` has the shapes of the sums."""
-        return self.finish(unpack(total, like), state, hparams, counts)
 
     def finish(self, sums: Sums, state: TrainState, hparams: Hparams, counts: Leaves) -> tuple[TrainState, Metrics]:
         """The state after a step, of the sums of all shards."""

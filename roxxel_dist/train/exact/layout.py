@@ -44,19 +44,20 @@ def can_cut_rows(model: Any, loss_fn: Any) -> bool:
 def check_virtual_shards(
     count: int, shapes: Sequence[Shape], grad_accum: int, mesh: Mesh, *, cuts_rows: bool = True
 ) -> None:
-    """Raises UserError where the devices do not divide the shards, or these a phase's batch.
+    """Raises UserError where there are more devices than shards, or these do not divide a phase's batch.
 
     `count` is a power of two already, as `LoopOptions` says.
     """
-    if mesh.size > 1 and max(mesh.devices.shape) < mesh.size:
+    if mesh.shape.get(TENSOR, 1) > 1 or (mesh.axis_names != (DATA, FSDP, TENSOR) and _axes_in_use(mesh) > 1):
         raise UserError(
-            f"virtual_shards is {count}, and the mesh is {dict(mesh.shape)}: each device keeps the whole state, so "
-            f"use a mesh of one axis, without tensor_devices and fsdp, or set virtual_shards to 0"
+            f"virtual_shards is {count}, and the mesh is {dict(mesh.shape)}: devices that share a product add it in "
+            f"another order. Leave tensor_devices and meshes of your own with several axes out, or set virtual_shards "
+            f"to 0"
         )
-    if count % mesh.size:
+    if mesh.size > count:
         raise UserError(
-            f"virtual_shards is {count}, which {mesh.size} device(s) do not divide: set n_devices to 1, 2, 4, …, at "
-            f"most {count}"
+            f"virtual_shards is {count}, and there are {mesh.size} devices, of which each has one shard at least: set "
+            f"n_devices to {count} or fewer"
         )
     for i, shape in enumerate(shapes):
         phase, rows = f"phase {i + 1}: batch_size is {shape.batch_size}", shape.batch_size
@@ -73,6 +74,10 @@ def check_virtual_shards(
                 f"{phase}, which is not a multiple of virtual_shards ({count}){accumulated}: use a multiple of "
                 f"{count * grad_accum}"
             )
+
+
+def _axes_in_use(mesh: Mesh) -> int:
+    return sum(size > 1 for size in mesh.devices.shape)
 
 
 def _check_long_rows(phase: str, count: int, shape: Shape, grad_accum: int, mesh: Mesh, cuts_rows: bool) -> None:
@@ -94,11 +99,25 @@ def _check_long_rows(phase: str, count: int, shape: Shape, grad_accum: int, mesh
             f"{cut} of two pieces, and it has {length - 1} tokens to predict: use rows of at least "
             f"{2 * count // rows + 1} tokens, or fewer virtual_shards"
         )
+    if count % mesh.size:
+        raise UserError(
+            f"{cut}, and the {mesh.size} devices do not divide the shards of rows that are cut: set n_devices to 1, 2, "
+            f"4, …, at most {count}, or use a multiple of {count * grad_accum}"
+        )
     if mesh.size > 1 and mesh.axis_names != (DATA, FSDP, TENSOR):
         raise UserError(
             f"{cut}, which it can on a mesh of make_mesh alone, and the mesh is {dict(mesh.shape)}: leave mesh out, or "
             f"use a multiple of {count * grad_accum}"
         )
+
+
+def rows_sharding(sharding: NamedSharding, virtual_shards: int) -> NamedSharding:
+    """How a batch lies on the mesh: as without virtual shards, or whole on each device where these do not divide.
+
+    `virtual_shards` is 0 for none.
+    """
+    assert isinstance(sharding.mesh, Mesh)
+    return NamedSharding(sharding.mesh, P()) if virtual_shards % sharding.mesh.size else sharding
 
 
 def on_all_devices(tree: Any, mesh: Mesh) -> Any:
@@ -143,6 +162,8 @@ class Layout:
     def line(self) -> Mesh:
         """All devices along one axis, in the order of the rows that they hold."""
         mesh = self.mesh
+        if not self.is_even:
+            return Mesh(mesh.devices.reshape(-1), (SHARDS,), axis_types=(AxisType.Auto,))
         places = self.sharding.devices_indices_map((mesh.size, 1))
         rows = {device: index[0].indices(mesh.size)[:2] for device, index in places.items()}
         if {stop - start for start, stop in rows.values()} != {1}:
@@ -158,15 +179,20 @@ class Layout:
         """The devices of this process, in that order."""
         return [device for device in self.line.devices.flat if device.process_index == jax.process_index()]
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all devices have as many shards; else each holds all rows of a batch, and takes its own of them."""
+        return self.count % self.mesh.size == 0
+
     @cached_property
-    def per_device(self) -> int:
-        """Virtual shards of each device."""
-        return self.count // self.line.size
+    def most(self) -> int:
+        """Virtual shards of the device that has most of them."""
+        return -(-self.count // self.line.size)
 
     def shards_of(self, device: Any) -> range:
         """The numbers of the virtual shards of a device."""
-        first = list(self.line.devices.flat).index(device) * self.per_device
-        return range(first, first + self.per_device)
+        number, size = list(self.line.devices.flat).index(device), self.line.size
+        return range(self.count * number // size, self.count * (number + 1) // size)
 
     @cached_property
     def cut(self) -> NamedSharding:
@@ -186,25 +212,28 @@ class Layout:
 
     def rows(self, batch: Any) -> list[Any]:
         """The rows of a batch on each device of this process; `copies` asks each array for more than that."""
+        if not self.is_even:
+            return copies(batch, self.devices)
         leaves, treedef = jax.tree.flatten(batch)
         return [jax.tree.unflatten(treedef, [leaf.addressable_data(i) for leaf in leaves]) for i in self._places]
 
 
 @dataclass(eq=False)
 class DeviceStates:
-    """A train state as a copy on each device of this process, which programs of one device take and give."""
+    """A train state as what each device of this process has of it, which programs of one device take and give."""
 
     parts: list[TrainState]
-    mesh: Mesh
+    like: TrainState
+    """The shapes of the whole, with shardings."""
     _whole: TrainState | None = field(default=None, repr=False)
 
     @property
     def whole(self) -> TrainState:
-        """The same arrays as global ones, whole on each device of the mesh; they are not copied."""
+        """The same arrays as global ones; they are not copied."""
         if self._whole is None:
-            everywhere = NamedSharding(self.mesh, P())
             whole: TrainState = jax.tree.map(
-                lambda *parts: jax.make_array_from_single_device_arrays(parts[0].shape, everywhere, list(parts)),
+                lambda leaf, *parts: jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, list(parts)),
+                self.like,
                 *self.parts,
             )
             self._whole = whole

@@ -15,11 +15,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.pieces import RowCut
+from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.gradient import ShardPrograms
 from roxxel_dist.train.exact.layout import Layout, copies
 from roxxel_dist.train.exact.packing import Packed, pack
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, Piece, PiecePrograms
-from roxxel_dist.train.exact.reduction import Programs, Reduction, Tree, across, add_sums, sum_across
+from roxxel_dist.train.exact.reduction import Exchange, Programs, Reduction, Tree, add_sums, everywhere
+from roxxel_dist.train.exact.slices import Cut, TreeGather
+from roxxel_dist.train.exact.update import Update, owners_of, shapes_of
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams, Metrics
@@ -51,7 +54,7 @@ class KeyMoves:
         cls, layout: Layout, cut: RowCut, like: Any, compile_one: Compile, for_each: CompileForEach
     ) -> "tuple[KeyMoves, Any]":
         """For (keys, values) of a shard such as `like`; and the shapes of those of a row."""
-        here = min(layout.per_device, cut.shards)
+        here = min(layout.most, cut.shards)
         share, devices, order = cut.shards // here, layout.devices, np.argsort(cut.places)
         mesh = Mesh(layout.line.devices.reshape(-1, share), (ROWS, PIECES), axis_types=(AxisType.Auto,) * 2)
 
@@ -104,7 +107,7 @@ class KeyMoves:
     def keys_of_rows(self, parts: ByShard) -> ByShard:
         """Those of the whole row of each shard; shards of a row on a device have the same arrays."""
         found: ByShard = [[] for _ in parts]
-        for first in range(0, self.layout.per_device, self.here):
+        for first in range(0, self.layout.most, self.here):
             rows = [self.join[i](own[first : first + self.here]) for i, own in enumerate(parts)]
             rows = rows if self.gather is None else copies(self.gather(self._along(rows)), self.layout.devices)
             for i, row in enumerate(rows):
@@ -115,7 +118,7 @@ class KeyMoves:
         """Of float32 gradients of keys and values of whole rows, which it asks for by device and shard, the sums over
         the shards of a row: each shard gets those of its own keys and values."""
         found: ByShard = [[] for _ in self.layout.devices]
-        for first in range(0, self.layout.per_device, self.here):
+        for first in range(0, self.layout.most, self.here):
             trees = [Tree(self.add[i] if self.add else add_sums) for i in range(len(found))]
             for k in range(first, first + self.here):
                 for i, tree in enumerate(trees):
@@ -197,7 +200,7 @@ class CompiledForward:
         rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((here, leaf.shape[1]), leaf.dtype), batch)
 
         def cut_pieces(rows: Any, first: jax.Array) -> Any:
-            return pieces_of(cut, rows, first, layout.per_device)
+            return pieces_of(cut, rows, first, layout.most)
 
         of_shards = jax.eval_shape(cut_pieces, rows, number)
         piece, segments = of_shards[0]
@@ -224,7 +227,7 @@ class CompiledForward:
     def each(self, compute: Callable[[int, int], Any]) -> ByShard:
         """Of each device and shard; every device has something to do at once."""
         found: ByShard = [[] for _ in self.layout.devices]
-        for k in range(self.layout.per_device):
+        for k in range(self.layout.most):
             for i, own in enumerate(found):
                 own.append(compute(i, k))
         return found
@@ -309,22 +312,26 @@ class CompiledLongStep:
     adds: dict[str, Programs]
     """Of packed gradients of each use of parameters."""
     join: Programs
-    across: Any
-    update: Programs
+    exchange: Exchange
+    update: Update
+    gather: TreeGather
 
     @classmethod
     def compiled(
         cls,
         shard_programs: ShardPrograms,
-        layout: Layout,
+        cut: Cut,
+        gather: TreeGather,
         state: TrainState,
         hparams: Hparams,
         batch: Any,
         compile_one: Compile,
         for_each: CompileForEach,
     ) -> "CompiledLongStep":
-        """The programs for such (abstract) arguments."""
-        devices, model = layout.devices, Model(state.params, state.rest, hparams)
+        """The programs for such (abstract) arguments; those of the state have shardings."""
+        layout, devices, like_state = cut.layout, cut.layout.devices, state
+        state, hparams = shapes_of((state, hparams))
+        model = Model(state.params, state.rest, hparams)
         programs = PiecePrograms.of(shard_programs, model, batch, training=True)
         forward, like = CompiledForward.compiled(programs, layout, model, batch, compile_one, for_each)
         number, piece, segments, x, q, kv, normed, mixed, log_sums, zero = like.values()
@@ -337,17 +344,21 @@ class CompiledLongStep:
         of_before, _ = jax.eval_shape(programs.before_back, *before)
         first = jax.eval_shape(programs.embed_back, model, number, piece, x)
         sums = {LAST: last, FIRST: first, BEFORE: [of_before] * programs.layers, AFTER: [of_after] * programs.layers}
-        total = jax.eval_shape(pack, sums)
+        named = jax.eval_shape(lambda sums: programs.named(sums, state.params), sums)
+        total = jax.eval_shape(pack, named)
+        owners = owners_of(cut, named, like_state.params)
+        exchange = Exchange.compiled(layout, owners, total, compile_one, for_each)
         packed = hasattr(batch, "tokens")
 
         def join_sums(sums: dict[str, Any]) -> Packed:
-            return pack(sums)
+            return pack(programs.named(sums, state.params))
 
-        def update(state: TrainState, hparams: Hparams, total: Packed) -> tuple[TrainState, Metrics]:
-            return programs.update(sums, state, shard_programs.optimizer.for_batch(hparams, batch), total, packed)
+        def finish(sums: Any, state: TrainState, hparams: Hparams, counts: Leaves) -> tuple[TrainState, Metrics]:
+            del counts
+            return programs.update(sums, state, shard_programs.optimizer.for_batch(hparams, batch), packed)
 
         adds: dict[str, Programs] = {}
-        if layout.per_device > 1:
+        if layout.most > 1:
             for use, each in ((LAST, last), (FIRST, first), (BEFORE, of_before), (AFTER, of_after)):
                 adds[use] = for_each(jax.jit(add_sums, donate_argnums=0), (each, each), devices)
         return cls(
@@ -359,8 +370,9 @@ class CompiledLongStep:
             embed_back=for_each(jax.jit(programs.embed_back), (model, number, piece, x), devices),
             adds=adds,
             join=for_each(jax.jit(join_sums), (sums,), devices),
-            across=across(layout, total, compile_one),
-            update=for_each(jax.jit(update, donate_argnums=0), (state, hparams, total), devices),
+            exchange=exchange,
+            update=Update.compiled(finish, like_state, hparams, {}, cut, exchange, compile_one, for_each),
+            gather=gather,
         )
 
     def _trees(self, use: str) -> list[Tree]:
@@ -389,13 +401,16 @@ class CompiledLongStep:
         trees = self._trees(FIRST)
         run.each(lambda i, k: trees[i].put(self.embed_back[i](models[i], number[i][k], pieces[i][k][0], d_x[i][k])))
         own = [
-            self.join[i](
-                {LAST: sums[i][LAST], FIRST: trees[i].total()} | {use: sums[i][use][::-1] for use in (BEFORE, AFTER)}
-            )
+            [
+                self.join[i](
+                    {LAST: sums[i][LAST], FIRST: trees[i].total()}
+                    | {use: sums[i][use][::-1] for use in (BEFORE, AFTER)}
+                )
+            ]
             for i in range(count)
         ]
         del sums
-        return sum_across(self.layout, self.across, own)
+        return self.exchange.run(own)
 
     def _back(
         self,
@@ -451,10 +466,11 @@ class CompiledLongStep:
 
     def __call__(self, parts: list[TrainState], hparams: list[Hparams], batch: Any) -> list[tuple[TrainState, Metrics]]:
         """One step, on each device of this process; the states are donated."""
-        models = [Model(part.params, part.rest, own) for part, own in zip(parts, hparams, strict=True)]
+        whole = self.gather.run([(part.params, own) for part, own in zip(parts, hparams, strict=True)])
+        models = [Model(params, part.rest, own) for part, (params, own) in zip(parts, whole, strict=True)]
         totals = self.totals(models, batch)
-        del models
-        return [update(*args) for update, *args in zip(self.update, parts, hparams, totals, strict=True)]
+        del models, whole
+        return self.update.run(parts, hparams, totals, [{} for _ in parts])
 
 
 @dataclass(frozen=True)
@@ -474,14 +490,15 @@ class CompiledLongEvaluation:
         batch: Any,
         compile_one: Compile,
         for_each: CompileForEach,
-    ) -> "tuple[CompiledLongEvaluation, Packed]":
-        """The programs for such (abstract) arguments, and the shapes of the sums."""
+    ) -> "CompiledLongEvaluation":
+        """The programs for such (abstract) arguments."""
         programs = PiecePrograms.of(shard_programs, model, batch, training=False)
         forward, like = CompiledForward.compiled(programs, layout, model, batch, compile_one, for_each)
         args = model, like["number"], like["piece"], like["x"], like["balance"]
         total = jax.eval_shape(programs.losses, *args)
         losses = for_each(jax.jit(programs.losses), args, layout.devices)
-        return cls(forward, losses, Reduction.compiled(layout, total, compile_one, for_each)), total
+        exchange = Exchange.compiled(layout, everywhere(layout, total), total, compile_one, for_each)
+        return cls(forward, losses, Reduction.compiled(layout, total, exchange, for_each))
 
     def __call__(self, models: list[Model], batch: Any) -> list[Packed]:
         """The sums."""

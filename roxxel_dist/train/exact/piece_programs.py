@@ -205,23 +205,30 @@ class PiecePrograms:
         row = jnp.arange(self.rows) == shard // self.cut.shards
         return loss + of_experts, (loss, count, of_experts, jnp.where(row, loss, 0), jnp.where(row, count, 0))
 
-    def update(
-        self, like: Mapping[str, Any], state: TrainState, hparams: Hparams, total: Packed, is_packed: bool
-    ) -> tuple[TrainState, Metrics]:
-        """The state after a step, of the packed sums of all uses of parameters; `like` has their shapes.
+    def named(self, sums: Mapping[str, Any], params: Leaves) -> dict[str, Any]:
+        """The sums of all uses of (abstract) parameters by name: "first", "before" and "after" are gradients, "last"
+        gradients and what `_losses` found.
 
-        Sums are those of `losses_back` for "last", `embed_back` for "first", and a list of those of each layer.
+        They are made of those of `losses_back` for "last", `embed_back` for "first", and a list of those of each layer.
         """
-        own = {use: {name: state.params[name] for name in names} for use, names in self.names.items()}
+        own = {use: {name: params[name] for name in names} for use, names in self.names.items()}
         found = *[jax.ShapeDtypeStruct((), jnp.float32)] * 3, *[jax.ShapeDtypeStruct((self.rows,), jnp.float32)] * 2
-        sums = unpack(total, like)
-        grads, (loss, count, of_experts, row_loss, row_count) = unpack(sums[LAST], (own[LAST], found))
-        for name, grad in unpack(sums[FIRST], own[FIRST]).items():
-            grads[name] = grads[name] + grad if name in grads else grad
+        named: dict[str, Any] = {LAST: unpack(sums[LAST], (own[LAST], found)), FIRST: unpack(sums[FIRST], own[FIRST])}
         for use in (BEFORE, AFTER):
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), own[use])
             layers = [unpack(layer, shapes) for layer in sums[use]]
-            grads |= jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *layers)
+            named[use] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *layers)
+        return named
+
+    def update(
+        self, sums: Mapping[str, Any], state: TrainState, hparams: Hparams, is_packed: bool
+    ) -> tuple[TrainState, Metrics]:
+        """The state after a step, of what `named` gives for the sums of all shards."""
+        grads, (loss, count, of_experts, row_loss, row_count) = sums[LAST]
+        grads = dict(grads)
+        for name, grad in sums[FIRST].items():
+            grads[name] = grads[name] + grad if name in grads else grad
+        grads |= sums[BEFORE] | sums[AFTER]
         grads = {name: grads[name] for name in state.params}
         counts = self._counts(Model(state.params, state.rest, hparams))
         if self.programs.loss_fn is next_token_loss:

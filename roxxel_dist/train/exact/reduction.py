@@ -1,18 +1,158 @@
-"""The binary tree of additions over all virtual shards: the only thing that is computed across devices."""
+"""The binary tree of additions over all virtual shards: the only thing that is computed across devices.
+
+Its lower parts are on a device: the sums of whole subtrees of its own shards. Of these each device sends every other
+one the part that the other one owns (an all-to-all). The owner adds the rest of the tree. Then those that keep a part
+get it from its owners. The tree is that of the shards, so a sum is the same to the bit on any number of devices.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.train.exact.layout import SHARDS, Layout
-from roxxel_dist.train.exact.packing import Packed
+from roxxel_dist.train.exact.packing import Owners, Packed
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 
 Programs = Sequence[Any]
 """One compiled program, on each device of this process."""
+Subtree = tuple[int, int]
+"""(its first shard, how many)."""
+
+
+def add_sums(left: Packed, right: Packed) -> Packed:
+    """The sums of two neighbours in the tree."""
+    return jax.tree.map(jax.numpy.add, left, right)
+
+
+class Tree:
+    """The sums of a device's parts of the tree: neighbours are added, then their sums, each as soon as it can be."""
+
+    def __init__(self, add: Callable[[Any, Any], Any], first: int = 0) -> None:
+        """`first` is the number of the first part."""
+        self._add, self._next = add, first
+        self._parts: list[tuple[int, int, Any]] = []  # (level, place in the level, sum)
+
+    def put(self, part: Any) -> None:
+        """The next one."""
+        level, place = 0, self._next
+        self._next += 1
+        while place % 2 and self._parts and self._parts[-1][:2] == (level, place - 1):
+            part, level, place = self._add(self._parts.pop()[2], part), level + 1, place // 2
+        self._parts.append((level, place, part))
+
+    def sums(self) -> list[Any]:
+        """Those of the `subtrees` of its parts, which are not kept."""
+        found, self._parts = [part for _, _, part in self._parts], []
+        return found
+
+    def total(self) -> Any:
+        """The sum, where the parts are one subtree."""
+        (total,) = self.sums()
+        return total
+
+
+def subtrees(shards: range) -> list[Subtree]:
+    """The whole subtrees that neighbouring shards are made of, as `Tree` leaves them."""
+    tree = Tree(lambda left, right: (left[0], left[1] + right[1]), shards.start)
+    for shard in shards:
+        tree.put((shard, 1))
+    return tree.sums()
+
+
+def total_of(known: dict[Subtree, jax.Array], first: int, count: int) -> jax.Array:
+    """The sum of `count` shards from the `first` one on, from the sums of subtrees."""
+    if (first, count) in known:
+        return known[first, count]
+    half = count // 2
+    return total_of(known, first, half) + total_of(known, first + half, half)
+
+
+def everywhere(layout: Layout, like: Any) -> Owners:
+    """Each device keeps the whole of such a tree."""
+    return Owners(like, [None] * len(jax.tree.leaves(like)), 1, layout.line.size)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Adds the sums of subtrees over all devices, and gives each device what it keeps."""
+
+    layout: Layout
+    owners: Owners
+    arrange: Programs
+    """The pieces of a device's sums; empty where there is one device."""
+    across: Any
+    """None where there is one device."""
+    kept: Any
+    """The shapes of what a device keeps."""
+
+    @classmethod
+    def compiled(
+        cls, layout: Layout, owners: Owners, packed: Packed, compile_one: Compile, for_each: CompileForEach
+    ) -> "Exchange":
+        """For packed sums such as `packed`."""
+        if layout.line.size == 1:
+            return cls(layout, owners, (), None, packed)
+        parts = [subtrees(layout.shards_of(device)) for device in layout.line.devices.flat]
+        most = max(map(len, parts))
+
+        def arrange_sums(sums: list[Packed]) -> Packed:
+            stacked = [owners.pieces(each) for each in sums]
+            return {
+                name: jnp.pad(jnp.stack([each[name] for each in stacked], 1), ((0, 0), (0, most - len(sums)), (0, 0)))[
+                    None
+                ]
+                for name in stacked[0]
+            }
+
+        def add_rest(pieces: Packed) -> Packed:
+            return {name: _added(name, piece[0], parts, layout, owners)[None] for name, piece in pieces.items()}
+
+        arrange = [
+            for_each(jax.jit(arrange_sums), ([packed] * len(subtrees(layout.shards_of(device))),), [device])[0]
+            for device in layout.devices
+        ]
+        own = jax.eval_shape(arrange_sums, [packed])
+        kept = {
+            name: jax.ShapeDtypeStruct((1, leaf.shape[-1] * owners.copies(name)), leaf.dtype)
+            for name, leaf in own.items()
+        }
+        whole = {
+            name: jax.ShapeDtypeStruct((layout.line.size, *leaf.shape[1:]), leaf.dtype, sharding=layout.cut)
+            for name, leaf in own.items()
+        }
+        across = jax.shard_map(add_rest, mesh=layout.line, in_specs=P(SHARDS), out_specs=P(SHARDS), check_vma=False)
+        return cls(layout, owners, arrange, compile_one(jax.jit(across), (whole,), layout.line), kept)
+
+    def run(self, sums: list[list[Packed]]) -> list[Packed]:
+        """What each device of this process keeps of the sums of all shards, from those of its subtrees.
+
+        `owners.unpack` takes it apart.
+        """
+        if self.across is None:
+            return [own for own, *_ in sums]
+        pieces = [arrange(own) for arrange, own in zip(self.arrange, sums, strict=True)]
+        sums.clear()
+        total = self.across({name: self.layout.along([piece[name] for piece in pieces]) for name in pieces[0]})
+        return [
+            {name: array.addressable_data(i) for name, array in total.items()} for i in range(len(self.layout.devices))
+        ]
+
+
+def _added(name: str, pieces: jax.Array, parts: list[list[Subtree]], layout: Layout, owners: Owners) -> jax.Array:
+    """[devices, subtrees, M] of a device to the total that it keeps, [M'], within a shard_map over all devices."""
+    received = jax.lax.all_to_all(pieces, SHARDS, 0, 0, tiled=True)
+    known = {subtree: received[i, k] for i, own in enumerate(parts) for k, subtree in enumerate(own)}
+    total = total_of(known, 0, layout.count)
+    copies = owners.copies(name)
+    if copies == 1:
+        return total
+    slices = owners.devices // copies
+    groups = [[copy * slices + number for copy in range(copies)] for number in range(slices)]
+    return jax.lax.all_gather(total, SHARDS, axis_index_groups=None if slices == 1 else groups, tiled=True)
 
 
 @dataclass(frozen=True)
@@ -21,75 +161,27 @@ class Reduction:
 
     layout: Layout
     add: Programs
-    cross: Any
-    """Across devices; None where there is one."""
+    exchange: Exchange
 
     @classmethod
-    def compiled(cls, layout: Layout, like: Packed, compile_one: Compile, for_each: CompileForEach) -> "Reduction":
-        """For packed sums such as `like`."""
+    def compiled(cls, layout: Layout, packed: Packed, exchange: Exchange, for_each: CompileForEach) -> "Reduction":
+        """For packed sums such as `packed`."""
         add: Programs = ()
-        if layout.per_device > 1:
-            add = for_each(jax.jit(add_sums, donate_argnums=0), (like, like), layout.devices)
-        return cls(layout, add, across(layout, like, compile_one))
+        if layout.most > 1:
+            add = for_each(jax.jit(add_sums, donate_argnums=0), (packed, packed), layout.devices)
+        return cls(layout, add, exchange)
 
     def run(self, sums: Callable[[int, int], Packed]) -> list[Packed]:
-        """The sums of all shards, on each device; `sums` gives those of the k-th shard of the i-th device."""
-        trees = [Tree(self.add[i] if self.add else add_sums) for i in range(len(self.layout.devices))]
-        for k in range(self.layout.per_device):
-            for i, tree in enumerate(trees):  # every device has something to do at once
-                tree.put(sums(i, k))
-        return sum_across(self.layout, self.cross, [tree.total() for tree in trees])
+        """The sums of all shards, as each device keeps them; `sums` gives those of the k-th shard of the i-th
+        device."""
+        return self.exchange.run(self.own(sums))
 
-
-class Tree:
-    """The sum of 2^n parts: neighbours are added, then their sums, each as soon as it can be."""
-
-    def __init__(self, add: Callable[[Any, Any], Any]) -> None:
-        self._add = add
-        self._parts: list[tuple[int, Any]] = []  # (level, sum)
-
-    def put(self, part: Any) -> None:
-        """The next one."""
-        level = 0
-        while self._parts and self._parts[-1][0] == level:
-            part, level = self._add(self._parts.pop()[1], part), level + 1
-        self._parts.append((level, part))
-
-    def total(self) -> Any:
-        """The sum, which is not kept."""
-        return self._parts.pop()[1]
-
-
-def across(layout: Layout, like: Packed, compile_one: Compile) -> Any:
-    """The program that adds such packed sums over all devices; None where there is one."""
-    if layout.line.size == 1:
-        return None
-    butterfly = jax.shard_map(add_across, mesh=layout.line, in_specs=P(SHARDS), out_specs=P(SHARDS), check_vma=False)
-    whole = {
-        name: jax.ShapeDtypeStruct((layout.line.size, leaf.shape[1]), leaf.dtype, sharding=layout.cut)
-        for name, leaf in like.items()
-    }
-    return compile_one(jax.jit(butterfly, donate_argnums=0), (whole,), layout.line)
-
-
-def sum_across(layout: Layout, program: Any, own: list[Packed]) -> list[Packed]:
-    """The sums over all devices, on each of this process, by the program of `across`; it takes the arrays' memory."""
-    if program is None:
-        return own
-    total = program({name: layout.along([part[name] for part in own]) for name in own[0]})
-    return [{name: array.addressable_data(i) for name, array in total.items()} for i in range(len(own))]
-
-
-def add_sums(left: Packed, right: Packed) -> Packed:
-    """The sums of two neighbours in the tree."""
-    return jax.tree.map(jax.numpy.add, left, right)
-
-
-def add_across(own: Packed) -> Packed:
-    """The sums of all devices, within a shard_map over them: a + b is b + a to the bit, so all have the same."""
-    distance, size = 1, jax.lax.axis_size(SHARDS)
-    while distance < size:
-        pairs = [(i, i ^ distance) for i in range(size)]
-        own = jax.tree.map(lambda part, pairs=pairs: part + jax.lax.ppermute(part, SHARDS, pairs), own)
-        distance *= 2
-    return own
+    def own(self, sums: Callable[[int, int], Packed]) -> list[list[Packed]]:
+        """Of each device of this process the sums of its subtrees."""
+        shards = [self.layout.shards_of(device) for device in self.layout.devices]
+        trees = [Tree(self.add[i] if self.add else add_sums, own.start) for i, own in enumerate(shards)]
+        for k in range(self.layout.most):
+            for i, own in enumerate(shards):  # every device has something to do at once
+                if k < len(own):
+                    trees[i].put(sums(i, k))
+        return [tree.sums() for tree in trees]

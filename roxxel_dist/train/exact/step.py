@@ -1,8 +1,7 @@
 """A training step and an evaluation that give the same bits on any number of devices.
 
 Every number is made by programs of one device, the same ones on each; nothing but a binary tree of additions over the
-virtual shards goes across. Its lower levels are on a device, the upper ones a butterfly over all: level by level each
-device adds what the one 1, 2, 4, … places away has, and then all have the same sum.
+virtual shards goes across (see `reduction.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +19,9 @@ from roxxel_dist.train.exact.layout import DeviceStates, Layout, copies, on_all_
 from roxxel_dist.train.exact.long_rows import CompiledLongEvaluation, CompiledLongStep
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import Model
-from roxxel_dist.train.exact.reduction import Programs, Reduction
+from roxxel_dist.train.exact.reduction import Exchange, Programs, Reduction, everywhere
+from roxxel_dist.train.exact.slices import Cut, TreeGather
+from roxxel_dist.train.exact.update import Update, owners_of, shapes_of
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.optimizer import Optimizer
 from roxxel_dist.train.step.state import TrainState, init_state
@@ -40,16 +41,21 @@ def make_sharded_steps(
 ) -> "tuple[ShardedStep, ShardedEvaluation]":
     """What `make_step` and `make_eval_step` give, for an `AotCompiler` to compile: the same bits on any devices.
 
-    `shards` is the number of virtual shards, which the devices of `sharding` divide and which divides the rows of a
-    batch; of each shard there are `grad_accum` micro-batches.
+    `shards` is the number of virtual shards, at least that of the devices of `sharding`. It divides the rows of a
+    batch, or these divide it; of each shard there are `grad_accum` micro-batches.
     """
     layout = Layout(shards, sharding)
     programs = ShardPrograms(split, loss_fn, optimizer, shards, grad_accum, compute_dtype, skip_bad)
     return ShardedStep(programs, layout), ShardedEvaluation(programs, layout)
 
 
-def init_state_of_copies(model: Any, init_optimizer: Any, mesh: Mesh, **options: Any) -> Any:
-    """`init_state` for virtual shards: each process computes it on one device, and each device has the whole of it."""
+def init_exact_state(model: Any, init_optimizer: Any, mesh: Mesh, **options: Any) -> Any:
+    """`init_state` for virtual shards: each process computes it on one device, the same on any number of them.
+
+    Each device has the whole of it, or with `fsdp` its slices.
+    """
+    if options.get("fsdp"):
+        return init_state(model, init_optimizer, mesh, on_one_device=True, **options)
     split, state, hparams = init_state(model, init_optimizer, one_device(mesh), **options)
     return split, on_all_devices(state, mesh), on_all_devices(hparams, mesh)
 
@@ -60,7 +66,9 @@ class RowCutter:
 
     layout: Layout
     cut: Programs
-    """Where a device has several."""
+    """Empty where each device has one."""
+    numbers: list[list[jax.Array]]
+    """Of its shards, int32[], by device."""
 
     @classmethod
     def compiled(cls, layout: Layout, batch: Any, for_each: CompileForEach) -> "tuple[RowCutter, Any]":
@@ -70,14 +78,33 @@ class RowCutter:
             return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, leaf.shape[1]), leaf.dtype), batch)
 
         rows, cut = jax.tree.leaves(batch)[0].shape[0], ()
-        if layout.per_device > 1:
-            cut = for_each(jax.jit(cutter(layout.per_device)), (part(rows // layout.line.size),), layout.devices)
-        return cls(layout, cut), part(rows // layout.count)
+        if not layout.is_even:
+            args = part(rows), jax.ShapeDtypeStruct((), np.int32)
+            cut = for_each(jax.jit(rows_of_shard(rows // layout.count)), args, layout.devices)
+        elif layout.most > 1:
+            cut = for_each(jax.jit(cutter(layout.most)), (part(rows // layout.line.size),), layout.devices)
+        return cls(layout, cut, shard_numbers(layout)), part(rows // layout.count)
 
     def run(self, batch: Any) -> list[Sequence[Any]]:
         """The rows of each shard, by device of this process."""
         own = self.layout.rows(batch)
-        return [cut(rows) for cut, rows in zip(self.cut, own, strict=True)] if self.cut else [(rows,) for rows in own]
+        if not self.cut:
+            return [(rows,) for rows in own]
+        if self.layout.is_even:
+            return [cut(rows) for cut, rows in zip(self.cut, own, strict=True)]
+        return [
+            [cut(rows, number) for number in numbers]
+            for cut, rows, numbers in zip(self.cut, own, self.numbers, strict=True)
+        ]
+
+
+def rows_of_shard(size: int) -> Callable[[Any, jax.Array], Any]:
+    """Takes the `size` rows of a shard, by its number, int32[], from those of all."""
+
+    def rows_of_shard(rows: Any, shard: jax.Array) -> Any:
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, shard * size, size), rows)
+
+    return rows_of_shard
 
 
 def cutter(count: int) -> Callable[[Any], list[Any]]:
@@ -117,28 +144,32 @@ class ShardedStep:
         self, compile_one: Compile, for_each: CompileForEach, state: TrainState, hparams: Hparams, batch: Any
     ) -> "CompiledStep":
         """The programs for such (abstract) arguments."""
-        programs, layout = self.programs, self.layout
-        state, hparams, batch = shapes_of((state, hparams, batch))
+        programs, layout, like_state = self.programs, self.layout, state
+        cut, batch = Cut.of(layout, state, hparams), shapes_of(batch)
+        gather = TreeGather.compiled(cut, (state.params, hparams), compile_one)
         if jax.tree.leaves(batch)[0].shape[0] < programs.shards:
-            long = CompiledLongStep.compiled(programs, layout, state, hparams, batch, compile_one, for_each)
-            return CompiledStep(layout, long, HparamCopies(layout))
+            long = CompiledLongStep.compiled(programs, cut, gather, state, hparams, batch, compile_one, for_each)
+            return CompiledStep(layout, long, HparamCopies(layout), state)
+        state, hparams = shapes_of((state, hparams))
         rows, part = RowCutter.compiled(layout, batch, for_each)
         number = jax.ShapeDtypeStruct((), np.int32)
         args = state.params, state.rest, hparams, part, number
         like, counts = jax.eval_shape(programs.sums, *args)
-        total = jax.eval_shape(programs.packed_sums, *args)[0]
+        part_sums = jax.eval_shape(programs.packed_sums, *args)[0]
+        exchange = Exchange.compiled(layout, owners_of(cut, like, like_state.params), part_sums, compile_one, for_each)
 
-        def update(state: TrainState, hparams: Hparams, total: Packed, counts: Leaves) -> tuple[TrainState, Metrics]:
-            return programs.update(like, state, programs.optimizer.for_batch(hparams, batch), total, counts)
+        def finish(sums: Any, state: TrainState, hparams: Hparams, counts: Leaves) -> tuple[TrainState, Metrics]:
+            return programs.finish(sums, state, programs.optimizer.for_batch(hparams, batch), counts)
 
         of_rows = RowStep(
             rows=rows,
             sums=for_each(jax.jit(programs.packed_sums), args, layout.devices),
-            reduction=Reduction.compiled(layout, total, compile_one, for_each),
-            update=for_each(jax.jit(update, donate_argnums=0), (state, hparams, total, counts), layout.devices),
-            numbers=shard_numbers(layout),
+            reduction=Reduction.compiled(layout, part_sums, exchange, for_each),
+            update=Update.compiled(finish, like_state, hparams, counts, cut, exchange, compile_one, for_each),
+            gather=gather,
+            numbers=rows.numbers,
         )
-        return CompiledStep(layout, of_rows, HparamCopies(layout))
+        return CompiledStep(layout, of_rows, HparamCopies(layout), like_state)
 
 
 @dataclass(frozen=True)
@@ -152,12 +183,14 @@ class CompiledStep:
     layout: Layout
     step: "RowStep | CompiledLongStep"
     hparams: HparamCopies
+    like: TrainState
+    """The shapes of the state, with shardings."""
 
     def __call__(self, state: TrainState | DeviceStates, hparams: Hparams, batch: Any) -> tuple[DeviceStates, Metrics]:
         """One step."""
         parts = state.parts if isinstance(state, DeviceStates) else copies(state, self.layout.devices)
         states, metrics = zip(*self.step(parts, self.hparams.of(hparams), batch), strict=True)
-        return DeviceStates(list(states), self.layout.mesh), metrics[0]
+        return DeviceStates(list(states), self.like), metrics[0]
 
 
 @dataclass(frozen=True)
@@ -167,26 +200,24 @@ class RowStep:
     rows: RowCutter
     sums: Programs
     reduction: Reduction
-    update: Programs
+    update: Update
+    gather: TreeGather
     numbers: list[list[jax.Array]]
 
     def __call__(self, parts: list[TrainState], inputs: list[Hparams], batch: Any) -> list[tuple[TrainState, Metrics]]:
         """One step; the states are donated."""
         rows, counts = self.rows.run(batch), [{} for _ in parts]
+        whole = self.gather.run([(part.params, own) for part, own in zip(parts, inputs, strict=True)])
 
         def sums_of(i: int, k: int) -> Packed:
-            part = parts[i]
-            total, after = self.sums[i](part.params, part.rest, inputs[i], rows[i][k], self.numbers[i][k])
+            params, hparams = whole[i]
+            total, after = self.sums[i](params, parts[i].rest, hparams, rows[i][k], self.numbers[i][k])
             counts[i] = counts[i] or after
             return total
 
-        totals = self.reduction.run(sums_of)
-        return [update(*args) for update, *args in zip(self.update, parts, inputs, totals, counts, strict=True)]
-
-
-def shapes_of(tree: Any) -> Any:
-    """Shapes and types of a tree, without places: a program of one device has none."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+        sums = self.reduction.own(sums_of)
+        whole.clear()
+        return self.update.run(parts, inputs, self.reduction.exchange.run(sums), counts)
 
 
 def shard_numbers(layout: Layout) -> list[list[jax.Array]]:
@@ -213,19 +244,26 @@ class ShardedEvaluation:
         batch: Any,
     ) -> "CompiledEvaluation":
         """The programs for such (abstract) arguments."""
-        params, rest, hparams, batch = shapes_of((params, rest, hparams, batch))
         layout, programs = self.layout, self.programs
+        gather = TreeGather.compiled(Cut.of(layout, params, hparams), (params, hparams), compile_one)
+        params, rest, hparams, batch = shapes_of((params, rest, hparams, batch))
         if jax.tree.leaves(batch)[0].shape[0] < programs.shards:
             model = Model(params, rest, hparams)
-            losses, total = CompiledLongEvaluation.compiled(programs, layout, model, batch, compile_one, for_each)
+            losses = CompiledLongEvaluation.compiled(programs, layout, model, batch, compile_one, for_each)
+            exchange = losses.reduction.exchange
         else:
             rows, part = RowCutter.compiled(layout, batch, for_each)
             args = params, rest, hparams, part
             total = jax.eval_shape(programs.losses, *args)
-            reduction = Reduction.compiled(layout, total, compile_one, for_each)
+            exchange = Exchange.compiled(layout, everywhere(layout, total), total, compile_one, for_each)
+            reduction = Reduction.compiled(layout, total, exchange, for_each)
             losses = RowEvaluation(rows, for_each(jax.jit(programs.losses), args, layout.devices), reduction)
-        mean = for_each(jax.jit(programs.mean_losses), (total,), layout.devices[:1])[0]
-        return CompiledEvaluation(layout, losses, mean, HparamCopies(layout))
+
+        def mean_losses(total: Packed) -> dict[str, jax.Array]:
+            return programs.mean_losses(exchange.owners.unpack(total))
+
+        mean = for_each(jax.jit(mean_losses), (exchange.kept,), layout.devices[:1])[0]
+        return CompiledEvaluation(layout, losses, mean, HparamCopies(layout), gather)
 
 
 @dataclass(frozen=True)
@@ -236,11 +274,13 @@ class CompiledEvaluation:
     losses: "RowEvaluation | CompiledLongEvaluation"
     mean: Any
     hparams: HparamCopies
+    gather: TreeGather
 
     def __call__(self, params: Leaves, rest: Leaves, hparams: Hparams, batch: Any) -> dict[str, jax.Array]:
         """The losses of a batch."""
         parts, inputs = copies((params, rest), self.layout.devices), self.hparams.of(hparams)
-        models = [Model(part[0], part[1], own) for part, own in zip(parts, inputs, strict=True)]
+        whole = self.gather.run([(part[0], own) for part, own in zip(parts, inputs, strict=True)])
+        models = [Model(params, part[1], own) for part, (params, own) in zip(parts, whole, strict=True)]
         return self.mean(self.losses(models, batch)[0])
 
 

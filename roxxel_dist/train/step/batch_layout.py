@@ -22,6 +22,8 @@ class BatchLayout:
     """Devices, or groups of them, that compute the same piece as another."""
     together: int = 1
     """Devices in a group: those along "tensor", which share the work on each piece."""
+    shards: int = 0
+    """Virtual shards, where the devices do not divide them and so have unequally many; else 0."""
     hint: str = ""
     """What would let them share it, where the mesh or the sharding is the user's own."""
 
@@ -40,12 +42,15 @@ class BatchLayout:
     @property
     def is_plain(self) -> bool:
         """Whether each device has whole rows of its own."""
-        return self.cut == "rows" and not self.repeated
+        return self.cut == "rows" and not self.repeated and not self.shards
 
     def __str__(self) -> str:
         """Such as "1 row, cut along the tokens over 8 devices"."""
         who = "devices" if self.together == 1 else f"groups of {self.together} devices (tensor)"
         rows = f"{self.rows:,} row{'' if self.rows == 1 else 's'}"
+        if self.shards:
+            least, most = self.shards // self.row_pieces, -(-self.shards // self.row_pieces)
+            return f"{self.shards} virtual shards over {self.row_pieces} devices, {least} or {most} on each"
         match self.cut:
             case "rows":
                 text = f"{rows} over {self.row_pieces} {who}"
@@ -60,11 +65,18 @@ class BatchLayout:
         return f"{text} ({self.hint})" if self.hint else text
 
 
-def batch_layout(sharding: NamedSharding, rows: int, length: int, grad_accum: int) -> BatchLayout:
+def batch_layout(
+    sharding: NamedSharding, rows: int, length: int, grad_accum: int, virtual_shards: int = 0
+) -> BatchLayout:
     """How devices share a batch of `rows` x `length` tokens with `grad_accum` micro-batches.
+
+    Devices that do not divide the virtual shards hold all rows, and each computes on those of its shards.
 
     Of a row of `length` tokens a step computes on `length` - 1, so it takes as many to be cut over all devices.
     """
+    if virtual_shards % sharding.mesh.size:
+        size = sharding.mesh.size
+        return BatchLayout(rows=rows, row_pieces=size, token_pieces=1, repeated=0, shards=virtual_shards)
     fitted = fit_sharding(sharding, (rows, length), grad_accum)
     micro = rows // micro_batches(grad_accum, rows), length
     by_row, by_token = (whole // part for whole, part in zip(micro, fitted.shard_shape(micro), strict=True))
