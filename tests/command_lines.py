@@ -42,6 +42,9 @@ def problem(words: list[str]) -> str:
 @cache
 def _problem(given: tuple[str, ...]) -> str:
     words, said = list(given), io.StringIO()
+    if words[:1] == ["sweep"] and "--confirm" in words:  # it reads the study before the other words
+        at = words.index("--confirm")
+        del words[at : at + 2]
     try:
         with _parsing_alone(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             main(words)

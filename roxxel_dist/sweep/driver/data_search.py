@@ -55,8 +55,8 @@ def refuse_led(sweep: Sweep, *, program: bool, server: bool) -> None:
     if program:
         raise UserError(f"{key}: the sweep runs a program of your own, which has no phases: leave {key} out")
     raise UserError(
-        f"{key}: W&B's server leads this sweep and draws each parameter by itself, so its shares do not sum to 1: use "
-        f"--wandb offline, or parameters such as mixture.1.code in the sweep's file, whose values are weights"
+        f"{key}: W&B's server leads this sweep and draws each parameter alone, so its shares do not sum to 1. Use "
+        f"--wandb offline, or parameters such as mixture.1.code, whose values are weights"
     )
 
 
