@@ -12,7 +12,6 @@ RUN_BY = {
     "docs/coming-from.md": "test_guides.py",
     "docs/concepts/plan.md": "test_guides.py",
     "docs/concepts/blends.md": "test_guides.py",
-    "docs/concepts/resume.md": "test_guides.py",
     "docs/concepts/failures.md": "test_guides.py",
     "docs/concepts/search.md": "test_guides.py",
     "docs/guides/evaluate.md": "test_guides.py",
