@@ -32,6 +32,7 @@ RUN_BY = {
     "docs/howto/tensorboard.md": "test_guides.py",
     "docs/howto/exec.md": "test_howto_launching.py",
     "docs/howto/ssh.md": "test_howto_ssh.py",
+    "docs/howto/gpu.md": "test_guides.py",
     "docs/howto/elastic.md": "test_howto_ssh.py",
     "docs/howto/slurm.md": "test_howto_slurm.py",
     "docs/howto/ray.md": "test_howto_ray.py",
