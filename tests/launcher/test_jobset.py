@@ -365,11 +365,16 @@ def test_slips_are_named(words: list[str], said: str, capsys: pytest.CaptureFixt
     assert re.search(said, error), error
 
 
-@pytest.mark.parametrize("where", ["--env", "--env-from", "command"])
+@pytest.mark.parametrize("where", ["--env", "--env-from", "--notify", "command"])
 def test_no_secret_gets_into_a_manifest(where: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "variables"
     file.write_text("A=1\nHF_TOKEN=sekrit\n")
-    options = {"--env": ["--env", "HF_TOKEN=sekrit"], "--env-from": ["--env-from", str(file)], "command": []}[where]
+    options = {
+        "--env": ["--env", "HF_TOKEN=sekrit"],
+        "--env-from": ["--env-from", str(file)],
+        "--notify": ["--notify", "HF_TOKEN=sekrit send"],
+        "command": [],
+    }[where]
     command = ["program", "--api-key", "sekrit"] if where == "command" else ["true"]
     error = refused(capsys, "--hosts", "2", "--image", "i", "--secret", "s", *options, "--", *command)
     assert "would stand in the manifest" in error

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.job.backend import Backend
@@ -67,7 +67,7 @@ def hosts_of(hosts: str | None, hostfile: str | None) -> tuple[list[str], int | 
 class NamedBackend(Backend):
     """A backend of hosts that are reached by their names: others can join a job."""
 
-    takes_hosts: ClassVar[bool] = True
+    takes_hosts: bool = True
 
     def check_joining(self, hosts: Sequence[str]) -> None:
         """As `check_hosts`."""

@@ -13,7 +13,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.control import member_requests
 from roxxel_dist.launcher.control.member_requests import Request
 from roxxel_dist.launcher.job.backend import Backend
-from roxxel_dist.launcher.job.host_list import HostList
+from roxxel_dist.launcher.job.host_list import HostList, HostSource
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.membership import Change, Wanted, change_to
 from roxxel_dist.launcher.policy.outcome import HostLost
@@ -35,16 +35,17 @@ class Inbox:
     Args:
         job: its list, if it has one, and its folder.
         hosts: the list as it is now.
+        source: another list, in place of that of the job.
     """
 
-    def __init__(self, job: JobSpec, hosts: Sequence[str]) -> None:
+    def __init__(self, job: JobSpec, hosts: Sequence[str], source: HostSource | None = None) -> None:
         self.lists = queue.SimpleQueue[list[str]]()
         """Lists that hold, each another one than the one before."""
         self.faults = queue.SimpleQueue[str]()
         """Why a list cannot be read."""
         self.requests = queue.SimpleQueue[Request]()
         self._folder = member_requests.folder_of(job.log_dir)
-        self._source = None if job.hosts_from is None else HostList(job.hosts_from)
+        self._source = source if job.hosts_from is None else HostList(job.hosts_from)
         self._held = list(hosts)
         self._seen: list[str] | None = None  # once, and another one than the one that holds
         self._due = 0.0
@@ -69,7 +70,7 @@ class Inbox:
             if self._source is not None and time.monotonic() >= self._due:
                 self._read(self._source)
 
-    def _read(self, source: HostList) -> None:
+    def _read(self, source: HostSource) -> None:
         try:
             hosts = source.read()[0]
         except UserError as error:
@@ -104,7 +105,7 @@ class Membership:
         self._job, self._backend = job, backend
         given = backend.hosts if backend.given is None else backend.given
         self._wanted = Wanted(given=tuple(given), listed=tuple(backend.listed))
-        self._inbox = Inbox(job, backend.listed) if backend.takes_hosts else None
+        self._inbox = Inbox(job, backend.listed, backend.more_hosts) if backend.takes_hosts else None
         self._history = LookHistory()
         self._candidates: Candidates | None = None
         self._notes: list[str] = []

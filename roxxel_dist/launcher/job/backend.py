@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import IO, ClassVar, Protocol
 
+from roxxel_dist.launcher.job.host_list import HostSource
 from roxxel_dist.launcher.job.spec import JobOptions, JobSpec
 
 
@@ -56,8 +57,10 @@ class Backend(ABC):
     """Those of them that no list takes away; None: all."""
     listed: Sequence[str] = ()
     """Those of --hosts-from, as it was read first."""
-    takes_hosts: ClassVar[bool] = False
+    takes_hosts: bool = False
     """Whether hosts can join a job, and leave it."""
+    more_hosts: HostSource | None = None
+    """A list, beside that of --hosts-from, of hosts that join the job and leave it."""
     python: str = sys.executable
     """The interpreter on the hosts."""
     directory: str = ""

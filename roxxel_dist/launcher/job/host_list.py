@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from roxxel_dist.cluster.exit_codes import UserError
 
@@ -46,6 +47,23 @@ def hosts_in(text: str, source: str) -> tuple[list[str], int | None]:
     if len(slots) > 1:
         raise UserError(f"{source}: every host must have the same slots=N, or none; use --procs-per-host")
     return hosts, slots.pop() if slots else None
+
+
+class HostSource(Protocol):
+    """A list of hosts that changes."""
+
+    @property
+    def is_file(self) -> bool:
+        """Whether a look costs little."""
+        ...
+
+    def read(self) -> tuple[list[str], int | None]:
+        """The hosts, each once, and the slots of each by the list. Raises UserError where there is no list."""
+        ...
+
+    def end(self) -> None:
+        """Let a `read` in another thread fail."""
+        ...
 
 
 class HostList:

@@ -158,6 +158,11 @@ class JobSetSpec:
             )
         if masked_words(self.command) != list(self.command):
             raise UserError("the command holds a secret, which would stand in the manifest: let it read a variable")
+        notify = self.options.notify
+        if notify is not None and masked_words([notify]) != [notify]:
+            raise UserError(
+                "--notify holds a secret, which would stand in the manifest: let the command read a key of a --secret"
+            )
 
     def _check_run_dir(self) -> None:
         """What `train` writes must outlive the pods."""

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from signal import SIGTERM
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_HANG, EXIT_USAGE, SCHEDULER_SIGNALS, UserError
@@ -113,7 +114,13 @@ def run_in_allocation(job: JobSpec, backend: SlurmBackend, allocation: Allocatio
     recorder = JobRecorder(job, backend, detached=detached, slurm_job=allocation.job_id if allocation.node else "")
     if detached:
         print(header(recorder.entry), end="", flush=True)
-    result = supervise(job, backend, recorder)
+    if backend.grow is not None:
+        backend.grow.submit(Path(backend.directory, job.log_dir, "grow.log"))
+    try:
+        result = supervise(job, backend, recorder)
+    finally:
+        if backend.grow is not None:
+            backend.grow.cancel()
     description = _scontrol("show", "job", "-o", allocation.job_id).stdout if allocation.batch else ""
     state = re.search(r"\bJobState=(\w+)", description)
     decision = requeue(result, allocation, max_requeues, state[1] if state else "")

@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.launcher.backends.slurm.grow import GrowJobs
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words
@@ -53,10 +54,14 @@ class SlurmBackend(base.Backend):
     binds: bool = True
     """Whether this SLURM would bind the agent, and with it its ranks, to some of the CPUs of the job."""
 
+    grow: GrowJobs | None = None
+    """Other jobs, whose nodes are hosts too while these run."""
+
     def __post_init__(self) -> None:
         check_container(self.container, self.runtime, self.mounts)
         self.python = self.python or ("python3" if self.container else sys.executable)
         self.directory = self.directory or os.getcwd()
+        self.takes_hosts, self.more_hosts = self.grow is not None, self.grow
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -65,7 +70,8 @@ class SlurmBackend(base.Backend):
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:
         """The srun that `start` runs."""
-        step = ["srun", f"--jobid={self.job_id}", f"--nodelist={host}", *OPTIONS, f"--job-name={module}"]
+        job_id = self.job_id if self.grow is None else self.grow.jobs.get(host, self.job_id)
+        step = ["srun", f"--jobid={job_id}", f"--nodelist={host}", *OPTIONS, f"--job-name={module}"]
         step += ["--cpu-bind=none"] if self.binds else []
         program = python_words(self.python, module, *words)
         if self.container is None:
@@ -77,6 +83,12 @@ class SlurmBackend(base.Backend):
             return [*step, *image, f"--container-mounts={both_sides}", *program]
         inside = ["apptainer", "exec", *(["--nv"] if self.gpus else []), f"--pwd={self.directory}"]
         return [*step, *inside, *(f"--bind={mount}" for mount in mounts), self.container, *program]
+
+    def check_joining(self, hosts: Sequence[str]) -> None:
+        """Raises UserError for a host that is no node of the job, and of none that joins it."""
+        known = {*self.hosts, *(() if self.grow is None else self.grow.jobs)}
+        if strange := [host for host in hosts if host not in known]:
+            raise UserError(f"{', '.join(strange)} is no node of this SLURM job, and of none of its --grow-jobs")
 
     def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
         """Start `python -m MODULE WORDS` on a node. Call it from the main thread: srun ends with the thread."""

@@ -21,7 +21,8 @@ from roxxel_dist.launcher.backends.slurm.allocation import (
     nodes,
     run_in_allocation,
 )
-from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend, check_container
+from roxxel_dist.launcher.backends.slurm.backend import KEPT, SlurmBackend, check_container
+from roxxel_dist.launcher.backends.slurm.grow import LEAVE_S, GrowJobs, options_from, options_of
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.environment import is_secret, masked_words
 from roxxel_dist.launcher.job.flags import split_flags
@@ -60,6 +61,11 @@ class SlurmOptions(HostOptions):
     """Processes to start on each node."""
     spare_hosts: int = 0
     """Spare nodes, which replace one that fails (--no-kill)."""
+    grow_jobs: int = 0
+    """Number of further jobs of one node each (--exclusive). Each joins the job when SLURM starts it, and leaves it
+    before its own time limit: the ranks save, and continue with more or fewer hosts. They end with the job."""
+    grow_options: str | None = None
+    """Options of sbatch for these jobs, as 'partition=spare time=60'. Default: those of --slurm-KEY."""
     max_requeues: int = 100
     """How often SLURM is asked to queue the job again, after a time limit, a preemption or a lost node. 0: never."""
     container: str | None = None
@@ -114,9 +120,18 @@ class Options(base.Options, SlurmOptions):
     def launch(self, request: base.LaunchRequest) -> int:
         """Submit a job, or start ranks on the nodes of the one this is in."""
         with request.usage_errors():
-            for flag, value, least in (("--nodes", self.nodes, 1), ("--max-requeues", self.max_requeues, 0)):
+            for flag, value, least in (
+                ("--nodes", self.nodes, 1),
+                ("--max-requeues", self.max_requeues, 0),
+                ("--grow-jobs", self.grow_jobs, 0),
+            ):
                 if value is not None and value < least:
                     raise UserError(f"{flag} {value}: must be at least {least}")
+            options_of(self.grow_options)
+            if self.grow_options is not None and not self.grow_jobs:
+                raise UserError("--grow-options is for the jobs of --grow-jobs N: give it too")
+            if self.grow_jobs and not self.max_restarts:
+                raise UserError(f"--grow-jobs {self.grow_jobs}: hosts join by a restart; leave --max-restarts 0 out")
             check_container(self.container, self.runtime, self.mount)
             if self.detach:
                 raise UserError("--detach: a submitted job does not need it, and one in an allocation ends with it")
@@ -216,6 +231,8 @@ def _submit(options: Options, request: base.LaunchRequest) -> int:
     python = options.python if options.python and not options.container else sys.executable
     # A printed script may be submitted again and again, so its runs are named by their jobs.
     named = [] if options.run_id else ["--run-id", JOB_RUN_ID if options.print else job.run_id]
+    if options.grow_jobs and options.grow_options is None and (more := options_from(request.passed)):
+        shown += ["--grow-options", more]
     launch = [python, "-u", "-m", "roxxel_dist", "launch", "slurm", *named, *shown, "--", *request.command]
     notes = [f"export {name} before `sbatch`: it is a secret, and not in this script" for name in secrets]
     output = "slurm-%j.out" if options.print else str(log).replace("%", "%%")
@@ -273,6 +290,7 @@ def _run(options: Options, request: base.LaunchRequest, allocation: Allocation) 
             mounts=options.mount,
             gpus=options.gpus_per_host is not None,
             binds=binds_cpus(),
+            grow=_grow_jobs(options, job_id, names) if options.grow_jobs else None,
         )
         if allocation.batch and options.run_id is None:  # the same when it is queued again
             options = dataclasses.replace(options, run_id=f"slurm-{job_id}")
@@ -281,3 +299,22 @@ def _run(options: Options, request: base.LaunchRequest, allocation: Allocation) 
     if options.dry_run:
         return request.start(options, job, backend)
     return run_in_allocation(job, backend, allocation, options.max_requeues)
+
+
+def _grow_jobs(options: Options, job_id: str, names: Sequence[str]) -> GrowJobs:
+    """The jobs that may join this one, which has these nodes; they are still to be submitted."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in KEPT or (name not in OURS and not name.startswith(("SLURM_", "SRUN_")))
+    }
+    return GrowJobs(
+        job_id,
+        options.grow_jobs,
+        options=options_of(options.grow_options),
+        procs_per_host=options.procs_per_host,
+        gpus_per_host=options.gpus_per_host,
+        exclude=names,
+        leave_s=options.grace + LEAVE_S,
+        environ=kept,
+    )

@@ -1,0 +1,155 @@
+"""Jobs of one node each that join a SLURM job when they start, and leave it before they end (--grow-jobs)."""
+
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.launcher.output.console import info
+
+ASK_S, CANCEL_S = 30.0, 5.0
+"""SLURM's time for an answer, and at the end of the job, which may be near its time limit."""
+LEAVE_S = 30
+"""A node leaves the job so long, and the ranks' grace, before its time is over."""
+SCRIPT = """\
+#!/bin/bash
+# Holds a node for SLURM job {job}, whose launcher starts ranks here. It ends with that job.
+while sleep 30; do
+    running=$(squeue --noheader --user="$(id -u)" --states=RUNNING --format=%A) || continue
+    grep -qx {job} <<< "$running" || exit 0
+done
+"""
+OF_ONE_JOB = {
+    "begin", "dependency", "error", "hold", "job-name", "nodefile", "nodelist", "open-mode", "output", "signal",
+}  # fmt: skip
+"""Options of sbatch that mean one job alone."""
+
+
+@dataclass(eq=False)
+class GrowJobs:
+    """An array of jobs of one node each; the nodes of those that run are hosts of the job.
+
+    It is a `HostSource`. Each option of sbatch is `KEY` or `KEY=VALUE`; ours win over them.
+    """
+
+    job_id: str
+    """Of the job that they join."""
+    count: int
+    _: KW_ONLY
+    options: Sequence[str]
+    procs_per_host: int
+    gpus_per_host: int | None
+    exclude: Sequence[str]
+    """Nodes of the job."""
+    leave_s: float
+    """A node whose job has no more seconds than this is no host any more."""
+    environ: Mapping[str, str] = field(repr=False)
+    """For the commands of SLURM."""
+    source: str = "--grow-jobs"
+    is_file: bool = False
+    jobs: dict[str, str] = field(default_factory=dict)
+    """Node to job, for each node that was ever a host."""
+    _array: str = ""
+
+    def submit(self, log: Path) -> None:
+        """Hand them to SLURM; their errors go to `log`. A job that cannot grow runs as it is, and people read why."""
+        with suppress(OSError):
+            log.parent.mkdir(parents=True, exist_ok=True)  # SLURM does not make it, and the jobs would fail
+        answer = self._run(self.words(log), SCRIPT.format(job=self.job_id))
+        if answer.returncode:
+            why = " ".join(answer.stderr.split()) or f"sbatch ended with {answer.returncode}"
+            info(f"--grow-jobs {self.count}: not submitted, and no node joins: {why}")
+            return
+        self._array = answer.stdout.strip().partition(";")[0]
+        info(f"--grow-jobs: the nodes of SLURM job {self._array} join when they are there (`squeue -j {self._array}`)")
+
+    def words(self, log: Path) -> list[str]:
+        """The sbatch that submits them."""
+        given = {"exclusive": ""}  # or else two of them may be on one node
+        given |= {key: value for key, _, value in (option.partition("=") for option in self.options)}
+        exclude = [*self.exclude, *filter(None, [given.pop("exclude", "")])]
+        if self.gpus_per_host is not None and not any(key.startswith(("gpu", "gres")) for key in given):
+            given["gres"] = f"gpu:{self.gpus_per_host}"
+        ours = {
+            "array": f"1-{self.count}",
+            "nodes": "1",
+            "ntasks-per-node": str(self.procs_per_host),
+            "exclude": ",".join(exclude),
+            "job-name": "roxxel-dist-grow",
+            "output": str(log).replace("%", "%%"),
+            "open-mode": "append",
+        }
+        options = {**given, **ours}.items()
+        return ["sbatch", "--parsable", *(f"--{key}={value}" if value else f"--{key}" for key, value in options)]
+
+    def read(self) -> tuple[list[str], None]:
+        """The nodes of those that run. Raises UserError where SLURM does not say."""
+        if not self._array:
+            return [], None
+        asked = ["squeue", "--noheader", f"--jobs={self._array}", "--states=RUNNING", "--format=%A|%N|%e"]
+        answer = self._run(asked)
+        if answer.returncode and "Invalid job id" not in answer.stderr:  # so it says when all have ended some time ago
+            why = " ".join(answer.stderr.split()) or f"it ended with {answer.returncode}"
+            raise UserError(f"--grow-jobs: squeue does not say which nodes are there: {why}")
+        found = nodes_of(answer.stdout, datetime.now() + timedelta(seconds=self.leave_s))
+        self.jobs = {**self.jobs, **found}
+        return list(found), None
+
+    def end(self) -> None:
+        """Nothing runs between two looks."""
+
+    def cancel(self) -> None:
+        """End them, with the job."""
+        if self._array:
+            self._run(["scancel", self._array], limit_s=CANCEL_S)
+            self._array = ""
+
+    def _run(self, words: Sequence[str], text: str = "", limit_s: float = ASK_S) -> "subprocess.CompletedProcess[str]":
+        env = dict(self.environ)
+        try:
+            return subprocess.run(
+                words, input=text, env=env, capture_output=True, text=True, check=False, timeout=limit_s
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return subprocess.CompletedProcess(words, 1, "", str(error))
+
+
+def nodes_of(told: str, least: datetime) -> dict[str, str]:
+    """Node to job, of the lines `JOB|NODE|END` of jobs that end after `least`; of two on a node the first one."""
+    found: dict[str, str] = {}
+    for line in sorted(told.splitlines(), key=lambda line: (len(line.partition("|")[0]), line)):
+        job, node, end = [*line.split("|"), "", ""][:3]
+        try:
+            is_late = datetime.fromisoformat(end) <= least
+        except ValueError:  # it has no limit
+            is_late = False
+        if job and node and not is_late:
+            found.setdefault(node, job)
+    return found
+
+
+def options_of(given: str | None) -> list[str]:
+    """The options in --grow-options. Raises UserError for words that are none."""
+    try:
+        words = shlex.split(given or "")
+    except ValueError as error:
+        raise UserError(f"--grow-options {given!r}: {error}; write them as in a shell") from error
+    options = [word.removeprefix("--") for word in words]
+    for word, option in zip(words, options, strict=True):
+        key = option.partition("=")[0]
+        if not re.fullmatch(r"[a-z][a-z-]*", key):
+            raise UserError(f"--grow-options: {word!r}: write KEY=VALUE, as in --grow-options 'partition=gpu time=60'")
+        if key in OF_ONE_JOB:
+            raise UserError(f"--grow-options: {key} is for one job, and these join another one: leave it out")
+    return options
+
+
+def options_from(passed: Mapping[str, str | None]) -> str:
+    """Those of --slurm-KEY that are for them too, as --grow-options has them."""
+    kept = {key: value for key, value in passed.items() if key not in OF_ONE_JOB}
+    return shlex.join(key if value is None else f"{key}={value}" for key, value in kept.items())
