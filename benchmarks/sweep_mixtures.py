@@ -3,7 +3,8 @@
     python benchmarks/sweep_mixtures.py [--quick] [--seeds 20] [--json FILE]
 
 Recorded: what a search proposes becomes the nearest mixture that was recorded and not tried yet, and the search gets
-that one and its recorded loss. Half of the mixtures are kept apart: nothing was tuned on them, and the table is theirs.
+that one and its recorded losses. Half of the mixtures are kept apart, and the table is theirs. `bayes` is told the loss
+of each source, as a sweep tells it, and so it has laws; `bayes, no law` is told the metric alone.
 RegMix's recipe (Liu et al. 2024, arXiv 2407.01492) trains proxies of random mixtures, fits a regression of the loss on
 the shares, and trains the mixture that it says is best; the better of a linear and a quadratic ridge regression counts.
 
@@ -15,6 +16,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +25,13 @@ from measure import Lines, Result, flags
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
-from roxxel_dist.sweep.samplers import make
-from roxxel_dist.sweep.samplers.law import Law, propose
+from roxxel_dist.sweep.samplers import Engine, make
 from roxxel_dist.sweep.space.mixture import MixtureSpace, mixture_space
 from roxxel_dist.sweep.space.sweep_file import Sweep, sweep_of
 
 Array = NDArray[np.float64]
 FILE = Path(__file__).parent / "mixtures.jsonl"
-SEEDS, QUICK_SEEDS, PROXIES, TRIALS = 20, 4, 30, 40
-AT_RANDOM = 8
-"""Trials of `law` before its first proposal, natural and uniform shares among them."""
+SEEDS, QUICK_SEEDS, PROXIES = 20, 4, 30
 NEAR = 0.005
 """Of the best recorded loss: what a search is to come within."""
 WEIGHTS = {
@@ -40,7 +39,8 @@ WEIGHTS = {
     "all equal": {"python": 0.2, "headers": 0.2, "docs": 0.2, "man": 0.2, "licences": 0.2},
 }
 """What the losses of the sources count in the metric."""
-METHODS = ("law", "bayes", "tpe", "random")
+NO_LAW = "bayes, no law"
+METHODS = ("bayes", NO_LAW, "tpe", "random")
 REGMIX = tuple(range(10, 121, 10))
 """Proxies of RegMix's recipe."""
 
@@ -65,13 +65,13 @@ class Table:
             1,
             *(2 + np.flatnonzero(np.random.default_rng(1).permutation(len(runs) - 2) % 2 == apart)).tolist(),
         ]
-        counted = np.array([weights.get(name, 0.0) for name in head["sources"]])
+        self.names: list[str] = [name for name in head["sources"] if name in weights]
+        """Of the t sources that count."""
         self.shares: Array = np.array([np.ravel(runs[i]["shares"]) for i in chosen])
         """float64[n, K]."""
-        self.losses: Array = np.array([[curve[-1] for curve in runs[i]["losses"].values()] for i in chosen])
+        self.losses: Array = np.array([[runs[i]["losses"][name][-1] for name in self.names] for i in chosen])
         """float64[n, t]."""
-        self.weights: Array = counted
-        self.values: Array = self.losses @ counted
+        self.values: Array = self.losses @ np.array([weights[name] for name in self.names])
         """float64[n], the metric."""
         size = len(head["sources"])
         tokens = [float(count) for count in head["tokens"]]
@@ -79,7 +79,7 @@ class Table:
             mixture_space((phase,), head["sources"], tokens=tokens)
             for phase in range(1, self.shares.shape[1] // size + 1)
         ]
-        self.sweep: Sweep = _sweep([list(head["sources"])] * len(self.spaces))
+        self.sweep: Sweep = _sweep(self.spaces, {name: weights[name] for name in self.names})
 
     def nearest(self, shares: Array, tried: Sequence[int]) -> int:
         """The recorded mixture next to some shares that was not tried yet."""
@@ -88,38 +88,37 @@ class Table:
         return int(distances.argmin())
 
 
-def _sweep(names: Sequence[Sequence[str]]) -> Sweep:
-    """A sweep of a mixture for each phase, and nothing else."""
-    mixtures = [{"phases": [phase], "datasets": {name: {} for name in one}} for phase, one in enumerate(names, 1)]
-    return sweep_of({"metric": {"name": "val_loss"}, "parameters": {}}, {"mixtures": mixtures})
+def _sweep(spaces: Sequence[MixtureSpace], weights: dict[str, float]) -> Sweep:
+    """A sweep of these mixtures, and nothing else; natural shares are known, as where a sweep has its data."""
+    mixtures = [{"phases": list(one.phases), "datasets": {name: {} for name in one.names}} for one in spaces]
+    metric = {"name": "mean_loss", "weights": weights}
+    sweep = sweep_of({"metric": metric, "parameters": {}}, {"mixtures": mixtures})
+    return replace(sweep, space=replace(sweep.space, mixtures=tuple(spaces)))
 
 
-def law_search(table: Table, seed: int, count: int) -> list[int]:
-    """The recorded mixtures that the law tries, in order."""
-    rng, tried = np.random.default_rng(seed), [0, 1]
-    while len(tried) < count:
-        if len(tried) < AT_RANDOM:
-            wanted = np.concatenate([space.sample(rng) for space in table.spaces])
-        else:
-            counted = table.weights > 0
-            law = Law.fit(table.shares[tried], table.losses[tried][:, counted])
-            wanted = propose(law, table.weights[counted], table.spaces, rng=rng if len(tried) % 2 else None)
-        tried.append(table.nearest(wanted, tried))
-    return tried
+def _tell(engine: Engine, trial: int, sweep: Sweep, losses: Array, method: str) -> None:
+    """The end of a trial: its metric, and the loss of each source, float64[t], where the method is to know it."""
+    known = dict(zip(sweep.weights, losses.tolist(), strict=True))
+    value = sum(weight * known[name] for name, weight in sweep.weights.items())
+    engine.tell(trial, value, () if method == NO_LAW else [(1, known)])
+
+
+def _engine(sweep: Sweep, seed: int, method: str) -> Engine:
+    return make(sweep, seed, "bayes" if method == NO_LAW else method)
 
 
 def engine_search(table: Table, method: str, seed: int, count: int) -> list[int]:
-    """The recorded mixtures that a method of sweeps tries, in order.
+    """The recorded mixtures that a method of sweeps tries, in order: natural and uniform shares are the first two.
 
     An engine that has what was tried in its history proposes what a sweep with that journal does.
     """
     tried: list[int] = []
     while len(tried) < count:
-        engine = make(table.sweep, seed, method)
+        engine = _engine(table.sweep, seed, method)
         for number, row in enumerate(tried):
             params = params_of(table.spaces, table.shares[row])
             engine.restore(number, params, point_of(table.spaces, table.shares[row]))
-            engine.tell(number, float(table.values[row]))
+            _tell(engine, number, table.sweep, table.losses[row], method)
         _, params = engine.ask()
         tried.append(table.nearest(shares_of(table.spaces, params), tried))
     return tried
@@ -200,7 +199,7 @@ def recorded(seeds: int) -> Iterable[Result]:
             needs[method] = statistics.median(first_near(table, one) for one in tried)
             yield Result(
                 what=f"{what}: {method}, {PROXIES} proxies", against="% above the best, median",
-                measured=statistics.median(after), target=100 * NEAR if method in ("law", "bayes") else None,
+                measured=statistics.median(after), target=100 * NEAR if method == "bayes" else None,
                 at_most=True, note=f"{sum(x <= 100 * NEAR for x in after)} of {seeds} seeds within {NEAR:.1%}; "
                 f"within it after {needs[method]:g} trials (median)",
             )  # fmt: skip
@@ -209,12 +208,10 @@ def recorded(seeds: int) -> Iterable[Result]:
 
 def searches(table: Table, method: str, seeds: int, size: int) -> Iterator[list[int]]:
     """What a method tries with each seed."""
-    count = min(size, TRIALS)
+    count = min(size, PROXIES)
     for seed in range(seeds):
         print(f"  {method}, seed {seed}", file=sys.stderr, flush=True)
-        if method == "law":
-            yield law_search(table, seed, count)
-        elif method == "random":
+        if method == "random":
             order = 2 + np.random.default_rng(seed).permutation(size - 2)
             yield [0, 1, *order.tolist()][:count]
         else:
@@ -238,14 +235,13 @@ def against_regmix(table: Table, what: str, seeds: int, needs: dict[str, float])
         needed = min(needed, count + 1) if kinds[kind] <= NEAR else needed
         yield Result(what=f"{what}: RegMix's recipe, {count} proxies", against="% above the best, median",
                      measured=100 * kinds[kind], note=f"{kind} regression")  # fmt: skip
-    for method in ("law", "bayes"):
-        ratio = needs[method] / needed if np.isfinite(needed) else 0.0
-        yield Result(
-            what=f"{what}: steps of {method} to come within {NEAR:.1%}", against="x those of RegMix's recipe",
-            measured=ratio if np.isfinite(ratio) else None, target=0.25, at_most=True,
-            failed="" if np.isfinite(ratio) else f"{method} did not come so near in {TRIALS} trials",
-            note=f"{needs[method] * table.steps:g} steps against {needed * table.steps:g}",
-        )  # fmt: skip
+    ratio = needs["bayes"] / needed if np.isfinite(needed) else 0.0
+    yield Result(
+        what=f"{what}: steps of bayes to come within {NEAR:.1%}", against="x those of RegMix's recipe",
+        measured=ratio if np.isfinite(ratio) else None, target=0.25, at_most=True,
+        failed="" if np.isfinite(ratio) else f"bayes did not come so near in {PROXIES} trials",
+        note=f"{needs['bayes'] * table.steps:g} steps against {needed * table.steps:g}",
+    )  # fmt: skip
 
 
 class Sources:
@@ -310,32 +306,19 @@ def known_sources(seeds: int) -> Iterable[Result]:
         )  # fmt: skip
 
 
-def _by_law(sources: Sources, seed: int) -> float:
-    """The law, whose last word is the mixture that it says is best."""
-    rng, space = np.random.default_rng(seed), sources.space
-    shares, losses = [space.natural, space.uniform], []
-    while len(shares) <= PROXIES:
-        losses += [_noisy(sources, one, rng) for one in shares[len(losses) :]]
-        wanted = space.sample(rng)
-        if len(shares) >= AT_RANDOM:
-            law = Law.fit(np.array(shares), np.array(losses))
-            wanted = propose(law, sources.weights, [space], rng=rng if len(shares) % 2 else None)
-        shares.append(wanted)
-    law = Law.fit(np.array(shares[:PROXIES]), np.array(losses[:PROXIES]))
-    return sources.regret(propose(law, sources.weights, [space]))
-
-
 def _by_engine(method: str) -> Callable[[Sources, int], float]:
     """A method of sweeps, whose last word is its best trial."""
 
     def search(sources: Sources, seed: int) -> float:
         rng, spaces = np.random.default_rng(seed), [sources.space]
-        engine, found = make(_sweep([sources.space.names]), seed, method), []
+        sweep = _sweep(spaces, dict(zip(sources.space.names, sources.weights.tolist(), strict=True)))
+        engine, found = _engine(sweep, seed, method), []
         for _ in range(PROXIES):
             trial, params = engine.ask()
             shares = shares_of(spaces, params)
-            found.append((float(_noisy(sources, shares, rng) @ sources.weights), shares))
-            engine.tell(trial, found[-1][0])
+            losses = _noisy(sources, shares, rng)
+            found.append((float(losses @ sources.weights), shares))
+            _tell(engine, trial, sweep, losses, method)
         return sources.regret(min(found, key=lambda one: one[0])[1])
 
     return search
@@ -360,8 +343,7 @@ SEARCHES: dict[str, Callable[[Sources, int], float]] = {
     "natural": lambda sources, seed: sources.regret(sources.space.natural),
     "uniform": lambda sources, seed: sources.regret(sources.space.uniform),
     "RegMix's recipe": _by_regmix,
-    "law": _by_law,
-    **{method: _by_engine(method) for method in ("bayes", "tpe", "random")},
+    **{method: _by_engine(method) for method in METHODS},
 }
 
 
@@ -371,8 +353,8 @@ def main() -> int:
     asked = parser.parse_args()
     report = Lines(asked.json)
     seeds = asked.seeds or (QUICK_SEEDS if asked.quick else SEEDS)
-    report.add("sources whose best mixture is known", lambda: known_sources(seeds))
     report.add("recorded mixtures", lambda: recorded(seeds))
+    report.add("sources whose best mixture is known", lambda: known_sources(seeds))
     return report.end()
 
 

@@ -5,13 +5,13 @@ from typing import Any
 
 from roxxel_dist.sweep.driver.decisions import Decisions
 from roxxel_dist.sweep.samplers import make
-from roxxel_dist.sweep.space.sweep_file import sweep_of
+from roxxel_dist.sweep.space.sweep_file import Sweep, as_sweep
 from roxxel_dist.sweep.study.journal import DECIDING, History
 
 
-def check_decisions(events: Sequence[dict[str, Any]], given: dict[str, Any], **limits: Any) -> int:
+def check_decisions(events: Sequence[dict[str, Any]], given: dict[str, Any] | Sweep, **limits: Any) -> int:
     """Compare each decision with that of a search made anew from the lines before it; returns how many there were."""
-    sweep, history, count = sweep_of(given), History(), 0
+    sweep, history, count = as_sweep(given), History(), 0
     due: list[dict[str, Any]] = []
 
     def decisions() -> Decisions:
@@ -19,7 +19,7 @@ def check_decisions(events: Sequence[dict[str, Any]], given: dict[str, Any], **l
 
     for event in events:
         kind = event["event"]
-        told = {name: value for name, value in event.items() if name not in ("time", "seconds")}
+        told = {name: value for name, value in event.items() if name not in ("time", "seconds", "more")}
         if kind in ("pause", "stop"):
             assert told in due, f"{told} was not due"
             due.remove(told)

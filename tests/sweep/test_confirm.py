@@ -2,15 +2,12 @@
 
 import json
 import subprocess
-import sysconfig
-from pathlib import Path
 
 import pytest
 from commands import command, environment, run, wait_for
 from made_mixtures import PHASES, made_mixtures
-from sweep_desk import SMALL
+from sweep_desk import SMALL, text_sets
 
-from roxxel_dist.cli import main
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.report.confirmation import confirmation
 from roxxel_dist.sweep.study.confirm import Expected
@@ -23,14 +20,7 @@ WORDS = ("sweep", "--study", "study", "--confirm", "2", "--workers", "2")
 @pytest.fixture
 def desk(tmp_path):
     """Two data sets in shards, and a study over their shares whose journal is made up: trials take a while."""
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
-    for name, file in {"self": "argparse.py", "code": "pydoc_data/topics.py"}.items():
-        (tmp_path / f"{name}.txt").write_text((stdlib / file).read_text()[:60_000])
-        assert (
-            main(["data", "build", str(tmp_path / f"{name}.txt"), "--out", str(tmp_path / name), "--tokenizer", "byte"])
-            == 0
-        )
-    sets = {name: str(tmp_path / name) for name in ("self", "code")}
+    sets = text_sets(tmp_path)
     base = Config(**{**SMALL, "phases": PHASES}, datasets=sets, validation=sets, eval_every=40)
     made_mixtures(tmp_path, 2, 12, weighted=False, base=base).rename(tmp_path / "study")
     return tmp_path

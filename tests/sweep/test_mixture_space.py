@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from roxxel_dist.sweep.space.mixture import MixtureSpace, mixture_space, nearest_by_kl, rounded
+from roxxel_dist.sweep.space.mixture import RARE, MixtureSpace, mixture_space, nearest_by_kl, rounded
 
 BOUNDS = {
     "two": ([0, 0], [1, 1]),
@@ -115,7 +115,7 @@ def test_natural_shares_move_as_little_as_they_must() -> None:
 def test_log_ratios_keep_distances_and_know_zero() -> None:
     space, rng = made("three"), np.random.default_rng(4)
     shares = space.from_cube(rng.random((50, 2)))
-    logs = np.log(shares + 0.01)
+    logs = np.log(shares + RARE)
     centred = logs - logs.mean(1, keepdims=True)
     found = space.log_ratios(shares)
     assert found.shape == (50, 2)

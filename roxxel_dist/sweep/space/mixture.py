@@ -24,8 +24,13 @@ LEAST = round(LEAST_SHARE * UNIT)
 """The least share that is not 0, in units."""
 CELLS = 4096
 """Of a tabulated distribution."""
-RARE = 0.01
-"""Added to a share before its logarithm is taken: a data set that is left out is not endlessly far from a rare one."""
+RARE = 0.05
+"""Added to a share before its logarithm is taken: a data set that is left out is not endlessly far from a rare one.
+
+Of 30 mixtures, half of them near the best, the process of `bayes` predicts each from the others with an error of 0.107
+of their deviation, as a median (0.132 with 0.01): made losses of 3 data sets; of 5 sets 0.179 (0.232), of 5 Markov
+sources 0.161 (0.223), of recorded trainings of two phases 0.445 (0.531). It was less in 33 to 35 of 40 seeds of each.
+"""
 SPANNED = 2000
 """Mixtures at random that say how far log-ratios reach."""
 LATTICE = 50_000
