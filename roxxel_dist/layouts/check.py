@@ -2,9 +2,11 @@
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +16,7 @@ import numpy as np
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.layouts.compare import Difference, differences
 from roxxel_dist.layouts.layout import (
+    OWN_MESH,
     BatchName,
     Layout,
     asked,
@@ -22,9 +25,9 @@ from roxxel_dist.layouts.layout import (
     layout_of_mesh,
     single,
 )
-from roxxel_dist.layouts.one_step import GRADIENT, Outcome, StepProgram, Weights, initial_weights
+from roxxel_dist.layouts.one_step import GRADIENT, StepProgram, Weights, initial_weights
 from roxxel_dist.layouts.order import backward_order, coarsest
-from roxxel_dist.layouts.reference import Reference
+from roxxel_dist.layouts.reference import Reference, ReferencePrograms
 from roxxel_dist.layouts.subject import Subject, check_devices, of_config, without_balance
 from roxxel_dist.layouts.trace import loss_jaxpr
 from roxxel_dist.layouts.update import UpdateCheck
@@ -34,6 +37,8 @@ from roxxel_dist.settings.config import Config, usage_errors
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.step.step import BALANCE
 
+AHEAD = 2
+"""Layouts that are traced before the first one is computed, while the compiler works on what is traced."""
 Status = Literal["agrees", "differs", "left out", "failed"]
 
 
@@ -118,9 +123,34 @@ def check_layouts(
 
 def _marked(report: LayoutReport, source: Config | Parts) -> LayoutReport:
     """The report; `train` asks for a check no more if it is a good one."""
-    if report.agree and (code := own_code(source)):
+    compared = any(result.status == "agrees" for result in report.results)
+    if report.agree and compared and (code := own_code(source)):
         mark_checked(code, source.model_args if isinstance(source, Config) else None)
     return report
+
+
+@dataclass
+class _Truth:
+    """The reference of a batch."""
+
+    programs: ReferencePrograms
+    order: list[str]
+    """Parameters as the backward pass finishes them."""
+    reference: Reference | None = None
+
+    def measured(self) -> Reference:
+        """Measured once."""
+        self.reference = self.reference or self.programs.run()
+        return self.reference
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A layout whose programs are being compiled."""
+
+    layout: Layout
+    truth: _Truth
+    program: StepProgram
 
 
 class _Check:
@@ -129,25 +159,30 @@ class _Check:
     def __init__(self, subject: Subject, seq_len: int | None, done: Callable[[LayoutResult], None]) -> None:
         self._subject, self._seq_len, self._done = subject, seq_len, done
         self._devices = check_devices(subject.mesh)
-        self._even = False
-        self._references: dict[tuple[BatchName, bool], tuple[Reference, list[str]]] = {}
+        self._has_balance = self._even = False
+        self._truths: dict[tuple[BatchName, bool], _Truth] = {}
         self._notes: list[str] = []
         self._updates: UpdateCheck | None = None
 
     def run(self, names: Sequence[str]) -> LayoutReport:
         """All of it."""
-        begun = time.perf_counter()
-        layout = self._single("rows")
-        self._weights: Weights = self._initial(layout)
-        reference, _ = self._reference("rows")
+        start = time.perf_counter()
+        self._weights: Weights = self._initial(self._single("rows"))
+        main = self._truth("rows")
         has_statistics = any(name not in self._weights.streams for name in self._weights.rest)
-        self._even = has_statistics or any(name.endswith(BALANCE) for name in reference.exact)
+        self._has_balance = BALANCE in main.programs.program.scalars
+        self._even = has_statistics or self._has_balance
+        coming = map(self._begun, names)
+        begun = deque(islice(coming, AHEAD))
+        main.measured()
         results = list[LayoutResult]()
-        for name in names:
-            result = self._result(name)
+        while begun:
+            begun.extend(islice(coming, 1))
+            result = self._result(begun.popleft())
             if result is not None:
                 results.append(result)
                 self._done(result)
+        self._notes += [truth.reference.note for truth in self._truths.values() if truth.reference is not None]
         batch = jax.tree.leaves(self._batch("rows"))[0]
         return LayoutReport(
             results=tuple(results),
@@ -155,8 +190,8 @@ class _Check:
             rows=batch.shape[0],
             seq_len=batch.shape[1],
             devices=len(self._devices),
-            notes=tuple(dict.fromkeys(self._notes)),
-            seconds=time.perf_counter() - begun,
+            notes=tuple(note for note in dict.fromkeys(self._notes) if note),
+            seconds=time.perf_counter() - start,
         )
 
     def _initial(self, layout: Layout) -> Weights:
@@ -187,10 +222,10 @@ class _Check:
     def _batch(self, name: BatchName) -> Any:
         return self._subject.batch(name, len(self._devices), self._seq_len, even=self._even)
 
-    def _reference(self, batch: BatchName, *, balanced: bool = True) -> tuple[Reference, list[str]]:
-        """The reference of a batch, and the order of its backward pass; with the balance loss, or without."""
+    def _truth(self, batch: BatchName, *, balanced: bool = True) -> _Truth:
+        """The reference of a batch, being compiled; with the balance loss, or without."""
         key = batch, balanced
-        if key not in self._references:
+        if key not in self._truths:
             layout, rows, subject = self._single(batch), self._batch(batch), self._subject
             is_main, loss = key == ("rows", True), subject.loss if balanced else without_balance(subject.loss)
             trace = partial(loss_jaxpr, subject.model, loss, layout, self._weights, rows)
@@ -200,56 +235,59 @@ class _Check:
                     "the loss is random by itself: two traces of it differ, so it draws numbers with Python's random "
                     "or numpy. Draw noise from keys of the model's nnx.Rngs"
                 )
-            unit = coarsest(jaxpr)
-            reference = Reference.measured(
-                subject.model, loss, layout, self._weights, rows, unit=unit, in_float64=is_main
+            programs = ReferencePrograms.compiled(
+                subject.model, loss, layout, self._weights, rows, unit=coarsest(jaxpr), in_float64=is_main
             )
-            self._notes += [reference.note] if reference.note else []
-            self._references[key] = reference, backward_order(jaxpr, sorted(self._weights.params))
-        return self._references[key]
+            self._truths[key] = _Truth(programs, backward_order(jaxpr, sorted(self._weights.params)))
+        return self._truths[key]
 
     def _balanced(self, layout: Layout) -> bool:
         """Whether a layout is compared with its balance loss: that is of the tokens of a call, not of a whole step."""
-        has_balance = any(name.endswith(BALANCE) for name in self._reference("rows")[0].exact)
-        if layout.calls_once or not has_balance:
+        if layout.calls_once or not self._has_balance:
             return True
         self._notes.append(f"{layout.name} is compared without {BALANCE}, which each part has of its own tokens")
         return False
 
-    def _result(self, name: str) -> LayoutResult | None:
+    def _begun(self, name: str) -> _Begun | LayoutResult | None:
+        """A layout whose programs are traced; or why it cannot be compared."""
         layout = self._layout(name)
         if isinstance(layout, str):
-            return None if name == "mesh" else LayoutResult(layout=name, text=layout, status="left out")
+            return None if name == OWN_MESH else LayoutResult(layout=name, text=layout, status="left out")
+        balanced = self._balanced(layout)
         try:
-            balanced = self._balanced(layout)
-            reference, order = self._reference(layout.truth, balanced=balanced)
+            truth = self._truth(layout.truth, balanced=balanced)
         except Exception as error:
-            if layout.truth == "rows":
-                raise
-            what = "documents in rows" if layout.truth == "documents" else "a few rows"
-            return LayoutResult(
-                layout=name, text=f"model or loss do not take {what} on one device: {_line(error)}", status="left out"
-            )
+            return _without_reference(layout, error)
+        loss = self._subject.loss if balanced else without_balance(self._subject.loss)
         try:
-            outcome = self._outcome(layout, balanced=balanced)
-        except UserError as error:
-            return LayoutResult(layout=name, text=_line(error), status="left out")
-        except Exception as error:  # of whatever kind: the user's code, or XLA
-            return LayoutResult(layout=name, text=f"{layout.text}: {_line(error)}", status="failed")
+            program = StepProgram.compiled(self._subject.model, loss, layout, self._weights, self._batch(layout.batch))
+        except Exception as error:
+            return _not_computed(layout, error)
+        return _Begun(layout, truth, program)
+
+    def _result(self, begun: _Begun | LayoutResult | None) -> LayoutResult | None:
+        if not isinstance(begun, _Begun):
+            return begun
+        layout, order = begun.layout, begun.truth.order
+        try:
+            reference = begun.truth.measured()
+        except Exception as error:
+            return _without_reference(layout, error)
+        try:
+            outcome = begun.program.run()
+        except Exception as error:
+            return _not_computed(layout, error)
         found, largest = differences(outcome, reference, layout, order, self._weights.streams)
         found += self._of_update(layout, order)
+        whole = layout.divides_parameters and not begun.program.divides_parameters
         return LayoutResult(
-            layout=name,
-            text=layout.text,
+            layout=layout.name,
+            text=f"{layout.text}, but each parameter is whole" if whole else layout.text,
             status="differs" if found else "agrees",
             differences=tuple(found),
             compared=len(outcome.values),
             largest=largest,
         )
-
-    def _outcome(self, layout: Layout, *, balanced: bool) -> Outcome:
-        loss = self._subject.loss if balanced else without_balance(self._subject.loss)
-        return StepProgram.compiled(self._subject.model, loss, layout, self._weights, self._batch(layout.batch)).run()
 
     def _of_update(self, layout: Layout, order: Sequence[str]) -> list[Difference]:
         """What differs in the update by an optimizer of the user's own, of the gradient of one device."""
@@ -257,12 +295,28 @@ class _Check:
         if not subject.has_own_optimizer or not layout.calls_once or layout.batch != "rows":
             return []
         if self._updates is None:
-            reference, single = self._reference("rows")[0], self._single("rows")
+            reference, single = self._truth("rows").measured(), self._single("rows")
             gradient = {name: reference.exact[GRADIENT + name].astype(np.float32) for name in self._weights.params}
             self._updates = UpdateCheck.made(
                 subject.model, subject.optimizer, single, self._weights, gradient, subject.curriculum.total_steps
             )
         return self._updates.differences(layout, order)
+
+
+def _without_reference(layout: Layout, error: Exception) -> LayoutResult:
+    """What becomes of a layout that has no reference; that of whole rows must be there."""
+    if layout.truth == "rows":
+        raise error
+    what = "documents in rows" if layout.truth == "documents" else "a few rows"
+    text = f"model or loss do not take {what} on one device: {_line(error)}"
+    return LayoutResult(layout=layout.name, text=text, status="left out")
+
+
+def _not_computed(layout: Layout, error: Exception) -> LayoutResult:
+    """What becomes of a layout where the package refuses it, or the user's code or XLA fails, in whatever way."""
+    if isinstance(error, UserError):
+        return LayoutResult(layout=layout.name, text=_line(error), status="left out")
+    return LayoutResult(layout=layout.name, text=f"{layout.text}: {_line(error)}", status="failed")
 
 
 def _line(error: BaseException) -> str:

@@ -45,6 +45,11 @@ class Layout:
         """Whether the model is called once with the whole batch, and not once for each part of it."""
         return self.grad_accum == 1 and not self.virtual_shards
 
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether it is there to divide parameters, those that are large enough."""
+        return self.fsdp or self.name == "tensor"
+
 
 def asked(names: Sequence[str] | None) -> tuple[str, ...]:
     """The names of layouts as asked for, in order; all for None. Raises UserError for one that there is not."""

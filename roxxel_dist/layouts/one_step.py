@@ -4,6 +4,7 @@ What comes out is read from every device, so that copies of an array which diffe
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,8 @@ JITTER = 0.05
 """Standard deviation of the noise that is added to a parameter whose elements are all the same, as those of norms and
 biases, and the zeros of an output projection, are at first: with them whole gradients would be 0, and equal for no
 good reason."""
+_COMPILER = ThreadPoolExecutor(1, "roxxel-compile-layouts")
+"""While it compiles a program, this thread traces the next one: each is half of the time."""
 
 
 def _keep_gradient() -> FixedOptimizer:
@@ -98,7 +101,7 @@ def initial_weights(model: nnx.Module | Callable[[], nnx.Module], layout: Layout
 
 @dataclass(frozen=True)
 class StepProgram:
-    """A compiled step in a layout."""
+    """A step in a layout, compiled or being so."""
 
     layout: Layout
     state: TrainState
@@ -115,7 +118,7 @@ class StepProgram:
     ) -> "StepProgram":
         """For a model, or what builds it, and a batch of int32[B, L] numpy arrays.
 
-        What the model, the loss or the compiler raises passes.
+        What the model or the loss raises passes; what the compiler raises comes from `run`.
 
         Args:
             model: a module, or a function that builds one.
@@ -134,6 +137,16 @@ class StepProgram:
         step = _step(split, loss_fn, optimizer, state, layout)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), placed)
         return cls(layout, state, hparams, placed, compile_step(step, (state, hparams, shapes), layout.mesh), weights)
+
+    @property
+    def scalars(self) -> frozenset[str]:
+        """Names of the numbers that a step gives, where it is one program."""
+        return frozenset(self.program.results[1].scalars)
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether a parameter is cut over devices."""
+        return not all(leaf.sharding.is_fully_replicated for leaf in self.state.params.values())
 
     def run(self, params: Mapping[str, np.ndarray] | None = None) -> Outcome:
         """One step, from other parameters if they are given."""
@@ -205,30 +218,38 @@ def _step(split: ModuleSplit, loss_fn: LossFn, optimizer: Any, state: TrainState
     return make_step(split, loss_fn, optimizer, state, layout.sharding, grad_accum=layout.grad_accum)
 
 
-def compile_step(jitted: Any, args: tuple[Any, ...], mesh: Mesh) -> Any:
-    """The program of a jitted step, or of one that has parts, for such abstract arguments, in this thread.
+class Compiling:
+    """A program that is compiled in the background; a call waits for it, and raises what the compiler raised."""
 
-    Unlike `AotCompiler`, whose thread would not see that float64 is enabled.
-    """
-    options = UNOPTIMIZED if device_type(mesh).platform == "cpu" else None
-
-    def compile_one(jitted: Any, args: Sequence[Any], mesh: Mesh | None) -> Any:
-        assert mesh is not None
+    def __init__(self, jitted: Any, args: Sequence[Any], mesh: Mesh) -> None:
+        """Traces it in this thread, which alone sees that float64 is enabled."""
+        options = UNOPTIMIZED if device_type(mesh).platform == "cpu" else None
         with jax.set_mesh(mesh):
-            return jitted.lower(*args).compile(compiler_options=options)
+            lowered = jitted.lower(*args)
+        self.results: Any = lowered.out_info
+        """Shapes and types."""
+        self._program = _COMPILER.submit(lowered.compile, compiler_options=options)
+
+    def __call__(self, *args: Any) -> Any:
+        """Its results."""
+        return self._program.result()(*args)
+
+
+def compile_step(jitted: Any, args: tuple[Any, ...], mesh: Mesh) -> Any:
+    """The program of a jitted step, or of one that has parts, for such abstract arguments."""
 
     def for_each(jitted: Any, args: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
         programs: list[Any] = []
         for device in devices:
             place = SingleDeviceSharding(device)
             own = jax.tree.map(lambda leaf, at=place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), args)
-            programs.append(compile_one(jitted, own, one_device(mesh, device)))
+            programs.append(Compiling(jitted, own, one_device(mesh, device)))
         return programs
 
     if isinstance(jitted, Composite):
         with jax.set_mesh(one_device(mesh)):
-            return jitted.compiled(compile_one, for_each, *args)
-    return compile_one(jitted, args, mesh_of(args[-1], mesh))
+            return jitted.compiled(Compiling, for_each, *args)
+    return Compiling(jitted, args, mesh_of(args[-1], mesh))
 
 
 def _outcome(state: TrainState, metrics: Any, weights: Weights) -> Outcome:

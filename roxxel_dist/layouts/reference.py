@@ -20,6 +20,7 @@ own scale; SAFETY covers that they are few, and that a layout rounds more often.
 of itself: by 1/n at the least, where one term of n is lost.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,8 +62,19 @@ class Reference:
             return 0.0
         return SAFETY * self.error[name] + self.unit * self.terms**0.5 * norm(self.exact[name])
 
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencePrograms:
+    """What a reference is measured with."""
+
+    program: StepProgram
+    in_float64: StepProgram | None
+    why: str
+    """Why there is none of float64, where one was asked for."""
+    unit: float
+
     @classmethod
-    def measured(
+    def compiled(
         cls,
         model: Any,
         loss_fn: LossFn,
@@ -72,17 +84,25 @@ class Reference:
         *,
         unit: float,
         in_float64: bool = True,
-    ) -> "Reference":
-        """Compile and run it; what the model or the loss raises passes.
+    ) -> "ReferencePrograms":
+        """For a step; what the model or the loss raises passes.
 
         Without `in_float64`, and where the model does not take it, x* is the run as it is, x_0.
-
-        Raises:
-            UserError: two runs differ: the loss is random by itself.
         """
-        program = StepProgram.compiled(model, loss_fn, layout, weights, batch)
+        program, exact, why = StepProgram.compiled(model, loss_fn, layout, weights, batch), None, ""
+        try:
+            if in_float64:
+                with jax.enable_x64(True):
+                    exact = StepProgram.compiled(model, loss_fn, layout, weights, batch, wide=True)
+        except Exception as error:  # of whatever kind: the model's own code is traced with types it may not expect
+            why = _first_line(error)
+        return cls(program=program, in_float64=exact, why=why, unit=unit)
+
+    def run(self) -> Reference:
+        """The reference; raises UserError where two runs differ: the loss is random by itself."""
+        program, unit = self.program, self.unit
         first, again = program.run(), program.run()
-        terms = jax.tree.leaves(batch)[0].size
+        terms = jax.tree.leaves(program.batch)[0].size
         one, two = (float(outcome.values[LOSS]) for outcome in (first, again))
         if not np.isfinite(one):
             raise UserError(
@@ -94,27 +114,33 @@ class Reference:
                 f"{two:.9g}). Draw noise from keys of the model's nnx.Rngs, so that a step is a function of its state "
                 f"and its batch"
             )
-        samples = [program.run(moved(weights.params, unit, seed)) for seed in range(SAMPLES)]
-        near = _of_samples(first.values, [first, *samples], unit, terms, first.drawn)
-        del program
-        if not in_float64:
-            return near
-        try:
-            with jax.enable_x64(True):
-                exact = StepProgram.compiled(model, loss_fn, layout, weights, batch, wide=True).run()
-        except Exception as error:  # of whatever kind: the model's own code is traced with types it may not expect
-            text = str(error).strip()
-            why = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
-            return _with_note(near, f"no float64 run ({why}): bounds are of float32 runs alone")
-        far = [
-            name for name in near.error if norm(wide(exact.values[name]) - near.exact[name]) > OTHER * near.bound(name)
-        ]
-        if any(name == LOSS or name.startswith(GRADIENT) for name in far):
-            return _with_note(
-                near, f"in float64 the model computes something else ({far[0]}): bounds are of float32 runs alone"
-            )
-        values = {name: exact.values[name] if name in near.error else first.values[name] for name in first.values}
-        return _of_samples(values, [first, *samples], unit, terms, first.drawn)
+        samples = [first, *(program.run(moved(program.weights.params, unit, seed)) for seed in range(SAMPLES))]
+        near, why = _of_samples(first.values, samples, unit, terms, first.drawn), self.why
+        if self.in_float64 is not None:
+            try:
+                with jax.enable_x64(True):
+                    exact = self.in_float64.run().values
+            except Exception as error:  # of whatever kind: of the compiler, or of code that is called back
+                why = _first_line(error)
+            else:
+                return _in_float64(near, first, exact, samples)
+        return _with_note(near, f"no float64 run ({why}): bounds are of float32 runs alone") if why else near
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+
+
+def _in_float64(near: Reference, first: Outcome, exact: Arrays, samples: list[Outcome]) -> Reference:
+    """The reference with x* of a float64 run, unless that computes another function."""
+    far = [name for name in near.error if norm(wide(exact[name]) - near.exact[name]) > OTHER * near.bound(name)]
+    if any(name == LOSS or name.startswith(GRADIENT) for name in far):
+        return _with_note(
+            near, f"in float64 the model computes something else ({far[0]}): bounds are of float32 runs alone"
+        )
+    values = {name: exact[name] if name in near.error else value for name, value in first.values.items()}
+    return _of_samples(values, samples, near.unit, near.terms, near.drawn)
 
 
 def _of_samples(exact: Arrays, samples: list[Outcome], unit: float, terms: int, drawn: Mapping[str, int]) -> Reference:
@@ -132,14 +158,7 @@ def _of_samples(exact: Arrays, samples: list[Outcome], unit: float, terms: int, 
 
 
 def _with_note(reference: Reference, note: str) -> Reference:
-    return Reference(
-        exact=reference.exact,
-        error=reference.error,
-        unit=reference.unit,
-        terms=reference.terms,
-        drawn=reference.drawn,
-        note=note,
-    )
+    return dataclasses.replace(reference, note=note)
 
 
 def moved(params: Mapping[str, np.ndarray], unit: float, seed: int) -> Arrays:

@@ -27,6 +27,8 @@ def test_an_own_model_agrees_in_all_layouts(checked):
     report = checked(**OWN)
     assert report.agree, report.results
     assert set(statuses(report).values()) == {"agrees"}
+    whole = [result.layout for result in report.results if "each parameter is whole" in result.text]
+    assert whole == ["fsdp", "tensor"]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ PLANTED = {
     "local_norm": ("optimizer", "fsdp", "rows", ("update", HEAD), None, ""),
     "one_copy": ("optimizer", "rows", "fsdp", ("update", HEAD), None, "copies on the devices differ"),
 }
-QUICK = ("scaled_balance", "stopped_gradient", "shared_dropout", "one_copy")
+QUICK = ("scaled_balance", "shared_dropout")
+"""Beside those of other tests here: test_the_order, test_the_command and test_trainer."""
 
 
 def fields(name, part):

@@ -3,10 +3,13 @@
 import pytest
 from reader import ROOT
 
+from roxxel_dist.cluster import parameter_sharding
+
 OWN = {"model": "layouts.planted.sound:build", "loss": "layouts.planted.sound:loss"}
 BY_HAND = OWN | {"loss": "layouts.planted.sound:summed_by_hand"}
 PACKED = {"phases": [{"steps": 1, "batch_size": 16, "seq_len": 33, "packing": "documents"}]}
 MLA = {"mla": True, "down_dim_q": 16, "down_dim_kv": 16, "rope_dim": 8}
+WHOLE = "each parameter is whole"
 CONFIGS = [
     {},
     {"n_heads": 4, "kv_heads": 2},
@@ -75,11 +78,14 @@ def named(fields):
 
 @pytest.mark.long
 @pytest.mark.parametrize("fields", CONFIGS, ids=named)
-def test_a_sound_configuration_agrees(checked, fields):
+def test_a_sound_configuration_agrees(checked, monkeypatch, fields):
+    monkeypatch.setattr(parameter_sharding, "FSDP_MIN_SIZE", 64)  # small parameters are divided too
     report = checked(**fields)
     bad = [result for result in report.results if result.status in ("differs", "failed")]
     assert report.agree, bad
-    assert [result.layout for result in report.results if result.status == "agrees"]
+    compared = {result.layout: result.text for result in report.results if result.status == "agrees"}
+    assert WHOLE not in compared["fsdp"]
+    assert "model" in fields or WHOLE not in compared["tensor"]
 
 
 @pytest.mark.long
