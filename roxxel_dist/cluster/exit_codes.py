@@ -15,6 +15,8 @@ PIPE_ENV = "ROXXEL_PIPE"
 
 SPARE_ENV = "ROXXEL_SPARE"
 """The descriptor from which a spare process reads which rank it becomes; no program finds it."""
+AT_ONCE = "!"
+"""Behind that descriptor: the spare imports without pauses, for no rank works on its host."""
 MEMORY_ENV = "ROXXEL_MEMORY"
 """A folder in the memory of the host, for all ranks of the host and all attempts of the job; gone when the job ends.
 At first it has the file `key` alone, with 64 hex digits that are the same on all hosts of the job."""

@@ -1,19 +1,23 @@
 """Hosts join and leave a job that runs."""
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from elastic import elastic
 from hosts import Cluster
+from ranks import is_waiting_spare
 
 RUN_ID = f"members_{os.getpid()}"
 Until = Callable[[Callable[[], Any], str], None]
+Alive = Callable[[int], bool]
 
 PROGRAM = """
 import os, signal, sys, time
@@ -21,10 +25,23 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
 attempt, ranks = os.environ["ROXXEL_ATTEMPT"], os.environ["ROXXEL_NUM_PROCESSES"]
 name = f"up.{attempt}.{ranks}.{os.environ['ROXXEL_PROCESS_ID']}"
 with open("." + name, "w") as file:
-    file.write(os.uname().nodename)
+    file.write(os.environ.get("HOST", os.uname().nodename))
 os.rename("." + name, name)
 while not os.path.exists("end"):
     time.sleep(0.05)
+    if os.path.exists("save"):
+        from roxxel_dist.cluster.progress import agent_pipe
+        agent_pipe().send({"saved": 1})
+"""
+
+# Found by every process: which are spares, and that of one host cannot import what a rank imports.
+SITE = """
+import os
+if "ROXXEL_SPARE" in os.environ:
+    open(f"spare.{os.environ['HOST']}.{os.getpid()}", "w").close()
+    if os.environ["HOST"] == "bad":
+        os.write(2, b"Traceback\\nImportError: no jax here\\n")
+        os._exit(1)
 """
 
 
@@ -34,51 +51,126 @@ from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control.supervisor import run
 from roxxel_dist.launcher.job.spec import JobSpec
+first = tuple(Path("hosts.txt").read_text().split())
 class Backend(LocalBackend):  # agents on this machine stand for hosts
-    is_local, takes_hosts, hosts, given, listed = False, True, ("a", "b"), (), ("a", "b")
+    is_local, takes_hosts, hosts, given, listed = False, True, first, (), first
     def check_joining(self, hosts):
         pass
+    def argv(self, host, module, *words):
+        return ["env", f"HOST={host}", "PYTHONPATH=site", *super().argv(host, module, *words)]
 job = JobSpec(
-    command=("python", sys.argv[1]), nprocs=2, run_id=sys.argv[2], log_dir=Path("run/logs"), hosts_from="hosts.txt",
-    min_hosts=2, max_hosts=3, warm_spares="off",
+    command=("python", "program.py"), nprocs=len(first), run_id=sys.argv[1], log_dir=Path("run/logs"),
+    hosts_from="hosts.txt", min_hosts=len(first), max_hosts=3, grow_at_checkpoint=sys.argv[2] == "late",
 )
 sys.exit(run(job, Backend()))
 """
 
 
+@dataclass
+class LocalJob:
+    """A job on this machine, whose agents stand for hosts."""
+
+    folder: Path
+    until: Until
+    launch: "subprocess.Popen[bytes]" = field(init=False)
+
+    def start(self, *hosts: str, late: bool = False) -> None:
+        (self.folder / "program.py").write_text(PROGRAM)
+        (self.folder / "site").mkdir()
+        (self.folder / "site" / "sitecustomize.py").write_text(SITE)
+        self.name(*hosts)
+        words = [sys.executable, "-c", CONTROLLER, RUN_ID, "late" if late else "at once"]
+        with (self.folder / "screen.txt").open("wb") as screen:
+            self.launch = subprocess.Popen(
+                words, cwd=self.folder, stdout=screen, stderr=screen, stdin=subprocess.DEVNULL
+            )
+
+    @property
+    def screen(self) -> str:
+        return (self.folder / "screen.txt").read_text()
+
+    def name(self, *hosts: str) -> None:
+        (self.folder / "hosts.txt").write_text("\n".join(hosts) + "\n")
+
+    def up(self, attempt: int, ranks: int) -> list[str]:
+        """The hosts of these ranks, when they are up."""
+        self.until(lambda: len(list(self.folder.glob(f"up.{attempt}.{ranks}.*"))) == ranks, f"attempt {attempt}")
+        return [file.read_text() for file in sorted(self.folder.glob(f"up.{attempt}.{ranks}.*"))]
+
+    def says(self, words: str) -> None:
+        self.until(lambda: words in self.screen, words)
+
+    def spares(self) -> dict[str, int]:
+        """The hosts that have had one, and its process."""
+        return {path.name.split(".")[1]: int(path.suffix[1:]) for path in self.folder.glob("spare.*")}
+
+    def end(self) -> None:
+        (self.folder / "end").touch()
+        assert self.launch.wait(60) == 0, self.screen
+
+
+@pytest.fixture
+def local(tmp_path: Path, until: Until) -> Iterator[LocalJob]:
+    job = LocalJob(tmp_path, until)
+    yield job
+    job.launch.kill()
+    job.launch.wait()
+
+
 def test_a_list_and_requests_change_the_hosts_of_a_job(
-    tmp_path: Path, until: Until, cli: Callable[..., "subprocess.CompletedProcess[str]"]
+    local: LocalJob, tmp_path: Path, cli: Callable[..., "subprocess.CompletedProcess[str]"]
 ) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    (tmp_path / "hosts.txt").write_text("a\nb\n")
-    words = [sys.executable, "-c", CONTROLLER, "program.py", RUN_ID]
-    with (tmp_path / "screen.txt").open("wb") as screen:
-        launch = subprocess.Popen(words, cwd=tmp_path, stdout=screen, stderr=screen, stdin=subprocess.DEVNULL)
-
-    def up(attempt: int, ranks: int) -> None:
-        until(lambda: len(list(tmp_path.glob(f"up.{attempt}.{ranks}.*"))) == ranks, f"{ranks} ranks in {attempt}")
-
-    try:
-        up(0, 2)
-        refused = cli("leave", "run", "--hosts", "a", cwd=tmp_path)
-        assert refused.returncode == 1
-        assert "a cannot leave: of the 2 hosts that are there, at least 2 stay (--min-hosts)" in refused.stderr
-        (tmp_path / "hosts.txt").write_text("d\nc\nb\na\n")
-        up(1, 3)
-        left = cli("leave", "run", "--hosts", "b", cwd=tmp_path)
-        assert (left.returncode, "continues without b" in left.stderr) == (0, True), left.stderr
-        up(2, 3)  # the spare takes its place
-        (tmp_path / "end").touch()
-        assert launch.wait(60) == 0
-    finally:
-        launch.kill()
-        launch.wait()
-    screen = (tmp_path / "screen.txt").read_text()
-    assert "is a spare: it passed the checks, and --max-hosts is 3" in screen
-    assert "b shall leave the job: the ranks get 30 s to save and exit; the job continues without b" in screen
+    local.start("a", "b")
+    assert local.up(0, 2) == ["a", "b"]
+    refused = cli("leave", "run", "--hosts", "a", cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "a cannot leave: of the 2 hosts that are there, at least 2 stay (--min-hosts)" in refused.stderr
+    local.name("a", "bad", "b")
+    local.says("host bad does not join yet, and is asked from time to time: a process that imports what a rank imports")
+    assert "ended there: ImportError: no jax here\n" in local.screen
+    local.name("d", "c", "b", "a")
+    assert local.up(1, 3) == ["a", "b", "d"], local.screen
+    assert local.spares().keys() == {"bad", "d"}
+    started = json.loads((tmp_path / "run" / "logs" / "launcher.json").read_text())["ranks"][2]
+    assert started["pid"] == local.spares()["d"], "its imports were done before"
+    left = cli("leave", "run", "--hosts", "b", cwd=tmp_path)
+    assert (left.returncode, "continues without b" in left.stderr) == (0, True), left.stderr
+    assert local.up(2, 3) == ["a", "d", "c"], "the spare takes its place"
+    local.end()
+    assert "is a spare: it passed the checks, and --max-hosts is 3" in local.screen
+    assert "b shall leave the job: the ranks get 30 s to save and exit; the job continues without b" in local.screen
     assert list((tmp_path / "run" / "logs").glob("members/*")) == []
     late = cli("join", "run", "--hosts", "e", cwd=tmp_path)
     assert (late.returncode, "is ended: launch it again with other --hosts" in late.stderr) == (2, True)
+
+
+def test_another_name_of_a_host_does_not_join(local: LocalJob) -> None:
+    local.start("a")
+    assert local.up(0, 1) == ["a"]
+    local.name("a", "b")
+    local.says("host b does not join yet, and is asked from time to time: it is the machine of a, by another name")
+    local.end()
+    assert local.spares() == {}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("how", ["its agent dies", "it is listed no more"])
+def test_a_host_that_goes_before_the_others_save_costs_no_restart(how: str, local: LocalJob, alive: Alive) -> None:
+    local.start("a", "b", late=True)
+    local.up(0, 2)
+    local.name("a", "b", "c")
+    local.until(lambda: is_waiting_spare(local.spares().get("c", 0)), "a spare")
+    spare = psutil.Process(local.spares()["c"])
+    guard = spare.parents()[2]
+    if how == "its agent dies":
+        guard.children()[0].kill()
+        local.says("host c does not join yet, and is asked from time to time: its agent ended")
+    else:
+        local.name("a", "b")
+    local.until(lambda: not alive(spare.pid) and not alive(guard.pid), "nothing is left there")
+    (local.folder / "save").touch()
+    local.end()
+    assert "ranks get 30 s" not in local.screen
 
 
 @dataclass

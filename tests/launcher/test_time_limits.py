@@ -13,6 +13,7 @@ from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.job.spec import LEAST_LEASE_S, JobSpec
 from roxxel_dist.launcher.policy.hang import LIMITS_S, STILL_S
 from roxxel_dist.launcher.preflight.candidates import LOOK_S
+from roxxel_dist.launcher.preflight.warm_hosts import WARM_S
 from roxxel_dist.launcher.transport import pool
 from roxxel_dist.launcher.transport.questions import ANSWER_S
 
@@ -56,6 +57,7 @@ def test_the_table_has_their_values() -> None:
         "lease.FRESH_S": lease.FRESH_S,
         "pool.COMMON_S": pool.COMMON_S,
         "lease.ORPHAN_S": lease.ORPHAN_S,
+        "warm_hosts.WARM_S": WARM_S,
         "JobSpec.host_lease": JobSpec.host_lease,
         "hang.STILL_S": STILL_S,
         "candidates.LOOK_S": LOOK_S,

@@ -19,6 +19,8 @@ from roxxel_dist.launcher.policy.membership import Change, Wanted, change_to
 from roxxel_dist.launcher.policy.outcome import HostLost
 from roxxel_dist.launcher.preflight.candidates import Candidates, LookHistory, Running
 from roxxel_dist.launcher.preflight.select_hosts import HostSelector, ReadyHosts
+from roxxel_dist.launcher.preflight.warm_hosts import WarmHosts
+from roxxel_dist.launcher.transport.pool import HostPool
 
 FILE_S, COMMAND_S = 1.0, 5.0
 """Between two looks at a list: a file, a command."""
@@ -99,10 +101,11 @@ class Membership:
     Args:
         job: its options.
         backend: whether hosts can join, and which were there at the start.
+        key: of the job's folders in memory.
     """
 
-    def __init__(self, job: JobSpec, backend: Backend) -> None:
-        self._job, self._backend = job, backend
+    def __init__(self, job: JobSpec, backend: Backend, key: str) -> None:
+        self._job, self._backend, self._key = job, backend, key
         given = backend.hosts if backend.given is None else backend.given
         self._wanted = Wanted(given=tuple(given), listed=tuple(backend.listed))
         self._inbox = Inbox(job, backend.listed, backend.more_hosts) if backend.takes_hosts else None
@@ -131,8 +134,11 @@ class Membership:
         return self._change().newcomers
 
     @contextmanager
-    def attempt(self, ready: ReadyHosts, port: int | None) -> Iterator[None]:
-        """While these hosts work: look at those that are lost, and at newcomers. `port`: of the next attempt."""
+    def attempt(self, ready: ReadyHosts, pool: HostPool, port: int | None) -> Iterator[None]:
+        """While these hosts work: look at those that are lost, and at newcomers.
+
+        `pool` has the agents of the job, and those of hosts that can join at the end; `port` is of the next attempt.
+        """
         selector = self._selector
         running = Running(
             hosts=selector.working,
@@ -141,11 +147,14 @@ class Membership:
             plan=selector.plan,
             grows_with=selector.grows_with,
             devices=selector.devices,
+            machines=selector.machines,
         )
         self._lost = ready.lost
-        with Candidates(self._job, self._backend, running, self._history) as self._candidates:
-            self.notes()
-            yield
+        with WarmHosts(self._job, self._backend, self._key) as warm:
+            with Candidates(self._job, self._backend, running, self._history, warm) as self._candidates:
+                self.notes()
+                yield
+            warm.hand_over(pool)
         self._notes += self._candidates.notes()
 
     def notes(self) -> list[str]:
@@ -156,7 +165,7 @@ class Membership:
             members = {*selector.members} & {*self._wanted.hosts}
             lost = [host for host in self._lost if host in members]
             candidates.watch(lost, change.newcomers)
-            if candidates.spares:
+            if candidates.spares and not candidates.ready:  # else `follow` takes them in, behind these
                 selector.change(joins=candidates.spares)
             self._notes += candidates.notes()
         if idle := [host for host in change.leaves if host not in selector.working]:
@@ -194,7 +203,8 @@ class Membership:
     def follow(self, lost: HostLost | None) -> tuple[str, ...]:
         """After an attempt: change the hosts of the job; returns those that it takes in. `lost`: one that is gone."""
         joins, leaves = self._due(lost)
-        self._selector.change(joins, leaves)
+        spares = () if self._candidates is None else self._candidates.spares
+        self._selector.change((*joins, *(host for host in spares if host in self._wanted.hosts)), leaves)
         self._candidates, self._leaves_since = None, None
         return joins
 

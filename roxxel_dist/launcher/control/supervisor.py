@@ -97,7 +97,7 @@ class _Controller:
         self._key = os.urandom(32).hex()
         self._missing: tuple[str, ...] = ()
         is_fixed = self.backend.is_local or not self.job.is_restartable
-        self._membership = None if is_fixed else Membership(self.job, self.backend)
+        self._membership = None if is_fixed else Membership(self.job, self.backend, self._key)
         self._times: dict[int, StepTimes] = {}  # by how many devices work
         try:
             with self._logs, self._membership or nullcontext(), HostPool(self.backend, self.signals.fd) as pool:
@@ -152,7 +152,7 @@ class _Controller:
             else:
                 if back:
                     membership.grown(back, failed={*ready.back} != {*back})
-                with membership.attempt(ready, selector.port(len(self._attempts) + 1)):
+                with membership.attempt(ready, pool, selector.port(len(self._attempts) + 1)):
                     result = self._attempt(ready, pool)
                 back = membership.follow(result.lost)
             last = self._attempts[-1]

@@ -38,7 +38,7 @@ from roxxel_dist.launcher.host.lease import Lease
 from roxxel_dist.launcher.host.process_tree import NOT_FOLLOWED, beat, go_on_under_guard, remove
 from roxxel_dist.launcher.host.protocol import Decoder, Message, Outbox, take_stdout
 from roxxel_dist.launcher.host.rank import Program, Rank, start_rank, why_not_started
-from roxxel_dist.launcher.host.spares import Spare, Spares
+from roxxel_dist.launcher.host.spares import Spare, Spares, last_words
 from roxxel_dist.launcher.job.environment import misleads
 from roxxel_dist.launcher.job.spec import CONTRACT
 
@@ -124,6 +124,7 @@ class Agent:
         self._code = set[tuple[str, str]]()  # what ranks of this attempt have imported: names and checksums
         self._new_code: list[tuple[int, str, str, str]] = []
         self._stale = False  # whether spares of this start had other code
+        self._warms = False  # whether spares are on their way before any rank has run here
         self._keepers: list[int] = []  # whose trees are empty: they end, and are to be reaped
         self._exited = deque[Rank]()  # in the order in which they ended; their exit codes follow a moment later
         self._poll = select.epoll()
@@ -162,6 +163,7 @@ class Agent:
                     self._spares.start(self._alive(), self._programs)
             self._read_rests()
             self._tell_done()
+            self._tell_warm()
             self._send()
         self._held.close()
         self._poll.close()
@@ -204,6 +206,8 @@ class Agent:
 
                 self._outbox.send(answer(order, self._held))
                 self._last_received = clock()  # it may have taken long
+            elif order["type"] == "warm":
+                self._warm(order)
             elif order["type"] == "start":
                 self._clear()
                 self._start(order)
@@ -257,19 +261,39 @@ class Agent:
         if "lease" in order:
             self._take_lease(order["lease"])
         self._total = order["total"]
-        self._stale = False
+        self._stale = self._warms = False
         self._progress = progress.create(self._progress_file, self._total)
-        base = {name: value for name, value in os.environ.items() if name not in CONTRACT and not misleads(name)}
-        self._programs = {
-            placed["rank"]: Program(order["command"], {**base, **placed["env"], **self._own})
-            for placed in order["ranks"]
-        }
+        self._programs = self._programs_of(order)
         for number, program in self._programs.items():
             if (rank := self._take_spare(number, program) or self._start_rank(number, program)) is None:
                 break
             self._ranks.append(rank)
         self._spares.end_all()  # not ready, or for another program
         self._spares.wanted = order.get("spares", "off")
+
+    def _programs_of(self, order: Message) -> dict[int, Program]:
+        base = {name: value for name, value in os.environ.items() if name not in CONTRACT and not misleads(name)}
+        return {
+            placed["rank"]: Program(order["command"], {**base, **placed["env"], **self._own})
+            for placed in order["ranks"]
+        }
+
+    def _warm(self, order: Message) -> None:
+        """Start spares for ranks that may come here; it is told when they are ready (`_tell_warm`)."""
+        self._warms = True
+        self._spares.begin(self._programs_of(order), order["spares"], at_once=True)
+
+    def _tell_warm(self, why: str = "") -> None:
+        if self._warms and (why or self._spares.are_ready):
+            self._warms = False
+            self._outbox.send({"type": "warm", "why": why})
+
+    def _end_spare(self, spare: Spare) -> None:
+        """A spare has ended. If no rank has run here, one that is started now would end as it did."""
+        if not spare.ready:
+            why = last_words(spare) or "it printed nothing"
+            self._tell_warm(f"a process that imports what a rank imports ended there: {why}")
+        self._spares.end(spare)
 
     def _start_rank(self, number: int, program: Program) -> Rank | None:
         """The rank; None where the host cannot start it, which is that rank's end, and that of the others."""
@@ -303,7 +327,7 @@ class Agent:
         return rank
 
     def _watch_spare(self, spare: Spare) -> None:
-        self._watch(spare.rank.tree.pidfd, partial(self._spares.end, spare))
+        self._watch(spare.rank.tree.pidfd, partial(self._end_spare, spare))
         self._watch(spare.rank.tree.fd, partial(self._hear_keeper, spare.rank))
         self._watch(spare.rank.pipe, partial(self._read_pipe, spare.rank))
 

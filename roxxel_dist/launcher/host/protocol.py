@@ -1,9 +1,11 @@
 """The messages of the controller and a program on a host: one JSON object a line, over its stdin and stdout.
 
 Before the start: questions of preflight with `ask`, each with an answer, see `preflight.probe`
-To the agent:  start (command, ranks: [{rank, env}], total, key, spares, lease) · stop (grace) · kill (after) · dump ·
+To the agent:  warm (command, ranks, key, spares: for a host that is to join) ·
+               start (command, ranks: [{rank, env}], total, key, spares, lease) · stop (grace) · kill (after) · dump ·
                alive (at) · first (port: where the first host is asked about leases) · leave
-From the agent: first (port) · started (rank, pid) · lines (rank, time, text) · status (rank, record) ·
+From the agent: warm (why: no rank can run here; empty where spares are ready, or there are none) · first (port) ·
+                started (rank, pid) · lines (rank, time, text) · status (rank, record) ·
                 progress (records: [[rank, record]], those that changed; usage: [[rank, usage]], of the same moment;
                 echo: `at` of the newest heartbeat; every half second, also where none did) · note (text, for people) ·
                 code (files: [[rank, module, path, checksum]], each content of a module once) ·

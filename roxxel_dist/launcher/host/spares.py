@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from roxxel_dist.cluster.exit_codes import SPARE_ENV
+from roxxel_dist.cluster.exit_codes import AT_ONCE, SPARE_ENV
 from roxxel_dist.cluster.free_memory import free_bytes
 from roxxel_dist.launcher.host.rank import Program, Rank, start_rank
 from roxxel_dist.launcher.host.worker import imports_of
@@ -43,13 +43,13 @@ class Spare:
     ready: bool = False
 
 
-def start_spare(number: int, program: Program, folders: Sequence[str]) -> Spare:
-    """Start one beside the rank `number`, whose program it is. Raises OSError."""
+def start_spare(number: int, program: Program, folders: Sequence[str], *, at_once: bool = False) -> Spare:
+    """Start one beside the rank `number`, whose program it is. `at_once`: no rank needs the cores. Raises OSError."""
     orders_read, orders = os.pipe()
     os.set_blocking(orders, False)
     with suppress(OSError):  # for a large environment
         fcntl.fcntl(orders, fcntl.F_SETPIPE_SZ, 1 << 20)
-    env = {**program.env, SPARE_ENV: str(orders_read)}
+    env = {**program.env, SPARE_ENV: f"{orders_read}{AT_ONCE * at_once}"}
     rank = start_rank(number, Program(program.command, env), folders, (orders_read,))
     return Spare(rank=rank, program=program, orders=orders)
 
@@ -63,6 +63,15 @@ def choose(spares: Sequence[Spare], number: int, program: Program) -> Spare | No
 
     fit = [spare for spare in spares if spare.ready and imported(spare.program) == imported(program)]
     return min(fit, key=lambda spare: spare.rank.number != number, default=None)
+
+
+def last_words(spare: Spare) -> str:
+    """The last line that a spare has printed; empty where there is none."""
+    lines: list[str] = []
+    with suppress(BlockingIOError):
+        while data := os.read(spare.rank.output, 1 << 16):
+            lines = [line for line in (*lines[-1:], *spare.rank.lines.feed(data)) if line.strip()]
+    return next(reversed([*lines, *spare.rank.lines.close()]), "").strip()
 
 
 def hand_over(spare: Spare, env: dict[str, str]) -> bool:
@@ -104,6 +113,10 @@ class Spares:
         if self.wanted == "off" or len(ranks) < len(programs) or not all(map(_works, ranks)):
             return
         wanted, self.wanted = self.wanted, "off"
+        self.begin(programs, wanted)
+
+    def begin(self, programs: Mapping[int, Program], wanted: str, *, at_once: bool = False) -> None:
+        """A spare for each of these ranks, if they are `wanted`. `at_once`: there are no ranks that work."""
         if not imports_of(next(iter(programs.values())).command):
             if wanted == "on":
                 self._note("--warm-spares on: this program does not run in the launcher's Python, so it has none")
@@ -113,7 +126,7 @@ class Spares:
             return
         for number, program in programs.items():
             try:
-                spare = start_spare(number, program, self._folders)
+                spare = start_spare(number, program, self._folders, at_once=at_once)
             except OSError as error:  # no process can be had: a fresh start may find one
                 self._note(f"no warm spares: {error}")
                 return
@@ -138,6 +151,11 @@ class Spares:
             spare.ready = True
             if not self._has_room(size):
                 self.end_all()
+
+    @property
+    def are_ready(self) -> bool:
+        """Whether none is on its way."""
+        return all(spare.ready for spare in self._spares)
 
     def end(self, spare: Spare) -> None:
         """Let go of a spare, which has died or is of no use."""

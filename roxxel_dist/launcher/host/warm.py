@@ -12,11 +12,11 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 
-from roxxel_dist.cluster.exit_codes import SPARE_ENV
+from roxxel_dist.cluster.exit_codes import AT_ONCE, SPARE_ENV
 from roxxel_dist.cluster.progress import agent_pipe
 from roxxel_dist.launcher.host.installed import versions
 from roxxel_dist.launcher.host.sources import recorder
@@ -34,12 +34,13 @@ def become_rank(modules: Sequence[str]) -> None:
 
     Ends the process where its agent does, and where the rank would run other code than a process that starts now.
     """
-    orders = int(os.environ.pop(SPARE_ENV))
+    given = os.environ.pop(SPARE_ENV)
+    orders = int(given.removesuffix(AT_ONCE))
     pipe = agent_pipe()
     recorder().install()
     before = versions()
     with _shown_as_spare():
-        with _in_slices():
+        with nullcontext() if given.endswith(AT_ONCE) else _in_slices():
             for module in modules:
                 import_module(module)
         size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

@@ -6,7 +6,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -17,6 +17,7 @@ from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.preflight.checks import HERE, CheckResult
 from roxxel_dist.launcher.preflight.devices import DeviceChecks
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
+from roxxel_dist.launcher.preflight.warm_hosts import WarmHosts
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import Interrupted
 
@@ -24,6 +25,8 @@ LOOK_S = 5.0
 """Between two looks at the start."""
 LOOK_MOST_S = 300.0
 """The longest pause after looks at a host that answers and is not fit: each doubles it."""
+TEND_S = 0.5
+"""Between two looks at the agents of hosts that can be used."""
 GROW_MOST_S = 3600.0
 """The longest pause after growths: each doubles it, so that a host that comes and goes costs little; one that has cost
 a start makes it eight times as long."""
@@ -80,6 +83,8 @@ class Running:
     """What would start with more hosts."""
     grows_with: Callable[[Sequence[str]], bool]
     """Whether the job would have more devices with these."""
+    machines: Mapping[str, str]
+    """Which machine each of them is."""
     devices: DeviceChecks | None = None
     """The checks of accelerators, which candidates pass too."""
 
@@ -89,20 +94,25 @@ class Candidates:
 
     Each is looked at alone first, and then together with the hosts that work, as preflight does before a start, by
     programs of their own: the job does not notice it. The first look at a newcomer that would help is the second one.
+    Those that can be used and help are warm at last.
 
     Args:
         job: what they are to be fit for.
         backend: reaches them.
         running: the job without them.
         history: of the attempts before; kept up to date.
+        warm: keeps the agents of those that can be used.
     """
 
-    def __init__(self, job: JobSpec, backend: Backend, running: Running, history: LookHistory) -> None:
+    def __init__(self, job: JobSpec, backend: Backend, running: Running, history: LookHistory, warm: WarmHosts) -> None:
         self.ready: tuple[str, ...] = ()
         """Those that can be used, and help."""
         self.spares: tuple[str, ...] = ()
         """Newcomers that can be used, and to which the batch gives no work."""
+        self.with_ready: tuple[str, ...] = ()
+        """Spare hosts of the job that will work when those that are ready do."""
         self._job, self._backend, self._running, self._history = job, backend, running, history
+        self._warm = warm
         self._notes = queue.SimpleQueue[str]()
         self._lock = threading.Lock()
         self._newcomers: frozenset[str] = frozenset()
@@ -165,13 +175,23 @@ class Candidates:
                 due = [host for host, when in self._due.items() if when <= now]
                 wait_s = min(self._due.values(), default=now + GROW_MOST_S) - now
             if not due:
-                self._changed.wait(min(wait_s, GROW_MOST_S))
+                self._changed.wait(min(wait_s, TEND_S if self._warm.hosts else GROW_MOST_S))
                 self._changed.clear()
-                continue
-            try:
-                self._look_at(due)
-            except Interrupted:
-                return
+            else:
+                try:
+                    self._look_at(due)
+                except Interrupted:
+                    return
+            if self._warm.hosts:
+                self._tend()
+
+    def _tend(self) -> None:
+        """Let go of agents on hosts that are not to join any more, and of hosts whose agents are lost."""
+        for host, why in self._warm.keep((*self.ready, *(self.with_ready if self.ready else ()))).items():
+            if host in self.ready:
+                with self._lock:
+                    self.ready = tuple(other for other in self.ready if other != host)
+                self._is_unfit(host, {"agent": why})
 
     def _look_at(self, hosts: Sequence[str]) -> None:
         """Look at these hosts, and find which candidates can be used by now."""
@@ -207,30 +227,52 @@ class Candidates:
 
     def _is_fit(self, host: str) -> bool:
         report = self._checked(self._job, (host,))
-        is_fit = report.passed and not report.suspects
+        reasons = self._reasons(report, host) | self._is_known(host, report)
+        is_fit = report.passed and not report.suspects and not reasons
         if not is_fit:
-            self._is_unfit(host, self._reasons(report, host))
+            self._is_unfit(host, reasons)
         return is_fit
+
+    def _is_known(self, host: str, report: PreflightReport, others: Sequence[str] = ()) -> dict[str, str]:
+        """Why a newcomer does not join that is a machine of the job, or one of `others`, by another name."""
+        machine, running = report.machines.get(host), self._running
+        same = [other for other in running.hosts if running.machines.get(other) == machine]
+        if machine is None or host not in self._newcomers or len(same) > 1:  # hosts may be few machines from the start
+            return {}
+        same = same or [other for other in others if report.machines.get(other) == machine]
+        return {"machine": f"it is the machine of {same[0]}, by another name"} if same else {}
 
     def _fit_together(self, hosts: Sequence[str]) -> tuple[str, ...]:
         """Those of these hosts that can start together with the ones that work, where that helps."""
         running = self._running
         while hosts and running.grows_with(hosts):
             plan = running.plan(hosts)
-            report = self._checked(plan.job, plan.hosts)
+            new = [host for host in plan.hosts if host not in (*running.hosts, *self._warm.hosts)]
+            report = self._checked(plan.job, plan.hosts, keep=new)
+            known = {host: self._is_known(host, report, hosts[:place]) for place, host in enumerate(hosts)}
             strange = [
                 result
                 for result in report.findings
                 if result.level == "warning" and result.text not in running.accepted and self._strangers(result)
             ]
             wrong = report.blamed(running.hosts).union(
-                *map(self._strangers, strange), report.suspects.keys() - {*running.hosts}
+                *map(self._strangers, strange),
+                report.suspects.keys() - {*running.hosts},
+                (host for host in hosts if known[host]),
             )
             if report.passed and not wrong:
-                return tuple(host for host in hosts if host in plan.hosts)
+                failed = self._warm.warm(plan, report.visible, new, say=self._notes.put, is_over=lambda: self._end)
+                if not failed.keys() & {*hosts}:
+                    self.with_ready = tuple(host for host in plan.hosts if host not in (*running.hosts, *hosts))
+                    return tuple(host for host in hosts if host in plan.hosts)
+                for host in failed.keys() & {*hosts}:
+                    self._is_unfit(host, {"warm": failed[host]})
+                hosts = [host for host in hosts if host not in failed]
+                continue
             for host in hosts:
                 if host in wrong:
                     reasons = self._reasons(report, host) | {result.check: result.text for result in strange}
+                    reasons |= known[host]
                     self._is_unfit(host, reasons)
                 elif not wrong & {*hosts}:  # a start would end the job, whatever it is
                     text = "the hosts that work could not start again now: " + "; ".join(report.problems)
@@ -238,12 +280,16 @@ class Candidates:
             hosts = [host for host in hosts if host not in wrong] if wrong & {*hosts} else []
         return ()
 
-    def _checked(self, job: JobSpec, hosts: Sequence[str]) -> PreflightReport:
+    def _checked(self, job: JobSpec, hosts: Sequence[str], keep: Collection[str] = ()) -> PreflightReport:
+        """What preflight finds. The agents of hosts in `keep` are kept if all pass."""
         port, busy = self._running.port, self._running.hosts
         with HostPool(self._backend, self._wake) as pool:
-            return check_job_hosts(
+            report = check_job_hosts(
                 job, self._backend, hosts, port=port, pool=pool, busy=busy, devices=self._running.devices
             )
+            if report.passed:
+                self._warm.take(pool, keep)
+            return report
 
     def _strangers(self, result: CheckResult) -> frozenset[str]:
         """The hosts that agree with none of those that work."""

@@ -46,6 +46,8 @@ class PreflightReport:
     """Hosts that did not answer, and why; nothing else was checked on them."""
     visible: Mapping[str, str] = field(default_factory=dict)
     """CUDA_VISIBLE_DEVICES of the hosts that have it (a scheduler sets it)."""
+    machines: Mapping[str, str] = field(default_factory=dict)
+    """Which machine a host is: its start, and its network."""
     cores: int | None = None
     """The most CPUs that a host has, whatever a process may use of them."""
 
@@ -172,6 +174,7 @@ def _check(
         findings=findings,
         unreachable=dict(questions.unreachable),
         visible={host: info["visible"] for host, info in infos.items() if info["visible"] is not None},
+        machines={host: info["machine"] for host, info in infos.items()},
         cores=max(info["cores"] for info in infos.values()),
     )
 

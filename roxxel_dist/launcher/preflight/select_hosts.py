@@ -107,6 +107,8 @@ class HostSelector:
         """The hosts of the job, the lost and spare ones too, in the order of its ranks."""
         self._changes = job.hosts_from is not None
         """Whether the number of hosts is no number that a person has asked for."""
+        self.machines: dict[str, str] = {}
+        """Which machine each of them is, those that were selected last."""
         self.warnings: set[str] = set()
         """Those that the user has read."""
         self.working: tuple[str, ...] = ()
@@ -276,6 +278,7 @@ class HostSelector:
         hosts, present = self.members, search.present
         self._wait_for_end(search.gone_by)
         self._cores = self._cores or report.cores
+        self.machines = dict(report.machines)
         self._present, self._assignment, self.working = present, assignment, assignment.hosts
         working = assignment.hosts if self._changes else working_hosts(self._job, hosts)
         self.has_spare = len(present) > len(working)
@@ -295,7 +298,7 @@ class HostSelector:
     def _change(self, search: "_Search", report: PreflightReport) -> None:
         """Go on with other hosts, or wait a moment. Raises NotReadyError, StoppedError."""
         job, errors = self._job, list(report.problems)
-        wrong = report.blamed([link.host for link in self._pool.all if link.started])  # those have had ranks
+        wrong = report.blamed([link.host for link in self._pool.all if link.ranks])  # those have had some
         if unfit := {*search.back} & (wrong or {*search.back}):  # the job ran without them
             self._left_out |= unfit
             names = ", ".join(self._in_order(unfit))

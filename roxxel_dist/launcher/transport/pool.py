@@ -53,6 +53,12 @@ def agent_words(backend: Backend) -> tuple[str, ...]:
     return ("roxxel_dist.launcher.host.agent", *timeout)
 
 
+def _ranks_of(job: JobSpec, place: Placement) -> Message:
+    """What an agent is told of the ranks of its host."""
+    ranks = [{"rank": rank, "env": dict(env)} for rank, env in place.ranks.items()]
+    return {"command": job.command, "ranks": ranks}
+
+
 @dataclass(eq=False, kw_only=True)
 class HostConnection:
     """The controller's end of one program on a host."""
@@ -73,7 +79,7 @@ class HostConnection:
     lost: bool = False
     """Whether no message is expected from it any more."""
     started: bool = False
-    """Whether it got the order to start ranks: from then on it ends if it receives nothing."""
+    """Whether it got the order to start ranks, or spares: from then on it ends if it receives nothing."""
     gone: bool = False
     """Whether nothing is left of the program there, as its guard says."""
     question: int = 0
@@ -204,10 +210,19 @@ class HostPool:
         """The program on a host, which is started where it does not run. Raises OSError where it cannot be."""
         if host in self._by_host:
             return self._by_host[host]
-        self._by_host[host] = link = HostConnection(host=host, process=self.backend.start(host, *self._words))
+        link = HostConnection(host=host, process=self.backend.start(host, *self._words))
+        self._add(link)
+        return link
+
+    def _add(self, link: HostConnection) -> None:
+        self._by_host[link.host] = link
         for fd in (link.fd, link.error_fd):
             self._select.register(fd, selectors.EVENT_READ, link)
-        return link
+
+    def _unregister(self, link: HostConnection) -> None:
+        for fd in (link.fd, link.error_fd, link.order_fd):
+            if fd in self._select.get_map():
+                self._select.unregister(fd)
 
     def reach_anew(self) -> None:
         """Let go of hosts that were lost, or have not answered: the next question, or start, connects to them again."""
@@ -243,17 +258,43 @@ class HostPool:
             link = self.connect(place.host)
             link.ranks, link.last_seen, link.ready = list(place.ranks), time.monotonic(), link.started
             link.started, link.done, link.echoed, link.leased = True, False, link.last_seen, False
-            ranks = [{"rank": rank, "env": dict(env)} for rank, env in place.ranks.items()]
             more: Message = {"key": key} if job.is_restartable else {}
             if self._lease_s is not None:
                 more["lease"] = {**lease, "index": index}
-            what = {"command": job.command, "ranks": ranks, "total": job.total, "spares": spares}
+            what = {**_ranks_of(job, place), "total": job.total, "spares": spares}
             link.send({"type": "start", **what, **more})
+        self._begin_heartbeat()
+        hosts = {place.host for place in placed}
+        self.disconnect([link for link in self.all if link.host not in hosts])
+
+    def warm(self, job: JobSpec, placed: Sequence[Placement], key: str) -> None:
+        """Have an agent on each of these hosts start spares for ranks that it may be told to start later."""
+        self._looked = time.monotonic()
+        for place in placed:
+            link = self.connect(place.host)
+            link.started = link.done = True
+            link.echoed = link.last_seen = time.monotonic()
+            link.send({"type": "warm", **_ranks_of(job, place), "key": key, "spares": job.warm_spares})
+        self._begin_heartbeat()
+
+    def adopt(self, other: "HostPool", hosts: Collection[str]) -> None:
+        """Take over the programs that another pool has on these hosts, in the place of own ones there."""
+        links = [link for link in other.all if link.host in hosts and not link.lost]
+        for link in links:
+            other.release(link)
+        self.disconnect([link for link in self.all if link.host in {link.host for link in links}])
+        for link in links:
+            self._add(link)
+
+    def release(self, link: HostConnection) -> None:
+        """Have no more to do with a program."""
+        del self._by_host[link.host]
+        self._unregister(link)
+
+    def _begin_heartbeat(self) -> None:
         if self._heartbeat is None:
             self._heartbeat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
             self._heartbeat.start()
-        hosts = {place.host for place in placed}
-        self.disconnect([link for link in self.all if link.host not in hosts])
 
     def _beat(self) -> None:
         """Tell agents, in a thread, that their controller lives: its loop may have to wait, for a disk for instance."""
@@ -425,9 +466,7 @@ class HostPool:
     def forget(self, link: HostConnection) -> None:
         """Take no more from a program: it is lost."""
         link.done = link.lost = True
-        for fd in (link.fd, link.error_fd, link.order_fd):
-            if fd in self._select.get_map():
-                self._select.unregister(fd)
+        self._unregister(link)
 
     def _silent(self, now: float) -> Iterator[tuple[HostConnection, HostLost]]:
         """Those that have not spoken for too long, or whose ranks do not go."""
