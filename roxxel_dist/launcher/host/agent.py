@@ -290,7 +290,7 @@ class Agent:
 
     def _end_spare(self, spare: Spare) -> None:
         """A spare has ended. If no rank has run here, one that is started now would end as it did."""
-        if not spare.ready:
+        if self._warms and not spare.ready:
             why = last_words(spare) or "it printed nothing"
             self._tell_warm(f"a process that imports what a rank imports ended there: {why}")
         self._spares.end(spare)
