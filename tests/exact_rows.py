@@ -21,7 +21,7 @@ from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import TransformerBuilder
-from roxxel_dist.train.exact.step import init_state_of_copies, make_sharded_steps
+from roxxel_dist.train.exact.step import init_exact_state, make_sharded_steps
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer, OptimizerConfig
 from roxxel_dist.train.step.state import init_state
@@ -52,7 +52,7 @@ def trained(
     """
     mesh, optimizer = make_mesh(devices), optimizer or NamedOptimizer(OptimizerConfig(lr=1e-2, warmup_steps=0))
     builder = TransformerBuilder(ModelConfig(**SMALL | fields), 0, 1)
-    init = init_state_of_copies if shards else init_state
+    init = init_exact_state if shards else init_state
     split, state, hparams = init(builder, InitialState(optimizer), mesh, fsdp=False, dtype=None)
     hparams |= scalars_on(mesh, {**optimizer.settings(100), SPIKE_FACTOR: 0.0})
     sharding, compiler, found, validation = batch_sharding(mesh), AotCompiler(mesh), [], {}

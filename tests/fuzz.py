@@ -16,6 +16,7 @@ FIELDS = {f"--{name}" for name in option_types(ConfigArgs)}
 BEGUN = {
     ("launch", "local"): ["--dry-run"],
     ("launch", "ssh"): ["--hosts", "a,b", "--dry-run"],
+    ("launch", "exec"): ["--hosts", "a,b", "--via", "ssh {host} {command}", "--dry-run"],
     ("launch", "slurm"): ["--print"],
     ("launch", "ray"): ["--address", "auto", "--hosts", "2", "--dry-run"],
     ("launch", "k8s"): ["--image", "i", "--hosts", "2"],
@@ -33,7 +34,7 @@ BEGUN = {
 """Words that a command needs before it looks at the option in question; they name what is not there."""
 NEEDED = {"--skip_steps": ["--fork", "none@1", "--run_dir", "new"]}
 """Words without which an option is refused, whatever its value."""
-NO_WORDS = {"train", "find-lr", "sweep", "plan", "doctor", "ps", "demo"}
+NO_WORDS = {"train", "check-layouts", "find-lr", "sweep", "plan", "doctor", "ps", "demo"}
 """Commands that need no word."""
 LONG_RUNNING = {"demo", "doctor", "attach"}
 """Commands that would begin something: only values that no parser takes are tried."""

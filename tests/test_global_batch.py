@@ -8,7 +8,7 @@ from commands import run as command
 
 from roxxel_dist import Config, Experiment
 from roxxel_dist.cli import main
-from roxxel_dist.cli.launch import micro_batches
+from roxxel_dist.cli.launch import device_counts
 from roxxel_dist.run.curriculum import build_curriculum
 from roxxel_dist.settings.config import RECORD, load_yaml
 from roxxel_dist.settings.global_batch import MEANING, predates, with_global_batch
@@ -62,7 +62,7 @@ def test_grad_accum_divides_the_batch_with_and_without_phases(corpus, fields, ro
     check_batches(curriculum.shapes, fields["grad_accum"])
     flags = [word for name, value in fields.items() for word in (f"--{name}", json.dumps(value))]
     flags = flags if "phases" not in fields else flags[2:]  # beside phases, batch_size is refused
-    assert micro_batches(["train", *flags]) == (micro,)
+    assert device_counts(["train", *flags])["micro_batches"] == (micro,)
 
 
 def resumed(*changes):

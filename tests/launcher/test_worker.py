@@ -246,4 +246,4 @@ def test_a_rank_that_only_waits_for_the_others_leaves_when_the_limit_is_over(tmp
 
 def test_the_commands_that_a_rank_can_run_are_those_of_the_command_line() -> None:
     """All but those for jobs that run already, and the demo, which launches; `ps` behind `--` is the system's."""
-    assert COMMANDS.keys() - {"demo", "completion", "ps", "logs", "attach", "stop"} == SUBCOMMANDS
+    assert COMMANDS.keys() - {"demo", "completion", "ps", "logs", "attach", "stop", "join", "leave"} == SUBCOMMANDS

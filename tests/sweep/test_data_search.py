@@ -438,7 +438,7 @@ def test_what_chooses_or_trains_elsewhere_is_refused() -> None:
     refuse_led(sweep_of(LR), program=True, server=True)
     with pytest.raises(ValueError, match="mixtures: the sweep runs a program of your own, which has no phases"):
         refuse_led(sweep, program=True, server=False)
-    with pytest.raises(ValueError, match="mixtures: W&B's server leads this sweep and draws each parameter by itself"):
+    with pytest.raises(ValueError, match="mixtures: W&B's server leads this sweep and draws each parameter alone"):
         refuse_led(sweep, program=False, server=True)
 
 

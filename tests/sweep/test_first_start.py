@@ -228,4 +228,4 @@ def test_of_first_starts_at_once_each_sees_the_whole_study_of_another_or_none(tm
     lines = [json.loads(line) for line in (tmp_path / "st" / "journal.jsonl").read_text().splitlines()]
     assert {line["method"] for line in lines} == {f"{begun}.yaml"}
     others = [error for error in errors if error]
-    assert all("differs from the file that st started with" in error for error in others)
+    assert all("differs from the file that st started with" in error for error in others), others

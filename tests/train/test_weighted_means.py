@@ -12,7 +12,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.train.exact.step import init_state_of_copies, make_sharded_steps
+from roxxel_dist.train.exact.step import init_exact_state, make_sharded_steps
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.optimizer import InitialState, as_optimizer
 from roxxel_dist.train.step.state import init_state
@@ -89,7 +89,7 @@ def measured(kind, packed, accum, sharded):
     """(gradient, metrics, losses of a validation) of one step with a learning rate of 1."""
     mesh, optimizer, loss_fn = make_mesh(2), as_optimizer(optax.sgd(1.0)), loss_function(kind, packed)
     sharding = batch_sharding(mesh)
-    init = init_state_of_copies if sharded else init_state
+    init = init_exact_state if sharded else init_state
     split, state, hparams = init(build(), InitialState(optimizer), mesh)
     hparams |= scalars_on(mesh, optimizer.settings(1) | {"spike_factor": 0.0})
     batch = jax.tree.map(lambda array: jax.device_put(array, sharding), batch_of(kind, packed))
