@@ -81,7 +81,7 @@ def problems(validator: Any, told: Plain) -> list[str]:
 
 def loaded(text: str) -> Plain:
     """The JobSet; before it may be what its launcher may do."""
-    *_, told = yaml.safe_load_all(text)
+    *_, told = yaml.load_all(text, LOADER)
     return told
 
 
@@ -256,7 +256,7 @@ def test_only_a_lost_launcher_starts_the_jobset_again(printed: Callable[..., str
 
 
 def test_the_pods_wait_and_the_first_one_has_the_launcher(printed: Callable[..., str]) -> None:
-    account, role, binding, told = yaml.safe_load_all(printed(*FULL, "--", *TRAIN))
+    account, role, binding, told = yaml.load_all(printed(*FULL, "--", *TRAIN), LOADER)
     waiting, first = told["spec"]["replicatedJobs"]
     names = ["full-controller-0", "full-hosts-0", "full-hosts-1", "full-hosts-2"]
     container = pod_of(told)["containers"][0]

@@ -52,7 +52,7 @@ def test_integers_in_the_state_are_compared_and_refused_by_virtual_shards(checke
 
 
 def test_a_layout_that_is_left_out_says_why(checked):
-    report = checked("packing", loss="layouts.odd:plain_loss")
+    report = checked("packing", **OWN | {"loss": "layouts.odd:plain_loss"})
     assert statuses(report) == {"packing": "left out"}
     assert "do not take documents" in report.results[0].text
     with pytest.raises(UserError, match="no layout 'row'"):
@@ -60,7 +60,12 @@ def test_a_layout_that_is_left_out_says_why(checked):
 
 
 @pytest.mark.parametrize(
-    ("flags", "code"), [([], 0), (["--loss", "layouts.planted.double_psum:loss"], 1), (["--devices", "1"], 2)]
+    ("flags", "code"),
+    [
+        ([], 0),
+        (["--model", OWN["model"], "--loss", "layouts.planted.double_psum:loss"], 1),
+        (["--devices", "1"], 2),
+    ],
 )
 def test_the_command(tokens, capsys, flags, code):
     words = ["check-layouts", "--data_path", str(tokens), "--layouts", "rows", "--json"]

@@ -7,6 +7,7 @@ import pytest
 from layouts.planted import sound
 
 from roxxel_dist import Config, Experiment, check_layouts
+from roxxel_dist.run.layout_mark import line_for
 
 SAID = "never checked: whether a step of this model on 2 devices is the step of one device"
 FIELDS = {"max_context": 32, "batch_size": 4, "max_steps": 1, "sample": "off", "export_weights": False}
@@ -24,14 +25,15 @@ def own(tmp_path, monkeypatch):
 
 
 def test_a_run_says_it_until_it_is_checked(own, tokens, tmp_path, capfd):
-    def said(name, config=own):
-        Experiment(config).fit(tokens, tmp_path / name)
-        return SAID in capfd.readouterr().out
+    def said(config=own, devices=2):
+        return SAID in line_for(config, devices, "check-layouts")
 
-    assert said("first")
+    Experiment(own).fit(tokens, tmp_path / "run")
+    assert SAID in capfd.readouterr().out
+    assert said()
     assert check_layouts(own, tokens, layouts=["rows"], seq_len=17).agree
-    assert not said("checked")
+    assert not said()
     (tmp_path / "mynet.py").write_text((tmp_path / "mynet.py").read_text() + "\n# another line\n")
-    assert said("changed")
-    assert not said("alone", Config(**own.to_dict() | {"n_devices": 1}))
-    assert not said("built-in", Config(**FIELDS, dim=32, num_blocks=1, n_heads=2, n_devices=2))
+    assert said()
+    assert not said(devices=1)
+    assert not said(Config(**FIELDS, dim=32, num_blocks=1, n_heads=2))

@@ -1,6 +1,7 @@
 """The report of a study with mixtures: shares, the surface of the law, what sets do together, and its confirmation."""
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -18,14 +19,13 @@ from roxxel_dist.sweep.study.folder import read_study
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Studies over the shares of two, three and four data sets; nothing writes there."""
-    folder = tmp_path_factory.mktemp("mixtures")
-    return {sets: made_mixtures(folder, sets) for sets in (2, 3, 4)}
+    """A study over the shares of so many data sets, made when it is asked for; nothing writes there."""
+    return cache(lambda *size: made_mixtures(tmp_path_factory.mktemp("mixtures"), *size))
 
 
 @pytest.mark.parametrize("sets", [2, 3, 4])
 def test_the_text_has_shares_surface_effects_and_what_sets_do_together(place, sets, tmp_path, capsys):
-    assert main(["report", str(place[sets]), "--out", str(tmp_path)]) == 0
+    assert main(["report", str(place(sets)), "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "mixture of phases 1, 2" in out
     for name in NAMES[:sets]:
@@ -37,7 +37,7 @@ def test_the_text_has_shares_surface_effects_and_what_sets_do_together(place, se
 
 def test_effects_are_those_of_the_law(place):
     """Each data set helps the validation text of its own, and the law's best mixture is near the best."""
-    found = mixtures_of(read_study(place[3]))
+    found = mixtures_of(read_study(place(3)))
     assert found is not None
     (entry,) = found.entries
     names = entry.space.names
@@ -54,7 +54,7 @@ def test_effects_are_those_of_the_law(place):
 
 @pytest.mark.parametrize("sets", [3, 4])
 def test_all_of_it_is_json_and_on_the_page(place, sets, tmp_path, capsys):
-    assert main(["report", str(place[sets]), "--json", "--out", str(tmp_path)]) == 0
+    assert main(["report", str(place(sets)), "--json", "--out", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out)["mixture"]
     (entry,) = found["mixtures"]
     assert len(entry["surface"]) == {2: 11, 3: 21, 4: 0}[len(entry["names"])]
@@ -107,8 +107,8 @@ def test_a_confirmation_trains_longer_phases_with_new_seeds(tmp_path):
         (["--confirm", "2", "--config", "base.yaml"], "leave --config out"),
     ],
 )
-def test_flags_that_a_confirmation_cannot_have(tmp_path, capsys, words, why):
-    assert main(["sweep", "--study", str(made_mixtures(tmp_path, 2, 9)), *words]) == 2
+def test_flags_that_a_confirmation_cannot_have(place, capsys, words, why):
+    assert main(["sweep", "--study", str(place(2)), *words]) == 2
     assert why in capsys.readouterr().err
 
 

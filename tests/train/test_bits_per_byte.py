@@ -58,8 +58,15 @@ def predicted(data, phase, iters):
     return tokens, size
 
 
-@pytest.mark.parametrize("packing", ["contiguous", "documents"])
-@pytest.mark.parametrize("kind", ["byte", "bpe"])
+@pytest.mark.parametrize(
+    ("kind", "packing"),
+    [
+        ("byte", "contiguous"),
+        ("bpe", "documents"),
+        pytest.param("byte", "documents", marks=pytest.mark.long),
+        pytest.param("bpe", "contiguous", marks=pytest.mark.long),
+    ],
+)
 def test_the_bits_of_a_validation_over_its_bytes(sets, tmp_path, kind, packing):
     data, phase = sets[kind], Phase(2, 4, 33, packing=packing)
     row = validated(data, tmp_path, phase, loss_fn=next_token_loss)
@@ -69,17 +76,17 @@ def test_the_bits_of_a_validation_over_its_bytes(sets, tmp_path, kind, packing):
         assert 0 <= tokens - size <= len(TEXTS)
 
 
-def test_the_bytes_of_a_whole_set_are_those_of_its_documents(sets, tmp_path):
+@pytest.mark.parametrize("kind", ["bpe", pytest.param("byte", marks=pytest.mark.long)])
+def test_the_bytes_of_a_whole_set_are_those_of_its_documents(sets, tmp_path, kind):
     """Named sets of one row each, which is all of them: the number is that of the text, but for its first token."""
-    for kind in ("byte", "bpe"):
-        data = sets[kind]
-        phase = Phase(1, 1, data.num_tokens)
-        row = validated(data, tmp_path / kind, phase, val_fraction=0.0, validation={"all": data, "again": data})
-        first = data.tokenizer.text_bytes.first[data.read(np.zeros(1, np.int64), 1)[0, 0]]
-        size = sum(len(text.encode()) for text in TEXTS) - first
-        bits = row["val_loss/all"] * (data.num_tokens - 1) / math.log(2)
-        assert row["val_bpb/all"] == pytest.approx(bits / size, rel=1e-6)
-        assert row["val_bpb/all"] == row["val_bpb/again"] == pytest.approx(row["val_bpb"], rel=1e-9)
+    data = sets[kind]
+    phase = Phase(1, 1, data.num_tokens)
+    row = validated(data, tmp_path, phase, val_fraction=0.0, validation={"all": data, "again": data})
+    first = data.tokenizer.text_bytes.first[data.read(np.zeros(1, np.int64), 1)[0, 0]]
+    size = sum(len(text.encode()) for text in TEXTS) - first
+    bits = row["val_loss/all"] * (data.num_tokens - 1) / math.log(2)
+    assert row["val_bpb/all"] == pytest.approx(bits / size, rel=1e-6)
+    assert row["val_bpb/all"] == row["val_bpb/again"] == pytest.approx(row["val_bpb"], rel=1e-9)
 
 
 def test_where_the_text_is_not_known(sets, tmp_path):

@@ -41,6 +41,8 @@ OPTIMIZERS = {
     "schedule-free": (NamedOptimizer(OptimizerConfig(optimizer="schedule_free_adamw", lr_schedule="constant")), {}),
     "your own, which takes a norm": (FixedOptimizer(CLIPPED), {}),
 }
+LIKE_OTHERS = ("muon, bfloat16", "lion", "sgd", "nadamw")
+"""What they do is in others too: one number at a time, or what `muon` does."""
 
 
 def test_any_devices_add_one_tree():
@@ -93,7 +95,9 @@ def state_of(optimizer, options):
     return TrainState(jnp.int32(0), params, {}, init(params), LossMonitorState.initial())
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LIKE_OTHERS else []) for name in OPTIMIZERS]
+)
 def test_slices_have_the_bits_of_the_whole(name):
     optimizer, options = OPTIMIZERS[name]
     optimizer = for_model(optimizer, MATRICES)
