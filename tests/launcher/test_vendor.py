@@ -11,6 +11,8 @@ from roxxel_dist.launcher.host import host_checks
 from roxxel_dist.launcher.host.host_checks import HostChecks
 from roxxel_dist.launcher.host.vendor import gpu_problems, nvlink_problems, tpu_problems
 
+# The launcher is in this process, where other tests may have used jax, which warns of a fork beside its threads.
+pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
 # The elements that matter, in the order and with the words of drivers 535 and 590.
 GPU = """
 	<gpu id="00000000:{bus}:00.0">
