@@ -77,9 +77,9 @@ def losses(mesh, fields, shape, steps=3, **options):
 
 
 def cases():
-    """Every feature with 1, 2 and 6 rows, and with axes of parameters; `make test` has one of each feature."""
+    """Every feature with 1, 2 and 6 rows, and with axes of parameters; `make test` has some of each."""
     quick = {("dropout, logits in chunks", 1, "fsdp 8"), ("experts", 6, "data 8")}
-    quick |= {("mla, remat, scan", 2, "fsdp 4 x tensor 2"), ("plain", 1, "fsdp 4 x tensor 2")}
+    quick |= {("mla, remat, scan", 2, "fsdp 4 x tensor 2")}
     meshes = {
         "data 8": {},
         "fsdp 8": {"fsdp": 8},
@@ -219,7 +219,7 @@ REMAT = {"gradient_checkpointing": True}
 @pytest.mark.parametrize(
     ("fields", "axes"),
     [
-        ({}, {}),
+        pytest.param({}, {}, marks=pytest.mark.long),
         (REMAT, {}),
         pytest.param(REMAT | {"scan_layers": True}, {"fsdp": 8}, marks=pytest.mark.long),
         pytest.param({"kv_heads": 4, "dropout_rate": 0.1}, {"fsdp": 2}, marks=pytest.mark.long),
