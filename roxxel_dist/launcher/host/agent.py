@@ -279,7 +279,7 @@ class Agent:
         }
 
     def _warm(self, order: Message) -> None:
-        """Start spares for ranks that may come here; it is told when they are ready (`_tell_warm`)."""
+        """Start spares for ranks that may come here; `_tell_warm` says when they are ready."""
         self._warms = True
         self._spares.begin(self._programs_of(order), order["spares"], at_once=True)
 

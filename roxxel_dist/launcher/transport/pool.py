@@ -54,7 +54,7 @@ def agent_words(backend: Backend) -> tuple[str, ...]:
 
 
 def _ranks_of(job: JobSpec, place: Placement) -> Message:
-    """What an agent is told of the ranks of its host."""
+    """The part of an order that says which ranks a host has."""
     ranks = [{"rank": rank, "env": dict(env)} for rank, env in place.ranks.items()]
     return {"command": job.command, "ranks": ranks}
 
