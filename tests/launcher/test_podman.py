@@ -49,7 +49,7 @@ def containers(tmp_path: Path) -> Iterator[list[str]]:
                 pytest.skip(f"this podman starts no container here: {tried[-1].stderr}")
         yield NAMES
     finally:
-        podman("rm", "--force", "--time=0", *NAMES)
+        podman("rm", "--force", "--ignore", "--time=0", *NAMES)  # one of them may be gone
 
 
 def inside(name: str) -> list[str]:
