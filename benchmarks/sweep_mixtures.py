@@ -3,8 +3,8 @@
     python benchmarks/sweep_mixtures.py [--quick] [--seeds 20] [--json FILE]
 
 Recorded: what a search proposes becomes the nearest mixture that was recorded and not tried yet, and the search gets
-that one and its recorded losses. Half of the mixtures are kept apart, and the table is theirs. `bayes` is told the loss
-of each source, as a sweep tells it, and so it has laws; `bayes, no law` is told the metric alone.
+that one and its recorded losses. Half of the mixtures are kept apart, and the table is theirs. `bayes` has the loss of
+each source, as in a sweep, and so it has laws; `bayes, no law` has the metric alone.
 RegMix's recipe (Liu et al. 2024, arXiv 2407.01492) trains proxies of random mixtures, fits a regression of the loss on
 the shares, and trains the mixture that it says is best; the better of a linear and a quadratic ridge regression counts.
 
