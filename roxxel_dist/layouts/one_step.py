@@ -17,7 +17,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import device_type, fit_sharding, one_device
-from roxxel_dist.cluster.xla_flags import UNOPTIMIZED
+from roxxel_dist.cluster.xla_flags import RUN_ONCE
 from roxxel_dist.layouts.layout import Layout, everywhere
 from roxxel_dist.layouts.noise import counted_keys, drawn, forget, is_key, wrap
 from roxxel_dist.model.split import ModuleSplit
@@ -37,8 +37,8 @@ JITTER = 0.05
 """Standard deviation of the noise that is added to a parameter whose elements are all the same, as those of norms and
 biases, and the zeros of an output projection, are at first: with them whole gradients would be 0, and equal for no
 good reason."""
-_COMPILER = ThreadPoolExecutor(1, "roxxel-compile-layouts")
-"""While it compiles a program, this thread traces the next one: each is half of the time."""
+_COMPILER = ThreadPoolExecutor(2, "roxxel-compile-layouts")
+"""While it compiles, which is most of the time, the next program is traced."""
 
 
 def _keep_gradient() -> FixedOptimizer:
@@ -223,7 +223,7 @@ class Compiling:
 
     def __init__(self, jitted: Any, args: Sequence[Any], mesh: Mesh) -> None:
         """Traces it in this thread, which alone sees that float64 is enabled."""
-        options = UNOPTIMIZED if device_type(mesh).platform == "cpu" else None
+        options = RUN_ONCE if device_type(mesh).platform == "cpu" else None
         with jax.set_mesh(mesh):
             lowered = jitted.lower(*args)
         self.results: Any = lowered.out_info

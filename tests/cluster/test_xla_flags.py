@@ -13,7 +13,7 @@ from commands import FLAGS
 from roxxel_dist.cluster import xla_flags
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = xla_flags.SAVE_MEMORY | xla_flags.UNOPTIMIZED
+OPTIONS = xla_flags.SAVE_MEMORY | xla_flags.RUN_ONCE
 SET = {xla_flags.CPU_DEVICES: "2", xla_flags.DETERMINISTIC: "true", **FLAGS}
 OF_USERS = {"xla_gpu_autotune_level": "2", "xla_gpu_enable_triton_gemm": "false", "xla_dump_to": "/tmp"}
 """Flags that tests or pages write as users do, in variables that no process of XLA gets here; options of GPUs."""

@@ -71,9 +71,9 @@ CONFIGS = [
 
 
 def named(fields):
-    return (
-        "-".join(f"{name}={value}".rpartition(".")[2] for name, value in fields.items() if name != "phases") or "plain"
-    )
+    short = {name: str(value).rpartition(":")[2] for name, value in fields.items() if name != "phases"}
+    words = [f"{name}={value}" for name, value in short.items()] + ["packed"] * ("phases" in fields)
+    return "-".join(words) or "plain"
 
 
 @pytest.mark.long
