@@ -221,8 +221,9 @@ def _step(split: ModuleSplit, loss_fn: LossFn, optimizer: Any, state: TrainState
 class Compiling:
     """A program that is compiled in the background; a call waits for it, and raises what the compiler raised."""
 
-    def __init__(self, jitted: Any, args: Sequence[Any], mesh: Mesh) -> None:
+    def __init__(self, jitted: Any, args: Sequence[Any], mesh: Mesh | None) -> None:
         """Traces it in this thread, which alone sees that float64 is enabled."""
+        assert mesh is not None
         options = RUN_ONCE if device_type(mesh).platform == "cpu" else None
         with jax.set_mesh(mesh):
             lowered = jitted.lower(*args)
