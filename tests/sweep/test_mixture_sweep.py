@@ -84,7 +84,7 @@ def searched(
 
 @pytest.mark.parametrize("method", ["random", "bayes", "tpe"])
 def test_asha_stops_mixtures_early(method: str, base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Baselines come first, no trial reads a set too often, and whoever reads the journal decides the same."""
+    """Baselines come first, no trial reads a set too often, and the decisions follow from the journal."""
     sweep = opened(base, method)
     search, events = searched(sweep, curve, 20, 2, monkeypatch)
     trials = search.history.trials
