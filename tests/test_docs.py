@@ -39,7 +39,7 @@ WHOLE = "NETRC|TMPDIR|PATH|ENVIRONMENT|PYTHONUNBUFFERED"
 VARIABLE = re.compile(rf"(?:{'|'.join(PREFIXES)})_[A-Za-z0-9_]*[A-Za-z0-9]|{WHOLE}")
 
 GENERATED = [reference.FOLDER / name for name in reference.PAGES]
-WORDS = 18_600
+WORDS = 19_000
 """Of the generated pages together, at most."""
 
 pages = [ROOT / "README.md", *sorted({*DOCS.rglob("*.md")} - {*GENERATED}), *sorted(reference.PAGES_FROM.glob("*.md"))]

@@ -82,7 +82,7 @@ def folder(tmp_path_factory):
         (["train", "tiny.yaml"], "takes only options, and 'tiny.yaml' is not one: write --config tiny.yaml"),
         (["sweep", "tiny.yaml"], "takes only options, and 'tiny.yaml' is not one: write --sweep_config tiny.yaml"),
         (["generate", "runs/first", "import"], "`generate` takes one RUN_DIR, and 'import' is one more"),
-        (["launch", "--nprocs", "2"], "no launcher '--nprocs': write one of local, ssh, exec, slurm, ray, k8s, member first"),
+        (["launch", "--nprocs", "2"], "no launcher '--nprocs': write one of local, ssh, exec, slurm, "),
         (["launch", "train.py"], "there is no launcher 'train.py': write one of local, ssh, "),
         (["train", "--config", "dims.yaml"], "dims.yaml: dim is [64, 128]: it must be a whole number"),
         (["train", "--config", "phases.yaml"], "it must be a list or nothing: write [{'steps': 1}]"),
