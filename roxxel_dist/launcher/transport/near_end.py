@@ -3,10 +3,15 @@
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from roxxel_dist.launcher.host.process_tree import die_with_parent
+
+STARTER = ThreadPoolExecutor(1, "start")
+"""Its thread lives as long as this process: the job takes over clients that a thread of an attempt has asked for."""
 
 
 class NearEnd(subprocess.Popen[bytes]):
@@ -20,10 +25,17 @@ class NearEnd(subprocess.Popen[bytes]):
 
 
 def start_near(argv: Sequence[str], env: Mapping[str, str] | None = None) -> NearEnd:
-    """Start a client. Call it from the main thread: it ends with the thread.
+    """Start a client. It ends with this process, also if the thread that asks for it ends before.
 
     A launcher that is killed cannot close what is behind a cut link; the client would stay until TCP gives up.
     """
+    if threading.current_thread() is threading.main_thread():
+        return _start(argv, env)
+    return STARTER.submit(_start, argv, env).result()
+
+
+def _start(argv: Sequence[str], env: Mapping[str, str] | None) -> NearEnd:
+    """It ends with the thread that calls this."""
     return NearEnd(
         argv,
         stdin=subprocess.PIPE,

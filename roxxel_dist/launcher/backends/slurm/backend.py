@@ -91,7 +91,7 @@ class SlurmBackend(base.Backend):
             raise UserError(f"{', '.join(strange)} is no node of this SLURM job, and of none of its --grow-jobs")
 
     def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
-        """Start `python -m MODULE WORDS` on a node. Call it from the main thread: srun ends with the thread."""
+        """Start `python -m MODULE WORDS` on a node."""
         return start_near(self.argv(host, module, *words), step_environment(os.environ))
 
 
