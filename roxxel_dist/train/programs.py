@@ -10,9 +10,7 @@ from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.transformer import Transformer, TransformerBuilder
 from roxxel_dist.train.evaluator import Validation, gives_nats
-from roxxel_dist.train.exact.layout import Layout
 from roxxel_dist.train.exact.step import make_sharded_steps
-from roxxel_dist.train.exact.update import check_slices
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.position import Position
 from roxxel_dist.train.step.compile import AotCompiler, abstract, batch_key, mesh_of
@@ -45,8 +43,6 @@ class Programs:
         self.like: TrainState = abstract(position.state)
         if not position.finished:
             check_update(parts.update_rule, self.like.params, self.like.opt_state)
-            if options.virtual_shards:
-                check_slices(parts.update_rule, self.like, Layout(options.virtual_shards, parts.sharding))
         dtype = jnp.bfloat16 if options.bf16_compute else None
         step: Any = make_step(
             split,

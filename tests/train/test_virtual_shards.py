@@ -10,13 +10,13 @@ import pytest
 from flax import nnx
 
 from roxxel_dist import Config, Experiment, Roxxel
-from roxxel_dist.cluster import parameter_sharding
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.train.exact.gradient import check_statistics
 from roxxel_dist.train.exact.layout import check_virtual_shards
 from roxxel_dist.train.exact.packing import pack, unpack
+from roxxel_dist.train.exact.reduction import Tree, subtrees, total_of
 
 SMALL = {
     "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 32, "dropout_rate": 0.1, "lr": 0.01, "virtual_shards": 8,
@@ -97,8 +97,7 @@ def test_an_own_model_with_micro_batches_on_1_and_2_devices(data, tmp_path):
         pytest.param("adamw", (1, 3, 7), marks=pytest.mark.long),
     ],
 )
-def test_any_number_of_devices_with_slices_of_the_state_too(data, tmp_path, monkeypatch, optimizer, counts):
-    monkeypatch.setattr(parameter_sharding, "FSDP_MIN_SIZE", 64)
+def test_any_number_of_devices(data, tmp_path, optimizer, counts):
     fields = SMALL | {
         "phases": [{"steps": 2, "batch_size": 16, "seq_len": 17}], "optimizer": optimizer, "grad_accum": 2,
         "grad_clip": 0.1, "ema": 0.9,
@@ -108,6 +107,34 @@ def test_any_number_of_devices_with_slices_of_the_state_too(data, tmp_path, monk
         Experiment(Config(**fields, n_devices=count)).fit(data / "one.rox", tmp_path / str(count))
         hashes.add(hash_of(tmp_path / str(count)))
     assert len(hashes) == 1
+
+
+def test_any_devices_add_one_tree():
+    """Every way to give out 8 and 16 shards: the sums of subtrees, and the rest, are the tree of one device."""
+    for count in (1, 2, 8, 16):
+        whole = Tree(lambda left, right: f"({left}{right})")
+        for shard in range(count):
+            whole.put(chr(97 + shard))
+        total = whole.total()
+        for devices in range(1, count + 1):
+            known = {}
+            for device in range(devices):
+                own = range(count * device // devices, count * (device + 1) // devices)
+                tree = Tree(lambda left, right: f"({left}{right})", own.start)
+                for shard in own:
+                    tree.put(chr(97 + shard))
+                known |= zip(subtrees(own), tree.sums(), strict=True)
+            joined = total_of({key: Sum(text) for key, text in known.items()}, 0, count)
+            assert joined == total
+
+
+class Sum(str):
+    """Shows how it was added."""
+
+    __slots__ = ()
+
+    def __add__(self, other):
+        return Sum(f"({self}{other})")
 
 
 def test_the_pool_must_be_that_of_the_run(data, tmp_path, monkeypatch):

@@ -20,9 +20,8 @@ from roxxel_dist.train.exact.gradient import ShardPrograms
 from roxxel_dist.train.exact.layout import Layout, copies
 from roxxel_dist.train.exact.packing import Packed, pack
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, Piece, PiecePrograms
-from roxxel_dist.train.exact.reduction import Exchange, Programs, Reduction, Tree, add_sums, everywhere
-from roxxel_dist.train.exact.slices import Cut, TreeGather
-from roxxel_dist.train.exact.update import Update, owners_of, shapes_of
+from roxxel_dist.train.exact.reduction import Exchange, Programs, Reduction, Tree, add_sums
+from roxxel_dist.train.exact.update import compiled_update, shapes_of
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams, Metrics
@@ -313,23 +312,21 @@ class CompiledLongStep:
     """Of packed gradients of each use of parameters."""
     join: Programs
     exchange: Exchange
-    update: Update
-    gather: TreeGather
+    update: Programs
 
     @classmethod
     def compiled(
         cls,
         shard_programs: ShardPrograms,
-        cut: Cut,
-        gather: TreeGather,
+        layout: Layout,
         state: TrainState,
         hparams: Hparams,
         batch: Any,
         compile_one: Compile,
         for_each: CompileForEach,
     ) -> "CompiledLongStep":
-        """The programs for such (abstract) arguments; those of the state have shardings."""
-        layout, devices, like_state = cut.layout, cut.layout.devices, state
+        """The programs for such (abstract) arguments."""
+        devices = layout.devices
         state, hparams = shapes_of((state, hparams))
         model = Model(state.params, state.rest, hparams)
         programs = PiecePrograms.of(shard_programs, model, batch, training=True)
@@ -346,8 +343,7 @@ class CompiledLongStep:
         sums = {LAST: last, FIRST: first, BEFORE: [of_before] * programs.layers, AFTER: [of_after] * programs.layers}
         named = jax.eval_shape(lambda sums: programs.named(sums, state.params), sums)
         total = jax.eval_shape(pack, named)
-        owners = owners_of(cut, named, like_state.params)
-        exchange = Exchange.compiled(layout, owners, total, compile_one, for_each)
+        exchange = Exchange.compiled(layout, named, total, compile_one, for_each)
         packed = hasattr(batch, "tokens")
 
         def join_sums(sums: dict[str, Any]) -> Packed:
@@ -371,8 +367,7 @@ class CompiledLongStep:
             adds=adds,
             join=for_each(jax.jit(join_sums), (sums,), devices),
             exchange=exchange,
-            update=Update.compiled(finish, like_state, hparams, {}, cut, exchange, compile_one, for_each),
-            gather=gather,
+            update=compiled_update(finish, state, hparams, {}, exchange, for_each),
         )
 
     def _trees(self, use: str) -> list[Tree]:
@@ -466,11 +461,10 @@ class CompiledLongStep:
 
     def __call__(self, parts: list[TrainState], hparams: list[Hparams], batch: Any) -> list[tuple[TrainState, Metrics]]:
         """One step, on each device of this process; the states are donated."""
-        whole = self.gather.run([(part.params, own) for part, own in zip(parts, hparams, strict=True)])
-        models = [Model(params, part.rest, own) for part, (params, own) in zip(parts, whole, strict=True)]
+        models = [Model(part.params, part.rest, own) for part, own in zip(parts, hparams, strict=True)]
         totals = self.totals(models, batch)
-        del models, whole
-        return self.update.run(parts, hparams, totals, [{} for _ in parts])
+        del models
+        return [update(*args, {}) for update, *args in zip(self.update, parts, hparams, totals, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -497,7 +491,7 @@ class CompiledLongEvaluation:
         args = model, like["number"], like["piece"], like["x"], like["balance"]
         total = jax.eval_shape(programs.losses, *args)
         losses = for_each(jax.jit(programs.losses), args, layout.devices)
-        exchange = Exchange.compiled(layout, everywhere(layout, total), total, compile_one, for_each)
+        exchange = Exchange.compiled(layout, total, total, compile_one, for_each)
         return cls(forward, losses, Reduction.compiled(layout, total, exchange, for_each))
 
     def __call__(self, models: list[Model], batch: Any) -> list[Packed]:

@@ -1,8 +1,8 @@
 """The binary tree of additions over all virtual shards: the only thing that is computed across devices.
 
 Its lower parts are on a device: the sums of whole subtrees of its own shards. Of these each device sends every other
-one the part that the other one owns (an all-to-all). The owner adds the rest of the tree. Then those that keep a part
-get it from its owners. The tree is that of the shards, so a sum is the same to the bit on any number of devices.
+one the part that the other one owns (an all-to-all). The owner adds the rest of the tree. Then all get all parts from
+their owners. The tree is that of the shards, so a sum is the same to the bit on any number of devices.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.train.exact.layout import SHARDS, Layout
-from roxxel_dist.train.exact.packing import Owners, Packed
+from roxxel_dist.train.exact.packing import Packed, pieces, unpack
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 
 Programs = Sequence[Any]
@@ -71,36 +71,32 @@ def total_of(known: dict[Subtree, jax.Array], first: int, count: int) -> jax.Arr
     return total_of(known, first, half) + total_of(known, first + half, half)
 
 
-def everywhere(layout: Layout, like: Any) -> Owners:
-    """Each device keeps the whole of such a tree."""
-    return Owners(like, [None] * len(jax.tree.leaves(like)), 1, layout.line.size)
-
-
 @dataclass(frozen=True)
 class Exchange:
-    """Adds the sums of subtrees over all devices, and gives each device what it keeps."""
+    """Adds the sums of subtrees over all devices, and gives each device the totals."""
 
     layout: Layout
-    owners: Owners
+    like: Any
+    """The shapes and types of the tree that is added up."""
     arrange: Programs
     """The pieces of a device's sums; empty where there is one device."""
     across: Any
     """None where there is one device."""
     kept: Any
-    """The shapes of what a device keeps."""
+    """The shapes of the packed totals."""
 
     @classmethod
     def compiled(
-        cls, layout: Layout, owners: Owners, packed: Packed, compile_one: Compile, for_each: CompileForEach
+        cls, layout: Layout, like: Any, packed: Packed, compile_one: Compile, for_each: CompileForEach
     ) -> "Exchange":
-        """For packed sums such as `packed`."""
+        """For packed sums such as `packed`, of trees such as `like`."""
         if layout.line.size == 1:
-            return cls(layout, owners, (), None, packed)
+            return cls(layout, like, (), None, packed)
         parts = [subtrees(layout.shards_of(device)) for device in layout.line.devices.flat]
         most = max(map(len, parts))
 
         def arrange_sums(sums: list[Packed]) -> Packed:
-            stacked = [owners.pieces(each) for each in sums]
+            stacked = [pieces(each, layout.line.size) for each in sums]
             return {
                 name: jnp.pad(jnp.stack([each[name] for each in stacked], 1), ((0, 0), (0, most - len(sums)), (0, 0)))[
                     None
@@ -108,8 +104,8 @@ class Exchange:
                 for name in stacked[0]
             }
 
-        def add_rest(pieces: Packed) -> Packed:
-            return {name: _added(name, piece[0], parts, layout, owners)[None] for name, piece in pieces.items()}
+        def add_rest(own: Packed) -> Packed:
+            return {name: _added(piece[0], parts, layout)[None] for name, piece in own.items()}
 
         arrange = [
             for_each(jax.jit(arrange_sums), ([packed] * len(subtrees(layout.shards_of(device))),), [device])[0]
@@ -117,42 +113,36 @@ class Exchange:
         ]
         own = jax.eval_shape(arrange_sums, [packed])
         kept = {
-            name: jax.ShapeDtypeStruct((1, leaf.shape[-1] * owners.copies(name)), leaf.dtype)
-            for name, leaf in own.items()
+            name: jax.ShapeDtypeStruct((1, leaf.shape[-1] * layout.line.size), leaf.dtype) for name, leaf in own.items()
         }
         whole = {
             name: jax.ShapeDtypeStruct((layout.line.size, *leaf.shape[1:]), leaf.dtype, sharding=layout.cut)
             for name, leaf in own.items()
         }
         across = jax.shard_map(add_rest, mesh=layout.line, in_specs=P(SHARDS), out_specs=P(SHARDS), check_vma=False)
-        return cls(layout, owners, arrange, compile_one(jax.jit(across), (whole,), layout.line), kept)
+        return cls(layout, like, arrange, compile_one(jax.jit(across), (whole,), layout.line), kept)
 
     def run(self, sums: list[list[Packed]]) -> list[Packed]:
-        """What each device of this process keeps of the sums of all shards, from those of its subtrees.
-
-        `owners.unpack` takes it apart.
-        """
+        """The packed sums of all shards on each device of this process, from those of its subtrees."""
         if self.across is None:
             return [own for own, *_ in sums]
-        pieces = [arrange(own) for arrange, own in zip(self.arrange, sums, strict=True)]
+        arranged = [arrange(own) for arrange, own in zip(self.arrange, sums, strict=True)]
         sums.clear()
-        total = self.across({name: self.layout.along([piece[name] for piece in pieces]) for name in pieces[0]})
+        total = self.across({name: self.layout.along([piece[name] for piece in arranged]) for name in arranged[0]})
         return [
             {name: array.addressable_data(i) for name, array in total.items()} for i in range(len(self.layout.devices))
         ]
 
+    def unpack(self, total: Packed) -> Any:
+        """The tree of a device's packed sums, leaves in their types for sums."""
+        return unpack(total, self.like)
 
-def _added(name: str, pieces: jax.Array, parts: list[list[Subtree]], layout: Layout, owners: Owners) -> jax.Array:
-    """[devices, subtrees, M] of a device to the total that it keeps, [M'], within a shard_map over all devices."""
-    received = jax.lax.all_to_all(pieces, SHARDS, 0, 0, tiled=True)
-    known = {subtree: received[i, k] for i, own in enumerate(parts) for k, subtree in enumerate(own)}
-    total = total_of(known, 0, layout.count)
-    copies = owners.copies(name)
-    if copies == 1:
-        return total
-    slices = owners.devices // copies
-    groups = [[copy * slices + number for copy in range(copies)] for number in range(slices)]
-    return jax.lax.all_gather(total, SHARDS, axis_index_groups=None if slices == 1 else groups, tiled=True)
+
+def _added(own: jax.Array, parts: list[list[Subtree]], layout: Layout) -> jax.Array:
+    """[devices, subtrees, M] of a device to the total of all, [M'], within a shard_map over all devices."""
+    received = jax.lax.all_to_all(own, SHARDS, 0, 0, tiled=True)
+    known = {subtree: received[i, k] for i, each in enumerate(parts) for k, subtree in enumerate(each)}
+    return jax.lax.all_gather(total_of(known, 0, layout.count), SHARDS, tiled=True)
 
 
 @dataclass(frozen=True)
@@ -172,8 +162,7 @@ class Reduction:
         return cls(layout, add, exchange)
 
     def run(self, sums: Callable[[int, int], Packed]) -> list[Packed]:
-        """The sums of all shards, as each device keeps them; `sums` gives those of the k-th shard of the i-th
-        device."""
+        """The sums of all shards on each device; `sums` gives those of the k-th shard of the i-th device."""
         return self.exchange.run(self.own(sums))
 
     def own(self, sums: Callable[[int, int], Packed]) -> list[list[Packed]]:

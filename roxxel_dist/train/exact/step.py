@@ -19,9 +19,8 @@ from roxxel_dist.train.exact.layout import DeviceStates, Layout, copies, on_all_
 from roxxel_dist.train.exact.long_rows import CompiledLongEvaluation, CompiledLongStep
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import Model
-from roxxel_dist.train.exact.reduction import Exchange, Programs, Reduction, everywhere
-from roxxel_dist.train.exact.slices import Cut, TreeGather
-from roxxel_dist.train.exact.update import Update, owners_of, shapes_of
+from roxxel_dist.train.exact.reduction import Exchange, Programs, Reduction
+from roxxel_dist.train.exact.update import compiled_update, shapes_of
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.optimizer import Optimizer
 from roxxel_dist.train.step.state import TrainState, init_state
@@ -50,12 +49,7 @@ def make_sharded_steps(
 
 
 def init_exact_state(model: Any, init_optimizer: Any, mesh: Mesh, **options: Any) -> Any:
-    """`init_state` for virtual shards: each process computes it on one device, the same on any number of them.
-
-    Each device has the whole of it, or with `fsdp` its slices.
-    """
-    if options.get("fsdp"):
-        return init_state(model, init_optimizer, mesh, on_one_device=True, **options)
+    """`init_state` for virtual shards, whole on each device: each process computes it on one, the same on any."""
     split, state, hparams = init_state(model, init_optimizer, one_device(mesh), **options)
     return split, on_all_devices(state, mesh), on_all_devices(hparams, mesh)
 
@@ -144,11 +138,9 @@ class ShardedStep:
         self, compile_one: Compile, for_each: CompileForEach, state: TrainState, hparams: Hparams, batch: Any
     ) -> "CompiledStep":
         """The programs for such (abstract) arguments."""
-        programs, layout, like_state = self.programs, self.layout, state
-        cut, batch = Cut.of(layout, state, hparams), shapes_of(batch)
-        gather = TreeGather.compiled(cut, (state.params, hparams), compile_one)
+        programs, layout, like_state, batch = self.programs, self.layout, state, shapes_of(batch)
         if jax.tree.leaves(batch)[0].shape[0] < programs.shards:
-            long = CompiledLongStep.compiled(programs, cut, gather, state, hparams, batch, compile_one, for_each)
+            long = CompiledLongStep.compiled(programs, layout, state, hparams, batch, compile_one, for_each)
             return CompiledStep(layout, long, HparamCopies(layout), state)
         state, hparams = shapes_of((state, hparams))
         rows, part = RowCutter.compiled(layout, batch, for_each)
@@ -156,7 +148,7 @@ class ShardedStep:
         args = state.params, state.rest, hparams, part, number
         like, counts = jax.eval_shape(programs.sums, *args)
         part_sums = jax.eval_shape(programs.packed_sums, *args)[0]
-        exchange = Exchange.compiled(layout, owners_of(cut, like, like_state.params), part_sums, compile_one, for_each)
+        exchange = Exchange.compiled(layout, like, part_sums, compile_one, for_each)
 
         def finish(sums: Any, state: TrainState, hparams: Hparams, counts: Leaves) -> tuple[TrainState, Metrics]:
             return programs.finish(sums, state, programs.optimizer.for_batch(hparams, batch), counts)
@@ -165,8 +157,7 @@ class ShardedStep:
             rows=rows,
             sums=for_each(jax.jit(programs.packed_sums), args, layout.devices),
             reduction=Reduction.compiled(layout, part_sums, exchange, for_each),
-            update=Update.compiled(finish, like_state, hparams, counts, cut, exchange, compile_one, for_each),
-            gather=gather,
+            update=compiled_update(finish, state, hparams, counts, exchange, for_each),
             numbers=rows.numbers,
         )
         return CompiledStep(layout, of_rows, HparamCopies(layout), like_state)
@@ -200,24 +191,20 @@ class RowStep:
     rows: RowCutter
     sums: Programs
     reduction: Reduction
-    update: Update
-    gather: TreeGather
+    update: Programs
     numbers: list[list[jax.Array]]
 
     def __call__(self, parts: list[TrainState], inputs: list[Hparams], batch: Any) -> list[tuple[TrainState, Metrics]]:
         """One step; the states are donated."""
         rows, counts = self.rows.run(batch), [{} for _ in parts]
-        whole = self.gather.run([(part.params, own) for part, own in zip(parts, inputs, strict=True)])
 
         def sums_of(i: int, k: int) -> Packed:
-            params, hparams = whole[i]
-            total, after = self.sums[i](params, parts[i].rest, hparams, rows[i][k], self.numbers[i][k])
+            total, after = self.sums[i](parts[i].params, parts[i].rest, inputs[i], rows[i][k], self.numbers[i][k])
             counts[i] = counts[i] or after
             return total
 
-        sums = self.reduction.own(sums_of)
-        whole.clear()
-        return self.update.run(parts, inputs, self.reduction.exchange.run(sums), counts)
+        totals = self.reduction.run(sums_of)
+        return [update(*args) for update, *args in zip(self.update, parts, inputs, totals, counts, strict=True)]
 
 
 def shard_numbers(layout: Layout) -> list[list[jax.Array]]:
@@ -245,7 +232,6 @@ class ShardedEvaluation:
     ) -> "CompiledEvaluation":
         """The programs for such (abstract) arguments."""
         layout, programs = self.layout, self.programs
-        gather = TreeGather.compiled(Cut.of(layout, params, hparams), (params, hparams), compile_one)
         params, rest, hparams, batch = shapes_of((params, rest, hparams, batch))
         if jax.tree.leaves(batch)[0].shape[0] < programs.shards:
             model = Model(params, rest, hparams)
@@ -255,15 +241,15 @@ class ShardedEvaluation:
             rows, part = RowCutter.compiled(layout, batch, for_each)
             args = params, rest, hparams, part
             total = jax.eval_shape(programs.losses, *args)
-            exchange = Exchange.compiled(layout, everywhere(layout, total), total, compile_one, for_each)
+            exchange = Exchange.compiled(layout, total, total, compile_one, for_each)
             reduction = Reduction.compiled(layout, total, exchange, for_each)
             losses = RowEvaluation(rows, for_each(jax.jit(programs.losses), args, layout.devices), reduction)
 
         def mean_losses(total: Packed) -> dict[str, jax.Array]:
-            return programs.mean_losses(exchange.owners.unpack(total))
+            return programs.mean_losses(exchange.unpack(total))
 
         mean = for_each(jax.jit(mean_losses), (exchange.kept,), layout.devices[:1])[0]
-        return CompiledEvaluation(layout, losses, mean, HparamCopies(layout), gather)
+        return CompiledEvaluation(layout, losses, mean, HparamCopies(layout))
 
 
 @dataclass(frozen=True)
@@ -274,13 +260,11 @@ class CompiledEvaluation:
     losses: "RowEvaluation | CompiledLongEvaluation"
     mean: Any
     hparams: HparamCopies
-    gather: TreeGather
 
     def __call__(self, params: Leaves, rest: Leaves, hparams: Hparams, batch: Any) -> dict[str, jax.Array]:
         """The losses of a batch."""
         parts, inputs = copies((params, rest), self.layout.devices), self.hparams.of(hparams)
-        whole = self.gather.run([(part[0], own) for part, own in zip(parts, inputs, strict=True)])
-        models = [Model(params, part[1], own) for part, (params, own) in zip(parts, whole, strict=True)]
+        models = [Model(part[0], part[1], own) for part, own in zip(parts, inputs, strict=True)]
         return self.mean(self.losses(models, batch)[0])
 
 

@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary, process_index
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.mesh import one_device
 from roxxel_dist.cluster.parameter_sharding import parameter_sharding
 from roxxel_dist.cluster.xla_flags import SAVE_MEMORY
 from roxxel_dist.model.split import Leaves, ModuleSplit, named_leaves, split_module
@@ -59,7 +58,6 @@ def init_state(
     fsdp: bool = False,
     dtype: Any = None,
     restored: bool = False,
-    on_one_device: bool = False,
     load: Callable[[Leaves, Leaves], Leaves] | None = None,
 ) -> tuple[ModuleSplit, TrainState, Leaves]:
     """(what does not change, the state before the first step, the inputs of every step by name), on the mesh.
@@ -77,8 +75,6 @@ def init_state(
         dtype: of all floating parameters, and so of the moments; None leaves them as they are.
         restored: the state will be read from a checkpoint: `jax.ShapeDtypeStruct`s with shardings stand for a
             callable's parameters, the moments, the step and the monitor.
-        on_one_device: compute a callable's leaves whole on one device of each process, before they are placed: numbers
-            that are computed in shards have last bits that depend on these.
         load: (parameters, state beside them) to those of a trained model, placed alike, by name in one dictionary. Of
             a module with adapters the parameters are the frozen ones. It is called for a state that is restored too
             if there are frozen ones, and then with no state: the checkpoint has it.
@@ -99,14 +95,9 @@ def init_state(
         given = {*(split.params.names if restored else ()), *(_loaded(split) if load is not None else ())}
         size = sum(like[name].size for name in {*split.params.names, *split.frozen.names} - given)
         leaves: dict[str, Any] = {name: like[name] for name in given}
-        on = one_device(mesh) if on_one_device else mesh
-        made = _placed(split, shapes, on, False, dtype) if on_one_device else like
-        with jax.set_mesh(on), _logged_if_slow(f"initialising {size:,} parameters"):
-            for program in _init_programs(split, compute, made, on, given):
+        with jax.set_mesh(mesh), _logged_if_slow(f"initialising {size:,} parameters"):
+            for program in _init_programs(split, compute, like, mesh, given):
                 leaves |= jax.block_until_ready(program())
-        if on_one_device:
-            for name in {*leaves} - given:  # one at a time: the whole and the slices need not be there together
-                leaves[name] = _spread(leaves[name], like[name].sharding)
     if load is not None and (split.frozen.names or not restored):
         state = () if restored else split.state_names
         leaves |= load(*({name: leaves[name] for name in names} for names in (_loaded(split), state)))
