@@ -96,9 +96,8 @@ def flags(path: tuple[str, ...]) -> dict[str, Any]:
 
 
 FOREIGN = {
-    "--batch", "--build-arg", "--exclusive", "--flag", "--gres", "--no-kill", "--no-requeue", "--noheader", "--open-mode",
-    "--overlap", "--signal", "--states",
-    "--user", "--xla_gpu_deterministic_ops",
+    "--batch", "--build-arg", "--exclusive", "--flag", "--gres", "--no-kill", "--no-requeue", "--noheader",
+    "--open-mode", "--overlap", "--signal", "--states", "--user", "--xla_gpu_deterministic_ops",
 }  # fmt: skip
 """Options of docker, SLURM and XLA that texts name alone."""
 
