@@ -131,7 +131,9 @@ def test_a_list_and_requests_change_the_hosts_of_a_job(
     local.name("d", "c", "b", "a")
     assert local.up(1, 3) == ["a", "b", "d"], local.screen
     assert local.spares().keys() == {"bad", "d"}
-    started = json.loads((tmp_path / "run" / "logs" / "launcher.json").read_text())["ranks"][2]
+    record = tmp_path / "run" / "logs" / "launcher.json"  # replaced once a second
+    local.until(lambda: len(json.loads(record.read_text())["ranks"]) == 3, "the record has three ranks")
+    started = json.loads(record.read_text())["ranks"][2]
     assert started["pid"] == local.spares()["d"], "its imports were done before"
     left = cli("leave", "run", "--hosts", "b", cwd=tmp_path)
     assert (left.returncode, "continues without b" in left.stderr) == (0, True), left.stderr
