@@ -230,7 +230,8 @@ class HostPool:
             for link, event in events:
                 if isinstance(event, Exception):
                     self.forget(link)
-        self.disconnect([link for link in self.all if link.lost])
+        # A guard's last word is no event, and its end may come after it.
+        self.disconnect([link for link in self.all if link.lost or link.gone])
 
     def disconnect(self, links: Sequence[HostConnection]) -> None:
         """End these programs; the next question, or start, connects to their hosts again."""
