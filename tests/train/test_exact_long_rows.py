@@ -63,10 +63,10 @@ def on_default_flags(cases, devices):
 
 
 @pytest.mark.timeout(600)
-def test_one_hash_of_bf16_with_dropout_and_documents_on_1_2_and_8_devices():
+def test_one_hash_of_bf16_with_dropout_and_documents_on_1_and_2_devices():
     fields = DROPOUT | {"no_sink": True, "num_blocks": 1}
     case = {"fields": fields, "packed": True, "dtype": "bfloat16", "shapes": [[1, 65]], "steps": 2, "validate": False}
-    [hashes] = on_default_flags([case], [1, 2, 8])
+    [hashes] = on_default_flags([case], [1, 2])
     assert len(set(hashes.values())) == 1, hashes
 
 
