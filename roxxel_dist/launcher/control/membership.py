@@ -41,11 +41,11 @@ class Inbox:
     """
 
     def __init__(self, job: JobSpec, hosts: Sequence[str], source: HostSource | None = None) -> None:
-        self.lists = queue.SimpleQueue[list[str]]()
+        self.lists: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         """Lists that hold, each another one than the one before."""
-        self.faults = queue.SimpleQueue[str]()
+        self.faults: queue.SimpleQueue[str] = queue.SimpleQueue()
         """Why a list cannot be read."""
-        self.requests = queue.SimpleQueue[Request]()
+        self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._folder = member_requests.folder_of(job.log_dir)
         self._source = source if job.hosts_from is None else HostList(job.hosts_from)
         self._held = list(hosts)
