@@ -11,6 +11,8 @@ from roxxel_dist.layouts.one_step import GRADIENT, SCALAR, STATE, Outcome
 from roxxel_dist.layouts.reference import Reference, norm, wide
 
 STREAM, UPDATE = "random stream ", "update of "
+KINDS = {GRADIENT: "gradient", UPDATE: "update", STATE: "state", SCALAR: "scalar", STREAM: "stream"}
+"""The kinds of results, by how their names begin; that of any other is loss."""
 NEAR = 0.01
 """How far a ratio may be from a number that it is taken for, as a share of it."""
 ABOUT, APART = 0.1, 1.5
@@ -41,16 +43,16 @@ class Difference:
     @property
     def kind(self) -> str:
         """ "loss", "scalar", "gradient", "update", "state" or "stream"."""
-        starts = {GRADIENT: "gradient", STATE: "state", SCALAR: "scalar", STREAM: "stream", UPDATE: "update"}
-        return next((kind for start, kind in starts.items() if self.what.startswith(start)), "loss")
+        return KINDS.get(self._start, "loss")
 
     @property
     def name(self) -> str:
         """Of the parameter, the scalar, the array of the state or the stream."""
-        for start in (GRADIENT, UPDATE, STATE, SCALAR, STREAM):
-            if self.what.startswith(start):
-                return self.what.removeprefix(start)
-        return self.what
+        return self.what.removeprefix(self._start)
+
+    @property
+    def _start(self) -> str:
+        return next((start for start in KINDS if self.what.startswith(start)), "")
 
     def __str__(self) -> str:
         """In one line."""
