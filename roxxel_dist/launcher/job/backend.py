@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import IO, ClassVar, Protocol
 
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.job.host_list import HostSource
 from roxxel_dist.launcher.job.spec import JobOptions, JobSpec
 
@@ -94,7 +95,9 @@ class Backend(ABC):
 
     def check_joining(self, hosts: Sequence[str]) -> None:
         """Raises UserError for hosts that cannot be some of this backend's, by their names."""
-        raise NotImplementedError
+        raise UserError(
+            f"{', '.join(hosts)} cannot join: only ssh, exec and slurm --grow-jobs take hosts while a job runs"
+        )
 
     def is_refusal(self, stderr: Sequence[str]) -> bool:
         """Whether these last lines of a program that did not start say that a server had no room for a connection."""

@@ -150,7 +150,8 @@ class DeviceChecks:
         }
         count = sum(len({place for place, _ in one if place >= 0}) for one in times)
         figures_of = ", ".join(f"{NAMES[work]} {value:.1f} ms" for work, value in worst.items() if value)
-        text = f"{count} devices are right, and alike; the slowest: {figures_of}"
+        right = "1 device is right" if count == 1 else f"{count} devices are right, and alike"
+        text = f"{right}; the slowest: {figures_of}"
         return CheckResult("ok", DEVICE, tuple(hosts), text)
 
 
