@@ -60,7 +60,7 @@ def confirm(words: list[str]) -> int:
     from roxxel_dist.sweep.report.confirmation import confirmation
     from roxxel_dist.sweep.report.mixture import expected
     from roxxel_dist.sweep.report.text import best_config
-    from roxxel_dist.sweep.study.confirm import FOLDER, Expected, lengthened
+    from roxxel_dist.sweep.study.confirm import EXPECTED, FOLDER, Expected, lengthened
     from roxxel_dist.sweep.study.folder import DATA_PATH, StudyDir, read_study
 
     with usage_errors():
@@ -73,7 +73,8 @@ def confirm(words: list[str]) -> int:
         if bucket_url(flags["study"]) is not None:
             raise UserError(f"--confirm {factor}: copy {flags['study']} to a folder first, with `roxxel-dist copy`")
         study = read_study(flags["study"])
-        folder, begun = study.path / FOLDER, Expected.read(study.path)
+        folder = study.path / FOLDER
+        begun = Expected.read(study.path) if StudyDir(folder).is_there else None
         if begun is not None and begun.factor != factor:
             raise UserError(
                 f"--confirm {factor}: {folder} was begun with --confirm {begun.factor}: use that, or remove {folder}"
@@ -96,7 +97,11 @@ def confirm(words: list[str]) -> int:
             more += ["--sweep_config", str(definition), "--config", str(base)]
             more += [] if (data := original.metadata(DATA_PATH)) is None else ["--data_path", data]
             more += [] if "wandb" in flags else ["--wandb", original.settings().get("wandb", "offline")]
-        code = sweep([*more, *rest])
+        try:
+            code = sweep([*more, *rest])
+        finally:
+            if not StudyDir(folder).is_there:  # the start was refused
+                Path(study.path, EXPECTED).unlink(missing_ok=True)
     if "dry_run" not in flags and (found := confirmation(study)) is not None:
         print("\n".join(["", *found.text()]))
     return code
@@ -105,7 +110,8 @@ def confirm(words: list[str]) -> int:
 def _times(text: str) -> int:
     """The number of --confirm."""
     if not text.isdecimal() or not int(text):
-        raise UserError(f"--confirm {text}: must be a whole number, 1 or more times the steps of a trial")
+        given = text or "has no value"
+        raise UserError(f"--confirm {given}: must be a whole number, 1 or more times the steps of a trial")
     return int(text)
 
 

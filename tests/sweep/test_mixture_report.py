@@ -10,10 +10,11 @@ from made_mixtures import NAMES, PHASES, losses, made_mixtures
 
 from roxxel_dist.cli import main
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.report.confirmation import confirmation
 from roxxel_dist.sweep.report.mixture import expected, mixtures_of
 from roxxel_dist.sweep.report.text import best_config
-from roxxel_dist.sweep.study.confirm import BEST, NATURAL, Expected
+from roxxel_dist.sweep.study.confirm import BEST, NATURAL, Expected, longer
 from roxxel_dist.sweep.study.folder import read_study
 
 
@@ -103,6 +104,7 @@ def test_a_confirmation_trains_longer_phases_with_new_seeds(tmp_path):
     [
         (["--confirm", "0"], "--confirm 0: must be a whole number, 1 or more"),
         (["--confirm", "2.5"], "--confirm 2.5: must be a whole number"),
+        (["--confirm"], "--confirm has no value: must be a whole number"),
         (["--confirm", "2", "--count", "3"], "leave --count out"),
         (["--confirm", "2", "--config", "base.yaml"], "leave --config out"),
     ],
@@ -116,11 +118,40 @@ def test_of_which_study_and_how_often(tmp_path, capsys):
     assert main(["sweep", "--confirm", "2"]) == 2
     assert "--confirm 2 does not say of which study" in capsys.readouterr().err
     study = made_mixtures(tmp_path, 2, 9)
+    made_mixtures(study, 2, 0).rename(study / "confirm")
     (study / "confirm.yaml").write_text(
         yaml.safe_dump({"factor": 3, "trial": 0, "seeds": [1], "phases": {"best": []}, "gains": {}})
     )
     assert main(["sweep", "--study", str(study), "--confirm", "2"]) == 2
     assert "was begun with --confirm 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--workers", "x"], ["--wandb", "on"], ["--procs_per_host", "0"]])
+def test_a_start_that_is_refused_begins_no_confirmation(place, words, capsys):
+    """Another number of times may follow."""
+    study = place(2)
+    for times in ("3", "2"):
+        assert main(["sweep", "--study", str(study), "--confirm", times, *words]) == 2
+        assert "was begun" not in capsys.readouterr().err
+        assert not (study / "confirm.yaml").exists()
+        assert not (study / "confirm").exists()
+
+
+def test_longer_phases_have_no_weights_of_0():
+    """So that a baseline that is the best is known as one."""
+    weights = {"self": 0.5, "code": 0.5}
+    made = longer(Config(phases=[{**PHASES[0], "weights": {**weights, "math": 0.0}}, PHASES[1]]), 10)
+    assert made == [{**PHASES[0], "steps": 300, "weights": weights}, {**PHASES[1], "steps": 100}]
+
+
+def test_parameters_that_are_weights_are_no_mixture(tmp_path):
+    """As W&B's server can search them: none of the trials is a baseline."""
+    study = made_mixtures(tmp_path, 2, 9)
+    (study / "extras.yaml").write_text("{}\n")
+    read = read_study(study)
+    _, config = best_config(read, "--confirm 2")
+    with pytest.raises(UserError, match="searches no mixtures"):
+        expected(read, config, 2)
 
 
 def test_a_best_trial_that_is_a_baseline_has_nothing_to_confirm(tmp_path):

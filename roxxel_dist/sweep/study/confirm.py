@@ -11,6 +11,7 @@ from typing import Any
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.settings.config import Config, load_yaml
+from roxxel_dist.sweep.space.data_extras import SHARE
 from roxxel_dist.sweep.study.folder import Study, flat, read_study
 from roxxel_dist.sweep.study.journal import Trial
 
@@ -18,8 +19,6 @@ FOLDER, EXPECTED = "confirm", "confirm.yaml"
 """In the folder of the study: the confirmation, and what it is to confirm."""
 SEEDS = 3
 BEST, NATURAL, UNIFORM = "best", "natural", "uniform"
-KEY = "mixture."
-"""What the names of shares among the parameters of a trial begin with: mixture.PHASE.DATASET."""
 
 Gains = Mapping[str, tuple[float, float, float]]
 """By baseline: the metric of the best less its own: value, and the ends of the interval."""
@@ -70,8 +69,8 @@ def shares_of(trial: Trial) -> dict[tuple[int, str], float]:
     """The shares of a trial by (first phase of the entry, data set); empty where its sweep has no mixtures."""
     found = {}
     for name, value in flat(trial.params).items():
-        if name.startswith(KEY):
-            phase, _, data_set = name.removeprefix(KEY).partition(".")
+        if name.startswith(SHARE):
+            phase, _, data_set = name.removeprefix(SHARE).partition(".")
             found[int(phase), data_set] = float(value)
     return found
 
@@ -106,7 +105,7 @@ def expected_of(
     if factor < 1:
         raise UserError(f"--confirm {factor}: must be 1 or more times the steps of a trial")
     winner = study.done[0]
-    if not shares_of(winner):
+    if not study.sweep.space.mixtures:
         raise UserError(f"--confirm {factor}: {study.place} searches no mixtures: it is for a study that does")
     phases = longer(best, factor)
     made = {BEST: phases}
@@ -122,11 +121,11 @@ def expected_of(
 
 
 def longer(config: Config, factor: int) -> list[dict[str, Any]]:
-    """The phases of a config, each `factor` times as long, with their weights first: that is what differs."""
+    """The phases of a config, each `factor` times as long, with their weights above 0 first: that is what differs."""
     made = []
     for phase in config.to_dict()["phases"] or []:
         lasting = {name: phase[name] * factor for name in ("steps", "epochs") if phase.get(name) is not None}
-        weights = {"weights": dict(phase["weights"])} if phase.get("weights") else {}
+        weights = {"weights": _above_0(phase["weights"])} if phase.get("weights") else {}
         made.append(weights | {name: value for name, value in phase.items() if name != "weights"} | lasting)
     return made
 
@@ -137,10 +136,14 @@ def with_shares(
     """Phases with other shares, those of 0 left out."""
     made = [dict(phase) for phase in phases]
     for first, members in groups.items():
-        weights = {name: share for (phase, name), share in shares.items() if phase == first and share > 0}
+        weights = _above_0({name: share for (phase, name), share in shares.items() if phase == first})
         for number in members:
             made[number - 1]["weights"] = dict(weights)
     return made
+
+
+def _above_0(weights: Mapping[str, float]) -> dict[str, float]:
+    return {name: weight for name, weight in weights.items() if weight > 0}
 
 
 def lengthened(config: Config, factor: int) -> Config:
