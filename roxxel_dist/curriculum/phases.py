@@ -139,10 +139,15 @@ class Phase:
         names = [f.name for f in fields(cls)]
         if unknown := [key for key in phase if key not in names]:
             raise UserError(f"phases: {unknown[0]!r} is not a field of a phase: they are {', '.join(names)}")
-        read: dict[str, Any] = {key: _as_number(value) for key, value in phase.items()}
-        if isinstance(weights := read.get("weights"), Mapping):
-            read["weights"] = {name: _as_number(weight) for name, weight in weights.items()}
-        return cls(**read)
+        return cls(**numbers_in(phase))
+
+
+def numbers_in(phase: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a phase as it stands in YAML, whose numbers may be text such as 1e3."""
+    read = {key: _as_number(value) for key, value in phase.items()}
+    if isinstance(weights := read.get("weights"), Mapping):
+        read["weights"] = {name: _as_number(weight) for name, weight in weights.items()}
+    return read
 
 
 def _as_number(value: Any) -> Any:

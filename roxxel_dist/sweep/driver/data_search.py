@@ -1,11 +1,11 @@
 """`mixtures` and `phase_ends` of a sweep, with the config and its data: refused before the first trial, or resolved."""
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.curriculum.phases import numbers_in
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
@@ -60,9 +60,9 @@ def refuse_led(sweep: Sweep, *, program: bool, server: bool) -> None:
     )
 
 
-def _phases(extras: DataExtras, config: Any) -> list[Mapping[str, Any]]:
+def _phases(extras: DataExtras, config: Any) -> list[dict[str, Any]]:
     """The phases of the config, checked against the mixtures and ends."""
-    phases: list[Mapping[str, Any]] = config.phases or []
+    phases = [numbers_in(phase) for phase in config.phases or ()]
     if not phases:
         raise UserError(
             "mixtures and phase_ends: the config has no phases: give one at least, such as "
@@ -87,7 +87,7 @@ def _phases(extras: DataExtras, config: Any) -> list[Mapping[str, Any]]:
     return phases
 
 
-def _check_ends(extras: DataExtras, phases: list[Mapping[str, Any]]) -> None:
+def _check_ends(extras: DataExtras, phases: list[dict[str, Any]]) -> None:
     """Raises UserError for the end of a phase that cannot be moved so."""
     for number in extras.ends:
         if len(phases) == 1:

@@ -7,6 +7,7 @@ The plan itself is asked last (`check_plan`), since it gives up the rest of a ch
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +22,7 @@ from roxxel_dist.curriculum.phases import Phase, phases_of
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.units import APART, Ranges, rows_in_a_pass
 from roxxel_dist.sweep.space.constraints import InfeasibleError
-from roxxel_dist.sweep.space.data_extras import SHARE, DataExtras, MixtureSpec
+from roxxel_dist.sweep.space.data_extras import END, SHARE, DataExtras, MixtureSpec
 from roxxel_dist.sweep.space.mixture import MixtureSpace, rounded
 from roxxel_dist.sweep.space.trial_phases import phases_of_trial
 
@@ -70,7 +71,7 @@ class PassBudget:
     def trial_phases(self, params: Mapping[str, Any]) -> list[Phase]:
         """The phases of a trial, ramps as several."""
         given = phases_of_trial(self.phases, params, self.extras.groups)
-        return [phase for group in given for phase in phases_of(group)]
+        return [phase for group in given for phase in _ramp(group)]
 
     def passes(self, params: Mapping[str, Any]) -> dict[str, float]:
         """Passes over each data set in a trial: the rows that its plan reads over those of a pass, exactly."""
@@ -140,7 +141,8 @@ class PassBudget:
             spans.append(
                 (stop, stop) if kind is None else (round(kind.quantile(0.0) * total), round(kind.quantile(1.0) * total))
             )
-        return [max(1, low - before) for (_, before), (low, _) in pairwise(spans)]
+        least = [max(1, low - before) for (_, before), (low, _) in pairwise(spans)]
+        return [_enough(phase, steps) for phase, steps in zip(self.phases, least, strict=True)]
 
     def _loads(self, steps: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What so many steps of each phase come to, over the data sets of all mixtures.
@@ -157,7 +159,7 @@ class PassBudget:
         )
         of_phase = {phase: row for row, spec in enumerate(self.extras.mixtures) for phase in spec.phases}
         for number, (given, count) in enumerate(zip(self.phases, steps, strict=True), 1):
-            for phase in phases_of({**given, "steps": count}):
+            for phase in _ramp({**given, "steps": count}):
                 shape = phase.shape
                 rows = np.array([max(1, self.rows_of(name, shape.seq_len)) for name in names])
                 load = shape.steps * shape.batch_size / rows
@@ -276,7 +278,7 @@ class PassBudget:
             pass
         else:
             return tuple(shares)
-        ends = {name: value for name, value in params.items() if name.startswith("phase_end.")}
+        ends = {name: value for name, value in params.items() if name.startswith(END)}
         steps = [phase["steps"] for phase in phases_of_trial(self.phases, ends)]
         each, fixed, rounding = self._loads(steps)
         names = list(self.tokens)
@@ -304,3 +306,20 @@ class PassBudget:
         )
         parts = np.split(found.x, cuts)
         return tuple(rounded(part, space.floors, space.caps) for part, space in zip(parts, spaces, strict=True))
+
+
+def _ramp(phase: Mapping[str, Any]) -> list[Phase]:
+    """As `phases_of`. Raises InfeasibleError where a size of a ramp gets no step."""
+    try:
+        return phases_of(phase)
+    except UserError as error:
+        raise InfeasibleError(str(error)) from error
+
+
+def _enough(phase: Mapping[str, Any], steps: int) -> int:
+    """So many steps, or as many as a ramp needs for a step of each size."""
+    for count in range(steps, phase["steps"]):
+        with suppress(InfeasibleError):
+            _ramp({**phase, "steps": count})
+            return count
+    return max(steps, phase["steps"])

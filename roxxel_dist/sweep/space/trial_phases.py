@@ -30,7 +30,9 @@ def phases_of_trial(
     Raises:
         ValueError: there is no such phase, it has no `steps`, or a phase gets no step.
     """
-    found = [dict(phase) for phase in phases or ()]
+    from roxxel_dist.curriculum.phases import numbers_in  # numpy: not for --help
+
+    found = [numbers_in(phase) for phase in phases or ()]
     shares: dict[int, dict[str, float]] = {}
     ends: dict[int, float] = {}
     for name, value in params.items():
