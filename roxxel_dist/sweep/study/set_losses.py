@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from roxxel_dist.sweep.space.data_extras import SHARE
 from roxxel_dist.sweep.space.sweep_file import Sweep
 from roxxel_dist.sweep.study.journal import History, Trial
-
-PREFIX = "mixture."
-"""Of the parameters that are shares: `mixture.<first phase>.<data set>`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +49,7 @@ class SetLosses:
 
 def share_keys(params: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """The parameters that are shares, in the order of the first trial that has them."""
-    return tuple(dict.fromkeys(key for one in params for key in one if key.startswith(PREFIX)))
+    return tuple(dict.fromkeys(key for one in params for key in one if key.startswith(SHARE)))
 
 
 def set_losses(history: History, sweep: Sweep) -> SetLosses:
