@@ -39,17 +39,24 @@ class Program:
     limit_s: float
     begun: float = field(default_factory=time.monotonic)
     timed_out: bool = False
+    is_over: bool = False
 
     @property
     def has_ended(self) -> bool:
-        """Whether it ended, or was killed because its time was over."""
-        if self.process.poll() is None and time.monotonic() - self.begun >= self.limit_s:
-            self.timed_out = True
-            self.kill()
-        return self.timed_out or self.process.poll() is not None
+        """Whether it ended, or was killed because its time was over. What it has left behind is killed then."""
+        if not self.is_over:
+            # It is not reaped: so its number is still that of its group.
+            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            self.timed_out = not ended and time.monotonic() - self.begun >= self.limit_s
+            if ended or self.timed_out:
+                self.kill()
+        return self.is_over
 
     def kill(self) -> None:
-        """End it with all of its group. One that waits for a driver may stay for a while."""
+        """End it with all of its group, once. One that waits for a driver may stay for a while."""
+        if self.is_over:
+            return
+        self.is_over = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -178,7 +185,6 @@ class HostChecks:
     def close(self) -> None:
         """End what still runs."""
         for program in self._programs.values():
-            if program.process.poll() is None:
-                program.kill()
+            program.kill()
             os.close(program.out)
         self._programs.clear()
