@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 from elastic import elastic
 from hosts import Cluster
 from ranks import is_waiting_spare
+
+from roxxel_dist.launcher.control import membership
+from roxxel_dist.launcher.job.spec import JobSpec
 
 RUN_ID = f"members_{os.getpid()}"
 Until = Callable[[Callable[[], Any], str], None]
@@ -61,6 +65,7 @@ class Backend(LocalBackend):  # agents on this machine stand for hosts
 job = JobSpec(
     command=("python", "program.py"), nprocs=len(first), run_id=sys.argv[1], log_dir=Path("run/logs"),
     hosts_from="hosts.txt", min_hosts=len(first), max_hosts=3, grow_at_checkpoint=sys.argv[2] == "late",
+    preflight=sys.argv[3] or None,
 )
 sys.exit(run(job, Backend()))
 """
@@ -74,12 +79,12 @@ class LocalJob:
     until: Until
     launch: "subprocess.Popen[bytes]" = field(init=False)
 
-    def start(self, *hosts: str, late: bool = False) -> None:
+    def start(self, *hosts: str, late: bool = False, preflight: str = "") -> None:
         (self.folder / "program.py").write_text(PROGRAM)
         (self.folder / "site").mkdir()
         (self.folder / "site" / "sitecustomize.py").write_text(SITE)
         self.name(*hosts)
-        words = [sys.executable, "-c", CONTROLLER, RUN_ID, "late" if late else "at once"]
+        words = [sys.executable, "-c", CONTROLLER, RUN_ID, "late" if late else "at once", preflight]
         with (self.folder / "screen.txt").open("wb") as screen:
             self.launch = subprocess.Popen(
                 words, cwd=self.folder, stdout=screen, stderr=screen, stdin=subprocess.DEVNULL
@@ -144,6 +149,26 @@ def test_a_list_and_requests_change_the_hosts_of_a_job(
     assert list((tmp_path / "run" / "logs").glob("members/*")) == []
     late = cli("join", "run", "--hosts", "e", cwd=tmp_path)
     assert (late.returncode, "is ended: launch it again with other --hosts" in late.stderr) == (2, True)
+
+
+def test_a_list_that_cannot_be_read_before_the_ranks_start_is_named(local: LocalJob) -> None:
+    local.start("a", preflight="echo no host > hosts.txt; sleep 1.5")
+    assert local.up(0, 1) == ["a"]
+    local.says("line 1: 'no host': write a host, or `host slots=N`; the list stays as it was")
+    local.end()
+
+
+def test_a_list_that_fails_again_and_again_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "COMMAND_S", 0.01)
+    monkeypatch.setattr(membership, "AGAIN_S", 0.01)
+    count = tmp_path / "count"
+    command = f"echo >> {count}; echo E1127 08:00:0$(wc -l < {count}) port $$ >&2; exit 1"
+    job = JobSpec(command=("true",), nprocs=1, run_id="x", log_dir=tmp_path, hosts_from=command)
+    with membership.Inbox(job, ["a"]) as inbox:
+        while not count.exists() or count.stat().st_size < 4:
+            time.sleep(0.01)
+    assert "failed (exit code 1): E1127 08:00:0" in inbox.faults.get_nowait()
+    assert (inbox.faults.empty(), inbox.lists.empty()) == (True, True)
 
 
 def test_another_name_of_a_host_does_not_join(local: LocalJob) -> None:

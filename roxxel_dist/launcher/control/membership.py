@@ -17,7 +17,7 @@ from roxxel_dist.launcher.job.host_list import HostList, HostSource
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.membership import Change, Wanted, change_to
 from roxxel_dist.launcher.policy.outcome import HostLost
-from roxxel_dist.launcher.preflight.candidates import Candidates, LookHistory, Running
+from roxxel_dist.launcher.preflight.candidates import NUMBERS, Candidates, LookHistory, Running
 from roxxel_dist.launcher.preflight.select_hosts import HostSelector, ReadyHosts
 from roxxel_dist.launcher.preflight.warm_hosts import WarmHosts
 from roxxel_dist.launcher.transport.pool import HostPool
@@ -44,12 +44,13 @@ class Inbox:
         self.lists: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         """Lists that hold, each another one than the one before."""
         self.faults: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """Why a list cannot be read."""
+        """Why a list cannot be read; each once, whatever its numbers: a client may say the time."""
         self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._folder = member_requests.folder_of(job.log_dir)
         self._source = source if job.hosts_from is None else HostList(job.hosts_from)
         self._held = list(hosts)
         self._seen: list[str] | None = None  # once, and another one than the one that holds
+        self._known = set[str]()
         self._due = 0.0
         self._end = threading.Event()
 
@@ -76,7 +77,9 @@ class Inbox:
         try:
             hosts = source.read()[0]
         except UserError as error:
-            if not self._end.is_set():
+            about = NUMBERS.sub("", str(error))
+            if about not in self._known and not self._end.is_set():
+                self._known.add(about)
                 self.faults.put(str(error))
             hosts = self._held
         if hosts == self._seen:
@@ -152,7 +155,7 @@ class Membership:
         self._lost = ready.lost
         with WarmHosts(self._job, self._backend, self._key) as warm:
             with Candidates(self._job, self._backend, running, self._history, warm) as self._candidates:
-                self.notes()
+                self._notes = self.notes()  # people read them once the attempt looks
                 yield
             warm.hand_over(pool)
         self._notes += self._candidates.notes()
