@@ -31,13 +31,16 @@ for step in range(1, 4):
 time.sleep(1000)
 """
 SHORT = """
-import sys
+import os, resource, sys
 from pathlib import Path
 from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control import notify
 from roxxel_dist.launcher.control.supervisor import run
 from roxxel_dist.launcher.job.spec import JobSpec
 notify.LIMIT_S, notify.END_S = float(sys.argv[1]), float(sys.argv[2])
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]  # as of a job of 300 hosts
 job = JobSpec(command=("bash", "-c", "exit 7"), nprocs=1, run_id="short", log_dir=Path("logs"), notify=sys.argv[3])
 sys.exit(run(job, LocalBackend()))
 """

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -157,10 +158,12 @@ class Notifier:
         begun, tail, out = time.monotonic(), b"", process.stdout.fileno()
         os.set_blocking(out, False)
         why, is_open = "", True
+        poll = select.poll()  # select() knows no descriptor above 1,023
+        poll.register(out, select.POLLIN)
         with process.stdout:
             while True:
                 has_ended = process.poll() is not None  # before the look at its output, which is then complete
-                ready = bool(is_open and select.select([out], [], [], 0 if has_ended else LOOK_S)[0])
+                ready = bool(is_open and poll.poll(0 if has_ended else 1000 * LOOK_S))
                 part = os.read(out, 1 << 16) if ready else b""
                 is_open = is_open and bool(part or not ready)
                 tail = (tail + part)[-TAIL_BYTES:]
@@ -173,7 +176,8 @@ class Notifier:
                 elif time.monotonic() - begun >= LIMIT_S:
                     why = f"the command did not end within {LIMIT_S:g} s"
                 if why:
-                    os.killpg(process.pid, signal.SIGKILL)
+                    with suppress(ProcessLookupError):  # it has ended meanwhile
+                        os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
                     return f"{why}: it was killed"
         lines = tail.decode(errors="replace").split("\n")
