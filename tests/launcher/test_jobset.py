@@ -365,7 +365,7 @@ def test_slips_are_named(words: list[str], said: str, capsys: pytest.CaptureFixt
     assert re.search(said, error), error
 
 
-@pytest.mark.parametrize("where", ["--env", "--env-from", "--notify", "command"])
+@pytest.mark.parametrize("where", ["--env", "--env-from", "--notify", "--preflight", "command"])
 def test_no_secret_gets_into_a_manifest(where: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "variables"
     file.write_text("A=1\nHF_TOKEN=sekrit\n")
@@ -373,6 +373,7 @@ def test_no_secret_gets_into_a_manifest(where: str, capsys: pytest.CaptureFixtur
         "--env": ["--env", "HF_TOKEN=sekrit"],
         "--env-from": ["--env-from", str(file)],
         "--notify": ["--notify", "HF_TOKEN=sekrit send"],
+        "--preflight": ["--preflight", "HF_TOKEN=sekrit look"],
         "command": [],
     }[where]
     command = ["program", "--api-key", "sekrit"] if where == "command" else ["true"]

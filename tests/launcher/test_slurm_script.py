@@ -52,6 +52,9 @@ def test_a_secret_in_the_command_is_refused(launch: Launch) -> None:
         assert (told.returncode, told.stdout) == (2, "")
         assert "the command holds a secret" in told.stderr
         assert "geheim" not in told.stderr
+    for flag in ("--notify", "--preflight"):
+        told = launch("--print", flag, "HF_TOKEN=geheim true", "--", "true")
+        assert (told.returncode, told.stdout, f"{flag} holds a secret" in told.stderr) == (2, "", True)
     told = launch("--print", "--env", "TOKENIZERS_PARALLELISM=false", "--", "true")
     assert "TOKENIZERS_PARALLELISM=false" in told.stdout
 

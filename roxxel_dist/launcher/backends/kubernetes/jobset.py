@@ -158,11 +158,12 @@ class JobSetSpec:
             )
         if masked_words(self.command) != list(self.command):
             raise UserError("the command holds a secret, which would stand in the manifest: let it read a variable")
-        notify = self.options.notify
-        if notify is not None and masked_words([notify]) != [notify]:
-            raise UserError(
-                "--notify holds a secret, which would stand in the manifest: let the command read a key of a --secret"
-            )
+        for name in ("notify", "preflight"):
+            if (text := getattr(self.options, name)) is not None and masked_words([text]) != [text]:
+                raise UserError(
+                    f"--{name} holds a secret, which would stand in the manifest: let the command read a key of a "
+                    "--secret"
+                )
 
     def _check_run_dir(self) -> None:
         """What `train` writes must outlive the pods."""

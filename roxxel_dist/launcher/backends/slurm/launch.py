@@ -211,11 +211,12 @@ def _submit(options: Options, request: base.LaunchRequest) -> int:
                 "the command holds a secret, which would stand in the script that SLURM keeps and shows: let it read "
                 "a variable (--env NAME=VALUE, which is not in the script)"
             )
-        if options.notify is not None and masked_words([options.notify]) != [options.notify]:
-            raise UserError(
-                "--notify holds a secret, which would stand in the script that SLURM keeps and shows: let the command "
-                "read it from a file"
-            )
+        for name in ("notify", "preflight"):
+            if (text := getattr(options, name)) is not None and masked_words([text]) != [text]:
+                raise UserError(
+                    f"--{name} holds a secret, which would stand in the script that SLURM keeps and shows: let the "
+                    "command read it from a file"
+                )
         log = Path(options.directory or os.getcwd()) / job.log_dir / "launcher.log"
         if "\\" in str(log) and not options.print:
             raise UserError(
