@@ -14,6 +14,7 @@ from cpu_quota import group, missing
 from device_hosts import SLOW_CPUS, DeviceHosts, check
 
 from roxxel_dist.cli import main
+from roxxel_dist.launcher.backends.exec import ExecBackend
 from roxxel_dist.launcher.preflight import failed_hosts
 from roxxel_dist.launcher.preflight.devices import DeviceChecks, Measured, slow_devices, unlike
 
@@ -81,12 +82,15 @@ def test_without_a_spare_host_a_wrong_device_is_refused(start: Callable[..., tup
     assert "failed in the last day" not in start("ab", check_devices="off")[1]
 
 
-def test_the_command_of_the_user(start: Callable[..., tuple[int, str, list[str]]]) -> None:
+def test_the_command_of_the_user(
+    start: Callable[..., tuple[int, str, list[str]]], tmp_path: Path, alive: Callable[[int], bool]
+) -> None:
     command = "echo looking; [ $HOST != a ] || { echo no data on $HOST; exit 9; }"
     code, err, ranks = start("abc", spare_hosts=1, check_devices="off", preflight=command)
     assert (code, ranks) == (0, ["b", "c"]), err
     assert "host a is set aside: a: the command of --preflight ended with code 9: no data on a" in err
-    code, err, _ = start("ab", check_devices="off", preflight="exit 1")
+    code, err, _ = start("ab", check_devices="off", preflight="sleep 1000 & echo $! > child; exit 1")
+    assert not alive(int((tmp_path / "child").read_text())), "what it has left behind"
     assert code == 69
     assert err.count("the command of --preflight ended with code 1: it printed nothing") == 2
 
@@ -188,6 +192,9 @@ def test_a_day_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for path in tmp_path.rglob("*.json"):
         path.write_text("{")
     assert failed_hosts.known(backend) == {}
+    pods = [ExecBackend(["a"], f"env NAMESPACE={name} {{host}}") for name in "xy"]
+    failed_hosts.remember(pods[0], "a", "slow")
+    assert [list(failed_hosts.known(one)) for one in pods] == [["a"], []], "another pod of this name"
 
 
 @pytest.mark.long

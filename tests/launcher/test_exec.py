@@ -54,6 +54,26 @@ CAME_BACK: dict[str, tuple[str, str | None]] = {
         script('echo "sh: 1: exec: /x: not found" >&2; echo "command terminated with exit code 127" >&2; exit 127'),
         r"exec: /x: not found; install roxxel-dist there, or name the Python that has it with --python \(code 127\)",
     ),
+    "what kubectl says in any case": (
+        script("echo 'Defaulted container \"a\" out of: a, b' >&2; exit 1"), r"nothing was said",
+    ),
+    "a reason before it": (
+        script("echo 'error: container not found (\"b\")' >&2; echo 'W1127 08:00:00.1 7 x.go:1] old' >&2; exit 1"),
+        r"container not found \(\"b\"\); name the container of the pod in --via",
+    ),
+    "what gcloud says of ssh's end": (
+        script(
+            "echo 'u@b: Permission denied (publickey).' >&2; echo 'Recommendation: To check for possible causes' >&2;"
+            "echo 'gcloud compute ssh b --zone=z --troubleshoot' >&2; exit 255"
+        ),
+        r"Permission denied \(publickey\)\.; nobody answers a question here",
+    ),
+    "a container that has ended": (
+        script("echo 'Error response from daemon: container 7f is not running' >&2; exit 1"),
+        r"is not running; start it",
+    ),
+    "two programs": (script("\"$@\" | sed -u 's/.*/&\\n&/'"), r"more than one program answers"),
+    "a client that stays": (script('"$@"; exec sleep 60'), None),
     "no such pod": (
         script("echo 'Error from server (NotFound): pods \"x\" not found' >&2; exit 1"),
         r"\(NotFound\): pods \"x\" not found; name pods that are there",
@@ -113,6 +133,10 @@ def test_what_comes_back_is_said_in_one_line(case: str, tmp_path: Path, cli: Cal
         (["--via", "env {host}", "--hosts", "a;id"], "'a;id' cannot be a host"),
         (["--via", "env {host}", "--hosts", "-it"], "'-it' cannot be a host"),
         (["--via", "env {host}", "--attempt", "-1"], "--attempt -1: must be 0"),
+        (["--via", "env {host}", "--hosts", "pod//a"], "as --via takes it (letters, digits, . - _ : @ /)"),
+        (["--via", "env {host}", "--hosts", "a:2"], "write a with --procs-per-host 2\n"),
+        (["--via", "env {host}", "--max-hosts", "0"], "--max-hosts 0: must be at least 1"),
+        (["--via", "gcloud tpu-vm ssh {host} --worker=all --command {command}"], "reaches all workers at once"),
         ([], "--via"),
     ],
 )
@@ -248,6 +272,22 @@ def test_what_a_killed_client_leaves_ends_by_itself(away: str, tmp_path: Path, u
     assert re.search(r"the connection to host b broke \(.*; the agent there kills its ranks", said), said
     for path in tmp_path.glob("up.0.*"):
         assert not psutil.pid_exists(int(path.read_text()))
+
+
+def test_an_agent_that_ends_before_its_client_is_named(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """A client may wait for its own stdin, and have any code: the guard says how the agent ended."""
+    kill = "kill -9 $(ps -o ppid= -p $PPID); sleep 60"
+    words = ["launch", "exec", "--hosts", "pod/a", "--via", script('"$@"; exec sleep 60'), "--max-restarts", "0"]
+    done = cli(*words, "--", "bash", "-c", kill, cwd=tmp_path)
+    said = "the agent on host pod/a ended before its ranks (signal SIGKILL); they were killed"
+    assert (done.returncode, said in done.stderr) == (137, True), done.stderr
+
+
+def test_a_dry_run_shows_no_secret_of_the_command(cli: Callable[..., Any], tmp_path: Path) -> None:
+    words = ["launch", "exec", "--hosts", "a", "--via", "env --token=sekrit A_TOKEN=sekrit N={host}", "--dry-run"]
+    for more in ([], ["--json"]):
+        done = cli(*words, *more, "--", "true", cwd=tmp_path)
+        assert (done.returncode, "sekrit" in done.stdout, "N=a" in done.stdout) == (0, False, True), done.stdout
 
 
 def test_a_launcher_that_is_killed_leaves_no_client_and_no_rank(away: str, tmp_path: Path, until: Until) -> None:

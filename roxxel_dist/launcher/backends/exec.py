@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
@@ -30,6 +31,8 @@ CHECK = f'[ "$0" = words ] || {{ echo {NOT_WORDS} >&2; exit 64; }}'
 """Before the program, where words are put behind the command: a shell that reads them again has another name."""
 JOINS = re.compile(r"ssh|mosh|rsh|sshpass|gcloud")
 """Programs that are known to hand their words to a shell."""
+ALL_WORKERS = re.compile(r"--worker[= ]all\b")
+"""How gcloud reaches all hosts of a TPU slice at once."""
 BUSY = re.compile(
     r"\(?TooManyRequests\)?|Too Many Requests|TLS handshake timeout|error dialing backend|rate limit", re.I
 )
@@ -40,6 +43,9 @@ HINTS: base.Hints = (
     ("(NotFound)", "name pods that are there with --hosts, and their namespace in --via (-n NAME)"),
     ("No such container", "name containers that run with --hosts"),
     ("no container with name or ID", "name containers that run with --hosts"),
+    ("is not running", "start it, or name containers that run with --hosts"),
+    ("container state improper", "start it, or name containers that run with --hosts"),
+    ("container not found", "name the container of the pod in --via (-c NAME); it may be starting"),
     ("(Forbidden)", "who runs --via needs the rights to do it (pods/exec)"),
     ("not a TTY", "leave -t out of --via"),
     ('exec: "sh"', "the image needs sh"),
@@ -55,6 +61,7 @@ class ExecBackend(NamedBackend):
     """
 
     heartbeat_timeout_s: ClassVar[float | None] = HEARTBEAT_TIMEOUT_S
+    by_ssh: ClassVar[bool] = False
     hints: ClassVar[base.Hints] = HINTS + SSH_HINTS + base.HINTS
     login: ClassVar[str] = (
         "does --via end before its program, or leave stdin out (kubectl, docker and podman exec need -i)?"
@@ -70,7 +77,7 @@ class ExecBackend(NamedBackend):
     """The working directory on the hosts; empty: that of this process."""
 
     def __post_init__(self) -> None:
-        self.hosts = check_hosts(self.hosts)
+        self.hosts = check_hosts(self.hosts, by_ssh=self.by_ssh)
         self._words = via_words(self.via)
         self.python = self.python or sys.executable
         self.directory = self.directory or os.getcwd()
@@ -95,6 +102,11 @@ class ExecBackend(NamedBackend):
         """Whether a server, or a bastion before it, had no room for the connection."""
         return any(REFUSAL.search(line) or BUSY.search(line) for line in stderr)
 
+    @property
+    def cluster(self) -> str:
+        """A name for what `via` reaches: names of hosts mean others there than elsewhere."""
+        return f"exec-{zlib.crc32(self.via.encode(errors='surrogateescape')):08x}"
+
 
 def via_words(via: str) -> list[str]:
     """The words of a command for each host. Raises ValueError where it cannot be one, or is not on this machine."""
@@ -102,6 +114,11 @@ def via_words(via: str) -> list[str]:
         words = shlex.split(via)
     except ValueError as error:
         raise UserError(f"--via {via!r} cannot be read as words of a shell: {error}") from None
+    if ALL_WORKERS.search(via):
+        raise UserError(
+            f"--via {via!r} reaches all workers at once, and starts a program on each: write --worker={PLACE}, and "
+            "their numbers in --hosts 0,1"
+        )
     if PLACE not in via:
         raise UserError(
             f"--via {via!r} has no {PLACE}: write where the name of the host goes, as in 'kubectl exec -i {PLACE} --'"

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.job.backend import Backend
@@ -15,10 +15,15 @@ from roxxel_dist.launcher.job.spec import HostOptions, MemberOptions
 from roxxel_dist.launcher.output.console import info
 
 HOST = re.compile(r"[A-Za-z0-9_.@:\[\]%][A-Za-z0-9_.@:\[\]%-]*")
+NAME = re.compile(rf"{HOST.pattern}(/{HOST.pattern})*")
+"""Of a host that a command reaches: `kubectl get pods -o name` prints pod/x."""
 
 
-def check_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
-    """The hosts, if each can be one. Raises ValueError for a name that cannot, for one given twice, and for none."""
+def check_hosts(hosts: Sequence[str], *, by_ssh: bool = True) -> tuple[str, ...]:
+    """The hosts, if each can be one. Raises ValueError for a name that cannot, for one given twice, and for none.
+
+    `by_ssh`: ssh takes the names; or else a command of the user's does.
+    """
     if not hosts:
         raise UserError("no hosts: give --hosts a,b,c, or a --hostfile with one host in each line")
     for host in hosts:
@@ -26,13 +31,17 @@ def check_hosts(hosts: Sequence[str]) -> tuple[str, ...]:
         if count.isdecimal():
             raise UserError(
                 f"host {host!r}: a name alone is a host; for {count} processes on each host write {name} with "
-                f"--procs-per-host {count}, and for port {count} set it in ssh's configuration (--ssh-config)"
+                f"--procs-per-host {count}"
+                + f", and for port {count} set it in ssh's configuration (--ssh-config)"
+                * by_ssh
             )
         if "[" in host and ":" not in host:
             raise UserError(f"host {host!r}: ranges are not expanded; write each host, as in --hosts a1,a2")
-        if not HOST.fullmatch(host):
+        if not (HOST if by_ssh else NAME).fullmatch(host):
+            letters = f"letters, digits, . - _ : @{' /' * (not by_ssh)}"
             raise UserError(
-                f"{host!r} cannot be a host: use a name or an address as ssh takes it (letters, digits, . - _ : @)"
+                f"{host!r} cannot be a host: use a name or an address as {'ssh' if by_ssh else '--via'} takes it "
+                f"({letters})"
             )
     twice = sorted({host for host in hosts if list(hosts).count(host) > 1})
     if twice:
@@ -68,10 +77,12 @@ class NamedBackend(Backend):
     """A backend of hosts that are reached by their names: others can join a job."""
 
     takes_hosts: bool = True
+    by_ssh: ClassVar[bool] = True
+    """Whether ssh takes the names, or a command of the user's."""
 
     def check_joining(self, hosts: Sequence[str]) -> None:
         """As `check_hosts`."""
-        check_hosts(hosts)
+        check_hosts(hosts, by_ssh=self.by_ssh)
 
 
 Named = TypeVar("Named", bound=NamedBackend)
@@ -104,8 +115,7 @@ class NamedHosts(MemberOptions, HostOptions):
             least = max((self.min_hosts or 1) - len(given), 0)
             listed, also = first_list(self.hosts_from, least, wait_s, info)
             slots = also if slots is None else slots
-        hosts = check_hosts([*given, *(host for host in listed if host not in given)])
-        backend = make(hosts)
+        backend = make([*given, *(host for host in listed if host not in given)])
         backend.given, backend.listed = given, listed
         procs_per_host = slots or 1 if self.procs_per_host is None else self.procs_per_host
         return backend, ranks_on(len(backend.hosts), procs_per_host, self.spare_hosts, self.min_hosts, self.max_hosts)

@@ -45,7 +45,7 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.5
 NOT_FOLLOWED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """Requests to leave, which guards, keepers and agents do not follow: they end with the ranks."""
 STOP, STOP_GROUP, KILL = b"stop", b"stop group", b"kill"
-GONE = b'\n{"type":"gone"}\n'
+GONE = b'\n{"type":"gone","code":%d}\n'
 """The last word of a guard: nothing is left of its agent. It may follow a line that the agent has not ended."""
 SHELL = re.compile(r"(a|ba|da|z|k|mk|fi|c|tc)?sh[-0-9.]*|busybox")
 """Programs that do not pass SIGTERM on to the programs that they run."""
@@ -423,11 +423,12 @@ def _guard(child: int, limit_s: float, folders: Sequence[str]) -> NoReturn:
     remove(folders)  # before the keepers die, which would remove them if this process were killed now
     is_empty = tree.kill(KILL_S)
     remove(folders)  # what was made in them meanwhile
+    code = -signal.SIGKILL if tree.code is None else tree.code
+    code = code if code >= 0 else 128 - code  # of an end by a signal ssh would make that of a broken connection
     if is_empty:
         with suppress(OSError):  # the channel may be closed, or full
-            os.write(1, GONE)
-    code = -signal.SIGKILL if tree.code is None else tree.code
-    os._exit(code if code >= 0 else 128 - code)  # of an end by a signal ssh would make that of a broken connection
+            os.write(1, GONE % code)
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ From the agent: warm (why: no rank can run here; empty where spares are ready, o
                 echo: `at` of the newest heartbeat; every half second, also where none did) · note (text, for people) ·
                 code (files: [[rank, module, path, checksum]], each content of a module once) ·
                 dumped (ranks: [[rank, state, listens]]) · exit (rank, pid, code, killed_by_us, step) · done
-From its guard: gone (when the agent has ended, and all that it had started)
+From its guard: gone (code, when the agent has ended, and all that it had started; a client may have another code)
 """
 
 import json

@@ -77,6 +77,11 @@ class Backend(ABC):
     """What to ask where a program ended without a word."""
 
     @property
+    def cluster(self) -> str:
+        """What its hosts are hosts of, as the name of a folder: another cluster may have hosts of the same names."""
+        return type(self).__name__.removesuffix("Backend").lower()
+
+    @property
     def environment(self) -> Mapping[str, str]:
         """The known variables that a host gives to its ranks, in addition to those of the job."""
         return {}

@@ -92,6 +92,8 @@ def ranks_on(hosts: int, procs_per_host: int, spare: int = 0, least: int | None 
         raise UserError(f"--spare-hosts {spare}: there are {hosts} hosts; use at most {hosts - 1}")
     if least is not None and least > hosts - spare:
         raise UserError(f"--min-hosts {least}: there are {hosts - spare} hosts; use at most {hosts - spare}")
+    if most is not None and most < 1:
+        raise UserError(f"--max-hosts {most}: must be at least 1; leave it out to use all hosts")
     return procs_per_host * (hosts - spare if most is None else min(hosts - spare, most))
 
 

@@ -32,9 +32,12 @@ GROW_MOST_S = 3600.0
 a start makes it eight times as long."""
 NO_WAY = re.compile(
     r"No route to host|Connection (?:refused|timed out|closed|reset)|Network is (?:unreachable|down)"
-    r"|Operation timed out|Could not resolve|Host is down"
+    r"|Operation timed out|Could not resolve|Host is down|i/o timeout"
+    r"|\(NotFound\)|container not found|does not have a host assigned|completed pod|waiting for the condition"
+    r"|No such container|no container with name or ID|is not running|container state improper",
+    re.IGNORECASE,
 )
-"""How ssh says that a host is away."""
+"""How ssh, kubectl, docker and podman say that a host is away."""
 NUMBERS = re.compile(r"\d[\d.,]*")
 
 

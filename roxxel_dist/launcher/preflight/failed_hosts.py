@@ -1,6 +1,6 @@
 """Hosts whose devices did not pass are remembered for a day, so that the next jobs of this user do without them.
 
-A host has a file, in a folder for each kind of cluster, beside the index of jobs. What cannot be written is not
+A host has a file, in a folder for each cluster, beside the index of jobs. What cannot be written is not
 remembered.
 """
 
@@ -20,8 +20,8 @@ ALL = "all"
 
 
 def _folder(backend: Backend) -> Path:
-    """That of the hosts of a kind of cluster. Raises FileNotFoundError where this user has no home."""
-    return folder().parent / "failed-hosts" / type(backend).__name__.removesuffix("Backend").lower()
+    """That of the hosts of a cluster. Raises FileNotFoundError where this user has no home."""
+    return folder().parent / "failed-hosts" / backend.cluster
 
 
 def _file(backend: Backend, host: str) -> Path:
@@ -57,7 +57,7 @@ def forget(backend: Backend, hosts: Sequence[str]) -> None:
 
 
 def forget_of_user(names: Sequence[str]) -> list[str]:
-    """Forget hosts of every kind of cluster, or all hosts; returns those that were known."""
+    """Forget hosts of every cluster, or all hosts; returns those that were known."""
     gone: list[str] = []
     with suppress(FileNotFoundError):
         for path in sorted((folder().parent / "failed-hosts").glob("*/*.json")):

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import select
 import selectors
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.logs import LineSplitter
 from roxxel_dist.launcher.policy.hang import STILL_S
 from roxxel_dist.launcher.policy.outcome import HostLost, how
-from roxxel_dist.launcher.transport.words import ANOTHER_SHELL, ASKED, EPILOGUE, question_in, shortened
+from roxxel_dist.launcher.transport.words import ANOTHER_SHELL, ASIDE, ASKED, question_in, shortened
 
 CHUNK = 1 << 20
 AGENT_END_S = 10.0
@@ -43,6 +44,8 @@ KILL_S = 10.0
 """How long killed ranks may take to be gone."""
 PROBE_END_S = 2.0
 """How long a program without ranks may take to end."""
+LINGER_S = 1.0
+"""How long a client may stay when its program has ended."""
 EXIT_LOST = 137
 """What an agent without a code of its own counts as: its ranks were killed."""
 
@@ -80,10 +83,12 @@ class HostConnection:
     """Whether no message is expected from it any more."""
     started: bool = False
     """Whether it got the order to start ranks, or spares: from then on it ends if it receives nothing."""
-    gone: bool = False
-    """Whether nothing is left of the program there, as its guard says."""
+    gone: int | None = None
+    """The exit code of its guard, as that says when nothing is left there; its client may have another one."""
     question: int = 0
     """The number of the last question sent to it."""
+    answered: int = 0
+    """That of the last question that it has answered."""
     decoder: Decoder = field(default_factory=lambda: Decoder(after_noise=True))
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=STDERR_LINES))
     """The last lines of its stderr: those of ssh, or of a program that could not start."""
@@ -123,8 +128,22 @@ class HostConnection:
 
     @property
     def last_error(self) -> str:
-        """The last line of its stderr, but for what a client says of the end of every program; or ""."""
-        return next((line.strip() for line in reversed(self.stderr) if not EPILOGUE.search(line)), "")
+        """The last line of its stderr, but for what clients say in any case; or ""."""
+        return next((line.strip() for line in reversed(self.stderr) if not ASIDE.search(line)), "")
+
+    def messages(self, data: bytes) -> Iterator[Message]:
+        """The messages that this piece of its output completes. Raises ValueError for what no single agent sends."""
+        for message in self.decoder.feed(data):
+            if message.get("type") == "gone":
+                self.gone = int(message["code"])
+                return
+            self.ready = True
+            if "ask" in message:
+                raise UserError(f"it sends back what it is sent{self.last_words}: no program runs there")
+            if "id" in message and message["id"] <= self.answered:  # one program answers in order
+                raise UserError("more than one program answers: what reaches this host must reach no other one too")
+            self.answered = message.get("id", self.answered)
+            yield message
 
     def errors(self, data: bytes) -> list[str]:
         """The lines that this piece of its stderr completes (its end: `b""`)."""
@@ -156,11 +175,24 @@ class HostConnection:
             self._streams[0].close()
 
     def close(self, limit_s: float) -> None:
-        """Wait for the end of a program that was hung up on; at the limit it is killed."""
+        """Wait for the end of a program that was hung up on. Its client is killed at the limit, or where it lingers."""
+        end = time.monotonic() + limit_s
+        if self.started:  # so it has a guard, which says when nothing is left
+            self._read_to_end(end)
         self._streams[1].close()
-        if self.wait(limit_s) is None:
+        left_s = max(0.0, end - time.monotonic())
+        if self.wait(left_s if self.gone is None else min(left_s, LINGER_S)) is None:
             self.process.wait()
         self._streams[2].close()
+
+    def _read_to_end(self, end: float) -> None:
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        with suppress(ValueError):  # what comes is no message
+            while self.gone is None and poll.poll(1000 * max(0.0, end - time.monotonic())):
+                if not (data := os.read(self.fd, CHUNK)):
+                    return
+                deque(self.messages(data), maxlen=0)
 
 
 class HostPool:
@@ -230,8 +262,7 @@ class HostPool:
             for link, event in events:
                 if isinstance(event, Exception):
                     self.forget(link)
-        # A guard's last word is no event, and its end may come after it.
-        self.disconnect([link for link in self.all if link.lost or link.gone])
+        self.disconnect([link for link in self.all if link.lost])
 
     def disconnect(self, links: Sequence[HostConnection]) -> None:
         """End these programs; the next question, or start, connects to their hosts again."""
@@ -337,7 +368,7 @@ class HostPool:
             else:
                 if isinstance(event, dict):
                     self._take_note(link, event)
-                yield link, event["text"] if isinstance(event, dict) and event["type"] == "note" else event
+                yield link, event["text"] if isinstance(event, dict) and event.get("type") == "note" else event
         yield from self._silent(time.monotonic())
 
     def silence(self, now: float) -> float:
@@ -368,7 +399,8 @@ class HostPool:
     def ready(self, wait_s: float) -> Iterator[tuple[HostConnection, Message | str | Exception] | tuple[None, None]]:
         """The events that arrive together, after waiting for at most `wait_s` seconds; (None, None) for `wake`.
 
-        A message, a line of stderr, EOFError if a program has closed its stdout, ValueError for an invalid message.
+        A message, a line of stderr, EOFError if a program has ended, or closed its stdout, ValueError for an invalid
+        message.
         """
         for link in self.all:
             blocked = link.order_fd in self._select.get_map()
@@ -403,16 +435,11 @@ class HostPool:
         else:
             link.last_seen = time.monotonic()
             try:
-                for message in link.decoder.feed(data):
-                    if message.get("type") == "gone":
-                        link.gone = True
-                        continue
-                    link.ready = True
-                    if "ask" in message:
-                        raise UserError(f"it sends back what it is sent{link.last_words}: no program runs there")
-                    yield message
+                yield from link.messages(data)
             except ValueError as error:
                 yield error
+            if link.gone is not None and not link.lost:  # its client may stay, whatever it waits for
+                yield EOFError()
         if asked and not link.lost:
             yield UserError(f"it waits for an answer that nobody gives here ({asked}): have it ask nothing")
 
@@ -420,11 +447,12 @@ class HostPool:
         """The agent ended by itself; its guard has killed its ranks (it holds the channel until it has)."""
         link.done = True
         self.order({"type": "kill", "after": 0}, within=0)  # the others, before anybody waits for an ssh that lingers
-        code = link.wait(AGENT_END_S)
+        code = link.wait(AGENT_END_S if link.gone is None else LINGER_S)
         if code is None:
             code = link.process.wait()
         reason = f": {shortened(link.last_error)}" if link.last_error else ""
-        is_broken = not link.gone and self.backend.is_broken_link(code)
+        is_broken = link.gone is None and self.backend.is_broken_link(code)
+        code = code if link.gone is None else link.gone
         if 128 < code < 128 + signal.NSIG:  # of a guard, whose agent ended by a signal
             code = 128 - code
         if not link.ready:

@@ -6,11 +6,15 @@ MOST = 240
 """Characters of a line that a message quotes."""
 ASKED = re.compile(r"\bask:[a-z]")
 """What a shell that reads a question as a command names in its error, without quotes and perhaps without braces."""
-EPILOGUE = re.compile(
+ASIDE = re.compile(
     r": terminating, |^command terminated with exit code \d+|exited with return code \[\d+\]"
     r"|^(Try|See|Run) ['\"].*(-h|--help)\b|^env: use -\[v\]S"
+    r"|^Default(ed|ing) container |^Use 'kubectl describe |^kubectl exec .* is DEPRECATED|^Unable to use a TTY"
+    r"|^[IW]\d{4} \d\d:\d\d:\d\d\.\d+ |^Warning: Permanently added "
+    r"|^Using ssh batch size of |^SSH: Attempting to connect |--troubleshoot\b|^Recommendation: To check "
+    r"|^Or, to investigate "
 )
-"""What ssh, kubectl, gcloud and others say after what is wrong."""
+"""What ssh, kubectl, gcloud and others say beside what is wrong, or where nothing is."""
 QUESTION = re.compile(
     r"(pass(word|phrase|code)\b[^:]*: *|\((yes/no|y/n)\b[^)]*\)\S* *|\[y/n\]:? *|-+ ?more ?-+.*|\(END\).*"
     r"|press .*\b(enter|return|any key)\b.*)$",
