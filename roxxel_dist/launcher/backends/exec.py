@@ -31,7 +31,7 @@ CHECK = f'[ "$0" = words ] || {{ echo {NOT_WORDS} >&2; exit 64; }}'
 """Before the program, where words are put behind the command: a shell that reads them again has another name."""
 JOINS = re.compile(r"ssh|mosh|rsh|sshpass|gcloud")
 """Programs that are known to hand their words to a shell."""
-ALL_WORKERS = re.compile(r"--worker[= ]all\b")
+ALL_WORKERS = re.compile(r"-{2}worker[= ]all\b")
 """How gcloud reaches all hosts of a TPU slice at once."""
 BUSY = re.compile(
     r"\(?TooManyRequests\)?|Too Many Requests|TLS handshake timeout|error dialing backend|rate limit", re.I
@@ -116,7 +116,7 @@ def via_words(via: str) -> list[str]:
         raise UserError(f"--via {via!r} cannot be read as words of a shell: {error}") from None
     if ALL_WORKERS.search(via):
         raise UserError(
-            f"--via {via!r} reaches all workers at once, and starts a program on each: write --worker={PLACE}, and "
+            f"--via {via!r} reaches all workers at once, and starts a program on each: write {PLACE} for `all`, and "
             "their numbers in --hosts 0,1"
         )
     if PLACE not in via:

@@ -11,7 +11,7 @@ ASIDE = re.compile(
     r"|^(Try|See|Run) ['\"].*(-h|--help)\b|^env: use -\[v\]S"
     r"|^Default(ed|ing) container |^Use 'kubectl describe |^kubectl exec .* is DEPRECATED|^Unable to use a TTY"
     r"|^[IW]\d{4} \d\d:\d\d:\d\d\.\d+ |^Warning: Permanently added "
-    r"|^Using ssh batch size of |^SSH: Attempting to connect |--troubleshoot\b|^Recommendation: To check "
+    r"|^Using ssh batch size of |^SSH: Attempting to connect |-{2}troubleshoot\b|^Recommendation: To check "
     r"|^Or, to investigate "
 )
 """What ssh, kubectl, gcloud and others say beside what is wrong, or where nothing is."""
