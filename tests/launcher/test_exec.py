@@ -306,6 +306,17 @@ def test_a_launcher_that_is_killed_leaves_no_client_and_no_rank(away: str, tmp_p
     until(lambda: not any(client.is_running() for client in clients), "the clients to be gone")
 
 
+def test_a_launcher_that_is_killed_leaves_no_command_of_its_list(tmp_path: Path, until: Until) -> None:
+    words = [sys.executable, "-m", "roxxel_dist", "launch", "exec", "--via", HERE]
+    listed = "echo $$ > tmp; mv tmp up; exec sleep 1000"
+    launch = subprocess.Popen([*words, "--hosts-from", listed, "--", "true"], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    until(lambda: (tmp_path / "up").exists() or launch.poll() is not None, "the command")
+    command = psutil.Process(int((tmp_path / "up").read_text()))
+    launch.kill()
+    launch.wait()
+    until(lambda: not command.is_running() or command.status() == psutil.STATUS_ZOMBIE, "the command to be gone")
+
+
 @pytest.mark.parametrize("away", ["keeps"], indirect=True)
 def test_an_agent_behind_a_terminal_is_told_to_leave(away: str, tmp_path: Path, until: Until) -> None:
     """Its stdin stays open where it runs, and it would wait for ten minutes."""

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.launcher.control import host_list
+from roxxel_dist.launcher.control.host_list import HostList
 from roxxel_dist.launcher.control.membership import Inbox
-from roxxel_dist.launcher.job import host_list
-from roxxel_dist.launcher.job.host_list import HostList
 from roxxel_dist.launcher.job.placement import assign
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.membership import Change, Wanted, change_to, working_number

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.launcher.control.host_list import first_list, hosts_in
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.environment import lines_of
-from roxxel_dist.launcher.job.host_list import first_list, hosts_in
 from roxxel_dist.launcher.job.placement import ranks_on
 from roxxel_dist.launcher.job.spec import HostOptions, MemberOptions
 from roxxel_dist.launcher.output.console import info

@@ -11,9 +11,9 @@ from typing import Self
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.control import member_requests
+from roxxel_dist.launcher.control.host_list import HostList
 from roxxel_dist.launcher.control.member_requests import Request
-from roxxel_dist.launcher.job.backend import Backend
-from roxxel_dist.launcher.job.host_list import HostList, HostSource
+from roxxel_dist.launcher.job.backend import Backend, HostSource
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.membership import Change, Wanted, change_to
 from roxxel_dist.launcher.policy.outcome import HostLost

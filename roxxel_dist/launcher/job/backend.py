@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import IO, ClassVar, Protocol
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.launcher.job.host_list import HostSource
 from roxxel_dist.launcher.job.spec import JobOptions, JobSpec
 
 
@@ -31,6 +30,23 @@ class RemoteProcess(Protocol):
 
     def kill(self) -> None:
         """End it now."""
+        ...
+
+
+class HostSource(Protocol):
+    """A list of hosts that changes."""
+
+    @property
+    def is_file(self) -> bool:
+        """Whether a look costs little."""
+        ...
+
+    def read(self) -> tuple[list[str], int | None]:
+        """The hosts, each once, and the slots of each by the list. Raises UserError where there is no list."""
+        ...
+
+    def end(self) -> None:
+        """Let a `read` in another thread fail."""
         ...
 
 

@@ -23,7 +23,8 @@ KILLED_IN_S = 120.0
 """How long SLURM may take to end a job that it will queue again."""
 ALIVE_STATES = ("RUNNING", "SIGNALING")
 """States of a job that SLURM has not begun to end; the second one while it sends the signal before the time limit."""
-ASK_S = 10.0
+ASK_S, SCONTROL_S = 10.0, 60.0
+"""How long a daemon that is away is asked again, and one answer may take."""
 NO_DAEMON = re.compile("Unable to contact|timed out|Connection refused", re.IGNORECASE)
 
 
@@ -114,9 +115,9 @@ def run_in_allocation(job: JobSpec, backend: SlurmBackend, allocation: Allocatio
     recorder = JobRecorder(job, backend, detached=detached, slurm_job=allocation.job_id if allocation.node else "")
     if detached:
         print(header(recorder.entry), end="", flush=True)
-    if backend.grow is not None:
-        backend.grow.submit(Path(backend.directory, job.log_dir, "grow.log"))
     try:
+        if backend.grow is not None:
+            backend.grow.submit(Path(backend.directory, job.log_dir, "grow.log"))
         result = supervise(job, backend, recorder)
     finally:
         if backend.grow is not None:
@@ -170,9 +171,13 @@ def _scontrol(*words: str) -> "subprocess.CompletedProcess[str]":
     end = time.monotonic() + ASK_S
     while True:
         try:
-            answer = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
+            answer = subprocess.run(
+                ["scontrol", *words], capture_output=True, text=True, check=False, timeout=SCONTROL_S
+            )
         except FileNotFoundError:
             return subprocess.CompletedProcess(words, 127, "", "there is no `scontrol` on this machine")
+        except subprocess.TimeoutExpired:
+            return subprocess.CompletedProcess(words, 124, "", f"scontrol did not answer within {SCONTROL_S:g} s")
         if not NO_DAEMON.search(answer.stderr) or time.monotonic() > end:
             return answer
         time.sleep(1)

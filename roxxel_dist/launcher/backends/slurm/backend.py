@@ -14,7 +14,6 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.slurm.grow import GrowJobs
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.job import backend as base
-from roxxel_dist.launcher.job.host_list import HostSource
 from roxxel_dist.launcher.job.placement import python_words
 from roxxel_dist.launcher.transport.near_end import start_near
 
@@ -63,7 +62,7 @@ class SlurmBackend(base.Backend):
         self.python = self.python or ("python3" if self.container else sys.executable)
         self.directory = self.directory or os.getcwd()
         self.takes_hosts: bool = self.grow is not None
-        self.more_hosts: HostSource | None = self.grow
+        self.more_hosts: base.HostSource | None = self.grow
 
     @property
     def environment(self) -> Mapping[str, str]:

@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.launcher.host.process_tree import die_with_parent
 
 COMMAND_S = 30.0
 """Seconds that a command has for its list."""
@@ -47,23 +47,6 @@ def hosts_in(text: str, source: str) -> tuple[list[str], int | None]:
     if len(slots) > 1:
         raise UserError(f"{source}: every host must have the same slots=N, or none; use --procs-per-host")
     return hosts, slots.pop() if slots else None
-
-
-class HostSource(Protocol):
-    """A list of hosts that changes."""
-
-    @property
-    def is_file(self) -> bool:
-        """Whether a look costs little."""
-        ...
-
-    def read(self) -> tuple[list[str], int | None]:
-        """The hosts, each once, and the slots of each by the list. Raises UserError where there is no list."""
-        ...
-
-    def end(self) -> None:
-        """Let a `read` in another thread fail."""
-        ...
 
 
 class HostList:
@@ -116,7 +99,12 @@ class HostList:
         pipe = subprocess.PIPE
         try:
             process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=pipe,
+                start_new_session=True,
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - a system call, no lock; this thread waits for the end
             )
         except (OSError, ValueError) as error:
             raise UserError(f"{self.source}: cannot be run ({error})") from error
