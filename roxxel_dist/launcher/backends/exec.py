@@ -79,6 +79,7 @@ class ExecBackend(NamedBackend):
     def __post_init__(self) -> None:
         self.hosts = check_hosts(self.hosts, by_ssh=self.by_ssh)
         self._words = via_words(self.via)
+        self.cluster: str = f"{zlib.crc32(self.via.encode(errors='surrogateescape')):08x}"
         self.python = self.python or sys.executable
         self.directory = self.directory or os.getcwd()
 
@@ -101,11 +102,6 @@ class ExecBackend(NamedBackend):
     def is_refusal(self, stderr: Sequence[str]) -> bool:
         """Whether a server, or a bastion before it, had no room for the connection."""
         return any(REFUSAL.search(line) or BUSY.search(line) for line in stderr)
-
-    @property
-    def cluster(self) -> str:
-        """A name for what `via` reaches: names of hosts mean others there than elsewhere."""
-        return f"exec-{zlib.crc32(self.via.encode(errors='surrogateescape')):08x}"
 
 
 def via_words(via: str) -> list[str]:

@@ -78,6 +78,8 @@ class Backend(ABC):
     """Whether hosts can join a job, and leave it."""
     more_hosts: HostSource | None = None
     """A list, beside that of --hosts-from, of hosts that join the job and leave it."""
+    cluster: str = ""
+    """Names the cluster that they are in, where the backend may reach several: their hosts may have the same names."""
     python: str = sys.executable
     """The interpreter on the hosts."""
     directory: str = ""
@@ -91,11 +93,6 @@ class Backend(ABC):
     """What to do where a program did not start; the first words that are found count."""
     login: ClassVar[str] = "does the login shell, or its start-up file (~/.bashrc), end before the program?"
     """What to ask where a program ended without a word."""
-
-    @property
-    def cluster(self) -> str:
-        """What its hosts are hosts of, as the name of a folder: another cluster may have hosts of the same names."""
-        return type(self).__name__.removesuffix("Backend").lower()
 
     @property
     def environment(self) -> Mapping[str, str]:

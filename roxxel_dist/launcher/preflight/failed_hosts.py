@@ -21,7 +21,8 @@ ALL = "all"
 
 def _folder(backend: Backend) -> Path:
     """That of the hosts of a cluster. Raises FileNotFoundError where this user has no home."""
-    return folder().parent / "failed-hosts" / backend.cluster
+    kind = type(backend).__name__.removesuffix("Backend").lower()
+    return folder().parent / "failed-hosts" / (f"{kind}-{backend.cluster}" if backend.cluster else kind)
 
 
 def _file(backend: Backend, host: str) -> Path:
