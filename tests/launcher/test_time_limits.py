@@ -26,6 +26,7 @@ def test_their_order() -> None:
     assert DUMP_S < pool.QUIET_S, "the answers come while the host still counts as heard"
     assert process_tree.KILL_S < pool.AGENT_END_S, "a guard ends before the controller gives it up"
     assert process_tree.KILL_S < pool.KILL_S
+    assert pool.LINGER_S < pool.AGENT_END_S, "a client that stays costs less than an agent that does"
     assert pool.SILENT_S == HEARTBEAT_TIMEOUT_S, (
         "ranks of a host that is cut off end when the controller takes them for ended"
     )
@@ -56,6 +57,7 @@ def test_the_table_has_their_values() -> None:
         "pool.GONE_S": pool.GONE_S,
         "lease.FRESH_S": lease.FRESH_S,
         "pool.COMMON_S": pool.COMMON_S,
+        "pool.LINGER_S": pool.LINGER_S,
         "lease.ORPHAN_S": lease.ORPHAN_S,
         "warm_hosts.WARM_S": WARM_S,
         "JobSpec.host_lease": JobSpec.host_lease,

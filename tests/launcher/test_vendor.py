@@ -261,6 +261,23 @@ def test_a_tool_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found["command"] == "did not end within 0.5 s"
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("sleep 1000", "nvidia-smi did not answer within 0.5 s: is persistence mode off?"),
+        ("echo Failed to initialize NVML; exit 18", "nvidia-smi failed (code 18): Failed to initialize NVML"),
+    ],
+)
+def test_a_tool_that_fails_beside_gpus_that_compute_is_a_warning(
+    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_checks, "MODULE", "gpus_that_compute")
+    monkeypatch.setattr(host_checks, "TOOL_S", 0.5)
+    (tmp_path / "gpus_that_compute.py").write_text("""def main(): print('{"platform": "gpu", "devices": []}')""")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert [tuple(problem) for problem in collected(tmp_path, script)["problems"]] == [("warning", said)]
+
+
 def test_without_the_tool_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_checks, "MODULE", "no_such_module")
     monkeypatch.setattr(host_checks.shutil, "which", lambda *_, **__: None)

@@ -142,9 +142,11 @@ class HostChecks:
             if time.monotonic() >= end:
                 return {"pending": True}
             time.sleep(LOOK_S)
-        found: dict[str, Any] = {"pending": False, "problems": [*self._vendor()]}
-        if "devices" in self._programs or "devices" in self._problems:
-            found["devices"] = self._devices()
+        devices = self._devices() if "devices" in self._programs or "devices" in self._problems else {}
+        compute = devices.get("platform", "cpu") != "cpu"
+        found: dict[str, Any] = {"pending": False, "problems": [*self._vendor(compute=compute)]}
+        if devices:
+            found["devices"] = devices
         if "command" in self._programs or "command" in self._problems:
             found["command"] = self._command()
         return found
@@ -162,13 +164,15 @@ class HostChecks:
                 return dict(json.loads(lines[-1]))
         return {"why": f"the check of its devices ended with code {program.code}: {program.last_line()}"}
 
-    def _vendor(self) -> list[vendor.Problem]:
+    def _vendor(self, *, compute: bool) -> list[vendor.Problem]:
+        """What the vendor's tools say. Where the accelerators have computed meanwhile, a failure is one of the tool."""
         problems = vendor.tpu_problems() if self._tpus else []
         if (program := self._programs.get("nvidia-smi")) is not None:
             if program.timed_out:
-                text = f"nvidia-smi did not answer within {TOOL_S:g} s: the driver or a GPU is stuck"
-                return [*problems, vendor.Problem("error", text)]
-            problems += vendor.gpu_problems(program.text(), program.code)
+                text = f"nvidia-smi did not answer within {TOOL_S:g} s: "
+                text += "is persistence mode off?" if compute else "the driver or a GPU is stuck"
+                return [*problems, vendor.Problem("warning" if compute else "error", text)]
+            problems += vendor.gpu_problems(program.text(), program.code, compute=compute)
         if (program := self._programs.get("nvlink")) is not None and program.code == 0 and not program.timed_out:
             problems += vendor.nvlink_problems(program.text())
         return problems

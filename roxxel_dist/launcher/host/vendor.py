@@ -49,8 +49,11 @@ class Problem(NamedTuple):
     text: str
 
 
-def gpu_problems(text: str, code: int = 0) -> list[Problem]:
-    """What `nvidia-smi -q -x` says: its output, in whatever state it is, and its exit code."""
+def gpu_problems(text: str, code: int = 0, *, compute: bool = False) -> list[Problem]:
+    """What `nvidia-smi -q -x` says: its output, in whatever state it is, and its exit code.
+
+    `compute`: the GPUs have computed meanwhile, so that a failure is one of the tool.
+    """
     problems = [Problem("error", f"GPU {bus}: {why.strip()}") for bus, why in LOST.findall(text)]
     start, end = text.find("<nvidia_smi_log"), text.rfind("</nvidia_smi_log>")
     gpus: list[ElementTree.Element] = []
@@ -59,7 +62,8 @@ def gpu_problems(text: str, code: int = 0) -> list[Problem]:
             gpus = ElementTree.fromstring(text[start : end + len("</nvidia_smi_log>")]).findall("gpu")
     if not gpus:
         last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it printed nothing")
-        return problems or [Problem("error" if code else "warning", f"nvidia-smi failed (code {code}): {last[:200]}")]
+        level: Level = "error" if code and not compute else "warning"
+        return problems or [Problem(level, f"nvidia-smi failed (code {code}): {last[:200]}")]
     for number, gpu in enumerate(gpus):
         problems += [Problem(level, f"{_name(gpu, number)}: {why}") for level, why in _problems_of(gpu)]
     return [*problems, *_narrow(gpus)]

@@ -44,8 +44,8 @@ KILL_S = 10.0
 """How long killed ranks may take to be gone."""
 PROBE_END_S = 2.0
 """How long a program without ranks may take to end."""
-LINGER_S = 1.0
-"""How long a client may stay when its program has ended."""
+LINGER_S = 3.0
+"""How long a client may stay when its program has ended: srun takes a moment."""
 EXIT_LOST = 137
 """What an agent without a code of its own counts as: its ranks were killed."""
 
