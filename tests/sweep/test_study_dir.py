@@ -89,6 +89,19 @@ def test_what_a_killed_start_has_left_is_no_hindrance(tmp_path):
         StudyDir(study).open(str(tmp_path / "sweep.yaml"), None, Config(), None)
 
 
+def test_a_study_that_begins_while_another_start_looks_is_no_other_folder(tmp_path):
+    write_sweep(tmp_path, SWEEP)
+
+    class Looking(StudyDir):
+        @property
+        def is_there(self):
+            seen = super().is_there
+            StudyDir(self.path).create(str(tmp_path / "sweep.yaml"), None, Config(), {SERVER: None})
+            return seen
+
+    Looking(tmp_path / "study").check_free()
+
+
 @pytest.mark.parametrize("others", [(), ("notes.txt",)])
 def test_a_start_that_begins_nothing_leaves_what_was_there(tmp_path, others):
     folder = tmp_path / "new" / "study"

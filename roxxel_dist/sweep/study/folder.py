@@ -217,9 +217,14 @@ class StudyDir:
 
     def _holds_other_files(self) -> bool:
         """Whether there is more than a start may have left that was killed before the study was there."""
-        if not self.path.is_dir():
-            return self.path.exists()
-        names = {path.name for path in self.path.iterdir() if not path.match(".*.tmp")}
+        try:
+            names = {path.name for path in self.path.iterdir() if not path.match(".*.tmp")}
+        except FileNotFoundError:  # also where another start has just taken it away
+            return False
+        except NotADirectoryError:
+            return True
+        if DEFINITION in names:  # another start has begun it since `is_there`
+            return False
         return bool(names - {BASE, EXTRAS, LOCK})
 
     def _compare(self, flag: str, file: str, own: Path) -> None:
