@@ -19,6 +19,7 @@ import pytest
 from corpora import write_corpus
 from hypothesis import settings
 from leftovers import pytest_configure  # noqa: F401  (pytest calls it)
+from xdist.scheduler import LoadGroupScheduling
 
 from roxxel_dist.data.dataset import Roxxel
 
@@ -27,6 +28,18 @@ jax.config.update("jax_num_cpu_devices", 8)
 settings.register_profile("few", max_examples=20, deadline=None, derandomize=True)
 settings.register_profile("long", max_examples=200, deadline=None)
 settings.load_profile("few")
+
+
+class ByFile(LoadGroupScheduling):
+    """A worker takes a whole file, or all files of an `xdist_group`: what a module shares is made and compiled once."""
+
+    def _split_scope(self, nodeid):
+        scope = super()._split_scope(nodeid)
+        return nodeid.split("::")[0] if scope == nodeid else scope
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(items):
