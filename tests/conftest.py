@@ -1,5 +1,7 @@
 """What every test shares: simulated devices, a compilation cache, and no silent skips in CI."""
 
+import compileall
+import gc
 import os
 from pathlib import Path
 
@@ -14,6 +16,10 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "xla"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ.setdefault("XLA_FLAGS", FAST)
 
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # Where Python is told to keep no bytecode, each of the many processes of the tests would compile the package.
+    compileall.compile_dir(ROOT / "roxxel_dist", quiet=2)
+
 import jax
 import pytest
 from corpora import write_corpus
@@ -23,6 +29,7 @@ from xdist.scheduler import LoadGroupScheduling
 
 from roxxel_dist.data.dataset import Roxxel
 
+gc.disable()  # nothing to find in what is imported and collected: it took a third of the time until the first test
 jax.config.update("jax_num_cpu_devices", 8)
 # Of each property `make test` tries a few examples, always the same, and `make test-long` many.
 settings.register_profile("few", max_examples=20, deadline=None, derandomize=True)
@@ -40,6 +47,11 @@ class ByFile(LoadGroupScheduling):
 
 def pytest_xdist_make_scheduler(config, log):
     return ByFile(config, log)
+
+
+def pytest_collection_finish():
+    gc.enable()
+    gc.freeze()  # a million objects that stay
 
 
 def pytest_collection_modifyitems(items):
