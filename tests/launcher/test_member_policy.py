@@ -13,7 +13,7 @@ from roxxel_dist.launcher.control.host_list import HostList
 from roxxel_dist.launcher.control.membership import Inbox
 from roxxel_dist.launcher.job.placement import assign
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.policy.membership import Change, Wanted, change_to, working_number
+from roxxel_dist.launcher.policy.membership import Change, Stays, Wanted, change_to, working_number
 from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, next_action
 
 
@@ -51,6 +51,41 @@ def test_lists_and_requests_together_say_which_hosts_are_wanted() -> None:
     left = wanted.with_leave(["c"])
     assert left.with_list(["c", "b"]).hosts == ("a", "b"), "the list had it all the time"
     assert left.with_list(["b"]).with_list(["b", "c"]).hosts == ("a", "b", "c"), "it is in the list anew"
+
+
+@pytest.mark.parametrize(
+    ("events", "joins"),
+    [
+        ("+0", 0),
+        ("+0 -3000 +3060", 3060),  # it came back, and had been there long
+        ("+0 -100 +110", 110),  # once is no habit
+        ("+0 -100 +110 -120 +130", 130 + 60),
+        ("+0 -100 +110 -120 +130 -189 +200", 200 + 60),  # it never joined: that cost nothing
+        ("+0 -100 +110 -120 +130 -191 +200", 200 + 120),
+        ("+0 -100 +110 -120 +130 -789 +800", 800 + 120),
+        ("+0 -100 +110 -120 +130 -790 +800", 800),  # it stayed for ten minutes after it had joined
+        ("+0 -1 +2 -3 +4 -65 +66 -187 +188", 188 + 240),
+        (" ".join(f"+{n * 4000} -{n * 4000 + 3999}" for n in range(9)) + " +36000", 36000),
+        (" ".join(f"+{n * 1000} -{n * 1000 + 500}" for n in range(9)) + " +9000", 9000 + 960),
+    ],
+)
+def test_a_host_whose_stays_are_short_waits_before_it_joins_anew(events: str, joins: float) -> None:
+    """The last line: it is held 60, 120, 240 and 480 s, and then longer than it stays: no restart follows."""
+    stays = Stays(since={"a": 0.0})
+    for event in events.split():
+        stays = stays.with_list(["a", "b"] if event[0] == "+" else ["a"], float(event[1:]))
+    now = float(events.rpartition(" ")[2][1:])
+    assert stays.joins_at("b") == joins
+    assert stays.held(now) == ({"b"} if joins > now else set())
+    assert stays.held(joins) == stays.forgiven().held(now) == set()
+    assert stays.joins_at("a") == 0.0
+    longest = Stays(since={"b": now}, short={"b": 99})
+    assert longest.joins_at("b") == now + 3600
+
+
+def test_a_host_that_is_asked_for_by_name_is_not_held_back() -> None:
+    wanted = Wanted(given=("a",), listed=("a", "b", "c")).with_join(["c"])
+    assert wanted.without({"a", "b", "c"}) == ("a", "c")
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,26 @@ def test_a_host_that_goes_before_the_others_save_costs_no_restart(how: str, loca
     assert "ranks get 30 s" not in local.screen
 
 
+@pytest.mark.cluster
+def test_a_host_that_comes_and_goes_is_held_back(
+    local: LocalJob, tmp_path: Path, cli: Callable[..., "subprocess.CompletedProcess[str]"]
+) -> None:
+    local.start("a")
+    assert local.up(0, 1) == ["a"]
+    for attempt in (1, 3):
+        local.name("a", "c")
+        assert local.up(attempt, 2) == ["a", "c"]
+        local.name("a")
+        assert local.up(attempt + 1, 1) == ["a"]
+    local.name("a", "c")
+    local.says("host c left the list 2 times soon after it came; it is taken in when it has stayed there for 60 s, or")
+    assert local.screen.count("ranks get 30 s") == 4
+    joined = cli("join", "run", "--hosts", "c", cwd=tmp_path)
+    assert joined.returncode == 0, joined.stderr
+    assert local.up(5, 2) == ["a", "c"]
+    local.end()
+
+
 @dataclass
 class Job:
     """A job of `launch ssh` on a cluster, whose ranks write where they are."""

@@ -15,7 +15,7 @@ from roxxel_dist.launcher.control.host_list import HostList
 from roxxel_dist.launcher.control.member_requests import Request
 from roxxel_dist.launcher.job.backend import Backend, HostSource
 from roxxel_dist.launcher.job.spec import JobSpec
-from roxxel_dist.launcher.policy.membership import Change, Wanted, change_to
+from roxxel_dist.launcher.policy.membership import Change, Stays, Wanted, change_to
 from roxxel_dist.launcher.policy.outcome import HostLost
 from roxxel_dist.launcher.preflight.candidates import NUMBERS, Candidates, LookHistory, Running
 from roxxel_dist.launcher.preflight.select_hosts import HostSelector, ReadyHosts
@@ -111,6 +111,7 @@ class Membership:
         self._job, self._backend, self._key = job, backend, key
         given = backend.hosts if backend.given is None else backend.given
         self._wanted = Wanted(given=tuple(given), listed=tuple(backend.listed))
+        self._stays = Stays(since=dict.fromkeys(backend.listed, time.monotonic()))
         self._inbox = Inbox(job, backend.listed, backend.more_hosts) if backend.takes_hosts else None
         self._history = LookHistory()
         self._candidates: Candidates | None = None
@@ -132,8 +133,9 @@ class Membership:
         self._selector = selector
 
     def newcomers(self) -> Sequence[str]:
-        """Hosts that the job shall have, and has not."""
+        """Hosts that the job shall have, and has not: it waits for some."""
         self._receive()
+        self._stays = self._stays.forgiven()
         return self._change().newcomers
 
     @contextmanager
@@ -165,7 +167,7 @@ class Membership:
         self._receive()
         selector, change = self._selector, self._change()
         if (candidates := self._candidates) is not None:
-            members = {*selector.members} & {*self._wanted.hosts}
+            members = {*selector.members} & {*self._hosts}
             lost = [host for host in self._lost if host in members]
             candidates.watch(lost, change.newcomers)
             if candidates.spares and not candidates.ready:  # else `follow` takes them in, behind these
@@ -206,8 +208,8 @@ class Membership:
     def follow(self, lost: HostLost | None) -> tuple[str, ...]:
         """After an attempt: change the hosts of the job; returns those that it takes in. `lost`: one that is gone."""
         joins, leaves = self._due(lost)
-        spares = () if self._candidates is None else self._candidates.spares
-        self._selector.change((*joins, *(host for host in spares if host in self._wanted.hosts)), leaves)
+        spares, wanted = () if self._candidates is None else self._candidates.spares, self._hosts
+        self._selector.change((*joins, *(host for host in spares if host in wanted)), leaves)
         self._candidates, self._leaves_since = None, None
         return joins
 
@@ -215,20 +217,25 @@ class Membership:
         """These hosts were taken in, as `LookHistory.grown`."""
         self._history.grown(hosts, failed=failed)
 
+    @property
+    def _hosts(self) -> tuple[str, ...]:
+        """The hosts that the job shall have now."""
+        return self._wanted.without(self._stays.held(time.monotonic()))
+
     def _due(self, lost: HostLost | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Hosts to take in, and working ones that shall leave, without one that is lost."""
-        selector = self._selector
+        selector, wanted = self._selector, self._hosts
         ready = () if self._candidates is None else self._candidates.ready
-        joins = tuple(host for host in ready if host in self._wanted.hosts)
+        joins = tuple(host for host in ready if host in wanted)
         gone = {lost.host} if lost is not None and lost.with_host else set[str]()
         there = {*selector.there, *joins} - gone
         members = [*selector.members, *(host for host in joins if host not in selector.members)]
-        change = change_to(self._wanted.hosts, members, there, selector.least)
+        change = change_to(wanted, members, there, selector.least)
         return joins, tuple(host for host in change.leaves if host in selector.working)
 
     def _change(self) -> Change:
         selector = self._selector
-        return change_to(self._wanted.hosts, selector.members, selector.there, selector.least)
+        return change_to(self._hosts, selector.members, selector.there, selector.least)
 
     def _receive(self) -> None:
         """Take what has come: lists, and requests, which get their answers."""
@@ -244,12 +251,20 @@ class Membership:
                 self._note(f"--hosts-from: {error}; the list stays as it was")
                 continue
             before = {*self._wanted.hosts}
-            self._wanted = self._wanted.with_list(hosts)
+            self._wanted, self._stays = self._wanted.with_list(hosts), self._stays.with_list(hosts, time.monotonic())
             self._history.forget({*self._wanted.hosts} ^ before)
+            self._note_held()
             self._reported = {text for text in self._reported if "cannot leave" not in text}
         while not inbox.requests.empty():
             request = inbox.requests.get()
             member_requests.answer(request, *self._answer(request))
+
+    def _note_held(self) -> None:
+        for host in {*self._wanted.hosts} - {*self._hosts}:
+            self._note(
+                f"host {host} left the list {self._stays.short[host]} times soon after it came; it is taken in when it "
+                f"has stayed there for {self._stays.joins_at(host) - self._stays.since[host]:.0f} s, or by `join`"
+            )
 
     def _answer(self, request: Request) -> tuple[bool, str]:
         """Do what is asked, if it can be done; whether it is, and the words for it."""
@@ -260,7 +275,7 @@ class Membership:
         return self._join(request.hosts) if request.joins else self._leave(request.hosts)
 
     def _join(self, hosts: Sequence[str]) -> tuple[bool, str]:
-        members = {*self._selector.members} & {*self._wanted.hosts}
+        members = {*self._selector.members} & {*self._hosts}
         new = [host for host in hosts if host not in members]
         if not new:
             return True, f"{', '.join(hosts)} is in the job already"

@@ -1,7 +1,12 @@
 """Which hosts a job shall have, and what follows when these are others than it has: pure functions."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+SHORT_S = 600.0
+"""A host that leaves the list sooner after it came has cost two restarts for little."""
+HOLD_S, HOLD_MOST_S = 60.0, 3600.0
+"""So long a host waits in the list after two such stays in a row; each further one doubles it, up to an hour."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +28,11 @@ class Wanted:
         hosts = dict.fromkeys((*self.given, *self.listed, *self.joined))
         return tuple(host for host in hosts if host not in self.left)
 
+    def without(self, held: Collection[str]) -> tuple[str, ...]:
+        """All of them but those that the list alone names, and that are held back."""
+        asked = {*self.given, *self.joined}
+        return tuple(host for host in self.hosts if host in asked or host not in held)
+
     def with_list(self, hosts: Sequence[str]) -> "Wanted":
         """As it is when the list has these hosts."""
         dropped = {*self.listed} - {*hosts}
@@ -36,6 +46,41 @@ class Wanted:
         """As it is when these hosts are asked to leave."""
         joined = tuple(host for host in self.joined if host not in hosts)
         return replace(self, joined=joined, left=self.left | {*hosts})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stays:
+    """How hosts come to the list and leave it. One that stays short times only is held back when it comes anew."""
+
+    since: Mapping[str, float]
+    """When the hosts of the list came to it."""
+    short: Mapping[str, int] = field(default_factory=dict)
+    """How many stays of a host were short, in a row. One that ends while it is held back does not count: it cost
+    nothing."""
+
+    def with_list(self, hosts: Sequence[str], now: float) -> "Stays":
+        """As it is when the list has these hosts."""
+        short = dict(self.short)
+        for host in self.since.keys() - {*hosts}:
+            stayed_s = now - self.joins_at(host)
+            if stayed_s >= SHORT_S:
+                short.pop(host, None)
+            elif stayed_s >= 0:
+                short[host] = short.get(host, 0) + 1
+        return Stays(since={host: self.since.get(host, now) for host in hosts}, short=short)
+
+    def forgiven(self) -> "Stays":
+        """As it is when every host of the list is needed."""
+        return replace(self, short={})
+
+    def joins_at(self, host: str) -> float:
+        """From when on a host of the list is wanted."""
+        times = self.short.get(host, 0)
+        return self.since[host] + (min(HOLD_S * 2 ** (times - 2), HOLD_MOST_S) if times > 1 else 0.0)
+
+    def held(self, now: float) -> frozenset[str]:
+        """Hosts of the list that are held back."""
+        return frozenset(host for host in self.since if self.joins_at(host) > now)
 
 
 @dataclass(frozen=True, kw_only=True)
