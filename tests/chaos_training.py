@@ -117,7 +117,7 @@ class Launches:
                 cwd=self._work,
                 env={
                     "TMPDIR": str(self._work / "tmp" / CONTROLLER),
-                    "PYTHONPATH": str(ROOT),
+                    "PYTHONPATH": f"{self._work / 'launcher-site'}:{ROOT}",
                     "XDG_STATE_HOME": str(self._work / "state"),
                 },
                 stdin=subprocess.DEVNULL,

@@ -38,6 +38,11 @@ def slowly(self, *step):
     enter(self, *step)
 Progress.enter = slowly
 """
+# Found by the launcher: a host that comes and goes is not held back, or the job would soon change no more.
+EAGER = """
+from roxxel_dist.launcher.policy import membership
+membership.HOLD_S = 0.0
+"""
 CONFIG = """
 dim: 16
 num_blocks: 1
@@ -165,11 +170,6 @@ def wait(condition: Callable[[], bool], run: Elastic, process: "subprocess.Popen
     return time.monotonic()
 
 
-def is_right(working: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Whether as many of the wanted hosts work as divide the virtual shards, and no others."""
-    return {*working} <= {*wanted} and len(working) == 1 << len(wanted).bit_length() - 1
-
-
 def elastic(
     hosts: Cluster,
     work: Path,
@@ -184,6 +184,8 @@ def elastic(
     prepare(work, hosts, 10)
     (work / "elastic.yaml").write_text(CONFIG)
     (work / "site" / "sitecustomize.py").write_text(SLOW)
+    (work / "launcher-site").mkdir()
+    (work / "launcher-site" / "sitecustomize.py").write_text(EAGER)
     wanted = Wanted(given=(), listed=(hosts.names[0],))
     write(work / "hosts.txt", wanted.listed, rng)
     run = Elastic(hosts, work, "elastic")
@@ -195,7 +197,7 @@ def elastic(
         kind, wanted = change(run, work, wanted, rng, hosts.names)
         begun = time.monotonic()
         goal = sorted(wanted.hosts)
-        wait(lambda goal=goal: is_right(run.working(), goal), run, process)
+        wait(lambda goal=goal: run.working() == goal, run, process)
         step = run.step
         summary.changes.append(wait(lambda step=step: run.step > step, run, process) - begun)
         summary.kinds[kind] += 1
