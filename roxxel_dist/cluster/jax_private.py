@@ -3,9 +3,17 @@
 Last checked: jax 0.10.2 and 0.12.0.1. None of them has a public equivalent.
 """
 
+import os
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from jax._src import distributed, xla_bridge
+import jax
+from jax._src import compilation_cache, compiler, distributed, xla_bridge
+
+_unkept: deque[tuple[Any, ...]] = deque(maxlen=64)
+"""The last programs that jax has compiled in this process and has not put into its cache, as `_put` takes them."""
 
 
 def backends_are_initialized() -> bool:
@@ -33,3 +41,40 @@ def assume_compute_capability(capability: tuple[int, int]) -> None:
         return capability >= tuple(int(part) for part in needed.split("."))
 
     attention.check_compute_capability = reached
+
+
+def note_unkept_programs() -> None:
+    """Note from now on which programs jax compiles here and does not keep: its cache takes those of process 0 alone."""
+    if distributed.global_state.process_id == 0 or compiler._cache_write is _note:
+        return
+    compiler._cache_write = _note
+
+
+def _note(*entry: Any, **_: Any) -> None:
+    if len(entry) not in (5, 6):
+        return  # another jax: the program is compiled again
+    key, seconds, name, backend, executable, *callbacks = entry
+    if not any(callbacks) and seconds >= jax.config.jax_persistent_cache_min_compile_time_secs:  # pyright: ignore[reportAttributeAccessIssue]
+        _unkept.append((key, name, executable, backend, int(seconds)))
+
+
+def keep_noted_programs() -> None:
+    """Put the programs that were noted into jax's cache, where it has not that of process 0.
+
+    It has not where the folder is of this machine alone, and on CPUs, where each process has keys of its own.
+    """
+    while _unkept:
+        key, name, executable, backend, seconds = _unkept.pop()
+        with suppress(Exception):  # a full disk, say: it is compiled again then
+            if not compilation_cache.is_executable_in_cache(backend, key):
+                _put(key, name, executable, backend, seconds)
+
+
+def _put(key: str, *entry: Any) -> None:
+    """As jax does; in one piece where it can be, as processes of one machine may do so at the same time."""
+    folder, limit = jax.config.jax_compilation_cache_dir, jax.config.jax_compilation_cache_max_size  # pyright: ignore[reportAttributeAccessIssue]
+    if "://" in folder or limit >= 0:
+        return compilation_cache.put_executable_and_time(key, *entry)
+    own = f"{key}.{os.getpid()}"
+    compilation_cache.put_executable_and_time(own, *entry)
+    Path(folder, f"{own}-cache").replace(Path(folder, f"{key}-cache"))

@@ -15,6 +15,7 @@ from flax import nnx
 from roxxel_dist.checkpoint.store import DamagedCheckpoint
 from roxxel_dist.cluster.determinism import enable_compilation_cache, pin_for_shards
 from roxxel_dist.cluster.distributed import is_primary, process_count
+from roxxel_dist.cluster.jax_private import note_unkept_programs
 from roxxel_dist.cluster.preemption import watching_for_stop
 from roxxel_dist.input.verify_ahead import Verification
 from roxxel_dist.train.deferred import DeferredMetrics
@@ -80,6 +81,7 @@ class Loop:
         """
         pin_for_shards(parts.options.virtual_shards)
         enable_compilation_cache()
+        note_unkept_programs()
         held = Resources.open(parts)
         try:
             while True:

@@ -16,12 +16,20 @@ from roxxel_dist.cluster.exit_codes import attempt_number
 
 folder, words = Path(sys.argv[1]), sys.argv[2:]
 run = folder / "run"
+found = threading.local()
 log = (folder / f"events-{attempt_number()}-{process_index()}").open("a", buffering=1)
 
 
-def listen(event: str, duration_secs: float, **more: str | int) -> None:
+def listen(event: str, **_: str | int) -> None:
+    found.value = event == "/jax/compilation_cache/cache_hits" or getattr(found, "value", False)
+
+
+def listen_to_the_end(event: str, duration_secs: float, **more: str | int) -> None:
+    """An event of a compilation ends it, also of one that was found in the cache."""
     if event == "/jax/core/compile/backend_compile_duration":
-        log.write(f"{more.get('fun_name')}\n")
+        if not getattr(found, "value", False):
+            log.write(f"{more.get('fun_name')}\n")
+        found.value = False
 
 
 def kill_once(step):
@@ -33,7 +41,8 @@ def kill_once(step):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-jax.monitoring.register_event_duration_secs_listener(listen)
+jax.monitoring.register_event_listener(listen)
+jax.monitoring.register_event_duration_secs_listener(listen_to_the_end)
 if attempt_number() == 0 and process_index() == 1:
     threading.Thread(target=kill_once, args=(json.loads(os.environ["KILL_AT"]),), daemon=True).start()
 sys.exit(train(words))

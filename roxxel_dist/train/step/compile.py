@@ -1,6 +1,6 @@
 """Compilation ahead of time: programs are compiled in a background thread before the step that needs them.
 
-jax's own cache keeps them on disk for the next start of the job (on CPUs those of rank 0 alone).
+jax's own cache keeps them on disk for the next start of the job, those of other ranks than 0 where they are not there.
 
 With `SHARE_COMPILATION`, processes that need the same program at about the same time, such as the trials of a sweep,
 compile it once: the first one holds a file lock, and the others wait and read it from jax's compilation cache. That is
@@ -23,6 +23,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from roxxel_dist.cluster.distributed import barrier
+from roxxel_dist.cluster.jax_private import keep_noted_programs
 from roxxel_dist.cluster.mesh import one_device
 from roxxel_dist.settings.training import SHARE_COMPILATION
 
@@ -87,6 +88,7 @@ class AotCompiler:
         if key not in self._shared:
             barrier("compiled", COMPILE_LIMIT_S)
             self._shared.add(key)
+            self._pool.submit(keep_noted_programs)  # now that those of rank 0 are kept
         return program
 
     def shared(self, key: Hashable) -> bool:
