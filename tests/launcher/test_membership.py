@@ -140,6 +140,9 @@ def test_a_list_and_requests_change_the_hosts_of_a_job(
     local.until(lambda: len(json.loads(record.read_text())["ranks"]) == 3, "the record has three ranks")
     started = json.loads(record.read_text())["ranks"][2]
     assert started["pid"] == local.spares()["d"], "its imports were done before"
+    shown = cli("logs", "run", "--rank", "2", cwd=tmp_path)
+    assert "rank-2.log is not there: nothing was printed yet" in shown.stderr, "its start had ranks 0 and 1"
+    assert "has the ranks 0 to 2" in cli("logs", "run", "--rank", "3", cwd=tmp_path).stderr
     left = cli("leave", "run", "--hosts", "b", cwd=tmp_path)
     assert (left.returncode, "continues without b" in left.stderr) == (0, True), left.stderr
     assert local.up(2, 3) == ["a", "d", "c"], "the spare takes its place"
@@ -204,19 +207,19 @@ def test_a_host_that_goes_before_the_others_save_costs_no_restart(how: str, loca
 def test_a_host_that_comes_and_goes_is_held_back(
     local: LocalJob, tmp_path: Path, cli: Callable[..., "subprocess.CompletedProcess[str]"]
 ) -> None:
-    local.start("a")
-    assert local.up(0, 1) == ["a"]
+    local.start("a", "b")
+    assert local.up(0, 2) == ["a", "b"]
     for attempt in (1, 3):
-        local.name("a", "c")
-        assert local.up(attempt, 2) == ["a", "c"]
-        local.name("a")
-        assert local.up(attempt + 1, 1) == ["a"]
-    local.name("a", "c")
+        local.name("a", "b", "c")
+        assert local.up(attempt, 3) == ["a", "b", "c"]
+        local.name("a", "b")
+        assert local.up(attempt + 1, 2) == ["a", "b"]
+    local.name("a", "b", "c")
     local.says("host c left the list 2 times soon after it came; it is taken in when it has stayed there for 60 s, or")
     assert local.screen.count("ranks get 30 s") == 4
     joined = cli("join", "run", "--hosts", "c", cwd=tmp_path)
     assert joined.returncode == 0, joined.stderr
-    assert local.up(5, 2) == ["a", "c"]
+    assert local.up(5, 3) == ["a", "b", "c"]
     local.end()
 
 
