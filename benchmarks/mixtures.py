@@ -19,15 +19,18 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 SOURCES = {"python": 4_000_000, "headers": 3_000_000, "docs": 2_000_000, "man": 1_500_000, "licences": 1_500_000}
 """Bytes of text of each, at most."""
+NAMES = ("self", *list(SOURCES)[1:])
+"""Of the data sets in a config."""
 VOCAB, DIM, BLOCKS, CONTEXT, ROWS = 1024, 48, 1, 64, 16
 PHASES = (120, 80)
 """Steps of each phase."""
@@ -116,14 +119,35 @@ def mixtures(natural: NDArray[np.float64], count: int, seed: int = 0) -> list[tu
     return runs[:BEFORE] + again + runs[BEFORE:]
 
 
+def settings(folder: Path) -> dict[str, Any]:
+    """The config of a training, without its phases; the first source is the primary data set."""
+    return {
+        "vocab_size": VOCAB, "dim": DIM, "num_blocks": BLOCKS, "kv_heads": 2, "max_context": CONTEXT,
+        "dropout_rate": 0.0, "optimizer": "muon", "lr": 0.02, "eval_iters": EVAL_BATCHES,
+        "datasets": {name: str(folder / source / "train") for name, source in zip(NAMES, SOURCES, strict=True)},
+        "validation": {name: str(folder / name / "val") for name in SOURCES},
+    }  # fmt: skip
+
+
+def phases(shares: Sequence[Sequence[float]] | None = None, times: int = 1) -> list[dict[str, Any]]:
+    """The two phases, with shares float[2, 5] where they are given."""
+    made = [{"steps": steps * times, "batch_size": ROWS, "seq_len": CONTEXT + 1, "blend": "row"} for steps in PHASES]
+    if shares is None:
+        return made
+    weights = [{name: share for name, share in zip(NAMES, row, strict=True) if share > 0} for row in shares]
+    return [phase | {"weights": one} for phase, one in zip(made, weights, strict=True)]
+
+
 class Recorder:
     """Trainings of one small model, one after another in this process: the step is compiled once for all.
 
     Args:
         folder: what `build` made.
+        times: how many times as long as `PHASES` they train.
+        passes: as in `Curriculum`: of trials of a sweep they are apart.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, times: int = 1, passes: Literal["together", "apart"] = "together") -> None:
         import jax
 
         from roxxel_dist.cluster.mesh import batch_sharding
@@ -137,15 +161,10 @@ class Recorder:
         from roxxel_dist.train.step.state import init_state
         from roxxel_dist.train.step.step import loop_numbers, make_eval_step, make_step
 
-        first, *others = SOURCES
-        self.config: Config = Config(
-            vocab_size=VOCAB, dim=DIM, num_blocks=BLOCKS, kv_heads=2, max_context=CONTEXT, dropout_rate=0.0,
-            optimizer="muon", lr=0.02,
-            datasets={"self": str(folder / first / "train")} | {name: str(folder / name / "train") for name in others},
-            validation={name: str(folder / name / "val") for name in SOURCES},
-            eval_iters=EVAL_BATCHES, phases=self.phases(np.full((2, len(SOURCES)), 1 / len(SOURCES)).tolist()),
-        )  # fmt: skip
-        self.data: Roxxel = Roxxel(folder / first / "train")
+        self.times, self.passes = times, passes
+        even = np.full((2, len(SOURCES)), 1 / len(SOURCES)).tolist()
+        self.config: Config = Config(**settings(folder), phases=phases(even, times))
+        self.data: Roxxel = Roxxel(folder / next(iter(SOURCES)) / "train")
         parts = build_components(self.config, self.data)
         self.sets: Mapping[str, Any] = parts.curriculum.datasets
         self.tokens: list[int] = [data.num_tokens for data in self.sets.values()]
@@ -157,10 +176,14 @@ class Recorder:
             build = build_components(dataclasses.replace(self.config, seed=seed), self.data).build
             return init_state(build, InitialState(parts.optimizer), mesh)
 
-        self.starts: list[Any] = [jax.device_get(begin(seed)[1]) for seed in range(REPLICAS)]
+        @cache
+        def start(seed: int) -> Any:
+            return jax.device_get(begin(seed)[1])
+
+        self.start: Callable[[int], Any] = start
         """The state before the first step, by seed."""
         split, self.state, hparams = begin(0)
-        numbers = parts.optimizer.settings(sum(PHASES)) | loop_numbers(LoopOptions())
+        numbers = parts.optimizer.settings(sum(PHASES) * times) | loop_numbers(LoopOptions())
         from roxxel_dist.cluster.mesh import scalars_on
 
         self.hparams: Any = {**hparams, **scalars_on(mesh, numbers)}
@@ -170,17 +193,8 @@ class Recorder:
             parts.validation, self.data, evaluate, self.compiler, self.sharding, EVAL_BATCHES
         )
 
-    def phases(self, shares: Sequence[Sequence[float]]) -> list[Any]:
-        """The two phases with these shares."""
-        names = ["self", *list(SOURCES)[1:]]
-        return [
-            {"steps": steps, "batch_size": ROWS, "seq_len": CONTEXT + 1, "blend": "row",
-             "weights": {name: share for name, share in zip(names, row, strict=True) if share > 0}}
-            for steps, row in zip(PHASES, shares, strict=True)
-        ]  # fmt: skip
-
     def train(self, shares: Sequence[Sequence[float]], seed: int) -> dict[str, list[float]]:
-        """One training: the loss on each source's validation text after every `EVERY` steps."""
+        """One training: the loss on each source's validation text after every `EVERY` steps, as often if longer."""
         import jax
 
         from roxxel_dist.curriculum.phases import Curriculum
@@ -190,16 +204,17 @@ class Recorder:
         from roxxel_dist.train.step.step import fetch
 
         others = {name: data for name, data in self.sets.items() if name != "self"}
-        plan = Curriculum(self.data, self.phases(shares), others).plan(seed)
+        made = phases(shares, self.times)
+        plan = Curriculum(self.data, made, others, passes=self.passes).plan(seed)
         stream = Stream(plan, self.sets, self.sharding)
-        state = jax.tree.map(lambda now, like: jax.device_put(now, like.sharding), self.starts[seed], self.state)
+        state = jax.tree.map(lambda now, like: jax.device_put(now, like.sharding), self.start(seed), self.state)
         key = batch_key(stream.abstract())
         self.compiler.prepare(key, self.step, self.state, self.hparams, stream.abstract())
         program = self.compiler.get(key)
         curves: dict[str, list[float]] = {name: [] for name in SOURCES}
-        for done in range(1, sum(PHASES) + 1):
+        for done in range(1, sum(PHASES) * self.times + 1):
             state, _ = program(state, self.hparams, next(stream))
-            if done % EVERY == 0:
+            if done % (EVERY * self.times) == 0:
                 losses = summarize(fetch(self.validation.run(state, self.hparams, plan.shapes[0])))
                 for name, curve in curves.items():
                     curve.append(round(losses[f"val_loss/{name}"], 6))

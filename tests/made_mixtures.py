@@ -27,10 +27,13 @@ def losses(shares: Sequence[float]) -> dict[str, float]:
 NAMES = ("self", "code", "math", "web")
 
 
-def made_mixtures(folder: Path, sets: int = 3, count: int = 24, *, weighted: bool = True, base: Any = None) -> Path:
+def made_mixtures(
+    folder: Path, sets: int = 3, count: int = 24, *, weighted: bool = True, flat: bool = False, base: Any = None
+) -> Path:
     """A study of `count` trials over the shares of so many data sets, whose metric is the mean of their losses.
 
-    Not `weighted`, the metric is val_loss, and the trials have no logs. `base` is the config that they begin from.
+    Not `weighted`, the metric is val_loss, and the trials have no logs. `flat`, shares change no loss. `base` is the
+    config that they begin from.
     """
     study, names = folder / f"mixtures-{sets}", NAMES[:sets]
     metric = {"name": "mean_loss", "goal": "minimize", "weights": dict.fromkeys(names, 1 / sets)}
@@ -44,13 +47,14 @@ def made_mixtures(folder: Path, sets: int = 3, count: int = 24, *, weighted: boo
     StudyDir(study).create(*files, base, {"data_path": None if base.datasets else str(folder)})
     engine, rng = make(checked, seed=1), np.random.default_rng(0)
     told = {"metric": checked.metric, "goal": checked.goal, "method": "random", "seed": 1, "driver": {}}
+    told_losses = (lambda row: losses([1 / sets] * len(row))) if flat else losses
     with Journal(study, print) as journal:
         journal.append({"event": "study", **told})
         for number in range(count):
             trial, params = engine.ask()
             assert trial == number
             shares = [params[f"mixture.1.{name}"] for name in names]
-            each = {name: loss + rng.normal(0, 0.002) for name, loss in losses(shares).items()}
+            each = {name: loss + rng.normal(0, 0.002) for name, loss in told_losses(shares).items()}
             value = sum(each.values()) / sets
             report = {"event": "report", "trial": trial, "step": 40, "value": value}
             journal.append(

@@ -103,6 +103,8 @@ def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
     study = read_study(args.runs[0]) if bucket is None else read_study(bucket.path, bucket.url)
     if bucket is not None and args.best_config is not None and study.done:
         bucket.fetch_file(study.run_dir(study.done[0]).relative_to(study.path).joinpath(CONFIG).as_posix())
+    if bucket is not None:
+        bucket.fetch_confirmation()
     best = None if args.best_config is None else write_best_config(study, args.best_config)
     mixtures = mixtures_of(study)
     if not args.json:

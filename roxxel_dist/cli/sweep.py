@@ -55,63 +55,81 @@ def confirm(words: list[str]) -> int:
     """Train the best mixture of a study, and its baselines, for longer: a study in the folder of that one."""
     from tempfile import TemporaryDirectory
 
-    import yaml
-
+    from roxxel_dist.place.directory import CONFIG
     from roxxel_dist.sweep.report.confirmation import confirmation
     from roxxel_dist.sweep.report.mixture import expected
     from roxxel_dist.sweep.report.text import best_config
-    from roxxel_dist.sweep.study.confirm import EXPECTED, FOLDER, Expected, lengthened
-    from roxxel_dist.sweep.study.folder import DATA_PATH, StudyDir, read_study
+    from roxxel_dist.sweep.study.confirm import EXPECTED, FOLDER, Expected
+    from roxxel_dist.sweep.study.folder import StudyDir, read_study
 
-    with usage_errors():
-        flags = dict(flags_in(words))
-        factor = _times(flags["confirm"])
-        if (name := next((name for name in CHOSEN if name in flags), None)) is not None:
-            raise UserError(f"--confirm {factor} trains what the study has found: leave --{name} out")
-        if flags.get("study") is None:
-            raise UserError(f"--confirm {factor} does not say of which study: name its folder with --study")
-        if bucket_url(flags["study"]) is not None:
-            raise UserError(f"--confirm {factor}: copy {flags['study']} to a folder first, with `roxxel-dist copy`")
-        study = read_study(flags["study"])
-        folder = study.path / FOLDER
-        begun = Expected.read(study.path) if StudyDir(folder).is_there else None
-        if begun is not None and begun.factor != factor:
-            raise UserError(
-                f"--confirm {factor}: {folder} was begun with --confirm {begun.factor}: use that, or remove {folder}"
-            )
-    rest = [word for name, _, group in split_flags(words) if name not in ("confirm", "study") for word in group]
-    with TemporaryDirectory() as temporary:
-        more = ["--study", str(folder)]
-        if not StudyDir(folder).is_there:
+    with ExitStack() as held:
+        with usage_errors():
+            flags = dict(flags_in(words))
+            factor = _factor(flags)
+            bucket = _bucket({**flags, "dry_run": ""}, held)  # the study itself is only read
+            study = read_study(flags["study"]) if bucket is None else read_study(bucket.path, bucket.url)
+            if bucket is not None:
+                bucket.fetch_confirmation()
+            place = study.path / FOLDER if bucket is None else bucket.url.join(FOLDER)
+            begun = Expected.read(study.path) if StudyDir(study.path / FOLDER).is_there else None
+            if begun is not None and begun.factor != factor:
+                raise UserError(
+                    f"--confirm {factor}: {place} was begun with --confirm {begun.factor}: use that, or remove {place}"
+                )
+        rest = [word for name, _, group in split_flags(words) if name not in ("confirm", "study") for word in group]
+        more = ["--study", str(place)]
+        if not StudyDir(study.path / FOLDER).is_there:
             with usage_errors():
+                if bucket is not None and study.done:
+                    bucket.fetch_file(f"{study.run_dir(study.done[0]).relative_to(study.path).as_posix()}/{CONFIG}")
                 _, best = best_config(study, f"--confirm {factor}")
                 begun = expected(study, best, factor)
-            original = StudyDir(study.path)
-            definition, base = Path(temporary, "confirm.yaml"), Path(temporary, "base.yaml")
-            metric = yaml.safe_load((study.path / DEFINITION).read_text(encoding="utf-8")).get("metric")
-            search = {"method": "grid", **({"metric": metric} if metric else {}), "parameters": begun.values}
-            definition.write_text(yaml.safe_dump(search, sort_keys=False), encoding="utf-8")
-            lengthened(best, factor).save_yaml(base)
             if "dry_run" not in flags:
                 begun.write(study.path)
-            more += ["--sweep_config", str(definition), "--config", str(base)]
-            more += [] if (data := original.metadata(DATA_PATH)) is None else ["--data_path", data]
-            more += [] if "wandb" in flags else ["--wandb", original.settings().get("wandb", "offline")]
+                if bucket is not None:
+                    bucket.send(study.path / EXPECTED)
+            more += _definition_to_confirm(study, begun, best, held.enter_context(TemporaryDirectory()))
+            more += [] if "wandb" in flags else ["--wandb", StudyDir(study.path).settings().get("wandb", "offline")]
         try:
             code = sweep([*more, *rest])
         finally:
-            if not StudyDir(folder).is_there:  # the start was refused
+            if bucket is not None:
+                bucket.fetch_confirmation()
+            if not StudyDir(study.path / FOLDER).is_there:  # the start was refused
                 Path(study.path, EXPECTED).unlink(missing_ok=True)
-    if "dry_run" not in flags and (found := confirmation(study)) is not None:
-        print("\n".join(["", *found.text()]))
-    return code
+                if bucket is not None and "dry_run" not in flags:
+                    bucket.remove(EXPECTED)
+        if "dry_run" not in flags and (found := confirmation(study)) is not None:
+            print("\n".join(["", *found.text()]))
+        return code
 
 
-def _times(text: str) -> int:
-    """The number of --confirm."""
+def _definition_to_confirm(study: Any, begun: Any, best: Any, folder: str) -> list[str]:
+    """The flags of the sweep that trains what is expected, whose files are written into a folder."""
+    import yaml
+
+    from roxxel_dist.sweep.study.confirm import lengthened
+    from roxxel_dist.sweep.study.folder import DATA_PATH, StudyDir
+
+    definition, base = Path(folder, "confirm.yaml"), Path(folder, "base.yaml")
+    metric = yaml.safe_load((study.path / DEFINITION).read_text(encoding="utf-8")).get("metric")
+    search = {"method": "grid", **({"metric": metric} if metric else {}), "parameters": begun.values}
+    definition.write_text(yaml.safe_dump(search, sort_keys=False), encoding="utf-8")
+    lengthened(best, begun.factor).save_yaml(base)
+    data = StudyDir(study.path).metadata(DATA_PATH)
+    words = ["--sweep_config", str(definition), "--config", str(base)]
+    return words if data is None else [*words, "--data_path", data]
+
+
+def _factor(flags: Mapping[str, str]) -> int:
+    """The number of --confirm. Raises UserError where it is none, or other flags do not go with it."""
+    text = flags["confirm"]
     if not text.isdecimal() or not int(text):
-        given = text or "has no value"
-        raise UserError(f"--confirm {given}: must be a whole number, 1 or more times the steps of a trial")
+        raise UserError(f"--confirm {text}: must be a whole number, 1 or more times the steps of a trial")
+    if (name := next((name for name in CHOSEN if name in flags), None)) is not None:
+        raise UserError(f"--confirm {int(text)} trains what the study has found: leave --{name} out")
+    if flags.get("study") is None:
+        raise UserError(f"--confirm {int(text)} does not say of which study: name its folder with --study")
     return int(text)
 
 

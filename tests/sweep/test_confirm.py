@@ -1,13 +1,16 @@
-"""`sweep --confirm`: the best mixture of a study and its baselines, for longer; killed, and taken up."""
+"""`sweep --confirm`: the best mixture and its baselines, for longer; killed and taken up, and in a bucket."""
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 from commands import command, environment, run, wait_for
 from made_mixtures import PHASES, made_mixtures
+from objects.servers import S3Server
 from sweep_desk import SMALL, text_sets
 
+from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.report.confirmation import confirmation
 from roxxel_dist.sweep.study.confirm import Expected
@@ -60,3 +63,31 @@ def test_a_confirmation_that_is_killed_goes_on(desk):
     shown = run("report", "study", "--json", cwd=desk)
     assert json.loads(shown.stdout)["mixture"]["confirm"]["factor"] == 2
     assert json.loads(shown.stdout)["mixture"]["passes"].keys() == {"self", "code"}
+
+
+def test_a_study_in_a_bucket(tmp_path):
+    """Its confirmation is in the bucket too, and another machine continues it and reports it."""
+    with S3Server(tmp_path / "server") as server, server.environment():
+        for name, folder in text_sets(tmp_path).items():
+            upload(Path(folder), server.url("data", name))
+        sets = {name: server.url("data", name) for name in ("self", "code")}
+        base = Config(**{**SMALL, "phases": PHASES}, datasets=sets, validation=sets, eval_every=40)
+        place = server.url("studies", "mixed")
+        upload(made_mixtures(tmp_path, 2, 12, weighted=False, base=base), place)
+        words = ("sweep", "--study", place, "--confirm", "2", "--workers", "2")
+        shown = run(*words, "--dry_run", cwd=tmp_path)
+        assert shown.returncode == 0, shown.stderr
+        assert not [one.key for one in ObjectStore.open(place).list() if one.key.startswith("confirm")]
+        told = run(*words, cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path / "one"))
+        assert told.returncode == 0, told.stderr
+        assert "best less natural: predicted" in told.stdout
+        again = run(*words, cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path / "other"))
+        assert again.returncode == 0, again.stderr
+        assert again.stdout.splitlines()[-1] == told.stdout.splitlines()[-1]
+        found = json.loads(run("report", place, "--json", cwd=tmp_path).stdout)["mixture"]["confirm"]
+        assert {len(values) for values in found["values"].values()} == {3}
+
+
+def upload(folder, url):
+    for path in filter(Path.is_file, folder.rglob("*")):
+        ObjectStore.open(url).upload(path, path.relative_to(folder).as_posix())

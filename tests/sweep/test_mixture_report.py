@@ -12,7 +12,7 @@ from roxxel_dist.cli import main
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.report.confirmation import confirmation
-from roxxel_dist.sweep.report.mixture import expected, mixtures_of
+from roxxel_dist.sweep.report.mixture import LawOfStudy, expected, mixtures_of
 from roxxel_dist.sweep.report.text import best_config
 from roxxel_dist.sweep.study.confirm import BEST, NATURAL, Expected, longer
 from roxxel_dist.sweep.study.folder import read_study
@@ -64,6 +64,19 @@ def test_all_of_it_is_json_and_on_the_page(place, sets, tmp_path, capsys):
     assert found["trials_of_law"] == 24
     assert found["confirm"] is None
     assert '"mixture":{' in (tmp_path / "report.html").read_text()
+
+
+def test_column_and_surface_agree_where_shares_change_nothing(tmp_path):
+    read = read_study(made_mixtures(tmp_path, 3, flat=True))
+    found, law = mixtures_of(read), LawOfStudy.fit(read)
+    assert found is not None
+    assert law is not None
+    (entry,) = found.entries
+    best = law.metric(np.array([entry.shares["law"]]))[0, 0]
+    assert all(best <= point.metric.value + 1e-9 for point in entry.surface)
+    said = {line.partition(", by the law: ")[0]: line for line in found.text()}
+    assert said["best less natural"].endswith(": too near to tell them apart")
+    assert "best less what the law proposes" in said
 
 
 def test_a_metric_that_is_no_mean_has_a_law_of_its_own(tmp_path):

@@ -13,9 +13,9 @@ ALL, NONE, WHOLE = slice(0, 3), np.zeros(3), np.ones(3)
 
 
 def linear(slopes, spread):
-    """Joint draws of sum(slope * share), whose slopes vary by `spread`."""
+    """sum(slope * share), and joint draws of it, whose slopes vary by `spread`."""
     drawn = np.random.default_rng(0).normal(slopes, spread, (4000, len(slopes)))
-    return lambda rows: drawn @ rows.T
+    return lambda rows: np.vstack([slopes, drawn]) @ rows.T
 
 
 def product(rows):

@@ -18,6 +18,7 @@ from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.place.directory import DEFINITION, JOURNAL
 from roxxel_dist.sweep.executors.private_disk import studies_folder
+from roxxel_dist.sweep.study.confirm import EXPECTED, FOLDER
 from roxxel_dist.sweep.study.folder import BASE, EXTRAS, StudyDir
 from roxxel_dist.sweep.study.journal import WAIT_S, Journal
 from roxxel_dist.sweep.study.stored_journal import PARTS, JournalWriter, read_journal
@@ -74,6 +75,18 @@ class StudyBucket:
         if (data := self._read(name)) is not None:
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
             write_file(self.path / name, data)
+
+    def fetch_confirmation(self) -> None:
+        """Copy its confirmation too, where one was begun. Raises what `fetch` raises."""
+        self.fetch_file(EXPECTED)
+        if (self.path / EXPECTED).is_file():
+            (self.path / FOLDER).mkdir(exist_ok=True)
+            store = ObjectStore.open(self.url.join(FOLDER), timeout_s=self._store.timeout_s)
+            StudyBucket(store, self.path / FOLDER).fetch()
+
+    def remove(self, name: str) -> None:
+        """Delete one of its files in the store, where it is there. Raises StoreError."""
+        self._store.delete([name])
 
     def hold(self, log: Callable[[str], None]) -> None:
         """Be the only driver from now on, until `release`; makes the copy again.

@@ -1,13 +1,14 @@
 """`mixtures` and `phase_ends` of a sweep, with the config and its data: refused before the first trial, or resolved."""
 
 from contextlib import ExitStack
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.curriculum.phases import numbers_in
+from roxxel_dist.curriculum.phases import numbers_in, phases_of
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.files.discovery import is_tokens
+from roxxel_dist.data.files.discovery import is_tokens, names_objects
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.units import Ranges
 from roxxel_dist.run.curriculum import open_data_sets
@@ -44,7 +45,10 @@ def with_data(sweep: Sweep, config: Any, data_path: str | Path | None, fields: s
         return sweep
     _check_names(extras, config)
     _check_validation(sweep, config)
-    return sweep.with_budget(PassBudget(extras=extras, phases=phases, ranges=_ranges(config, data_path)))
+    _check_one_name(extras, config, data_path)
+    budget = PassBudget(extras=extras, phases=phases, ranges=_ranges(config, data_path))
+    _check_rows(budget)
+    return sweep.with_budget(budget)
 
 
 def refuse_led(sweep: Sweep, *, program: bool, server: bool) -> None:
@@ -119,6 +123,39 @@ def _check_names(extras: DataExtras, config: Any) -> None:
                 raise UserError(
                     f"mixtures.{entry}.datasets: there is no data set {name!r}: the config has {', '.join(known)}; "
                     f"name it in `datasets`"
+                )
+
+
+def _check_one_name(extras: DataExtras, config: Any, data_path: str | Path | None) -> None:
+    """Raises UserError where two names are one text: it would be read in two orders, and its passes counted apart."""
+    paths = {**(config.datasets or {}), "self": config.primary_path(data_path)}
+    names: dict[str, str] = {}
+    for name in {name: None for spec in extras.mixtures for name in spec.bounds}:
+        path = paths[name]
+        place = str(path) if path is None or names_objects(path) else str(Path(path).resolve())
+        if (first := names.setdefault(place, name)) != name:
+            raise UserError(
+                f"mixtures: {first!r} and {name!r} are both {place}: name each data set once, as passes are counted by "
+                f"name"
+            )
+
+
+def _check_rows(budget: PassBudget) -> None:
+    """Raises UserError for a data set without a row for a phase, and for a floor that comes to no row of its phases."""
+    for entry, spec in enumerate(budget.extras.mixtures, 1):
+        items = max(budget.least_items(number) for number in spec.phases)
+        for name, (low, high) in spec.bounds.items():
+            key = f"mixtures.{entry}.datasets.{name}"
+            for seq_len in [phase.seq_len or 0 for n in spec.phases for phase in phases_of(budget.phases[n - 1])]:
+                if high > 0 and not budget.rows_of(name, seq_len):
+                    raise UserError(
+                        f"{key}: it has {budget.tokens[name]:,} tokens to train on, and no row of seq_len {seq_len}: "
+                        f"leave it out, use a smaller seq_len, or join its files with `roxxel-dist data build`"
+                    )
+            if 0 < low * items < 1:
+                raise UserError(
+                    f"{key}.min: {low:g} of the {items:,} rows of a phase (steps, where it has blend: step) is less "
+                    f"than one, so that it might not be read: use at least {ceil(1e6 / items) / 1e6:g}, or 0"
                 )
 
 

@@ -35,6 +35,8 @@ DRAWN = 400
 """Joint draws of the law: the ends of an interval are quantiles of so many."""
 PAIRS = 6
 """Pairs of data sets that the text shows; the page has all."""
+LAW = "law"
+"""Among the mixtures of an entry: the one that the law says is best."""
 SET_LOSS = "val_loss/"
 """What the names of the validation losses of data sets begin with."""
 
@@ -45,7 +47,7 @@ class Entry:
 
     space: MixtureSpace
     shares: dict[str, list[float]]
-    """By mixture: the best trial's, "natural", "uniform", and "law": those that the law says are best."""
+    """By mixture: the best trial's, "natural", "uniform", and LAW."""
     surface: list[Point] = field(default_factory=list)
     effects: list[Estimate] = field(default_factory=list)
     """By data set: the metric where `MORE` of the mixture gives way to it."""
@@ -63,7 +65,7 @@ class Mixtures:
     trials: int
     """Those that the law was fitted to; 0: too few."""
     gains: dict[str, Estimate]
-    """By baseline: what the law says of the metric of the best less its own."""
+    """By baseline, and LAW: what the law says of the metric of the best less its own."""
     passes: dict[str, float]
     """Of the best trial, by data set; empty where its data is not here."""
     confirmation: Confirmation | None
@@ -85,7 +87,8 @@ class Mixtures:
         if not self.trials:
             lines += ["too few trials for the law of the losses: there is no surface, and no effects"]
         for name, one in self.gains.items():
-            lines.append(f"best less {name}, by the law: {one}")
+            doubt = "" if one.is_clear else ": too near to tell them apart"
+            lines.append(f"best less {name if name != LAW else 'what the law proposes'}, by the law: {one}{doubt}")
         return [*lines, *(["", *self.confirmation.text()] if self.confirmation else [])]
 
     def _of_entry(self, entry: Entry) -> list[str]:
@@ -100,7 +103,8 @@ class Mixtures:
             rows.append([*row, *([str(entry.effects[number])] if has_law else [])])
         lines += aligned(rows)
         if entry.surface:
-            lines += ["", f"{self.metric} over the shares, by the law", *told(space.names, entry.surface)]
+            others = ", the other mixtures as in the best trial" if len(self.entries) > 1 else ""
+            lines += ["", f"{self.metric} over the shares, by the law{others}", *told(space.names, entry.surface)]
         if entry.crossed:
             what = f"{MORE:.0%} more of a data set (down) changes the validation loss of each (across)"
             rows = [["", *entry.crossed]]
@@ -137,8 +141,8 @@ def mixtures_of(study: Study) -> Mixtures | None:
     best, parts = study.done[0], _parts(spaces)
     rows = {"best": _row(best, spaces), **{name: _row(trial, spaces) for name, trial in baselines(study).items()}}
     law = LawOfStudy.fit(study)
+    rows |= {} if law is None else {LAW: law.best(spaces)}
     entries, base, gains = [], rows["best"], {} if law is None else _gains(law.metric, rows)
-    rows |= {} if law is None else {"law": law.best(spaces)}
     for space, part in zip(spaces, parts, strict=True):
         shares = {name: row[part].tolist() for name, row in rows.items()}
         if law is None:
@@ -230,8 +234,12 @@ class LawOfStudy:
 
     @property
     def metric(self) -> Draws:
-        """Joint draws of the metric."""
-        return lambda rows: self.sign * (self.law.draws(rows, DRAWN) @ self.weights)
+        """The metric by the mean law and by joint draws."""
+        return lambda rows: self.sign * (self._losses(rows) @ self.weights)
+
+    def _losses(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """float64[1 + DRAWN, m, t] of float64[m, K]."""
+        return np.concatenate([self.law.mean(rows)[None], self.law.draws(rows, DRAWN)])
 
     def best(self, spaces: Sequence[MixtureSpace]) -> NDArray[np.float64]:
         """The shares that the law says are best: float64[K]."""
@@ -240,12 +248,12 @@ class LawOfStudy:
         return propose(self.law, self.weights, spaces)
 
     def sets(self) -> dict[str, Draws]:
-        """Joint draws of the loss of each validation set, by its name; empty where they are not known."""
+        """The loss of each validation set, by its name; empty where they are not known."""
         first = 0 if len(self.names) == 1 or self.weights[1:].any() else 1
         if len(self.names) == 1:
             return {}
         numbers = range(first, len(self.names))
-        return {self.names[i]: lambda rows, i=i: self.law.draws(rows, DRAWN)[..., i] for i in numbers}
+        return {self.names[i]: lambda rows, i=i: self._losses(rows)[..., i] for i in numbers}
 
 
 FEWEST = 8

@@ -1,7 +1,8 @@
 """What a law says of mixtures: the metric over the shares, what more of a data set does, and what two do together.
 
-Everything is asked of joint draws of the law, so that a difference has an interval of its own: two mixtures that are
-near to each other are known together much better than each alone.
+Values are those of the mean law, which proposes too: by a median of draws other shares would be the best where the law
+is nearly flat. Intervals are of joint draws, so that a difference has its own: two mixtures that are near to each other
+are known together much better than each alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 from roxxel_dist.utils.display import aligned
 
 Draws = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""float64[m, K], the shares of m mixtures, those of all entries side by side, to float64[d, m]: d joint draws."""
+"""float64[m, K], the shares of m mixtures, those of all entries side by side, to float64[1 + d, m]: what the mean law
+says of them, and d joint draws."""
 LEVEL = 0.9
 """Of every interval."""
 MORE = 0.1
@@ -32,10 +34,15 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of(cls, draws: NDArray[np.float64]) -> "Estimate":
-        """Of float64[d]."""
-        tail = (1 - LEVEL) / 2
-        low, middle, high = np.quantile(draws, (tail, 0.5, 1 - tail))
-        return cls(float(middle), float(low), float(high))
+        """Of float64[1 + d]: the value by the mean law, and that of each draw."""
+        tail, value = (1 - LEVEL) / 2, float(draws[0])
+        low, high = np.quantile(draws[1:], (tail, 1 - tail)).tolist()
+        return cls(value, min(low, value), max(high, value))
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether 0 is outside the interval."""
+        return self.low > 0 or self.high < 0
 
     def __str__(self) -> str:
         """For people."""

@@ -129,6 +129,12 @@ class PassBudget:
                     f"max_passes is {self.limits[name]:g}, and pass {begun} over {name!r} would begin"
                 )
 
+    def least_items(self, number: int) -> int:
+        """Rows, or with `blend: step` steps, that a phase deals at least, by the ends searched; of a ramp its longest
+        part, as each has shares of its own."""
+        given = {**self.phases[number - 1], "steps": self._least_steps()[number - 1]}
+        return max(phase.shape.steps * phase.shape.items_per_step for phase in phases_of(given))
+
     # -- what the limits leave of each simplex
 
     def _least_steps(self) -> list[int]:
