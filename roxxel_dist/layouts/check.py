@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from flax import nnx
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.layouts.compare import Difference, differences
+from roxxel_dist.layouts.initial import InitialCheck
 from roxxel_dist.layouts.layout import (
     OWN_MESH,
     BatchName,
@@ -31,6 +33,7 @@ from roxxel_dist.layouts.reference import Reference, ReferencePrograms
 from roxxel_dist.layouts.subject import Subject, check_devices, of_config, without_balance
 from roxxel_dist.layouts.trace import loss_jaxpr
 from roxxel_dist.layouts.update import UpdateCheck
+from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.run.layout_mark import mark_checked, own_code
 from roxxel_dist.run.trainer import Trainer
 from roxxel_dist.settings.config import Config, usage_errors
@@ -51,7 +54,8 @@ class LayoutResult:
     """How it divides the step; or why it is left out, or failed."""
     status: Status
     differences: tuple[Difference, ...] = ()
-    """The loss and its scalars, gradients in the order of the backward pass, updates, state, random streams."""
+    """Initial values, the loss and its scalars, gradients in the order of the backward pass, state, random streams,
+    updates."""
     compared: int = 0
     """How many results were compared."""
     largest: float = 0.0
@@ -162,6 +166,7 @@ class _Check:
         self._has_balance = self._even = False
         self._truths: dict[tuple[BatchName, bool], _Truth] = {}
         self._notes: list[str] = []
+        self._initials: InitialCheck | None = None
         self._updates: UpdateCheck | None = None
 
     def run(self, names: Sequence[str]) -> LayoutReport:
@@ -278,7 +283,7 @@ class _Check:
         except Exception as error:
             return _not_computed(layout, error)
         found, largest = differences(outcome, reference, layout, order, self._weights.streams)
-        found += self._of_update(layout, order)
+        found = [*self._of_start(layout, order), *found, *self._of_update(layout, order)]
         whole = layout.divides_parameters and not begun.program.divides_parameters
         return LayoutResult(
             layout=layout.name,
@@ -288,6 +293,14 @@ class _Check:
             compared=len(outcome.values),
             largest=largest,
         )
+
+    def _of_start(self, layout: Layout, order: Sequence[str]) -> list[Difference]:
+        """What differs in the weights before the step, of a model of the user's own that is made in the layout."""
+        model = self._subject.model
+        if isinstance(model, nnx.Module | TransformerBuilder) or layout.batch != "rows" or layout.mesh.size == 1:
+            return []
+        self._initials = self._initials or InitialCheck.made(model, self._single("rows"))
+        return self._initials.differences(layout, order)
 
     def _of_update(self, layout: Layout, order: Sequence[str]) -> list[Difference]:
         """What differs in the update by an optimizer of the user's own, of the gradient of one device."""

@@ -10,8 +10,15 @@ from roxxel_dist.layouts.layout import Layout
 from roxxel_dist.layouts.one_step import GRADIENT, SCALAR, STATE, Outcome
 from roxxel_dist.layouts.reference import Reference, norm, wide
 
-STREAM, UPDATE = "random stream ", "update of "
-KINDS = {GRADIENT: "gradient", UPDATE: "update", STATE: "state", SCALAR: "scalar", STREAM: "stream"}
+STREAM, UPDATE, INITIAL = "random stream ", "update of ", "initial value of "
+KINDS = {
+    INITIAL: "initial",
+    GRADIENT: "gradient",
+    UPDATE: "update",
+    STATE: "state",
+    SCALAR: "scalar",
+    STREAM: "stream",
+}
 """The kinds of results, by how their names begin; that of any other is loss."""
 NEAR = 0.01
 """How far a ratio may be from a number that it is taken for, as a share of it."""
@@ -42,7 +49,7 @@ class Difference:
 
     @property
     def kind(self) -> str:
-        """ "loss", "scalar", "gradient", "update", "state" or "stream"."""
+        """ "initial", "loss", "scalar", "gradient", "update", "state" or "stream"."""
         return KINDS.get(self._start, "loss")
 
     @property
@@ -179,11 +186,15 @@ def _of_length(ratio: float, sizes: Mapping[str, int], *, is_number: bool) -> st
         far = [(factor, text) for factor, text in factors if not 1 / APART < factor < APART]
         other = "parts of unequal counts are averaged as if they were equal, or a part has other inputs or is missing"
         return next((text for factor, text in far if abs(ratio / factor - 1) < ABOUT), other)
+    nearly = (
+        "nearly the same: a small term has another weight, parts of unequal counts are averaged as if they were equal, "
+        "or a value has a narrower type, such as bfloat16, in this layout alone"
+    )
     unequal = (
         "the same direction with another length: parts of unequal counts of tokens are averaged as if they were equal, "
         "or it is divided by a part's own count or norm"
     )
-    return next((text for factor, text in factors if abs(ratio / factor - 1) < NEAR), unequal)
+    return next((text for factor, text in [(1.0, nearly), *factors] if abs(ratio / factor - 1) < NEAR), unequal)
 
 
 def _parts(item: tuple[str, int]) -> int:
@@ -202,7 +213,10 @@ def _factors(what: str, parts: int) -> list[tuple[float, str]]:
             f"the square of the number of {what}: added up in the forward pass and the backward pass",
         ),
         (math.sqrt(parts), f"the square root of the number of {what}: a norm of one part, or a scale by its root"),
-        (1 / math.sqrt(parts), f"1 / the square root of the number of {what}: a norm, or a deviation, of one part"),
+        (
+            1 / math.sqrt(parts),
+            f"1 / the square root of the number of {what}: a norm that counts each copy, or a deviation of one part",
+        ),
     ]
 
 

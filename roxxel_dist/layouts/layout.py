@@ -127,7 +127,7 @@ def _packing(devices: Sequence[Any]) -> Layout:
 def _virtual(devices: Sequence[Any]) -> Layout:
     """On two devices: it is the same to the bit on any number, and each takes a compilation."""
     count, pair = len(devices), make_mesh(devices=devices[:2])
-    text, sizes = f"{count} virtual shards on 2 devices", {"virtual shards": count}
+    text, sizes = f"{count} virtual shards on 2 devices", {"virtual shards": count, "devices": 2}
     return _on(pair, "virtual", text, virtual_shards=count, sizes=sizes)
 
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import device_type, fit_sharding, one_device
 from roxxel_dist.cluster.xla_flags import RUN_ONCE
+from roxxel_dist.layouts.device_count import devices_of
 from roxxel_dist.layouts.layout import Layout, everywhere
 from roxxel_dist.layouts.noise import counted_keys, drawn, forget, is_key, wrap
 from roxxel_dist.model.split import ModuleSplit
@@ -80,7 +81,8 @@ def initial_weights(model: nnx.Module | Callable[[], nnx.Module], layout: Layout
 
     A parameter whose elements are all the same gets some noise (`JITTER`).
     """
-    split, state, hparams = init_state(model, InitialState(_keep_gradient()), layout.mesh)
+    with devices_of(layout.mesh):
+        split, state, hparams = init_state(model, InitialState(_keep_gradient()), layout.mesh)
     rng, params = np.random.default_rng(0), {}
     for name, leaf in state.params.items():
         value = np.array(leaf, np.float32 if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype)
@@ -129,14 +131,14 @@ class StepProgram:
             wide: in float64, which must be enabled.
         """
         optimizer, build = _keep_gradient(), buildable(model)
-        split, state, _ = abstract_state(
-            build, InitialState(optimizer), layout.mesh, fsdp=layout.fsdp, dtype=jnp.float64 if wide else jnp.float32
-        )
-        state, hparams = _as_given(state, layout, weights, wide=wide)
-        placed = _placed_batch(layout, batch)
-        step = _step(split, loss_fn, optimizer, state, layout)
+        dtype, placed = jnp.float64 if wide else jnp.float32, _placed_batch(layout, batch)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), placed)
-        return cls(layout, state, hparams, placed, compile_step(step, (state, hparams, shapes), layout.mesh), weights)
+        with devices_of(layout.mesh):
+            split, state, _ = abstract_state(build, InitialState(optimizer), layout.mesh, fsdp=layout.fsdp, dtype=dtype)
+            state, hparams = _as_given(state, layout, weights, wide=wide)
+            step = _step(split, loss_fn, optimizer, state, layout)
+            program = compile_step(step, (state, hparams, shapes), layout.mesh)
+        return cls(layout, state, hparams, placed, program, weights)
 
     @property
     def scalars(self) -> frozenset[str]:

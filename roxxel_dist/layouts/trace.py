@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from roxxel_dist.layouts.device_count import devices_of
 from roxxel_dist.layouts.layout import Layout
 from roxxel_dist.layouts.one_step import Weights, buildable
 from roxxel_dist.model.split import Leaves, split_module
@@ -14,7 +15,7 @@ from roxxel_dist.train.step.step import LossFn, measure
 
 def loss_jaxpr(model: Any, loss_fn: LossFn, layout: Layout, weights: Weights, batch: Any) -> Any:
     """The jaxpr of the minimized loss; its first inputs are the parameters, in the order of their names."""
-    with jax.set_mesh(layout.mesh):
+    with jax.set_mesh(layout.mesh), devices_of(layout.mesh):
         module = nnx.eval_shape(buildable(model))
         split, _, rest, _ = split_module(module)
 

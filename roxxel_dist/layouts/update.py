@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from roxxel_dist.layouts.compare import UPDATE, Difference, compared
+from roxxel_dist.layouts.device_count import devices_of
 from roxxel_dist.layouts.layout import Layout, everywhere
 from roxxel_dist.layouts.one_step import Arrays, Outcome, Weights, buildable, compile_step, copies_of
 from roxxel_dist.layouts.reference import Reference, moved, norm, wide
@@ -63,9 +64,10 @@ class UpdateCheck:
 def _program(
     model: Any, optimizer: Optimizer, layout: Layout, weights: Weights, steps: int
 ) -> Callable[[Mapping[str, np.ndarray]], Outcome]:
-    split, state, _ = abstract_state(
-        buildable(model), InitialState(optimizer), layout.mesh, fsdp=layout.fsdp, dtype=jnp.float32
-    )
+    with devices_of(layout.mesh):
+        split, state, _ = abstract_state(
+            buildable(model), InitialState(optimizer), layout.mesh, fsdp=layout.fsdp, dtype=jnp.float32
+        )
     own, params = for_model(optimizer, split.params.matrices), state.params
 
     def update(params: Any, gradient: Any, numbers: Any) -> Any:
@@ -76,7 +78,8 @@ def _program(
     numbers = {name: np.float32(value) for name, value in own.settings(steps).items()}
     shapes = {name: jax.ShapeDtypeStruct((), np.float32, sharding=whole) for name in numbers}
     jitted = jax.jit(update, out_shardings={name: like.sharding for name, like in params.items()})
-    program = compile_step(jitted, (params, params, shapes), layout.mesh)
+    with devices_of(layout.mesh):
+        program = compile_step(jitted, (params, params, shapes), layout.mesh)
 
     def place(values: Mapping[str, np.ndarray]) -> Any:
         return {name: jax.device_put(values[name], like.sharding) for name, like in params.items()}

@@ -30,8 +30,35 @@ PLANTED = {
     "stopped_gradient": ("model", "tensor", "rows", ("gradient", FIRST_UP), 0, "stop_gradient"),
     "averaged_weight": ("model", "fsdp", "rows", ("gradient", "blocks.1.down.kernel"), 1 / 8, "a mean where the sum"),
     "local_norm": ("optimizer", "fsdp", "rows", ("update", HEAD), None, ""),
+    "constant_count": ("loss", "accum", "rows", ("gradient", HEAD), 1 / 4, "divided twice"),
+    "divided_by_devices": ("loss", "rows", "accum", ("gradient", HEAD), 1 / 8, "divided twice"),
+    "local_smoothing": ("loss", "rows", "accum", ("gradient", HEAD), None, "another weight"),
+    "balance_in_the_sum": ("loss", "accum", "rows", ("gradient", HEAD), None, "a small term has another weight"),
+    "local_probabilities": ("loss", "rows", None, ("scalar", "balance_loss"), None, "copies on the devices differ"),
+    "labels_of_the_next": ("loss", "packing", "rows", ("gradient", HEAD), None, "a part is missing"),
+    "continued_positions": ("model", "packing", "rows", ("gradient", HEAD), None, "a part is missing"),
+    "segments_at_border": ("model", "tokens", "rows", ("gradient", HEAD), None, "a part is missing"),
+    "local_mask": ("model", "tokens", "rows", ("gradient", HEAD), None, "a part is missing"),
+    "pieces_behind": ("model", "tokens", "rows", ("gradient", HEAD), None, "a part is missing"),
+    "local_capacity": ("model", "rows", None, ("gradient", HEAD), None, "a part is missing"),
+    "local_rms": ("model", "tensor", "rows", ("gradient", HEAD), None, "nearly the same"),
+    "narrow_weight": ("model", "fsdp", "rows", ("gradient", HEAD), None, "a narrower type"),
+    "bias_on_each": ("model", "tensor", "rows", ("gradient", HEAD), None, "another weight"),
+    "unsummed_bias": ("model", "rows", "accum", ("gradient", "blocks.1.mix.bias"), None, "copies on the devices"),
+    "unsummed_scale": ("model", "tensor", "rows", ("gradient", "norm.scale"), None, "copies on the devices differ"),
+    "partial_gradient": ("model", "tensor", "rows", ("gradient", "norm.scale"), None, "copies on the devices differ"),
+    "tied_in_one_copy": ("model", "tensor", "rows", ("gradient", "embedding.embedding"), None, "a part is missing"),
+    "frozen_table": ("model", "fsdp", "rows", ("gradient", "position.embedding"), None, "the reference is 0"),
+    "clipped_in_parts": ("model", "accum", "rows", ("gradient", "norm.scale"), 1 / 2, "of one part"),
+    "constant_key": ("model", "accum", "rows", ("gradient", HEAD), None, "a part is missing"),
+    "drawn_in_parts": ("model", "rows", "accum", ("initial", FIRST_UP), None, "with one key"),
+    "counted_twice": ("optimizer", "rows", "accum", ("update", HEAD), 8**-0.5, "counts each copy"),
+    "rate_of_devices": ("optimizer", "rows", "accum", ("update", HEAD), 8, "the number of devices"),
     "one_copy": ("optimizer", "rows", "fsdp", ("update", HEAD), None, "copies on the devices differ"),
 }
+PACKED = {"phases": [{"steps": 1, "batch_size": 16, "seq_len": 33, "packing": "documents"}]}
+EXTRA = {"segments_at_border": PACKED}
+"""More fields of a config."""
 QUICK = ("scaled_balance", "shared_dropout")
 """Beside those of other tests here: test_the_order, test_the_command and test_trainer."""
 
@@ -48,7 +75,7 @@ def of_kind(result, kind):
 
 def check(checked, name):
     part, wrong, right, (kind, what), ratio, words = PLANTED[name]
-    report = checked(*{wrong, right} - {None}, **fields(name, part))
+    report = checked(*{wrong, right} - {None}, **fields(name, part), **EXTRA.get(name, {}))
     results = {result.layout: result for result in report.results}
     assert not report.agree
     assert right is None or results[right].status == "agrees", results[right]
