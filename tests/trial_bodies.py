@@ -216,9 +216,9 @@ def main() -> int:
     import process_ray
     import trial_bodies  # not __main__, which workers cannot import
 
-    from roxxel_dist.sweep.driver import controller
-    from roxxel_dist.sweep.driver.controller import run_sweep
+    from roxxel_dist.sweep.driver import start
     from roxxel_dist.sweep.driver.options import SweepOptions
+    from roxxel_dist.sweep.driver.start import run_sweep
     from roxxel_dist.sweep.samplers import make
     from roxxel_dist.sweep.space.sweep_file import sweep_of
 
@@ -228,7 +228,7 @@ def main() -> int:
         module, _, constant = name.rpartition(".")
         setattr(import_module(f"roxxel_dist.{module}"), constant, seconds)
     if told["options"]["ray_address"] == process_ray.ADDRESS:
-        controller.connected = process_ray.connected
+        start.connected = process_ray.connected
 
     def task_of(trial: int, params: dict[str, Any], attempt: int) -> dict[str, Any]:
         return {"trial": trial, "params": params, "attempt": attempt, "folder": str(study), **told.get("task", {})}

@@ -6,7 +6,8 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.output.bar import clock
 from roxxel_dist.run.curriculum import check_data
-from roxxel_dist.sweep.driver.run import SweepRun, exponent_notes
+from roxxel_dist.sweep.driver.run import exponent_notes
+from roxxel_dist.sweep.driver.sweep_run import SweepRun
 from roxxel_dist.sweep.samplers import SpaceExhausted
 from roxxel_dist.sweep.study.folder import flat, short
 

@@ -2,7 +2,7 @@ import pytest
 from trials import program, task
 
 from roxxel_dist import Config
-from roxxel_dist.sweep.driver import run as sweep_run
+from roxxel_dist.sweep.driver import run, sweep_run
 from roxxel_dist.sweep.driver.options import SweepOptions
 from roxxel_dist.sweep.trial import trial
 from roxxel_dist.sweep.trial.process import launch_command
@@ -64,13 +64,13 @@ def test_parameters_become_a_config_once(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(sweep_run, "config_of", lambda *given: made.append(given[1]) or trial.config_of(*given))
     options = SweepOptions(sweep_config=str(tmp_path / "s.yaml"), study=str(tmp_path / "st"), data_path=str(tmp_path))
-    run = sweep_run.open_sweep(options, options.sweep_config, Config(dim=32), None)
+    opened = run.open_sweep(options, options.sweep_config, Config(dim=32), None)
     made.clear()
-    run.sampler()
+    opened.sampler()
     params = {"lr": 2.0}
-    run.trial_config(params)
-    sent = run.task_of(0, params, 0)
-    run.task_of(0, params, 1)
+    opened.trial_config(params)
+    sent = opened.task_of(0, params, 0)
+    opened.task_of(0, params, 1)
     assert made == [params]
     assert sent["config"]["lr"] == 2.0
     assert sent["config"]["dim"] == 32

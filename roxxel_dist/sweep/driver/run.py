@@ -3,8 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
@@ -18,221 +17,47 @@ from roxxel_dist.objects.lease import LeaseLostError
 from roxxel_dist.place.directory import is_study
 from roxxel_dist.settings.config import (
     FIELD_TYPES,
-    RECORD,
     SECTIONS,
-    Config,
     flat_fields,
     load_yaml,
-    takes_fractions,
     unknown,
     usage_errors,
 )
-from roxxel_dist.settings.effect import chosen, without_effect
-from roxxel_dist.settings.global_batch import predates
 from roxxel_dist.sweep.driver.bucket import StudyBucket
-from roxxel_dist.sweep.driver.controller import run_sweep
+from roxxel_dist.sweep.driver.checks import (
+    check_batches,
+    check_command,
+    check_effect,
+    check_integers,
+    check_metric,
+    check_pauses,
+)
 from roxxel_dist.sweep.driver.data_search import refuse_led, with_data
 from roxxel_dist.sweep.driver.live_view import LiveView
 from roxxel_dist.sweep.driver.logged_metric import check_of_trainings
-from roxxel_dist.sweep.driver.options import SweepOptions, TrialResources
+from roxxel_dist.sweep.driver.options import SweepOptions
+from roxxel_dist.sweep.driver.start import run_sweep
+from roxxel_dist.sweep.driver.sweep_run import ANNEAL, SweepRun
 from roxxel_dist.sweep.executors.private_disk import run_in_bucket
 from roxxel_dist.sweep.report.text import table
-from roxxel_dist.sweep.samplers import Engine, SpaceExhausted, make
-from roxxel_dist.sweep.samplers.base import config_key
-from roxxel_dist.sweep.schedulers import PAUSING, make_scheduler
-from roxxel_dist.sweep.space.passes import PassBudget
-from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Parameter, Params, Sweep, nearest
-from roxxel_dist.sweep.space.trial_phases import is_of_phases
+from roxxel_dist.sweep.samplers import SpaceExhausted
+from roxxel_dist.sweep.schedulers import make_scheduler
+from roxxel_dist.sweep.space.sweep_file import Sweep
 from roxxel_dist.sweep.study.folder import (
-    CORPUS,
     DATA_PATH,
     DIRECTORY,
     IDENTITY,
-    LOGS,
     REPORT,
     SERVER,
-    TRIALS,
     Study,
     StudyDir,
     read_study,
 )
-from roxxel_dist.sweep.study.journal import History, read_history
 from roxxel_dist.sweep.study.transfer import wide_config, write_transferred
-from roxxel_dist.sweep.trial.corpus import shards_of
 from roxxel_dist.sweep.trial.program import command_of
-from roxxel_dist.sweep.trial.task import TrialTask
-from roxxel_dist.sweep.trial.trial import Event, config_of
+from roxxel_dist.sweep.trial.trial import Event
 from roxxel_dist.sweep.trial.trial import run as run_trial
 from roxxel_dist.sweep.wandb_bridge.server import ServerSampler, agent_trial, create_or_join
-from roxxel_dist.utils.display import counted
-
-LOGGED = (
-    "val_loss", "val_bpb", "train_loss", "train_eval_loss", "train_bal", "val_bal", "ms_per_step", "tokens_per_s",
-    "tokens", "phase", "lr", "grad_norm", "update_norm", "vram_gb", "ram_gb", "mfu",
-)  # fmt: skip
-"""What a training logs; besides, with `/`, losses by data set."""
-ANNEAL = "anneal"
-"""The parameter of a sweep that is no field of a Config: RUN@STEP, from which each trial is a decay branch."""
-CONFIGURATIONS = 500
-"""So many configurations of a search are looked at for one in which a parameter does something."""
-KNOWN_CONFIGS = 1000
-"""So many Configs of trials are kept: one is asked for when it is proposed and when its task is made."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepRun:
-    """A sweep that can be run: what is searched, from what, and how. `open_sweep` makes it."""
-
-    options: SweepOptions
-    definition: str | None
-    """The file of the sweep, where one was given."""
-    config: Any
-    """The `Config` that trials begin from."""
-    study: StudyDir
-    sweep: Sweep
-    data_path: str | None
-    server: str | None
-    """The sweep of a W&B server that leads: its id there, "" for one that is not made yet; None: the search is here."""
-    directory: str
-    """Where programs and models of the user's own are found: where the study began, wherever it is taken up."""
-    program: list[str] | None
-    """The words of a program of the user's own."""
-    resources: TrialResources
-    bucket: StudyBucket | None = None
-    """The study's, of which `study` is the copy."""
-    wide: Any = None
-    """The `Config` of the wider model that gets the best parameters, read before the search begins."""
-    is_new: bool = False
-    """Whether this start has made the study."""
-
-    @cached_property
-    def base(self) -> dict[str, Any]:
-        """`config` by field."""
-        return self.config.to_dict()
-
-    @property
-    def method(self) -> str:
-        """The method that chooses parameters."""
-        return f"W&B sweep {self.server}" if self.server else self.options.method or self.sweep.method
-
-    @property
-    def count(self) -> int | None:
-        """Trials in all; None where there is no end."""
-        size, is_grid = self.sweep.space.size, (self.options.method or self.sweep.method) == "grid"
-        grid = size + len(self.sweep.space.baselines) if size is not None and is_grid else None
-        return min((n for n in (self.options.count, self.sweep.run_cap, grid) if n is not None), default=None)
-
-    @property
-    def searched(self) -> list[str]:
-        """The names of the parameters that have more than one value, shares included."""
-        return list(self.sweep.space.names)
-
-    @cached_property
-    def swept(self) -> set[str]:
-        """The names of all parameters, of derived ones too; of nested ones the outermost."""
-        names = {parameter.path[0] for parameter in self.sweep.space.parameters} | set(self.sweep.rules.derived)
-        return {name for name in names if not is_of_phases(name)}
-
-    @property
-    def swept_fields(self) -> set[str]:
-        """The fields of a Config that are parameters."""
-        names = {_field(parameter) for parameter in self.sweep.space.parameters} | set(self.sweep.rules.derived)
-        return {name for name in names if not is_of_phases(name)}
-
-    @property
-    def has_phases(self) -> bool:
-        """Whether the trials, or some of them, have phases."""
-        return bool(self.config.phases) or "phases" in self.swept_fields
-
-    @property
-    def description(self) -> str:
-        """The method and the search space, in a line."""
-        words = " ".join(word for word in self.program or () if not word.startswith("${"))
-        program, sweep = f" of {words}" if words else "", self.sweep
-        searched = counted(len(self.searched), "parameter")
-        return f"{self.method} search over {searched}{program}, {sweep.goal} {sweep.metric}"
-
-    @property
-    def extent(self) -> str:
-        """How many trials there are to be, in a line."""
-        begun, size, workers = len(self.history().trials), self.sweep.space.size, self.options.workers
-        line = "trials until Ctrl-C" if self.count is None else counted(self.count, "trial")
-        line += f", {begun} of them begun before" if begun else ""
-        line += "" if size is None else f"; the space has {size:,} points"
-        return line + (f"; {workers} at once" if workers > 1 else "")
-
-    def history(self) -> History:
-        """Its trials so far."""
-        return read_history(self.study.path) if is_study(self.study.path) else History()
-
-    def trial_config(self, params: Mapping[str, Any]) -> Any:
-        """The Config of a trial, made once for equal parameters. Raises ValueError for parameters that are none."""
-        key = config_key(dict(params))
-        if key not in self._configs:
-            if len(self._configs) >= KNOWN_CONFIGS:
-                self._configs.clear()
-            fields = {name: value for name, value in params.items() if name != ANNEAL}
-            self._configs[key] = config_of(self.base, fields, self.swept - {ANNEAL}, self.sweep.data.groups)
-        return self._configs[key]
-
-    @cached_property
-    def _configs(self) -> dict[str, Any]:
-        """Of `trial_config`, by parameters."""
-        return {}
-
-    def sampler(self) -> Engine:
-        """A new sampler of the search here; it proposes no parameters of which no Config can be made."""
-        accept = None if self.program else self._accept
-        return make(self.sweep, self.options.sweep_seed, self.options.method, accept=accept)
-
-    def _accept(self, params: Params) -> None:
-        """Raises ValueError for parameters that no trial can be made of."""
-        self.trial_config(params)
-        if isinstance(self.sweep.rules.budget, PassBudget):
-            self.sweep.rules.budget.check_plan(params)
-
-    def task_of(self, trial: int, params: Params, attempt: int) -> dict[str, Any]:
-        """The task of a worker: one attempt of a trial."""
-        folder, options = self.study.path.absolute(), self.options
-        log = f"{trial}.log"
-        if self.bucket is not None:  # each host has a cache of its own, and keeps the log of the attempts that it runs
-            folder, log = Path(f"{self.bucket.url.name}-{self.study.metadata(IDENTITY)}"), f"{trial}.{attempt}.log"
-        corpus, data = None, self.data_path  # a program of the user's knows its data
-        config, anneal = self.base, params.get(ANNEAL)
-        if self.program is None and self.server is None:
-            made = self.trial_config(params)
-            config, params = made.to_dict(), {}  # the worker gets the config as it was checked
-            shards = shards_of(made, data, folder / CORPUS)
-            if shards is not None:
-                corpus, data = {"text": data, "folder": str(folder / CORPUS)}, str(shards)
-        return asdict(
-            TrialTask(
-                trial=trial,
-                params=params,
-                attempt=attempt,
-                run_dir=str(folder / TRIALS / str(trial)),
-                log=str(folder / LOGS / log),
-                metric=self.sweep.metric,
-                goal=self.sweep.goal,
-                weights=self.sweep.logged,
-                config=config,
-                data_path=data,
-                corpus=corpus,
-                program=self.program,
-                hosts=options.hosts_per_trial,
-                procs_per_host=options.procs_per_host,
-                gpus_per_host=self.resources.gpus,
-                cpus_per_host=self.resources.cpus,
-                max_time_s=options.max_time_s,
-                ray_address=options.ray_address,
-                insecure=options.insecure,
-                directory=self.directory,
-                swept=sorted(self.swept),
-                wandb_sweep=self.server,
-                bucket=None if self.bucket is None else str(self.bucket.url),
-                anneal=anneal,
-            )
-        )
 
 
 def open_sweep(
@@ -272,103 +97,24 @@ def open_sweep(
     refuse_led(run.sweep, program=not is_ours, server=run.server is not None)
     run = replace(run, sweep=with_data(run.sweep, run.config, run.data_path, run.swept_fields))
     if is_ours:
-        _check_batches(run)
+        check_batches(run)
     if options.transfer_to is not None:
         if not is_ours:
             raise UserError(
                 f"--transfer_to {options.transfer_to}: the sweep runs a program of your own, which has no Config"
             )
         run = replace(run, wide=wide_config(options.transfer_to, run.config, run.swept))
-    # A loss or a model of the user's own may log anything.
-    base, metric = flat_fields(run.base), run.sweep.metric
-    own = {name for name in ("loss", "model") if base.get(name) is not None} | ({"loss", "model"} & run.swept)
-    if run.sweep.weights and (not is_ours or run.server is not None):
-        raise UserError("metric.weights: only a search here over trainings of a config has them: log the mean yourself")
-    is_known = metric in LOGGED or "/" in metric or run.sweep.weights
-    if is_ours and run.server is None and not own and not is_known:
-        raise UserError(f"metric.name: no training logs {metric!r}: {nearest(metric, LOGGED)}")
-    _check_pauses(run)
+    check_metric(run)
+    check_pauses(run)
     if is_ours and run.server is None:
-        check_of_trainings(run.sweep, base, run.config, path)
-        _check_command(run.sweep)
-        _check_integers(run.sweep)
-        _check_effect(run)
+        check_of_trainings(run.sweep, flat_fields(run.base), run.config, path)
+        check_command(run.sweep)
+        check_integers(run.sweep)
+        check_effect(run)
     if run.server is None:
         run.sampler()
         make_scheduler(run.sweep)
     return run
-
-
-def _check_command(sweep: Sweep) -> None:
-    """Raises UserError for flags in the `command` of a sweep whose trials are trainings: nothing reads them."""
-    for word in sweep.command or ():
-        if word.startswith("--"):
-            raise UserError(
-                f"command: {word} does nothing here, because each trial is a training of the config: make it a "
-                "parameter with one value"
-            )
-
-
-def _field(parameter: Parameter) -> str:
-    """The field of a Config that a parameter is; of one in a section the name within it."""
-    first, *rest = parameter.path
-    return rest[0] if rest and first in SECTIONS else first
-
-
-def _check_integers(sweep: Sweep) -> None:
-    """Raises UserError where integer bounds of a field that takes any number would search whole numbers alone, which
-    W&B means by them: of {min: 0, max: 1} it is 0 or 1."""
-    for parameter in sweep.space.free:
-        kind, name = parameter.distribution, _field(parameter)
-        if kind.is_implied and kind.name == "int_uniform" and takes_fractions(name):
-            low, high = kind.quantile(0.0), kind.quantile(1.0)
-            raise UserError(
-                f"parameters.{parameter.name}: between the integers {low} and {high} whole numbers alone are searched, "
-                f"and {name} takes any number: write min: {low}.0 and max: {high}.0, or distribution: int_uniform"
-            )
-
-
-def _check_effect(run: SweepRun) -> None:
-    """Raises UserError for a parameter, or a chosen field of the base, that does nothing in every configuration.
-
-    A switch may be a parameter too, and `when` leaves parameters out, so configurations decide: all of a small space,
-    or some at random. There each value of a list is as likely as any other, whatever its probability in the search.
-    """
-    names, reasons = run.swept_fields | chosen(run.config), dict[str, str]()
-    base = {**Config().to_dict(), **flat_fields(run.base)}
-    is_read = {"tokenizer_type"} if is_tokens(run.config.primary_path(run.data_path) or ()) else set()
-    for point in run.sweep.space.sample(CONFIGURATIONS):
-        try:
-            params = flat_fields(run.sweep.rules.resolve(run.sweep.space.point(point)), "parameters")
-        except InfeasibleError:
-            continue
-        idle = without_effect({**base, **params})
-        idle |= dict.fromkeys(is_read, "the data is tokens already, and no text: leave it out")
-        # A parameter that `when` leaves out here does nothing here either; the reason is that of another configuration.
-        reasons |= {name: why for name, why in idle.items() if name in names}
-        names = {name for name in names if name in idle or (name in run.swept_fields and name not in params)}
-        if not names:
-            return
-    for name in sorted(names & reasons.keys()):
-        place = "parameters." if name in run.swept_fields else ""
-        raise UserError(f"{place}{name} does nothing here, because {reasons[name]}")
-
-
-def _check_pauses(run: SweepRun) -> None:
-    """Raises ValueError where trials shall be paused, and cannot."""
-    options, rule = run.options, (run.sweep.early_terminate or {}).get("type")
-    is_led, is_own = run.server is not None, run.program is not None
-    if rule in PAUSING and (is_led or is_own):
-        why = (
-            "W&B's server leads this sweep, chooses its trials, and cannot pause one: leave the server out (--wandb "
-            "offline), or use hyperband"
-            if is_led
-            else "it pauses trials, and a program of your own does not go on from a checkpoint: use hyperband"
-        )
-        raise UserError(f"early_terminate.type: {rule}: {why}")
-    for name in ("max_steps_total", "max_hours"):
-        if is_led and getattr(options, name) is not None:
-            raise UserError(f"--{name}: W&B's server leads this sweep, and its trials cannot be paused: leave it out")
 
 
 def create_study(run: SweepRun, wandb_project: str | None) -> SweepRun:
@@ -439,21 +185,6 @@ def _body(run: SweepRun) -> Callable[[Mapping[str, Any]], Iterator[Event]]:
     if run.bucket is not None:
         return run_in_bucket
     return run_trial if run.server is None else agent_trial
-
-
-def _check_batches(run: SweepRun) -> None:
-    """Raises UserError where new trials cannot be compared with those of an earlier version, which took the
-    `batch_size` of a trial without phases for a micro-batch."""
-    searched = run.swept_fields & {"batch_size", "grad_accum"}
-    if not searched or run.has_phases or not predates(run.study.settings().get(RECORD)):
-        return
-    base = run.config.grad_accum
-    if any(flat_fields(trial.params).get("grad_accum", base) > 1 for trial in run.history().trials.values()):
-        raise UserError(
-            f"{run.study.place} searches {' and '.join(sorted(searched))}, and an earlier version began it, whose "
-            f"trials had batch_size x grad_accum rows in a step. Now batch_size is the global batch, and new trials "
-            f"could not be compared with the others: name another --study"
-        )
 
 
 def exponent_notes(sweep: Sweep) -> list[str]:

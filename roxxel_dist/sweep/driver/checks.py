@@ -1,0 +1,110 @@
+"""What cannot be searched, refused before the first trial."""
+
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.data.files.discovery import is_tokens
+from roxxel_dist.settings.config import RECORD, Config, flat_fields, takes_fractions
+from roxxel_dist.settings.effect import chosen, without_effect
+from roxxel_dist.settings.global_batch import predates
+from roxxel_dist.sweep.driver.sweep_run import SweepRun, field_of
+from roxxel_dist.sweep.schedulers import PAUSING
+from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Sweep, nearest
+
+LOGGED = (
+    "val_loss", "val_bpb", "train_loss", "train_eval_loss", "train_bal", "val_bal", "ms_per_step", "tokens_per_s",
+    "tokens", "phase", "lr", "grad_norm", "update_norm", "vram_gb", "ram_gb", "mfu",
+)  # fmt: skip
+"""What a training logs; besides, with `/`, losses by data set."""
+CONFIGURATIONS = 500
+"""So many configurations of a search are looked at for one in which a parameter does something."""
+
+
+def check_metric(run: SweepRun) -> None:
+    """Raises UserError for a metric that no training logs. A loss or a model of the user's own may log anything."""
+    base, metric, is_ours = flat_fields(run.base), run.sweep.metric, run.program is None
+    own = {name for name in ("loss", "model") if base.get(name) is not None} | ({"loss", "model"} & run.swept)
+    if run.sweep.weights and (not is_ours or run.server is not None):
+        raise UserError("metric.weights: only a search here over trainings of a config has them: log the mean yourself")
+    is_known = metric in LOGGED or "/" in metric or run.sweep.weights
+    if is_ours and run.server is None and not own and not is_known:
+        raise UserError(f"metric.name: no training logs {metric!r}: {nearest(metric, LOGGED)}")
+
+
+def check_command(sweep: Sweep) -> None:
+    """Raises UserError for flags in the `command` of a sweep whose trials are trainings: nothing reads them."""
+    for word in sweep.command or ():
+        if word.startswith("--"):
+            raise UserError(
+                f"command: {word} does nothing here, because each trial is a training of the config: make it a "
+                "parameter with one value"
+            )
+
+
+def check_integers(sweep: Sweep) -> None:
+    """Raises UserError where integer bounds of a field that takes any number would search whole numbers alone, which
+    W&B means by them: of {min: 0, max: 1} it is 0 or 1."""
+    for parameter in sweep.space.free:
+        kind, name = parameter.distribution, field_of(parameter)
+        if kind.is_implied and kind.name == "int_uniform" and takes_fractions(name):
+            low, high = kind.quantile(0.0), kind.quantile(1.0)
+            raise UserError(
+                f"parameters.{parameter.name}: between the integers {low} and {high} whole numbers alone are searched, "
+                f"and {name} takes any number: write min: {low}.0 and max: {high}.0, or distribution: int_uniform"
+            )
+
+
+def check_effect(run: SweepRun) -> None:
+    """Raises UserError for a parameter, or a chosen field of the base, that does nothing in every configuration.
+
+    A switch may be a parameter too, and `when` leaves parameters out, so configurations decide: all of a small space,
+    or some at random. There each value of a list is as likely as any other, whatever its probability in the search.
+    """
+    names, reasons = run.swept_fields | chosen(run.config), dict[str, str]()
+    base = {**Config().to_dict(), **flat_fields(run.base)}
+    is_read = {"tokenizer_type"} if is_tokens(run.config.primary_path(run.data_path) or ()) else set()
+    for point in run.sweep.space.sample(CONFIGURATIONS):
+        try:
+            params = flat_fields(run.sweep.rules.resolve(run.sweep.space.point(point)), "parameters")
+        except InfeasibleError:
+            continue
+        idle = without_effect({**base, **params})
+        idle |= dict.fromkeys(is_read, "the data is tokens already, and no text: leave it out")
+        # A parameter that `when` leaves out here does nothing here either; the reason is that of another configuration.
+        reasons |= {name: why for name, why in idle.items() if name in names}
+        names = {name for name in names if name in idle or (name in run.swept_fields and name not in params)}
+        if not names:
+            return
+    for name in sorted(names & reasons.keys()):
+        place = "parameters." if name in run.swept_fields else ""
+        raise UserError(f"{place}{name} does nothing here, because {reasons[name]}")
+
+
+def check_pauses(run: SweepRun) -> None:
+    """Raises ValueError where trials shall be paused, and cannot."""
+    options, rule = run.options, (run.sweep.early_terminate or {}).get("type")
+    is_led, is_own = run.server is not None, run.program is not None
+    if rule in PAUSING and (is_led or is_own):
+        why = (
+            "W&B's server leads this sweep, chooses its trials, and cannot pause one: leave the server out (--wandb "
+            "offline), or use hyperband"
+            if is_led
+            else "it pauses trials, and a program of your own does not go on from a checkpoint: use hyperband"
+        )
+        raise UserError(f"early_terminate.type: {rule}: {why}")
+    for name in ("max_steps_total", "max_hours"):
+        if is_led and getattr(options, name) is not None:
+            raise UserError(f"--{name}: W&B's server leads this sweep, and its trials cannot be paused: leave it out")
+
+
+def check_batches(run: SweepRun) -> None:
+    """Raises UserError where new trials cannot be compared with those of an earlier version, which took the
+    `batch_size` of a trial without phases for a micro-batch."""
+    searched = run.swept_fields & {"batch_size", "grad_accum"}
+    if not searched or run.has_phases or not predates(run.study.settings().get(RECORD)):
+        return
+    base = run.config.grad_accum
+    if any(flat_fields(trial.params).get("grad_accum", base) > 1 for trial in run.history().trials.values()):
+        raise UserError(
+            f"{run.study.place} searches {' and '.join(sorted(searched))}, and an earlier version began it, whose "
+            f"trials had batch_size x grad_accum rows in a step. Now batch_size is the global batch, and new trials "
+            f"could not be compared with the others: name another --study"
+        )
