@@ -80,6 +80,7 @@ EVERY_KIND: dict[str, list[Any]] = {
     "kind": ["a", "b"],
     "deep": [True, False],
     "shape": [[1, 2], [3]],
+    "long": [[*range(40)], [*range(60)]],
     "a/b." + "very_long_name_" * 4: [None, 2],
 }
 RATES = [3.88e-4, 0.00169, 0.00299]

@@ -17,7 +17,7 @@ from roxxel_dist.sweep.report.plots import draw, limits, median_curve
 from roxxel_dist.sweep.report.text import as_json, table, varied, write_best_config
 from roxxel_dist.sweep.samplers import gp, make
 from roxxel_dist.sweep.space.sweep_file import sweep_of
-from roxxel_dist.sweep.study.folder import Study, flat, read_study
+from roxxel_dist.sweep.study.folder import Study, flat, read_study, short
 from roxxel_dist.sweep.study.journal import History, Trial
 from roxxel_dist.view.study import state_of
 from roxxel_dist.view.web.report import write_study
@@ -230,6 +230,7 @@ def test_a_study_whose_trials_have_all_ended_is_finished(tmp_path):
     assert state_of(read_study(nothing)).state == "stopped"
 
 
+@pytest.mark.filterwarnings("error")  # of matplotlib, where a label leaves no room for the curves
 def test_pictures_of_values_of_every_kind(tmp_path):
     """Null, texts, truth values, lists and nested names have curves as numbers have."""
     values, path = EVERY_KIND, every_kind(tmp_path / "study")
@@ -240,7 +241,9 @@ def test_pictures_of_values_of_every_kind(tmp_path):
         pictures = draw(study, tmp_path / "report")
     for name, given in values.items():
         for value in given:
-            assert any(label.startswith(f"{name} {value}: median of ") for label in labels), (name, value)
+            assert any(label.startswith(f"{name} {short(value)}: median of ") for label in labels), (name, value)
+    assert sum(label.startswith("long [0, 1, 2") for label in labels) == 2  # cut off, and not taken for one
+    assert all(len(line) < 400 for line in table(study).splitlines())
     assert {"by_warmup_steps.png", "by_deep.png"} <= {picture.name for picture in pictures}
 
 

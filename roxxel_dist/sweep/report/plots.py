@@ -61,18 +61,19 @@ def draw(study: Study, folder: Path) -> list[Path]:
     curves = [[(row.get("tokens", math.nan), row[metric]) for row in rows if metric in row] for rows in logs]
     params = [flat(trial.params) for trial in trials]
     for name in varied(study):
-        values = {short(row[name]): row[name] for row in params if row.get(name, LEFT_OUT) is not LEFT_OUT}
+        values = {str(row[name]): row[name] for row in params if row.get(name, LEFT_OUT) is not LEFT_OUT}
         groups: dict[str, list[Curve]] = {
             value: [] for value in sorted(values, key=lambda key: _order(key, values[key]))
         }
         for row, curve in zip(params, curves, strict=True):
             if row.get(name, LEFT_OUT) is not LEFT_OUT and curve:
-                groups[short(row[name])].append(curve)
+                groups[str(row[name])].append(curve)
         groups = {value: lines for value, lines in groups.items() if lines}
         few = 1 < len(groups) <= COMPARED and any(len(group) > 1 for group in groups.values())
         if few and not any(isinstance(value, float) for value in values.values()):
             picture = folder / f"by_{re.sub(r'[^A-Za-z0-9-]', '_', name)}.png"
-            pictures.append(_curves(metric, name, groups, picture))
+            named = [(short(values[value]), lines) for value, lines in groups.items()]
+            pictures.append(_curves(metric, name, named, picture))
     used = [[[row[key] for row in rows if key in row] for key in MEMORY] for rows in logs]
     if peaks := [(trial, max(gpu or ram)) for trial, (gpu, ram) in zip(trials, used, strict=True) if gpu or ram]:
         pictures.append(_memory(study, peaks, folder / "memory.png"))
@@ -86,17 +87,17 @@ def median_curve(lines: Sequence[Curve]) -> Curve:
     return list(zip(xs.tolist(), np.median(heights, 0).tolist(), strict=True))
 
 
-def _curves(metric: str, name: str, groups: dict[str, list[Curve]], picture: Path) -> Path:
+def _curves(metric: str, name: str, groups: Sequence[tuple[str, list[Curve]]], picture: Path) -> Path:
     """The metric over the tokens: a thin line a trial, a thick one for the median of those that share a value."""
     with figure(picture) as axes:
         from matplotlib.collections import LineCollection
 
-        for index, (value, lines) in enumerate(groups.items()):
+        for index, (value, lines) in enumerate(groups):
             axes.add_collection(LineCollection(lines, colors=f"C{index}", lw=0.7, alpha=0.3))
             label = f"{name} {value}: median of {len(lines)}"
             axes.plot(*zip(*median_curve(lines), strict=True), color=f"C{index}", lw=2.4, label=label, zorder=3)
         axes.autoscale_view()
-        low, high = limits([y for lines in groups.values() for line in lines for _, y in line])
+        low, high = limits([y for _, lines in groups for line in lines for _, y in line])
         axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low)) if high > low else None
         axes.set(xlabel="tokens", ylabel=metric)
         axes.legend(fontsize=8, loc="upper right")

@@ -23,6 +23,8 @@ DATA_PATH, DIRECTORY, SERVER, IDENTITY = "data_path", "directory", "wandb_sweep"
 in a bucket, an id for the names of its trials' folders on hosts: its address may have had another study before."""
 
 
+LONGEST = 60
+"""Characters of a value in a table."""
 OF_A_HOST = {"cache_dir", "cache_gb", "store_timeout"}
 """Fields that may differ between starts: the training does not depend on them."""
 
@@ -90,8 +92,9 @@ LEFT_OUT = _LeftOut()
 
 
 def short(value: Any) -> str:
-    """A value for people."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    """A value for people. A long list, such as phases, is cut off; a long text may be a path, whose end says most."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if isinstance(value, str) or len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
 class StudyDir:
