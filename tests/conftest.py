@@ -17,7 +17,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ.setdefault("XLA_FLAGS", FAST)
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    # Where Python is told to keep no bytecode, each of the many processes of the tests would compile the package.
+    # With PYTHONDONTWRITEBYTECODE each of the many processes of the tests would compile the package.
     compileall.compile_dir(ROOT / "roxxel_dist", quiet=2)
 
 import jax
