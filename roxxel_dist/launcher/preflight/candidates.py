@@ -32,7 +32,7 @@ GROW_MOST_S = 3600.0
 a start makes it eight times as long."""
 NO_WAY = re.compile(
     r"No route to host|Connection (?:refused|timed out|closed|reset)|Network is (?:unreachable|down)"
-    r"|Operation timed out|Could not resolve|Host is down|i/o timeout"
+    r"|Operation timed out|Could not resolve|Host is down|i/o timeout|was refused|Unable to connect to the server"
     r"|\(NotFound\)|container not found|does not have a host assigned|completed pod|waiting for the condition"
     r"|No such container|no container with name or ID|is not running|container state improper",
     re.IGNORECASE,
