@@ -170,7 +170,7 @@ def parse_target(name: str) -> Target:
         raise UserError(f"target is {name!r}, which is not known: {forms}")
     shape = tuple(int(n) for n in text.split("x")) if re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*", text) else ()
     if len(shape) not in ((2,) if kind in GPUS else (2, 3)):
-        raise UserError(f"target is {name!r}, and {kind!r} needs its shape after a colon: {forms}")
+        raise UserError(f"target is {name!r}, and {kind!r} needs its shape after a colon, numbers above 0: {forms}")
     if kind in TPUS:
         _check_slice(name, TPUS[kind], shape)
     return Target(name, kind, shape)
