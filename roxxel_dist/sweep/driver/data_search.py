@@ -1,20 +1,16 @@
 """`mixtures` and `phase_ends` of a sweep, with the config and its data: refused before the first trial, or resolved."""
 
-from contextlib import ExitStack
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import numbers_in, phases_of
-from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.files.discovery import is_tokens, names_objects
-from roxxel_dist.data.remote.config import RemoteConfig
-from roxxel_dist.data.units import Ranges
-from roxxel_dist.run.curriculum import open_data_sets
+from roxxel_dist.data.files.discovery import names_objects
 from roxxel_dist.sweep.space.data_extras import DataExtras
 from roxxel_dist.sweep.space.passes import PassBudget
 from roxxel_dist.sweep.space.sweep_file import Sweep
+from roxxel_dist.sweep.study.training_ranges import training_ranges
 
 DECIDED = ("phases", "passes", "datasets", "validation", "val_fraction")
 """Fields that must be the same in all trials of a search over the data."""
@@ -46,7 +42,7 @@ def with_data(sweep: Sweep, config: Any, data_path: str | Path | None, fields: s
     _check_names(extras, config)
     _check_validation(sweep, config)
     _check_one_name(extras, config, data_path)
-    budget = PassBudget(extras=extras, phases=phases, ranges=_ranges(config, data_path))
+    budget = PassBudget(extras=extras, phases=phases, ranges=training_ranges(config, data_path))
     _check_rows(budget)
     return sweep.with_budget(budget)
 
@@ -168,18 +164,3 @@ def _check_validation(sweep: Sweep, config: Any) -> None:
             f"metric.name: {metric} would be measured on the held-out part of self alone, which has no text of "
             f"{others}: name validation text of each in `validation`"
         )
-
-
-def _ranges(config: Any, data_path: str | Path | None) -> dict[str, Ranges]:
-    """The training part of each data set."""
-    path = config.primary_path(data_path)
-    if path is None or not is_tokens(path):
-        raise UserError(
-            f"mixtures: {path} is text, whose tokens are not counted yet: make shards of it first "
-            f"(`roxxel-dist data build {path} --out DIR`)"
-        )
-    with ExitStack() as held:
-        data = held.enter_context(Roxxel(path, dtype=config.data_dtype, remote=config.part(RemoteConfig)))
-        sets = {name: held.enter_context(each) for name, each in open_data_sets(config, "datasets", data).items()}
-        train, _ = data.split(0 if config.validation else config.val_fraction)
-        return {"self": list(train.ranges), **{name: list(each.ranges) for name, each in sets.items()}}

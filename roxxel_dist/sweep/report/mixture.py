@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from roxxel_dist.curriculum.phases import numbers_in
 from roxxel_dist.place.directory import CONFIG, METRICS
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
 from roxxel_dist.sweep.report.confirmation import Confirmation, confirmation
@@ -24,10 +25,12 @@ from roxxel_dist.sweep.report.surface import (
     told,
 )
 from roxxel_dist.sweep.space.mixture import MixtureSpace
+from roxxel_dist.sweep.space.passes import PassBudget
 from roxxel_dist.sweep.study.confirm import Expected, baselines, expected_of, shares_of
 from roxxel_dist.sweep.study.folder import DATA_PATH, Study, StudyDir
 from roxxel_dist.sweep.study.journal import Trial
 from roxxel_dist.sweep.study.set_losses import set_losses
+from roxxel_dist.sweep.study.training_ranges import training_ranges
 from roxxel_dist.train.log.csv_jsonl import read_rows
 from roxxel_dist.utils.display import aligned
 
@@ -135,7 +138,7 @@ def _entry(one: Entry) -> dict[str, Any]:
 
 def mixtures_of(study: Study) -> Mixtures | None:
     """What a study found of its mixtures; None where it searches none."""
-    spaces = study.sweep.space.mixtures
+    spaces = searched(study)
     if not spaces or not study.done:
         return None
     best, parts = study.done[0], _parts(spaces)
@@ -169,9 +172,21 @@ def mixtures_of(study: Study) -> Mixtures | None:
     )
 
 
+def searched(study: Study) -> tuple[MixtureSpace, ...]:
+    """The mixtures that `max_passes` allows; where the data is not here, all that the files of the study allow."""
+    if not study.sweep.space.mixtures:
+        return ()
+    files = StudyDir(study.path)
+    with suppress(OSError, ValueError):  # the data of a study that somebody else made may be anywhere
+        config = Config.from_dict({name: value for name, value in files.settings().items() if name != RECORD})
+        ranges, phases = training_ranges(config, files.metadata(DATA_PATH)), map(numbers_in, config.phases or ())
+        return PassBudget(extras=study.sweep.data, phases=list(phases), ranges=ranges).spaces()
+    return study.sweep.space.mixtures
+
+
 def expected(study: Study, best: Config, factor: int) -> Expected:
     """What a confirmation of a study is to train, and what the law expects. Raises ValueError as `expected_of`."""
-    spaces = study.sweep.space.mixtures
+    spaces = searched(study)
     law = LawOfStudy.fit(study) if spaces else None
     gains: dict[str, Estimate] = {}
     if law is not None:

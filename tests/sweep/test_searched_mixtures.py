@@ -1,0 +1,36 @@
+"""What a report says of mixtures is within what the most passes over the data leave."""
+
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+from made_mixtures import PHASES, made_mixtures
+
+from roxxel_dist.settings.config import Config
+from roxxel_dist.sweep.report.mixture import mixtures_of, searched
+from roxxel_dist.sweep.study.folder import read_study
+
+
+@pytest.mark.parametrize(("most", "is_here", "cap"), [(0.5, True, 0.306), (None, True, 1.0), (0.5, False, 1.0)])
+def test_the_law_proposes_what_may_be_trained(tmp_path, most, is_here, cap):
+    """160 rows are read, and code has 108: half of them are a share of a third, less what rounding may add."""
+    sets = {name: str(tmp_path / f"{name}.npy") for name in ("self", "code")}
+    for name, count in {"self": 50_000, "code": 1_000}.items():
+        np.save(sets[name], np.zeros(count, np.uint16))
+    base = Config(datasets=sets, validation=sets, phases=PHASES, vocab_size=64, dim=16, max_context=8)
+    study = made_mixtures(tmp_path, 2, 24, base=base)
+    extras = yaml.safe_load((study / "extras.yaml").read_text())
+    if most is not None:
+        extras["mixtures"][0]["max_passes"] = most
+    (study / "extras.yaml").write_text(yaml.safe_dump(extras, sort_keys=False))
+    if not is_here:
+        shutil.move(sets["code"], tmp_path / "elsewhere.npy")
+    read = read_study(study)
+    (space,) = searched(read)
+    assert space.caps[1] == pytest.approx(cap, abs=0.001)
+    found = mixtures_of(read)
+    assert found is not None
+    (entry,) = found.entries
+    assert entry.shares["law"][1] <= space.caps[1] + 1e-9
+    assert max(point.shares[1] for point in entry.surface) == pytest.approx(space.caps[1])
