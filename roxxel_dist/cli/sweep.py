@@ -125,7 +125,8 @@ def _factor(flags: Mapping[str, str]) -> int:
     """The number of --confirm. Raises UserError where it is none, or other flags do not go with it."""
     text = flags["confirm"]
     if not text.isdecimal() or not int(text):
-        raise UserError(f"--confirm {text}: must be a whole number, 1 or more times the steps of a trial")
+        given = text or "has no value"
+        raise UserError(f"--confirm {given}: must be a whole number, 1 or more times the steps of a trial")
     if (name := next((name for name in CHOSEN if name in flags), None)) is not None:
         raise UserError(f"--confirm {int(text)} trains what the study has found: leave --{name} out")
     if flags.get("study") is None:
