@@ -21,11 +21,12 @@ from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import TransformerBuilder
+from roxxel_dist.train.exact.layout import rows_sharding
 from roxxel_dist.train.exact.step import init_exact_state, make_sharded_steps
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer, OptimizerConfig
 from roxxel_dist.train.step.state import init_state
-from roxxel_dist.train.step.step import SPIKE_FACTOR, make_step
+from roxxel_dist.train.step.step import EMA, SPIKE_FACTOR, make_step
 
 SHARDS, VOCABULARY = 8, 96
 SMALL = {"dim": 32, "num_blocks": 2, "vocab_size": VOCABULARY, "max_context": 512, "head_size": 16, "kv_heads": 1}
@@ -44,24 +45,34 @@ def batch_of(seed, shape, packed, sharding):
 
 def trained(
     devices, fields, shapes, *, shards=SHARDS, packed=False, loss=token_losses, dtype=None, steps=3, optimizer=None,
-    validate=True,
+    validate=True, fsdp=0, average=False, skip_bad=False, grad_accum=1,
 ):  # fmt: skip
     """(losses and gradient norms of each step, the parameters after them, a validation's losses) of some phases.
 
-    0 `shards` are ordinary steps.
+    0 `shards` are ordinary steps; `fsdp` devices share a copy of the state, 0 for none.
     """
-    mesh, optimizer = make_mesh(devices), optimizer or NamedOptimizer(OptimizerConfig(lr=1e-2, warmup_steps=0))
+    mesh, optimizer = (
+        make_mesh(devices, fsdp=fsdp or 1),
+        optimizer or NamedOptimizer(OptimizerConfig(lr=1e-2, warmup_steps=0)),
+    )
     builder = TransformerBuilder(ModelConfig(**SMALL | fields), 0, 1)
     init = init_exact_state if shards else init_state
-    split, state, hparams = init(builder, InitialState(optimizer), mesh, fsdp=False, dtype=None)
-    hparams |= scalars_on(mesh, {**optimizer.settings(100), SPIKE_FACTOR: 0.0})
+    split, state, hparams = init(builder, InitialState(optimizer, average=average), mesh, fsdp=bool(fsdp), dtype=None)
+    if fsdp:
+        assert not all(leaf.is_fully_replicated for leaf in state.params.values())
+    numbers = {**optimizer.settings(100), SPIKE_FACTOR: 1.0001 if skip_bad else 0.0} | ({EMA: 0.9} if average else {})
+    hparams |= scalars_on(mesh, numbers)
     sharding, compiler, found, validation = batch_sharding(mesh), AotCompiler(mesh), [], {}
     if shards:
-        step, evaluate = make_sharded_steps(split, loss, optimizer, sharding, shards=shards, compute_dtype=dtype)
+        step, evaluate = make_sharded_steps(
+            split, loss, optimizer, sharding, shards=shards, compute_dtype=dtype, grad_accum=grad_accum,
+            skip_bad=skip_bad,
+        )  # fmt: skip
     else:
         step, evaluate = make_step(split, loss, optimizer, state, sharding, compute_dtype=dtype), None
+    sharding = rows_sharding(sharding, shards)
     for number, shape in enumerate(map(tuple, shapes)):
-        place = fit_sharding(sharding, shape)
+        place = fit_sharding(sharding, shape, grad_accum)
         like = getattr(state, "whole", state)
         compiler.prepare(("step", shape), step, like, hparams, batch_of(0, shape, packed, place))
         for each in range(steps):

@@ -194,7 +194,7 @@ class LoopOptions:
     virtual_shards: int = 0
     """Virtual shards of each batch, a power of two. The rows of a phase are a multiple of it, or fewer rows that
     divide it: then each row is cut into virtual shards of its tokens. The run has the same bits on any
-    number of devices up to it, in any number of processes. 0: none."""
+    number of devices up to it, in any number of processes, with fsdp or without. 0: none."""
     profile_steps: list[int] | None = None
     """Steps [A, B] to profile. Their trace is written to the run directory."""
 
@@ -247,11 +247,6 @@ class LoopOptions:
         shards = self.virtual_shards
         if shards < 0 or shards & (shards - 1):
             raise UserError(f"virtual_shards is {shards}: it must be a power of two, such as 8, or 0 for none")
-        if shards and self.fsdp:
-            raise UserError(
-                f"virtual_shards is {shards} and fsdp is true: with virtual shards each device has the whole state, so "
-                f"leave one of the two out"
-            )
 
 
 class LoopKeywords(TypedDict, total=False):

@@ -96,7 +96,6 @@ MISTAKES = [
     ([*SHARDED, "2"], "virtual_shards is 2, and there are 8 devices"),
     ([*SHARDED, "8", "--phases", PHASE.format(12, 17), *FOUR], "not a multiple of virtual_shards (8): use"),
     ([*SHARDED, "8", "--tensor_devices", "2"], "virtual_shards is 8, and the mesh is"),
-    ([*SHARDED, "8", "--fsdp", "True"], "virtual_shards is 8 and fsdp is true"),
     ([*SHARDED, "6"], "virtual_shards is 6: it must be a power of two"),
     ([*WORDS, "--phases", "[{steps: 5000000000, batch_size: 8, seq_len: 17}]"], "the run has 5,000,000,000 steps"),
     ([*WORDS, "--phases", "[{epochs: 900000000, batch_size: 8, seq_len: 17}]"], "and may have at most 2,147,483,647"),

@@ -63,6 +63,15 @@ VARIANTS = {
         "max_context": 256,
     },
 }
+# Of which each number of devices up to 8 divides the largest dimension of some matrices that are large enough to be cut.
+WIDE = {"dim": 96, "hidden_dim": 840, "phases": [{"steps": 4, "batch_size": 16, "seq_len": 33}]}
+ANY = [(1, 1), (1, 2), (1, 3), (2, 2), (1, 5), (3, 2), (1, 7), (2, 4), (4, 2)]
+EVEN = [(1, 1), (1, 2), (2, 2), (1, 8), (4, 2)]
+TABLE = {
+    "AdamW, `grad_accum: 2`, `ema`": ({"grad_accum": 2, "ema": 0.9}, ANY),
+    "Muon": ({"optimizer": "muon"}, ANY),
+    "8 rows, then 2 rows and 1 row": ({"phases": LONG, "max_context": 256}, EVEN),
+}
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "exactness.md"
 TOPOLOGIES = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 2)]
 
@@ -119,6 +128,26 @@ def test_one_hash(desk, variant):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("variant", TABLE)
+def test_one_hash_with_slices_of_the_state(desk, variant):
+    """On each number of devices, without fsdp, with it, and where processes x devices allow for it, of two copies."""
+    fields, topologies = TABLE[variant]
+    write_config(desk, **WIDE | fields)
+    number, hashes = list(TABLE).index(variant), {}
+    for processes, devices in topologies:
+        count = processes * devices
+        layouts = {"": (), "fsdp": ("--fsdp", True)}
+        if count > 2 and count % 2 == 0:
+            layouts["copies"] = ("--fsdp", True, "--fsdp_devices", count // 2)
+        for name, words in layouts.items():
+            run_name = f"wide-{number}-{processes}x{devices}-{name}"
+            hashes[processes, devices, name] = trained(desk, processes, devices, run_name, *words)
+            print(variant, processes, devices, name, hashes[processes, devices, name][:8], flush=True)
+    assert len(set(hashes.values())) == 1, hashes
+
+
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("shards", "layouts"), [(8, [(2, 2), (1, 8), (1, 1)]), (0, [(2, 2), (1, 8), (1, 2)])])
 def test_killed_within_the_long_phase_and_resumed_on_other_devices(desk, shards, layouts):
@@ -158,7 +187,6 @@ def test_killed_within_the_long_phase_and_resumed_on_other_devices(desk, shards,
         ({"virtual_shards": 6}, "virtual_shards is 6: it must be a power of two"),
         ({"virtual_shards": 32, "grad_accum": 2}, "cuts each row into 2 shards, which are computed at once"),
         ({"virtual_shards": 32, "model": "own:build"}, "That needs the built-in model and its loss"),
-        ({"fsdp": True}, "virtual_shards is 8 and fsdp is true"),
         ({"tensor_devices": 2}, "Leave tensor_devices and meshes of your own with several axes out"),
         ({"virtual_shards": 2}, "virtual_shards is 2, and there are 4 devices, of which each has one shard at least"),
     ],

@@ -6,17 +6,22 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from exact_rows import hash_of as hash_of_steps
+from exact_rows import trained
 from flax import nnx
 
 from roxxel_dist import Config, Experiment, Roxxel
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.curriculum.segments import Shape
+from roxxel_dist.settings.training import OptimizerConfig
 from roxxel_dist.train.exact.gradient import check_statistics
 from roxxel_dist.train.exact.layout import check_virtual_shards
 from roxxel_dist.train.exact.packing import pack, unpack
 from roxxel_dist.train.exact.reduction import Tree, subtrees, total_of
+from roxxel_dist.train.step.optimizer import NamedOptimizer, as_optimizer
 
 SMALL = {
     "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 32, "dropout_rate": 0.1, "lr": 0.01, "virtual_shards": 8,
@@ -107,6 +112,56 @@ def test_any_number_of_devices(data, tmp_path, optimizer, counts):
         Experiment(Config(**fields, n_devices=count)).fit(data / "one.rox", tmp_path / str(count))
         hashes.add(hash_of(tmp_path / str(count)))
     assert len(hashes) == 1
+
+
+WIDE = {"dim": 192, "head_size": 96, "num_blocks": 1}  # of which 2, 3 and 4 devices cut matrices
+WITH_FSDP = {
+    "muon": {"optimizer": "muon"},
+    "adamw": {},
+    "adafactor": {"optimizer": "adafactor"},
+    "lion": {"optimizer": "lion"},
+    "schedule-free": {"optimizer": "schedule_free_adamw", "lr_schedule": "constant"},
+    "own": optax.chain(optax.centralize(), optax.adam(0.01)),
+}
+
+
+QUICK = [("muon", (4, 9), 1, [(1, 0), (3, 3)]), ("adamw", (1, 17), 1, [(1, 0), (2, 2)])]
+MORE = [
+    (name, *case)
+    for name in WITH_FSDP
+    for case in (((8, 17), 2, [(2, 0), (3, 3), (4, 2)]), ((1, 33), 1, [(2, 0), (4, 2)]))
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "grad_accum", "layouts"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)],
+)
+def test_slices_of_the_state_have_the_bits_of_the_whole(name, shape, grad_accum, layouts):
+    """Of matrices large enough to be cut; in rows, and in one that is cut where the devices divide its shards."""
+    kind = WITH_FSDP[name]
+    if isinstance(kind, dict):
+        kind = NamedOptimizer(OptimizerConfig(lr=1e-2, warmup_steps=0, grad_clip=0.1, **kind))
+    options = {
+        "optimizer": as_optimizer(kind), "steps": 2, "average": name == "adamw", "skip_bad": name == "lion",
+        "grad_accum": grad_accum, "shards": 4,
+    }  # fmt: skip
+    hashes = {layout: hash_of_steps(trained(layout[0], WIDE, [shape], fsdp=layout[1], **options)) for layout in layouts}
+    assert len(set(hashes.values())) == 1, hashes
+
+
+@pytest.mark.long
+def test_a_resume_goes_from_slices_to_the_whole_and_to_other_slices(data, tmp_path):
+    fields = SMALL | {
+        "dim": 192,
+        "phases": [{"steps": 6, "batch_size": 8, "seq_len": 17}, {"steps": 3, "batch_size": 1, "seq_len": 33}],
+    }
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    Experiment(Config(**fields, n_devices=1)).fit(data / "one.rox", whole)
+    Experiment(Config(**fields, n_devices=4, fsdp=True, max_steps=3)).fit(data / "one.rox", parts)
+    Experiment(Config(**fields, n_devices=1, max_steps=6)).fit(run_dir=parts, resume=True)
+    Experiment(Config(**fields, n_devices=8, fsdp=True, fsdp_devices=4)).fit(run_dir=parts, resume=True)
+    assert hash_of(parts) == hash_of(whole)
 
 
 def test_any_devices_add_one_tree():

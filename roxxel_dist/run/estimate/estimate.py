@@ -409,7 +409,8 @@ def _virtual_shards_notes(count: int, curriculum: Curriculum) -> list[str]:
         return []
     texts = [cut_rows_text(count, shape.batch_size, shape.seq_len) for shape in curriculum.shapes]
     return [
-        "memory is that of steps without virtual_shards: with them a device keeps a few gradients more",
+        "memory is that of steps without virtual_shards: with them a device keeps a few gradients more, and with fsdp "
+        "the whole state while a step lasts",
         *(f"phase {i + 1}: virtual_shards is {count}, {text}" for i, text in enumerate(texts) if text),
     ]
 

@@ -120,21 +120,24 @@ def rows_sharding(sharding: NamedSharding, virtual_shards: int) -> NamedSharding
     return NamedSharding(sharding.mesh, P()) if virtual_shards % sharding.mesh.size else sharding
 
 
-def on_all_devices(tree: Any, mesh: Mesh) -> Any:
-    """A tree of arrays of one device, the same in each process, whole on each device of the mesh.
+def placed_as(tree: Any, like: Any) -> Any:
+    """A tree of arrays of one device, the same in each process, on the mesh: placed as `like`, its shapes, says.
 
     Of shapes it gives shapes with that sharding.
     """
-    everywhere = NamedSharding(mesh, P())
-    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
 
-    def place(leaf: Any) -> Any:
+    def place(leaf: Any, like: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
-        copies = [jax.device_put(leaf.addressable_data(0), device) for device in own]
-        return jax.make_array_from_single_device_arrays(leaf.shape, everywhere, copies)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding)
+        whole, sharding = leaf.addressable_data(0), like.sharding
+        if not sharding.is_fully_replicated:
+            value = np.asarray(whole)
+            return jax.make_array_from_callback(leaf.shape, sharding, lambda index: value[index].copy())
+        own = [device for device in sharding.mesh.devices.flat if device.process_index == jax.process_index()]
+        parts = [jax.device_put(whole, device) for device in own]
+        return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
 
-    return jax.tree.map(place, tree)
+    return jax.tree.map(place, tree, like)
 
 
 def copies(tree: Any, devices: Sequence[Any]) -> list[Any]:
@@ -220,7 +223,7 @@ class Layout:
 
 @dataclass(eq=False)
 class DeviceStates:
-    """A train state as what each device of this process has of it, which programs of one device take and give."""
+    """A train state as what each device of this process has of it: the whole, or with fsdp its slices."""
 
     parts: list[TrainState]
     like: TrainState

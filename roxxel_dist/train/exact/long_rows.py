@@ -21,7 +21,7 @@ from roxxel_dist.train.exact.layout import Layout, copies
 from roxxel_dist.train.exact.packing import Packed, pack
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, Piece, PiecePrograms
 from roxxel_dist.train.exact.reduction import Exchange, Programs, Reduction, Tree, add_sums
-from roxxel_dist.train.exact.update import compiled_update, shapes_of
+from roxxel_dist.train.exact.update import Update, shapes_of
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams, Metrics
@@ -300,7 +300,7 @@ def pieces_of(cut: RowCut, batch: Any, first: jax.Array, count: int) -> list[tup
 
 @dataclass(frozen=True)
 class CompiledLongStep:
-    """(models, state, hparams, batch) -> (state, metrics) of each device: see `step.CompiledStep`."""
+    """The sums of all shards and the update, for shards of parts of rows: see `step.CompiledStep`."""
 
     layout: Layout
     forward: CompiledForward
@@ -312,7 +312,7 @@ class CompiledLongStep:
     """Of packed gradients of each use of parameters."""
     join: Programs
     exchange: Exchange
-    update: Programs
+    update: Update
 
     @classmethod
     def compiled(
@@ -327,8 +327,7 @@ class CompiledLongStep:
     ) -> "CompiledLongStep":
         """The programs for such (abstract) arguments."""
         devices = layout.devices
-        state, hparams = shapes_of((state, hparams))
-        model = Model(state.params, state.rest, hparams)
+        model = Model(*shapes_of((state.params, state.rest, hparams)))
         programs = PiecePrograms.of(shard_programs, model, batch, training=True)
         forward, like = CompiledForward.compiled(programs, layout, model, batch, compile_one, for_each)
         number, piece, segments, x, q, kv, normed, mixed, log_sums, zero = like.values()
@@ -341,13 +340,13 @@ class CompiledLongStep:
         of_before, _ = jax.eval_shape(programs.before_back, *before)
         first = jax.eval_shape(programs.embed_back, model, number, piece, x)
         sums = {LAST: last, FIRST: first, BEFORE: [of_before] * programs.layers, AFTER: [of_after] * programs.layers}
-        named = jax.eval_shape(lambda sums: programs.named(sums, state.params), sums)
+        named = jax.eval_shape(lambda sums: programs.named(sums, model.params), sums)
         total = jax.eval_shape(pack, named)
         exchange = Exchange.compiled(layout, named, total, compile_one, for_each)
         packed = hasattr(batch, "tokens")
 
         def join_sums(sums: dict[str, Any]) -> Packed:
-            return pack(programs.named(sums, state.params))
+            return pack(programs.named(sums, model.params))
 
         def finish(sums: Any, state: TrainState, hparams: Hparams, counts: Leaves) -> tuple[TrainState, Metrics]:
             del counts
@@ -367,15 +366,15 @@ class CompiledLongStep:
             adds=adds,
             join=for_each(jax.jit(join_sums), (sums,), devices),
             exchange=exchange,
-            update=compiled_update(finish, state, hparams, {}, exchange, for_each),
+            update=Update.compiled(finish, state, hparams, {}, exchange, compile_one, for_each),
         )
 
     def _trees(self, use: str) -> list[Tree]:
         adds = self.adds.get(use, [add_sums] * len(self.layout.devices))
         return [Tree(add) for add in adds]
 
-    def totals(self, models: list[Model], batch: Any) -> list[Packed]:
-        """The packed sums of all shards, on each device."""
+    def totals(self, models: list[Model], batch: Any) -> tuple[list[Packed], list[Leaves]]:
+        """(the packed sums of all shards, no counts: the update knows them), by device of this process."""
         run, number, count = self.forward, self.forward.numbers, len(self.layout.devices)
         pieces = run.cut(batch)
         kept, out = run.run(models, pieces, keep=True)
@@ -405,7 +404,7 @@ class CompiledLongStep:
             for i in range(count)
         ]
         del sums
-        return self.exchange.run(own)
+        return self.exchange.run(own), [{}] * count
 
     def _back(
         self,
@@ -458,13 +457,6 @@ class CompiledLongStep:
             own[AFTER].append(tree.total())
             own[BEFORE].append(other.total())
         return d_x
-
-    def __call__(self, parts: list[TrainState], hparams: list[Hparams], batch: Any) -> list[tuple[TrainState, Metrics]]:
-        """One step, on each device of this process; the states are donated."""
-        models = [Model(part.params, part.rest, own) for part, own in zip(parts, hparams, strict=True)]
-        totals = self.totals(models, batch)
-        del models
-        return [update(*args, {}) for update, *args in zip(self.update, parts, hparams, totals, strict=True)]
 
 
 @dataclass(frozen=True)

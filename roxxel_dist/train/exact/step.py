@@ -11,19 +11,21 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import one_device
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.train.exact.gradient import ShardPrograms
-from roxxel_dist.train.exact.layout import DeviceStates, Layout, copies, on_all_devices
+from roxxel_dist.train.exact.layout import DeviceStates, Layout, copies, placed_as
 from roxxel_dist.train.exact.long_rows import CompiledLongEvaluation, CompiledLongStep
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.exact.reduction import Exchange, Programs, Reduction
-from roxxel_dist.train.exact.update import compiled_update, shapes_of
+from roxxel_dist.train.exact.slices import Gather
+from roxxel_dist.train.exact.update import Update, shapes_of
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.optimizer import Optimizer
-from roxxel_dist.train.step.state import TrainState, init_state
+from roxxel_dist.train.step.state import TrainState, init_state, placed_state
 from roxxel_dist.train.step.step import Hparams, LossFn, Metrics
 
 
@@ -48,10 +50,18 @@ def make_sharded_steps(
     return ShardedStep(programs, layout), ShardedEvaluation(programs, layout)
 
 
-def init_exact_state(model: Any, init_optimizer: Any, mesh: Mesh, **options: Any) -> Any:
-    """`init_state` for virtual shards, whole on each device: each process computes it on one, the same on any."""
+def init_exact_state(model: Any, init_optimizer: Any, mesh: Mesh, *, fsdp: bool = False, **options: Any) -> Any:
+    """`init_state` for virtual shards: each process computes it on one device, the same on any, and gives each device
+    the whole or, with fsdp, its slices."""
     split, state, hparams = init_state(model, init_optimizer, one_device(mesh), **options)
-    return split, on_all_devices(state, mesh), on_all_devices(hparams, mesh)
+    if fsdp:
+        like = placed_state(split, state, hparams, init_optimizer, mesh)
+    else:
+        everywhere = NamedSharding(mesh, P())
+        like = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), (state, hparams)
+        )
+    return split, *placed_as((state, hparams), like)
 
 
 @dataclass(frozen=True)
@@ -138,40 +148,23 @@ class ShardedStep:
         self, compile_one: Compile, for_each: CompileForEach, state: TrainState, hparams: Hparams, batch: Any
     ) -> "CompiledStep":
         """The programs for such (abstract) arguments."""
-        programs, layout, like_state, batch = self.programs, self.layout, state, shapes_of(batch)
-        if jax.tree.leaves(batch)[0].shape[0] < programs.shards:
-            long = CompiledLongStep.compiled(programs, layout, state, hparams, batch, compile_one, for_each)
-            return CompiledStep(layout, long, HparamCopies(layout), state)
-        state, hparams = shapes_of((state, hparams))
-        rows, part = RowCutter.compiled(layout, batch, for_each)
-        number = jax.ShapeDtypeStruct((), np.int32)
-        args = state.params, state.rest, hparams, part, number
-        like, counts = jax.eval_shape(programs.sums, *args)
-        part_sums = jax.eval_shape(programs.packed_sums, *args)[0]
-        exchange = Exchange.compiled(layout, like, part_sums, compile_one, for_each)
-
-        def finish(sums: Any, state: TrainState, hparams: Hparams, counts: Leaves) -> tuple[TrainState, Metrics]:
-            return programs.finish(sums, state, programs.optimizer.for_batch(hparams, batch), counts)
-
-        of_rows = RowStep(
-            rows=rows,
-            sums=for_each(jax.jit(programs.packed_sums), args, layout.devices),
-            reduction=Reduction.compiled(layout, part_sums, exchange, for_each),
-            update=compiled_update(finish, state, hparams, counts, exchange, for_each),
-            numbers=rows.numbers,
-        )
-        return CompiledStep(layout, of_rows, HparamCopies(layout), like_state)
+        programs, layout, batch = self.programs, self.layout, shapes_of(batch)
+        gather = Gather.compiled(layout, Model(state.params, state.rest, hparams), compile_one)
+        kind = CompiledLongStep if jax.tree.leaves(batch)[0].shape[0] < programs.shards else RowStep
+        step = kind.compiled(programs, layout, state, hparams, batch, compile_one, for_each)
+        return CompiledStep(layout, gather, step, HparamCopies(layout), state)
 
 
 @dataclass(frozen=True)
 class CompiledStep:
     """(state, hparams, batch) -> (state, metrics), as `make_step` has it, but for `DeviceStates`.
 
-    It takes a `TrainState` of global arrays too. The state is donated; nothing waits for the devices. Metrics are those
-    of the first device of this process: all have the same.
+    It takes a `TrainState` of global arrays too. The state is donated; nothing waits for the devices.
     """
 
     layout: Layout
+    gather: Gather
+    """Of the `Model`."""
     step: "RowStep | CompiledLongStep"
     hparams: HparamCopies
     like: TrainState
@@ -180,31 +173,60 @@ class CompiledStep:
     def __call__(self, state: TrainState | DeviceStates, hparams: Hparams, batch: Any) -> tuple[DeviceStates, Metrics]:
         """One step."""
         parts = state.parts if isinstance(state, DeviceStates) else copies(state, self.layout.devices)
-        states, metrics = zip(*self.step(parts, self.hparams.of(hparams), batch), strict=True)
-        return DeviceStates(list(states), self.like), metrics[0]
+        inputs = self.hparams.of(hparams)
+        models = self.gather.run([Model(part.params, part.rest, own) for part, own in zip(parts, inputs, strict=True)])
+        totals, counts = self.step.totals(models, batch)
+        parts, metrics = self.step.update.run(parts, models, totals, counts)
+        return DeviceStates(parts, self.like), metrics
 
 
 @dataclass(frozen=True)
 class RowStep:
-    """(states, hparams, batch) -> (state, metrics) of each device of this process, for shards of whole rows."""
+    """The sums of all shards and the update, for shards of whole rows."""
 
     rows: RowCutter
     sums: Programs
     reduction: Reduction
-    update: Programs
-    numbers: list[list[jax.Array]]
+    update: Update
 
-    def __call__(self, parts: list[TrainState], inputs: list[Hparams], batch: Any) -> list[tuple[TrainState, Metrics]]:
-        """One step; the states are donated."""
-        rows, counts = self.rows.run(batch), [{} for _ in parts]
+    @classmethod
+    def compiled(
+        cls,
+        programs: ShardPrograms,
+        layout: Layout,
+        state: TrainState,
+        hparams: Hparams,
+        batch: Any,
+        compile_one: Compile,
+        for_each: CompileForEach,
+    ) -> "RowStep":
+        """The programs for such (abstract) arguments."""
+        rows, part = RowCutter.compiled(layout, batch, for_each)
+        args = *shapes_of((state.params, state.rest, hparams)), part, jax.ShapeDtypeStruct((), np.int32)
+        like, counts = jax.eval_shape(programs.sums, *args)
+        part_sums = jax.eval_shape(programs.packed_sums, *args)[0]
+        exchange = Exchange.compiled(layout, like, part_sums, compile_one, for_each)
+
+        def finish(sums: Any, state: TrainState, hparams: Hparams, counts: Leaves) -> tuple[TrainState, Metrics]:
+            return programs.finish(sums, state, programs.optimizer.for_batch(hparams, batch), counts)
+
+        return cls(
+            rows=rows,
+            sums=for_each(jax.jit(programs.packed_sums), args, layout.devices),
+            reduction=Reduction.compiled(layout, part_sums, exchange, for_each),
+            update=Update.compiled(finish, state, hparams, counts, exchange, compile_one, for_each),
+        )
+
+    def totals(self, models: list[Model], batch: Any) -> tuple[list[Packed], list[Leaves]]:
+        """(the packed sums of all shards, the counts of random streams), by device of this process."""
+        rows, counts = self.rows.run(batch), list[Leaves]({} for _ in models)
 
         def sums_of(i: int, k: int) -> Packed:
-            total, after = self.sums[i](parts[i].params, parts[i].rest, inputs[i], rows[i][k], self.numbers[i][k])
+            total, after = self.sums[i](*models[i], rows[i][k], self.rows.numbers[i][k])
             counts[i] = counts[i] or after
             return total
 
-        totals = self.reduction.run(sums_of)
-        return [update(*args) for update, *args in zip(self.update, parts, inputs, totals, counts, strict=True)]
+        return self.reduction.run(sums_of), counts
 
 
 def shard_numbers(layout: Layout) -> list[list[jax.Array]]:
@@ -232,6 +254,7 @@ class ShardedEvaluation:
     ) -> "CompiledEvaluation":
         """The programs for such (abstract) arguments."""
         layout, programs = self.layout, self.programs
+        gather = Gather.compiled(layout, Model(params, rest, hparams), compile_one)
         params, rest, hparams, batch = shapes_of((params, rest, hparams, batch))
         if jax.tree.leaves(batch)[0].shape[0] < programs.shards:
             model = Model(params, rest, hparams)
@@ -249,7 +272,7 @@ class ShardedEvaluation:
             return programs.mean_losses(exchange.unpack(total))
 
         mean = for_each(jax.jit(mean_losses), (exchange.kept,), layout.devices[:1])[0]
-        return CompiledEvaluation(layout, losses, mean, HparamCopies(layout))
+        return CompiledEvaluation(layout, gather, losses, mean, HparamCopies(layout))
 
 
 @dataclass(frozen=True)
@@ -257,6 +280,7 @@ class CompiledEvaluation:
     """(params, rest, hparams, batch) -> losses, as `make_eval_step` has it, on the first device of this process."""
 
     layout: Layout
+    gather: Gather
     losses: "RowEvaluation | CompiledLongEvaluation"
     mean: Any
     hparams: HparamCopies
@@ -264,7 +288,7 @@ class CompiledEvaluation:
     def __call__(self, params: Leaves, rest: Leaves, hparams: Hparams, batch: Any) -> dict[str, jax.Array]:
         """The losses of a batch."""
         parts, inputs = copies((params, rest), self.layout.devices), self.hparams.of(hparams)
-        models = [Model(part[0], part[1], own) for part, own in zip(parts, inputs, strict=True)]
+        models = self.gather.run([Model(part[0], part[1], own) for part, own in zip(parts, inputs, strict=True)])
         return self.mean(self.losses(models, batch)[0])
 
 

@@ -113,6 +113,14 @@ def abstract_state(
     return split, *_assemble(split, like, init_optimizer, mesh, shapes=True)
 
 
+def placed_state(
+    split: ModuleSplit, state: TrainState, hparams: Leaves, init_optimizer: Callable[[Leaves], Any], mesh: Mesh
+) -> tuple[TrainState, Leaves]:
+    """How `init_state` with fsdp would place these arrays, or shapes, on a mesh: as shapes with shardings."""
+    like = _placed(split, state.params | state.rest | hparams, mesh, fsdp=True, dtype=None)
+    return _assemble(split, like, init_optimizer, mesh, shapes=True)
+
+
 def _assemble(
     split: ModuleSplit, leaves: Mapping[str, Any], init_optimizer: Callable[[Leaves], Any], mesh: Mesh, *, shapes: bool
 ) -> tuple[TrainState, Leaves]:
