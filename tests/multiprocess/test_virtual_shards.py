@@ -63,7 +63,7 @@ VARIANTS = {
         "max_context": 256,
     },
 }
-# Of which each number of devices up to 8 divides the largest dimension of some matrices that are large enough to be cut.
+# Each number of devices up to 8 divides the largest dimension of some of its matrices that are large enough to be cut.
 WIDE = {"dim": 96, "hidden_dim": 840, "phases": [{"steps": 4, "batch_size": 16, "seq_len": 33}]}
 ANY = [(1, 1), (1, 2), (1, 3), (2, 2), (1, 5), (3, 2), (1, 7), (2, 4), (4, 2)]
 EVEN = [(1, 1), (1, 2), (2, 2), (1, 8), (4, 2)]
