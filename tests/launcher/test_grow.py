@@ -40,6 +40,25 @@ def test_which_nodes_are_there(told: str, nodes: dict[str, str]) -> None:
     assert nodes_of(told, datetime(2026, 1, 1, 10, 1, 0)) == nodes
 
 
+def test_which_jobs_are_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each once, and none that was nearly over when it came: its successor would be so too."""
+    for name, text in (("sbatch", f"echo $* >> {tmp_path}/asked; echo 1${{#*}}"), ("squeue", f"cat {tmp_path}/told")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    jobs = grow_jobs(tmp_path)
+    jobs.submit(tmp_path / "grow.log")
+    for told, asked in (
+        ("9|n3|2036-01-01T10:00:00\n8|n4|2016-01-01T10:00:00\n", ["1-2"]),
+        ("9|n3|2016-01-01T10:00:00\n8|n4|2016-01-01T10:00:00\n", ["1-2", "1-1"]),
+        ("9|n3|2016-01-01T10:00:00\n10|n4|Unknown\n", ["1-2", "1-1"]),
+        ("10|n4|2016-01-01T10:00:00\n11|n3|2016-01-01T10:00:00\n", ["1-2", "1-1", "1-1"]),
+    ):
+        (tmp_path / "told").write_text(told)
+        jobs.read()
+        assert re.findall(r"--array=(\S+)", (tmp_path / "asked").read_text()) == asked
+    assert "takes the place of 9: their time is over soon" in capsys.readouterr().err
+
+
 def grow_jobs(folder: Path, gpus: int | None = None, options: str = "") -> GrowJobs:
     return GrowJobs(
         "7",
@@ -54,14 +73,14 @@ def grow_jobs(folder: Path, gpus: int | None = None, options: str = "") -> GrowJ
 
 
 def test_what_slurm_is_asked_for(tmp_path: Path) -> None:
-    words = grow_jobs(tmp_path, options="partition=spare --time=1:00:00 comment='a b' requeue").words(Path("/a%b"))
+    words = grow_jobs(tmp_path, options="partition=spare --time=1:00:00 comment='a b' requeue").words(Path("/a%b"), 2)
     assert words[:2] == ["sbatch", "--parsable"]
     assert {"--partition=spare", "--time=1:00:00", "--comment=a b", "--requeue", "--array=1-2"} < set(words)
     assert {"--exclusive", "--nodes=1", "--ntasks-per-node=4", "--exclude=n1,n2", "--output=/a%%b"} < set(words)
-    assert "--exclusive=user" in grow_jobs(tmp_path, options="exclusive=user").words(tmp_path)
-    assert "--exclude=n1,n2,n[7-9]" in grow_jobs(tmp_path, options="exclude=n[7-9]").words(tmp_path)
-    assert "--gres=gpu:8" in grow_jobs(tmp_path, 8).words(tmp_path)
-    assert not [word for word in grow_jobs(tmp_path, 8, "gpus-per-node=h100:8").words(tmp_path) if "gres" in word]
+    assert "--exclusive=user" in grow_jobs(tmp_path, options="exclusive=user").words(tmp_path, 2)
+    assert "--exclude=n1,n2,n[7-9]" in grow_jobs(tmp_path, options="exclude=n[7-9]").words(tmp_path, 2)
+    assert "--gres=gpu:8" in grow_jobs(tmp_path, 8).words(tmp_path, 2)
+    assert not [word for word in grow_jobs(tmp_path, 8, "gpus-per-node=h100:8").words(tmp_path, 2) if "gres" in word]
 
 
 def test_options_are_those_of_the_job_without_those_that_are_its_own() -> None:
@@ -143,6 +162,7 @@ def test_nodes_join_when_their_jobs_start_and_leave_with_them(desk: Callable[[in
     told = slurm.run("scontrol", "update", f"jobid={job}", f"timelimit={limit}")
     assert told.returncode == 0, told.stderr
     up(attempt + 3, "h1", "h2")
+    up(attempt + 4, "h1", "h2", "h3")  # by the job that takes its place
     (four.folder / "end").touch()
     ended = slurm.wait(number, *OVER)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0"), four.log()

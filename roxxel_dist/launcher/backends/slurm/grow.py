@@ -1,9 +1,12 @@
-"""Jobs of one node each that join a SLURM job when they start, and leave it before they end (--grow-jobs)."""
+"""Jobs of one node each that join a SLURM job when they start, and leave it before they end (--grow-jobs).
+
+One that leaves because its time is nearly over has another one submitted in its place.
+"""
 
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime, timedelta
@@ -54,29 +57,38 @@ class GrowJobs:
     is_file: bool = False
     jobs: dict[str, str] = field(default_factory=dict)
     """Node to job, for each node that was ever a host."""
-    _array: str = ""
+    _arrays: list[str] = field(default_factory=list)
+    _joined: set[str] = field(default_factory=set)
+    """Jobs whose nodes were hosts, and that have not been replaced."""
+    _log: Path = Path()
 
     def submit(self, log: Path) -> None:
         """Hand them to SLURM; their errors go to `log`. A job that cannot grow runs as it is, and people read why."""
+        self._log = log
         with suppress(OSError):
             log.parent.mkdir(parents=True, exist_ok=True)  # SLURM does not make it, and the jobs would fail
-        answer = self._run(self.words(log), SCRIPT.format(job=self.job_id))
+        if array := self._submit(self.count, "no node joins"):
+            info(f"--grow-jobs: the nodes of SLURM job {array} join when they are there (`squeue -j {array}`)")
+
+    def _submit(self, count: int, otherwise: str) -> str | None:
+        """The number of the array; None where SLURM takes none, and people read why."""
+        answer = self._run(self.words(self._log, count), SCRIPT.format(job=self.job_id))
         if answer.returncode:
             why = " ".join(answer.stderr.split()) or f"sbatch ended with {answer.returncode}"
-            info(f"--grow-jobs {self.count}: not submitted, and no node joins: {why}")
-            return
-        self._array = answer.stdout.strip().partition(";")[0]
-        info(f"--grow-jobs: the nodes of SLURM job {self._array} join when they are there (`squeue -j {self._array}`)")
+            info(f"--grow-jobs {count}: not submitted, and {otherwise}: {why}")
+            return None
+        self._arrays.append(answer.stdout.strip().partition(";")[0])
+        return self._arrays[-1]
 
-    def words(self, log: Path) -> list[str]:
-        """The sbatch that submits them."""
+    def words(self, log: Path, count: int) -> list[str]:
+        """The sbatch that submits so many of them."""
         given = {"exclusive": ""}  # or else two of them may be on one node
         given |= {key: value for key, _, value in (option.partition("=") for option in self.options)}
         exclude = [*self.exclude, *filter(None, [given.pop("exclude", "")])]
         if self.gpus_per_host is not None and not any(key.startswith(("gpu", "gres")) for key in given):
             given["gres"] = f"gpu:{self.gpus_per_host}"
         ours = {
-            "array": f"1-{self.count}",
+            "array": f"1-{count}",
             "nodes": "1",
             "ntasks-per-node": str(self.procs_per_host),
             "exclude": ",".join(exclude),
@@ -89,15 +101,21 @@ class GrowJobs:
 
     def read(self) -> tuple[list[str], None]:
         """The nodes of those that run. Raises UserError where SLURM does not say."""
-        if not self._array:
+        if not self._arrays:
             return [], None
-        asked = ["squeue", "--noheader", f"--jobs={self._array}", "--states=RUNNING", "--format=%A|%N|%e"]
+        asked = ["squeue", "--noheader", f"--jobs={','.join(self._arrays)}", "--states=RUNNING", "--format=%A|%N|%e"]
         answer = self._run(asked)
         if answer.returncode and "Invalid job id" not in answer.stderr:  # so it says when all have ended some time ago
             why = " ".join(answer.stderr.split()) or f"it ended with {answer.returncode}"
             raise UserError(f"--grow-jobs: squeue does not say which nodes are there: {why}")
-        found = nodes_of(answer.stdout, datetime.now() + timedelta(seconds=self.leave_s))
+        least = datetime.now() + timedelta(seconds=self.leave_s)
+        found, late = nodes_of(answer.stdout, least), late_jobs(answer.stdout, least) & self._joined
         self.jobs = {**self.jobs, **found}
+        self._joined = (self._joined | {*found.values()}) - late
+        if late and (array := self._submit(len(late), "no node comes in place of those whose time is nearly over")):
+            info(
+                f"--grow-jobs: SLURM job {array} takes the place of {', '.join(sorted(late))}: their time is over soon"
+            )
         return list(found), None
 
     def end(self) -> None:
@@ -105,9 +123,9 @@ class GrowJobs:
 
     def cancel(self) -> None:
         """End them, with the job."""
-        if self._array:
-            self._run(["scancel", self._array], limit_s=CANCEL_S)
-            self._array = ""
+        if self._arrays:
+            self._run(["scancel", *self._arrays], limit_s=CANCEL_S)
+            self._arrays.clear()
 
     def _run(self, words: Sequence[str], text: str = "", limit_s: float = ASK_S) -> "subprocess.CompletedProcess[str]":
         env = dict(self.environ)
@@ -122,15 +140,27 @@ class GrowJobs:
 def nodes_of(told: str, least: datetime) -> dict[str, str]:
     """Node to job, of the lines `JOB|NODE|END` of jobs that end after `least`; of two on a node the first one."""
     found: dict[str, str] = {}
-    for line in sorted(told.splitlines(), key=lambda line: (len(line.partition("|")[0]), line)):
+    for job, node, is_late in sorted(_jobs_of(told, least), key=lambda one: (len(one[0]), one)):
+        if not is_late:
+            found.setdefault(node, job)
+    return found
+
+
+def late_jobs(told: str, least: datetime) -> set[str]:
+    """The jobs, of such lines, that do not end after `least`."""
+    return {job for job, _, is_late in _jobs_of(told, least) if is_late}
+
+
+def _jobs_of(told: str, least: datetime) -> Iterator[tuple[str, str, bool]]:
+    """(job, node, whether it ends by then) of each line."""
+    for line in told.splitlines():
         job, node, end = [*line.split("|"), "", ""][:3]
         try:
             is_late = datetime.fromisoformat(end) <= least
         except ValueError:  # it has no limit
             is_late = False
-        if job and node and not is_late:
-            found.setdefault(node, job)
-    return found
+        if job and node:
+            yield job, node, is_late
 
 
 def options_of(given: str | None) -> list[str]:
