@@ -39,8 +39,6 @@ def check_layouts(words: list[str]) -> int:
     """Check that one step is the same in every layout of the devices."""
     with usage_errors():
         args, config = parse_config(CheckLayoutsArgs, words, "check-layouts")
-        if args.devices < 0 or args.devices == 1:
-            raise UserError(f"--devices is {args.devices}: it must be at least 2, or 0 for those of this machine")
         if args.seq_len is not None and args.seq_len < 2:
             raise UserError(f"--seq_len is {args.seq_len}: it must be at least 2")
     names = None if args.layouts is None else [name.strip() for name in args.layouts.split(",")]
@@ -62,7 +60,8 @@ def check_layouts(words: list[str]) -> int:
     compared = [result for result in report.results if result.status in ("agrees", "differs")]
     different = [result.layout for result in report.results if result.status in ("differs", "failed")]
     what = f"{report.parameters:,} parameters, {report.rows} rows of {report.seq_len} tokens"
-    verdict = f"not as on one device: {', '.join(different)}" if different else f"{len(compared)} layouts agree"
+    agree = "1 layout agrees" if len(compared) == 1 else f"{len(compared)} layouts agree"
+    verdict = f"not as on one device: {', '.join(different)}" if different else agree
     print(f"{verdict} ({what}, {report.seconds:.0f} s)", flush=True)
     return 0 if report.agree else EXIT_FAILED
 

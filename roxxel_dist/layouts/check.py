@@ -237,8 +237,8 @@ class _Check:
             jaxpr = trace()
             if subject.is_own and is_main and str(jaxpr) != str(trace()):
                 raise UserError(
-                    "the loss is random by itself: two traces of it differ, so it draws numbers with Python's random "
-                    "or numpy. Draw noise from keys of the model's nnx.Rngs"
+                    "the loss is random by itself: two traces of it differ, so it has numbers of Python's random, of "
+                    "numpy or of a counter of its own. Draw noise from keys of the model's nnx.Rngs"
                 )
             programs = ReferencePrograms.compiled(
                 subject.model, loss, layout, self._weights, rows, unit=coarsest(jaxpr), in_float64=is_main

@@ -102,11 +102,13 @@ class ReferencePrograms:
         """The reference; raises UserError where two runs differ: the loss is random by itself."""
         program, unit = self.program, self.unit
         first, again = program.run(), program.run()
-        terms = jax.tree.leaves(program.batch)[0].size
+        tokens = jax.tree.leaves(program.batch)[0]
+        terms, largest = tokens.size, int(tokens.max())
         one, two = (float(outcome.values[LOSS]) for outcome in (first, again))
         if not np.isfinite(one):
             raise UserError(
-                f"the loss is {one} on one device, with the weights of the seed: correct the model or the loss first"
+                f"the loss is {one} on one device, with the weights of the seed: correct the model or the loss first. "
+                f"Token ids go up to {largest}: the model's vocabulary must hold them"
             )
         if abs(one - two) > SAFETY * unit * terms**0.5 * abs(one):
             raise UserError(

@@ -34,6 +34,8 @@ TOKENS = 65
 """The most tokens of a row: enough to be cut in many places, and to run in seconds."""
 THREADS = 2
 """Of XLA's pool, for each simulated device: each of them waits in a collective."""
+MOST_DEVICES = 64
+"""That are simulated: each has threads and programs of its own."""
 DOCUMENT_PARTS = 4
 """A packed row is cut into so many equal parts; the first document has all but one of them."""
 
@@ -150,11 +152,13 @@ def of_config(config: Config, data_path: str | Path | None, devices: int) -> Ite
     Args:
         config: of a run; it is not changed.
         data_path: a text file, a folder of text, or shards; None: as the config says.
-        devices: how many to simulate on CPU; 0: those of this machine.
+        devices: how many to simulate on CPU, from 2 to `MOST_DEVICES`; 0: those of this machine.
 
     Raises:
         UserError: a mistake in the config or the data; or jax has made other devices already.
     """
+    if not 0 <= devices <= MOST_DEVICES or devices == 1:
+        raise UserError(f"devices is {devices}: it must be from 2 to {MOST_DEVICES}, or 0 for those of this machine")
     config = with_base(config)[0].with_absolute_paths()
     config.validate()
     config = with_shape_of(config)

@@ -36,6 +36,8 @@ def test_an_own_model_agrees_in_all_layouts(checked):
     [
         ({"loss": "layouts.odd:random_by_callback"}, "random by itself: two runs"),
         ({"loss": "layouts.odd:random_by_numpy"}, "random by itself: two traces"),
+        ({"loss": "layouts.odd:without_return"}, "returned None"),
+        ({"model": "layouts.odd:build_of_ten_tokens"}, "the loss is nan on one device.*Token ids go up to 36"),
         ({"model": "layouts.odd:build_with_integers"}, "has no gradient"),
         ({"model": "layouts.odd:build_huge"}, "does not fit"),
     ],
@@ -65,6 +67,7 @@ def test_a_layout_that_is_left_out_says_why(checked):
         ([], 0),
         (["--model", OWN["model"], "--loss", "layouts.planted.double_psum:loss"], 1),
         (["--devices", "1"], 2),
+        (["--devices", "100000"], 2),
     ],
 )
 def test_the_command(tokens, capsys, flags, code):
@@ -73,7 +76,7 @@ def test_the_command(tokens, capsys, flags, code):
     assert main(words) == code
     out, error = capsys.readouterr()
     if code == 2:
-        assert "--devices is 1" in error
+        assert f"devices is {flags[-1]}: it must be from 2 to 64" in error
         return
     report = json.loads(out)
     assert report["agree"] is (code == 0)

@@ -65,7 +65,7 @@ CONFIGS = [
     BY_HAND | PACKED,
     OWN | {"seed": 3},
     {"model": "own_model:build_attending"},
-    {"model": "own_model:build_attending", "model_args": {"plain": True, "depth": 1}},
+    {"model": "own_model:build_attending", "model_args": {"depth": 1}},
     {"model": "own_model:build", "loss": "own_model:loss"},
 ]
 
@@ -86,6 +86,13 @@ def test_a_sound_configuration_agrees(checked, monkeypatch, fields):
     compared = {result.layout: result.text for result in report.results if result.status == "agrees"}
     assert WHOLE not in compared["fsdp"]
     assert "model" in fields or WHOLE not in compared["tensor"]
+
+
+@pytest.mark.long
+def test_attention_that_sees_all_documents_of_a_row_differs_packed_alone(checked):
+    """It takes segments, and does not look at them: all else agrees."""
+    report = checked(model="own_model:build_attending", model_args={"plain": True, "depth": 1})
+    assert [result.layout for result in report.results if result.status != "agrees"] == ["packing"]
 
 
 @pytest.mark.long

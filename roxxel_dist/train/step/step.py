@@ -111,6 +111,8 @@ def unpack_loss(result: Any) -> Loss:
             )
         loss, aux = result
         aux = aux if isinstance(aux, Mapping) else {"aux": aux}
+    if loss is None:
+        raise UserError("the loss function returned None: end it with `return loss`")
     if jnp.shape(loss) != ():
         raise UserError(
             f"the loss function returned an array of shape {jnp.shape(loss)}: take its mean, a loss is one number"
