@@ -117,7 +117,7 @@ class ReferencePrograms:
                 f"and its batch"
             )
         samples = [first, *(program.run(moved(program.weights.params, unit, seed)) for seed in range(SAMPLES))]
-        near, why = _of_samples(first.values, samples, unit, terms, first.drawn), self.why
+        near, why = of_samples(first.values, samples, unit, terms, first.drawn), self.why
         if self.in_float64 is not None:
             try:
                 with jax.enable_x64(True):
@@ -142,10 +142,11 @@ def _in_float64(near: Reference, first: Outcome, exact: Arrays, samples: list[Ou
             near, f"in float64 the model computes something else ({far[0]}): bounds are of float32 runs alone"
         )
     values = {name: exact[name] if name in near.error else value for name, value in first.values.items()}
-    return _of_samples(values, samples, near.unit, near.terms, near.drawn)
+    return of_samples(values, samples, near.unit, near.terms, near.drawn)
 
 
-def _of_samples(exact: Arrays, samples: list[Outcome], unit: float, terms: int, drawn: Mapping[str, int]) -> Reference:
+def of_samples(exact: Arrays, samples: list[Outcome], unit: float, terms: int, drawn: Mapping[str, int]) -> Reference:
+    """The reference of x*, with an error measured by samples of it."""
     floating = [
         name
         for name, value in exact.items()

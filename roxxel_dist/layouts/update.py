@@ -16,12 +16,11 @@ from roxxel_dist.layouts.compare import UPDATE, Difference, compared
 from roxxel_dist.layouts.device_count import devices_of
 from roxxel_dist.layouts.layout import Layout, everywhere
 from roxxel_dist.layouts.one_step import Arrays, Outcome, Weights, buildable, compile_step, copies_of
-from roxxel_dist.layouts.reference import Reference, moved, norm, wide
+from roxxel_dist.layouts.reference import SAMPLES, Reference, moved, of_samples
 from roxxel_dist.train.step.optimizer import InitialState, Optimizer, for_model, updates_of
 from roxxel_dist.train.step.state import abstract_state
 
 UNIT = 2.0**-24
-SAMPLES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +40,9 @@ class UpdateCheck:
     ) -> "UpdateCheck":
         """For the gradient of one device, float32 by name; `steps` is of the run, in whose middle the update is."""
         apply = _program(model, optimizer, layout, weights, steps)
-        exact = apply(gradient).values
-        samples = [apply(moved(gradient, UNIT, seed)).values for seed in range(SAMPLES)]
-        error = {
-            name: float(np.sqrt(np.mean([norm(wide(sample[name]) - wide(value)) ** 2 for sample in samples])))
-            for name, value in exact.items()
-        }
+        samples = [apply(moved(gradient, UNIT, seed)) for seed in range(SAMPLES)]
         terms = sum(value.size for value in gradient.values())
-        reference = Reference(
-            exact={name: wide(value) for name, value in exact.items()}, error=error, unit=UNIT, terms=terms, drawn={}
-        )
+        reference = of_samples(apply(gradient).values, samples, UNIT, terms, {})
         return cls(
             model=model, optimizer=optimizer, weights=weights, gradient=gradient, steps=steps, reference=reference
         )
