@@ -18,7 +18,7 @@ from roxxel_dist.objects import lease
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.objects.lease import Lease, LeaseHeldError, LeaseLostError
 from roxxel_dist.objects.store import ObjectStore
-from roxxel_dist.sweep.driver import bucket, controller
+from roxxel_dist.sweep.driver import bucket, start
 from roxxel_dist.sweep.study.journal import replay
 from roxxel_dist.sweep.study.stored_journal import JournalWriter, read_journal
 
@@ -96,7 +96,7 @@ class BucketStudy(Study):
 
 @pytest.fixture
 def study(s3, tmp_path, monkeypatch, request):
-    monkeypatch.setattr(controller, "connected", process_ray.connected)
+    monkeypatch.setattr(start, "connected", process_ray.connected)
     with s3.environment():
         study = BucketStudy(tmp_path, s3.url("studies", request.node.name), monkeypatch)
         study.on_another_host()
