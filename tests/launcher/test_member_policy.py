@@ -16,6 +16,9 @@ from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.policy.membership import Change, Stays, Wanted, change_to, working_number
 from roxxel_dist.launcher.policy.restart import AttemptSummary, Cause, next_action
 
+# The command of a list is started in this process, where other tests may have used jax, which warns of a fork.
+pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
+
 
 @pytest.mark.parametrize(
     ("wanted", "members", "there", "least", "change"),

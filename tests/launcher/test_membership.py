@@ -19,6 +19,9 @@ from ranks import is_waiting_spare
 from roxxel_dist.launcher.control import membership
 from roxxel_dist.launcher.job.spec import JobSpec
 
+# The command of a list is started in this process, where other tests may have used jax, which warns of a fork.
+pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
+
 RUN_ID = f"members_{os.getpid()}"
 Until = Callable[[Callable[[], Any], str], None]
 Alive = Callable[[int], bool]

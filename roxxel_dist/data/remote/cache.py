@@ -215,8 +215,9 @@ class ChunkCache:
         try:
             self._indexes.mkdir(parents=True, exist_ok=True)
             for entry in _entries(str(self._indexes)):
-                if time.time() - entry.stat().st_mtime > UNUSED_S:
-                    os.unlink(entry.path)
+                with suppress(FileNotFoundError):  # a process that begins too has renamed, or deleted, it
+                    if time.time() - entry.stat().st_mtime > UNUSED_S:
+                        os.unlink(entry.path)
             write_file(path, data)
         except OSError as error:
             self._fail(error)

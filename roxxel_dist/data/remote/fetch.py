@@ -319,7 +319,7 @@ class Fetcher:
                 for place in claimed:
                     if (chunk := self._from_cache(place, tables)) is not None:
                         result[place] = chunk
-                for run in self._runs([place for place in claimed if place not in result]):
+                for run in _neighbours(claimed - result.keys()):
                     for place, chunk in self._read(run, tables).items():
                         result[place] = chunk
                         self._memory.put(place, chunk)
@@ -360,3 +360,14 @@ def _key_of(shard: RemoteShard) -> str:
     entry, chunks = shard.entry, shard.chunks
     parts = f"{shard.path} {entry.etag} {entry.size} {chunks.size} {chunks.numbers}"
     return xxhash.xxh3_64_hexdigest(parts.encode())
+
+
+def _neighbours(places: Iterable[Place]) -> list[list[Place]]:
+    """Chunks without any between them, which are in the cache or which others fetch: none is fetched twice."""
+    runs: list[list[Place]] = []
+    for number, index in sorted(places):
+        if runs and runs[-1][-1] == (number, index - 1):
+            runs[-1].append((number, index))
+        else:
+            runs.append([(number, index)])
+    return runs

@@ -84,6 +84,23 @@ def test_a_reader_that_is_killed_leaves_a_cache_that_others_use(server, local, u
         opened(url, cache).verify()
 
 
+def test_an_index_is_written_while_others_write_theirs(tmp_path, monkeypatch, caplog):
+    """What another process writes is listed under a name that it has a moment later no more."""
+    cache, entries = ChunkCache(tmp_path, 1 << 20), cache_module._entries
+    path = cache.index_file("a set")
+    path.parent.mkdir()
+    (path.parent / ".other.tmp").touch()
+
+    def listed(folder):
+        found = entries(folder)
+        (path.parent / ".other.tmp").unlink()
+        return found
+
+    monkeypatch.setattr(cache_module, "_entries", listed)
+    cache.write_index(path, b"an index")
+    assert (path.read_bytes(), cache.is_paused, caplog.text) == (b"an index", False, "")
+
+
 def test_claims_of_the_dead_are_taken_over_and_cleared(tmp_path, monkeypatch):
     """webdataset#84, litData#533: no file of an unfinished download stays."""
     cache = ChunkCache(tmp_path, 1 << 20)
