@@ -19,8 +19,12 @@ from typing import Any
 from measure import Lines, Result, flags
 from training import random_tokens
 
-CASES = [(1, 8, 8, 1.10), (2, 2, 4, 1.10), (1, 8, 16, None), (1, 8, 32, None), (2, 2, 8, None), (2, 2, 16, None)]
-"""Processes, devices of each, virtual shards, and the most that a step may take, of an ordinary one."""
+CASES = [
+    (1, 8, 8, False, 1.10), (1, 8, 8, True, 1.10), (2, 2, 4, False, 1.10), (1, 8, 16, False, None),
+    (1, 8, 32, False, None), (2, 2, 8, False, None), (2, 2, 16, False, None),
+]  # fmt: skip
+"""Processes, devices of each, virtual shards, whether both kinds of steps have fsdp, and the most that a step may take,
+of an ordinary one."""
 DISPATCH_MS = 1.0
 ROWS, LENGTH = 32, 129
 CONFIG: dict[str, Any] = {
@@ -29,7 +33,7 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def taking_turns(tokens: Path, shards: int, turns: int) -> dict[str, Any]:
+def taking_turns(tokens: Path, shards: int, turns: int, *, fsdp: bool) -> dict[str, Any]:
     """In each process of a launch: "wall", "cpu" and "dispatch", seconds of both kinds of steps, ordinary first."""
     import jax
 
@@ -39,7 +43,7 @@ def taking_turns(tokens: Path, shards: int, turns: int) -> dict[str, Any]:
     from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
     from roxxel_dist.input.stream import Stream
     from roxxel_dist.run.components import build_components
-    from roxxel_dist.train.exact.step import init_state_of_copies, make_sharded_steps
+    from roxxel_dist.train.exact.step import init_exact_state, make_sharded_steps
     from roxxel_dist.train.step.compile import AotCompiler, abstract
     from roxxel_dist.train.step.optimizer import InitialState, as_optimizer
     from roxxel_dist.train.step.state import init_state
@@ -48,16 +52,16 @@ def taking_turns(tokens: Path, shards: int, turns: int) -> dict[str, Any]:
     pin_for_shards(shards)
     initialize()
     parts = build_components(Config(**CONFIG), Roxxel(tokens))
-    mesh, optimizer = make_mesh(), as_optimizer(parts.optimizer)
+    mesh, optimizer = make_mesh(fsdp=jax.device_count() if fsdp else 1), as_optimizer(parts.optimizer)
     sharding, compiler = batch_sharding(mesh), AotCompiler(mesh)
     stream = iter(Stream(parts.curriculum.plan(0), parts.curriculum.datasets, sharding, 0))
     kinds: list[Any] = []
-    for init in (init_state, init_state_of_copies):
-        split, state, hparams = init(parts.build, InitialState(optimizer), mesh, fsdp=False)
+    for init in (init_state, init_exact_state):
+        split, state, hparams = init(parts.build, InitialState(optimizer), mesh, fsdp=fsdp)
         numbers = optimizer.settings(CONFIG["phases"][0]["steps"]) | {SPIKE_FACTOR: 0.0}
         hparams = {**hparams, **scalars_on(mesh, numbers)}
         step: Any = make_step(split, parts.loss, optimizer, abstract(state), sharding)
-        if init is init_state_of_copies:
+        if init is init_exact_state:
             step = make_sharded_steps(split, parts.loss, optimizer, sharding, shards=shards)[0]
         compiler.prepare(init.__name__, step, state, hparams, next(stream))
         kinds.append([compiler.get_together(init.__name__), state, hparams])
@@ -81,13 +85,17 @@ def taking_turns(tokens: Path, shards: int, turns: int) -> dict[str, Any]:
     return times if jax.process_index() == 0 else {}
 
 
-def against_ordinary(folder: Path, case: tuple[int, int, int, float | None], turns: int) -> Iterable[Result]:
+def against_ordinary(folder: Path, case: tuple[int, int, int, bool, float | None], turns: int) -> Iterable[Result]:
     """The rows of a case."""
-    processes, devices, shards, target = case
+    processes, devices, shards, fsdp, target = case
     launch = ["launch", "local", "--nprocs", processes, "--devices-per-proc", devices, "--max-restarts", 0, "--"]
     words = [sys.executable, "-m", "roxxel_dist", *launch, "python", __file__, folder, "--turns", turns]
     done = subprocess.run(
-        [str(word) for word in (*words, "--shards", shards)], cwd=folder, capture_output=True, text=True, check=False
+        [str(word) for word in (*words, "--shards", shards, *["--fsdp"] * fsdp)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise RuntimeError(done.stdout[-1000:] + done.stderr[-1000:])
@@ -95,7 +103,7 @@ def against_ordinary(folder: Path, case: tuple[int, int, int, float | None], tur
     late = {name: [kind[turns // 4 :] for kind in both] for name, both in times.items()}
     wall, cpu = ([after / before for before, after in zip(*late[name], strict=True)] for name in ("wall", "cpu"))
     ms = [1e3 * statistics.median(kind) for kind in late["wall"]]
-    what = f"a step on {processes} x {devices} simulated devices, {shards} virtual shards"
+    what = f"a step on {processes} x {devices} simulated devices, {shards} virtual shards{', fsdp' * fsdp}"
     yield Result(
         what=what, against="x an ordinary one", measured=statistics.median(wall), target=target, at_most=True,
         note=f"{ms[0]:.0f} and {ms[1]:.0f} ms, {statistics.median(cpu):.2f} x its CPU time; {turns} turns",
@@ -103,7 +111,7 @@ def against_ordinary(folder: Path, case: tuple[int, int, int, float | None], tur
     before, after = (1e3 * statistics.median(kind) for kind in late["dispatch"])
     yield Result(
         what=f"dispatch of {what}", against="ms of the main thread", measured=after,
-        target=DISPATCH_MS if (processes, devices, shards) == (1, 8, 8) else None, at_most=True,
+        target=DISPATCH_MS if case[:4] == (1, 8, 8, False) else None, at_most=True,
         note=f"{before:.2f} ms of an ordinary one",
     )  # fmt: skip
 
@@ -112,18 +120,19 @@ def main() -> int:
     parser = flags(__doc__)
     parser.add_argument("folder", nargs="?", help="a folder on a disk")
     parser.add_argument("--shards", type=int, help="of a process of a launch: so many virtual shards")
+    parser.add_argument("--fsdp", action="store_true", help="of such a process: with fsdp")
     parser.add_argument("--turns", type=int, default=60, help="steps of each kind")
     options = parser.parse_args()
     if options.shards:
         folder = Path(options.folder)
-        if times := taking_turns(folder / "tokens.rox", options.shards, options.turns):
+        if times := taking_turns(folder / "tokens.rox", options.shards, options.turns, fsdp=options.fsdp):
             (folder / "times.json").write_text(json.dumps(times))
         return 0
     report = Lines(options.json)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         random_tokens(folder / "tokens.rox", 1 << 21, 512)
-        for case in CASES[:2] if options.quick else CASES:
+        for case in CASES[:3] if options.quick else CASES:
             turns = 20 if options.quick else options.turns
             report.add("virtual shards", lambda case=case, turns=turns: against_ordinary(folder, case, turns))
     return report.end()

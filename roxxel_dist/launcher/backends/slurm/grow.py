@@ -137,23 +137,23 @@ class GrowJobs:
             return subprocess.CompletedProcess(words, 1, "", str(error))
 
 
-def nodes_of(told: str, least: datetime) -> dict[str, str]:
+def nodes_of(printed: str, least: datetime) -> dict[str, str]:
     """Node to job, of the lines `JOB|NODE|END` of jobs that end after `least`; of two on a node the first one."""
     found: dict[str, str] = {}
-    for job, node, is_late in sorted(_jobs_of(told, least), key=lambda one: (len(one[0]), one)):
+    for job, node, is_late in sorted(_jobs_of(printed, least), key=lambda one: (len(one[0]), one)):
         if not is_late:
             found.setdefault(node, job)
     return found
 
 
-def late_jobs(told: str, least: datetime) -> set[str]:
+def late_jobs(printed: str, least: datetime) -> set[str]:
     """The jobs, of such lines, that do not end after `least`."""
-    return {job for job, _, is_late in _jobs_of(told, least) if is_late}
+    return {job for job, _, is_late in _jobs_of(printed, least) if is_late}
 
 
-def _jobs_of(told: str, least: datetime) -> Iterator[tuple[str, str, bool]]:
+def _jobs_of(printed: str, least: datetime) -> Iterator[tuple[str, str, bool]]:
     """(job, node, whether it ends by then) of each line."""
-    for line in told.splitlines():
+    for line in printed.splitlines():
         job, node, end = [*line.split("|"), "", ""][:3]
         try:
             is_late = datetime.fromisoformat(end) <= least
