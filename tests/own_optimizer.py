@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from roxxel_dist.train.step.optimizer import decayed
+from roxxel_dist.train.step.by_parameter import decayed
 
 NUMBER = 3
 

@@ -13,7 +13,8 @@ from roxxel_dist.cli import main
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.settings.effect import without_effect
 from roxxel_dist.settings.training import OptimizerConfig
-from roxxel_dist.train.step.optimizer import NamedOptimizer, learning_rate
+from roxxel_dist.train.step.optimizer import NamedOptimizer
+from roxxel_dist.train.step.schedule import learning_rate
 
 RAMP = [{"steps": 6, "batch_size": [4, 8], "seq_len": 17}, {"steps": 2, "batch_size": 16, "seq_len": 9}]
 BATCHES = [4, 4, 4, 4, 8, 8]

@@ -26,7 +26,7 @@ from roxxel_dist.settings.config import DEFAULTS, RECORD, Config, load_yaml
 from roxxel_dist.settings.global_batch import micro_batch_note, predates
 from roxxel_dist.train.loop import Loop
 from roxxel_dist.train.resume import ResumePoint, max_steps_note
-from roxxel_dist.train.step.optimizer import scaling_note
+from roxxel_dist.train.step.schedule import scaling_note
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 MB = 1e6

@@ -24,7 +24,8 @@ from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.step.average import Averaged, begin_average
 from roxxel_dist.train.step.bad_steps import BadStep, known_good
-from roxxel_dist.train.step.optimizer import NamedOptimizer, Optimizer, schedule_change
+from roxxel_dist.train.step.optimizer import NamedOptimizer, Optimizer
+from roxxel_dist.train.step.schedule import schedule_change
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.weights.base import (
     INITIALIZED_FROM,

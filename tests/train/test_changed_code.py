@@ -64,10 +64,10 @@ go(run)
 step.apply_gradient = before
 """,
     "a global of the package": """
-from roxxel_dist.train.step import optimizer
-before, optimizer.FINAL_FRACTION = optimizer.FINAL_FRACTION, 0.9
+from roxxel_dist.train.step import schedule
+before, schedule.FINAL_FRACTION = schedule.FINAL_FRACTION, 0.9
 go(run)
-optimizer.FINAL_FRACTION = before
+schedule.FINAL_FRACTION = before
 """,
     "a function of optax": """
 before, optax.adamw = optax.adamw, lambda rate, *more, **how: optax.sgd(rate)

@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 from roxxel_dist.settings.training import OptimizerConfig
-from roxxel_dist.train.step.optimizer import NamedOptimizer, as_optimizer, clip, decayed, global_norm
+from roxxel_dist.train.step.by_parameter import decayed
+from roxxel_dist.train.step.optimizer import NamedOptimizer, as_optimizer, clip, global_norm
 
 NAMES = ("adamw", "nadamw", "adafactor", "lion", "sgd", "muon")
 SHAPES = {

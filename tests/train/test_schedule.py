@@ -5,7 +5,7 @@ import optax
 import pytest
 
 from roxxel_dist.settings.training import OptimizerConfig
-from roxxel_dist.train.step.optimizer import learning_rate, schedule_change
+from roxxel_dist.train.step.schedule import learning_rate, schedule_change
 
 RUNS = ((2, 1), (100, 0), (1000, 37), (250_000, 2000))
 

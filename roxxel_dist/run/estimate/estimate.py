@@ -47,7 +47,7 @@ from roxxel_dist.train.exact.layout import can_cut_rows, check_shapes
 from roxxel_dist.train.resume import last_step, max_steps_note
 from roxxel_dist.train.step.batch_layout import BatchLayout, batch_layout, cut_rows_text
 from roxxel_dist.train.step.compile import AotCompiler, batch_key
-from roxxel_dist.train.step.optimizer import scaling_note
+from roxxel_dist.train.step.schedule import scaling_note
 from roxxel_dist.train.step.state import TrainView
 from roxxel_dist.train.step.step import check_vocabulary, micro_batches
 from roxxel_dist.train.step.throughput import device_bytes

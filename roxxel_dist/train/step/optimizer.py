@@ -1,14 +1,8 @@
-"""Optimizers by name, from optax, built while the step is traced: their numbers are inputs of the compiled program.
-
-The learning rate of a step, as a formula of the step and numbers that may be traced.
-
-Optax's schedules keep their numbers as constants of the compiled program. These take them as inputs, so that a sweep
-over learning rates or lengths compiles once. Decision 15.
-"""
+"""Optimizers by name, from optax, built while the step is traced: their numbers are inputs of the compiled program."""
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,129 +14,17 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.model.parametrization import Width
 from roxxel_dist.model.split import Matrix
 from roxxel_dist.settings.training import OptimizerConfig
 from roxxel_dist.train.step.average import Averaged, begin_average, inner_state, schedule_free_average
+from roxxel_dist.train.step.by_parameter import by_matrix, by_width, decayed, muon_part
+from roxxel_dist.train.step.schedule import BATCH_TOKENS, Settings, learning_rate, lr_factor
 
-FINAL_FRACTION = 0.01
-"""Of the peak: where cosine, linear and wsd end."""
-
-Settings = Mapping[str, ArrayLike]
-
-
-def learning_rate(kind: str, settings: Settings, step: ArrayLike) -> jax.Array:
-    """float32[]: the rate of a step, counted from 0 (exact up to 2^24).
-
-    A linear warm-up to the peak, which is reached at step `warmup_steps`; then "cosine" (Loshchilov & Hutter 2017,
-    arXiv 1608.03983) or "linear" decay to a hundredth of it, "constant", or "wsd", stable until the last `decay_steps`,
-    which are a cosine (Hu et al. 2024, arXiv 2404.06395). At and after `total_steps` the rate stays at its last value.
-
-    The settings are "lr", "warmup_steps", "total_steps" and "decay_steps" (above 0; the length of the decay, which ends
-    with the run), numbers or float32 scalars.
-    """
-    peak, warmup, total, decay = (
-        jnp.asarray(settings[name], jnp.float32) for name in ("lr", "warmup_steps", "total_steps", "decay_steps")
-    )
-    now = jnp.asarray(step, jnp.float32)
-    # The warm-up starts one step in: a first step at rate 0 would be a step for nothing.
-    warming = peak * (now + 1) / (warmup + 1)
-    # Counted from the end: 1 minus what has passed would lose the digits of the small rates there.
-    left = jnp.clip((total - now) / decay, 0, 1)
-    match kind:
-        case "constant":
-            height = jnp.float32(1)
-        case "linear":
-            height = left
-        case "cosine" | "wsd":
-            height = jnp.sin(jnp.pi / 2 * left) ** 2  # (1 + cos(pi x (1 - left))) / 2
-        case _:
-            raise UserError(f"lr_schedule is {kind!r}: it must be one of cosine, linear, constant, wsd")
-    return jnp.where(now < warmup, warming, peak * ((1 - FINAL_FRACTION) * height + FINAL_FRACTION))
-
-
-def schedule_change(
-    step: int, before: Settings, after: Settings, kind: str = "cosine", kind_before: str | None = None
-) -> str:
-    """Two lines on what an amendment after `step` steps does to the learning rate: at the next step, and at the end;
-    a third one if it is the rate of another batch (see `lr_factor`).
-
-    `before` and `after` are the settings of the old plan and the new one; their schedules are `kind_before`, where it
-    was another, and `kind`.
-    """
-    old, new = kind_before or kind, kind
-
-    def at(name: str, settings: Settings, index: float) -> str:
-        return f"{float(learning_rate(name, settings, index)):.3g}"
-
-    reference = ""
-    if before.get(BATCH_TOKENS) != after.get(BATCH_TOKENS):
-        of = (f"{int(jnp.asarray(each.get(BATCH_TOKENS, 0))):,} tokens" for each in (before, after))
-        reference = "\nlr is the rate of a batch of {} before, of {} now (0: of any)".format(*of)
-    last, new_last = (int(jnp.asarray(settings["total_steps"])) for settings in (before, after))
-    return (
-        f"learning rate of step {step + 1:,}: {at(old, before, step)} before, {at(new, after, step)} now\n"
-        f"learning rate of the last step: {at(old, before, last - 1)} at step {last:,} before, "
-        f"{at(new, after, new_last - 1)} at step {new_last:,} now{reference}"
-    )
-
-
-def by_matrix(inner: optax.GradientTransformation, matrices: Mapping[str, Matrix]) -> optax.GradientTransformation:
-    """`inner`, which sees the matrices that arrays are made of: each layer by itself, its columns as one axis.
-
-    Parameters are a dictionary by name. The state is a dictionary of two: "apart", and "stacked" with the layers as the
-    first axis of each array.
-    """
-
-    def split(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        views = {name: matrices.get(name, Matrix()).view(leaf) for name, leaf in params.items()}
-        stacked = {name: leaf for name, leaf in views.items() if matrices.get(name, Matrix()).stacked}
-        return {name: leaf for name, leaf in views.items() if name not in stacked}, stacked
-
-    def init(params: Any) -> dict[str, Any]:
-        apart, stacked = split(params)
-        return {"apart": inner.init(apart), "stacked": jax.vmap(inner.init)(stacked)}
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, dict[str, Any]]:
-        (apart, stacked), (of_apart, of_stacked) = split(updates), split(params)
-        new_apart, apart_state = inner.update(apart, state["apart"], of_apart)
-        new_stacked, stacked_state = jax.vmap(inner.update)(stacked, state["stacked"], of_stacked)
-        views: Any = {**new_apart, **new_stacked}  # pyright: ignore[reportGeneralTypeIssues]
-        new = {name: views[name].reshape(leaf.shape) for name, leaf in updates.items()}
-        return new, {"apart": apart_state, "stacked": stacked_state}
-
-    return optax.GradientTransformation(init, update)
-
-
-def lr_factor(scaling: str, tokens: int, largest: ArrayLike) -> jax.Array:
-    """float32[]: the factor of the learning rate of a batch of so many tokens, 1 for that of the `largest` one.
-
-    "linear" (Goyal et al. 2017, arXiv 1706.02677) keeps the sum of updates over an epoch, as suits sgd; "sqrt" (Malladi
-    et al. 2022, arXiv 2205.10287) keeps their noise, as suits optimizers that divide by the size of the gradient.
-    """
-    share = tokens / jnp.asarray(largest, jnp.float32)
-    return share if scaling == "linear" else jnp.sqrt(share)
-
-
-def scaling_note(config: OptimizerConfig, shapes: Sequence[Shape]) -> str:
-    """What `lr_scaling` does to the rate in each phase, in a line; empty where it does nothing."""
-    if config.lr_scaling == "none":
-        return ""
-    tokens = [shape.batch_size * shape.seq_len for shape in shapes]
-    factors = [float(lr_factor(config.lr_scaling, each, max(tokens))) for each in tokens]
-    listed = ", ".join(f"phase {i} x {factor:.3g}" for i, factor in enumerate(factors, 1))
-    return f"learning rate ({config.lr_scaling} of the tokens in a batch, x 1 for {max(tokens):,}): {listed}"
-
-
-BATCH_TOKENS = "batch_tokens"
-"""Among the settings: the tokens of the batch whose rate is lr."""
 LONG = 1 << 30
 """Steps of a run that any warm-up and decay fit in."""
 MUON_RMS = 0.2
 """Root mean square of a Muon update before the learning rate: AdamW's, so that one rate and decay suit both parts."""
-NO_MATRIX = re.compile(r"(^|\.)([^.]*embed[^.]*|head|lm_head|output_head|logits)(\.|$)")
-"""Names of embeddings and output heads, which Muon leaves to AdamW."""
 
 
 @dataclass(frozen=True)
@@ -344,14 +226,6 @@ class InitialState:
         return InitialState(for_model(self.optimizer, matrices), self.average)
 
 
-def decayed(params: Any) -> Any:
-    """Which parameters weight decay concerns: a tree of booleans, False for norms and biases.
-
-    These are arrays of fewer than two dimensions, and, as layers may be stacked, names that end in "bias" or "scale".
-    """
-    return jax.tree_util.tree_map_with_path(_is_weight, params)
-
-
 def global_norm(tree: Any) -> jax.Array:
     """float32[]: the Euclidean norm of all leaves together, summed in float32 whatever their dtype."""
     return optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree))
@@ -408,32 +282,6 @@ def _optimizer(
             raise UserError(f"optimizer is {name!r}: name it in a Config, or give its optax transformation itself")
 
 
-def by_width(
-    kind: str, widths: Mapping[str, Width], matrices: Mapping[str, Matrix], decay: jax.Array
-) -> optax.GradientTransformation:
-    """Turns the updates of an optimizer into those of mup: multiplies each parameter's learning rate by a factor for
-    its width.
-
-    Weight decay follows and has none: a step takes the same share `decay`, float32[], of a weight at every width.
-    """
-
-    def rate(path: Any, param: jax.Array) -> float:
-        width = widths[_name(path)]
-        if kind == "sgd":
-            return width.sgd_rate
-        is_muon = kind == "muon" and _muon_part(matrices, path, param) == "muon"
-        return width.muon_rate if is_muon else width.adam_rate
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        def scaled(path: Any, change: jax.Array, param: jax.Array) -> jax.Array:
-            change = change * rate(path, param)
-            return (change - decay * param if _is_weight(path, param) else change).astype(param.dtype)
-
-        return jax.tree_util.tree_map_with_path(scaled, updates, params), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
 def _adafactor(rate: jax.Array, decay: jax.Array) -> optax.GradientTransformation:
     """Adafactor (Shazeer & Stern 2018, arXiv 1804.04235), factored second moments and no first, as T5 was trained
     (Raffel et al. 2020, arXiv 1910.10683): beta2 = 1 - t^-0.8, updates of a parameter cut to a root mean square of 1.
@@ -471,7 +319,7 @@ def _muon(
         muon_weight_dimension_numbers=dimensions,
     )
     rest = optax.adamw(rate, config.beta1, _or(config.beta2, 0.95), weight_decay=decay, mask=decayed)
-    labels = partial(jax.tree_util.tree_map_with_path, partial(_muon_part, matrices))
+    labels = partial(jax.tree_util.tree_map_with_path, partial(muon_part, matrices))
     return optax.partition({"muon": of_matrices, "adamw": rest}, labels)
 
 
@@ -489,28 +337,12 @@ def _schedule_free_adamw(b1: float, b2: float, rate: jax.Array, decay: jax.Array
     return optax.contrib.schedule_free(inner, rate, b1)
 
 
-def _muon_part(matrices: Mapping[str, Matrix], path: Any, param: jax.Array) -> str:
-    """The optimizer that a parameter has: "muon" or "adamw"."""
-    name = _name(path)
-    view = matrices.get(name, Matrix())
-    is_matrix = param.ndim == view.stacked + 1 + view.columns
-    return "muon" if is_matrix and _is_weight(path, param) and not NO_MATRIX.search(name) else "adamw"
-
-
 def _muon_dimensions(param: Any, view: Matrix) -> Any:
     """The rows and columns of a parameter; None for one of another optimizer (`optax.MaskedNode`)."""
     if not hasattr(param, "ndim"):
         return None
     columns = tuple(range(param.ndim - view.columns, param.ndim))
     return optax.contrib.MuonDimensionNumbers(reduction_axis=columns[0] - 1, output_axis=columns)
-
-
-def _is_weight(path: Any, param: jax.Array) -> bool:
-    return param.ndim >= 2 and not _name(path).endswith(("bias", "scale"))
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _or(value: float | None, usual: float) -> float:
