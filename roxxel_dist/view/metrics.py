@@ -17,9 +17,9 @@ FAMILIES: Mapping[str, tuple[Kind, str]] = {
     "roxxel_active": ("gauge", "1 while it trains, searches or starts; 0 when it has ended."),
     "roxxel_step": ("gauge", "The newest step."),
     "roxxel_last_step": ("gauge", "The last planned step."),
-    "roxxel_train_loss": ("gauge", "The newest logged one."),
-    "roxxel_val_loss": ("gauge", "The newest one."),
-    "roxxel_best_val_loss": ("gauge", "The smallest one."),
+    "roxxel_train_loss": ("gauge", "The newest logged loss of a training step."),
+    "roxxel_val_loss": ("gauge", "The loss of the newest validation."),
+    "roxxel_best_val_loss": ("gauge", "The smallest loss of a validation."),
     "roxxel_tokens_per_second": ("gauge", "The newest logged rate of the whole run."),
     "roxxel_logged": ("gauge", "The newest value of each logged metric, by its name."),
     "roxxel_goodput_ratio": ("gauge", "Share of the time in steps that are done for the first time."),
@@ -35,6 +35,8 @@ FAMILIES: Mapping[str, tuple[Kind, str]] = {
     "roxxel_study_best": ("gauge", "The best value of the metric of a study."),
 }
 """Type and help of each family, in the order of the text."""
+UNITS = ("seconds", "ratio")
+"""The last word of a name whose family has a unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,7 @@ def exposition(states: Sequence[State]) -> str:
             kind, text = FAMILIES[name]
             suffix = {"counter": "_total", "info": "_info"}.get(kind, "")
             lines += [f"# TYPE {name} {kind}", f"# HELP {name} {text}"]
+            lines += [f"# UNIT {name} {unit}" for unit in UNITS if name.endswith(f"_{unit}")]
             lines += [f"{name}{suffix}{_labels(sample.labels)} {_number(sample.value)}" for sample in samples]
     return "\n".join([*lines, "# EOF", ""])
 
@@ -67,7 +70,7 @@ def _samples(state: State) -> Iterator[Sample]:
         yield from _of_run(state)
     elif isinstance(state, JobState):
         job = state.record
-        labels = {"run": job.run_dir, "job": job.run_id}
+        labels = {"run": job.run_dir, "run_id": job.run_id}
         yield from _known(labels, roxxel_active=float(is_active(state)), roxxel_step=job.step)
         yield from _of_job(labels, job.restarts, state.ranks)
     else:
@@ -82,7 +85,7 @@ def _samples(state: State) -> Iterator[Sample]:
 
 
 def _of_run(state: RunState) -> Iterator[Sample]:
-    labels = {"run": state.name, "job": state.job}
+    labels = {"run": state.name, "run_id": state.job}  # `job` is a label of Prometheus' own
     yield Sample(family="roxxel_run", labels={**labels, "path": state.path, "title": state.title}, value=1.0)
     saved = [checkpoint.step for checkpoint in state.checkpoints if not checkpoint.set_aside]
     yield from _known(

@@ -35,6 +35,8 @@ def samples(text):
     assert text.endswith("\n# EOF\n") or text == "# EOF\n"
     families = list(text_string_to_metric_families(text))
     assert all(family.documentation for family in families)
+    assert all(family.unit for family in families if family.name.endswith(("_seconds", "_ratio")))
+    assert not any({"job", "instance"} & s.labels.keys() for family in families for s in family.samples), "Prometheus'"
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 
 
@@ -69,7 +71,7 @@ def test_a_run_with_its_job(tmp_path):
     last = Restart(attempt=30, time=1.0, step=5, cause="killed")
     found = samples(exposition([RunReader(run).read(record(run, step=22, restarts=(last,)))]))
     assert one(found, "roxxel_step") == 21, "the step that is entered is not done"
-    assert one(found, "roxxel_train_loss", job="night") == pytest.approx(1 + 4 / math.sqrt(20), abs=1e-6)
+    assert one(found, "roxxel_train_loss", run_id="night") == pytest.approx(1 + 4 / math.sqrt(20), abs=1e-6)
     assert one(found, "roxxel_tokens_per_second", run=str(run)) == 1000
     assert one(found, "roxxel_restarts_total") == 31, "the record keeps 20 of them"
     assert one(found, "roxxel_ranks") == 2
@@ -106,7 +108,7 @@ def test_a_job_without_a_run_and_a_study(tmp_path):
         *(item.reader.read() for item in items_of([str(made_study(tmp_path))])),
     ]
     found = samples(exposition(states))
-    assert one(found, "roxxel_step", job="night") == 7
+    assert one(found, "roxxel_step", run_id="night") == 7
     assert one(found, "roxxel_restarts_total") == 0
     trials = {labels["state"]: value for name, labels, value in rows(found) if name == "roxxel_study_trials"}
     assert sum(trials.values()) == 24
