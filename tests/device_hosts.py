@@ -2,7 +2,8 @@
 
 The check's own process gets the fault, by a `sitecustomize` that only tests have: `wrong` changes one element of each
 product; `slow` puts the process into a control group with a tenth of a core, from the first use of a device.
-`python tests/device_hosts.py COUNT` counts names: COUNT starts of three good hosts, then of slow and of wrong ones.
+`python tests/device_hosts.py COUNT [KIND]` counts names: COUNT starts of three good hosts, and a tenth as many with a
+slow one, and with a wrong one; or one of these kinds alone (good, slow, wrong).
 """
 
 import os
@@ -83,14 +84,17 @@ def check(backend: DeviceHosts, checks: DeviceChecks | None = None) -> Preflight
     return check_hosts(Requirements(compare=False), backend, backend.hosts, devices=checks)
 
 
-def main(count: int) -> None:
+def main(count: int, *kinds: str) -> None:
     """Count how often good hosts are named, and how often slow and wrong ones are."""
     with tempfile.TemporaryDirectory() as folder, group(f"roxxel-devices-{os.getpid()}", SLOW_CPUS) as slow:
         for fault, times in (("", count), ("slow", count // 10), ("wrong", count // 10)):
+            if kinds and (fault or "good") not in kinds:
+                continue
             named, others, begun = 0, 0, time.monotonic()
             for number in range(times):
                 backend = DeviceHosts(Path(folder), ("a", "b", "c"), {"b": fault}, slow)
-                suspects = check(backend).suspects
+                checks = DeviceChecks(mode="on", command=None, pending={*backend.hosts})
+                suspects = check(backend, checks).suspects
                 named += "b" in suspects
                 others += bool(suspects.keys() - {"b"})
                 mean = (time.monotonic() - begun) / (number + 1)
@@ -99,7 +103,9 @@ def main(count: int) -> None:
                     f"each, load {os.getloadavg()[0]:.1f}: {suspects}",
                     flush=True,
                 )
+                if ("b" in suspects) != bool(fault):
+                    print({host: one.times for host, one in checks.measured.items()}, flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from device_hosts import SLOW_CPUS, DeviceHosts, check
 
 from roxxel_dist.cli import main
 from roxxel_dist.launcher.backends.exec import ExecBackend
+from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.preflight import failed_hosts
 from roxxel_dist.launcher.preflight.devices import DeviceChecks, Measured, slow_devices, unlike
 
@@ -166,6 +167,41 @@ def test_slow_against_the_median_of_the_others(case: str) -> None:
     ]
     for result, (_, words) in zip(found, expected, strict=True):
         assert words in result.text
+
+
+class Answers:
+    """Hosts that have these times, one after the other; the last one stays."""
+
+    def __init__(self, **times: list[float]) -> None:
+        self.unreachable: dict[str, str] = {}
+        self.times = times
+
+    def ask(self, questions: Mapping[str, Message]) -> dict[str, Message]:
+        return {host: self.answer(self.times[host], **question) for host, question in questions.items()}
+
+    def answer(self, times: list[float], ask: str, **_: Any) -> Message:
+        if ask == "checks":
+            del times[: len(times) > 1]
+            return {}
+        devices = [{"device": 0, "times": {"product": times[0]}, "wrong": []}]
+        return {"problems": [], "devices": {"platform": "gpu", "kind": "H100", "devices": devices}}
+
+
+# (times of hosts a, b and c, the hosts that are named)
+MEASURED_AGAIN = {
+    "b was disturbed": (([10.0], [30.0, 10.0], [10.0]), []),
+    "b is slow": (([10.0], [30.0], [10.0]), ["b"]),
+    "b is slow, and the others were disturbed": (([19.0, 10.0], [30.0, 28.0], [19.0, 10.0]), ["b"]),
+    "b is slow, and has a good moment": (([10.0], [30.0, 14.0, 30.0], [10.0]), []),
+}
+
+
+@pytest.mark.parametrize("case", MEASURED_AGAIN)
+def test_a_host_that_looks_slow_is_measured_again_with_the_others(case: str) -> None:
+    (a, b, c), named = MEASURED_AGAIN[case]
+    checks = DeviceChecks(mode="on", command=None, pending={*"abc"})
+    found = checks.check(Answers(a=[*a], b=[*b], c=[*c]), "abc", "abc")
+    assert [result.hosts[0] for result in found if result.suspect] == named
 
 
 def test_a_host_with_fewer_devices_or_none() -> None:

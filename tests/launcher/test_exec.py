@@ -78,6 +78,14 @@ CAME_BACK: dict[str, tuple[str, str | None]] = {
         script("echo 'Error from server (NotFound): pods \"x\" not found' >&2; exit 1"),
         r"\(NotFound\): pods \"x\" not found; name pods that are there",
     ),
+    "a server that knows no exec": (
+        script("echo 'error: unable to upgrade connection: 404 page not found' >&2; exit 1"),
+        r"connection: 404 page not found \(code 1\)",
+    ),
+    "a login that is over": (
+        script("echo 'error: You must be logged in to the server (Unauthorized)' >&2; exit 1"),
+        r"\(Unauthorized\); who runs --via has to log in again",
+    ),
     "no rights": (
         script("echo 'Error from server (Forbidden): pods \"x\" is forbidden' >&2; exit 1"),
         r"is forbidden; who runs --via needs the rights",

@@ -34,9 +34,11 @@ JOINS = re.compile(r"ssh|mosh|rsh|sshpass|gcloud")
 ALL_WORKERS = re.compile(r"-{2}worker[= ]all\b")
 """How gcloud reaches all hosts of a TPU slice at once."""
 BUSY = re.compile(
-    r"\(?TooManyRequests\)?|Too Many Requests|TLS handshake timeout|error dialing backend|rate limit", re.I
+    r"\(?TooManyRequests\)?|Too Many Requests|TLS handshake timeout|error dialing backend|rate limit|i/o timeout|"
+    r"unable to upgrade connection: unexpected EOF|\(ServiceUnavailable\)|Bad Gateway|etcdserver: ",
+    re.I,
 )
-"""What an API server says that has no room for a connection now."""
+"""What an API server says that has no room for a connection now, or is being replaced."""
 HINTS: base.Hints = (
     (NOT_WORDS, f"this command hands them to a shell: write {TEXT} in --via where the text of the program goes"),
     (" && exec ", f"this command takes words, and no text: leave {TEXT} out of --via, or write sh -c {TEXT}"),
@@ -46,6 +48,8 @@ HINTS: base.Hints = (
     ("is not running", "start it, or name containers that run with --hosts"),
     ("container state improper", "start it, or name containers that run with --hosts"),
     ("container not found", "name the container of the pod in --via (-c NAME); it may be starting"),
+    ("does not have a host assigned", "its pod waits for a node; name pods that run with --hosts"),
+    ("(Unauthorized)", "who runs --via has to log in again"),
     ("(Forbidden)", "who runs --via needs the rights to do it (pods/exec)"),
     ("not a TTY", "leave -t out of --via"),
     ('exec: "sh"', "the image needs sh"),

@@ -56,7 +56,8 @@ HINTS: Hints = (
     ("cd:", "name a working directory that is there with --directory"),
     ("heard nothing from the launcher", "does a start-up file there (~/.bashrc) read its standard input?"),
     ("No module named", "install roxxel-dist there, or name the Python that has it with --python"),
-    ("not found", "install roxxel-dist there, or name the Python that has it with --python"),
+    (": not found", "install roxxel-dist there, or name the Python that has it with --python"),
+    ("command not found", "install roxxel-dist there, or name the Python that has it with --python"),
     ("No such file", "install roxxel-dist there, or name the Python that has it with --python"),
 )
 

@@ -18,7 +18,7 @@ from roxxel_dist.launcher.preflight.checks import CheckResult
 FACTOR, FACTOR_OF_CPU = 1.5, 4.0
 """Slower than the median of the others by this factor is slow. CPUs have other programs beside the check."""
 ROUNDS = 3
-"""How often a host that looks slow is measured; its best times count."""
+"""How often a host that looks slow is measured, and those that it is compared with; the best times count."""
 NAMES = {
     "product": "a product of matrices",
     "copy": "a copy in its memory",
@@ -125,13 +125,13 @@ class DeviceChecks:
         return [*found, *known, *([self._good(good)] if good else [])]
 
     def _slow(self, questions: Questions, hosts: Sequence[str]) -> dict[str, list[CheckResult]]:
-        """The slow devices of these hosts, each measured again before it is named."""
+        """The slow devices of these hosts, which are all measured again before one of them is named."""
         suspects = self._suspects(hosts)
         for _ in range(ROUNDS - 1):
             if not suspects:
                 break
             asked = {"mode": "on", "command": None, "env": dict(self.env), "devices": self.simulated}
-            replies = questions.ask({host: {"ask": "checks", "checks": asked} for host in suspects})
+            replies = questions.ask({host: {"ask": "checks", "checks": asked} for host in hosts})
             for host, answer in collect(questions, list(replies)).items():
                 if answer.get("devices", {}).get("devices"):
                     self.measured[host].merge(figures(answer["devices"]))
