@@ -128,6 +128,26 @@ def test_what_comes_back_is_said_in_one_line(case: str, tmp_path: Path, cli: Cal
     assert "not started: correct what is above" in more
 
 
+REFUSED = {
+    "quota": "Error from server (TooManyRequests): the server has received too many requests",
+    "link": "Unable to connect to the server: dial tcp 10.0.0.1:443: i/o timeout",
+    "kubelet": "Error from server: error dialing backend: dial tcp 10.0.0.2:10250: connect: connection refused",
+    "proxy": "error: unable to upgrade connection: unexpected EOF",
+    "balancer": "Error from server (ServiceUnavailable): the server is currently unable to handle the request",
+}
+"""What kubectl says of a server that is there again a moment later."""
+
+
+def test_a_server_that_has_no_room_is_asked_again(tmp_path: Path, cli: Callable[..., Any]) -> None:
+    for host, words in REFUSED.items():
+        (tmp_path / host).write_text(words)
+    client = 'host=$1; shift; [ ! -e $host ] || { cat $host >&2; mv $host $host.said; exit 1; }; exec "$@"'
+    words = ["launch", "exec", "--hosts", ",".join(REFUSED), "--via", f"sh -c '{client}' sh {{host}}"]
+    done = cli(*words, "--all-ranks", "--", "bash", "-c", "echo fine", cwd=tmp_path)
+    assert (done.returncode, done.stdout.count("fine")) == (0, len(REFUSED)), done.stderr
+    assert len(list(tmp_path.glob("*.said"))) == len(REFUSED)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
