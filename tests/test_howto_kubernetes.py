@@ -13,17 +13,15 @@ pytestmark = pytest.mark.docs
 
 @pytest.fixture
 def reader(tmp_path):
-    doing = Follower(tmp_path / "work", XDG_STATE_HOME=str(tmp_path / "state"))
-    (doing.folder / "launch").mkdir()
-    return doing
+    return Follower(tmp_path / "work", XDG_STATE_HOME=str(tmp_path / "state"))
 
 
 @pytest.mark.parametrize(
     ("page", "section", "file"), [("kubernetes.md", "Print the manifest", "jobset"), ("tpu.md", "GKE", "jobset_tpu")]
 )
-def test_a_page_prints_the_manifest_in_launch(page, section, file, reader):
+def test_a_page_prints_the_manifest_of_launch(page, section, file, reader):
     reader.page(page, section)
-    assert (reader.folder / "launch" / f"{file}.yaml").read_text() == (ROOT / "launch" / f"{file}.yaml").read_text()
+    assert (reader.folder / f"{file}.yaml").read_text() == (ROOT / "launch" / f"{file}.yaml").read_text()
 
 
 def test_a_member_is_started_by_hand(reader):

@@ -412,10 +412,10 @@ def test_a_config_may_be_in_the_image_alone(printed: Callable[..., str]) -> None
 
 
 def documented() -> dict[str, list[str]]:
-    """The commands of docs/howto that write a file of `launch/`: its name, and the words."""
+    """The commands of docs/howto that print a file of `launch/`: its name, and the words."""
     pages = (ROOT / "docs" / "howto" / name for name in ("kubernetes.md", "tpu.md"))
     text = "".join(page.read_text() for page in pages).replace("\\\n", " ")
-    found = re.findall(r"^(roxxel-dist launch k8s .*?) > launch/(\S+)$", text, re.M)
+    found = re.findall(r"^(roxxel-dist launch k8s .*?) > (\S+)$", text, re.M)
     return {name: shlex.split(line)[1:] for line, name in found}
 
 
