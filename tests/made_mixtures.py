@@ -24,20 +24,35 @@ def losses(shares: Sequence[float]) -> dict[str, float]:
     return dict(zip(NAMES, (2.0 + np.exp(tilts @ row)).tolist(), strict=False))
 
 
+def excess(lr: float) -> float:
+    """What a wrong lr adds to every loss; 0.01 is right."""
+    return 0.2 * np.log10(lr / 0.01) ** 2
+
+
 NAMES = ("self", "code", "math", "web")
 
 
 def made_mixtures(
-    folder: Path, sets: int = 3, count: int = 24, *, weighted: bool = True, flat: bool = False, base: Any = None
+    folder: Path,
+    sets: int = 3,
+    count: int = 24,
+    *,
+    weighted: bool = True,
+    flat: bool = False,
+    base: Any = None,
+    goal: str = "minimize",
+    rates: dict[str, Any] | None = None,
 ) -> Path:
     """A study of `count` trials over the shares of so many data sets, whose metric is the mean of their losses.
 
     Not `weighted`, the metric is val_loss, and the trials have no logs. `flat`, shares change no loss. `base` is the
-    config that they begin from.
+    config that they begin from. Where the goal is to maximize, the metric is less the mean. `rates` are of a search of
+    the lr, which then counts: `excess` is what it adds.
     """
     study, names = folder / f"mixtures-{sets}", NAMES[:sets]
     metric = {"name": "mean_loss", "goal": "minimize", "weights": dict.fromkeys(names, 1 / sets)}
-    sweep = {**SWEEP, "metric": metric if weighted else {"name": "val_loss"}}
+    sweep = {**SWEEP, "metric": metric if weighted else {"name": "val_loss", "goal": goal}}
+    sweep |= {} if rates is None else {"parameters": {"lr": rates}}
     extras = {"mixtures": [{"phases": [1, 2], "datasets": {name: {} for name in names}}]}
     for name, content in (("mixed", sweep), ("extras", extras)):
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
@@ -55,7 +70,8 @@ def made_mixtures(
             assert trial == number
             shares = [params[f"mixture.1.{name}"] for name in names]
             each = {name: loss + rng.normal(0, 0.002) for name, loss in told_losses(shares).items()}
-            value = sum(each.values()) / sets
+            each = {name: loss + (0.0 if rates is None else excess(params["lr"])) for name, loss in each.items()}
+            value = sum(each.values()) / sets * (1 if goal == "minimize" else -1)
             report = {"event": "report", "trial": trial, "step": 40, "value": value}
             journal.append(
                 {"event": "ask", "trial": trial, "params": params, "point": engine.point(trial)},

@@ -86,13 +86,14 @@ def test_a_surface_keeps_floors_caps_and_the_other_entries():
 
 def test_a_curve_and_a_triangle_as_text():
     two = surface(linear(np.array([1.0, 0.0]), 0.0), np.array([0.5, 0.5]), slice(0, 2), np.zeros(2), np.ones(2))
-    lines = told(("code", "web"), two)
+    lines = told(("code", "web"), two, "minimize")
     assert len(lines) == 12
-    assert lines[-1].split() == ["0.000", "0.0000", "0.0000", "to", "0.0000", "least"]
-    three = told(("a", "b", "c"), surface(linear(np.array([0.0, 1.0, 2.0]), 0.0), SHARES, ALL, NONE, WHOLE))
+    assert lines[-1].split() == ["0.000", "0.0000", "0.0000", "to", "0.0000", "best"]
+    assert told(("code", "web"), two, "maximize")[1].split()[-1] == "best"
+    three = told(("a", "b", "c"), surface(linear(np.array([0.0, 1.0, 2.0]), 0.0), SHARES, ALL, NONE, WHOLE), "minimize")
     assert [len(line.split()) - 1 for line in three[1:]] == [1, 2, 3, 4, 5, 6]
     assert three[1].split() == ["1.00", "0.000±0.000*"]
-    assert told(("a", "b"), []) == []
+    assert told(("a", "b"), [], "minimize") == []
 
 
 @pytest.mark.parametrize(

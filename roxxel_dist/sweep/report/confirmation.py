@@ -74,6 +74,8 @@ class Confirmation:
             mean = f"{fmean(values.values()):.4f}" if values else "-"
             rows.append([name, mean, f"{len(values)} of {len(expected.seeds)}"])
         lines += aligned(rows)
+        if expected.factor > 1 and expected.gains:
+            lines.append(f"predictions are for the steps of a trial: {expected.factor} x may give more or less")
         for one in self.gains:
             predicted = "no prediction" if one.predicted is None else f"predicted {one.predicted}"
             measured = "not measured yet" if one.measured is None else f"measured {one.measured}"

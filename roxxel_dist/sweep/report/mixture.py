@@ -29,7 +29,7 @@ from roxxel_dist.sweep.space.passes import PassBudget
 from roxxel_dist.sweep.study.confirm import Expected, baselines, expected_of, shares_of
 from roxxel_dist.sweep.study.folder import DATA_PATH, Study, StudyDir
 from roxxel_dist.sweep.study.journal import Trial
-from roxxel_dist.sweep.study.set_losses import set_losses
+from roxxel_dist.sweep.study.set_losses import SetLosses, set_losses
 from roxxel_dist.sweep.study.training_ranges import training_ranges
 from roxxel_dist.train.log.csv_jsonl import read_rows
 from roxxel_dist.utils.display import aligned
@@ -65,8 +65,15 @@ class Mixtures:
 
     metric: str
     entries: list[Entry]
+    goal: str
     trials: int
     """Those that the law was fitted to; 0: too few."""
+    whole: int
+    """Trials that trained to their end."""
+    needed: int
+    """As many of them a law needs."""
+    others: tuple[str, ...]
+    """Searched parameters beside the shares: the law is of their values in the best trial."""
     gains: dict[str, Estimate]
     """By baseline, and LAW: what the law says of the metric of the best less its own."""
     passes: dict[str, float]
@@ -78,6 +85,9 @@ class Mixtures:
         return {
             "level": LEVEL,
             "trials_of_law": self.trials,
+            "trials_whole": self.whole,
+            "trials_needed": self.needed,
+            "other_parameters": list(self.others),
             "mixtures": [_entry(one) for one in self.entries],
             "gains": {name: one._asdict() for name, one in self.gains.items()},
             "passes": self.passes,
@@ -88,10 +98,17 @@ class Mixtures:
         """For people."""
         lines = [line for one in self.entries for line in self._of_entry(one)]
         if not self.trials:
-            lines += ["too few trials for the law of the losses: there is no surface, and no effects"]
+            lines.append(
+                f"too few trials for the law of the losses, which gives surface and effects: {self.whole} trained to "
+                f"their end, and it needs {self.needed}"
+            )
+        elif self.others:
+            lines.append(f"the law is of the best trial's values of the other parameters: {', '.join(self.others)}")
         for name, one in self.gains.items():
             doubt = "" if one.is_clear else ": too near to tell them apart"
             lines.append(f"best less {name if name != LAW else 'what the law proposes'}, by the law: {one}{doubt}")
+        if self.gains:
+            lines.append("the law is of trainings as long as a trial: for longer ones use `sweep --confirm N`")
         return [*lines, *(["", *self.confirmation.text()] if self.confirmation else [])]
 
     def _of_entry(self, entry: Entry) -> list[str]:
@@ -107,7 +124,8 @@ class Mixtures:
         lines += aligned(rows)
         if entry.surface:
             others = ", the other mixtures as in the best trial" if len(self.entries) > 1 else ""
-            lines += ["", f"{self.metric} over the shares, by the law{others}", *told(space.names, entry.surface)]
+            what = f"{self.metric} over the shares, by the law{others}"
+            lines += ["", what, *told(space.names, entry.surface, self.goal)]
         if entry.crossed:
             what = f"{MORE:.0%} more of a data set (down) changes the validation loss of each (across)"
             rows = [["", *entry.crossed]]
@@ -117,7 +135,8 @@ class Mixtures:
             ]
             lines += ["", what, *aligned(rows)]
         if entry.interactions:
-            lines += ["", f"{MORE:.0%} more of two data sets, beyond the sum of both (below 0: they help each other)"]
+            side = "below" if self.goal == "minimize" else "above"
+            lines += ["", f"{MORE:.0%} more of two data sets, beyond the sum of both ({side} 0: they help each other)"]
             rows = [
                 [f"{space.names[i]} and {space.names[j]}", str(value)] for (i, j), value in entry.interactions[:PAIRS]
             ]
@@ -162,10 +181,15 @@ def mixtures_of(study: Study) -> Mixtures | None:
                 interactions=interactions(draws, base, part),
             )
         )
+    material = _Material.of(study)
     return Mixtures(
         metric=study.sweep.metric,
         entries=entries,
+        goal=study.sweep.goal,
         trials=0 if law is None else law.trials,
+        whole=len(material.found.trials),
+        needed=material.needed,
+        others=material.names,
         gains=gains,
         passes=passes(study, best),
         confirmation=confirmation(study),
@@ -235,16 +259,16 @@ class LawOfStudy:
         """That of a study; None where there are too few trials."""
         from roxxel_dist.sweep.samplers.law import Law
 
-        spaces, sign = study.sweep.space.mixtures, study.sweep.sign
-        found = set_losses(study.history, study.sweep).at_the_end()
-        if len(found.trials) < max(FEWEST, found.shares.shape[1]):
+        spaces, sign, material = study.sweep.space.mixtures, study.sweep.sign, _Material.of(study)
+        found = material.found
+        if len(found.trials) < material.needed:
             return None
         order = [found.keys.index(key) for space in spaces for key in space.keys]
         names, losses, weights = found.names, found.losses, found.weights
         if len(names) == 1 and (logged := _logged(study, found.trials.tolist())) is not None:
             names = (*names, *logged[0])
             losses, weights = np.hstack([losses, logged[1]]), np.array([1.0, *[0.0] * len(logged[0])])
-        law = Law.fit(found.shares[:, order], losses * np.where(weights > 0, sign, 1.0))
+        law = Law.fit(found.shares[:, order], losses * np.where(weights > 0, sign, 1.0), material.others)
         return cls(law=law, names=names, weights=weights, sign=sign, trials=len(found.trials))
 
     @property
@@ -273,6 +297,43 @@ class LawOfStudy:
 
 FEWEST = 8
 """Trials below which a law would be made of chance."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Material:
+    """What the law of a study is fitted to."""
+
+    found: SetLosses
+    """Of the n trials that trained to their end."""
+    names: tuple[str, ...]
+    """Searched parameters beside the shares that differ between these trials."""
+    others: NDArray[np.float64]
+    """float64[n, p], the features of these parameters and their squares, less those of the best trial: a quadratic in
+    log lr, for example."""
+
+    @property
+    def needed(self) -> int:
+        """Trials that a law needs."""
+        return max(FEWEST, self.found.shares.shape[1] + self.others.shape[1])
+
+    @classmethod
+    def of(cls, study: Study) -> "_Material":
+        """That of a study; a trial has a value."""
+        from roxxel_dist.sweep.samplers.bayes import SpaceTransform
+
+        found, space = set_losses(study.history, study.sweep).at_the_end(), study.sweep.space
+        transform = SpaceTransform(study.sweep)
+        trials = [*(study.history.trials[number] for number in found.trials.tolist()), study.done[0]]
+        features = transform.encode(transform.rows([trial.point for trial in trials]))
+        names, columns = [], [np.zeros((len(trials), 0))]
+        for parameter, where in zip(space.free, transform.columns, strict=False):
+            column = features[:, where]
+            kinds = len(np.unique(column[:-1], axis=0))
+            if kinds > 1:
+                names.append(parameter.name)
+                columns += [column, column**2] if kinds > 2 and column.shape[1] == 1 else [column]
+        others = np.hstack(columns)
+        return cls(found=found, names=tuple(names), others=others[:-1] - others[-1])
 
 
 def _logged(study: Study, trials: Sequence[int]) -> tuple[list[str], NDArray[np.float64]] | None:

@@ -144,30 +144,30 @@ def _replaced(base: NDArray[np.float64], part: slice, rows: NDArray[np.float64])
     return shares
 
 
-def told(names: Sequence[str], points: Sequence[Point]) -> list[str]:
-    """A surface as lines of text: a table for two data sets, a triangle for three."""
+def told(names: Sequence[str], points: Sequence[Point], goal: str) -> list[str]:
+    """A surface as lines of text: a table for two data sets, a triangle for three; its best point is marked."""
     if not points:
         return []
-    lowest = min(points, key=lambda point: point.metric.value)
+    best = (min if goal == "minimize" else max)(points, key=lambda point: point.metric.value)
     if len(names) == 2:
         rows = [[f"share of {names[0]}", "predicted", f"{LEVEL:.0%} interval", ""]]
         for point in points:
-            metric, mark = point.metric, "least" if point is lowest else ""
+            metric, mark = point.metric, "best" if point is best else ""
             rows.append(
                 [f"{point.shares[0]:.3f}", f"{metric.value:.4f}", f"{metric.low:.4f} to {metric.high:.4f}", mark]
             )
         return aligned(rows, left=None)
-    return _triangle(names, points, lowest)
+    return _triangle(names, points, best)
 
 
-def _triangle(names: Sequence[str], points: Sequence[Point], lowest: Point) -> list[str]:
+def _triangle(names: Sequence[str], points: Sequence[Point], best: Point) -> list[str]:
     """Rows of equal shares of the first data set, with half of the interval's width behind each number."""
     rows: dict[float, list[str]] = {}
     for point in points:
         half = (point.metric.high - point.metric.low) / 2
-        cell = f"{point.metric.value:.3f}±{half:.3f}{'*' if point is lowest else ' '}"
+        cell = f"{point.metric.value:.3f}±{half:.3f}{'*' if point is best else ' '}"
         rows.setdefault(round(point.shares[0], 6), []).append(cell)
     width = max(len("  ".join(cells)) for cells in rows.values())
     lines = [f"{share:>5.2f}  {'  '.join(cells):^{width}}".rstrip() for share, cells in rows.items()]
-    head = f"{names[0]}: a row each; in a row more {names[2]} to the right, else {names[1]}; * is the least"
+    head = f"{names[0]}: a row each; in a row more {names[2]} to the right, else {names[1]}; * is the best"
     return [head, *lines]

@@ -72,22 +72,24 @@ class _Member:
     """e; infinite: shares as they are."""
     weight: float
     centre: Array
-    """float64[K], the mean of f over the trials."""
+    """float64[K + p], the mean of f, and of what else differs, over the trials."""
     beta: Array
-    """float64[K + 1]: b, and t for f less its mean."""
+    """float64[K + p + 1]: b, and t for f less its mean, and the same for what else differs."""
     root: Array
-    """float64[K + 1, K + 1], upper: its inverse times its transpose is the covariance of beta over the noise's."""
+    """float64[K + p + 1, K + p + 1], upper: its inverse times its transpose is the covariance of beta over the
+    noise's."""
     rate: float
     """Of the inverse gamma distribution of the noise's variance."""
     left_out: Array
     """float64[n]: what each trial would be without itself."""
 
     def rows(self, shares: Array) -> Array:
-        """float64[m, K + 1] of float64[m, K]."""
-        return np.hstack([np.ones((len(shares), 1)), bent(shares, self.bend) - self.centre])
+        """float64[m, K + p + 1] of float64[m, K]."""
+        alike = np.zeros((len(shares), len(self.centre) - shares.shape[1]))
+        return np.hstack([np.ones((len(shares), 1)), np.hstack([bent(shares, self.bend), alike]) - self.centre])
 
     def losses(self, shares: Array, betas: Array | None = None) -> Array:
-        """float64[m] of float64[m, K]; with `betas`, float64[d, K + 1], float64[d, m]."""
+        """float64[m] of float64[m, K]; with `betas`, float64[d, K + p + 1], float64[d, m]."""
         linear = self.rows(shares) @ self.beta if betas is None else betas @ self.rows(shares).T
         return self.c + np.exp(np.minimum(linear, LARGE))
 
@@ -102,22 +104,25 @@ class Law:
     """float64[n, t], the losses that it was fitted to."""
 
     @classmethod
-    def fit(cls, shares: Array, losses: Array) -> Self:
+    def fit(cls, shares: Array, losses: Array, others: Array | None = None) -> Self:
         """The law of some trials.
 
         Args:
             shares: float64[n, K], all shares of all mixtures of a trial side by side.
             losses: float64[n, t], of t validation sets, or of any metric of which less is better.
+            others: float64[n, p], what else differs between the trials, each about 1 wide and linear in the exponent;
+                the law is that of the shares where all of it is 0. None: nothing.
 
         Raises:
             ValueError: there are fewer than three trials, or a number is not finite.
         """
         shares, losses = np.asarray(shares, np.float64), np.asarray(losses, np.float64)
+        others = np.zeros((len(shares), 0)) if others is None else np.asarray(others, np.float64)
         if len(shares) < FEWEST or len(shares) != len(losses):
             raise UserError(f"a law needs {FEWEST} trials or more: there are {len(shares)}")
         if not (np.isfinite(shares).all() and np.isfinite(losses).all()):
             raise UserError("a law needs shares and losses that are finite: leave failed trials out")
-        return cls(members=tuple(_members(shares, column) for column in losses.T), trials=losses)
+        return cls(members=tuple(_members(shares, others, column) for column in losses.T), trials=losses)
 
     def predict(self, shares: Array, level: float = 0.9, count: int = 400) -> Prediction:
         """What mixtures would give: float64[m, K] to mean and interval, without the noise of a single training."""
@@ -168,12 +173,13 @@ def _slope(shares: Array, bend: float) -> Array:
     return np.ones_like(shares) if np.isinf(bend) else 1 / ((bend + shares) * np.log1p(1 / bend))
 
 
-def _members(shares: Array, losses: Array) -> tuple[_Member, ...]:
-    """The grid for one validation set: shares float64[n, K], losses float64[n]."""
+def _members(shares: Array, others: Array, losses: Array) -> tuple[_Member, ...]:
+    """The grid for one validation set: shares float64[n, K], what else differs float64[n, p], losses float64[n]."""
     span = float(np.ptp(losses)) or max(abs(float(losses[0])), 1.0) * 1e-6
 
     def made_of(belows: Sequence[float], widths: Sequence[float], bends: Sequence[float]) -> list[_Scored]:
-        return [one for bend in bends for one in _scored(shares, losses, bend, belows, widths, span)]
+        features = [(bend, np.hstack([bent(shares, bend), others])) for bend in bends]
+        return [one for bend, rows in features for one in _scored(rows, losses, bend, belows, widths, span)]
 
     best = max(made_of(BELOW, WIDTHS, BENDS), key=lambda one: one.evidence)
     near = _around(BELOW, best.below)
@@ -207,12 +213,11 @@ def _shape(count: int) -> float:
 
 
 def _scored(
-    shares: Array, losses: Array, bend: float, belows: Sequence[float], widths: Sequence[float], span: float
+    features: Array, losses: Array, bend: float, belows: Sequence[float], widths: Sequence[float], span: float
 ) -> Iterator[_Scored]:
-    """The members with one e."""
-    features = bent(shares, bend)
+    """The members with one e, of features float64[n, K + p]."""
     centre = features.mean(axis=0)
-    rows = np.hstack([np.ones((len(shares), 1)), features - centre])
+    rows = np.hstack([np.ones((len(features), 1)), features - centre])
     count, size = rows.shape
     for below in belows:
         c = float(losses.min()) - below * span
@@ -264,7 +269,7 @@ def propose(
     """
     natural = np.concatenate([space.natural for space in spaces])
     low, high = (np.concatenate([getattr(space, name) for space in spaces]) for name in ("floors", "caps"))
-    parts = _parts(law, np.asarray(weights, np.float64), rng)
+    parts = _parts(law, len(natural), np.asarray(weights, np.float64), rng)
     scale = sum(float(part.exponentials(natural).sum()) for part in parts) or 1.0
 
     def value(shares: Array) -> tuple[float, Array]:
@@ -310,8 +315,8 @@ class _Part(NamedTuple):
         return np.exp(np.minimum(self.constants + self.slopes @ bent(shares, self.bend), LARGE))
 
 
-def _parts(law: Law, weights: Array, rng: np.random.Generator | None) -> list[_Part]:
-    """The weighted losses, their constants left out, of the mean of a law or of a draw of it."""
+def _parts(law: Law, size: int, weights: Array, rng: np.random.Generator | None) -> list[_Part]:
+    """The weighted losses, their constants left out, over K = `size` shares, of the mean of a law or of a draw."""
     found: dict[float, list[tuple[float, Array]]] = {}
     for weight, members in zip(weights.tolist(), law.members, strict=True):
         if weight <= 0:
@@ -324,7 +329,7 @@ def _parts(law: Law, weights: Array, rng: np.random.Generator | None) -> list[_P
             counted = [(one, drawn, weight)]
         for one, beta, counts in counted:
             constant = float(beta[0] + np.log(counts) - beta[1:] @ one.centre)
-            found.setdefault(one.bend, []).append((constant, beta[1:]))
+            found.setdefault(one.bend, []).append((constant, beta[1 : 1 + size]))
     return [
         _Part(bend, np.array([constant for constant, _ in those]), np.stack([slopes for _, slopes in those]))
         for bend, those in found.items()

@@ -8,15 +8,17 @@ const estimate = ({ value, low, high }, digits = 4) => `${signed(value, digits)}
 const signed = (value, digits) => (isNumber(value) ? `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(digits)}` : NONE);
 
 /** The cards of all mixtures of a study. */
-function mixtureCards({ mixtures, passes, gains, level, confirm, trials_of_law: trials }, metric) {
+function mixtureCards({ mixtures, passes, gains, level, confirm, trials_of_law: trials, trials_whole: whole, trials_needed: needed, other_parameters: others }, { metric, goal }) {
   const interval = format.share(level);
   const cards = mixtures.map((one) => card(`Mixture of phase ${one.phases.join(", ")}`,
-    trials ? h("p", { class: "note" }, `By a log-linear law of ${trials} trials, with intervals of ${interval}.`) : null,
-    sharesTable(one, passes), surfaceFigure(one, metric), ...effectTables(one, metric)));
+    h("p", { class: "note" }, trials ? lawOf(trials, interval, others) : `Too few trials for a law: ${whole} trained to their end, and it needs ${needed}.`),
+    sharesTable(one, passes), surfaceFigure(one, metric, goal), ...effectTables(one, metric)));
   const better = Object.entries(gains).map(([name, gain]) => [`best less ${name}`, estimate(gain)]);
   if (better.length) cards.push(card("The best mixture beside its baselines", plainTable("Gain by the law", ["", `${metric}, by the law`], better)));
   return confirm ? [...cards, confirmCard(confirm, metric)] : cards;
 }
+
+const lawOf = (trials, interval, others) => `By a log-linear law of ${trials} trials, with intervals of ${interval}, for trainings as long as a trial${others.length ? `, with the best trial's ${others.join(", ")}` : ""}.`;
 
 function sharesTable({ names, shares, effects }, passes) {
   const kinds = Object.keys(shares), read = Object.keys(passes).length > 0;
@@ -26,10 +28,10 @@ function sharesTable({ names, shares, effects }, passes) {
 }
 
 /** The surface of two or three data sets: a picture, and its numbers in a table. */
-function surfaceFigure({ names, surface }, metric) {
+function surfaceFigure({ names, surface }, metric, goal) {
   if (!surface.length) return null;
   const values = surface.map(({ low, high }) => [low, high]).flat(), low = Math.min(...values), high = Math.max(...values);
-  const picture = names.length === 2 ? curveOf(names, surface, low, high) : triangleOf(names, surface);
+  const picture = names.length === 2 ? curveOf(names, surface, low, high, bestOf(surface, goal)) : triangleOf(names, surface, goal);
   const rows = surface.map(({ shares, value, low: from, high: to }) => [...shares.map((share) => format.share(share)), format.loss(value), `${format.loss(from)} to ${format.loss(to)}`]);
   return h("figure", { class: "chart surface" }, h("figcaption", {}, h("strong", {}, `${metric} over the shares`)), picture,
     h("details", {}, h("summary", {}, "Numbers"), plainTable("Surface", [...names, "Predicted", "Interval"], rows, names.map((_, i) => i))));
@@ -45,36 +47,36 @@ const words = (x, y, text, anchor = "middle") => {
   return element;
 };
 
-function curveOf(names, surface, low, high) {
+function curveOf(names, surface, low, high, best) {
   const { width, height, side, edge } = SURFACE;
   const shares = surface.map((point) => point.shares[0]), first = Math.min(...shares), last = Math.max(...shares);
   const x = (share) => side + ((share - first) / (last - first || 1)) * (width - side - edge);
   const y = (value) => edge + ((high - value) / (high - low || 1)) * (height - 2 * edge);
   const line = (name, list) => list.map((point) => `${x(point.shares[0]).toFixed(1)},${y(point[name]).toFixed(1)}`);
   const band = [...line("low", surface), ...line("high", [...surface].reverse())].join(" ");
-  return pictureOf(`Predicted value by the share of ${names[0]}: least at ${format.share(leastOf(surface).shares[0])}`,
+  return pictureOf(`Predicted value by the share of ${names[0]}: best at ${format.share(best.shares[0])}`,
     svg("polygon", { points: band, class: "band" }), svg("polyline", { points: line("value", surface).join(" "), class: "line" }),
     words(side - 6, edge + 4, format.number(high), "end"), words(side - 6, height - edge, format.number(low), "end"),
     words(side, height - 6, format.share(first), "start"), words(width - edge, height - 6, format.share(last), "end"), words(width / 2, height - 6, `share of ${names[0]}`));
 }
 
-function triangleOf(names, surface) {
-  const { width, height, edge } = SURFACE, least = leastOf(surface);
+function triangleOf(names, surface, goal) {
+  const { width, height, edge } = SURFACE, best = bestOf(surface, goal);
   const long = height - 2 * edge, half = long / Math.sqrt(3), middle = width / 2;
   const values = surface.map(({ value }) => value), low = Math.min(...values), high = Math.max(...values);
   const dots = surface.map((point) => {
     const [top, left, right] = point.shares;
-    const dot = svg("circle", { cx: middle + (right - left) * half, cy: edge + (1 - top) * long, r: point === least ? 12 : 9, class: point === least ? "least" : "dot", fill: goodness((high - point.value) / (high - low || 1)) });
+    const dot = svg("circle", { cx: middle + (right - left) * half, cy: edge + (1 - top) * long, r: point === best ? 12 : 9, class: point === best ? "best" : "dot", fill: goodness((goal === "maximize" ? point.value - low : high - point.value) / (high - low || 1)) });
     const title = svg("title");
     title.textContent = `${names.map((name, i) => `${name} ${format.share(point.shares[i])}`).join(", ")}: ${format.loss(point.value)} (${format.loss(point.low)} to ${format.loss(point.high)})`;
     dot.append(title);
     return dot;
   });
-  const best = names.map((name, i) => `${name} ${format.share(least.shares[i])}`).join(", ");
-  return pictureOf(`Triangle of the shares: least at ${best}`, ...dots, words(middle, 12, names[0]), words(middle - half - 14, height - 4, names[1]), words(middle + half + 14, height - 4, names[2]));
+  const shares = names.map((name, i) => `${name} ${format.share(best.shares[i])}`).join(", ");
+  return pictureOf(`Triangle of the shares: best at ${shares}`, ...dots, words(middle, 12, names[0]), words(middle - half - 14, height - 4, names[1]), words(middle + half + 14, height - 4, names[2]));
 }
 
-const leastOf = (surface) => surface.reduce((least, point) => (point.value < least.value ? point : least));
+const bestOf = (surface, goal) => surface.reduce((best, point) => ((goal === "maximize" ? point.value > best.value : point.value < best.value) ? point : best));
 
 function effectTables({ names, crossed, interactions }, metric) {
   const sets = Object.keys(crossed), tables = [];
@@ -92,7 +94,7 @@ function effectTables({ names, crossed, interactions }, metric) {
 function confirmCard({ factor, trial, seeds, values, gains }, metric) {
   const mean = (list) => (list.length ? format.loss(list.reduce((a, b) => a + b, 0) / list.length) : NONE);
   const verdict = ({ inside }) => (inside === null ? NONE : inside ? "inside" : badge("outside"));
-  return card("Confirmation", h("p", { class: "note" }, `Trial ${trial} and its baselines, for ${factor} × the steps, with ${seeds.length} new seeds.`),
+  return card("Confirmation", h("p", { class: "note" }, `Trial ${trial} and its baselines, for ${factor} × the steps, with ${seeds.length} new seeds. Predictions are for the steps of a trial.`),
     plainTable("Confirmed values", ["Mixture", `Mean ${metric}`, "Seeds"], Object.entries(values).map(([name, list]) => [name, mean(list), `${list.length} of ${seeds.length}`]), [1, 2]),
     plainTable("Predicted and measured", ["Best less", "Predicted", "Measured", "Inside the interval", "Variance by common random numbers"], gains.map((one) => [one.against, one.predicted ? estimate(one.predicted) : NONE, one.measured ? estimate(one.measured) : NONE, verdict(one), isNumber(one.noise) ? `${one.noise.toFixed(2)} ×` : NONE])));
 }

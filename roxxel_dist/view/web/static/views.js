@@ -292,7 +292,7 @@ class StudyView {
       ["Time left", format.duration(head.left_s)], ["Steps left", isNumber(head.steps_left) ? format.integer(head.steps_left) : NONE],
     ]));
     if (sections.importance) fill(this.importance, sections.importance, importanceCard);
-    if (sections.mixture) fill(this.mixture, sections.mixture, (found) => mixtureCards(found, head.metric));
+    if (sections.mixture) fill(this.mixture, sections.mixture, (found) => mixtureCards(found, head));
     this.parallelCard.hidden = !this.names.length || !this.trials.some(({ value }) => isNumber(value));
     if (!this.parallelCard.hidden) this.parallel.update(this.trials, this.names, head.metric, head.goal, sections.log ?? []);
     this.logNames = new Set(sections.log ?? []);
