@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import TINY, environment, gone
+from sweep_desk import text_sets
 from trials import program, split, task
 from wandb_sweeps import SweepServer
 
@@ -135,6 +136,30 @@ def test_wandb_sweep_and_wandb_agent_work_from_the_shell(tmp_path, server, env):
     assert (server.runs[run_id].exit_code, [path.name for path in tmp_path.glob("runs/sweep_*/*")]) == (0, [run_id])
     # The heads of the base config gave way.
     assert yaml.safe_load((folder / "trial.yaml").read_text())["head_size"] is None
+
+
+@pytest.mark.long
+def test_shares_and_ends_of_phases_reach_a_trial_of_wandb_agent(tmp_path, server, env):
+    """Their names have points: as words, in the agent's file, and in what the run logs as its config."""
+    home(tmp_path)
+    file = tmp_path / "configs" / "default_config.yaml"
+    phase = {"steps": 6, "batch_size": 8, "seq_len": 33, "blend": "row"}
+    base = {**yaml.safe_load(file.read_text()), "phases": [phase, phase], "datasets": text_sets(tmp_path)}
+    file.write_text(yaml.safe_dump(base))
+    shares = {"mixture.1.self": {"min": 0.1, "max": 0.4}, "mixture.1.code": {"values": [0.6]}}
+    ends = {"phase_end.1": {"values": [0.75]}, "mixture.2.code": {"value": 1.0}}
+    sweep = {**SWEEP, "parameters": {**shares, **ends}, "program": "sweeps/train_sweep.py", "command": COMMAND}
+    (tmp_path / "sweeps" / "shares.yaml").write_text(yaml.safe_dump(sweep))
+    said = wandb("sweep", "sweeps/shares.yaml", cwd=tmp_path, env=env)
+    (path,) = re.findall(r"wandb agent (\S+)", re.sub(r"\x1b\[[0-9;]*m", "", said))
+    wandb("agent", "--count", 1, path, cwd=tmp_path, env=env)
+    (run_id,) = server.sweeps["sweep0"].runs
+    sent, params = server.runs[run_id], server.params[run_id]
+    assert sent.exit_code == 0
+    first, second = sent.config["phases"]
+    assert first["weights"] == pytest.approx({"self": params["mixture.1.self"], "code": 0.6})
+    assert (first["steps"], second["steps"], second["weights"], sent.config["passes"]) == (9, 3, {"code": 1.0}, "apart")
+    assert {name: sent.config[name] for name in params} == pytest.approx(params)
 
 
 @pytest.mark.long
