@@ -125,8 +125,8 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
     shown = ", ".join(map(str, paths))
     if not names and not passed_by:
         raise UserError(
-            f"{shown}: there is no file to read; hidden and excluded files are skipped. Name text files, or a "
-            f"folder that has some"
+            f"{shown}: there is no file to read; hidden and excluded files are skipped, and folders called "
+            f"{', '.join(sorted(SKIPPED_FOLDERS))}. Name text files, or a folder that has some"
         )
     if not names:
         raise UserError(
