@@ -324,7 +324,7 @@ class _Material:
         found, space = set_losses(study.history, study.sweep).at_the_end(), study.sweep.space
         transform = SpaceTransform(study.sweep)
         trials = [*(study.history.trials[number] for number in found.trials.tolist()), study.done[0]]
-        features = transform.encode(transform.rows([trial.point for trial in trials]))
+        features = transform.encode(transform.rows([tuple(trial.point) for trial in trials]))
         names, columns = [], [np.zeros((len(trials), 0))]
         for parameter, where in zip(space.free, transform.columns, strict=False):
             column = features[:, where]
