@@ -5,6 +5,7 @@ program replaces this process and finds the contract in its environment.
 """
 
 import faulthandler
+import gc
 import os
 import re
 import runpy
@@ -125,6 +126,7 @@ def _options(words: list[str]) -> list[str]:
 
 
 def _subcommand(word: str, rest: list[str]) -> None:
+    gc.set_threshold(50_000, 50, 10)  # as `roxxel_dist.__main__` does, before jax is imported
     program = program_of([word, *rest])
     if program.config:
         recorder().add("--config", os.path.realpath(program.config))

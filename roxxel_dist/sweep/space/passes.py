@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 import numpy as np
-from scipy.optimize import linprog, minimize
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.mixture import cumulative_weights, quota
@@ -215,6 +214,8 @@ class PassBudget:
         names, count = list(self.tokens), len(self.extras.mixtures)
         if not self.limits:
             return None
+        from scipy.optimize import linprog
+
         size = count * len(names)
         bounds = [spec.bounds.get(name, (0.0, 0.0)) for spec in self.extras.mixtures for name in names]
         sums = np.concatenate([np.kron(np.eye(count), np.ones(len(names))), np.zeros((count, 1))], 1)
@@ -284,6 +285,8 @@ class PassBudget:
             pass
         else:
             return tuple(shares)
+        from scipy.optimize import minimize
+
         ends = {name: value for name, value in params.items() if name.startswith(END)}
         steps = [phase["steps"] for phase in phases_of_trial(self.phases, ends)]
         each, fixed, rounding = self._loads(steps)
