@@ -11,12 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from contextlib import suppress
 from pathlib import Path
 
 MARK = "TESTS_OF"
-"""The environment variable; its value is another one for each run."""
+"""The environment variable. Its value is the id of the process of pytest and the time of its start."""
 MOUNT = "tests-of-"
 """The name of a mount, before the mark."""
 LIMIT_S = 20.0
@@ -25,18 +24,28 @@ LIMIT_S = 20.0
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # a worker of xdist is a process of the one that has started it
         unmount()
-        os.environ[MARK] = uuid.uuid4().hex
+        os.environ[MARK] = mark_of(os.getpid())
         words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), os.environ[MARK]]
         others = {name: value for name, value in os.environ.items() if name != MARK}
         # It outlives this call, and pytest does not wait for it.
         subprocess.Popen(words, env=others, stdin=subprocess.DEVNULL, start_new_session=True).returncode = 0
 
 
-def unmount():
-    """Takes away the mounts of tests none of whose processes is left."""
+def mark_of(pid):
+    """The mark of a process of pytest, and of all below it; of one that is gone, another one than it had."""
+    with suppress(OSError):
+        return f"{pid}-{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+    return f"{pid}-gone"
+
+
+def unmount(ended=""):
+    """Takes away the mounts of tests none of whose processes is left; the run with the mark `ended` is over."""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         name, folder, *_ = line.split()
-        if name.startswith(MOUNT) and not marked(name.removeprefix(MOUNT)):
+        mark = name.removeprefix(MOUNT)
+        # A process that sets its mark itself, as pytest without workers, does not have it in /proc/…/environ.
+        is_over = mark == ended or mark_of(mark.partition("-")[0]) != mark
+        if name.startswith(MOUNT) and is_over and not marked(mark):
             subprocess.run(["umount", "--lazy", folder], check=False)
 
 
@@ -64,7 +73,7 @@ def main(pid, mark):
                 os.kill(process, signal.SIGKILL)
                 print(f"left behind by the tests, and killed: {process} {words[:200]}", file=sys.stderr)
         time.sleep(0.1)
-    unmount()
+    unmount(ended=mark)
 
 
 if __name__ == "__main__":

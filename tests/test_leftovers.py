@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import gone, wait_for
+from leftovers import MARK
 
 TESTS = """
 import os, subprocess, sys, time
@@ -23,6 +24,25 @@ def test_that_lasts(tmp_path):
         open({told!r}, "w").write(" ".join(map(str, pids)) + "\\n")
         time.sleep(600)
 """
+
+BESIDE = """
+import os, sys
+from pathlib import Path
+import leftovers
+from small_disks import mounted_disk
+os.environ[leftovers.MARK] = leftovers.mark_of(os.getpid())
+with mounted_disk(Path("disk"), "64k"):
+    leftovers.unmount()
+    sys.exit(0 if os.path.ismount("disk") else "the disk is gone")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_the_disk_of_another_pytest_that_runs_stays(tmp_path):
+    """Also of one that has no workers, and so no process with its mark in its environment."""
+    others = {name: value for name, value in os.environ.items() if name != MARK}
+    environment = {**others, "PYTHONPATH": str(Path(__file__).parent)}
+    subprocess.run([sys.executable, "-c", BESIDE], cwd=tmp_path, env=environment, check=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
