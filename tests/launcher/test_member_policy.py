@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.launcher.control import host_list
+from roxxel_dist.launcher.control import host_list, membership
 from roxxel_dist.launcher.control.host_list import HostList
 from roxxel_dist.launcher.control.membership import Inbox
 from roxxel_dist.launcher.job.placement import assign
@@ -183,7 +183,7 @@ def test_a_file_of_hosts_is_read_and_a_program_is_run(tmp_path: Path) -> None:
 
 
 def test_a_list_that_is_being_written_changes_nothing(
-    tmp_path: Path, until: Callable[[Callable[[], bool], str], None]
+    tmp_path: Path, until: Callable[[Callable[[], bool], str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A change holds when it is the same at the next look."""
     path = tmp_path / "hosts"
@@ -194,6 +194,8 @@ def test_a_list_that_is_being_written_changes_nothing(
             path.write_text("a\n" + "b\n" * (number % 2) + "c" * number)
             time.sleep(0.02)
         path.write_text("a\nb\nc\n")
+        monkeypatch.setattr(membership, "AGAIN_S", 0.1)
+        monkeypatch.setattr(membership, "FILE_S", 0.1)
         until(lambda: not inbox.lists.empty(), "the list")
         assert inbox.lists.get() == ["a", "b", "c"]
         path.unlink()

@@ -398,7 +398,8 @@ def test_fields_of_another_version_are_passed_over() -> None:
 # A process that waits for the disk, whichever of its threads does, cannot end before the disk is gone (NFS lets it).
 LISTED = """
 import subprocess, sys
-code = "from roxxel_dist.cli import main; print('codes', main(['ps', '--all']), main(['ps', '--prune']), flush=True)"
+code = "from roxxel_dist.launcher.control import index; index.ANSWER_LIMIT_S = 1.0; "
+code += "from roxxel_dist.cli import main; print('codes', main(['ps', '--all']), main(['ps', '--prune']), flush=True)"
 listing = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 print(next(line for line in listing.stdout if line.startswith("codes")))
 """
