@@ -27,14 +27,16 @@ demo: $(VENV)/demo-installed ## train a small model on the standard library's so
 	@trap : INT; $(BIN)/roxxel-dist demo --data_path $(DEMO_DATA) --run_dir $(DEMO_RUN) || [ $$? = 42 ] # stopped and saved
 
 PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+# Workers wait for processes a third of their time: three of them keep two cores busy.
+USUAL := -n 3 -m "not docs and not web and not cluster and not long"
 
 test: $(VENV)/dev-installed lint ## the linters and every part of the package: about fifteen minutes on two cores
-	$(PYTEST) -m "not docs and not web and not cluster and not long"
+	$(PYTEST) $(USUAL)
 
 test-newest: ## the tests of `make test` with the newest Python and jax that are here, in an environment of its own
-	@$(MAKE) --no-print-directory test-in-newest MORE='-m "not docs and not web and not cluster and not long"'
+	@$(MAKE) --no-print-directory test-in-newest MORE='$(USUAL)'
 
-test-newest-part: ## a part of them, in about three minutes: what changes with jax and flax
+test-newest-part: ## a part of them, in about two minutes: what changes with jax and flax
 	@$(MAKE) --no-print-directory test-in-newest MORE='$(ON_NEWEST)'
 
 test-in-newest:
