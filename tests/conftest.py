@@ -56,8 +56,8 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
-    """Files with tests that are given more time come first, then the larger ones, so that no worker is left alone with a
-    long one. This also mixes files of the launcher, which wait, with those that compute."""
+    """Files with tests that are given more time come first, then the larger ones: no worker is left alone with a long
+    one, and files of the launcher, which wait, run beside those that compute."""
     limits = {}
     for item in items:
         mark = item.get_closest_marker("timeout")
