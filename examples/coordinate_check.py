@@ -25,7 +25,8 @@ from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.config import Parametrization
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.run.components import build_components, open_corpus, temporary_folder
-from roxxel_dist.settings.config import Config, usage_errors
+from roxxel_dist.settings.config import Config
+from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.lr_finder import AT_THE_PEAK, sweep_stream
 from roxxel_dist.train.step.optimizer import LONG, InitialState
 from roxxel_dist.train.step.state import init_state

@@ -13,7 +13,7 @@ from pathlib import Path
 from roxxel_dist import Trainer
 from roxxel_dist.cli.arguments import flags_in, parse_train
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.settings.config import usage_errors
+from roxxel_dist.settings.usage_errors import usage_errors
 
 DEFAULT = Path("configs/default_config.yaml")
 

@@ -12,7 +12,7 @@ from roxxel_dist import Config, Experiment, Phase
 from roxxel_dist.cli import main
 from roxxel_dist.cli.parser import REMOVED
 from roxxel_dist.cluster.exit_codes import FileSystemError, UserError
-from roxxel_dist.settings.config import usage_errors
+from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.utils.display import aligned
 
 TEXT = "".join(f"{i} plus {i} is {2 * i}.\n" for i in range(300))

@@ -11,7 +11,7 @@ from roxxel_dist.cli.argument_types import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.launcher.output.console import printable
-from roxxel_dist.settings.config import usage_errors
+from roxxel_dist.settings.usage_errors import usage_errors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT, UserError
 from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.place.run_place import local_folder
-from roxxel_dist.settings.config import usage_errors
+from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.utils.display import aligned
 
 if TYPE_CHECKING:

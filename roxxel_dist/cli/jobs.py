@@ -23,7 +23,7 @@ from roxxel_dist.launcher.jobs.stop import stop as stop_job
 from roxxel_dist.launcher.output.console import info, printable
 from roxxel_dist.place.directory import LOGS, is_run
 from roxxel_dist.place.run_place import local_folder
-from roxxel_dist.settings.config import usage_errors
+from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.utils.display import aligned
 
 LINES = 40

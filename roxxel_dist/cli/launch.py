@@ -1,10 +1,9 @@
 """`launch NAME`: starts a program as many processes. `launcher/backends/` defines the names."""
 
-import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from roxxel_dist.cli.parser import HELP, parse
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output.console import info, printable
+from roxxel_dist.settings.usage_errors import usage_errors
 
 if TYPE_CHECKING:
     from roxxel_dist.launcher.job.backend import Backend, Command, Options
@@ -80,18 +80,6 @@ def _with_our_name(word: str, kind: Any) -> str:
         return word
     fields = {field.name for field in dataclasses.fields(kind)}
     return f"--{'nprocs' if 'nprocs' in fields else 'procs-per-host'}{equals}{value}"
-
-
-@contextlib.contextmanager
-def usage_errors() -> Iterator[None]:
-    """As `config.usage_errors`, which is imported where something is wrong."""
-    try:
-        yield
-    except (ValueError, OSError):
-        from roxxel_dist.settings import config
-
-        with config.usage_errors():
-            raise
 
 
 def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:

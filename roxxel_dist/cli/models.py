@@ -7,7 +7,8 @@ from typing import Any, Literal
 from roxxel_dist.cli.argument_types import Positional
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.settings.config import parse_yaml, usage_errors
+from roxxel_dist.settings.config import parse_yaml
+from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.utils.display import plain
 
 

@@ -115,7 +115,7 @@ def normalise_switches(words: list[str], kind: Any) -> list[str]:
 
 
 def _choice(hint: Any, value: str) -> str:
-    from roxxel_dist.settings.config import as_choice
+    from roxxel_dist.settings.values import as_choice
 
     return as_choice(hint, value)
 

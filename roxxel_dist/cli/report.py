@@ -10,7 +10,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.output.console import info, printable
 from roxxel_dist.place.directory import CONFIG, is_study
 from roxxel_dist.place.run_place import bucket_url
-from roxxel_dist.settings.config import usage_errors
+from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.utils.display import plain
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from roxxel_dist.data.files.discovery import absolute, check_local
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.place.directory import DEFINITION
 from roxxel_dist.place.run_place import bucket_url, local_run
-from roxxel_dist.settings.config import usage_errors
+from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.sweep.driver.options import SweepOptions
 
 

@@ -14,7 +14,7 @@ from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_PREFL
 from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.place.directory import CONFIG
-from roxxel_dist.settings.config import usage_errors
+from roxxel_dist.settings.usage_errors import usage_errors
 
 
 def train(words: list[str]) -> int:

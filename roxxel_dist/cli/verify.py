@@ -81,7 +81,7 @@ def _verify_in_bucket(ref: Any, args: VerifyArgs) -> int:
     from roxxel_dist.checkpoint import verify as checks
     from roxxel_dist.cluster.durable import cache_folder
     from roxxel_dist.place.bucket_run import BucketRun
-    from roxxel_dist.settings.config import usage_errors
+    from roxxel_dist.settings.usage_errors import usage_errors
 
     verdicts: list[Any] = []
     cache_folder().mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def _shown(verdict: Any, args: VerifyArgs) -> list[Any]:
 def _verify_shards(args: VerifyArgs) -> int:
     from roxxel_dist.cli.data import verify_shards
     from roxxel_dist.data.files.discovery import NoShardsError
-    from roxxel_dist.settings.config import usage_errors
+    from roxxel_dist.settings.usage_errors import usage_errors
 
     with usage_errors():
         try:

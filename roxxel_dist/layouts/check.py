@@ -36,7 +36,8 @@ from roxxel_dist.layouts.update import UpdateCheck
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.run.layout_mark import mark_checked, own_code
 from roxxel_dist.run.trainer import Trainer
-from roxxel_dist.settings.config import Config, usage_errors
+from roxxel_dist.settings.config import Config
+from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.step.step import BALANCE
 

@@ -33,8 +33,9 @@ from roxxel_dist.model.split import split_module
 from roxxel_dist.model.user_code import import_function, is_function
 from roxxel_dist.run.curriculum import build_curriculum, check_vocabularies, open_data_sets, shard_paths
 from roxxel_dist.run.optimizer import build_optimizer
-from roxxel_dist.settings.config import Config, usage_errors
+from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.training import LoopOptions
+from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.evaluator import HELD_OUT
 from roxxel_dist.train.step.optimizer import NamedOptimizer
 from roxxel_dist.train.step.step import LossFn

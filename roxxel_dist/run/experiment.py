@@ -58,8 +58,9 @@ from roxxel_dist.run.record import (
     write_run_metadata,
 )
 from roxxel_dist.run.report import draw_losses, read_runs
-from roxxel_dist.settings.config import RECORD, Config, usage_errors
+from roxxel_dist.settings.config import RECORD, Config
 from roxxel_dist.settings.training import TRIAL
+from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.log.base import CRASH_LIMIT_S, Tracker
 from roxxel_dist.train.log.tensorboard import TensorboardTracker
 from roxxel_dist.train.log.wandb import WandbTracker

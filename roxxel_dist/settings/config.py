@@ -4,59 +4,29 @@ Each component declares its own fields, in a dataclass beside it; `Config` is th
 freely: the components check the values when they are taken out of it with `part`. Decision 30.
 """
 
-import contextlib
 import dataclasses
 import difflib
-import errno
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Self, TypeVar, get_type_hints
 
 from roxxel_dist.cluster.durable import write_file
-from roxxel_dist.cluster.exit_codes import FileSystemError, UserError, attempt_number
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.config import DataConfig
 from roxxel_dist.data.files.discovery import absolute as absolute_path
 from roxxel_dist.data.files.discovery import check_local, names_objects
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.model.config import ModelConfig, check_sizes
 from roxxel_dist.model.user_code import UserCodeConfig
-from roxxel_dist.objects.errors import StoreError
 from roxxel_dist.settings.global_batch import GLOBAL, MEANING, with_global_batch
 from roxxel_dist.settings.training import ExperimentConfig, LoopOptions, OptimizerConfig
+from roxxel_dist.settings.values import as_choice, fits, is_text, type_name, with_numbers
 from roxxel_dist.utils.component import DocWithFields, component
 
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
 """Keys of a config file whose value may be a mapping of fields."""
 RECORD = "record"
 """The section of a saved config with the run's environment and versions; loading skips it."""
-
-SWITCHES = {"true": "on", "yes": "on", "on": "on", "false": "off", "no": "off", "off": "off"}
-"""Words for on and off, as YAML knows them."""
-EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+")
-
-CURES = {
-    errno.ENOENT: "check the path",
-    errno.ENOTDIR: "a part of this path is a file, and no folder: check the path",
-    errno.EISDIR: "name a file, not a folder",
-    errno.EEXIST: "name another place",
-    errno.ELOOP: "it is a link that leads back to itself: name the file itself",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.EACCES: "choose another place, or change the permissions",
-    errno.EPERM: "choose another place, or change the permissions",
-    errno.EROFS: "choose a place that can be written",
-    errno.ENOSPC: "make room, or choose another place",
-    errno.EDQUOT: "make room, or choose another place",
-    errno.EFBIG: "files may not be so large here (ulimit -f): raise the limit, or choose another place",
-}
-"""Fixes for operating-system errors, by errno; other errors are not usage errors."""
-
-AWAY = {
-    errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENXIO, errno.ENODEV,
-    errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN,
-}  # fmt: skip
-"""Errors of a file system that is unavailable, for files that existed before."""
 
 ALIASES = {
     "learning_rate": "lr", "absolute_pos": "pos_encoding",
@@ -67,56 +37,6 @@ ALIASES = {
 """Names of some fields in other programs."""
 
 T = TypeVar("T")
-
-
-@contextlib.contextmanager
-def usage_errors() -> Iterator[None]:
-    """Within it, files that cannot be used are the user's mistake, as a `UserError` is; other errors pass unchanged.
-
-    In a later attempt of a job, files that cannot be reached are no mistake, because earlier attempts could read them.
-
-    Raises:
-        UserError: with a message for the user.
-        FileSystemError: in a later attempt, where a file system may be unavailable.
-    """
-    try:
-        yield
-    except FileSystemError:
-        raise
-    except UserError as error:
-        if attempt_number() and _is_away(error):
-            raise _unavailable(error) from error
-        raise
-    except OSError as error:
-        if (message := _refusal(error)) is None:
-            raise
-        if attempt_number() and _is_away(error):
-            raise _unavailable(message) from error
-        raise UserError(message) from error
-
-
-def _unavailable(problem: object) -> FileSystemError:
-    return FileSystemError(f"{problem} (attempt {attempt_number()} of this job: perhaps a file system is away)")
-
-
-def _refusal(error: OSError) -> str | None:
-    """The message for an error that the user can fix; None for other errors, which need a traceback."""
-    if isinstance(error, StoreError):
-        return str(error)
-    if error.errno is None:
-        return None
-    where = error.filename or "a file"
-    if attempt_number() and error.filename and error.errno in AWAY:
-        return f"{where}: {error.strerror}"
-    return f"{where}: {error.strerror}: {CURES[error.errno]}" if error.errno in CURES else None
-
-
-def _is_away(error: UserError | OSError) -> bool:
-    """Whether an error, or its cause, means that a file system is unavailable."""
-    cause = error if isinstance(error, OSError) else error.__cause__
-    if not isinstance(cause, OSError):
-        return False
-    return cause.errno in AWAY or (cause.errno is None and isinstance(cause, FileNotFoundError | PermissionError))
 
 
 @component
@@ -246,10 +166,10 @@ class Config(_Copied):
     def check_types(self, source: str = "") -> None:
         """Raises ValueError for the first value of another type than its field; `source` names its file in messages."""
         for name, value in self.to_dict().items():
-            if not _fits(value, FIELD_TYPES[name]):
+            if not fits(value, FIELD_TYPES[name]):
                 place = f"{source}: " if source else ""
-                cure = f": write [{value}]" if isinstance(value, dict) and _fits([], FIELD_TYPES[name]) else ""
-                raise UserError(f"{place}{name} is {value!r}: it must be {_type_name(FIELD_TYPES[name])}{cure}")
+                cure = f": write [{value}]" if isinstance(value, dict) and fits([], FIELD_TYPES[name]) else ""
+                raise UserError(f"{place}{name} is {value!r}: it must be {type_name(FIELD_TYPES[name])}{cure}")
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name, as plain values for YAML."""
@@ -393,7 +313,7 @@ def parse_nodes(text: str, source: str, *, unique: bool = True) -> tuple[Any, An
         def construct_document(self, node: Any) -> Any:
             for key, value in _pairs(node):
                 for name, inner in [(key, value), *(_pairs(value) if key.value in SECTIONS else [])]:
-                    if _is_text(FIELD_TYPES.get(name.value)) and isinstance(inner, yaml.ScalarNode):
+                    if is_text(FIELD_TYPES.get(name.value)) and isinstance(inner, yaml.ScalarNode):
                         inner.tag = inner.tag if inner.tag.endswith(":null") else "tag:yaml.org,2002:str"
             return super().construct_document(node)
 
@@ -439,60 +359,9 @@ def unknown(name: str, known: list[str], what: str) -> str:
     return f"there is no {what} {name!r}" + (f": did you mean {near!r}?" if near else f": they are {', '.join(known)}")
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    for option in _options(kind):
-        if get_origin(option) is Literal:
-            if _fits(value, option):
-                return True
-            continue
-        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return True
-        if isinstance(value, get_origin(option) or option) and (option is bool or not isinstance(value, bool)):
-            return True
-    return False
-
-
-def _options(kind: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type."""
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-
-
 def takes_fractions(name: str) -> bool:
     """Whether a field of the config may be a number that is not whole; False where there is no such field."""
-    return name in FIELD_TYPES and _fits(0.5, FIELD_TYPES[name])
-
-
-def _is_text(kind: Any) -> bool:
-    """Whether a field takes text and no numbers."""
-    options = {option for option in _options(kind) if get_origin(option) is not Literal}
-    return str in options and options <= {str, type(None)}
-
-
-def _type_name(kind: Any) -> str:
-    if choices := [choice for option in _options(kind) if get_origin(option) is Literal for choice in get_args(option)]:
-        return "one of " + ", ".join(choices)
-    names = {
-        int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "nothing",
-        list: "a list", dict: "a mapping",
-    }  # fmt: skip
-    options = _options(kind)
-    return " or ".join(names[get_origin(option) or option] for option in options)
-
-
-def as_choice(kind: Any, value: Any) -> Any:
-    """The choice that a value means where it is one: YAML reads off and no as False, on and yes as True.
-
-    Null is the choice "none". Other values are returned unchanged.
-    """
-    if get_origin(kind) is not Literal or value in get_args(kind):
-        return value
-    if isinstance(value, str):
-        meant = SWITCHES.get(value.lower(), value)
-    else:
-        meant = "none" if value is None else {True: "on", False: "off"}.get(value) if isinstance(value, bool) else value
-    return meant if meant in get_args(kind) else value
+    return name in FIELD_TYPES and fits(0.5, FIELD_TYPES[name])
 
 
 def _read(name: str, value: Any) -> Any:
@@ -504,12 +373,3 @@ def _read(name: str, value: Any) -> Any:
         except ValueError:
             return value
     return with_numbers(value) if name == "model_args" else value
-
-
-def with_numbers(value: Any) -> Any:
-    """The same with text such as 5e-4, which YAML does not take for a number, converted to numbers at any depth."""
-    if isinstance(value, Mapping):
-        return {key: with_numbers(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [with_numbers(inner) for inner in value]
-    return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value

@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, UserError
 from roxxel_dist.place.directory import default_run_dir
-from roxxel_dist.settings.config import load_yaml, usage_errors
+from roxxel_dist.settings.config import load_yaml
 from roxxel_dist.settings.training import TRIAL
+from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.sweep.trial.process import ROXXEL, launch_command
 from roxxel_dist.sweep.trial.task import Ranks
 from roxxel_dist.sweep.trial.trial import config_of

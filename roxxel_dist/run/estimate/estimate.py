@@ -40,8 +40,8 @@ from roxxel_dist.run.estimate.target_process import Report, call_for_target, fol
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase
 from roxxel_dist.run.record import check_resumable, data_of, kernel_begun_with, saved_config
 from roxxel_dist.run.report import read_runs
-from roxxel_dist.settings.config import usage_errors
 from roxxel_dist.settings.training import LoopOptions
+from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.exact.layout import can_cut_rows, check_shapes
 from roxxel_dist.train.resume import last_step, max_steps_note

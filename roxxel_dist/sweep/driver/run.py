@@ -15,14 +15,8 @@ from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.launcher.backends.ray.cluster import ClusterError
 from roxxel_dist.objects.lease import LeaseLostError
 from roxxel_dist.place.directory import is_study
-from roxxel_dist.settings.config import (
-    FIELD_TYPES,
-    SECTIONS,
-    flat_fields,
-    load_yaml,
-    unknown,
-    usage_errors,
-)
+from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, flat_fields, load_yaml, unknown
+from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.sweep.driver.bucket import StudyBucket
 from roxxel_dist.sweep.driver.checks import (
     check_batches,

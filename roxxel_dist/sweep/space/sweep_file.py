@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, read_yaml, with_numbers
+from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, read_yaml
+from roxxel_dist.settings.values import with_numbers
 from roxxel_dist.sweep.space.constraints import Expression, InfeasibleError, Rules
 from roxxel_dist.sweep.space.data_extras import DataExtras, data_extras
 from roxxel_dist.sweep.space.distributions import distribution
