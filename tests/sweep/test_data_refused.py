@@ -46,6 +46,7 @@ BAD_EXTRAS: dict[str, tuple[Any, str]] = {
     "stray key": (entry(max_epochs=3), "mixtures.1.max_epochs: there is no such key: there are phases, datasets"),
     "no passes": (entry(max_passes=0), "mixtures.1.max_passes: 0 must be a number above 0"),
     "NaN passes": (entry(max_passes=NAN), "mixtures.1.max_passes: nan must be a number above 0"),
+    "passes that no float holds": (entry(max_passes=10**400), "must be a number above 0"),
     "endless passes": (entry(max_passes=math.inf), "mixtures.1.max_passes: inf must be a number above 0"),
     "no phases": (entry(phases=[]), "mixtures.1.phases: [] must be a list of phases, counted from 1"),
     "phase 0": (entry(phases=[0]), "mixtures.1.phases: [0] must be a list of phases, counted from 1"),
@@ -172,6 +173,11 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "the last phase": ({"phase_ends": {2: [0.5, 0.9]}}, {}, "phase_ends.2: phase 2 of 2 is the last one"),
     "no such end": ({"phase_ends": {5: [0.5, 0.9]}}, {}, "phase_ends.5: phase 5 of 2 does not exist"),
+    "an end before the first step": (
+        {"phase_ends": {1: [0.001, 0.002]}},
+        {},
+        "phase_ends: phase 1 ends at step 0 of 80 or before, and has no step then",
+    ),
     "an end behind one that is fixed": (
         {"phase_ends": {1: [0.8, 0.9]}},
         {"phases": [*PHASES, {**PHASES[1], "steps": 80}]},

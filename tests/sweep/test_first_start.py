@@ -66,7 +66,7 @@ def start(tmp_path, monkeypatch, capsys):
             "",
             "they sum to 0: at least one must be",
         ),
-        (LR + "metric: {name: mean_loss}", "", "", "no training logs 'mean_loss'"),
+        (LR + "metric: {name: mean_loss}", "", "", "mean_loss is a mean over sets of `validation`"),
         (LR + "metric: {name: mean_loss, weights: {a: 1}}", "", "", "data set 'a', and there is no `validation`: give"),
         (
             LR + "metric: {name: val_loss/a}",

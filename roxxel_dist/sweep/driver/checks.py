@@ -7,7 +7,7 @@ from roxxel_dist.settings.effect import chosen, without_effect
 from roxxel_dist.settings.global_batch import predates
 from roxxel_dist.sweep.driver.sweep_run import SweepRun, field_of
 from roxxel_dist.sweep.schedulers import PAUSING
-from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Sweep, nearest
+from roxxel_dist.sweep.space.sweep_file import MEANS, InfeasibleError, Sweep, nearest
 
 LOGGED = (
     "val_loss", "val_bpb", "train_loss", "train_eval_loss", "train_bal", "val_bal", "ms_per_step", "tokens_per_s",
@@ -26,6 +26,11 @@ def check_metric(run: SweepRun) -> None:
         raise UserError("metric.weights: only a search here over trainings of a config has them: log the mean yourself")
     is_known = metric in LOGGED or "/" in metric or run.sweep.weights
     if is_ours and run.server is None and not own and not is_known:
+        if metric in MEANS:
+            raise UserError(
+                f"metric.name: {metric} is a mean over sets of `validation`: give their weights, as in metric: "
+                f"{{name: {metric}, weights: {{code: 0.5, math: 0.5}}}}"
+            )
         raise UserError(f"metric.name: no training logs {metric!r}: {nearest(metric, LOGGED)}")
 
 

@@ -104,9 +104,10 @@ def _check_ends(extras: DataExtras, phases: list[dict[str, Any]]) -> None:
             low, high = round(kind.quantile(0.0) * total), round(kind.quantile(1.0) * total)
         earliest = max(low, earliest + 1)
         if earliest > high:
+            begin = f"phase {number - 1} at step {before} or after" if number > 1 else "has no step then"
             raise UserError(
-                f"phase_ends: phase {number} ends at step {high} of {total} or before, and phase {number - 1} at step "
-                f"{before} or after: ends must increase from phase to phase"
+                f"phase_ends: phase {number} ends at step {high} of {total} or before, and {begin}: ends must increase "
+                f"from phase to phase"
             )
         before = earliest
 

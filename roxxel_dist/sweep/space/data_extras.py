@@ -1,6 +1,7 @@
 """`mixtures` and `phase_ends` in the second file of a sweep: read and checked, as far as no data is needed."""
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -126,7 +127,7 @@ def _mixture(entry: Any, path: list[str], refuse: Refuse) -> MixtureSpec:
     }
     numbers = with_numbers({key: entry.get(key) for key in ("max_passes", "step")})
     most, step = numbers["max_passes"], numbers["step"]
-    if most is not None and not (is_number(most) and math.isfinite(most) and most > 0):
+    if most is not None and not (is_number(most) and 0 < most <= sys.float_info.max):
         raise refuse([*path, "max_passes"], f"{most!r} must be a number above 0")
     if step is not None and not is_number(step):
         raise refuse([*path, "step"], f"{step!r} must be a number, such as 0.1")

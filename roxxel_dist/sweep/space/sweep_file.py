@@ -3,6 +3,7 @@
 import difflib
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
@@ -227,10 +228,11 @@ def _weights(metric: Mapping[str, Any], locator: YamlLocator) -> dict[str, float
     for name, weight in weights.items():
         if not _is_amount(weight):
             raise locator.error([*where, str(name)], f"{weight!r} must be a number, 0 or more")
-    total = math.fsum(weights.values())
-    if not total or not math.isfinite(total):
-        raise locator.error(where, f"they sum to {total:g}: at least one must be above 0")
-    return {str(name): weight / total for name, weight in weights.items() if weight}
+    if not (largest := max(weights.values())):
+        raise locator.error(where, "they sum to 0: at least one must be above 0")
+    scaled = {str(name): weight / largest for name, weight in weights.items()}
+    total = math.fsum(scaled.values())
+    return {name: weight / total for name, weight in scaled.items() if weight}
 
 
 def _check_unread(content: Mapping[str, Any], metric: Mapping[str, Any], locator: YamlLocator) -> None:
@@ -349,4 +351,4 @@ def _in_order(key: str, needed: Mapping[str, set[str]], locator: YamlLocator) ->
 
 def _is_amount(value: Any) -> bool:
     """Whether it is a finite number, 0 or more."""
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+    return type(value) in (int, float) and 0 <= value <= sys.float_info.max
