@@ -53,6 +53,19 @@ def test_samples_are_uniform_over_what_is_allowed(name: str) -> None:
         assert min(stats.ks_2samp(wrong[:, i], exact[:, i]).pvalue for i in range(len(space.names))) < 1e-4
 
 
+def test_two_hundred_data_sets_are_not_too_many() -> None:
+    """The density of their sum is beyond any float, but for a factor."""
+    space, rng = mixture_space([1], [f"set{number}" for number in range(200)]), np.random.default_rng(7)
+    cube = rng.random((500, space.axes))
+    shares = space.from_cube(cube)
+    assert np.abs(shares.sum(1) - 1).max() < 1e-12
+    assert all(space.allows(space.shares(row)) for row in cube[:20])
+    exact = rng.dirichlet(np.ones(200), 500)
+    for number in (0, 77, 199):
+        assert stats.ks_2samp(shares[:, number], exact[:, number]).pvalue > 1e-4
+    assert np.allclose(space.from_cube(np.stack([space.to_cube(row) for row in shares[:20]])), shares[:20], atol=1e-4)
+
+
 @pytest.mark.parametrize("name", BOUNDS)
 def test_no_corner_is_favoured(name: str) -> None:
     """Where all data sets have the same bounds, each is as often the largest as any other."""

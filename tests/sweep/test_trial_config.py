@@ -114,3 +114,34 @@ def test_the_words_of_train_sweep(tmp_path, monkeypatch):
     assert command[-1] == "here"
     written = load_yaml(tmp_path / "own/trial.yaml")
     assert (written["lr"], written["n_heads"], written["wandb"]) == (0.25, 4, "offline")
+
+
+PHASES = {"phases": [{"steps": 8, "batch_size": 8, "seq_len": 33}, {"steps": 2, "batch_size": 8, "seq_len": 33}]}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"mixture.1.self": 0.3, "mixture.1.code": 0.7, "phase_end.1": 0.5},
+        {"mixture": {"1": {"self": 0.3, "code": 0.7}}, "phase_end": {"1": 0.5}},
+        {"mixture.1": {"self": 0.3, "code": 0.7}, "phase_end": {1: 0.5}},
+    ],
+    ids=["points", "nested", "both"],
+)
+def test_shares_and_ends_may_be_nested_as_wandb_nests_parameters(params):
+    first, second = config_of(PHASES, params).to_dict()["phases"]
+    assert (first["weights"], first["steps"], second["steps"]) == ({"self": 0.3, "code": 0.7}, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        ({"phase_end.1": float("nan")}, "phase_end.1: nan must be a share of all steps"),
+        ({"phase_end.1": 1.5}, "phase_end.1: 1.5 must be a share of all steps"),
+        ({"phase_end.1": "half"}, "phase_end.1: 'half' must be a share of all steps"),
+        ({"phase_end.2": 0.9}, "phase_end.2: phase 2 is the last one, which ends with the training"),
+    ],
+)
+def test_ends_that_a_server_may_send(params, why):
+    with pytest.raises(ValueError, match=why):
+        config_of(PHASES, params)

@@ -258,7 +258,8 @@ class _Rosenblatt:
         if width < 1e-12:
             return self._integral(j + 1, self._grid)
         density = (self._integral(j + 1, self._grid) - self._integral(j + 1, self._grid - width)) / width
-        return np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+        table = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+        return np.ldexp(table, -np.frexp(table[-1])[1])  # of 200 data sets it would overflow; a power of 2 is exact
 
     def _integral(self, j: int, sums: np.ndarray) -> np.ndarray:
         """H_j, but for a factor."""

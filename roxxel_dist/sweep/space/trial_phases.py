@@ -8,11 +8,22 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.sweep.space.constraints import InfeasibleError
 from roxxel_dist.sweep.space.data_extras import END, SHARE
+from roxxel_dist.sweep.space.distributions import is_number
 
 
 def is_of_phases(name: str) -> bool:
-    """Whether a parameter of a trial is a share or the end of a phase, such as mixture.1.code or phase_end.1."""
-    return name.startswith((SHARE, END))
+    """Whether a parameter of a trial is a share or the end of a phase, such as mixture.1.code or phase_end.1, or holds
+    some, as mixture does where W&B's YAML nests them."""
+    return f"{name}.".startswith((SHARE, END))
+
+
+def with_points(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters whose shares and ends, where W&B's YAML nests them, have names with points: mixture.1.code."""
+    found: dict[str, Any] = {}
+    for name, value in params.items():
+        nested = isinstance(value, Mapping) and is_of_phases(name)
+        found |= with_points({f"{name}.{key}": inner for key, inner in value.items()}) if nested else {name: value}
+    return found
 
 
 def phases_of_trial(
@@ -53,9 +64,14 @@ def steps_between(phases: Sequence[Mapping[str, Any]], ends: Mapping[int, float]
     """The steps of each phase, where some end at another share of all steps than in the config.
 
     Raises:
-        ValueError: a phase has no `steps`.
+        ValueError: a phase has no `steps`, or an end is no share, or that of the last phase.
         InfeasibleError: a phase gets no step.
     """
+    for number, end in ends.items():
+        if not (is_number(end) and 0 < end < 1):
+            raise UserError(f"phase_end.{number}: {end!r} must be a share of all steps, between 0 and 1")
+        if number == len(phases):
+            raise UserError(f"phase_end.{number}: phase {number} is the last one, which ends with the training")
     stops = [0]
     for number, phase in enumerate(phases, 1):
         if type(phase.get("steps")) is not int:

@@ -17,7 +17,7 @@ from roxxel_dist.cluster.file_lock import holder
 from roxxel_dist.place.directory import LOCK, is_held
 from roxxel_dist.settings.config import Config, flat_fields
 from roxxel_dist.settings.training import SHARE_COMPILATION, TRIAL
-from roxxel_dist.sweep.space.trial_phases import is_of_phases, phases_of_trial
+from roxxel_dist.sweep.space.trial_phases import is_of_phases, phases_of_trial, with_points
 from roxxel_dist.sweep.trial.metrics import MetricsTail
 from roxxel_dist.sweep.trial.outcome import classify_exit, disk_full
 from roxxel_dist.sweep.trial.process import LOCK_LIMIT_S, POLL_S, ROXXEL, TrialProcess, environment, launch_command
@@ -51,7 +51,7 @@ def config_of(
     Raises:
         ValueError: no such field (names the nearest one), or a value breaks its rule (names field, value and rule).
     """
-    fields, params = flat_fields(base), flat_fields(params, "parameters")
+    fields, params = flat_fields(base), flat_fields(with_points(params), "parameters")
     of_phases = {name: value for name, value in params.items() if is_of_phases(name)}
     params = {name: value for name, value in params.items() if name not in of_phases}
     if of_phases:
