@@ -191,6 +191,7 @@ def _report() -> Schema:
         "tokens": noted(int | None, "Tokens read until then."),
         "train_loss": noted(float, "The last one."),
         "val_loss": noted(float, "The last one."),
+        "val_bpb": noted(float, "The last one."),
         "best_val_loss": noted(float, "The smallest one."),
         "best_step": noted(int | None, "Its step."),
         "tokens_per_s": noted(float, "The median of the logged rows."),

@@ -18,6 +18,7 @@ NUMBERS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "tokens": ("tokens", lambda run: f"{run['tokens']:,}"),
     "train_loss": ("train_loss", lambda run: f"{run['train_loss']:.4f}"),
     "val_loss": ("val_loss", lambda run: f"{run['val_loss']:.4f}"),
+    "val_bpb": ("val_bpb", lambda run: f"{run['val_bpb']:.4f}"),
     "best_val_loss": ("best val_loss", lambda run: f"{run['best_val_loss']:.4f} (step {run['best_step']:,})"),
     "tokens_per_s": ("tokens/s, median", lambda run: f"{run['tokens_per_s']:,.0f}"),
     "parameters": ("parameters", lambda run: f"{run['parameters']:,}"),

@@ -62,6 +62,7 @@ class Run:
             "tokens": last.get("tokens"),
             "train_loss": losses[-1] if losses else None,
             "val_loss": validations[-1]["val_loss"] if validations else None,
+            "val_bpb": validations[-1].get("val_bpb") if validations else None,
             "best_val_loss": best.get("val_loss"),
             "best_step": best.get("step"),
             "tokens_per_s": statistics.median(speeds) if speeds else None,

@@ -69,6 +69,7 @@ def test_two_runs_side_by_side(here, capsys):
     assert found["tokens"] == [f"{8 * 8 * 17:,}"] * 2
     assert found["train_loss"] == [f"{one[-1]['train_loss']:.4f}" for one in rows]
     assert found["val_loss"] == [f"{one[-1]['val_loss']:.4f}" for one in rows]
+    assert found["val_bpb"] == [f"{one[-1]['val_bpb']:.4f}" for one in rows]
     best = [min((row for row in one if "val_loss" in row), key=lambda row: row["val_loss"]) for one in rows]
     assert found["best val_loss"] == [f"{row['val_loss']:.4f} (step {row['step']})" for row in best]
     parameters = json.loads((here / "runs" / "one" / "model_summary.json").read_text())["parameters"]
