@@ -1,4 +1,7 @@
-"""One bit that flips in a run, from outside of the loop: in a parameter, a moment, a gradient or a batch."""
+"""One bit that flips in a run, from outside of the loop: in a parameter, a moment, a gradient or a batch.
+
+In a run with virtual shards also in what one device has of the parameters ("slice"), and in no gradient.
+"""
 
 import contextlib
 from dataclasses import dataclass
@@ -9,6 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from roxxel_dist.audit.record import RunRecord
+from roxxel_dist.audit.replay import first_difference
+from roxxel_dist.checkpoint.store import CheckpointStore
+from roxxel_dist.cli import main
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.train import programs as loop_programs
 from roxxel_dist.train.step.compile import AotCompiler
@@ -32,6 +39,13 @@ def flipped(array, rng, bits):
     words = values.reshape(-1).view({4: np.uint32, 2: np.uint16}[values.itemsize])
     words[rng.integers(words.size)] ^= words.dtype.type(1 << int(rng.integers(bits)))
     return jax.device_put(values, array.sharding)
+
+
+def flipped_on_last(array, rng):
+    """A copy with one bit flipped in what the last of its devices has, and in no other copy of that."""
+    parts = [shard.data for shard in array.addressable_shards]
+    parts[-1] = flipped(parts[-1], rng, 31)
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 
 def pick(leaves, rng):
@@ -65,13 +79,18 @@ def flipping(flip):
             return program
 
         def step(state, hparams, batch):
-            if int(state.step) + 1 != flip.step:
+            whole = getattr(state, "whole", state)
+            if int(whole.step) + 1 != flip.step:
                 return program(state, hparams, batch)
+            state = whole
             if flip.kind == "gradient":
                 return programs["faulty"](state, hparams, batch)
             if flip.kind == "batch":
                 return program(state, hparams, flipped(batch, rng, 6))
-            if flip.kind == "parameter":
+            if flip.kind == "slice":
+                name = pick(list(state.params.items()), rng)
+                state = state._replace(params=state.params | {name: flipped_on_last(state.params[name], rng)})
+            elif flip.kind == "parameter":
                 name = pick(list(state.params.items()), rng)
                 state = state._replace(params=state.params | {name: flipped(state.params[name], rng, 31)})
             else:
@@ -85,3 +104,26 @@ def flipping(flip):
 
     with mock.patch.object(loop_programs, "make_step", making), mock.patch.object(AotCompiler, "get_together", get):
         yield
+
+
+def audit(capsys, run, *words):
+    """(exit code, verdict)"""
+    capsys.readouterr()
+    code = main(["audit", str(run), *words])
+    return code, capsys.readouterr().out.strip()
+
+
+def truth(run, clean):
+    """The first row or checkpoint of a run that is not that of the run without the flip: "step 8", or None."""
+    mine, theirs = RunRecord.read(run), RunRecord.read(clean)
+    store = CheckpointStore(clean / "checkpoints", read_only=True)
+    names = ("train_loss", "val_loss", "grad_norm", "update_norm", "train_eval_loss", "digest")
+    try:
+        for step in sorted({*mine.rows, *mine.steps}):
+            if step in mine.rows and any(mine.rows[step].get(n) != theirs.rows[step].get(n) for n in names):
+                return f"step {step} differs"
+            if step in mine.steps and step in theirs.steps and (name := first_difference(mine, step, store)):
+                return f"the checkpoint of step {step} differs: {name}"
+    finally:
+        store.close()
+    return None

@@ -31,7 +31,7 @@ FREE_FIELDS = {
     "cache_dir", "cache_gb", "store_timeout",
 }  # fmt: skip
 """Fields of a config that do not change results."""
-EXACT_FREE_FIELDS = {"n_devices"}
+EXACT_FREE_FIELDS = {"n_devices", "fsdp", "fsdp_devices"}
 """Fields that do not change results with virtual shards."""
 
 

@@ -51,6 +51,7 @@ from roxxel_dist.run.record import (
     RunMetadata,
     changed_from,
     check_resumable,
+    check_same_bits,
     data_of,
     forked_from,
     kernel_begun_with,
@@ -194,8 +195,7 @@ class Experiment:
                 tasks = open_tasks(self.config, tokenizer)
                 loop = Loop.open(self._parts(run, components, tasks, amend, origin, bucket))
                 undo.callback(loop.close)
-                if loop.position.finished:
-                    self._check_nothing_new(run, loop.position.step, changed_from(past.saved, self.config))
+                self._check_continuation(loop, run, past, components, is_free=amend or bool(fork_name))
                 if self.config.model or self.config.loss:
                     loop.try_loss()  # find mistakes in a model or a loss before files are written
                 held.enter_context(undo.pop_all())
@@ -378,6 +378,15 @@ class Experiment:
             anew = f"to train again from step 1, remove {run} or name another run_dir"
             print(f"this run is finished: its last step, {step}, is saved in {run}; {anew}", flush=True)
         return True
+
+    def _check_continuation(
+        self, loop: Loop, run: Path, past: _Past, components: RunComponents, *, is_free: bool
+    ) -> None:
+        """Raises UserError for changes to a finished run, and unless it `is_free` to, for other bits of later steps."""
+        if loop.position.finished:
+            self._check_nothing_new(run, loop.position.step, changed_from(past.saved, self.config))
+        elif loop.position.step and not is_free:
+            on_primary("same bits", lambda: check_same_bits(past.saved, self.config, components.kernel))
 
     def _check_nothing_new(self, run: Path, step: int, before: Mapping[str, Any]) -> None:
         """Raises UserError for changes to a finished run; `before` has the old values of the changed fields."""

@@ -38,6 +38,8 @@ attention kernel stays the same, even if it is now given by name."""
 WITHOUT_PHASES = ("epochs", "batch_size")
 """Fields that decide which tokens a step reads if no phases are given."""
 AMENDABLE = ("phases", *WITHOUT_PHASES)
+EXACT_FIELDS = ("virtual_shards", "grad_accum")
+"""Fields that decide how a run with virtual shards adds up."""
 FIXED_FIELDS = (
     "model",
     "optimizer",
@@ -246,9 +248,9 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
     # For a user-defined model it is unknown which fields determine shapes; loading the checkpoint checks the shapes.
     fixed |= {"vocab_size"} if config.model else {f.name for f in fields(ModelConfig)} - {*FREE_MODEL_FIELDS}
     if config.virtual_shards:  # grad_accum decides which rows are summed first
-        fixed |= {"grad_accum"}
+        fixed |= {*EXACT_FIELDS}
     if amend:
-        fixed -= {*AMENDABLE} if config.virtual_shards else {*AMENDABLE, "virtual_shards"}
+        fixed -= {*AMENDABLE, *EXACT_FIELDS}
     if "fingerprint" in (RunMetadata.of(saved).initialized_from or {}):
         fixed.discard("init_from")  # the base of adapters may be moved: the fingerprint identifies it
     dropouts = {"dropout_rate"} | ({"lora_dropout"} if config.use_lora else set())
@@ -266,10 +268,11 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
                 f"batch_size is {value}, and an earlier version began {other} with batch_size x grad_accum = {before} "
                 f"rows in a step: now batch_size is the rows of the global batch, so use {before}"
             )
-        if name == "virtual_shards" and not value and name in fixed:
+        if name in EXACT_FIELDS and name in fixed:
+            what = "depend on the number of devices" if not config.virtual_shards else "not be those of the run so far"
             raise UserError(
-                f"virtual_shards is 0, and {other} has {before}: from here on its bits would depend on the number of "
-                f"devices. Leave it as it was, or give that up with amend=True"
+                f"{name} is {value}, and {other} has {before}: from here on its bits would {what}. Leave it as it was, "
+                f"or accept that with amend=True"
             )
         if name in fixed:
             raise UserError(
@@ -288,6 +291,24 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
             )
         lines.append(f"{name} {before} -> {value}")
     return lines
+
+
+def check_same_bits(saved: Mapping[str, Any], config: Config, kernel: AttentionKernel) -> None:
+    """Raises UserError if steps with virtual shards would have other bits here than those of the run so far.
+
+    A resume that is amended does not call this: to go on without exactness is the user's choice. The next resume is
+    compared with that one.
+    """
+    if not (config.virtual_shards and saved.get("virtual_shards")):
+        return
+    record = RunMetadata.of(saved)
+    was = next((resume["bits"] for resume in reversed(record.resumes) if resume.get("bits")), record.bits)
+    now = determinism.numerics_fingerprint() | {"attention": kernel}
+    if other := determinism.changed(*map(determinism.without_topology, (was, now))):
+        raise UserError(
+            f"virtual_shards is {config.virtual_shards}, and here the bits of the run would be others: "
+            f"{'; '.join(other)}. Resume it where these are as they were, or accept that with amend=True"
+        )
 
 
 def saved_config(run: Path) -> dict[str, Any]:

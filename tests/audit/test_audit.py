@@ -7,12 +7,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from flips import KINDS, Flip, flipping
+from flips import KINDS, Flip, audit, flipping, truth
 
 from roxxel_dist.audit.record import RunRecord
-from roxxel_dist.audit.replay import first_difference
-from roxxel_dist.checkpoint.store import CheckpointStore
-from roxxel_dist.cli import main
 from roxxel_dist.train.step.bad_steps import BadStep
 
 
@@ -20,13 +17,6 @@ def contents(folder):
     """Every file below a folder, by its path."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def audit(capsys, run, *words):
-    """(exit code, verdict)"""
-    capsys.readouterr()
-    code = main(["audit", str(run), *words])
-    return code, capsys.readouterr().out.strip()
 
 
 def rewrite(run, change):
@@ -66,22 +56,6 @@ def test_a_log_that_was_changed_is_named_with_its_step(clean, tmp_path, capsys):
     assert code == 1
     assert text.startswith("step 8 differs (digest 0000")
     assert "its loss and its digest disagree" in text
-
-
-def truth(run, clean):
-    """The first row or checkpoint of a run that is not that of the run without the flip: "step 8", or None."""
-    mine, theirs = RunRecord.read(run), RunRecord.read(clean)
-    store = CheckpointStore(clean / "checkpoints", read_only=True)
-    names = ("train_loss", "val_loss", "grad_norm", "update_norm", "train_eval_loss", "digest")
-    try:
-        for step in sorted({*mine.rows, *mine.steps}):
-            if step in mine.rows and any(mine.rows[step].get(n) != theirs.rows[step].get(n) for n in names):
-                return f"step {step} differs"
-            if step in mine.steps and step in theirs.steps and (name := first_difference(mine, step, store)):
-                return f"the checkpoint of step {step} differs: {name}"
-    finally:
-        store.close()
-    return None
 
 
 def check(flip, trained, clean, capsys):

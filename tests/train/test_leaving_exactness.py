@@ -1,0 +1,98 @@
+"""A resume that would leave the exactness of virtual shards says so before a file changes, and needs --amend."""
+
+import hashlib
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from roxxel_dist import Roxxel
+from roxxel_dist.cli import main
+
+CONFIG = {
+    "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 32, "lr": 0.01, "virtual_shards": 4, "n_devices": 2,
+    "log_every": 1, "checkpoint_every": 1, "memory_checkpoint_every": 0, "val_fraction": 0, "wandb": "off",
+    "phases": [{"steps": 4, "batch_size": 16, "seq_len": 17}],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A folder with a run of two of its four steps."""
+    folder = tmp_path_factory.mktemp("begun")
+    (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    rng = np.random.default_rng(1)
+    with Roxxel(folder / "data.rox") as file:
+        file.write([rng.integers(1, 60, 2000).astype(np.uint8) for _ in range(4)], vocab_size=60)
+    jax.devices()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PJRT_NPROC", "16")
+        assert train(folder, "run", "--max_steps", "2") == 0
+    return folder
+
+
+@pytest.fixture
+def folder(begun, tmp_path, monkeypatch):
+    monkeypatch.setenv("PJRT_NPROC", "16")
+    return shutil.copytree(begun, tmp_path / "copy")
+
+
+def train(folder, name, *words):
+    given = ["--config", folder / "config.yaml", "--data_path", folder / "data.rox", "--run_dir", folder / name, *words]
+    return main(["train", *map(str, given)])
+
+
+def contents(folder):
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def record(folder, **bits):
+    """Write other bits into the record of the run."""
+    path = folder / "run" / "config.yaml"
+    saved = yaml.safe_load(path.read_text())
+    saved["record"]["bits"] |= bits
+    path.write_text(yaml.safe_dump(saved))
+
+
+MORE = "--max_steps", "4"
+CASES = {
+    "without shards": ({}, ("--virtual_shards", "0"), "virtual_shards is 0, and the run to resume has 4: from here on "
+                       "its bits would depend on the number of devices. Leave it as it was, or accept that with"),
+    "other shards": ({}, ("--virtual_shards", "8"), "virtual_shards is 8, and the run to resume has 4: from here on "
+                     "its bits would not be those of the run so far"),
+    "other accumulation": ({}, ("--grad_accum", "2"), "grad_accum is 2, and the run to resume has 1: from here on its"),
+    "other devices": ({"devices": {"TPU v9": 2}}, (), "bits of the run would be others: devices: ['TPU v9'] ->"),
+    "other jax": ({"jax": "0.1.2"}, (), "bits of the run would be others: jax: '0.1.2' ->"),
+    "other flags": ({"xla_flags": "--xla_fast=1"}, (), "bits of the run would be others: xla_flags: '--xla_fast=1'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_refused(case, folder, capsys):
+    bits, words, message = CASES[case]
+    record(folder, **bits)
+    before = contents(folder / "run")
+    assert train(folder, "run", "--resume", *MORE, *words) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert contents(folder / "run") == before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_it_can_be_amended(case, folder):
+    bits, words, _ = CASES[case]
+    record(folder, **bits)
+    assert train(folder, "run", "--resume", "--amend", *words, "--max_steps", "3") == 0
+    assert train(folder, "run", "--resume", *words, *MORE) == 0, "it is compared with the last resume"
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+
+
+@pytest.mark.long
+def test_other_devices_in_any_number_and_slices_are_no_change(folder):
+    record(folder, processes=7, distributed=True)
+    assert train(folder, "run", "--resume", *MORE, "--n_devices", "4", "--fsdp", "true") == 0
