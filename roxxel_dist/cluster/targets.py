@@ -87,6 +87,11 @@ class Target:
         return self.kind in GPUS
 
     @property
+    def device_count(self) -> int:
+        """How many `devices` it has at most: a chip of some TPUs has two."""
+        return math.prod(self.shape) * (1 if self.is_gpu else 2)
+
+    @property
     def compiler_options(self) -> Mapping[str, Any] | None:
         """XLA's, by their names."""
         return GPU_OPTIONS if self.is_gpu else None

@@ -13,6 +13,8 @@ from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, one_device
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.run.components import RunComponents
 from roxxel_dist.run.estimate.target_steps import peak_bytes
+from roxxel_dist.train.exact.layout import rows_sharding
+from roxxel_dist.train.exact.step import ShardedEvaluation, ShardedStep, make_sharded_steps
 from roxxel_dist.train.step.optimizer import InitialState, check_update
 from roxxel_dist.train.step.state import TrainState, abstract_state
 from roxxel_dist.train.step.step import loop_numbers, make_eval_step, make_step
@@ -105,6 +107,20 @@ class Steps:
         """The validation step."""
         return make_eval_step(self.split, self.components.loss, self.compute_dtype)
 
+    def exact(self) -> tuple[ShardedStep, ShardedEvaluation]:
+        """The training and the validation step of a run with virtual shards."""
+        of = self.components
+        return make_sharded_steps(
+            self.split,
+            of.loss,
+            of.optimizer,
+            rows_sharding(batch_sharding(self.mesh), of.options.virtual_shards),
+            shards=of.options.virtual_shards,
+            grad_accum=of.grad_accum,
+            compute_dtype=self.compute_dtype,
+            skip_bad=of.options.on_bad_step == "skip",
+        )
+
     def training_args(self, batch: Any) -> tuple[Any, ...]:
         """Of the training step, for a batch of any mesh."""
         return self.state, self.hparams, self._placed(batch, self.components.grad_accum)
@@ -123,7 +139,7 @@ class Steps:
         return dataclasses.replace(self, mesh=mesh, state=state, hparams=hparams)
 
     def _placed(self, batch: Any, grad_accum: int = 1) -> Any:
-        sharding = batch_sharding(self.mesh)
+        sharding = rows_sharding(batch_sharding(self.mesh), self.components.options.virtual_shards)
 
         def place(leaf: Any) -> Any:
             fitted = fit_sharding(sharding, leaf.shape, grad_accum)

@@ -262,6 +262,9 @@ def _for_target(config: Any, data_path: str | Path | None, request: EstimateRequ
 def _estimate_in_process(report: Report, target: Target, *args: Any) -> RunEstimate:
     """`estimate` in a process with the target's environment."""
     config, data_path, request, folder = args
+    if config.virtual_shards:  # before the compiler makes jax's devices; see `measure_exact`
+        pin_for_run(config.virtual_shards, None)
+        simulate_devices(target.device_count)
     compiler = TargetCompiler(target, report)
     if request.device_memory_gb:
         compiler.device_bytes = int(request.device_memory_gb * 1e9)
@@ -296,7 +299,7 @@ def _estimate(
         )
         plan = _plan(curriculum, config.seed, request.run)
         last = last_step(plan, options)
-        notes += _virtual_shards_notes(options.virtual_shards, curriculum)
+        notes += _virtual_shards_notes(options.virtual_shards, curriculum, target)
         weights = None if options.init_from is None else find_checkpoint(options.init_from)
         steps = Steps.of(components, mesh, plan.total_steps)
         split, state, hparams = steps.split, steps.state, steps.hparams
@@ -403,14 +406,15 @@ def _estimate(
     )
 
 
-def _virtual_shards_notes(count: int, curriculum: Curriculum) -> list[str]:
+def _virtual_shards_notes(count: int, curriculum: Curriculum, target: TargetCompiler | None) -> list[str]:
     """What virtual shards change in the estimate, and how they cut rows."""
     if not count:
         return []
     texts = [cut_rows_text(count, shape.batch_size, shape.seq_len) for shape in curriculum.shapes]
+    whose = "steps without virtual_shards" if target is None else "the largest of the programs of a step"
     return [
-        "memory is that of steps without virtual_shards: with them a device keeps a few gradients more, and with fsdp "
-        "the whole state while a step lasts",
+        f"memory is that of {whose}: with them a device keeps a few gradients more, and with fsdp the whole state "
+        f"while a step lasts",
         *(f"phase {i + 1}: virtual_shards is {count}, {text}" for i, text in enumerate(texts) if text),
     ]
 
@@ -533,7 +537,7 @@ def _target_problem(
         return None
     needs = "more" if step.peak_bytes is None else size(step.peak_bytes)
     advice = "use a smaller batch_size or model, or more devices"
-    if what == "training":
+    if what == "training" and not components.options.virtual_shards:
         advice = cure(target, components, plan, phase.first_step - 1, batch)
     return (
         f"phase {phase.phase}: {phase.batch_size} rows x {phase.seq_len} tokens: its {what} step does not fit: it "

@@ -9,6 +9,7 @@ from typing import Any
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.run.components import RunComponents, build_components
 from roxxel_dist.run.estimate.abstract_steps import StepMemory, Steps, memory_analysis
+from roxxel_dist.run.estimate.exact_steps import measure_exact, simulated_mesh
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase, one_device_flops
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.step.throughput import device_bytes
@@ -31,22 +32,32 @@ def on_target(
     alone, shapes = steps.on_one_device(), [plan.segment(step).shape for step in last_steps]
     train, evaluate = (steps.train(), alone.train()), (steps.evaluate(), alone.evaluate())
 
-    def compiled(what: str, pair: tuple[Any, Any], args: tuple[Any, ...], args_alone: tuple[Any, ...]) -> Any:
-        flops = one_device_flops(alone.mesh, pair[1], args_alone)
-        return target.measure(what, steps.mesh, pair[0], args, flops)
+    components, exact = steps.components, list[tuple[Any, Any]]()
+    if components.options.virtual_shards:
+        # Kernels of the target cannot be traced for simulated devices; they change no number of calls.
+        config = dataclasses.replace(components.config, attention="xla")
+        plain = Steps.of(build_components(config, components.data), simulated_mesh(steps.mesh), plan.total_steps)
+        exact = list(zip(steps.exact(), plain.exact(), strict=True))
+
+    def compiled(what: str, kind: int, args: tuple[Any, ...], args_alone: tuple[Any, ...]) -> Any:
+        step, step_alone = (train, evaluate)[kind]
+        flops = one_device_flops(alone.mesh, step_alone, args_alone)
+        if exact:
+            return measure_exact(target, what, *exact[kind], args, flops)
+        return target.measure(what, steps.mesh, step, args, flops)
 
     with ThreadPoolExecutor(COMPILED_AT_ONCE, "roxxel-target") as pool:
         trained, validated = list[Future[Any]](), list[Future[Any] | None]()
         for step, shape, batch in zip(last_steps, shapes, batches, strict=True):
             what = f"step of phase {plan.phase(step) + 1} ({shape.batch_size:,} rows x {shape.seq_len:,} tokens)"
             args = steps.training_args(batch), alone.training_args(batch)
-            trained.append(pool.submit(compiled, f"the training {what}", train, *args))
+            trained.append(pool.submit(compiled, f"the training {what}", 0, *args))
             rows = validation.batch(shape)
             if rows is None:
                 validated.append(None)
                 continue
             args = steps.validation_args(rows), alone.validation_args(rows)
-            validated.append(pool.submit(compiled, f"the validation {what}", evaluate, *args))
+            validated.append(pool.submit(compiled, f"the validation {what}", 1, *args))
         found: list[tuple[StepMemory | None, TargetPhase]] = []
         try:
             for training, other in zip(trained, validated, strict=True):

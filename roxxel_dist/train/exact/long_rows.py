@@ -6,6 +6,7 @@ additions, and copies of keys and values.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -175,12 +176,24 @@ class CompiledForward:
     embed: Programs
     before: Programs
     after: Programs
-    numbers: ByShard
-    """int32[], of each shard."""
-    layers: ByShard
-    """int32[], the number of each layer on each device."""
-    zeros: list[jax.Array]
-    """float32[] 0, on each device."""
+    depth: int
+    """Layers."""
+
+    @cached_property
+    def numbers(self) -> ByShard:
+        """int32[], of each shard."""
+        layout = self.layout
+        return [[_on(np.int32(shard), device) for shard in layout.shards_of(device)] for device in layout.devices]
+
+    @cached_property
+    def layers(self) -> ByShard:
+        """int32[], the number of each layer on each device."""
+        return [[_on(np.int32(layer), device) for layer in range(self.depth)] for device in self.layout.devices]
+
+    @cached_property
+    def zeros(self) -> list[jax.Array]:
+        """float32[] 0, on each device."""
+        return [_on(np.float32(0), device) for device in self.layout.devices]
 
     @classmethod
     def compiled(
@@ -216,9 +229,7 @@ class CompiledForward:
             embed=for_each(jax.jit(programs.embed), (model, number, piece), devices),
             before=for_each(jax.jit(programs.before), (model, number, number, piece.positions, x), devices),
             after=for_each(jax.jit(programs.after), after, devices),
-            numbers=[[_on(np.int32(shard), device) for shard in layout.shards_of(device)] for device in devices],
-            layers=[[_on(np.int32(layer), device) for layer in range(programs.layers)] for device in devices],
-            zeros=[_on(np.float32(0), device) for device in devices],
+            depth=programs.layers,
         )
         like = {"number": number, "piece": piece, "segments": segments, "x": x, "q": q, "kv": kv, "normed": normed}
         return forward, like | {"mixed": mixed, "log_sums": log_sums, "balance": zero}
@@ -242,7 +253,7 @@ class CompiledForward:
         number, each = self.numbers, self.each
         x = each(lambda i, k: self.embed[i](models[i], number[i][k], pieces[i][k][0]))
         balance = each(lambda i, _: self.zeros[i])
-        for layer in range(len(self.layers[0])):
+        for layer in range(self.depth):
             at = [own[layer] for own in self.layers]
             heads = each(
                 lambda i, k, x=x, at=at: self.before[i](

@@ -6,6 +6,7 @@ virtual shards goes across (see `reduction.py`).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -71,8 +72,6 @@ class RowCutter:
     layout: Layout
     cut: Programs
     """Empty where each device has one."""
-    numbers: list[list[jax.Array]]
-    """Of its shards, int32[], by device."""
 
     @classmethod
     def compiled(cls, layout: Layout, batch: Any, for_each: CompileForEach) -> "tuple[RowCutter, Any]":
@@ -87,7 +86,12 @@ class RowCutter:
             cut = for_each(jax.jit(rows_of_shard(rows // layout.count)), args, layout.devices)
         elif layout.most > 1:
             cut = for_each(jax.jit(cutter(layout.most)), (part(rows // layout.line.size),), layout.devices)
-        return cls(layout, cut, shard_numbers(layout)), part(rows // layout.count)
+        return cls(layout, cut), part(rows // layout.count)
+
+    @cached_property
+    def numbers(self) -> list[list[jax.Array]]:
+        """Of its shards, int32[], by device."""
+        return shard_numbers(self.layout)
 
     def run(self, batch: Any) -> list[Sequence[Any]]:
         """The rows of each shard, by device of this process."""
