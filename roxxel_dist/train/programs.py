@@ -10,6 +10,7 @@ from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.transformer import Transformer, TransformerBuilder
 from roxxel_dist.train.evaluator import Validation, gives_nats
+from roxxel_dist.train.exact.own_state import check_own_state
 from roxxel_dist.train.exact.step import make_sharded_steps
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.position import Position
@@ -108,6 +109,9 @@ class Programs:
                 position.plan.shapes[0],
                 datasets,
             )
+        if parts.options.virtual_shards and not isinstance(position.view.model, Transformer):
+            batch = self.stream_from(position.step).abstract()
+            check_own_state(self._step.programs, self.like, position.hparams, batch, parts.mesh)
 
     def stream_from(self, step: int) -> Stream:
         """The batches of the plan, from a step on."""

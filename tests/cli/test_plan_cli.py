@@ -61,6 +61,9 @@ def tree(folder):
 
 WORDS = ["--config", "small.yaml", "--data_path", "data"]
 FOUR = ["--n_devices", "4"]
+THREE = ["--n_devices", "3"]
+LAYERS = ["--no_rope_layer_interval", "2", "--num_blocks", "2"]
+OWN = ["--model", "own_model:build"]
 SHARDED = [*WORDS, "--virtual_shards"]
 BLEND = [*WORDS, "--datasets", "{other: short}", "--phases", "["]
 W = "weights: {self: 1, other: 1}, batch_size: 8, seq_len"
@@ -97,6 +100,14 @@ MISTAKES = [
     ([*SHARDED, "8", "--phases", PHASE.format(12, 17), *FOUR], "not a multiple of virtual_shards (8): use"),
     ([*SHARDED, "8", "--tensor_devices", "2"], "virtual_shards is 8, and the mesh is"),
     ([*SHARDED, "6"], "virtual_shards is 6: it must be a power of two"),
+    ([*SHARDED, "8", "--phases", PHASE.format(6, 17)], "into 8 / 6 shards, which is no whole number: use a power of"),
+    ([*SHARDED, "8", "--phases", PHASE.format(1, 9)], "of two pieces, and it has 8 tokens to predict: use rows of at"),
+    ([*SHARDED, "8", "--phases", PHASE.format(2, 33), "--grad_accum", "2"], "are computed at once, and grad_"),
+    ([*SHARDED, "8", "--phases", PHASE.format(1, 33), *THREE], "3 devices do not divide the shards of rows that are"),
+    ([*SHARDED, "8", "--phases", PHASE.format(1, 33), *OWN], "That needs the built-in model and its loss, without"),
+    ([*SHARDED, "8", *LAYERS, "--phases", PHASE.format(1, 33)], "without sliding_window_pattern and no_rope_layer_"),
+    ([*SHARDED, "8", "--fsdp", "True", "--fsdp_devices", "5"], "fsdp_devices is 5: it must divide 8 device(s)"),
+    ([*SHARDED, "8", "--model", "own_model:build_stateful"], "virtual_shards: each call of the model changes"),
     ([*WORDS, "--phases", "[{steps: 5000000000, batch_size: 8, seq_len: 17}]"], "the run has 5,000,000,000 steps"),
     ([*WORDS, "--phases", "[{epochs: 900000000, batch_size: 8, seq_len: 17}]"], "and may have at most 2,147,483,647"),
     ([*WORDS, "--phases", "[{steps: 2, epochs: 1, batch_size: 8, seq_len: 17}]"], "steps is 2 and epochs is 1"),

@@ -44,6 +44,7 @@ from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.exact.layout import can_cut_rows, check_shapes
+from roxxel_dist.train.exact.own_state import check_own_state
 from roxxel_dist.train.resume import last_step, max_steps_note
 from roxxel_dist.train.step.batch_layout import BatchLayout, batch_layout, cut_rows_text
 from roxxel_dist.train.step.compile import AotCompiler, batch_key
@@ -314,6 +315,8 @@ def _estimate(
         check_vocabulary(split, components.loss, state, hparams, mesh, plan.shapes[0], datasets)
     phase_spans = spans(plan, last)
     batches = [Stream(plan, curriculum.datasets, sharding, stop - 1, grad_accum).abstract() for _, stop in phase_spans]
+    if options.virtual_shards and config.model is not None:
+        check_own_state(steps.exact()[0].programs, state, hparams, batches[0], mesh)
     # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.
     with contextlib.closing(compiler):
         compiled = (

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
@@ -196,7 +197,7 @@ def zeros(like: Any, place: Any) -> jax.Array:
     """An array of zeros of the same shape and type: as it is never written, all its pages are one."""
     if isinstance(place, SingleDeviceSharding):
         (device,) = place.device_set
-        if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
             numbers = np.zeros((*like.shape, *jax.random.key_data(jax.random.key(0)).shape), np.uint32)
             return jax.random.wrap_key_data(jax.device_put(numbers, device))
         size = math.prod(like.shape) * like.dtype.itemsize
