@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def batch_of(seed, shape, packed, sharding):
 
 def trained(
     devices, fields, shapes, *, shards=SHARDS, packed=False, loss=token_losses, dtype=None, steps=3, optimizer=None,
-    validate=True, fsdp=0, average=False, skip_bad=False, grad_accum=1,
+    validate=True, in_blocks=True, fsdp=0, average=False, skip_bad=False, grad_accum=1,
 ):  # fmt: skip
     """(losses and gradient norms of each step, the parameters after them, a validation's losses) of some phases.
 
@@ -56,7 +57,7 @@ def trained(
         optimizer or NamedOptimizer(OptimizerConfig(lr=1e-2, warmup_steps=0)),
     )
     builder = TransformerBuilder(ModelConfig(**SMALL | fields), 0, 1)
-    init = init_exact_state if shards else init_state
+    init = partial(init_exact_state, shards=shards) if shards else init_state
     split, state, hparams = init(builder, InitialState(optimizer, average=average), mesh, fsdp=bool(fsdp), dtype=None)
     if fsdp:
         assert not all(leaf.is_fully_replicated for leaf in state.params.values())
@@ -66,7 +67,7 @@ def trained(
     if shards:
         step, evaluate = make_sharded_steps(
             split, loss, optimizer, sharding, shards=shards, compute_dtype=dtype, grad_accum=grad_accum,
-            skip_bad=skip_bad,
+            skip_bad=skip_bad, in_blocks=in_blocks,
         )  # fmt: skip
     else:
         step, evaluate = make_step(split, loss, optimizer, state, sharding, compute_dtype=dtype), None

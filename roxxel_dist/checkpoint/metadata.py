@@ -17,6 +17,9 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.objects.url import as_written
 
+WHOLE_UPDATE, BLOCK_UPDATE = 1, 2
+"""`exact_update` of a run with virtual shards: how its steps update the parameters, all at once or by blocks of them.
+Their results differ in the last bits."""
 CHECKPOINTS, CURSOR = "checkpoints", "training_cursor.json"
 """The folder of checkpoints, and the file with the newest step, in a run directory."""
 META, TABLE = "meta.json", "digests.json"
@@ -118,6 +121,8 @@ class ResumeSpec:
     """Begin with the whole state of this checkpoint: parameters, moments, random streams, position in the data."""
     skip_steps: tuple[int, int] | None = None
     """Of a fork: leave out what these steps, the first and the last, counted from 1, would have read."""
+    exact_update: int = BLOCK_UPDATE
+    """Of a new run with virtual shards; an audit asks for that of the run."""
 
     def __post_init__(self) -> None:
         if self.fork is not None and self.fork.step is None:
@@ -225,6 +230,8 @@ class CheckpointMetadata:
     digest: str = ""
     """Of the rows and losses of all steps up to the checkpoint's, see `digest_chain.py`; empty in those of earlier
     versions."""
+    exact_update: int = WHOLE_UPDATE
+    """How a run with virtual shards updates its parameters; it goes on as it began."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, with the keys that checkpoints have had from the beginning."""
@@ -236,6 +243,8 @@ class CheckpointMetadata:
             saved["base"] = self.base.to_dict()
         if self.digest:
             saved["digest"] = self.digest
+        if self.exact_update != WHOLE_UPDATE:  # which runs have that do not say
+            saved["exact_update"] = self.exact_update
         return saved
 
     @classmethod
@@ -246,6 +255,7 @@ class CheckpointMetadata:
             adapter_scales=saved.get("scales"),
             base=BaseModelRef.from_dict(saved["base"]) if "base" in saved else None,
             digest=saved.get("digest", ""),
+            exact_update=saved.get("exact_update", WHOLE_UPDATE),
             **{name: saved[name] for name in _SAME_KEY if name in saved},
         )
 

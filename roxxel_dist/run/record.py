@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import jax
 
-from roxxel_dist.checkpoint.metadata import CheckpointRef, write_cursor
+from roxxel_dist.checkpoint.metadata import WHOLE_UPDATE, CheckpointRef, write_cursor
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
@@ -30,6 +30,8 @@ from roxxel_dist.train.step.schedule import scaling_note
 
 PACKAGES = ("roxxel-dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 MB = 1e6
+EXACT_UPDATE = "exact_update"
+"""Among the `bits` of a run with virtual shards; those that do not have it update all parameters at once."""
 FREE_MODEL_FIELDS = (
     "dropout_rate", "lora_dropout", "gradient_checkpointing", "alpha_balance", "z_loss", "inference", "attention",
 )  # fmt: skip
@@ -90,8 +92,9 @@ class RunMetadata:
         return cls(**{f.name: record[f.name] for f in fields(cls) if f.name in record})
 
     @classmethod
-    def now(cls, kernel: AttentionKernel, **values: Any) -> Self:
+    def now(cls, kernel: AttentionKernel, exact_update: int = WHOLE_UPDATE, **values: Any) -> Self:
         """The metadata of this process and its environment; `kernel` is the attention kernel."""
+        update = {} if exact_update == WHOLE_UPDATE else {EXACT_UPDATE: exact_update}
         return cls(
             versions={name: version(name) for name in PACKAGES},
             git_commit=git_commit(Path.cwd()),
@@ -99,7 +102,7 @@ class RunMetadata:
             devices=jax.device_count(),
             platform=jax.devices()[0].platform,
             pjrt_nproc=int(os.environ["PJRT_NPROC"]) if "PJRT_NPROC" in os.environ else None,
-            bits=determinism.numerics_fingerprint() | {"attention": kernel},
+            bits=determinism.numerics_fingerprint() | {"attention": kernel} | update,
             **values,
         )
 
@@ -217,10 +220,10 @@ def _other_environment(saved: Mapping[str, Any], metadata: RunMetadata, *, is_ex
 
 def _metadata(start: ResumePoint, components: RunComponents, saved: dict[str, Any], data_path: str) -> RunMetadata:
     """The metadata of a new run, or of a resumed one with another entry in `resumes`."""
-    origin = start.record
+    origin, kernel, update = start.record, components.kernel, start.metadata.exact_update
     if RECORD not in saved:
-        return RunMetadata.now(components.kernel, data_path=data_path, corpus=components.data.fingerprint, **origin)
-    before, now = RunMetadata.of(saved), RunMetadata.now(components.kernel)
+        return RunMetadata.now(kernel, update, data_path=data_path, corpus=components.data.fingerprint, **origin)
+    before, now = RunMetadata.of(saved), RunMetadata.now(kernel, update)
     resume = {"step": start.step, "commit": now.git_commit, **origin, "bits": now.bits}
     resume["changed_from"] = changed_from(saved, components.config)
     return replace(
@@ -304,6 +307,7 @@ def check_same_bits(saved: Mapping[str, Any], config: Config, kernel: AttentionK
     record = RunMetadata.of(saved)
     was = next((resume["bits"] for resume in reversed(record.resumes) if resume.get("bits")), record.bits)
     now = determinism.numerics_fingerprint() | {"attention": kernel}
+    now |= {EXACT_UPDATE: was[EXACT_UPDATE]} if EXACT_UPDATE in was else {}  # a run goes on as it began
     if other := determinism.changed(*map(determinism.without_topology, (was, now))):
         raise UserError(
             f"virtual_shards is {config.virtual_shards}, and here the bits of the run would be others: "

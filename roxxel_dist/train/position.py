@@ -1,6 +1,7 @@
 """Where a run is: the steps done, the plan that it follows, and its state on the devices."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,8 @@ class Position:
         options, optimizer, store = parts.options, parts.update_rule, held.store
         copy = held.memory and held.memory.newest(store.latest_step() or 0)
         start = begin(store, parts.training, optimizer, options, amend=parts.amend, origin=parts.origin, copy=copy)
-        init = init_exact_state if options.virtual_shards else init_state
+        shards = options.virtual_shards
+        init = partial(init_exact_state, shards=shards) if shards else init_state
         split, arrays, hparams = init(
             parts.model,
             InitialState(optimizer, average=options.ema > 0),

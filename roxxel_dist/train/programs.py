@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from roxxel_dist.checkpoint.metadata import BLOCK_UPDATE
 from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.transformer import Transformer, TransformerBuilder
@@ -67,6 +68,7 @@ class Programs:
                 grad_accum=parts.grad_accum,
                 compute_dtype=dtype,
                 skip_bad=options.on_bad_step == "skip",
+                in_blocks=position.metadata.exact_update == BLOCK_UPDATE,
             )
         self._step = step
         self._vocabulary: int | None = getattr(getattr(position.view.model, "config", None), "vocab_size", None)

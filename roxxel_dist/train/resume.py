@@ -13,7 +13,13 @@ import jax
 import numpy as np
 
 from roxxel_dist.checkpoint.generations import Generation
-from roxxel_dist.checkpoint.metadata import BaseModelRef, CheckpointMetadata, CheckpointRef, ResumeSpec
+from roxxel_dist.checkpoint.metadata import (
+    WHOLE_UPDATE,
+    BaseModelRef,
+    CheckpointMetadata,
+    CheckpointRef,
+    ResumeSpec,
+)
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import Curriculum
@@ -84,7 +90,8 @@ def begin(
     """
     if copy is None:
         store.check_not_all_damaged()
-    run = _RequestedRun(store, curriculum, optimizer, options, copy, amend=amend)
+    exact_update = origin.exact_update if options.virtual_shards else WHOLE_UPDATE
+    run = _RequestedRun(store, curriculum, optimizer, options, copy, amend=amend, exact_update=exact_update)
     if store.latest_step() is None and copy is None and origin.fork is not None:
         start = run.fork(origin.fork, origin.skip_steps)
     else:
@@ -117,8 +124,9 @@ class _RequestedRun:
         copy: Generation | None,
         *,
         amend: bool,
+        exact_update: int,
     ) -> None:
-        self.store, self.folder, self.copy = store, store.folder.parent, copy
+        self.store, self.folder, self.copy, self.exact_update = store, store.folder.parent, copy, exact_update
         self.curriculum, self.optimizer, self.options, self.amend = curriculum, optimizer, options, amend
         self.fingerprint = run_fingerprint(curriculum, options.seed)
         self.shapes = curriculum.shapes
@@ -128,7 +136,8 @@ class _RequestedRun:
         copy, options = self.copy, self.options
         step = self.store.latest_step() if copy is None else copy.step
         if step is None:
-            return ResumePoint(0, self.curriculum.plan(options.seed), CheckpointMetadata(**self.fingerprint))
+            metadata = CheckpointMetadata(exact_update=self.exact_update, **self.fingerprint)
+            return ResumePoint(0, self.curriculum.plan(options.seed), metadata)
         saved = self.store.metadata(step) if copy is None else copy.metadata
         before = self._begun_with(saved)
         finished = step >= last_step(before, options) or saved.early_stopping.should_stop(options.patience)
@@ -184,7 +193,9 @@ class _RequestedRun:
         return ResumePoint(
             step,
             plan,
-            CheckpointMetadata(base=saved.base, digest=saved.digest, **self.fingerprint),
+            CheckpointMetadata(
+                base=saved.base, digest=saved.digest, exact_update=self.exact_update, **self.fingerprint
+            ),
             notes=(note, *self._plan_notes(saved, before, plan, step)),
             source=source,
             record={"forked_from": origin},

@@ -1,5 +1,7 @@
 """Numbers of micro-batches, virtual shards and packed documents are those of plain jax on the whole batch."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,7 +91,7 @@ def measured(kind, packed, accum, sharded):
     """(gradient, metrics, losses of a validation) of one step with a learning rate of 1."""
     mesh, optimizer, loss_fn = make_mesh(2), as_optimizer(optax.sgd(1.0)), loss_function(kind, packed)
     sharding = batch_sharding(mesh)
-    init = init_exact_state if sharded else init_state
+    init = partial(init_exact_state, shards=SHARDS) if sharded else init_state
     split, state, hparams = init(build(), InitialState(optimizer), mesh)
     hparams |= scalars_on(mesh, optimizer.settings(1) | {"spike_factor": 0.0})
     batch = jax.tree.map(lambda array: jax.device_put(array, sharding), batch_of(kind, packed))

@@ -61,6 +61,8 @@ class ShardPrograms:
     grad_accum: int
     compute_dtype: Any
     skip_bad: bool
+    in_blocks: bool = True
+    """Whether parameters are updated in blocks and groups, where the optimizer can; other bits than all together."""
 
     def sums(self, params: Leaves, rest: Leaves, hparams: Hparams, rows: Any, shard: jax.Array) -> tuple[Sums, Leaves]:
         """(the sums of a virtual shard, the counts of random streams after it) of its rows and its number, int32[]."""
@@ -114,13 +116,6 @@ class ShardPrograms:
         )
         check_statistics(sums.statistics)
         return sums, {name: after[name] for name in sorted(counts)}
-
-    def packed_sums(
-        self, params: Leaves, rest: Leaves, hparams: Hparams, rows: Any, shard: jax.Array
-    ) -> tuple[Packed, Leaves]:
-        """`sums` with the sums as `pack` gives them."""
-        sums, counts = self.sums(params, rest, hparams, rows, shard)
-        return pack(sums), counts
 
     def finish(self, sums: Sums, state: TrainState, hparams: Hparams, counts: Leaves) -> tuple[TrainState, Metrics]:
         """The state after a step, of the sums of all shards."""

@@ -140,6 +140,11 @@ def placed_as(tree: Any, like: Any) -> Any:
     return jax.tree.map(place, tree, like)
 
 
+def shapes_of(tree: Any) -> Any:
+    """Shapes and types of a tree, without places: a program of one device has none."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
 def copies(tree: Any, devices: Sequence[Any]) -> list[Any]:
     """Of a tree of global arrays what lies on each of these devices of this process; nothing is copied."""
     leaves, treedef = jax.tree.flatten(tree)

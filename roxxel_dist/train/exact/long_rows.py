@@ -17,15 +17,16 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.model.pieces import RowCut
 from roxxel_dist.model.split import Leaves
+from roxxel_dist.train.exact.block_update import BlockUpdate
 from roxxel_dist.train.exact.gradient import ShardPrograms
-from roxxel_dist.train.exact.layout import Layout, copies
-from roxxel_dist.train.exact.packing import Packed, pack
+from roxxel_dist.train.exact.layout import Layout, copies, shapes_of
+from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, Piece, PiecePrograms
 from roxxel_dist.train.exact.reduction import Exchange, Programs, Reduction, Tree, add_sums
-from roxxel_dist.train.exact.update import Update, shapes_of
+from roxxel_dist.train.exact.update import Totals, WholeUpdate
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.state import TrainState
-from roxxel_dist.train.step.step import Hparams, Metrics
+from roxxel_dist.train.step.step import Hparams
 
 ROWS, PIECES = "rows", "pieces"
 """The axes of the devices: groups, and those of a group, which have shards of the same row."""
@@ -323,7 +324,7 @@ class CompiledLongStep:
     """Of packed gradients of each use of parameters."""
     join: Programs
     exchange: Exchange
-    update: Update
+    update: WholeUpdate | BlockUpdate
 
     @classmethod
     def compiled(
@@ -352,17 +353,22 @@ class CompiledLongStep:
         first = jax.eval_shape(programs.embed_back, model, number, piece, x)
         sums = {LAST: last, FIRST: first, BEFORE: [of_before] * programs.layers, AFTER: [of_after] * programs.layers}
         named = jax.eval_shape(lambda sums: programs.named(sums, model.params), sums)
-        total = jax.eval_shape(pack, named)
-        exchange = Exchange.compiled(layout, named, total, compile_one, for_each)
         packed = hasattr(batch, "tokens")
+        totals = Totals.of(
+            shard_programs,
+            state.params,
+            named,
+            layout=layout,
+            join=lambda sums, model, counts: programs.joined(sums, model, is_packed=packed),
+            weight=lambda sums: sums[LAST][1][1],
+            batch=batch,
+        )
 
         def join_sums(sums: dict[str, Any]) -> Packed:
-            return pack(programs.named(sums, model.params))
+            return totals.pack(programs.named(sums, model.params))
 
-        def finish(sums: Any, state: TrainState, hparams: Hparams, counts: Leaves) -> tuple[TrainState, Metrics]:
-            del counts
-            return programs.update(sums, state, shard_programs.optimizer.for_batch(hparams, batch), packed)
-
+        total = jax.eval_shape(join_sums, sums)
+        exchange, update = totals.compiled(total, state, hparams, {}, compile_one, for_each)
         adds: dict[str, Programs] = {}
         if layout.most > 1:
             for use, each in ((LAST, last), (FIRST, first), (BEFORE, of_before), (AFTER, of_after)):
@@ -377,7 +383,7 @@ class CompiledLongStep:
             adds=adds,
             join=for_each(jax.jit(join_sums), (sums,), devices),
             exchange=exchange,
-            update=Update.compiled(finish, state, hparams, {}, exchange, compile_one, for_each),
+            update=update,
         )
 
     def _trees(self, use: str) -> list[Tree]:

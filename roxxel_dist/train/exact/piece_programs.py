@@ -19,8 +19,7 @@ from roxxel_dist.model.pieces import RowCut, after_attention, before_attention, 
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.gradient import ShardPrograms, Sums, fold_in_shard, random_counts
 from roxxel_dist.train.exact.packing import Packed, pack, unpack
-from roxxel_dist.train.step.state import TrainState
-from roxxel_dist.train.step.step import BALANCE, Hparams, Metrics, divisor
+from roxxel_dist.train.step.step import BALANCE, Hparams, divisor
 
 BLOCKS = "blocks."
 """Begins the names of the leaves of all blocks, whose first axis is the layer."""
@@ -220,24 +219,21 @@ class PiecePrograms:
             named[use] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *layers)
         return named
 
-    def update(
-        self, sums: Mapping[str, Any], state: TrainState, hparams: Hparams, is_packed: bool
-    ) -> tuple[TrainState, Metrics]:
-        """The state after a step, of what `named` gives for the sums of all shards."""
+    def joined(self, sums: Mapping[str, Any], model: Model, *, is_packed: bool) -> tuple[Sums, Leaves]:
+        """(the sums of all shards, the counts of random streams after a step) of what `named` gives; gradients that
+        are left out of that stay so."""
         grads, (loss, count, of_experts, row_loss, row_count) = sums[LAST]
         grads = dict(grads)
         for name, grad in sums[FIRST].items():
             grads[name] = grads[name] + grad if name in grads else grad
         grads |= sums[BEFORE] | sums[AFTER]
-        grads = {name: grads[name] for name in state.params}
-        counts = self._counts(Model(state.params, state.rest, hparams))
+        grads = {name: grads[name] for name in model.params if name in grads}
+        counts = self._counts(model)
         if self.programs.loss_fn is next_token_loss:
-            whole = Sums(grads, loss + of_experts, count, {}, None, None, {})
-        else:
-            scalars = {BALANCE: of_experts} if self.config.has_second_loss else {}
-            weights = row_count if is_packed else None
-            whole = Sums(grads, loss, count, scalars, row_loss / divisor(row_count), weights, {})
-        return self.programs.finish(whole, state, hparams, counts)
+            return Sums(grads, loss + of_experts, count, {}, None, None, {}), counts
+        scalars = {BALANCE: of_experts} if self.config.has_second_loss else {}
+        weights = row_count if is_packed else None
+        return Sums(grads, loss, count, scalars, row_loss / divisor(row_count), weights, {}), counts
 
     def _counts(self, model: Model) -> Leaves:
         """The counts of random streams after a call of the model: nothing else of it is computed."""

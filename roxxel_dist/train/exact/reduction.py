@@ -2,7 +2,8 @@
 
 Its lower parts are on a device: the sums of whole subtrees of its own shards. Of these each device sends every other
 one the part that the other one owns (an all-to-all). The owner adds the rest of the tree. Then all get all parts from
-their owners. The tree is that of the shards, so a sum is the same to the bit on any number of devices.
+their owners, but for the gradients of blocks, which stay there (see `ownership.py`). The tree is that of the shards, so
+a sum is the same to the bit on any number of devices.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.train.exact.layout import SHARDS, Layout
+from roxxel_dist.train.exact.ownership import Shares
 from roxxel_dist.train.exact.packing import Packed, pieces, unpack
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 
@@ -73,7 +75,7 @@ def total_of(known: dict[Subtree, jax.Array], first: int, count: int) -> jax.Arr
 
 @dataclass(frozen=True)
 class Exchange:
-    """Adds the sums of subtrees over all devices, and gives each device the totals."""
+    """Adds the sums of subtrees over all devices, and gives each device the totals, or its share of them."""
 
     layout: Layout
     like: Any
@@ -87,16 +89,26 @@ class Exchange:
 
     @classmethod
     def compiled(
-        cls, layout: Layout, like: Any, packed: Packed, compile_one: Compile, for_each: CompileForEach
+        cls,
+        layout: Layout,
+        like: Any,
+        packed: Packed,
+        compile_one: Compile,
+        for_each: CompileForEach,
+        shares: Shares | None = None,
     ) -> "Exchange":
         """For packed sums such as `packed`, of trees such as `like`."""
         if layout.line.size == 1:
             return cls(layout, like, (), None, packed)
         parts = [subtrees(layout.shards_of(device)) for device in layout.line.devices.flat]
-        most = max(map(len, parts))
+        most, apart = max(map(len, parts)), frozenset[str]() if shares is None else shares.names
+
+        def in_pieces(sums: Packed) -> Packed:
+            others = pieces({name: array for name, array in sums.items() if name not in apart}, layout.line.size)
+            return others if shares is None else others | shares.pieces(sums)
 
         def arrange_sums(sums: list[Packed]) -> Packed:
-            stacked = [pieces(each, layout.line.size) for each in sums]
+            stacked = [in_pieces(each) for each in sums]
             return {
                 name: jnp.pad(jnp.stack([each[name] for each in stacked], 1), ((0, 0), (0, most - len(sums)), (0, 0)))[
                     None
@@ -105,7 +117,7 @@ class Exchange:
             }
 
         def add_rest(own: Packed) -> Packed:
-            return {name: _added(piece[0], parts, layout)[None] for name, piece in own.items()}
+            return {name: _added(piece[0], parts, layout, name in apart)[None] for name, piece in own.items()}
 
         arrange = [
             for_each(jax.jit(arrange_sums), ([packed] * len(subtrees(layout.shards_of(device))),), [device])[0]
@@ -113,7 +125,8 @@ class Exchange:
         ]
         own = jax.eval_shape(arrange_sums, [packed])
         kept = {
-            name: jax.ShapeDtypeStruct((1, leaf.shape[-1] * layout.line.size), leaf.dtype) for name, leaf in own.items()
+            name: jax.ShapeDtypeStruct((1, leaf.shape[-1] * (1 if name in apart else layout.line.size)), leaf.dtype)
+            for name, leaf in own.items()
         }
         whole = {
             name: jax.ShapeDtypeStruct((layout.line.size, *leaf.shape[1:]), leaf.dtype, sharding=layout.cut)
@@ -138,11 +151,13 @@ class Exchange:
         return unpack(total, self.like)
 
 
-def _added(own: jax.Array, parts: list[list[Subtree]], layout: Layout) -> jax.Array:
-    """[devices, subtrees, M] of a device to the total of all, [M'], within a shard_map over all devices."""
+def _added(own: jax.Array, parts: list[list[Subtree]], layout: Layout, is_share: bool) -> jax.Array:
+    """[devices, subtrees, M] of a device to the total of all, [M'], or of its share of that, [M], within a shard_map
+    over all devices."""
     received = jax.lax.all_to_all(own, SHARDS, 0, 0, tiled=True)
     known = {subtree: received[i, k] for i, each in enumerate(parts) for k, subtree in enumerate(each)}
-    return jax.lax.all_gather(total_of(known, 0, layout.count), SHARDS, tiled=True)
+    total = total_of(known, 0, layout.count)
+    return total if is_share else jax.lax.all_gather(total, SHARDS, tiled=True)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,13 @@ def is_cut(like: Any) -> bool:
     return not like.sharding.is_fully_replicated
 
 
+def free(arrays: Sequence[jax.Array], like: Sequence[Any]) -> None:
+    """Give the memory back of those that are cut, or are the whole of such: what works on them keeps it until then."""
+    for array, leaf in zip(arrays, like, strict=True):
+        if is_cut(leaf):
+            array.delete()
+
+
 @dataclass(frozen=True)
 class Gather:
     """Gives each device whole trees, of those of its slices. What is not cut is passed on."""

@@ -15,15 +15,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import one_device
+from roxxel_dist.cluster.parameter_sharding import fsdp_axis
 from roxxel_dist.model.split import Leaves, ModuleSplit
+from roxxel_dist.train.exact.block_update import BlockUpdate
+from roxxel_dist.train.exact.blocks import block_dimensions
 from roxxel_dist.train.exact.gradient import ShardPrograms
-from roxxel_dist.train.exact.layout import DeviceStates, Layout, copies, placed_as
+from roxxel_dist.train.exact.layout import DeviceStates, Layout, copies, placed_as, shapes_of
 from roxxel_dist.train.exact.long_rows import CompiledLongEvaluation, CompiledLongStep
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.exact.reduction import Exchange, Programs, Reduction
 from roxxel_dist.train.exact.slices import Gather
-from roxxel_dist.train.exact.update import Update, shapes_of
+from roxxel_dist.train.exact.update import Totals, WholeUpdate
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.optimizer import Optimizer
 from roxxel_dist.train.step.state import TrainState, init_state, placed_state
@@ -40,23 +43,29 @@ def make_sharded_steps(
     grad_accum: int = 1,
     compute_dtype: Any = None,
     skip_bad: bool = False,
+    in_blocks: bool = True,
 ) -> "tuple[ShardedStep, ShardedEvaluation]":
     """What `make_step` and `make_eval_step` give, for an `AotCompiler` to compile: the same bits on any devices.
 
     `shards` is the number of virtual shards, at least that of the devices of `sharding`. It divides the rows of a
-    batch, or these divide it; of each shard there are `grad_accum` micro-batches.
+    batch, or these divide it; of each shard there are `grad_accum` micro-batches. Updates are `in_blocks` but in runs
+    that were begun without.
     """
     layout = Layout(shards, sharding)
-    programs = ShardPrograms(split, loss_fn, optimizer, shards, grad_accum, compute_dtype, skip_bad)
+    programs = ShardPrograms(split, loss_fn, optimizer, shards, grad_accum, compute_dtype, skip_bad, in_blocks)
     return ShardedStep(programs, layout), ShardedEvaluation(programs, layout)
 
 
-def init_exact_state(model: Any, init_optimizer: Any, mesh: Mesh, *, fsdp: bool = False, **options: Any) -> Any:
+def init_exact_state(
+    model: Any, init_optimizer: Any, mesh: Mesh, *, shards: int, fsdp: bool = False, **options: Any
+) -> Any:
     """`init_state` for virtual shards: each process computes it on one device, the same on any, and gives each device
-    the whole or, with fsdp, its slices."""
+    the whole or, with fsdp, its slices: where it can be, of as many blocks of an update (see `blocks.py`)."""
     split, state, hparams = init_state(model, init_optimizer, one_device(mesh), **options)
     if fsdp:
-        like = placed_state(split, state, hparams, init_optimizer, mesh)
+        fits = shards % mesh.shape[fsdp_axis(mesh)] == 0
+        cut = block_dimensions(split, state.params, shards) if fits else {}
+        like = placed_state(split, state, hparams, init_optimizer, mesh, cut)
     else:
         everywhere = NamedSharding(mesh, P())
         like = jax.tree.map(
@@ -191,7 +200,7 @@ class RowStep:
     rows: RowCutter
     sums: Programs
     reduction: Reduction
-    update: Update
+    update: WholeUpdate | BlockUpdate
 
     @classmethod
     def compiled(
@@ -208,17 +217,27 @@ class RowStep:
         rows, part = RowCutter.compiled(layout, batch, for_each)
         args = *shapes_of((state.params, state.rest, hparams)), part, jax.ShapeDtypeStruct((), np.int32)
         like, counts = jax.eval_shape(programs.sums, *args)
-        part_sums = jax.eval_shape(programs.packed_sums, *args)[0]
-        exchange = Exchange.compiled(layout, like, part_sums, compile_one, for_each)
+        totals = Totals.of(
+            programs,
+            state.params,
+            like,
+            layout=layout,
+            join=lambda sums, model, counts: (sums, counts),
+            weight=lambda sums: sums.weight,
+            batch=batch,
+        )
 
-        def finish(sums: Any, state: TrainState, hparams: Hparams, counts: Leaves) -> tuple[TrainState, Metrics]:
-            return programs.finish(sums, state, programs.optimizer.for_batch(hparams, batch), counts)
+        def packed_sums(*args: Any) -> tuple[Packed, Leaves]:
+            sums, counts = programs.sums(*args)
+            return totals.pack(sums), counts
 
+        packed, _ = jax.eval_shape(packed_sums, *args)
+        exchange, update = totals.compiled(packed, state, hparams, counts, compile_one, for_each)
         return cls(
             rows=rows,
-            sums=for_each(jax.jit(programs.packed_sums), args, layout.devices),
-            reduction=Reduction.compiled(layout, part_sums, exchange, for_each),
-            update=Update.compiled(finish, state, hparams, counts, exchange, compile_one, for_each),
+            sums=for_each(jax.jit(packed_sums), args, layout.devices),
+            reduction=Reduction.compiled(layout, packed, exchange, for_each),
+            update=update,
         )
 
     def totals(self, models: list[Model], batch: Any) -> tuple[list[Packed], list[Leaves]]:

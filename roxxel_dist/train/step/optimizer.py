@@ -65,17 +65,20 @@ class NamedOptimizer:
         factor = lr_factor(self.config.lr_scaling, math.prod(jax.tree.leaves(batch)[0].shape), settings[BATCH_TOKENS])
         return {**settings, "lr": settings["lr"] * factor}
 
-    def build(self, settings: Settings, step: ArrayLike) -> optax.GradientTransformation:
-        """Clipping, then the optimizer at this step's rate. Parameters and their moments keep their dtype."""
+    def build(self, settings: Settings, step: ArrayLike, norm: jax.Array | None = None) -> optax.GradientTransformation:
+        """Clipping, then the optimizer at this step's rate. Parameters and their moments keep their dtype.
+
+        The `norm` of the whole gradient, float32[], is given where the transformation sees a part of it.
+        """
         rate = self.rate(settings, step)
         if self.own is not None:
             return optax.chain(clip(settings["grad_clip"]), self.own(rate))
-        decay = jnp.asarray(settings["weight_decay"], jnp.float32)
+        decay, clipped = jnp.asarray(settings["weight_decay"], jnp.float32), clip(settings["grad_clip"], norm)
         if not self.widths:
-            return optax.chain(clip(settings["grad_clip"]), _optimizer(self.config, rate, decay, self.matrices))
+            return optax.chain(clipped, _optimizer(self.config, rate, decay, self.matrices))
         inner = _optimizer(self.config, rate, jnp.zeros_like(decay), self.matrices)
         of_widths = by_width(self.config.optimizer, self.widths, self.matrices, rate * decay)
-        return optax.chain(clip(settings["grad_clip"]), inner, of_widths)
+        return optax.chain(clipped, inner, of_widths)
 
     def rate(self, settings: Settings, step: ArrayLike) -> jax.Array:
         """float32[]: the learning rate of a step counted from 0."""
@@ -231,20 +234,29 @@ def global_norm(tree: Any) -> jax.Array:
     return optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree))
 
 
-def clip(limit: ArrayLike) -> optax.GradientTransformation:
+def is_elementwise(optimizer: NamedOptimizer, name: str, param: Any) -> bool:
+    """Whether each element of a parameter is updated by its own gradient and moments, and norms of the whole."""
+    if optimizer.config.optimizer == "muon":
+        return muon_part(optimizer.matrices, (jax.tree_util.DictKey(name),), param) == "adamw"
+    return optimizer.own is None and optimizer.config.optimizer != "adafactor"
+
+
+def clip(limit: ArrayLike, norm: jax.Array | None = None) -> optax.GradientTransformation:
     """Gradients cut to a global norm (Pascanu et al. 2013, arXiv 1211.5063), in the dtype of their parameters.
 
-    The `limit` is a number or a traced float32[]; 0 leaves the gradients as they are.
+    The `limit` is a number or a traced float32[]; 0 leaves the gradients as they are. The `norm` is theirs by
+    default.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        top, norm = jnp.asarray(limit, jnp.float32), global_norm(updates)
-        fits = (top <= 0) | (norm < top)
+        top = jnp.asarray(limit, jnp.float32)
+        whole = global_norm(updates) if norm is None else norm
+        fits = (top <= 0) | (whole < top)
 
         def cut(gradient: jax.Array, like: jax.Array) -> jax.Array:
             # Back to the parameter's dtype: float32 gradients would turn the moments of bfloat16 parameters into
             # float32 at the first step, which is another program, and nothing is donated.
-            return jnp.where(fits, gradient, gradient / norm * top).astype(like.dtype)
+            return jnp.where(fits, gradient, gradient / whole * top).astype(like.dtype)
 
         return jax.tree.map(cut, updates, updates if params is None else params), state
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary, process_index
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.cluster.parameter_sharding import parameter_sharding
+from roxxel_dist.cluster.parameter_sharding import fsdp_axis, parameter_sharding
 from roxxel_dist.cluster.xla_flags import SAVE_MEMORY
 from roxxel_dist.model.split import Leaves, ModuleSplit, named_leaves, split_module
 from roxxel_dist.train.step.average import Averaged, inner_state
@@ -114,10 +114,21 @@ def abstract_state(
 
 
 def placed_state(
-    split: ModuleSplit, state: TrainState, hparams: Leaves, init_optimizer: Callable[[Leaves], Any], mesh: Mesh
+    split: ModuleSplit,
+    state: TrainState,
+    hparams: Leaves,
+    init_optimizer: Callable[[Leaves], Any],
+    mesh: Mesh,
+    cut: Mapping[str, int],
 ) -> tuple[TrainState, Leaves]:
-    """How `init_state` with fsdp would place these arrays, or shapes, on a mesh: as shapes with shardings."""
+    """How `init_state` with fsdp would place these arrays, or shapes, on a mesh: as shapes with shardings.
+
+    Parameters in `cut` are cut over the axis of fsdp along that dimension.
+    """
     like = _placed(split, state.params | state.rest | hparams, mesh, fsdp=True, dtype=None)
+    for name, dimension in cut.items():
+        place = NamedSharding(mesh, P(*[None] * dimension, fsdp_axis(mesh)))
+        like[name] = jax.ShapeDtypeStruct(like[name].shape, like[name].dtype, sharding=place)
     return _assemble(split, like, init_optimizer, mesh, shapes=True)
 
 

@@ -1,0 +1,206 @@
+"""Compiles an update by blocks for the arrays and devices of a run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from roxxel_dist.model.split import Leaves
+from roxxel_dist.train.exact.block_programs import BlockPrograms, with_update_norm
+from roxxel_dist.train.exact.block_update import Arrays, BlockGroup, BlockUpdate, Group, scalars_of
+from roxxel_dist.train.exact.blocks import Blocks
+from roxxel_dist.train.exact.layout import Layout, shapes_of
+from roxxel_dist.train.exact.ownership import BlockNumbers, Ownership, across
+from roxxel_dist.train.exact.packing import Packed
+from roxxel_dist.train.exact.piece_programs import Model
+from roxxel_dist.train.exact.reduction import Programs
+from roxxel_dist.train.exact.selection import Selection
+from roxxel_dist.train.exact.slices import Cut, Gather
+from roxxel_dist.train.step.compile import Compile, CompileForEach
+from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.train.step.step import Hparams
+
+
+@dataclass(frozen=True)
+class BlockCompiler:
+    """Makes a `BlockUpdate` for abstract arguments, with shardings."""
+
+    programs: BlockPrograms
+    ownership: Ownership
+    state: TrainState
+    hparams: Hparams
+    compile_one: Compile
+    for_each: CompileForEach
+
+    @property
+    def layout(self) -> Layout:
+        """Of the devices."""
+        return self.ownership.layout
+
+    @property
+    def blocks(self) -> Blocks:
+        """Of the parameters."""
+        return self.programs.sums.blocks
+
+    def compiled(self, totals: Packed, counts: Leaves) -> BlockUpdate:
+        """For such totals, of which each device has its share."""
+        programs, layout, owner = self.programs, self.layout, self.ownership
+        names = [name for name in programs.sums.names if name in totals]
+        shares = {name: totals[name] for name in names}
+        rest = {name: leaf for name, leaf in totals.items() if name not in shares}
+        block = {name: self._flat(leaf, 1) for name, leaf in shares.items()}
+        weight = jax.eval_shape(programs.weight_of, rest)
+        here = owner.of_here(owner.shares)
+        squares = jax.ShapeDtypeStruct((1, owner.count), np.float32)
+        model = shapes_of(Model(self.state.params, self.state.rest, self.hparams))
+        args = rest, squares, model, *shapes_of((self.state.step, self.state.health)), counts
+        numbers, _, small, metrics = jax.eval_shape(programs.numbers, *args)
+        inputs = numbers, scalars_of(shapes_of(self.hparams))
+        blocks = self._block_group(block[names[0]], shares[names[0]], inputs) if self.blocks.groups[0] else None
+        large = [
+            self._group(i, shares[name], inputs) for i, name in enumerate(programs.sums.names) if i and name in shares
+        ]
+        one = jax.ShapeDtypeStruct((1,), np.float32)
+        changes = [squares] * (blocks is not None) + [one] * (len(large) + 1)
+        return BlockUpdate(
+            layout=layout,
+            names=names,
+            apart=[
+                self._apart(shares, rest, len(own), device) for own, device in zip(here, layout.devices, strict=True)
+            ],
+            squares_of=self.each(programs.squares, block, weight),
+            squares=BlockNumbers.compiled(layout, owner.count, owner.shares, here, self.compile_one, self.for_each),
+            numbers=self.each(programs.numbers, *args),
+            blocks=blocks,
+            groups=[*large, self._small_group(small, inputs)],
+            cut_rest=Cut.compiled(layout, self.state.rest, self.for_each),
+            norm=self.for_each(jax.jit(with_update_norm), (metrics, changes), layout.devices[:1])[0],
+        )
+
+    def each(self, function: Any, *args: Any, donate: tuple[int, ...] = ()) -> Programs:
+        """A function of one device, on each of this process."""
+        return self.for_each(jax.jit(function, donate_argnums=donate), shapes_of(args), self.layout.devices)
+
+    def _flat(self, share: Any, blocks: int) -> Any:
+        """Of so many blocks, of the shape of a device's share."""
+        return jax.ShapeDtypeStruct((1, share.shape[1] // self.ownership.most * blocks), np.float32)
+
+    def _apart(self, shares: Packed, rest: Packed, count: int, device: Any) -> Any:
+        def open_shares(shares: Packed, rest: Packed) -> Any:
+            return in_blocks(shares, count, self.ownership.most), self.programs.weight_of(rest)
+
+        return self.for_each(jax.jit(open_shares), (shares, rest), [device])[0]
+
+    def _across(self, function: Any, share: Any) -> Any:
+        size = self.layout.line.size
+        return None if size == 1 else across(self.layout, function, (size, share.shape[1]), self.compile_one)
+
+    def _arrays(self, names: Sequence[str]) -> Arrays:
+        selection = Selection.of(self.state, names)
+        like = selection.apart(self.state)[0]
+        everywhere = NamedSharding(self.layout.mesh, P())  # the parameters are gathered for the gradient already
+        params = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
+            for name, leaf in self.state.params.items()
+        }
+        gathered = selection.apart(self.state._replace(params=params))[0]
+        return Arrays(
+            selection=selection,
+            like=like,
+            gather=Gather.compiled(self.layout, gathered, self.compile_one),
+            cut=Cut.compiled(self.layout, like, self.for_each),
+        )
+
+    def _group(self, number: int, share: Any, inputs: Any) -> Group:
+        """Of large parameters."""
+        arrays = self._arrays(self.blocks.groups[number])
+        selection, programs = arrays.selection, self.programs
+
+        def update_group(own: Any, common: Any, flat: jax.Array, numbers: Any, hparams: Hparams) -> Any:
+            return programs.update(selection, own, common, programs.sums.whole(number, flat), numbers, hparams)
+
+        args = *selection.apart(self.state), self._flat(share, self.ownership.count), *inputs
+        return Group(
+            arrays=arrays,
+            across=self._across(self.ownership.gather_all, share),
+            update=self.each(update_group, *args, donate=(0,)),
+        )
+
+    def _small_group(self, grads: Any, inputs: Any) -> Group:
+        arrays = self._arrays(self.blocks.small)
+
+        def update_small(*args: Any) -> Any:
+            return self.programs.update(arrays.selection, *args)
+
+        args = *arrays.selection.apart(self.state), grads, *inputs
+        return Group(arrays, None, self.each(update_small, *args, donate=(0,)))
+
+    def _block_group(self, flat: Any, share: Any, inputs: Any) -> BlockGroup:
+        arrays, owner, programs = self._arrays(self.blocks.groups[0]), self.ownership, self.programs
+        selection, here = arrays.selection, len(owner.owned[0])
+        names = selection.names_of_own
+        dimensions = [self.blocks.dimensions[name] for name in names]
+
+        def update_block(own: Any, common: Any, flat: jax.Array, numbers: Any, hparams: Hparams) -> Any:
+            return programs.update(selection, own, common, programs.sums.block(0, flat), numbers, hparams)
+
+        def take_block(arrays: list[Any], index: jax.Array) -> list[Any]:
+            return [_taken(leaf, cut, here, index) for leaf, cut in zip(arrays, dimensions, strict=True)]
+
+        def put_block(arrays: list[Any], blocks: list[Any], index: jax.Array) -> list[Any]:
+            return [
+                jax.lax.dynamic_update_slice_in_dim(leaf, block, index * block.shape[cut], cut)
+                for leaf, block, cut in zip(arrays, blocks, dimensions, strict=True)
+            ]
+
+        def open_blocks(flat: jax.Array) -> list[jax.Array]:
+            return [block["all"] for block in in_blocks({"all": flat}, here, here)]
+
+        like = shapes_of(arrays.like)
+        own = [
+            jax.ShapeDtypeStruct(self.blocks.shape(name, leaf.shape), leaf.dtype)
+            for name, leaf in zip(names, like, strict=True)
+        ]
+        args = own, selection.apart(self.state)[1], flat, *inputs
+        sent = self._across(owner.gather_team, share) if len(owner.teams[0]) > 1 else None
+        take, put = (), ()
+        if here > 1:
+            kept = [
+                jax.ShapeDtypeStruct(
+                    tuple(size * here if i == cut else size for i, size in enumerate(leaf.shape)), leaf.dtype
+                )
+                for leaf, cut in zip(own, dimensions, strict=True)
+            ]
+            number = jax.ShapeDtypeStruct((), np.int32)
+            take, put = self.each(take_block, kept, number), self.each(put_block, kept, own, number, donate=(0,))
+        return BlockGroup(
+            arrays=arrays,
+            params={name: self.state.params[name] for name in self.blocks.groups[0]},
+            is_cut=owner.is_cut,
+            across=sent,
+            apart=() if sent is None else self.each(open_blocks, self._flat(share, here)),
+            take=take,
+            put=put,
+            update=self.each(update_block, *args, donate=(0,)),
+            squares=BlockNumbers.compiled(
+                self.layout, owner.count, owner.owned, owner.of_here(owner.owned), self.compile_one, self.for_each
+            ),
+            count=here,
+        )
+
+
+def in_blocks(flat: Packed, count: int, most: int) -> list[Packed]:
+    """The first `count` blocks of arrays of `most`, [1, most x N]."""
+    sizes = {name: array.shape[1] // most for name, array in flat.items()}
+    return [
+        {name: array[:, k * sizes[name] : (k + 1) * sizes[name]] for name, array in flat.items()} for k in range(count)
+    ]
+
+
+def _taken(array: jax.Array, cut: int, blocks: int, index: jax.Array) -> jax.Array:
+    size = array.shape[cut] // blocks
+    return jax.lax.dynamic_slice_in_dim(array, index * size, size, cut)

@@ -1,0 +1,208 @@
+"""The update of a step by blocks of large arrays: with fsdp each device computes those that it keeps.
+
+Norms are sums of squares of blocks, added in one order. Where the slices of devices are no blocks, as on 3 devices,
+each device gathers the arrays, computes all blocks, and keeps its slices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from roxxel_dist.model.split import Leaves
+from roxxel_dist.train.exact.layout import Layout
+from roxxel_dist.train.exact.ownership import BlockNumbers, moved
+from roxxel_dist.train.exact.packing import Packed
+from roxxel_dist.train.exact.piece_programs import Model
+from roxxel_dist.train.exact.reduction import Programs
+from roxxel_dist.train.exact.selection import Selection, joined
+from roxxel_dist.train.exact.slices import Cut, Gather, free
+from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.train.step.step import Hparams, Metrics
+
+Inputs = Sequence[tuple[Any, Hparams]]
+"""(`Numbers`, the numbers among the inputs of a step), by device of this process."""
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """The arrays of some parameters, of which devices keep slices."""
+
+    selection: Selection
+    like: Sequence[Any]
+    """As shapes with shardings."""
+    gather: Gather
+    """Of those that are not gathered yet: all but the parameters."""
+    cut: Cut
+
+    def whole(self, parts: Sequence[TrainState], models: Sequence[Model]) -> list[list[jax.Array]]:
+        """By device; the slices are given back."""
+        wholes = [part._replace(params=model.params) for part, model in zip(parts, models, strict=True)]
+        arrays = self.gather.run([self.selection.apart(whole)[0] for whole in wholes])
+        for part in parts:
+            free(self.selection.apart(part)[0], self.like)
+        return arrays
+
+    def numbers(self, parts: Sequence[TrainState]) -> list[list[jax.Array]]:
+        """The optimizer's own numbers, by device."""
+        return [self.selection.apart(part)[1] for part in parts]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that each device updates whole, and then keeps its slices of."""
+
+    arrays: Arrays
+    across: Any
+    """Gathers their gradients; None where a device has them."""
+    update: Programs
+
+    def run(
+        self, layout: Layout, parts: Sequence[TrainState], models: Sequence[Model], grads: Sequence[Any], inputs: Inputs
+    ) -> tuple[list[Any], list[Any], jax.Array]:
+        """(the arrays as they are kept, the optimizer's own numbers, by device; the squares of the changes).
+
+        `grads` are what a device has added up, or all where it has them.
+        """
+        if self.across is not None:
+            grads = moved(layout, self.across, grads)
+        wholes, common = self.arrays.whole(parts, models), self.arrays.numbers(parts)
+        done = [
+            update(whole, *args, *given)
+            for update, whole, given, *args in zip(self.update, wholes, inputs, common, grads, strict=True)
+        ]
+        return self.arrays.cut.run([own for own, _, _ in done]), [numbers for _, numbers, _ in done], done[0][2]
+
+
+@dataclass(frozen=True)
+class BlockGroup:
+    """Parameters that are updated block by block."""
+
+    arrays: Arrays
+    params: Leaves
+    """As shapes with shardings."""
+    is_cut: bool
+    """Whether slices are blocks."""
+    across: Any
+    """Gathers the gradients of blocks that a device updates; None where it has added them up."""
+    apart: Programs
+    """Takes these apart. Empty where `across` is None."""
+    take: Programs
+    """Empty where a device has one block."""
+    put: Programs
+    update: Programs
+    squares: BlockNumbers
+    count: int
+    """Of the blocks that a device updates."""
+
+    @cached_property
+    def numbers(self) -> list[list[jax.Array]]:
+        """int32[], of these, on each device of this process."""
+        devices = self.squares.layout.devices
+        return [[jax.device_put(np.int32(k), device) for k in range(self.count)] for device in devices]
+
+    def run(
+        self,
+        parts: Sequence[TrainState],
+        models: Sequence[Model],
+        flat: list[jax.Array],
+        grads: list[list[jax.Array]],
+        inputs: Inputs,
+    ) -> tuple[list[Any], jax.Array]:
+        """(the arrays as they are kept, by device; float32[1, count] the squares of the changes).
+
+        `flat` and `grads` are what a device has added up, all blocks and each by itself.
+        """
+        if self.across is not None:
+            gathered = moved(self.squares.layout, self.across, flat)
+            grads = [apart(own) for apart, own in zip(self.apart, gathered, strict=True)]
+            del gathered
+        flat.clear()
+        own, common = self._own(parts, models), self.arrays.numbers(parts)
+        squares: list[list[jax.Array]] = [[] for _ in parts]
+        for k in range(self.count):
+            for i, update in enumerate(self.update):  # every device has something to do at once
+                at = self.numbers[i][k]
+                block = self.take[i](own[i], at) if self.take else own[i]
+                block, _, square = update(block, common[i], grads[i].pop(0), *inputs[i])
+                squares[i].append(square)
+                own[i] = self.put[i](own[i], block, at) if self.put else block
+        return own if self.is_cut else self.arrays.cut.run(own), self.squares.run(squares)[0]
+
+    def _own(self, parts: Sequence[TrainState], models: Sequence[Model]) -> list[list[jax.Array]]:
+        if not self.is_cut:
+            return self.arrays.whole(parts, models)
+        for model in models:  # the slices are what is updated
+            free([model.params[name] for name in self.params], list(self.params.values()))
+        return [self.arrays.selection.apart(part)[0] for part in parts]
+
+
+@dataclass(frozen=True)
+class BlockUpdate:
+    """(states, models, totals, counts) -> (states, metrics), by device of this process."""
+
+    layout: Layout
+    names: Sequence[str]
+    """Of the packed gradients of each group of large parameters; the first one is that of `blocks`."""
+    apart: Programs
+    """(a device's shares of these, the other totals) -> (the gradients of each block, the weight of the sums)."""
+    squares_of: Programs
+    squares: BlockNumbers
+    numbers: Programs
+    blocks: BlockGroup | None
+    groups: Sequence[Group]
+    """The other groups of large parameters, then the small ones."""
+    cut_rest: Cut
+    norm: Any
+
+    def run(
+        self, parts: Sequence[TrainState], models: Sequence[Model], totals: list[Packed], counts: Sequence[Leaves]
+    ) -> tuple[list[TrainState], Metrics]:
+        """The states are donated. Metrics are those of the first device: all have the same."""
+        shares = [{name: total.pop(name) for name in self.names if name in total} for total in totals]
+        blocks, squares = self._squares(shares, totals)
+        found = [
+            numbers(*args, part.step, part.health, count)
+            for numbers, part, count, *args in zip(self.numbers, parts, counts, totals, squares, models, strict=True)
+        ]
+        inputs = [(own[0], scalars_of(model.hparams)) for own, model in zip(found, models, strict=True)]
+        done: list[tuple[Selection, list[Any]]] = []
+        changes: list[jax.Array] = []
+        if self.blocks is not None:
+            own, change = self.blocks.run(parts, models, [each.pop(self.names[0]) for each in shares], blocks, inputs)
+            done.append((self.blocks.arrays.selection, own))
+            changes.append(change)
+        grads = [[own.pop(name) for own in shares] for name in self.names if name in shares[0]]
+        common: list[Any] = []
+        for group in self.groups:
+            of_group = grads.pop(0) if grads else [own[2] for own in found]
+            own, common, change = group.run(self.layout, parts, models, of_group, inputs)
+            done.append((group.arrays.selection, own))
+            changes.append(change)
+        rests = self.cut_rest.run([own[1].rest for own in found])
+        states = []
+        for i, part in enumerate(parts):
+            params, opt_state = joined(part, [selection.tree(own[i], common[i]) for selection, own in done])
+            states.append(TrainState(found[i][1].step, params, rests[i], opt_state, found[i][1].health))
+        return states, self.norm(found[0][3], changes)
+
+    def _squares(self, shares: list[Packed], totals: list[Packed]) -> tuple[list[list[jax.Array]], list[jax.Array]]:
+        """(the gradients of each block of the first group, the squares of all blocks), by device."""
+        opened = [apart(*own) for apart, *own in zip(self.apart, shares, totals, strict=True)]
+        squares = self.squares.run(
+            [
+                [square(block, weight) for block in blocks]
+                for square, (blocks, weight) in zip(self.squares_of, opened, strict=True)
+            ]
+        )
+        if self.blocks is None:
+            return [[] for _ in opened], squares
+        return [[block[self.names[0]] for block in blocks] for blocks, _ in opened], squares
+
+
+def scalars_of(hparams: Hparams) -> Hparams:
+    """The numbers among the inputs of a step."""
+    return {name: leaf for name, leaf in hparams.items() if leaf.shape == ()}

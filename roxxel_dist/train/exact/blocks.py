@@ -1,0 +1,159 @@
+"""What an update takes apart: blocks of large arrays, and groups of those that it needs whole.
+
+They follow from names and shapes alone, so a program for a block or a group is the same on any number of devices.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR
+from roxxel_dist.cluster.parameter_sharding import parameter_sharding
+from roxxel_dist.model.split import Leaves, ModuleSplit
+from roxxel_dist.train.exact.packing import Packed, pack, unpack, wide
+from roxxel_dist.train.step.optimizer import NamedOptimizer, Optimizer, is_elementwise
+
+GROUPS = 8
+"""Large arrays that are updated whole are so in groups of about this share of all of them."""
+Parts = dict[str, list[jax.Array]]
+"""Of each parameter the gradients that add up to its own, such as those of the two uses of a tied embedding."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How the large parameters of a model are cut, each into `count` blocks."""
+
+    count: int
+    """The number of virtual shards."""
+    dimensions: Mapping[str, int]
+    """Of each large parameter: the dimension that is cut."""
+    groups: tuple[tuple[str, ...], ...]
+    """The large parameters: the first group is updated block by block, any other one whole."""
+    small: tuple[str, ...]
+    """All other parameters."""
+
+    @classmethod
+    def of(cls, split: ModuleSplit, params: Mapping[str, Any], optimizer: Optimizer, count: int) -> "Blocks | None":
+        """Of a model, whose parameters may be abstract, and the optimizer for it. None where no parameter is large, or
+        where the optimizer is the user's: it may take any parameters together."""
+        found = block_dimensions(split, params, count)
+        if not found or not isinstance(optimizer, NamedOptimizer) or optimizer.own is not None:
+            return None
+        alike = tuple(name for name in found if is_elementwise(optimizer, name, params[name]))
+        others = [name for name in found if name not in alike]
+        sizes = {name: math.prod(params[name].shape) for name in others}
+        groups: list[tuple[str, ...]] = []
+        for name in others:
+            joined = (*groups[-1], name) if groups else (name,)
+            if groups and sum(sizes[each] for each in joined) * GROUPS <= sum(sizes.values()):
+                groups[-1] = joined
+            else:
+                groups.append((name,))
+        return cls(count, found, (alike, *groups), tuple(name for name in params if name not in found))
+
+    def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of a block of an array."""
+        return tuple(size // self.count if i == self.dimensions[name] else size for i, size in enumerate(shape))
+
+
+def block_dimensions(split: ModuleSplit, params: Mapping[str, Any], count: int) -> dict[str, int]:
+    """By name the dimension that fsdp would cut on `count` devices, of parameters that it would cut."""
+    mesh: Any = AbstractMesh((1, count, 1), (DATA, FSDP, TENSOR))
+    found = {}
+    for name, spec, axes in zip(split.params.names, split.params.partition_spec, split.params.axes, strict=True):
+        if spec is None and wide(params[name].dtype) == jnp.float32:
+            entries = [*parameter_sharding(name, params[name].shape, mesh, None, True, axes).spec]
+            if FSDP in entries or DATA in entries:  # the first axis, where the second has one device
+                found[name] = entries.index(FSDP if FSDP in entries else DATA)
+    return found
+
+
+@dataclass(frozen=True)
+class BlockSums:
+    """How sums of gradients are packed: of each group the blocks, one behind the other, and apart from them the rest.
+
+    So a device can be sent whole blocks.
+    """
+
+    blocks: Blocks
+    params: Leaves
+    """All parameters, as shapes."""
+    like: Any
+    """The tree of sums, as shapes. Dictionaries in it that have names and shapes of parameters are gradients."""
+
+    @property
+    def names(self) -> list[str]:
+        """The keys of the packed blocks of each group."""
+        return [f"group {i}" for i in range(len(self.blocks.groups))]
+
+    @cached_property
+    def _uses(self) -> dict[str, int]:
+        """How many gradients each large parameter has in the tree."""
+        found = self._large(self.like)
+        return {name: len(found[name]) for name in self.blocks.dimensions}
+
+    def pack(self, sums: Any) -> Packed:
+        """float32[1, count x N] of each group, and what is left as `pack` gives it."""
+        large, packed = self._large(sums), pack(self._rest(sums))
+        for key, group in zip(self.names, self.blocks.groups, strict=True):
+            rows = [self._in_rows(name, leaf) for name in group for leaf in large[name]]
+            if rows:
+                packed[key] = jnp.concatenate(rows, 1).reshape(1, -1)
+        return packed
+
+    def rest(self, packed: Packed) -> Any:
+        """The tree without the gradients of large parameters."""
+        return unpack(packed, self._rest(self.like))
+
+    def block(self, group: int, flat: jax.Array) -> Parts:
+        """The gradients of a block of each parameter of a group, from float32[1, N]."""
+        shapes = {name: self.blocks.shape(name, self.params[name].shape) for name in self.blocks.groups[group]}
+        found, start = dict[str, list[jax.Array]](), 0
+        for name, shape in shapes.items():
+            for _ in range(self._uses[name]):
+                stop = start + math.prod(shape)
+                found.setdefault(name, []).append(flat[0, start:stop].reshape(shape))
+                start = stop
+        return found
+
+    def whole(self, group: int, flat: jax.Array) -> Parts:
+        """The gradients of each parameter of a group, from float32[1, count x N]."""
+        parts = jax.vmap(lambda row: self.block(group, row[None]))(flat.reshape(self.blocks.count, -1))
+        return {name: [self._from_blocks(name, leaf) for leaf in leaves] for name, leaves in parts.items()}
+
+    def _in_rows(self, name: str, leaf: jax.Array) -> jax.Array:
+        cut, count = self.blocks.dimensions[name], self.blocks.count
+        apart = leaf.reshape(*leaf.shape[:cut], count, leaf.shape[cut] // count, *leaf.shape[cut + 1 :])
+        return jnp.moveaxis(apart, cut, 0).reshape(count, -1).astype(jnp.float32)
+
+    def _from_blocks(self, name: str, blocks: jax.Array) -> jax.Array:
+        return jnp.moveaxis(blocks, 0, self.blocks.dimensions[name]).reshape(self.params[name].shape)
+
+    def _is_gradients(self, node: Any) -> bool:
+        return (
+            isinstance(node, dict)
+            and bool(node)
+            and all(name in self.params and leaf.shape == self.params[name].shape for name, leaf in node.items())
+        )
+
+    def _large(self, sums: Any) -> Parts:
+        found: Parts = {}
+        for node in jax.tree.leaves(sums, is_leaf=self._is_gradients):
+            for name in node if self._is_gradients(node) else ():
+                if name in self.blocks.dimensions:
+                    found.setdefault(name, []).append(node[name])
+        return found
+
+    def _rest(self, sums: Any) -> Any:
+        def others(node: Any) -> Any:
+            if not self._is_gradients(node):
+                return node
+            return {name: leaf for name, leaf in node.items() if name not in self.blocks.dimensions}
+
+        return jax.tree.map(others, sums, is_leaf=self._is_gradients)
