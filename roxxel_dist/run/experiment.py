@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
-import importlib.util
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,33 +9,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from roxxel_dist.checkpoint.metadata import CheckpointRef, ResumeSpec, read_cursor
+from roxxel_dist.checkpoint.metadata import ResumeSpec, read_cursor
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.determinism import make_deterministic, pin_for_run, pin_threads
 from roxxel_dist.cluster.distributed import barrier, broadcast_from_primary, initialize, is_primary
-from roxxel_dist.cluster.exit_codes import MissingFileError, UserError, attempt_number
-from roxxel_dist.cluster.extras import pip_install
+from roxxel_dist.cluster.exit_codes import UserError, attempt_number
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import absolute, check_local, is_tokens
-from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.tasks import Task
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
-from roxxel_dist.launcher.output.console import printable
-from roxxel_dist.model.generate import generate, known_ids
 from roxxel_dist.place.bucket_folder import TRAINED
 from roxxel_dist.place.bucket_run import BucketRun
 from roxxel_dist.place.directory import (
     CONFIG,
     CURVE,
     DATA,
-    TOKENIZER,
     RunDirectory,
     RunResult,
-    check_still_there,
     default_run_dir,
 )
-from roxxel_dist.place.files import check_run_folder
-from roxxel_dist.place.run_place import bucket_url, local_run
+from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.run.components import (
     RunComponents,
     build_components,
@@ -46,55 +37,31 @@ from roxxel_dist.run.components import (
     open_tasks,
     temporary_folder,
 )
+from roxxel_dist.run.last_words import draw_curve, sample_text
 from roxxel_dist.run.layout_mark import line_for
+from roxxel_dist.run.past import Past
 from roxxel_dist.run.record import (
     RunMetadata,
     changed_from,
     check_resumable,
     check_same_bits,
-    data_of,
-    forked_from,
     kernel_begun_with,
-    saved_config,
     write_run_metadata,
 )
-from roxxel_dist.run.report import draw_losses, read_runs
-from roxxel_dist.settings.config import RECORD, Config
+from roxxel_dist.run.trackers import check_installed, trackers_of
+from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.training import TRIAL
 from roxxel_dist.settings.usage_errors import usage_errors
-from roxxel_dist.train.log.base import CRASH_LIMIT_S, Tracker
-from roxxel_dist.train.log.tensorboard import TensorboardTracker
-from roxxel_dist.train.log.wandb import WandbTracker
+from roxxel_dist.train.log.base import CRASH_LIMIT_S
 from roxxel_dist.train.loop import Loop
 from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.utils.progress import Progress
 from roxxel_dist.weights.base import find_checkpoint, load_params, with_base, with_shape_of
-from roxxel_dist.weights.generator import pieces
 
 LAST_WORDS_LIMIT_S = 1800.0
-SAMPLE_TOKENS, SAMPLE_LINES = 160, 8
 SAMPLE_AFTER_S = 30.0
 """Shorter runs write no sample: they have not learned text yet, and a sample would take a large part of their time."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Past:
-    """Where a run continues from: its own checkpoint, the run that it is forked from, or nothing."""
-
-    saved: dict[str, Any]
-    """The config that its directory holds; empty for a new run."""
-    fork: CheckpointRef | None
-    """The checkpoint that it is, or was, forked from."""
-    skip_steps: tuple[int, int] | None
-    """The steps whose rows the fork leaves out."""
-    config: dict[str, Any]
-    """`saved`, or that of the run which a new one is forked from."""
-
-    @property
-    def new_fork(self) -> CheckpointRef | None:
-        """The checkpoint that a new run is forked from."""
-        return None if self.saved else self.fork
 
 
 class Experiment:
@@ -159,7 +126,7 @@ class Experiment:
             past = self._past(place, resume, fork, skip_steps, in_bucket=bucket is not None)
             origin = ResumeSpec(fork=past.fork, skip_steps=past.skip_steps)
             self._name_data_sets(past, data_path)
-            is_other_data = self._is_other_data(past, data_path)
+            is_other_data = past.is_other_data(self.config, data_path)
             if self.config.deterministic:
                 make_deterministic()
 
@@ -182,7 +149,7 @@ class Experiment:
                     self.config = dataclasses.replace(self.config, warmup_steps=past.saved["warmup_steps"])
                 fork_name = str(past.new_fork or "")
                 changed = check_resumable(past.config, self.config, amend=amend or bool(fork_name), fork=fork_name)
-                path = self._data_path(run, past, data_path, resume, is_other_data)
+                path = past.data_path(run, self.config, data_path, resume, is_other_data)
                 data, kernel = self._open(path, run, resume, past, bucket), kernel_begun_with(past.config)
                 components = build_components(self.config, data, trial=is_trial, begun_with=kernel)
                 warmup, steps = components.config.warmup_steps, components.curriculum.total_steps
@@ -274,28 +241,9 @@ class Experiment:
 
     def _past(
         self, run: Path, resume: bool, fork: str | None, skip_steps: tuple[int, int] | None, *, in_bucket: bool
-    ) -> _Past:
+    ) -> Past:
         """The run to continue from. The config takes the fields that it does not give from there."""
-        check_still_there(run)
-        if not in_bucket:
-            check_run_folder(run)  # before a config there is read that is not of a run
-        saved = saved_config(run) if resume else {}
-        if in_bucket and saved and RECORD not in saved:
-            raise UserError(f"run_dir has a {CONFIG} which no run made: name another prefix in the bucket")
-        parent, skipped = forked_from(fork, skip_steps, saved, run)
-        config = saved_config(local_run(parent.run)) if parent and not saved else saved
-        past = _Past(saved=saved, fork=parent, skip_steps=skipped, config=config)
-        if program := RunMetadata.of(past.config).program:
-            raise UserError(
-                f"{parent.run if parent and not saved else run} was trained by {program}, with a Trainer of parts: "
-                f"start that program again; it continues from the newest checkpoint"
-            )
-        if merged := RunMetadata.of(past.config).merged_from:
-            place = parent.run if parent and not saved else run
-            raise UserError(
-                f"{place} is merged from checkpoints of {merged['run']} and has no moments to go on with: begin a new "
-                f"run with its weights (init_from={place})"
-            )
+        past = Past.read(run, resume, fork, skip_steps, in_bucket=in_bucket)
         # An old max_steps is not inherited: a config without max_steps trains to the end of its phases.
         values = {name: value for name, value in past.config.items() if name != "max_steps"}
         self.config = self.config.with_defaults(values)
@@ -305,13 +253,13 @@ class Experiment:
 
     def _claim(self, directory: RunDirectory, resume: bool, bucket: BucketRun | None) -> None:
         """On rank 0: hold the run directory, and the run in its bucket."""
-        self._check_loggers()
+        check_installed(self.config)
         directory.claim(resume)
         if bucket is not None:
             bucket.take()
             directory.check_new(resume)  # checks again, now that the folder has the files of the bucket
 
-    def _unchecked(self, run: Path, past: _Past, components: RunComponents, path: str | Path | None) -> str:
+    def _unchecked(self, run: Path, past: Past, components: RunComponents, path: str | Path | None) -> str:
         """The line of a new run whose code was never checked by `check-layouts`."""
         command = f"`roxxel-dist check-layouts --config {run / CONFIG} --data_path {path}`"
         return "" if past.config else line_for(self.config, components.mesh().size, command)
@@ -323,43 +271,14 @@ class Experiment:
             bucket.abandon(CRASH_LIMIT_S)
         directory.release()
 
-    def _name_data_sets(self, past: _Past, data_path: str | Path | None) -> None:
+    def _name_data_sets(self, past: Past, data_path: str | Path | None) -> None:
         """Take the data sets of the earlier run if none are given; `data_path` replaces "self"."""
         if self.config.datasets is None:
             self.config.datasets = past.config.get("datasets")
         if data_path and "self" in (self.config.datasets or {}):
             self.config.datasets = {**(self.config.datasets or {}), "self": absolute(data_path)}
 
-    def _is_other_data(self, past: _Past, data_path: str | Path | None) -> bool:
-        """Whether a resumed run gets other data than it has read so far."""
-        before, path = RunMetadata.of(past.saved), self.config.primary_path(data_path)
-        if path is None or before.data_path is None:
-            return False
-        if os.path.realpath(absolute(path)) == os.path.realpath(before.data_path):
-            return False
-        if not is_tokens(path):
-            return True
-        with Roxxel(path, dtype=self.config.data_dtype, remote=self.config.part(RemoteConfig)) as data:
-            return data.fingerprint != before.corpus
-
-    def _data_path(
-        self, run: Path, past: _Past, data_path: str | Path | None, resume: bool, is_other_data: bool
-    ) -> str | Path | None:
-        """The path of the primary data set: as given, or as the earlier run recorded it."""
-        path = self.config.primary_path(data_path) or data_of(past.config, past.new_fork and past.new_fork.run)
-        if resume and not past.config and path is None:
-            near = difflib.get_close_matches(run.name, [file.parent.name for file in run.parent.glob(f"*/{CONFIG}")])
-            hint = f"did you mean {run.parent / near[0]}?" if near else "check run_dir"
-            raise MissingFileError(f"there is no run {run}: {hint}; a new one needs data_path=PATH")
-        if is_other_data and not is_tokens(path or ""):
-            raise UserError(
-                f"data_path is {path}, and {run} was started with {RunMetadata.of(past.saved).data_path}: leave it "
-                f"out, or make shards of the text with the run's {TOKENIZER} and `roxxel-dist data build`, and amend "
-                f"the run with them (amend=True)"
-            )
-        return path
-
-    def _was_finished(self, run: Path, past: _Past, is_other_data: bool) -> bool:
+    def _was_finished(self, run: Path, past: Past, is_other_data: bool) -> bool:
         """Whether the run was finished and has nothing new to do, and print that. Its data may be gone by now.
 
         Raises UserError if the run is finished and the requested changes would have no effect.
@@ -380,7 +299,7 @@ class Experiment:
         return True
 
     def _check_continuation(
-        self, loop: Loop, run: Path, past: _Past, components: RunComponents, *, is_free: bool
+        self, loop: Loop, run: Path, past: Past, components: RunComponents, *, is_free: bool
     ) -> None:
         """Raises UserError for changes to a finished run, and unless it `is_free` to, for other bits of later steps."""
         if loop.position.finished:
@@ -399,7 +318,7 @@ class Experiment:
             f"Or start a new run from a kept checkpoint with fork=RUN@STEP"
         )
 
-    def _open(self, path: str | Path | None, run: Path, resume: bool, past: _Past, bucket: BucketRun | None) -> Roxxel:
+    def _open(self, path: str | Path | None, run: Path, resume: bool, past: Past, bucket: BucketRun | None) -> Roxxel:
         """The corpus; rank 0 makes it from text if necessary."""
         # Only rank 0 looks: it may already be writing the corpus when another rank gets here.
         is_made = resume and is_tokens(run / DATA) and not (path and is_tokens(path))
@@ -413,19 +332,6 @@ class Experiment:
 
         return open_corpus(self.config, path, run / DATA, begins=not past.config, share=share)
 
-    def _check_loggers(self) -> None:
-        """Raises UserError for a logger whose package is not installed: a night without its files is lost."""
-        for field, wanted, package in (
-            ("wandb", self.config.wandb != "off", "wandb"),
-            ("tensorboard", self.config.tensorboard, "tensorboardX"),
-        ):
-            if wanted and importlib.util.find_spec(package) is None:
-                value = getattr(self.config, field)
-                raise UserError(
-                    f"{field} is {value}, and the package {package} is not installed: {pip_install(field)}, or leave "
-                    f"{field} out"
-                )
-
     def _parts(
         self,
         run: Path,
@@ -435,12 +341,6 @@ class Experiment:
         origin: ResumeSpec,
         bucket: BucketRun | None,
     ) -> Parts:
-        config, trackers = self.config, list[Tracker]()
-        if is_primary() and config.wandb != "off":
-            about = {"name": config.name, "notes": config.notes, "tags": config.tags}
-            trackers.append(WandbTracker(run, config.wandb, config.wandb_project, **about, config=config.to_dict()))
-        if is_primary() and config.tensorboard:
-            trackers.append(TensorboardTracker(run, config.to_dict()))
         return Parts(
             components.build,
             components.optimizer,
@@ -453,7 +353,7 @@ class Experiment:
             grad_accum=components.grad_accum,
             amend=amend,
             origin=origin,
-            trackers=trackers,
+            trackers=trackers_of(self.config, run),
             bucket=bucket,
             options=components.options,
         )
@@ -473,11 +373,11 @@ class Experiment:
             sample = ""
             if broadcast_from_primary("a sample at the end", "yes" if wants_sample and not is_shown else ""):
                 try:
-                    sample = self._sample(loop, tokenizer, prompt)
+                    sample = sample_text(self.config, loop, tokenizer, prompt)
                 except Exception as error:
                     sample = f"no sample: {(str(error) or repr(error)).splitlines()[0]}"
             if is_primary() and not is_shown:
-                curve = "" if os.environ.get(TRIAL) == "1" else _draw(run)  # matplotlib takes a second
+                curve = "" if os.environ.get(TRIAL) == "1" else draw_curve(run)  # matplotlib takes a second
                 if sample:
                     loop.held.log.sample(sample)
                 for text in filter(None, (curve, f"run directory: {bucket or run}")):
@@ -488,20 +388,6 @@ class Experiment:
         if bucket is not None:
             bucket.close()  # with the last lines of the log
         barrier("end of the run", LAST_WORDS_LIMIT_S)  # a rank that ends starts the launcher's time limit for rank 0
-
-    def _sample(self, loop: Loop, tokenizer: Tokenizer | None, prompt: list[int]) -> str:
-        """A sample of text from the model, on rank 0; every rank takes part, because each has a part of the model."""
-        if tokenizer is None:
-            return "no tokenizer: no sample"
-        model, context = loop.state.local_model(), self.config.max_context
-        if not is_primary():
-            return ""
-        count, seed = min(SAMPLE_TOKENS, context // 2), self.config.seed
-        ends: Any = {"eos_id": tokenizer.eos_id, "known_V": known_ids(tokenizer.ids, self.config.vocab_size or 0)}
-        new = generate(model, prompt, count, max_context=context, seed=seed, **ends)
-        before = self.config.sample_prompt
-        text = printable(before + "".join(pieces(tokenizer, new, before, prompt)))
-        return "\n".join(["a sample of the text that the model generates:", *text.split("\n")[:SAMPLE_LINES]])
 
 
 @contextlib.contextmanager
@@ -518,13 +404,3 @@ def _nothing_left_behind(directory: RunDirectory) -> Iterator[None]:
     except BaseException:
         discard()
         raise
-
-
-def _draw(run: Path) -> str:
-    try:
-        draw_losses(read_runs([run]), run / CURVE)
-    except ImportError:
-        return f"no loss curve: it needs matplotlib: {pip_install('plot')}"
-    except Exception as error:
-        return f"no loss curve: {error!r}"
-    return f"loss curve: {run / CURVE}"

@@ -1,0 +1,93 @@
+"""Where a run continues from, and which data it has read until then."""
+
+import difflib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from roxxel_dist.checkpoint.metadata import CheckpointRef
+from roxxel_dist.cluster.exit_codes import MissingFileError, UserError
+from roxxel_dist.data.dataset import Roxxel
+from roxxel_dist.data.files.discovery import absolute, is_tokens
+from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.place.directory import CONFIG, TOKENIZER, check_still_there
+from roxxel_dist.place.files import check_run_folder
+from roxxel_dist.place.run_place import local_run
+from roxxel_dist.run.record import RunMetadata, data_of, forked_from, saved_config
+from roxxel_dist.settings.config import RECORD, Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """Where a run continues from: its own checkpoint, the run that it is forked from, or nothing."""
+
+    saved: dict[str, Any]
+    """The config that its directory holds; empty for a new run."""
+    fork: CheckpointRef | None
+    """The checkpoint that it is, or was, forked from."""
+    skip_steps: tuple[int, int] | None
+    """The steps whose rows the fork leaves out."""
+    config: dict[str, Any]
+    """`saved`, or that of the run which a new one is forked from."""
+
+    @property
+    def new_fork(self) -> CheckpointRef | None:
+        """The checkpoint that a new run is forked from."""
+        return None if self.saved else self.fork
+
+    @classmethod
+    def read(
+        cls, run: Path, resume: bool, fork: str | None, skip_steps: tuple[int, int] | None, *, in_bucket: bool
+    ) -> Self:
+        """The run to continue from. Raises UserError for one that cannot be continued in this way."""
+        check_still_there(run)
+        if not in_bucket:
+            check_run_folder(run)  # before a config there is read that is not of a run
+        saved = saved_config(run) if resume else {}
+        if in_bucket and saved and RECORD not in saved:
+            raise UserError(f"run_dir has a {CONFIG} which no run made: name another prefix in the bucket")
+        parent, skipped = forked_from(fork, skip_steps, saved, run)
+        config = saved_config(local_run(parent.run)) if parent and not saved else saved
+        past = cls(saved=saved, fork=parent, skip_steps=skipped, config=config)
+        if program := RunMetadata.of(past.config).program:
+            raise UserError(
+                f"{parent.run if parent and not saved else run} was trained by {program}, with a Trainer of parts: "
+                f"start that program again; it continues from the newest checkpoint"
+            )
+        if merged := RunMetadata.of(past.config).merged_from:
+            place = parent.run if parent and not saved else run
+            raise UserError(
+                f"{place} is merged from checkpoints of {merged['run']} and has no moments to go on with: begin a new "
+                f"run with its weights (init_from={place})"
+            )
+        return past
+
+    def is_other_data(self, config: Config, data_path: str | Path | None) -> bool:
+        """Whether a resumed run gets other data than it has read so far."""
+        before, path = RunMetadata.of(self.saved), config.primary_path(data_path)
+        if path is None or before.data_path is None:
+            return False
+        if os.path.realpath(absolute(path)) == os.path.realpath(before.data_path):
+            return False
+        if not is_tokens(path):
+            return True
+        with Roxxel(path, dtype=config.data_dtype, remote=config.part(RemoteConfig)) as data:
+            return data.fingerprint != before.corpus
+
+    def data_path(
+        self, run: Path, config: Config, data_path: str | Path | None, resume: bool, is_other_data: bool
+    ) -> str | Path | None:
+        """The path of the primary data set: as given, or as the earlier run recorded it."""
+        path = config.primary_path(data_path) or data_of(self.config, self.new_fork and self.new_fork.run)
+        if resume and not self.config and path is None:
+            near = difflib.get_close_matches(run.name, [file.parent.name for file in run.parent.glob(f"*/{CONFIG}")])
+            hint = f"did you mean {run.parent / near[0]}?" if near else "check run_dir"
+            raise MissingFileError(f"there is no run {run}: {hint}; a new one needs data_path=PATH")
+        if is_other_data and not is_tokens(path or ""):
+            raise UserError(
+                f"data_path is {path}, and {run} was started with {RunMetadata.of(self.saved).data_path}: leave it "
+                f"out, or make shards of the text with the run's {TOKENIZER} and `roxxel-dist data build`, and amend "
+                f"the run with them (amend=True)"
+            )
+        return path
