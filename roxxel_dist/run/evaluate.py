@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from roxxel_dist.checkpoint.metadata import CheckpointRange, CheckpointRef
+from roxxel_dist.checkpoint.metadata import BaseModelRef, CheckpointRange, CheckpointRef
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.distributed import initialize
@@ -22,6 +22,7 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import NoShardsError, absolute, is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
+from roxxel_dist.data.tasks import Task
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 from roxxel_dist.place.directory import METRICS, TOKENIZER, no_run
 from roxxel_dist.place.run_place import local_run
@@ -33,7 +34,7 @@ from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.evaluator import Validation, gives_nats, summarize
 from roxxel_dist.train.log.csv_jsonl import read_rows
 from roxxel_dist.train.step.compile import AotCompiler
-from roxxel_dist.train.step.state import init_state
+from roxxel_dist.train.step.state import TrainState, init_state
 from roxxel_dist.train.step.step import fetch, make_eval_step
 from roxxel_dist.train.task_scores import TaskScores, of_task
 from roxxel_dist.weights.base import load_base_params, open_checkpoint
@@ -125,36 +126,11 @@ def evaluate(
             config = _with_kernel(config, plan, saved)
             found = open_tasks(config, _tokenizer(folder, data), tasks, "eval_tasks" if tasks is None else "--tasks")
             components, sets = _components(config, data, plan, validation, folder, needed=not found)
-            options, mesh = components.options, _mesh(components)
-            # Moments are not read: it takes the memory of the weights alone.
-            split, state, hparams = init_state(
-                components.build,
-                lambda params: {},
-                mesh,
-                fsdp=options.fsdp,
-                dtype=jnp.bfloat16 if options.use_bf16 else None,
-                restored=True,
-                load=None if base is None else functools.partial(load_base_params, base.at(options.init_from)),
-            )
-            compiler = AotCompiler(mesh)
+            compiler = AotCompiler(_mesh(components))
             held.callback(compiler.close)
-            dtype, sharding = jnp.bfloat16 if options.bf16_compute else None, batch_sharding(mesh)
-            eval_step = make_eval_step(split, components.loss, dtype)
-            train = components.curriculum.primary_streamer
-            evaluator = Validation(
-                sets,
-                train,
-                eval_step,
-                compiler,
-                sharding,
-                options.eval_iters,
-                counts_bytes=gives_nats(
-                    components.loss, split.merge(state.params, state.rest, hparams, training=False)
-                ),
-            )
+            state, hparams, evaluator, scores = _measures(components, sets, found, plan, base, compiler)
             evaluator.check(shape)
             evaluator.prepare(state, hparams, shape)
-            scores = TaskScores(found, split, compiler, sharding, plan.shapes, dtype)
             scores.check(state, hparams)
             scores.prepare(state, hparams)
             weights = {name: leaves for name in ("params", "rest") if (leaves := getattr(state, name))}
@@ -275,6 +251,39 @@ def _components(
             f"data): name some, as in --validation '{{code: data/code}}'"
         )
     return components, sets
+
+
+def _measures(
+    components: RunComponents,
+    sets: Mapping[str, Roxxel],
+    tasks: Sequence[Task],
+    plan: Plan,
+    base: BaseModelRef | None,
+    compiler: AotCompiler,
+) -> tuple[TrainState, dict[str, jax.Array], Validation, TaskScores]:
+    """The abstract state, the inputs of every step, and what measures the data sets and the tasks."""
+    options, mesh = components.options, compiler.mesh
+    # Moments are not read: it takes the memory of the weights alone.
+    split, state, hparams = init_state(
+        components.build,
+        lambda params: {},
+        mesh,
+        fsdp=options.fsdp,
+        dtype=jnp.bfloat16 if options.use_bf16 else None,
+        restored=True,
+        load=None if base is None else functools.partial(load_base_params, base.at(options.init_from)),
+    )
+    dtype, sharding = jnp.bfloat16 if options.bf16_compute else None, batch_sharding(mesh)
+    evaluator = Validation(
+        sets,
+        components.curriculum.primary_streamer,
+        make_eval_step(split, components.loss, dtype),
+        compiler,
+        sharding,
+        options.eval_iters,
+        counts_bytes=gives_nats(components.loss, split.merge(state.params, state.rest, hparams, training=False)),
+    )
+    return state, hparams, evaluator, TaskScores(tasks, split, compiler, sharding, plan.shapes, dtype)
 
 
 def _tokenizer(run: Path, data: Roxxel) -> Tokenizer | None:
