@@ -50,7 +50,6 @@ KINDS: Mapping[str, Kind] = {
     "Ctrl-C twice": Kind(codes=(42, 130, 137, -2)),
     "stop data workers": Kind(codes=(42, 143, 137, -15)),
 }
-LINKS = ("cut link", "drop link", "launcher's link")
 
 
 @dataclass(frozen=True, kw_only=True)

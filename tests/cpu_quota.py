@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 PERIOD_US = 100_000
 BUSY = "while True: pass"
 GROUPS = Path("/sys/fs/cgroup")
@@ -21,14 +19,6 @@ def missing() -> str | None:
         if (top / "cgroup.procs").exists() and os.access(top / "cgroup.procs", os.W_OK):
             return None
     return "a quota needs the right to write into /sys/fs/cgroup, which root of a machine has"
-
-
-def cpu_share(pid: int, seconds: float = 2.0) -> float:
-    """CPUs that a process uses."""
-    process, begun = psutil.Process(pid), time.monotonic()
-    before = sum(process.cpu_times()[:2])
-    time.sleep(seconds)
-    return (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - begun)
 
 
 @contextlib.contextmanager

@@ -446,16 +446,8 @@ def read_model(
     return below(kind, arrays), below(REST, arrays)
 
 
-def read_arrays(checkpoint: Path, like: Any) -> Any:
-    """Some arrays of a checkpoint, a tree of those of its state, whole and in memory."""
-    restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
-    args = ocp.args.PyTreeRestore(item=like, restore_args=restore_args, partial_restore=True)
-    with quiet_orbax(), contextlib.closing(array_handler()) as handler:
-        return handler.restore(epath.Path(checkpoint / STATE), args=args)
-
-
 def read_named(checkpoint: Path, names: Collection[str]) -> dict[str, np.ndarray]:
-    """The same by their names in `shapes`."""
+    """Some arrays of a checkpoint by their names in `shapes`, whole and in memory."""
     with quiet_orbax(), contextlib.closing(array_handler()) as handler:
         tree = handler.metadata(epath.Path(checkpoint / STATE)).tree
         named = partial(jax.tree_util.keystr, simple=True, separator="/")

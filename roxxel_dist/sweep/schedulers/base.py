@@ -42,12 +42,6 @@ class Scheduler(Protocol):
         ...
 
 
-def by_value(history: History) -> list[int]:
-    """The paused trials that have reported, those with the worst value first."""
-    value = {number: history.sign * trial.value for number, trial in history.paused.items() if trial.value is not None}
-    return sorted(value, key=lambda number: (-value[number], -number))
-
-
 def as_far_behind(history: History) -> dict[int, float]:
     """Estimates of the results of unfinished trials, for the sampler.
 
