@@ -7,13 +7,13 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from roxxel_dist.cluster.accelerators import peak_flops
 from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_for_run
@@ -330,30 +330,21 @@ def _estimate(
         speed, tokens_per_s, flops_per_s = _speed(request, mesh, bf16=options.bf16_compute or options.use_bf16)
 
     view = TrainView(split, state, hparams)
-    flops_of, phases = view.flops_per_token(), list[PhaseEstimate]()
-    for (first, stop), (needs, cost) in zip(phase_spans, compiled, strict=True):
-        shape, tokens = plan.segment(stop - 1).shape, plan.tokens(stop) - plan.tokens(first)
-        layout = batch_layout(sharding, shape.batch_size, shape.seq_len, grad_accum)
-        flops, seconds = tokens * flops_of(shape.seq_len), None
-        if tokens_per_s:
-            seconds = tokens / tokens_per_s
-        elif flops_per_s:
-            seconds = flops / (flops_per_s * layout.pieces * layout.together)
-        phases.append(
-            _phase(
-                components,
-                plan,
-                (first, stop),
-                layout,
-                processes,
-                tokens=tokens,
-                flops_per_token=flops_of(shape.seq_len),
-                flops=flops,
-                seconds=seconds,
-                memory=needs,
-                target=cost,
-            )
+    flops_of = view.flops_per_token()
+    phases = [
+        _phase_on_mesh(
+            components,
+            plan,
+            span,
+            sharding,
+            processes,
+            flops_of=flops_of,
+            speeds=(tokens_per_s, flops_per_s),
+            memory=needs,
+            target=cost,
         )
+        for span, (needs, cost) in zip(phase_spans, compiled, strict=True)
+    ]
     params: dict[str, Any] = {**view.frozen, **view.params}
     other = {name: leaf for name, leaf in hparams.items() if name not in split.frozen.names}
     limit = _memory_limit(mesh, request, target)
@@ -383,16 +374,7 @@ def _estimate(
             **({"average": device_bytes(view.evaluated)} if view.evaluated is not view.params else {}),
             "other": device_bytes((state.step, state.rest, state.health, other)),
         },
-        arrays=tuple(
-            {
-                "name": name,
-                "shape": list(leaf.shape),
-                "dtype": str(leaf.dtype),
-                "cut": [None if axis is None else str(axis) for axis in leaf.sharding.spec],
-                "device_bytes": device_bytes(leaf),
-            }
-            for name, leaf in params.items()
-        ),
+        arrays=_arrays(params),
         fsdp=config.fsdp,
         grad_accum=grad_accum,
         devices=mesh.size,
@@ -420,6 +402,57 @@ def _virtual_shards_notes(count: int, curriculum: Curriculum, target: TargetComp
         f"while a step lasts",
         *(f"phase {i + 1}: virtual_shards is {count}, {text}" for i, text in enumerate(texts) if text),
     ]
+
+
+def _phase_on_mesh(
+    components: RunComponents,
+    plan: Plan,
+    span: tuple[int, int],
+    sharding: NamedSharding,
+    processes: int,
+    *,
+    flops_of: Callable[[int], float],
+    speeds: tuple[float | None, float | None],
+    memory: StepMemory | None,
+    target: TargetPhase | None,
+) -> PhaseEstimate:
+    """The estimate of a phase; `speeds` are tokens and FLOPs in a second, of which one is known or none."""
+    first, stop = span
+    tokens_per_s, flops_per_s = speeds
+    shape, tokens = plan.segment(stop - 1).shape, plan.tokens(stop) - plan.tokens(first)
+    layout = batch_layout(sharding, shape.batch_size, shape.seq_len, components.grad_accum)
+    flops, seconds = tokens * flops_of(shape.seq_len), None
+    if tokens_per_s:
+        seconds = tokens / tokens_per_s
+    elif flops_per_s:
+        seconds = flops / (flops_per_s * layout.pieces * layout.together)
+    return _phase(
+        components,
+        plan,
+        span,
+        layout,
+        processes,
+        tokens=tokens,
+        flops_per_token=flops_of(shape.seq_len),
+        flops=flops,
+        seconds=seconds,
+        memory=memory,
+        target=target,
+    )
+
+
+def _arrays(params: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """`RunEstimate.arrays` of parameters by name."""
+    return tuple(
+        {
+            "name": name,
+            "shape": list(leaf.shape),
+            "dtype": str(leaf.dtype),
+            "cut": [None if axis is None else str(axis) for axis in leaf.sharding.spec],
+            "device_bytes": device_bytes(leaf),
+        }
+        for name, leaf in params.items()
+    )
 
 
 def _phase(
