@@ -117,7 +117,7 @@ def measured(kind, packed, accum, sharded):
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "virtual shards"])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("kind", ["none", "counts", "shares", "zero"])
-@pytest.mark.parametrize("accum", [1, 2, 4])
+@pytest.mark.parametrize("accum", [1, pytest.param(2, marks=pytest.mark.long), 4])
 def test_every_number_is_that_of_the_whole_batch(kind, packed, accum, sharded):
     grads, params, scalars, validation = measured(kind, packed, accum, sharded)
     expected, numbers = plain(kind, packed)
