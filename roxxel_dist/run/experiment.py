@@ -4,10 +4,9 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from roxxel_dist.checkpoint.metadata import ResumeSpec, read_cursor
 from roxxel_dist.cluster import interrupt
@@ -39,7 +38,7 @@ from roxxel_dist.run.components import (
 )
 from roxxel_dist.run.last_words import draw_curve, sample_text
 from roxxel_dist.run.layout_mark import line_for
-from roxxel_dist.run.past import Past
+from roxxel_dist.run.past import Past, check_nothing_new
 from roxxel_dist.run.record import (
     RunMetadata,
     changed_from,
@@ -292,7 +291,7 @@ class Experiment:
         if not broadcast_from_primary("the run was finished", "yes" if finished else ""):
             return False
         other_data = {"data_path": RunMetadata.of(past.saved).data_path} if is_other_data else {}
-        self._check_nothing_new(run, step, changed | other_data)
+        check_nothing_new(run, self.config, step, changed | other_data)
         if is_primary():
             anew = f"to train again from step 1, remove {run} or name another run_dir"
             print(f"this run is finished: its last step, {step}, is saved in {run}; {anew}", flush=True)
@@ -303,20 +302,9 @@ class Experiment:
     ) -> None:
         """Raises UserError for changes to a finished run, and unless it `is_free` to, for other bits of later steps."""
         if loop.position.finished:
-            self._check_nothing_new(run, loop.position.step, changed_from(past.saved, self.config))
+            check_nothing_new(run, self.config, loop.position.step, changed_from(past.saved, self.config))
         elif loop.position.step and not is_free:
             on_primary("same bits", lambda: check_same_bits(past.saved, self.config, components.kernel))
-
-    def _check_nothing_new(self, run: Path, step: int, before: Mapping[str, Any]) -> None:
-        """Raises UserError for changes to a finished run; `before` has the old values of the changed fields."""
-        if not before:
-            return
-        changes = [f"{name} {old} -> {getattr(self.config, name, 'other data')}" for name, old in before.items()]
-        raise UserError(
-            f"{run} is finished after step {step}, and a change would do nothing ({', '.join(changes)}): leave it out. "
-            f"To continue, give a larger max_steps while its phases have steps left, or longer phases and amend=True. "
-            f"Or start a new run from a kept checkpoint with fork=RUN@STEP"
-        )
 
     def _open(self, path: str | Path | None, run: Path, resume: bool, past: Past, bucket: BucketRun | None) -> Roxxel:
         """The corpus; rank 0 makes it from text if necessary."""

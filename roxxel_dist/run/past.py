@@ -2,6 +2,7 @@
 
 import difflib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -91,3 +92,15 @@ class Past:
                 f"the run with them (amend=True)"
             )
         return path
+
+
+def check_nothing_new(run: Path, config: Config, step: int, before: Mapping[str, Any]) -> None:
+    """Raises UserError for changes to a finished run; `before` has the old values of the changed fields."""
+    if not before:
+        return
+    changes = [f"{name} {old} -> {getattr(config, name, 'other data')}" for name, old in before.items()]
+    raise UserError(
+        f"{run} is finished after step {step}, and a change would do nothing ({', '.join(changes)}): leave it out. "
+        f"To continue, give a larger max_steps while its phases have steps left, or longer phases and amend=True. "
+        f"Or start a new run from a kept checkpoint with fork=RUN@STEP"
+    )
