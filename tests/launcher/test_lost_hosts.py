@@ -1,6 +1,5 @@
 """A job that goes on without a host takes it in again when it is back."""
 
-import hashlib
 import json
 import signal
 import subprocess
@@ -120,75 +119,120 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [{name: json.loads(line)[name] for name in names} for line in lines]
 
 
+class Training:
+    """A training on hosts of a cluster that goes on with fewer of them, and the same one of one process."""
+
+    def __init__(self, hosts: Cluster, folder: Path, config: dict[str, Any]) -> None:
+        self.hosts, self.folder = hosts, folder
+        self.whole, self.elastic = folder / "whole", folder / "elastic"
+        tokens = np.random.default_rng(0).integers(0, 500, 1 << 16, np.uint16)
+        (folder / "data").mkdir()
+        Roxxel(folder / "data" / "corpus_*.rox").write([tokens], separator=None, vocab_size=500)
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        for name in (*hosts.names, CONTROLLER):
+            (folder / "tmp" / name).mkdir(parents=True)
+            if name != CONTROLLER:
+                hosts.set_env(name, TMPDIR=str(folder / "tmp" / name))
+        self._train = ["train", "--config", "config.yaml", "--data_path", "data"]
+        self._options = ["--env", f"XLA_FLAGS={FAST}", "--max-restarts", 9]  # flags decide bits
+
+    def alone(self, devices: int, *more: object) -> None:
+        """All of it in one process."""
+        words = ["launch", "local", *self._options, "--devices-per-proc", devices, "--", *self._train]
+        done = subprocess.run(
+            [sys.executable, "-m", "roxxel_dist", *map(str, (*words, "--run_dir", self.whole, *more))],
+            cwd=self.folder, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def start(self) -> None:
+        """On all hosts, a device each."""
+        options = [*self._options, "--devices-per-proc", 1, "--", *self._train, "--run_dir", self.elastic]
+        self.launch = started(self.hosts, self.folder, *options, TMPDIR=str(self.folder / "tmp" / CONTROLLER))
+
+    def screen(self) -> str:
+        return (self.folder / "screen.txt").read_text()
+
+    def passed(self, step: int) -> None:
+        """Wait until it is."""
+        end = time.monotonic() + 300
+        while not any(row["step"] >= step for row in rows(self.elastic)):
+            assert self.launch.poll() is None, self.screen()
+            assert time.monotonic() < end, self.screen()
+            time.sleep(0.05)
+
+    def rank_of(self, host: str) -> psutil.Process:
+        workers = [psutil.Process(pid) for pid in self.hosts.processes(host)]
+        return next(
+            p for p in workers if "roxxel_dist.launcher.host.worker" in p.cmdline() and p.name() != "roxxel-spare"
+        )
+
+    def restored(self, host: str, until: Until) -> None:
+        """The job has its host again."""
+        rank = self.rank_of("h1")
+        rank.suspend()  # the rest of the steps would take less time than two looks at the host
+        self.hosts.restore(host)
+        until(lambda: f"{host} can be used again" in self.screen(), "the host")
+        rank.resume()
+
+    def ended(self, last: int) -> None:
+        """Wait for its end; all of it has the bits of the one that was alone."""
+        assert self.launch.wait(400) == 0, self.screen()
+        assert [row["step"] for row in rows(self.elastic)] == list(range(1, last + 1))
+        assert rows(self.elastic) == rows(self.whole)
+        weights = [(run / "model_weights.msgpack").read_bytes() for run in (self.elastic, self.whole)]
+        assert weights[0] == weights[1]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_run_that_loses_a_host_gets_it_back_and_is_killed_twice_has_the_bits_of_one_that_was_left_alone(
     cluster: Callable[[int], Cluster], tmp_path: Path, until: Until
 ) -> None:
     hosts = cluster(2)
-    tokens = np.random.default_rng(0).integers(0, 500, 1 << 16, np.uint16)
-    (tmp_path / "data").mkdir()
-    Roxxel(tmp_path / "data" / "corpus_*.rox").write([tokens], separator=None, vocab_size=500)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-    for name in (*hosts.names, CONTROLLER):
-        (tmp_path / "tmp" / name).mkdir(parents=True)
-        if name != CONTROLLER:
-            hosts.set_env(name, TMPDIR=str(tmp_path / "tmp" / name))
-    train = ["train", "--config", "config.yaml", "--data_path", "data"]
-    whole, elastic = tmp_path / "whole", tmp_path / "elastic"
-    options = ["--env", f"XLA_FLAGS={FAST}", "--max-restarts", 9]  # flags decide bits
-    words = ["launch", "local", *options, "--devices-per-proc", 4, "--", *train, "--run_dir", whole]
-    done = subprocess.run(
-        [sys.executable, "-m", "roxxel_dist", *map(str, words)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-    options += ["--devices-per-proc", 1]
-    launch = started(
-        hosts, tmp_path, *options, "--", *train, "--run_dir", elastic, TMPDIR=str(tmp_path / "tmp" / CONTROLLER)
-    )
-
-    def passed(step: int) -> None:
-        def is_there() -> bool:
-            assert launch.poll() is None, (tmp_path / "screen.txt").read_text()
-            return any(row["step"] >= step for row in rows(elastic))
-
-        end = time.monotonic() + 300
-        while not is_there():
-            assert time.monotonic() < end, (tmp_path / "screen.txt").read_text()
-            time.sleep(0.05)
-
-    def rank_of(host: str) -> psutil.Process:
-        workers = [psutil.Process(pid) for pid in hosts.processes(host)]
-        return next(
-            p for p in workers if "roxxel_dist.launcher.host.worker" in p.cmdline() and p.name() != "roxxel-spare"
-        )
-
-    passed(30)
-    rank_of("h2").kill()
-    passed(70)
+    training = Training(hosts, tmp_path, CONFIG)
+    training.alone(4)
+    training.start()
+    training.passed(30)
+    training.rank_of("h2").kill()
+    training.passed(70)
     hosts.cut("h2")
-    passed(140)
-    rank = rank_of("h1")
-    rank.suspend()  # the rest of the steps would take less time than two looks at the host
-    hosts.restore("h2")
-    until(lambda: "h2 can be used again" in (tmp_path / "screen.txt").read_text(), "the host")
-    rank.resume()
-    passed(170)
-    rank_of("h1").kill()
-    assert launch.wait(400) == 0, (tmp_path / "screen.txt").read_text()
-    screen = (tmp_path / "screen.txt").read_text()
-    assert "going on without h2: 1 of 2 devices" in screen
-    assert WORDS in screen
-    assert screen.count("signal SIGKILL") == 2
-    assert [row["step"] for row in rows(elastic)] == list(range(1, 201))
-    assert rows(elastic) == rows(whole)
-    weights = [hashlib.sha256((run / "model_weights.msgpack").read_bytes()).hexdigest() for run in (elastic, whole)]
-    assert weights[0] == weights[1]
+    training.passed(140)
+    training.restored("h2", until)
+    training.passed(170)
+    training.rank_of("h1").kill()
+    training.ended(200)
+    assert "going on without h2: 1 of 2 devices" in training.screen()
+    assert WORDS in training.screen()
+    assert training.screen().count("signal SIGKILL") == 2
+
+
+SLICES: dict[str, Any] = CONFIG | {
+    "dim": 96, "hidden_dim": 840, "virtual_shards": 4, "fsdp": True,  # 2 and 3 devices cut its matrices
+    "phases": [{"steps": 60, "batch_size": 8, "seq_len": 33}, {"steps": 40, "batch_size": 4, "seq_len": 65}],
+}  # fmt: skip
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_slices_of_three_hosts_then_of_two_and_of_three_again_have_the_bits_of_one_process(
+    cluster: Callable[[int], Cluster], tmp_path: Path, until: Until
+) -> None:
+    hosts = cluster(3)
+    training = Training(hosts, tmp_path, SLICES)
+    training.alone(1)
+    training.start()
+    training.passed(15)
+    hosts.cut("h3")
+    training.passed(45)
+    training.restored("h3", until)
+    training.passed(75)
+    training.ended(100)
+    assert "going on without h3: 2 of 3 devices" in training.screen()
+    assert "every rank saved and exited (42); the job continues with h3" in training.screen()
+    starts = [line.split("rank 0 of ")[1][0] for line in training.screen().splitlines() if "rank 0 of " in line]
+    assert [*dict.fromkeys(starts)] == ["3", "2"], starts
+    assert starts[-1] == "3", starts
 
 
 GROWS = """
