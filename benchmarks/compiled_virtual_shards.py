@@ -38,7 +38,7 @@ def simulated(shards: int, folder: Path) -> dict[str, Any]:
     from roxxel_dist.input.stream import Stream
     from roxxel_dist.run.components import build_components, open_corpus
     from roxxel_dist.run.estimate.abstract_steps import Steps
-    from roxxel_dist.run.estimate.exact_steps import measure_exact
+    from roxxel_dist.run.estimate.exact_cost import measure_exact
     from roxxel_dist.run.estimate.target_steps import TargetCompiler
 
     class Simulated(TargetCompiler):

@@ -9,7 +9,7 @@ from typing import Any
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.run.components import RunComponents, build_components
 from roxxel_dist.run.estimate.abstract_steps import StepMemory, Steps, memory_analysis
-from roxxel_dist.run.estimate.exact_steps import measure_exact, simulated_mesh
+from roxxel_dist.run.estimate.exact_cost import measure_exact, simulated_mesh
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase, one_device_flops
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.step.throughput import device_bytes
