@@ -41,6 +41,7 @@ CASES = {
     "scanned layers, recomputed": {"scan_layers": True, "num_blocks": 2, "gradient_checkpointing": True},
     "mup": {"parametrization": "mup", "base_dim": 96},
     "loss in chunks, untied": {"loss_chunk": 8, "weight_tying": False},
+    "matrices that 7 devices cut and 8 do not": {"dim": 94, "head_size": 94, "hidden_dim": 1001, "vocab_size": 1001},
     "8 rows, then 1": {
         "phases": [{"steps": 2, "batch_size": 8, "seq_len": 17}, {"steps": 1, "batch_size": 1, "seq_len": 33}],
     },
@@ -52,7 +53,12 @@ LAYOUTS = {
     "copies of slices": {"n_devices": 6, "fsdp": True, "fsdp_devices": 3},
     "slices over the axis of rows": {"n_devices": 3, "fsdp": True, "fsdp_devices": 1},
 }
-EVEN = ["one device", "copies", "slices"]
+SEVEN = {"slices of seven": {"n_devices": 7, "fsdp": True}}
+LAYOUTS_OF = {
+    "8 rows, then 1": {name: LAYOUTS[name] for name in ("one device", "copies", "slices")},
+    "matrices that 7 devices cut and 8 do not": {"one device": LAYOUTS["one device"], **SEVEN},
+}
+"""Of these cases not all."""
 
 
 class Net(nnx.Module):
@@ -99,6 +105,18 @@ def base(data, tmp_path_factory):
     return str(run)
 
 
+@pytest.mark.long
+def test_a_loss_is_no_sum_over_micro_batches_or_devices(data, tmp_path):
+    """Of the first step, before any update: a log that forgets to divide shows another number."""
+    losses = set()
+    for number, more in enumerate(({}, {"grad_accum": 2}, {"n_devices": 8, "fsdp": True}, {"virtual_shards": 0})):
+        run = tmp_path / str(number)
+        fields = FIELDS | {"dropout_rate": 0.0, "max_steps": 1, "n_devices": 1} | more
+        Experiment(Config(**fields)).fit(data, run)
+        losses.add(round(json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["train_loss"], 4))
+    assert len(losses) == 1, losses
+
+
 def hash_of(run):
     """Of all numbers of the log and of all bytes of the weights file."""
     names = ("step", "train_loss", "train_bal", "val_loss", "grad_norm", "update_norm", "digest")
@@ -113,9 +131,9 @@ def hash_of(run):
 def test_the_bits_of_one_device(name, data, base, tmp_path):
     fields = FIELDS | CASES[name] | ({"init_from": base} if "use_lora" in CASES[name] else {})
     hashes, cut = {}, {}
-    for layout in EVEN if name == "8 rows, then 1" else LAYOUTS:
+    for layout, devices in LAYOUTS_OF.get(name, LAYOUTS).items():
         run = tmp_path / layout.replace(" ", "-")
-        Experiment(Config(**fields, **LAYOUTS[layout])).fit(data, run)
+        Experiment(Config(**fields, **devices)).fit(data, run)
         hashes[layout] = hash_of(run)
         blocks = RunRecord.read(run).checkpoint(3)[1].blocks
         cut[layout] = any(len(each) > 1 for each in blocks.values())
