@@ -232,6 +232,8 @@ class CheckpointMetadata:
     versions."""
     exact_update: int = WHOLE_UPDATE
     """How a run with virtual shards updates its parameters; it goes on as it began."""
+    virtual_shards: int | None = None
+    """Those of the run; None without, and in checkpoints of earlier versions."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, with the keys that checkpoints have had from the beginning."""
@@ -245,6 +247,8 @@ class CheckpointMetadata:
             saved["digest"] = self.digest
         if self.exact_update != WHOLE_UPDATE:  # which runs have that do not say
             saved["exact_update"] = self.exact_update
+        if self.virtual_shards is not None:
+            saved["virtual_shards"] = self.virtual_shards
         return saved
 
     @classmethod
@@ -256,6 +260,7 @@ class CheckpointMetadata:
             base=BaseModelRef.from_dict(saved["base"]) if "base" in saved else None,
             digest=saved.get("digest", ""),
             exact_update=saved.get("exact_update", WHOLE_UPDATE),
+            virtual_shards=saved.get("virtual_shards"),
             **{name: saved[name] for name in _SAME_KEY if name in saved},
         )
 

@@ -129,6 +129,7 @@ class _RequestedRun:
         self.store, self.folder, self.copy, self.exact_update = store, store.folder.parent, copy, exact_update
         self.curriculum, self.optimizer, self.options, self.amend = curriculum, optimizer, options, amend
         self.fingerprint = run_fingerprint(curriculum, options.seed)
+        self.shards = options.virtual_shards or None
         self.shapes = curriculum.shapes
 
     def resume_latest(self) -> ResumePoint:
@@ -136,7 +137,9 @@ class _RequestedRun:
         copy, options = self.copy, self.options
         step = self.store.latest_step() if copy is None else copy.step
         if step is None:
-            metadata = CheckpointMetadata(exact_update=self.exact_update, **self.fingerprint)
+            metadata = CheckpointMetadata(
+                exact_update=self.exact_update, virtual_shards=self.shards, **self.fingerprint
+            )
             return ResumePoint(0, self.curriculum.plan(options.seed), metadata)
         saved = self.store.metadata(step) if copy is None else copy.metadata
         before = self._begun_with(saved)
@@ -144,13 +147,24 @@ class _RequestedRun:
         if finished and not self.amend:
             self._check_unchanged(saved, before)
             return ResumePoint(step, before, saved, copy=copy)
+        self._check_shards(saved, step)
         plan = self._plan_to_follow(saved, step, self.folder, amend=self.amend)
         notes: tuple[str, ...] = ()
         if len(plan.amendments) > len(before.amendments):
             notes = self._plan_notes(saved, before, plan, step)
             # Else a run that ended by `patience` would end again at once.
             saved = replace(saved, early_stopping=saved.early_stopping.patient())
-        return ResumePoint(step, plan, replace(saved, **self.fingerprint), notes, copy=copy)
+        saved = replace(saved, virtual_shards=self.shards, **self.fingerprint)
+        return ResumePoint(step, plan, saved, notes, copy=copy)
+
+    def _check_shards(self, saved: CheckpointMetadata, step: int) -> None:
+        """Raises UserError where the next steps would not have the bits that virtual shards give."""
+        was, now = saved.virtual_shards, self.options.virtual_shards
+        if was not in (None, now) and not self.amend:
+            raise UserError(
+                f"virtual_shards is {now}, and the run in {self.folder} has {was}: from step {step + 1} on its bits "
+                f"would be others. Leave it as it was, or accept that with amend=True"
+            )
 
     def _begun_with(self, saved: CheckpointMetadata) -> Plan:
         """The plan of a checkpoint; the curriculum is taken in its order from now on."""
@@ -194,7 +208,11 @@ class _RequestedRun:
             step,
             plan,
             CheckpointMetadata(
-                base=saved.base, digest=saved.digest, exact_update=self.exact_update, **self.fingerprint
+                base=saved.base,
+                digest=saved.digest,
+                exact_update=self.exact_update,
+                virtual_shards=self.shards,
+                **self.fingerprint,
             ),
             notes=(note, *self._plan_notes(saved, before, plan, step)),
             source=source,

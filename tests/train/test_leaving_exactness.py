@@ -8,9 +8,11 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from runs import make
 
-from roxxel_dist import Roxxel
+from roxxel_dist import Phase, Roxxel
 from roxxel_dist.cli import main
+from roxxel_dist.cluster.exit_codes import UserError
 
 CONFIG = {
     "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 32, "lr": 0.01, "virtual_shards": 4, "n_devices": 2,
@@ -96,3 +98,16 @@ def test_it_can_be_amended(case, folder):
 def test_other_devices_in_any_number_and_slices_are_no_change(folder):
     record(folder, processes=7, distributed=True)
     assert train(folder, "run", "--resume", *MORE, "--n_devices", "4", "--fsdp", "true") == 0
+
+
+def test_a_trainer_of_parts_refuses_other_shards(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("PJRT_NPROC", "16")
+    options = {"phases": [Phase(4, 8, 17)], "checkpoint_every": 2, "eval_every": 10}
+    made = make(corpus, tmp_path, virtual_shards=4, max_steps=2, **options)
+    made.run()
+    for shards in (0, 8):
+        with pytest.raises(UserError, match=f"virtual_shards is {shards}, and the run in .* has 4: from step 3 on its"):
+            make(corpus, tmp_path, virtual_shards=shards, **options)
+    made = make(corpus, tmp_path, virtual_shards=0, amend=True, **options)
+    made.run()
+    assert made.parts.options.virtual_shards == 0
