@@ -106,4 +106,4 @@ def test_nothing_is_lost_or_repeated_when_a_driver_is_killed(study):
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_nothing_is_lost_or_repeated_when_drivers_are_killed_at_20_moments(study):
-    assert kill_and_go_on(study, random.Random(11), 20, 60) == 20
+    assert kill_and_go_on(study, random.Random(11), 20, 120) == 20
