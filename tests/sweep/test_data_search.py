@@ -19,11 +19,12 @@ from roxxel_dist.curriculum.phases import phases_of
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.units import APART
 from roxxel_dist.settings.config import Config
-from roxxel_dist.sweep.driver.data_search import with_data
+from roxxel_dist.sweep.driver.data_search import changed_data, with_data
 from roxxel_dist.sweep.samplers import Engine, SpaceExhausted, make
 from roxxel_dist.sweep.space.data_extras import DataExtras, MixtureSpec
 from roxxel_dist.sweep.space.passes import PassBudget
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Sweep, sweep_of
+from roxxel_dist.sweep.study.journal import Trial
 from roxxel_dist.sweep.train_sweep import _command
 from roxxel_dist.sweep.trial.trial import config_of
 
@@ -280,3 +281,15 @@ def test_shares_that_w_and_b_gives_an_agents_trial_are_weights(
         {**PHASES[0], "steps": 40, "weights": {"self": 0.9, "code": 0.6}}, {**PHASES[1], "steps": 40},
     ]  # fmt: skip
     assert config.passes == "apart"
+
+
+def test_data_that_grew_is_named_at_the_next_start(base: Config, tmp_path: Path) -> None:
+    """Natural shares are known of the first trial: what is trained after it reads other text."""
+    sweep = opened(base, entry())
+    _, params = make(sweep, 0).ask()
+    first = Trial(number=0, params=params)
+    assert changed_data(sweep, None) == changed_data(sweep, first) == []
+    longer = {**(base.datasets or {}), "code": str(tmp_path / "code.npy")}
+    np.save(longer["code"], np.zeros(24_000, np.uint16))
+    (line,) = changed_data(opened(base, entry(), datasets=longer), first)
+    assert "the data has changed since trial 0, whose natural shares were mixture.1.self 0.7692, now 0.6667; " in line

@@ -10,8 +10,11 @@ from roxxel_dist.data.files.discovery import names_objects
 from roxxel_dist.sweep.space.data_extras import DataExtras
 from roxxel_dist.sweep.space.passes import PassBudget
 from roxxel_dist.sweep.space.sweep_file import Sweep
+from roxxel_dist.sweep.study.journal import Trial
 from roxxel_dist.sweep.study.training_ranges import training_ranges
 
+SAME_SHARE = 2e-6
+"""Shares that differ by less are the same: they have six decimals."""
 DECIDED = ("phases", "passes", "datasets", "validation", "val_fraction")
 """Fields that must be the same in all trials of a search over the data."""
 
@@ -165,3 +168,23 @@ def _check_validation(sweep: Sweep, config: Any) -> None:
             f"metric.name: {metric} would be measured on the held-out part of self alone, which has no text of "
             f"{others}: name validation text of each in `validation`"
         )
+
+
+def changed_data(sweep: Sweep, first: Trial | None) -> list[str]:
+    """A line where the first trial of a study has natural shares that are not those of now."""
+    space, budget = sweep.space, sweep.rules.budget
+    if not space.mixtures or first is None:
+        return []
+    natural = space.baselines[0]
+    natural = natural if budget is None else budget.moved(space.mixtures, natural, first.params)
+    changed = [
+        f"{name} {first.params[name]:.4g}, now {share:.4g}"
+        for name, share in space.params_of(natural).items()
+        if abs(first.params[name] - share) > SAME_SHARE
+    ]
+    if not changed:
+        return []
+    return [
+        f"the data has changed since trial 0, whose natural shares were {'; '.join(changed)}: earlier and later trials "
+        f"read other text, so compare them with care, or begin another study"
+    ]

@@ -26,7 +26,7 @@ from roxxel_dist.sweep.driver.checks import (
     check_metric,
     check_pauses,
 )
-from roxxel_dist.sweep.driver.data_search import refuse_led, with_data
+from roxxel_dist.sweep.driver.data_search import changed_data, refuse_led, with_data
 from roxxel_dist.sweep.driver.live_view import LiveView
 from roxxel_dist.sweep.driver.logged_metric import check_of_trainings
 from roxxel_dist.sweep.driver.options import SweepOptions
@@ -213,7 +213,7 @@ def _notes(run: SweepRun) -> list[str]:
             f"val_loss is per token, and {' and '.join(sorted(names))} changes what a token is: trials with other "
             "tokenizers cannot be compared by it: val_bpb, bits per byte, compares them"
         )
-    return lines
+    return lines if run.server is not None else [*lines, *changed_data(run.sweep, run.history().trials.get(0))]
 
 
 def _last_words(run: SweepRun, reason: str, write_page: WritePage) -> None:
