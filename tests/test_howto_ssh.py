@@ -36,7 +36,7 @@ def test_the_tutorial_of_two_hosts(reader):
 
 @pytest.mark.long
 def test_a_host_joins_and_leaves(reader):
-    reader.page("elastic.md", "A list", "A command")
+    reader.page("elastic.md", "A list", "Join and leave")
     log = (reader.folder / "runs" / "night" / "logs" / "launcher.log").read_text()
     assert "node2 can join the job" in log
     assert "resuming after step" in log
