@@ -149,9 +149,9 @@ def served(scrapes, token=TOKEN):
             thread.join(60)
 
 
-def ask(port, path="/metrics", **headers):
+def ask(port, path="/metrics", method="GET", **headers):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("GET", path, headers=headers)
+    connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     return answer.status, answer.headers, answer.read().decode()
 
@@ -186,6 +186,7 @@ def test_who_can_read_it(tmp_path):
             if status == 200:
                 assert answered["Content-Type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
                 assert samples(text)
+                assert ask(server.port, path, "HEAD", **headers)[::2] == (200, "")
             if status == 401:
                 assert answered["WWW-Authenticate"] == "Bearer"
 

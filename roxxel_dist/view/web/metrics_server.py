@@ -77,6 +77,10 @@ class _MetricsHandler(TokenHandler):
 
     server: MetricsServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
+    def do_HEAD(self) -> None:
+        """As GET, without the text (`curl -I`)."""
+        self.do_GET()
+
     def token(self, query: dict[str, list[str]]) -> str:
         """That of the header: an address, and a token in it, may stand in the logs of a proxy."""
         kind, _, token = self.headers.get("Authorization", "").partition(" ")

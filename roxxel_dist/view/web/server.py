@@ -172,7 +172,8 @@ class TokenHandler(BaseHTTPRequestHandler):
     def answer(self, status: HTTPStatus, kind: str, body: bytes, **headers: str) -> None:
         """Send a whole answer; `headers` are more of them, with _ for -."""
         self.head(status, kind, len(body), **headers)
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def refuse(self, status: HTTPStatus, text: str, **headers: str) -> None:
         """Send a line of text."""
