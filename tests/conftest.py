@@ -56,14 +56,12 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
-    """Files with tests that are given more time come first, then the larger ones: no worker is left alone with a long
-    one, and files of the launcher, which wait, run beside those that compute."""
+    """Files with tests that are given more time come first, so that no worker is left alone with a long one."""
     limits = {}
     for item in items:
         mark = item.get_closest_marker("timeout")
         limits[item.path] = max(limits.get(item.path, 0), mark.args[0] if mark else 0)
-    order = {path: (-limit, -path.stat().st_size) for path, limit in limits.items()}
-    items.sort(key=lambda item: order[item.path])
+    items.sort(key=lambda item: -limits[item.path])
 
 
 @pytest.hookimpl(wrapper=True)
