@@ -20,7 +20,8 @@ from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE
 from roxxel_dist.lora import merge_adapters
 from roxxel_dist.model.split import split_module
 from roxxel_dist.run import components as assemble
-from roxxel_dist.run.record import check_resumable, saved_config
+from roxxel_dist.run.metadata import saved_config
+from roxxel_dist.run.record import check_resumable
 from roxxel_dist.settings.config import load_yaml
 from roxxel_dist.weights.base import check_base, fingerprint, with_base
 from roxxel_dist.weights.load import load_run

@@ -5,7 +5,7 @@ from typing import Any
 
 from roxxel_dist.audit.record import RunRecord
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.run.record import RunMetadata
+from roxxel_dist.run.metadata import RunMetadata
 from roxxel_dist.settings.config import RECORD
 from roxxel_dist.train.log.csv_jsonl import DIGEST
 

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.checkpoint.digests import DigestTable, read_verified
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, WHOLE_UPDATE, CheckpointMetadata, steps_of
-from roxxel_dist.cluster.determinism import without_topology
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.place.directory import METRICS, no_run
 from roxxel_dist.place.run_place import bucket_run, local_run
-from roxxel_dist.run.record import EXACT_UPDATE, RunMetadata, saved_config
+from roxxel_dist.run.metadata import EXACT_UPDATE, RunMetadata, saved_config
 from roxxel_dist.settings.config import RECORD
 from roxxel_dist.train.log.csv_jsonl import DIGEST, JsonlReader
 
@@ -48,6 +47,8 @@ class Segment:
     @property
     def numbers(self) -> dict[str, Any]:
         """All recorded settings that determine the results of its steps."""
+        from roxxel_dist.cluster.determinism import without_topology
+
         free = FREE_FIELDS | EXACT_FREE_FIELDS if self.is_exact else FREE_FIELDS
         numbers = {name: value for name, value in self.config.items() if name not in free}
         return numbers | {"bits": without_topology(self.bits) if self.is_exact else self.bits}

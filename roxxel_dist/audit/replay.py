@@ -27,7 +27,8 @@ from roxxel_dist.curriculum.phases import phases_of
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.run.components import RunComponents, build_components
 from roxxel_dist.run.evaluate import open_data
-from roxxel_dist.run.record import RunMetadata, kernel_begun_with
+from roxxel_dist.run.metadata import RunMetadata
+from roxxel_dist.run.record import kernel_begun_with
 from roxxel_dist.settings.config import RECORD, Config
 from roxxel_dist.train.log.csv_jsonl import DIGEST
 from roxxel_dist.train.loop import Loop

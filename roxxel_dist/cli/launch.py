@@ -147,7 +147,7 @@ def check_training(command: Sequence[str]) -> None:
     from roxxel_dist.cli.arguments import parse_train
     from roxxel_dist.place.directory import CONFIG
     from roxxel_dist.run.curriculum import check_data
-    from roxxel_dist.run.record import data_of, saved_config
+    from roxxel_dist.run.metadata import data_of, saved_config
 
     args, config = parse_train(list(command[1:]))
     path = config.primary_path(args.data_path)

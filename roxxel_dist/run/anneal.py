@@ -15,7 +15,7 @@ from roxxel_dist.checkpoint.metadata import (
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.place.run_place import bucket_run
-from roxxel_dist.run.record import saved_config
+from roxxel_dist.run.metadata import saved_config
 from roxxel_dist.settings.config import Config
 
 

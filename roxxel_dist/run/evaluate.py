@@ -28,7 +28,8 @@ from roxxel_dist.place.directory import METRICS, TOKENIZER, no_run
 from roxxel_dist.place.run_place import local_run
 from roxxel_dist.run.components import RunComponents, build_components, check_vocabularies, open_tasks
 from roxxel_dist.run.curriculum import open_data_sets
-from roxxel_dist.run.record import RunMetadata, data_of, kernel_begun_with, saved_config
+from roxxel_dist.run.metadata import RunMetadata, data_of, saved_config
+from roxxel_dist.run.record import kernel_begun_with
 from roxxel_dist.settings.config import RECORD, Config
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.evaluator import Validation, gives_nats, summarize

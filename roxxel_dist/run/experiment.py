@@ -38,15 +38,9 @@ from roxxel_dist.run.components import (
 )
 from roxxel_dist.run.last_words import draw_curve, sample_text
 from roxxel_dist.run.layout_mark import line_for
+from roxxel_dist.run.metadata import RunMetadata
 from roxxel_dist.run.past import Past, check_nothing_new
-from roxxel_dist.run.record import (
-    RunMetadata,
-    changed_from,
-    check_resumable,
-    check_same_bits,
-    kernel_begun_with,
-    write_run_metadata,
-)
+from roxxel_dist.run.record import changed_from, check_resumable, check_same_bits, kernel_begun_with, write_run_metadata
 from roxxel_dist.run.trackers import check_installed, trackers_of
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.training import TRIAL

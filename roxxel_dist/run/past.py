@@ -15,7 +15,8 @@ from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.place.directory import CONFIG, TOKENIZER, check_still_there
 from roxxel_dist.place.files import check_run_folder
 from roxxel_dist.place.run_place import local_run
-from roxxel_dist.run.record import RunMetadata, data_of, forked_from, saved_config
+from roxxel_dist.run.metadata import RunMetadata, data_of, saved_config
+from roxxel_dist.run.record import forked_from
 from roxxel_dist.settings.config import RECORD, Config
 
 

@@ -17,7 +17,8 @@ from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.place.directory import CONFIG, SUMMARY, TOKENIZER
 from roxxel_dist.run.components import on_primary
-from roxxel_dist.run.record import RunMetadata, summarize
+from roxxel_dist.run.metadata import RunMetadata
+from roxxel_dist.run.record import summarize
 from roxxel_dist.settings.config import Config
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.step.state import TrainView

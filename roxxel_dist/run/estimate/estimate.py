@@ -38,7 +38,8 @@ from roxxel_dist.run.estimate.abstract_steps import StepMemory, Steps, memory_an
 from roxxel_dist.run.estimate.target_phases import cure, on_target
 from roxxel_dist.run.estimate.target_process import Report, call_for_target, folder_for_shards
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase
-from roxxel_dist.run.record import check_resumable, data_of, kernel_begun_with, saved_config
+from roxxel_dist.run.metadata import data_of, saved_config
+from roxxel_dist.run.record import check_resumable, kernel_begun_with
 from roxxel_dist.run.report import read_runs
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.settings.usage_errors import usage_errors
