@@ -51,7 +51,7 @@ def test_ranks_on_two_nodes_are_one_trial(nodes, tmp_path):
     _, reports, last = split(events_of(nodes, tmp_path, asked))
     log = (study / "logs" / "0.log").read_text()
     assert "result" in last, log
-    assert [step for step, _ in reports] == [1, 6, 12]
+    assert [step for step, _ in reports] == [6, 12]  # not 1, where all trials are alike
     assert last["result"]["value"] == min(value for _, value in reports)
     assert "2 device(s)" in log
     assert nodes.ours() == {}
