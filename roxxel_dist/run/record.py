@@ -160,6 +160,12 @@ def _metadata(start: ResumePoint, components: RunComponents, saved: dict[str, An
     )
 
 
+def updates_in_blocks(run: Path | None) -> bool:
+    """Whether a run with virtual shards updates its parameters in blocks; True of one that is not begun."""
+    saved = {} if run is None else saved_config(run)
+    return not saved or EXACT_UPDATE in RunMetadata.of(saved).bits
+
+
 def kernel_begun_with(saved: Mapping[str, Any]) -> AttentionKernel | None:
     """The attention kernel of a run, from its saved config; None if there is no run."""
     # Runs from before the setting existed used XLA.

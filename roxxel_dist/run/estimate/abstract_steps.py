@@ -14,7 +14,7 @@ from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.run.components import RunComponents
 from roxxel_dist.run.estimate.target_steps import peak_bytes
 from roxxel_dist.train.exact.layout import rows_sharding
-from roxxel_dist.train.exact.step import ShardedEvaluation, ShardedStep, make_sharded_steps
+from roxxel_dist.train.exact.step import ShardedEvaluation, ShardedStep, exact_slices, make_sharded_steps
 from roxxel_dist.train.step.optimizer import InitialState, check_update
 from roxxel_dist.train.step.state import TrainState, abstract_state
 from roxxel_dist.train.step.step import loop_numbers, make_eval_step, make_step
@@ -51,6 +51,9 @@ def abstract_train_state(
         fsdp=options.fsdp,
         dtype=jnp.bfloat16 if options.use_bf16 else None,
     )
+    if options.virtual_shards and options.fsdp:
+        init = InitialState(optimizer, average=options.ema > 0)
+        state, hparams = exact_slices(split, state, hparams, init, mesh, options.virtual_shards)
     check_update(optimizer, state.params, state.opt_state)
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
     numbers: Any = dict.fromkeys((*optimizer.settings(total_steps), *loop_numbers(options)), number)
@@ -78,11 +81,13 @@ class Steps:
     split: ModuleSplit
     state: TrainState
     hparams: Leaves
+    in_blocks: bool = True
+    """Whether virtual shards update the parameters in blocks, as all but earlier runs."""
 
     @classmethod
-    def of(cls, components: RunComponents, mesh: Mesh, total_steps: int) -> Self:
+    def of(cls, components: RunComponents, mesh: Mesh, total_steps: int, *, in_blocks: bool = True) -> Self:
         """As training makes them; raises what `abstract_train_state` does."""
-        return cls(components, mesh, *abstract_train_state(components, mesh, total_steps))
+        return cls(components, mesh, *abstract_train_state(components, mesh, total_steps), in_blocks)
 
     @property
     def compute_dtype(self) -> Any:
@@ -119,6 +124,7 @@ class Steps:
             grad_accum=of.grad_accum,
             compute_dtype=self.compute_dtype,
             skip_bad=of.options.on_bad_step == "skip",
+            in_blocks=self.in_blocks,
         )
 
     def training_args(self, batch: Any) -> tuple[Any, ...]:

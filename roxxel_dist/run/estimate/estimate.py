@@ -35,11 +35,12 @@ from roxxel_dist.place.directory import CONFIG, no_run
 from roxxel_dist.run.batch import saved_plan
 from roxxel_dist.run.components import RunComponents, build_components, open_corpus, temporary_folder
 from roxxel_dist.run.estimate.abstract_steps import StepMemory, Steps, memory_analysis
+from roxxel_dist.run.estimate.exact_memory import ExactMemory
 from roxxel_dist.run.estimate.target_phases import cure, on_target
 from roxxel_dist.run.estimate.target_process import Report, call_for_target, folder_for_shards
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase
 from roxxel_dist.run.metadata import data_of, saved_config
-from roxxel_dist.run.record import check_resumable, kernel_begun_with
+from roxxel_dist.run.record import check_resumable, kernel_begun_with, updates_in_blocks
 from roxxel_dist.run.report import read_runs
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.settings.usage_errors import usage_errors
@@ -303,7 +304,7 @@ def _estimate(
         last = last_step(plan, options)
         notes += _virtual_shards_notes(options.virtual_shards, curriculum, target)
         weights = None if options.init_from is None else find_checkpoint(options.init_from)
-        steps = Steps.of(components, mesh, plan.total_steps)
+        steps = Steps.of(components, mesh, plan.total_steps, in_blocks=updates_in_blocks(request.run))
         split, state, hparams = steps.split, steps.state, steps.hparams
         if weights is not None:
             check_weights(weights, split.of_base(state.params, hparams))
@@ -397,12 +398,14 @@ def _virtual_shards_notes(count: int, curriculum: Curriculum, target: TargetComp
     if not count:
         return []
     texts = [cut_rows_text(count, shape.batch_size, shape.seq_len) for shape in curriculum.shapes]
-    whose = "steps without virtual_shards" if target is None else "the largest of the programs of a step"
-    return [
-        f"memory is that of {whose}: with them a device keeps a few gradients more, and with fsdp the whole state "
-        f"while a step lasts",
-        *(f"phase {i + 1}: virtual_shards is {count}, {text}" for i, text in enumerate(texts) if text),
-    ]
+    cuts = [f"phase {i + 1}: virtual_shards is {count}, {text}" for i, text in enumerate(texts) if text]
+    if target is not None:
+        return [
+            "memory is that of the largest of the programs of a step: what else is alive then, such as gradients of "
+            "other shards, comes to it",
+            *cuts,
+        ]
+    return [f"{line}; its memory is that of a step without virtual_shards" for line in cuts]
 
 
 def _phase_on_mesh(
@@ -524,9 +527,11 @@ def _on_devices(
 
 def _step_memory(compiler: AotCompiler, train_step: Any, steps: Steps, batch: Any) -> StepMemory | None:
     """The memory of a step; None if the compiler fails because it does not fit."""
-    compiler.prepare(batch_key(batch), train_step, steps.state, steps.hparams, batch)
+    exact = ExactMemory.of(steps, batch)
+    compiler.prepare(batch_key(batch), exact or train_step, steps.state, steps.hparams, batch)
     try:
-        return memory_analysis(compiler.get(batch_key(batch)))
+        found = compiler.get(batch_key(batch))
+        return found if exact else memory_analysis(found)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -49,8 +49,8 @@ class BlockCompiler:
     def compiled(self, totals: Packed, counts: Leaves) -> BlockUpdate:
         """For such totals, of which each device has its share."""
         programs, layout, owner = self.programs, self.layout, self.ownership
-        names = [name for name in programs.sums.names if name in totals]
-        shares = {name: totals[name] for name in names}
+        names = [list(chunks) for chunks in programs.sums.chunks]
+        shares = {name: totals[name] for group in names for name in group}
         rest = {name: leaf for name, leaf in totals.items() if name not in shares}
         block = {name: self._flat(leaf, 1) for name, leaf in shares.items()}
         weight = jax.eval_shape(programs.weight_of, rest)
@@ -60,10 +60,9 @@ class BlockCompiler:
         args = rest, squares, model, *shapes_of((self.state.step, self.state.health)), counts
         numbers, _, small, metrics = jax.eval_shape(programs.numbers, *args)
         inputs = numbers, scalars_of(shapes_of(self.hparams))
-        blocks = self._block_group(block[names[0]], shares[names[0]], inputs) if self.blocks.groups[0] else None
-        large = [
-            self._group(i, shares[name], inputs) for i, name in enumerate(programs.sums.names) if i and name in shares
-        ]
+        chunks = [[shares[name] for name in group] for group in names]
+        blocks = self._block_group(chunks[0], inputs) if chunks[0] else None
+        large = [self._group(i, own, inputs) for i, own in enumerate(chunks) if i]
         one = jax.ShapeDtypeStruct((1,), np.float32)
         changes = [squares] * (blocks is not None) + [one] * (len(large) + 1)
         return BlockUpdate(
@@ -95,9 +94,12 @@ class BlockCompiler:
 
         return self.for_each(jax.jit(open_shares), (shares, rest), [device])[0]
 
-    def _across(self, function: Any, share: Any) -> Any:
-        size = self.layout.line.size
-        return None if size == 1 else across(self.layout, function, (size, share.shape[1]), self.compile_one)
+    def _across(self, function: Any, chunks: Sequence[Any]) -> Sequence[Any]:
+        if (size := self.layout.line.size) == 1:
+            return ()
+        shapes = [(size, share.shape[1]) for share in chunks]
+        programs = {shape: across(self.layout, function, shape, self.compile_one) for shape in dict.fromkeys(shapes)}
+        return [programs[shape] for shape in shapes]
 
     def _arrays(self, names: Sequence[str]) -> Arrays:
         selection = Selection.of(self.state, names)
@@ -115,18 +117,19 @@ class BlockCompiler:
             cut=Cut.compiled(self.layout, like, self.for_each),
         )
 
-    def _group(self, number: int, share: Any, inputs: Any) -> Group:
+    def _group(self, number: int, chunks: Sequence[Any], inputs: Any) -> Group:
         """Of large parameters."""
         arrays = self._arrays(self.blocks.groups[number])
         selection, programs = arrays.selection, self.programs
 
-        def update_group(own: Any, common: Any, flat: jax.Array, numbers: Any, hparams: Hparams) -> Any:
-            return programs.update(selection, own, common, programs.sums.whole(number, flat), numbers, hparams)
+        def update_group(own: Any, common: Any, chunks: Any, numbers: Any, hparams: Hparams) -> Any:
+            return programs.update(selection, own, common, programs.sums.whole(number, chunks), numbers, hparams)
 
-        args = *selection.apart(self.state), self._flat(share, self.ownership.count), *inputs
+        whole = [self._flat(share, self.ownership.count) for share in chunks]
+        args = *selection.apart(self.state), whole, *inputs
         return Group(
             arrays=arrays,
-            across=self._across(self.ownership.gather_all, share),
+            across=self._across(self.ownership.gather_all, chunks),
             update=self.each(update_group, *args, donate=(0,)),
         )
 
@@ -137,16 +140,16 @@ class BlockCompiler:
             return self.programs.update(arrays.selection, *args)
 
         args = *arrays.selection.apart(self.state), grads, *inputs
-        return Group(arrays, None, self.each(update_small, *args, donate=(0,)))
+        return Group(arrays, (), self.each(update_small, *args, donate=(0,)))
 
-    def _block_group(self, flat: Any, share: Any, inputs: Any) -> BlockGroup:
+    def _block_group(self, chunks: Sequence[Any], inputs: Any) -> BlockGroup:
         arrays, owner, programs = self._arrays(self.blocks.groups[0]), self.ownership, self.programs
         selection, here = arrays.selection, len(owner.owned[0])
         names = selection.names_of_own
         dimensions = [self.blocks.dimensions[name] for name in names]
 
-        def update_block(own: Any, common: Any, flat: jax.Array, numbers: Any, hparams: Hparams) -> Any:
-            return programs.update(selection, own, common, programs.sums.block(0, flat), numbers, hparams)
+        def update_block(own: Any, common: Any, chunks: Any, numbers: Any, hparams: Hparams) -> Any:
+            return programs.update(selection, own, common, programs.sums.block(0, chunks), numbers, hparams)
 
         def take_block(arrays: list[Any], index: jax.Array) -> list[Any]:
             return [_taken(leaf, cut, here, index) for leaf, cut in zip(arrays, dimensions, strict=True)]
@@ -157,16 +160,17 @@ class BlockCompiler:
                 for leaf, block, cut in zip(arrays, blocks, dimensions, strict=True)
             ]
 
-        def open_blocks(flat: jax.Array) -> list[jax.Array]:
-            return [block["all"] for block in in_blocks({"all": flat}, here, here)]
+        def open_blocks(chunks: list[jax.Array]) -> list[list[jax.Array]]:
+            return in_blocks(chunks, here, here)
 
         like = shapes_of(arrays.like)
         own = [
             jax.ShapeDtypeStruct(self.blocks.shape(name, leaf.shape), leaf.dtype)
             for name, leaf in zip(names, like, strict=True)
         ]
-        args = own, selection.apart(self.state)[1], flat, *inputs
-        sent = self._across(owner.gather_team, share) if len(owner.teams[0]) > 1 else None
+        one, every = ([self._flat(share, count) for share in chunks] for count in (1, here))
+        args = own, selection.apart(self.state)[1], one, *inputs
+        sent = self._across(owner.gather_team, chunks) if len(owner.teams[0]) > 1 else ()
         take, put = (), ()
         if here > 1:
             kept = [
@@ -182,7 +186,7 @@ class BlockCompiler:
             params={name: self.state.params[name] for name in self.blocks.groups[0]},
             is_cut=owner.is_cut,
             across=sent,
-            apart=() if sent is None else self.each(open_blocks, self._flat(share, here)),
+            apart=self.each(open_blocks, every) if sent else (),
             take=take,
             put=put,
             update=self.each(update_block, *args, donate=(0,)),
@@ -193,12 +197,14 @@ class BlockCompiler:
         )
 
 
-def in_blocks(flat: Packed, count: int, most: int) -> list[Packed]:
-    """The first `count` blocks of arrays of `most`, [1, most x N]."""
-    sizes = {name: array.shape[1] // most for name, array in flat.items()}
-    return [
-        {name: array[:, k * sizes[name] : (k + 1) * sizes[name]] for name, array in flat.items()} for k in range(count)
-    ]
+def in_blocks(tree: Any, count: int, most: int) -> list[Any]:
+    """The first `count` blocks of a tree of arrays of `most`, [1, most x N]."""
+
+    def block(flat: jax.Array, k: int) -> jax.Array:
+        size = flat.shape[1] // most
+        return flat[:, k * size : (k + 1) * size]
+
+    return [jax.tree.map(lambda flat, k=k: block(flat, k), tree) for k in range(count)]
 
 
 def _taken(array: jax.Array, cut: int, blocks: int, index: jax.Array) -> jax.Array:

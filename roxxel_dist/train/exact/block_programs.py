@@ -79,7 +79,9 @@ class BlockPrograms:
 
     def squares(self, block: Packed, weight: jax.Array) -> jax.Array:
         """float32[1]: the sum of the squares of the gradient of a block of all groups."""
-        groups = [self.sums.block(i, block[name]) for i, name in enumerate(self.sums.names) if name in block]
+        groups = [
+            self.sums.block(i, [block[name] for name in chunks]) for i, chunks in enumerate(self.sums.chunks) if chunks
+        ]
         return squares_of([self.gradient(parts, weight) for parts in groups])[None]
 
     def numbers(

@@ -56,8 +56,8 @@ class Group:
     """Parameters that each device updates whole, and then keeps its slices of."""
 
     arrays: Arrays
-    across: Any
-    """Gathers their gradients; None where a device has them."""
+    across: Sequence[Any]
+    """Gather each chunk of their gradients; empty where a device has them."""
     update: Programs
 
     def run(
@@ -67,8 +67,8 @@ class Group:
 
         `grads` are what a device has added up, or all where it has them.
         """
-        if self.across is not None:
-            grads = moved(layout, self.across, grads)
+        if self.across:
+            grads = gathered(layout, self.across, grads)
         wholes, common = self.arrays.whole(parts, models), self.arrays.numbers(parts)
         done = [
             update(whole, *args, *given)
@@ -86,10 +86,10 @@ class BlockGroup:
     """As shapes with shardings."""
     is_cut: bool
     """Whether slices are blocks."""
-    across: Any
-    """Gathers the gradients of blocks that a device updates; None where it has added them up."""
+    across: Sequence[Any]
+    """Gather each chunk of the gradients of blocks that a device updates; empty where it has added them up."""
     apart: Programs
-    """Takes these apart. Empty where `across` is None."""
+    """Takes these apart; likewise."""
     take: Programs
     """Empty where a device has one block."""
     put: Programs
@@ -108,19 +108,19 @@ class BlockGroup:
         self,
         parts: Sequence[TrainState],
         models: Sequence[Model],
-        flat: list[jax.Array],
-        grads: list[list[jax.Array]],
+        chunks: list[list[jax.Array]],
+        grads: list[list[list[jax.Array]]],
         inputs: Inputs,
     ) -> tuple[list[Any], jax.Array]:
         """(the arrays as they are kept, by device; float32[1, count] the squares of the changes).
 
-        `flat` and `grads` are what a device has added up, all blocks and each by itself.
+        `chunks` and `grads` are what a device has added up: of all its blocks, and of each.
         """
-        if self.across is not None:
-            gathered = moved(self.squares.layout, self.across, flat)
-            grads = [apart(own) for apart, own in zip(self.apart, gathered, strict=True)]
-            del gathered
-        flat.clear()
+        if self.across:
+            every = gathered(self.squares.layout, self.across, chunks)
+            grads = [apart(own) for apart, own in zip(self.apart, every, strict=True)]
+            del every
+        chunks.clear()
         own, common = self._own(parts, models), self.arrays.numbers(parts)
         squares: list[list[jax.Array]] = [[] for _ in parts]
         for k in range(self.count):
@@ -145,8 +145,8 @@ class BlockUpdate:
     """(states, models, totals, counts) -> (states, metrics), by device of this process."""
 
     layout: Layout
-    names: Sequence[str]
-    """Of the packed gradients of each group of large parameters; the first one is that of `blocks`."""
+    names: Sequence[Sequence[str]]
+    """Of the packed chunks of each group of large parameters; the first one is that of `blocks`."""
     apart: Programs
     """(a device's shares of these, the other totals) -> (the gradients of each block, the weight of the sums)."""
     squares_of: Programs
@@ -162,7 +162,7 @@ class BlockUpdate:
         self, parts: Sequence[TrainState], models: Sequence[Model], totals: list[Packed], counts: Sequence[Leaves]
     ) -> tuple[list[TrainState], Metrics]:
         """The states are donated. Metrics are those of the first device: all have the same."""
-        shares = [{name: total.pop(name) for name in self.names if name in total} for total in totals]
+        shares = [{name: total.pop(name) for group in self.names for name in group} for total in totals]
         blocks, squares = self._squares(shares, totals)
         found = [
             numbers(*args, part.step, part.health, count)
@@ -172,13 +172,14 @@ class BlockUpdate:
         done: list[tuple[Selection, list[Any]]] = []
         changes: list[jax.Array] = []
         if self.blocks is not None:
-            own, change = self.blocks.run(parts, models, [each.pop(self.names[0]) for each in shares], blocks, inputs)
+            chunks = [[own.pop(name) for name in self.names[0]] for own in shares]
+            own, change = self.blocks.run(parts, models, chunks, blocks, inputs)
             done.append((self.blocks.arrays.selection, own))
             changes.append(change)
-        grads = [[own.pop(name) for own in shares] for name in self.names if name in shares[0]]
         common: list[Any] = []
-        for group in self.groups:
-            of_group = grads.pop(0) if grads else [own[2] for own in found]
+        large = self.names[1:]
+        for group, names in zip(self.groups, [*large, ()], strict=True):
+            of_group = [[own.pop(name) for name in names] for own in shares] if names else [own[2] for own in found]
             own, common, change = group.run(self.layout, parts, models, of_group, inputs)
             done.append((group.arrays.selection, own))
             changes.append(change)
@@ -189,7 +190,9 @@ class BlockUpdate:
             states.append(TrainState(found[i][1].step, params, rests[i], opt_state, found[i][1].health))
         return states, self.norm(found[0][3], changes)
 
-    def _squares(self, shares: list[Packed], totals: list[Packed]) -> tuple[list[list[jax.Array]], list[jax.Array]]:
+    def _squares(
+        self, shares: list[Packed], totals: list[Packed]
+    ) -> tuple[list[list[list[jax.Array]]], list[jax.Array]]:
         """(the gradients of each block of the first group, the squares of all blocks), by device."""
         opened = [apart(*own) for apart, *own in zip(self.apart, shares, totals, strict=True)]
         squares = self.squares.run(
@@ -198,9 +201,16 @@ class BlockUpdate:
                 for square, (blocks, weight) in zip(self.squares_of, opened, strict=True)
             ]
         )
-        if self.blocks is None:
-            return [[] for _ in opened], squares
-        return [[block[self.names[0]] for block in blocks] for blocks, _ in opened], squares
+        return [[[block[name] for name in self.names[0]] for block in blocks] for blocks, _ in opened], squares
+
+
+def gathered(layout: Layout, programs: Sequence[Any], chunks: Sequence[list[jax.Array]]) -> list[list[jax.Array]]:
+    """What programs for each chunk give, by device of this process; the chunks are given back."""
+    found: list[list[jax.Array]] = [[] for _ in chunks]
+    for program in programs:
+        for own, chunk in zip(found, moved(layout, program, [each.pop(0) for each in chunks]), strict=True):
+            own.append(chunk)
+    return found
 
 
 def scalars_of(hparams: Hparams) -> Hparams:

@@ -21,6 +21,8 @@ from roxxel_dist.train.step.optimizer import NamedOptimizer, Optimizer, is_eleme
 
 GROUPS = 8
 """Large arrays that are updated whole are so in groups of about this share of all of them."""
+CHUNKS = 4
+"""Gradients are sent in arrays of about this share of all of them."""
 Parts = dict[str, list[jax.Array]]
 """Of each parameter the gradients that add up to its own, such as those of the two uses of a tied embedding."""
 
@@ -78,7 +80,7 @@ def block_dimensions(split: ModuleSplit, params: Mapping[str, Any], count: int) 
 class BlockSums:
     """How sums of gradients are packed: of each group the blocks, one behind the other, and apart from them the rest.
 
-    So a device can be sent whole blocks.
+    So a device can be sent whole blocks. A large group is packed as several chunks, each a part of every block.
     """
 
     blocks: Blocks
@@ -87,10 +89,24 @@ class BlockSums:
     like: Any
     """The tree of sums, as shapes. Dictionaries in it that have names and shapes of parameters are gradients."""
 
+    @cached_property
+    def chunks(self) -> list[dict[str, range]]:
+        """Of each group the keys of its packed chunks, and the elements of a block that each has."""
+        sizes = [
+            sum(self._uses[name] * math.prod(self.blocks.shape(name, self.params[name].shape)) for name in group)
+            for group in self.blocks.groups
+        ]
+        found = []
+        for i, size in enumerate(sizes):
+            count = max(1, round(CHUNKS * size / sum(sizes)))
+            ends = [size * k // count for k in range(count + 1)]
+            found.append({f"group {i}.{k}": range(*ends[k : k + 2]) for k in range(count) if size})
+        return found
+
     @property
     def names(self) -> list[str]:
-        """The keys of the packed blocks of each group."""
-        return [f"group {i}" for i in range(len(self.blocks.groups))]
+        """The keys of all chunks."""
+        return [name for group in self.chunks for name in group]
 
     @cached_property
     def _uses(self) -> dict[str, int]:
@@ -99,20 +115,21 @@ class BlockSums:
         return {name: len(found[name]) for name in self.blocks.dimensions}
 
     def pack(self, sums: Any) -> Packed:
-        """float32[1, count x N] of each group, and what is left as `pack` gives it."""
+        """float32[1, count x N] of each chunk, and what is left as `pack` gives it."""
         large, packed = self._large(sums), pack(self._rest(sums))
-        for key, group in zip(self.names, self.blocks.groups, strict=True):
-            rows = [self._in_rows(name, leaf) for name in group for leaf in large[name]]
-            if rows:
-                packed[key] = jnp.concatenate(rows, 1).reshape(1, -1)
+        for chunks, group in zip(self.chunks, self.blocks.groups, strict=True):
+            if rows := [self._in_rows(name, leaf) for name in group for leaf in large[name]]:
+                blocks = jnp.concatenate(rows, 1)
+                packed |= {key: blocks[:, part.start : part.stop].reshape(1, -1) for key, part in chunks.items()}
         return packed
 
     def rest(self, packed: Packed) -> Any:
         """The tree without the gradients of large parameters."""
         return unpack(packed, self._rest(self.like))
 
-    def block(self, group: int, flat: jax.Array) -> Parts:
-        """The gradients of a block of each parameter of a group, from float32[1, N]."""
+    def block(self, group: int, chunks: Sequence[jax.Array]) -> Parts:
+        """The gradients of a block of each parameter of a group, from float32[1, N] of each chunk."""
+        flat = jnp.concatenate(chunks, 1)
         shapes = {name: self.blocks.shape(name, self.params[name].shape) for name in self.blocks.groups[group]}
         found, start = dict[str, list[jax.Array]](), 0
         for name, shape in shapes.items():
@@ -122,9 +139,10 @@ class BlockSums:
                 start = stop
         return found
 
-    def whole(self, group: int, flat: jax.Array) -> Parts:
-        """The gradients of each parameter of a group, from float32[1, count x N]."""
-        parts = jax.vmap(lambda row: self.block(group, row[None]))(flat.reshape(self.blocks.count, -1))
+    def whole(self, group: int, chunks: Sequence[jax.Array]) -> Parts:
+        """The gradients of each parameter of a group, from float32[1, count x N] of each chunk."""
+        rows = [chunk.reshape(self.blocks.count, 1, -1) for chunk in chunks]
+        parts = jax.vmap(lambda *row: self.block(group, row))(*rows)
         return {name: [self._from_blocks(name, leaf) for leaf in leaves] for name, leaves in parts.items()}
 
     def _in_rows(self, name: str, leaf: jax.Array) -> jax.Array:

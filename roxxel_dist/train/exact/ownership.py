@@ -1,6 +1,6 @@
 """Which blocks of an update each device has: those that it adds up the gradients of, and those that it updates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.train.exact.blocks import Blocks
 from roxxel_dist.train.exact.layout import SHARDS, Layout
+from roxxel_dist.train.exact.packing import TILE
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 
 
@@ -102,7 +103,9 @@ def _gathered(
     own: jax.Array, ranges: Sequence[range], wanted: range, groups: list[list[int]] | None = None
 ) -> jax.Array:
     """What devices have of the `wanted` blocks, in their order; each has those of one of the `ranges`, in [most, …]."""
-    every = jax.lax.all_gather(own, SHARDS, axis_index_groups=groups, tiled=True)
+    whole = jnp.pad(own.reshape(-1), (0, -own.size % TILE))
+    every = jax.lax.all_gather(whole[None], SHARDS, axis_index_groups=groups, tiled=True)
+    every = every[:, : own.size].reshape(-1, *own.shape[1:])
     places = {block: i * own.shape[0] + k for i, each in enumerate(ranges) for k, block in enumerate(each)}
     return _taken(every, [places[block] for block in wanted])
 
@@ -162,12 +165,8 @@ def moved(layout: Layout, program: Any, own: Sequence[jax.Array]) -> list[jax.Ar
 
 @dataclass(frozen=True)
 class Shares:
-    """The packed sums of blocks that a device adds up: how they are sent to it."""
+    """Packed sums of which a device gets its share alone."""
 
     ownership: Ownership
     names: frozenset[str]
-    """Their keys among packed sums."""
-
-    def pieces(self, packed: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """[devices, M] of those among packed sums."""
-        return {name: self.ownership.pieces(flat) for name, flat in packed.items() if name in self.names}
+    """Of the chunks among packed sums."""

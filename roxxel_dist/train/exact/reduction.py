@@ -7,7 +7,7 @@ a sum is the same to the bit on any number of devices.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.train.exact.layout import SHARDS, Layout
-from roxxel_dist.train.exact.ownership import Shares
+from roxxel_dist.train.exact.ownership import Ownership, Shares
 from roxxel_dist.train.exact.packing import Packed, pieces, unpack
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 
@@ -45,6 +45,11 @@ class Tree:
         while place % 2 and self._parts and self._parts[-1][:2] == (level, place - 1):
             part, level, place = self._add(self._parts.pop()[2], part), level + 1, place // 2
         self._parts.append((level, place, part))
+
+    @property
+    def count(self) -> int:
+        """How many sums are kept now."""
+        return len(self._parts)
 
     def sums(self) -> list[Any]:
         """Those of the `subtrees` of its parts, which are not kept."""
@@ -80,12 +85,10 @@ class Exchange:
     layout: Layout
     like: Any
     """The shapes and types of the tree that is added up."""
-    arrange: Programs
-    """The pieces of a device's sums; empty where there is one device."""
-    across: Any
-    """None where there is one device."""
-    kept: Any
-    """The shapes of the packed totals."""
+    steps: Sequence["Sent"]
+    """Empty where there is one device."""
+    kept: Packed
+    """The packed totals that a device gets, as shapes."""
 
     @classmethod
     def compiled(
@@ -99,25 +102,73 @@ class Exchange:
     ) -> "Exchange":
         """For packed sums such as `packed`, of trees such as `like`."""
         if layout.line.size == 1:
-            return cls(layout, like, (), None, packed)
+            return cls(layout, like, (), packed)
+        chunks = [] if shares is None else [[name] for name in sorted(shares.names)]
+        others = [name for name in packed if shares is None or name not in shares.names]
+        steps, known = list[Sent](), dict[Any, Sent]()
+        for names in [*chunks, others]:
+            own = {str(i): packed[name] for i, name in enumerate(names)}
+            kind = names != others, *(leaf.shape for leaf in own.values())
+            if kind not in known:
+                owner = shares.ownership if shares is not None and names != others else None
+                known[kind] = Sent.compiled(layout, names, own, owner, compile_one, for_each)
+            steps.append(replace(known[kind], names=names))
+        kept = {name: step.kept[str(i)] for step in steps for i, name in enumerate(step.names)}
+        return cls(layout, like, steps, kept)
+
+    def run(self, sums: list[list[Packed]]) -> list[Packed]:
+        """The packed sums of all shards on each device of this process, from those of its subtrees."""
+        if not self.steps:
+            return [own for own, *_ in sums]
+        totals: list[Packed] = [{} for _ in sums]
+        for step in self.steps:
+            for total, found in zip(totals, step.run(sums), strict=True):
+                total.update(found)
+        return totals
+
+    def unpack(self, total: Packed) -> Any:
+        """The tree of a device's packed sums, leaves in their types for sums."""
+        return unpack(total, self.like)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Some of the packed arrays, which are exchanged at once."""
+
+    layout: Layout
+    names: Sequence[str]
+    arrange: Programs
+    """The pieces of a device's sums."""
+    across: Any
+    kept: Any
+    """What a device gets, as shapes, by the number of the name."""
+
+    @classmethod
+    def compiled(
+        cls,
+        layout: Layout,
+        names: Sequence[str],
+        packed: Packed,
+        owner: Ownership | None,
+        compile_one: Compile,
+        for_each: CompileForEach,
+    ) -> "Sent":
+        """For such packed sums, of which a device gets all, or its share as an `owner` of blocks."""
         parts = [subtrees(layout.shards_of(device)) for device in layout.line.devices.flat]
-        most, apart = max(map(len, parts)), frozenset[str]() if shares is None else shares.names
+        most, size = max(map(len, parts)), layout.line.size
 
         def in_pieces(sums: Packed) -> Packed:
-            others = pieces({name: array for name, array in sums.items() if name not in apart}, layout.line.size)
-            return others if shares is None else others | shares.pieces(sums)
+            return pieces(sums, size) if owner is None else {name: owner.pieces(flat) for name, flat in sums.items()}
 
         def arrange_sums(sums: list[Packed]) -> Packed:
-            stacked = [in_pieces(each) for each in sums]
+            stacked, more = [in_pieces(each) for each in sums], most - len(sums)
             return {
-                name: jnp.pad(jnp.stack([each[name] for each in stacked], 1), ((0, 0), (0, most - len(sums)), (0, 0)))[
-                    None
-                ]
+                name: jnp.pad(jnp.stack([each[name] for each in stacked], 1), ((0, 0), (0, more), (0, 0)))[None]
                 for name in stacked[0]
             }
 
         def add_rest(own: Packed) -> Packed:
-            return {name: _added(piece[0], parts, layout, name in apart)[None] for name, piece in own.items()}
+            return {name: _added(piece[0], parts, layout, owner is not None)[None] for name, piece in own.items()}
 
         arrange = [
             for_each(jax.jit(arrange_sums), ([packed] * len(subtrees(layout.shards_of(device))),), [device])[0]
@@ -125,30 +176,25 @@ class Exchange:
         ]
         own = jax.eval_shape(arrange_sums, [packed])
         kept = {
-            name: jax.ShapeDtypeStruct((1, leaf.shape[-1] * (1 if name in apart else layout.line.size)), leaf.dtype)
+            name: jax.ShapeDtypeStruct((1, leaf.shape[-1] * (size if owner is None else 1)), leaf.dtype)
             for name, leaf in own.items()
         }
         whole = {
-            name: jax.ShapeDtypeStruct((layout.line.size, *leaf.shape[1:]), leaf.dtype, sharding=layout.cut)
+            name: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype, sharding=layout.cut)
             for name, leaf in own.items()
         }
         across = jax.shard_map(add_rest, mesh=layout.line, in_specs=P(SHARDS), out_specs=P(SHARDS), check_vma=False)
-        return cls(layout, like, arrange, compile_one(jax.jit(across), (whole,), layout.line), kept)
+        return cls(layout, names, arrange, compile_one(jax.jit(across), (whole,), layout.line), kept)
 
     def run(self, sums: list[list[Packed]]) -> list[Packed]:
-        """The packed sums of all shards on each device of this process, from those of its subtrees."""
-        if self.across is None:
-            return [own for own, *_ in sums]
-        arranged = [arrange(own) for arrange, own in zip(self.arrange, sums, strict=True)]
-        sums.clear()
+        """These totals, by device of this process, of the sums of its subtrees, which are given back."""
+        own = [[{str(i): tree.pop(name) for i, name in enumerate(self.names)} for tree in trees] for trees in sums]
+        arranged = [arrange(trees) for arrange, trees in zip(self.arrange, own, strict=True)]
+        del own
         total = self.across({name: self.layout.along([piece[name] for piece in arranged]) for name in arranged[0]})
         return [
-            {name: array.addressable_data(i) for name, array in total.items()} for i in range(len(self.layout.devices))
+            {name: total[str(k)].addressable_data(i) for k, name in enumerate(self.names)} for i in range(len(sums))
         ]
-
-    def unpack(self, total: Packed) -> Any:
-        """The tree of a device's packed sums, leaves in their types for sums."""
-        return unpack(total, self.like)
 
 
 def _added(own: jax.Array, parts: list[list[Subtree]], layout: Layout, is_share: bool) -> jax.Array:

@@ -63,15 +63,22 @@ def init_exact_state(
     the whole or, with fsdp, its slices: where it can be, of as many blocks of an update (see `blocks.py`)."""
     split, state, hparams = init_state(model, init_optimizer, one_device(mesh), **options)
     if fsdp:
-        fits = shards % mesh.shape[fsdp_axis(mesh)] == 0
-        cut = block_dimensions(split, state.params, shards) if fits else {}
-        like = placed_state(split, state, hparams, init_optimizer, mesh, cut)
+        like = exact_slices(split, state, hparams, init_optimizer, mesh, shards)
     else:
         everywhere = NamedSharding(mesh, P())
         like = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), (state, hparams)
         )
     return split, *placed_as((state, hparams), like)
+
+
+def exact_slices(
+    split: ModuleSplit, state: TrainState, hparams: Leaves, init_optimizer: Any, mesh: Mesh, shards: int
+) -> tuple[TrainState, Leaves]:
+    """How fsdp cuts such arrays, or shapes, for virtual shards: as shapes with shardings."""
+    fits = shards % mesh.shape[fsdp_axis(mesh)] == 0
+    cut = block_dimensions(split, state.params, shards) if fits else {}
+    return placed_state(split, state, hparams, init_optimizer, mesh, cut)
 
 
 @dataclass(frozen=True)
@@ -194,6 +201,44 @@ class CompiledStep:
 
 
 @dataclass(frozen=True)
+class RowSums:
+    """What is computed of a virtual shard of whole rows."""
+
+    totals: Totals
+    jitted: Any
+    args: tuple[Any, ...]
+    """Its arguments, as shapes."""
+    packed: Packed
+    """The sums that it gives, as shapes."""
+    counts: Leaves
+    """Those of random streams, as shapes."""
+
+    @classmethod
+    def of(cls, programs: ShardPrograms, layout: Layout, state: TrainState, hparams: Hparams, batch: Any) -> "RowSums":
+        """For such (abstract) arguments."""
+        part = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // layout.count, leaf.shape[1]), leaf.dtype), batch
+        )
+        args = *shapes_of((state.params, state.rest, hparams)), part, jax.ShapeDtypeStruct((), np.int32)
+        like, counts = jax.eval_shape(programs.sums, *args)
+        totals = Totals.of(
+            programs,
+            state.params,
+            like,
+            layout=layout,
+            join=lambda sums, model, counts: (sums, counts),
+            weight=lambda sums: sums.weight,
+            batch=shapes_of(batch),
+        )
+
+        def packed_sums(*args: Any) -> tuple[Packed, Leaves]:
+            sums, counts = programs.sums(*args)
+            return totals.pack(sums), counts
+
+        return cls(totals, jax.jit(packed_sums), args, jax.eval_shape(packed_sums, *args)[0], counts)
+
+
+@dataclass(frozen=True)
 class RowStep:
     """The sums of all shards and the update, for shards of whole rows."""
 
@@ -214,29 +259,13 @@ class RowStep:
         for_each: CompileForEach,
     ) -> "RowStep":
         """The programs for such (abstract) arguments."""
-        rows, part = RowCutter.compiled(layout, batch, for_each)
-        args = *shapes_of((state.params, state.rest, hparams)), part, jax.ShapeDtypeStruct((), np.int32)
-        like, counts = jax.eval_shape(programs.sums, *args)
-        totals = Totals.of(
-            programs,
-            state.params,
-            like,
-            layout=layout,
-            join=lambda sums, model, counts: (sums, counts),
-            weight=lambda sums: sums.weight,
-            batch=batch,
-        )
-
-        def packed_sums(*args: Any) -> tuple[Packed, Leaves]:
-            sums, counts = programs.sums(*args)
-            return totals.pack(sums), counts
-
-        packed, _ = jax.eval_shape(packed_sums, *args)
-        exchange, update = totals.compiled(packed, state, hparams, counts, compile_one, for_each)
+        rows, _ = RowCutter.compiled(layout, batch, for_each)
+        own = RowSums.of(programs, layout, state, hparams, batch)
+        exchange, update = own.totals.compiled(own.packed, state, hparams, own.counts, compile_one, for_each)
         return cls(
             rows=rows,
-            sums=for_each(jax.jit(packed_sums), args, layout.devices),
-            reduction=Reduction.compiled(layout, packed, exchange, for_each),
+            sums=for_each(own.jitted, own.args, layout.devices),
+            reduction=Reduction.compiled(layout, own.packed, exchange, for_each),
             update=update,
         )
 

@@ -78,6 +78,12 @@ class Totals:
         """Sums of a shard as they are added up."""
         return pack(sums) if self.blocks is None else self.blocks.pack(sums)
 
+    def ownership(self, blocks: Blocks, state: TrainState) -> Ownership:
+        """Of blocks of such an (abstract) state, with shardings."""
+        alike = Selection.of(state, blocks.groups[0])
+        leaves = list(zip(alike.names_of_own, alike.apart(state)[0], strict=True))
+        return Ownership.of(self.layout, blocks, leaves)
+
     def compiled(
         self, packed: Packed, state: TrainState, hparams: Hparams, counts: Leaves, compile_one: Compile,
         for_each: CompileForEach,
@@ -88,9 +94,7 @@ class Totals:
         if self.blocks is None:
             exchange = Exchange.compiled(layout, self.like, packed, compile_one, for_each)
             return exchange, self._whole(exchange, state, hparams, counts, compile_one, for_each)
-        alike = Selection.of(state, self.blocks.blocks.groups[0])
-        leaves = list(zip(alike.names_of_own, alike.apart(state)[0], strict=True))
-        owner = Ownership.of(layout, self.blocks.blocks, leaves)
+        owner = self.ownership(self.blocks.blocks, state)
         shares = Shares(owner, frozenset(self.blocks.names))
         exchange = Exchange.compiled(layout, self.like, packed, compile_one, for_each, shares)
         of_blocks = BlockPrograms(programs, self.blocks, self.join, self.weight, self.batch)

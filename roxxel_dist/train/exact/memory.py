@@ -1,0 +1,96 @@
+"""What is alive at once on a device while a step with virtual shards lasts, from shapes alone."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from roxxel_dist.train.exact.packing import Packed
+from roxxel_dist.train.exact.reduction import Tree, subtrees
+from roxxel_dist.train.exact.selection import Selection
+from roxxel_dist.train.exact.slices import is_cut
+from roxxel_dist.train.exact.update import Totals
+from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.train.step.step import Hparams
+
+GROUP_COPIES = 6
+"""Arrays of the size of a group's gradient while it is updated: its parts, the whole, and what Muon iterates on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPeaks:
+    """Bytes of one device at most, of each part of a step, without state, inputs and batch."""
+
+    gradient: int
+    """The gathered model, sums of gradients that are held, the program of a shard."""
+    exchange: int
+    """The gathered model, the sums that a device sends, and those that it is sent."""
+    update: int
+    """The gathered model, totals, and what is gathered for the update."""
+
+    @property
+    def most(self) -> int:
+        """The largest of them."""
+        return max(self.gradient, self.exchange, self.update)
+
+
+def step_peaks(totals: Totals, packed: Packed, state: TrainState, hparams: Hparams, temporaries: int) -> StepPeaks:
+    """For (abstract) sums of a shard, and arguments with shardings; its program takes so many bytes beside these."""
+    layout, sums = totals.layout, whole_bytes(packed)
+    model = gathered_bytes((state.params, state.rest, hparams))
+    shards = [layout.shards_of(device) for device in layout.line.devices.flat]
+    trees = max(len(subtrees(own)) for own in shards)
+    kept, update = _update_bytes(totals, packed, state)
+    chunks = [whole_bytes(each) for each in packed.values()]
+    # All as they are, and of one chunk a copy, its pieces, and what arrives.
+    sent = 0 if layout.line.size == 1 else trees * (sums + 2 * max(chunks))
+    return StepPeaks(
+        gradient=model + sums * (1 + max(map(_held, shards))) + temporaries,
+        exchange=model + int(sent + kept),
+        update=model + int(kept + update),
+    )
+
+
+def whole_bytes(tree: Any) -> int:
+    """Of all leaves, whole."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def gathered_bytes(tree: Any) -> int:
+    """Of the leaves that are cut, whole: what to gather them takes on each device."""
+    return whole_bytes([leaf for leaf in jax.tree.leaves(tree) if is_cut(leaf)])
+
+
+def _held(shards: range) -> int:
+    """The most sums that a device holds while it computes another one."""
+    tree, most = Tree(lambda left, right: left, shards.start), 0
+    for shard in shards:
+        most = max(most, tree.count)
+        tree.put(shard)
+    return most
+
+
+def _update_bytes(totals: Totals, packed: Packed, state: TrainState) -> tuple[float, float]:
+    """(the totals that a device gets, the most that an update takes beside them and the gathered parameters)."""
+    if totals.blocks is None:  # everything at once
+        return whole_bytes(packed), gathered_bytes(state.opt_state) + whole_bytes(packed)
+    blocks = totals.blocks.blocks
+    sizes = [whole_bytes([packed[name] for name in group]) for group in totals.blocks.chunks]
+    owner = totals.ownership(blocks, state)
+    share = sum(sizes) * owner.most / owner.count
+    first, *others = (
+        (gathered_bytes(_moments(state, names)), size) for names, size in zip(blocks.groups, sizes, strict=True)
+    )
+    needs = [3 * share, *(moments + GROUP_COPIES * size for moments, size in others)]
+    if not owner.is_cut:
+        needs.append(first[0] + 2 * first[1])
+    elif len(owner.teams[0]) > 1:
+        needs.append(2 * first[1] * len(owner.owned[0]) / owner.count)
+    return whole_bytes(packed) - sum(sizes) + share, max(needs)
+
+
+def _moments(state: TrainState, names: tuple[str, ...]) -> list[Any]:
+    """What the optimizer keeps of some parameters."""
+    params = {id(leaf) for leaf in state.params.values()}
+    return [leaf for leaf in Selection.of(state, names).apart(state)[0] if id(leaf) not in params]
