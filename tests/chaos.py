@@ -1,6 +1,6 @@
 """A real training on real hosts under random faults: what comes out is, to the bit, what an undisturbed run gives.
 
-python tests/chaos.py [--faults 30] [--seed N] [--kinds KIND,KIND] [--folder DIR]
+python tests/chaos.py [--faults 30] [--seed N] [--kinds KIND,KIND] [--way ssh] [--folder DIR]
 
 Faults come in the middle of steps, saves and validations, and while the job still starts again after the one before.
 What a person would do is done too: a launch that ended is made again, and a host that came back unfit is repaired.
@@ -308,6 +308,7 @@ def chaos(
     faults: Sequence[Fault],
     steps: int | None = None,
     say: Callable[[str], None] = print,
+    way: str = "ssh",
 ) -> Summary:
     """Train twice, once under these faults. Raises AssertionError for whatever differs, hangs or is left behind."""
     steps = steps or int(STEPS_A_FAULT * (len(faults) + 1) / EARLY)
@@ -317,7 +318,7 @@ def chaos(
     wanted = peaceful.rows()
     assert sorted(wanted) == list(range(1, steps + 1))
     assert len({row.partition(",")[2] for row in wanted.values()}) == steps  # other rows would show
-    training = Training(hosts, work, "torn")
+    training = Training(hosts, work, "torn", way)
     driver = Chaos(hosts, training, work, wanted, say)
     try:
         driver.run(faults)
@@ -340,6 +341,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="chooses faults and moments")
     parser.add_argument("--steps", type=int, help="of the training; a busy machine gets by with fewer")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of the faults, separated by commas")
+    parser.add_argument("--way", default="ssh", choices=["ssh", "exec over ssh"], help="how hosts are reached")
     parser.add_argument("--folder", type=Path, help="an empty folder to be kept; by default a temporary one")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave by the blocks that end what was started
@@ -348,7 +350,7 @@ def main() -> None:
         work = args.folder.absolute() if args.folder else Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         faults = choose(args.seed, args.faults, hosts.names, args.kinds.split(","))
-        print(chaos(hosts, work, faults, args.steps, lambda text: print(text, flush=True)))
+        print(chaos(hosts, work, faults, args.steps, lambda text: print(text, flush=True), args.way))
 
 
 if __name__ == "__main__":

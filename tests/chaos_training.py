@@ -90,8 +90,9 @@ def left_behind(work: Path, hosts: Cluster) -> list[str]:
 class Launches:
     """A job on all hosts of a cluster, by as many launches as it takes. What they say goes to `screen`."""
 
-    def __init__(self, hosts: Cluster, work: Path, name: str) -> None:
-        self._hosts, self._work = hosts, work
+    def __init__(self, hosts: Cluster, work: Path, name: str, way: str = "ssh") -> None:
+        """`way`: as of `Cluster.launch`."""
+        self._hosts, self._work, self._way = hosts, work, way
         self.folder = work / name
         self.screen = work / f"{name}.txt"
         self.launches = 0
@@ -99,7 +100,7 @@ class Launches:
     def start(
         self, options: Sequence[object], command: Sequence[object], named: Sequence[object] = ()
     ) -> subprocess.Popen[bytes]:
-        """`launch ssh` from the controller. `named`: which hosts, if not all."""
+        """A launch from the controller. `named`: which hosts, if not all."""
         variables = {
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": self._work / "cache",
@@ -107,8 +108,7 @@ class Launches:
             "XLA_FLAGS": FAST,
             "PYTHONPATH": f"{self._work / 'site'}:{ROOT}",
         }
-        words = ["launch", "ssh", *(named or ("--hosts", ",".join(self._hosts.names)))]
-        words += ["--ssh-config", self._hosts.ssh_config]
+        words = [*self._hosts.reach(self._way), *(named or ("--hosts", ",".join(self._hosts.names)))]
         words += [word for key, value in variables.items() for word in ("--env", f"{key}={value}")]
         self.launches += 1
         with self.screen.open("ab") as screen:

@@ -119,13 +119,15 @@ class Cluster:
 
     def launch(self, way: str = "ssh") -> list[object]:
         """The first words of a launch on all hosts: by `ssh`, `exec`, or `exec over ssh`, whose link can be cut."""
+        return [*self.reach(way), "--hosts", ",".join(self.names)]
+
+    def reach(self, way: str = "ssh") -> list[object]:
+        """As `launch`, without the hosts."""
         if way == "ssh":
-            words = ["launch", "ssh", "--ssh-config", self.ssh_config]
-        elif way == "exec":
-            words = ["launch", "exec", "--via", f"{self.enter} {{host}}"]
-        else:
-            words = ["launch", "exec", "--via", f"ssh -F {self.ssh_config} -o ConnectTimeout=10 {{host}} {{command}}"]
-        return [*words, "--hosts", ",".join(self.names)]
+            return ["launch", "ssh", "--ssh-config", self.ssh_config]
+        if way == "exec":
+            return ["launch", "exec", "--via", f"{self.enter} {{host}}"]
+        return ["launch", "exec", "--via", f"ssh -F {self.ssh_config} -o ConnectTimeout=10 {{host}} {{command}}"]
 
     def run(
         self,

@@ -51,11 +51,12 @@ def test_a_training_under_faults_is_the_undisturbed_one(cluster: Callable[[int],
 
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("way", ["ssh", "exec over ssh"])
 @pytest.mark.parametrize("kinds", [LAUNCHER, RANKS, HOSTS], ids=["launcher", "ranks", "hosts"])
 def test_faults_at_unlucky_moments_change_nothing(
-    cluster: Callable[[int], Cluster], tmp_path: Path, kinds: tuple[str, ...]
+    cluster: Callable[[int], Cluster], tmp_path: Path, kinds: tuple[str, ...], way: str
 ) -> None:
     hosts = cluster(3)
-    summary = chaos(hosts, tmp_path, choose(3, len(kinds), hosts.names, kinds))
+    summary = chaos(hosts, tmp_path, choose(3, len(kinds), hosts.names, kinds), way=way)
     assert summary.faults == dict.fromkeys(kinds, 1)
     assert summary.codes[0] == 1

@@ -38,24 +38,27 @@ for step in range(1, 8):
 """
 
 
-def launch(hosts: Cluster, folder: Path, *words: object) -> tuple[subprocess.Popen[bytes], Callable[[], str]]:
+def launch(
+    hosts: Cluster, folder: Path, *words: object, way: str = "ssh"
+) -> tuple[subprocess.Popen[bytes], Callable[[], str]]:
     with (folder / "screen.txt").open("ab") as screen:
         started = hosts.popen(
-            [sys.executable, "-m", "roxxel_dist", "launch", "ssh", "--ssh-config", hosts.ssh_config, *words],
+            [sys.executable, "-m", "roxxel_dist", *hosts.launch(way), *words],
             cwd=folder, stdin=subprocess.DEVNULL, stdout=screen, stderr=subprocess.STDOUT,
         )  # fmt: skip
     return started, (folder / "screen.txt").read_text
 
 
+@pytest.mark.parametrize("way", ["ssh", "exec"])
 @pytest.mark.parametrize("how", ["SIGABRT", "SIGSEGV", "hangs"])
 def test_a_spare_takes_the_place_of_a_host_whose_ranks_fail_twice(
-    cluster: Callable[[int], Cluster], tmp_path: Path, how: str
+    cluster: Callable[[int], Cluster], tmp_path: Path, how: str, way: str
 ) -> None:
     hosts = cluster(3)
     (tmp_path / "steps.py").write_text(STEPS)
-    options = ["--hosts", "h1,h2,h3", "--spare-hosts", 1, "--step-timeout", 5, "--warm-spares", "off"]
+    options: list[object] = ["--spare-hosts", 1, "--step-timeout", 5, "--warm-spares", "off"]
     options += ["--env", "BAD=h2", "--env", f"HOW={how}"]
-    started, screen = launch(hosts, tmp_path, *options, "--", "python", "steps.py")
+    started, screen = launch(hosts, tmp_path, *options, "--", "python", "steps.py", way=way)
     assert started.wait(200) == 0, screen()
     assert "without host h2, whose ranks failed in 2 attempts" in screen()
     assert "going on without h2, with h3 instead" in screen()
@@ -76,20 +79,21 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [{name: json.loads(line)[name] for name in ("step", "train_loss", "grad_norm", "digest")} for line in lines]
 
 
+@pytest.mark.parametrize("way", ["ssh", "exec"])
 def test_a_reset_connection_between_two_ranks_is_no_error_of_the_program(
-    cluster: Callable[[int], Cluster], tmp_path: Path
+    cluster: Callable[[int], Cluster], tmp_path: Path, way: str
 ) -> None:
     hosts = cluster(2)
     tokens = np.random.default_rng(0).integers(0, 500, 1 << 14, np.uint16)
     (tmp_path / "data").mkdir()
     Roxxel(tmp_path / "data" / "corpus_*.rox").write([tokens], separator=None, vocab_size=500)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-    options = ["--hosts", "h1,h2", "--devices-per-proc", 1, "--env", f"XLA_FLAGS={FAST}", "--port", PORT]
+    options = ["--devices-per-proc", 1, "--env", f"XLA_FLAGS={FAST}", "--port", PORT]
     train = ["--", "train", "--config", "config.yaml", "--data_path", "data", "--run_dir"]
-    whole, screen = launch(hosts, tmp_path, *options, *train, "whole")
+    whole, screen = launch(hosts, tmp_path, *options, *train, "whole", way=way)
     assert whole.wait(300) == 0, screen()
 
-    started, screen = launch(hosts, tmp_path, *options, *train, "reset")
+    started, screen = launch(hosts, tmp_path, *options, *train, "reset", way=way)
     end = time.monotonic() + 200
     while not any(row["step"] >= 30 for row in rows(tmp_path / "reset")):
         assert started.poll() is None, screen()

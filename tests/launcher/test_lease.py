@@ -21,18 +21,19 @@ until [ -e go ]; do date +%s.%N >> beats.$ROXXEL_ATTEMPT.$ROXXEL_PROCESS_ID; sle
 """
 CUT_S = 13.0
 """Longer than a host alone may be silent."""
+WAYS = pytest.mark.parametrize("way", ["ssh", "exec over ssh"])
 
 
 class Job:
-    """Ranks that say every 0.2 s that they live, launched over ssh."""
+    """Ranks that say every 0.2 s that they live, launched over ssh, or by a command of which ssh is a part."""
 
-    def __init__(self, hosts: Cluster, folder: Path, until: Until, *options: object, ranks: int) -> None:
+    def __init__(self, hosts: Cluster, folder: Path, until: Until, way: str, *options: object, ranks: int) -> None:
         self.hosts, self.folder, self.until = hosts, folder, until
-        words = ["--hosts", ",".join(hosts.names), "--ssh-config", hosts.ssh_config, "--max-restarts", 1, *options]
+        words = [*hosts.launch(way), "--max-restarts", 1, *options]
         self.screen = folder / "screen.txt"
         with self.screen.open("wb") as screen:
             self.process = hosts.popen(
-                [sys.executable, "-m", "roxxel_dist", "launch", "ssh", *words, "--", "bash", "-c", BEAT],
+                [sys.executable, "-m", "roxxel_dist", *words, "--", "bash", "-c", BEAT],
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=screen,
@@ -62,13 +63,14 @@ class Job:
         assert self.hosts.run(["iptables", "-F"]).returncode == 0
 
 
+@WAYS
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("how", ["both ways", "no packet comes in", "no packet goes out", "the launcher is stopped"])
 @pytest.mark.cluster
 def test_a_cut_of_the_launchers_own_link_ends_nothing(
-    how: str, count: int, cluster: Callable[[int], Cluster], tmp_path: Path, until: Until
+    how: str, count: int, way: str, cluster: Callable[[int], Cluster], tmp_path: Path, until: Until
 ) -> None:
-    job = Job(cluster(count), tmp_path, until, ranks=count)
+    job = Job(cluster(count), tmp_path, until, way, ranks=count)
     time.sleep(1)
     match how:
         case "both ways":
@@ -96,11 +98,12 @@ def test_a_cut_of_the_launchers_own_link_ends_nothing(
         assert said.count("all hosts respond again, after ") == 1
 
 
+@WAYS
 @pytest.mark.cluster
 def test_when_the_lease_is_over_the_ranks_end_and_the_restart_counts(
-    cluster: Callable[[int], Cluster], tmp_path: Path, until: Until
+    way: str, cluster: Callable[[int], Cluster], tmp_path: Path, until: Until
 ) -> None:
-    job = Job(cluster(2), tmp_path, until, "--host-lease", 14, ranks=2)
+    job = Job(cluster(2), tmp_path, until, way, "--host-lease", 14, ranks=2)
     job.hosts.drop(CONTROLLER)
     cut = time.time()
     time.sleep(19)
@@ -113,13 +116,14 @@ def test_when_the_lease_is_over_the_ranks_end_and_the_restart_counts(
     assert "restart 1 of 1" in said
 
 
+@WAYS
 @pytest.mark.parametrize("how", ["all its links", "its link to the launcher", "it and then the launcher's link"])
 @pytest.mark.cluster
 def test_a_host_that_is_cut_off_alone_ends_its_ranks_before_others_replace_them(
-    how: str, cluster: Callable[[int], Cluster], tmp_path: Path, until: Until
+    how: str, way: str, cluster: Callable[[int], Cluster], tmp_path: Path, until: Until
 ) -> None:
     options = ["--spare-hosts", 1, "--host-timeout", 1, "--host-lease", 20]
-    job = Job(cluster(3), tmp_path, until, *options, ranks=2)
+    job = Job(cluster(3), tmp_path, until, way, *options, ranks=2)
     time.sleep(1)
     if how == "its link to the launcher":
         address = job.hosts.address("h2")

@@ -22,6 +22,7 @@ from roxxel_dist.launcher.policy.restart import Cause, classify
 from roxxel_dist.launcher.preflight.candidates import LOOK_S
 
 Until = Callable[[Callable[[], Any], str], None]
+WAYS = pytest.mark.parametrize("way", ["ssh", "exec over ssh"])
 WORDS = "every rank saved and exited (42); the job continues with h2"
 
 
@@ -59,9 +60,8 @@ def started(hosts: Cluster, folder: Path, *words: object, way: str = "ssh", **en
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(
-    ("at_checkpoint", "way"), [(False, "ssh"), (True, "ssh"), (False, "exec over ssh"), (True, "exec over ssh")]
-)
+@pytest.mark.parametrize("at_checkpoint", [False, True])
+@WAYS
 def test_a_host_that_is_back_is_taken_in_again(
     cluster: Callable[[int], Cluster], tmp_path: Path, until: Until, at_checkpoint: bool, way: str
 ) -> None:
@@ -256,13 +256,14 @@ def until_up(launch: subprocess.Popen[bytes], folder: Path, until: Until) -> Cal
 
 
 @pytest.mark.cluster
+@WAYS
 def test_a_job_starts_without_a_host_that_is_down_and_one_that_comes_and_goes_costs_no_wait(
-    cluster: Callable[[int], Cluster], tmp_path: Path, until: Until
+    cluster: Callable[[int], Cluster], tmp_path: Path, until: Until, way: str
 ) -> None:
     hosts = cluster(2)
     (tmp_path / "program.py").write_text(GROWS)
     hosts.cut("h2")
-    launch = started(hosts, tmp_path, "--host-timeout", 1000, "--", "python", tmp_path / "program.py")
+    launch = started(hosts, tmp_path, "--host-timeout", 1000, "--", "python", tmp_path / "program.py", way=way)
     up = until_up(launch, tmp_path, until)
     up(0, 1)
     hosts.restore("h2")
@@ -278,14 +279,15 @@ def test_a_job_starts_without_a_host_that_is_down_and_one_that_comes_and_goes_co
 
 
 @pytest.mark.cluster
+@WAYS
 def test_a_host_on_which_the_program_fails_is_not_kept(
-    cluster: Callable[[int], Cluster], tmp_path: Path, until: Until
+    cluster: Callable[[int], Cluster], tmp_path: Path, until: Until, way: str
 ) -> None:
     hosts = cluster(2)
     (tmp_path / "program.py").write_text(GROWS)
     hosts.cut("h2")
     options = ["--env", "BROKEN=h2", "--max-restarts", 1]
-    launch = started(hosts, tmp_path, *options, "--", "python", tmp_path / "program.py")
+    launch = started(hosts, tmp_path, *options, "--", "python", tmp_path / "program.py", way=way)
     up = until_up(launch, tmp_path, until)
     up(0, 1)
     hosts.restore("h2")
@@ -314,8 +316,9 @@ HANGS = "import sys, time\nif any('agent' in word for word in sys.orig_argv):\n 
 
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)
+@WAYS
 def test_a_host_that_comes_back_unfit_is_named_once_and_costs_the_job_nothing(
-    cluster: Callable[[int], Cluster], tmp_path: Path, until: Until
+    cluster: Callable[[int], Cluster], tmp_path: Path, until: Until, way: str
 ) -> None:
     hosts = cluster(3)
     tokens = np.random.default_rng(0).integers(0, 500, 1 << 14, np.uint16)
@@ -364,7 +367,7 @@ def test_a_host_that_comes_back_unfit_is_named_once_and_costs_the_job_nothing(
         return (tmp_path / "screen.txt").read_text()
 
     hosts.cut("h3")
-    words = ["launch", "ssh", "--hosts", "h1,h2,h3", "--ssh-config", hosts.ssh_config, "--min-hosts", 2]
+    words = [*hosts.launch(way), "--min-hosts", 2]
     words += ["--step-timeout", 10000, "--devices-per-proc", 1, "--warm-spares", "off", "--"]
     words += ["train", "--config", "config.yaml", "--data_path", "data", "--run_dir", "runs/one"]
     with (tmp_path / "screen.txt").open("ab") as output:

@@ -228,7 +228,7 @@ def test_a_host_that_comes_and_goes_is_held_back(
 
 @dataclass
 class Job:
-    """A job of `launch ssh` on a cluster, whose ranks write where they are."""
+    """A job on a cluster, whose ranks write where they are."""
 
     hosts: Cluster
     folder: Path
@@ -236,11 +236,8 @@ class Job:
     launch: subprocess.Popen[bytes] = field(init=False)
 
     def start(self, *options: object, by: str = "ssh") -> None:
-        reach = ["--ssh-config", self.hosts.ssh_config]
-        if by == "exec":
-            reach = ["--via", f"ssh -F {self.hosts.ssh_config} {{host}} {{command}}"]
         (self.folder / "program.py").write_text(PROGRAM)
-        words = [sys.executable, "-m", "roxxel_dist", "launch", by, *reach, *options]
+        words = [sys.executable, "-m", "roxxel_dist", *self.hosts.reach(by), *options]
         words += ["--run-id", "one", "--warm-spares", "off", "--", "python", self.folder / "program.py"]
         with (self.folder / "screen.txt").open("ab") as screen:
             self.launch = self.hosts.popen(
@@ -283,13 +280,16 @@ class Job:
             assert self.hosts.processes(host) == [], f"something is left on {host}"
 
 
+WAYS = pytest.mark.parametrize("by", ["ssh", "exec over ssh"])
+
+
 @pytest.fixture
 def job(cluster: Callable[[int], Cluster], tmp_path: Path, until: Until) -> Callable[[int], Job]:
     return lambda count: Job(cluster(count), tmp_path, until)
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("by", ["ssh", "exec"])
+@WAYS
 def test_hosts_join_and_leave_by_request(job: Callable[[int], Job], by: str) -> None:
     one = job(3)
     one.start("--hosts", "h1,h2", "--min-hosts", 2, by=by)
@@ -312,11 +312,12 @@ def test_hosts_join_and_leave_by_request(job: Callable[[int], Job], by: str) -> 
 
 
 @pytest.mark.cluster
-def test_hosts_join_and_leave_by_a_list_however_it_is_written(job: Callable[[int], Job]) -> None:
+@WAYS
+def test_hosts_join_and_leave_by_a_list_however_it_is_written(job: Callable[[int], Job], by: str) -> None:
     one = job(4)
     path = one.folder / "hosts.txt"
     path.write_text("h1\nh2\n")
-    one.start("--hosts-from", path, "--min-hosts", 2)
+    one.start("--hosts-from", path, "--min-hosts", 2, by=by)
     one.up(0, "h1", "h2")
     path.write_text("h1 h2 h3\n")
     one.says("line 1: 'h1 h2 h3': write a host, or `host slots=N`; the list stays as it was")
@@ -333,8 +334,9 @@ def test_hosts_join_and_leave_by_a_list_however_it_is_written(job: Callable[[int
 
 
 @pytest.mark.cluster
+@WAYS
 def test_a_start_needs_the_least_number_of_hosts_and_the_list_may_name_others_meanwhile(
-    job: Callable[[int], Job],
+    job: Callable[[int], Job], by: str
 ) -> None:
     """Of four hosts three are there at last; the fourth is taken in when it comes, and a fifth is a spare."""
     one = job(5)
@@ -342,7 +344,7 @@ def test_a_start_needs_the_least_number_of_hosts_and_the_list_may_name_others_me
     one.hosts.cut("h4")
     path = one.folder / "hosts.txt"
     path.write_text("h1\n")
-    one.start("--hosts-from", f"cat {path}", "--min-hosts", 3, "--max-hosts", 4)
+    one.start("--hosts-from", f"cat {path}", "--min-hosts", 3, "--max-hosts", 4, by=by)
     one.says("has 1 of 3 hosts: waiting up to 60 s (--host-timeout)")
     path.write_text("h1\nh3\nh4\n")
     one.says("1 of at least 3 hosts (--min-hosts) are there: waiting up to 60 s for others (--host-timeout)")

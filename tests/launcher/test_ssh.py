@@ -117,6 +117,7 @@ def test_what_each_rank_sees(ssh: Callable[[int], Ssh], tmp_path: Path) -> None:
     assert not two.left()
 
 
+@BOTH
 @pytest.mark.long
 def test_64_hosts(ssh: Callable[[int], Ssh]) -> None:
     """Twice as many as are asked at a time; and the failure of one rank is that of all."""
@@ -277,6 +278,7 @@ def test_agents_outlive_an_attempt_and_a_spare_host_takes_the_place_of_a_lost_on
     assert not any(os.path.exists(folder) for attempt in folders for folder in attempt)
 
 
+@pytest.mark.parametrize("ssh", ["ssh", pytest.param("exec", marks=pytest.mark.cluster)], indirect=True)
 def test_a_host_that_is_not_fit_any_more_is_left_out(ssh: Callable[[int], Ssh]) -> None:
     three = ssh(3)
     script = "touch up.$ROXXEL_PROCESS_ID; echo attempt $ROXXEL_ATTEMPT of $ROXXEL_NUM_PROCESSES; "
@@ -351,6 +353,7 @@ def test_slips_are_named(options: list[str], said: str, cli: Callable[..., Any],
     assert list(tmp_path.iterdir()) == []
 
 
+@BOTH_CUT
 @pytest.mark.cluster
 def test_a_host_that_is_not_who_it_was_is_refused(ssh: Callable[[int], Ssh]) -> None:
     one = ssh(1)
@@ -389,9 +392,9 @@ def test_24_hosts_behind_a_bastion_that_takes_ten_at_a_time(ssh: Callable[[int],
     assert sorted(line.split(" | ")[1] for line in done.stdout.splitlines()) == sorted(f"here {n}" for n in range(24))
 
 
+@BOTH_CUT
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("ssh", ["ssh", "exec over ssh"], indirect=True)
 def test_64_hosts_through_one_bastion_with_the_limits_of_openssh(ssh: Callable[[int], Ssh]) -> None:
     """MaxStartups 10:30:100: where ten connections wait for a login, three in ten more are refused, and then all."""
     many = ssh(65)
@@ -409,6 +412,7 @@ def test_64_hosts_through_one_bastion_with_the_limits_of_openssh(ssh: Callable[[
 CLOSE = "import socket, sys\nhere = socket.create_server(('', 2222))\nwhile True: here.accept()[0].close()"
 
 
+@BOTH_CUT
 @pytest.mark.cluster
 def test_a_server_that_always_refuses_is_given_up_with_the_reason(ssh: Callable[[int], Ssh], until: Until) -> None:
     two = ssh(2)
