@@ -129,7 +129,7 @@ class Members(Over):
     """A launch a host, and a system that does with them what the rules of the JobSet say."""
 
     def start(self, *options: object) -> None:
-        self.options = options
+        self.options, self.deleted = options, False
         self.start_all(0)
 
     def start_all(self, attempt: int) -> None:
@@ -151,6 +151,7 @@ class Members(Over):
             )
 
     def terminate(self) -> None:  # as of pods that are deleted
+        self.deleted = True
         for member in self.members:
             member.terminate()
 
@@ -172,7 +173,8 @@ class Members(Over):
                 living.remove(member)
                 if member.returncode != 0:
                     for other in living:
-                        other.terminate()
+                        if not self.deleted:  # a second request kills the ranks
+                            other.terminate()
                         other.wait(LIMIT_S)
                     return member.returncode
             time.sleep(0.02)
