@@ -20,7 +20,7 @@ from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.place.directory import CONFIG, DATA, SUMMARY, TOKENIZER
 from roxxel_dist.place.run_place import local_run
 from roxxel_dist.run.components import RunComponents
-from roxxel_dist.run.metadata import EXACT_UPDATE, PACKAGES, RunMetadata
+from roxxel_dist.run.metadata import EXACT_UPDATE, PACKAGES, RunMetadata, saved_config
 from roxxel_dist.settings.config import DEFAULTS, RECORD, Config
 from roxxel_dist.settings.global_batch import micro_batch_note, predates
 from roxxel_dist.train.loop import Loop
