@@ -57,7 +57,8 @@ def taking_turns(tokens: Path, shards: int, turns: int, *, fsdp: bool) -> dict[s
     stream = iter(Stream(parts.curriculum.plan(0), parts.curriculum.datasets, sharding, 0))
     kinds: list[Any] = []
     for init in (init_state, init_exact_state):
-        split, state, hparams = init(parts.build, InitialState(optimizer), mesh, fsdp=fsdp)
+        more = {"shards": shards} if init is init_exact_state else {}
+        split, state, hparams = init(parts.build, InitialState(optimizer), mesh, fsdp=fsdp, **more)
         numbers = optimizer.settings(CONFIG["phases"][0]["steps"]) | {SPIKE_FACTOR: 0.0}
         hparams = {**hparams, **scalars_on(mesh, numbers)}
         step: Any = make_step(split, parts.loss, optimizer, abstract(state), sharding)
