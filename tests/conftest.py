@@ -64,6 +64,13 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: -limits[item.path])
 
 
+@pytest.fixture(scope="session", autouse=True)
+def jax_devices():
+    """Makes jax's devices: else the first run that a test begins in this process decides about their threads, and its
+    XLA_FLAGS are those of all later tests."""
+    jax.devices()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """With ROXXEL_NO_SKIP=1, as in CI, a skipped test is a failed one."""

@@ -147,12 +147,16 @@ def numerics_fingerprint() -> dict[str, Any]:
 
 def without_topology(bits: Mapping[str, Any]) -> dict[str, Any]:
     """A fingerprint without the numbers of devices and processes: everything that determines the bits of a run with
-    virtual shards. The kinds of devices stay."""
-    flags = str(bits.get("xla_flags", "")).split()
-    on_cpu = str(bits.get("platform", "")).startswith("cpu")  # where the flag of `make_deterministic` changes nothing
-    without = (f"--{CPU_DEVICES}", f"--{DETERMINISTIC}=") if on_cpu else (f"--{CPU_DEVICES}",)
+    virtual shards. Kinds of devices stay; threads count on CPUs, deterministic operations on GPUs, dumps never."""
+    platform_name = str(bits.get("platform", "")).lower()
+    flags = {flag.split("=")[0]: flag for flag in str(bits.get("xla_flags", "")).split()}  # of two the last one holds
+    without = [f"--{CPU_DEVICES}", "--xla_dump"]
+    if not re.search("cuda|rocm", platform_name):
+        without.append(f"--{DETERMINISTIC}")
     kept = {name: value for name, value in bits.items() if name not in OF_TOPOLOGY}
-    kept["xla_flags"] = " ".join(flag for flag in flags if not flag.startswith(without))
+    if not platform_name.startswith("cpu"):
+        kept.pop("pjrt_nproc", None)
+    kept["xla_flags"] = " ".join(sorted(flag for name, flag in flags.items() if not name.startswith(tuple(without))))
     return kept | {"devices": sorted(bits.get("devices", {}))}
 
 

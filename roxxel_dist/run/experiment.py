@@ -98,7 +98,8 @@ class Experiment:
             run_dir: the place of the run: a folder that all hosts see, or an address in a bucket (s3://…, gs://…,
                 az://…); by default a new `runs/run_YYYYMMDD_HHMMSS`.
             resume: continue the run in `run_dir` from its newest checkpoint, or start it if there is none.
-            amend: change the phases or the shards of the resumed run from this step on.
+            amend: change the phases or the files of data of the resumed run from this step on; with virtual shards also
+                what decides bits.
             fork: RUN@STEP, a kept checkpoint of another run whose whole state the new run starts with; that run is only
                 read. The phases may differ after that step.
             skip_steps: with `fork`, leave out the rows of these steps (the first and the last, from 1).
@@ -298,7 +299,8 @@ class Experiment:
         if loop.position.finished:
             check_nothing_new(run, self.config, loop.position.step, changed_from(past.saved, self.config))
         elif loop.position.step and not is_free:
-            on_primary("same bits", lambda: check_same_bits(past.saved, self.config, components.kernel))
+            step = loop.position.step
+            on_primary("same bits", lambda: check_same_bits(past.saved, self.config, components.kernel, step))
 
     def _open(self, path: str | Path | None, run: Path, resume: bool, past: Past, bucket: BucketRun | None) -> Roxxel:
         """The corpus; rank 0 makes it from text if necessary."""

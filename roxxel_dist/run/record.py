@@ -163,7 +163,9 @@ def _metadata(start: ResumePoint, components: RunComponents, saved: dict[str, An
 def updates_in_blocks(run: Path | None) -> bool:
     """Whether a run with virtual shards updates its parameters in blocks; True of one that is not begun."""
     saved = {} if run is None else saved_config(run)
-    return not saved or EXACT_UPDATE in RunMetadata.of(saved).bits
+    record = RunMetadata.of(saved)
+    # A run without a checkpoint is begun anew.
+    return not saved or EXACT_UPDATE in (record.resumes[-1].get("bits", record.bits) if record.resumes else record.bits)
 
 
 def kernel_begun_with(saved: Mapping[str, Any]) -> AttentionKernel | None:
@@ -227,16 +229,22 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
     return lines
 
 
-def check_same_bits(saved: Mapping[str, Any], config: Config, kernel: AttentionKernel) -> None:
-    """Raises UserError if steps with virtual shards would have other bits here than those of the run so far.
+def _bits_of(saved: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """The bits of the newest steps of a run, of which there are so many; nothing is left of a resume from there on."""
+    record = RunMetadata.of(saved)
+    resumes = (one["bits"] for one in reversed(record.resumes) if one.get("bits") and one["step"] < step)
+    return next(resumes, record.bits)
+
+
+def check_same_bits(saved: Mapping[str, Any], config: Config, kernel: AttentionKernel, step: int) -> None:
+    """Raises UserError if steps with virtual shards, after this one, would have other bits here than those before.
 
     A resume that is amended does not call this: to go on without exactness is the user's choice. The next resume is
     compared with that one.
     """
     if not (config.virtual_shards and saved.get("virtual_shards")):
         return
-    record = RunMetadata.of(saved)
-    was = next((resume["bits"] for resume in reversed(record.resumes) if resume.get("bits")), record.bits)
+    was = _bits_of(saved, step)
     now = determinism.numerics_fingerprint() | {"attention": kernel}
     now |= {EXACT_UPDATE: was[EXACT_UPDATE]} if EXACT_UPDATE in was else {}  # a run goes on as it began
     if other := determinism.changed(*map(determinism.without_topology, (was, now))):

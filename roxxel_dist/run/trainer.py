@@ -77,7 +77,7 @@ class Trainer:
         mesh: devices of all processes, from `make_mesh` or with axes of your own; by default all of them along "data".
         data_sharding: of a (rows, tokens) batch; by default rows over "data" and "fsdp", or the mesh's first axis.
         grad_accum_steps: micro-batches a step; divides every batch that has more rows, of a smaller one each is a row.
-        amend: the curriculum may be another one than the run's, from here on.
+        amend: the curriculum, and virtual_shards, may be others than the run's, from here on.
         origin: another run's checkpoint to begin with.
         trackers: where rows go besides the console, `training_log.csv` and `metrics.jsonl`.
         logger: speaks and writes its own files too, instead of the console; close it after the trainer.

@@ -224,3 +224,26 @@ def test_what_decides_bits_with_virtual_shards_knows_the_kinds_of_devices_not_th
     assert sorted(lines) == ["devices: ['cpu'] -> ['other']", "jax: '1' -> '2'"]
     on_gpu = determinism.without_topology(four | {"platform": "PJRT C API cuda"})
     assert on_gpu["xla_flags"] == "--xla_gpu_deterministic_ops=true --xla_other=1"
+
+
+@pytest.mark.parametrize(
+    ("platform", "flags", "threads", "told"),
+    [
+        ("cpu", "--xla_b=2 --xla_a=1", 16, []),  # in another order
+        ("cpu", "--xla_a=0 --xla_a=1 --xla_b=2 --xla_dump_to=/tmp/x", 16, []),
+        ("cpu", "--xla_a=1 --xla_b=2", 8, ["pjrt_nproc: 16 -> 8"]),
+        ("cpu", "--xla_a=1", 16, ["xla_flags: '--xla_a=1 --xla_b=2' -> '--xla_a=1'"]),
+        ("PJRT C API TFRT TPU v5 lite", "--xla_a=1 --xla_b=2 --xla_gpu_deterministic_ops=true", 8, []),
+        ("PJRT C API cuda", "--xla_a=1 --xla_b=2", 8, []),
+        (
+            "PJRT C API cuda",
+            "--xla_a=1 --xla_b=2 --xla_gpu_deterministic_ops=true",
+            16,
+            ["xla_flags: '--xla_a=1 --xla_b=2' -> '--xla_a=1 --xla_b=2 --xla_gpu_deterministic_ops=true'"],
+        ),
+    ],
+)
+def test_flags_and_threads_count_where_they_decide_bits(platform, flags, threads, told):
+    was = {"platform": platform, "xla_flags": "--xla_a=1 --xla_b=2", "pjrt_nproc": 16, "devices": {"x": 1}}
+    now = was | {"xla_flags": flags, "pjrt_nproc": threads}
+    assert determinism.changed(*map(determinism.without_topology, (was, now))) == told

@@ -126,7 +126,7 @@ def hash_of(run):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "adapters" else pytest.mark.long) for name in CASES]
+    "name", [pytest.param(name, marks=() if name == "average" else pytest.mark.long) for name in CASES]
 )
 def test_the_bits_of_one_device(name, data, base, tmp_path):
     fields = FIELDS | CASES[name] | ({"init_from": base} if "use_lora" in CASES[name] else {})

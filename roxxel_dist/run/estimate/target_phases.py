@@ -36,7 +36,8 @@ def on_target(
     if components.options.virtual_shards:
         # Kernels of the target cannot be traced for simulated devices; they change no number of calls.
         config = dataclasses.replace(components.config, attention="xla")
-        plain = Steps.of(build_components(config, components.data), simulated_mesh(steps.mesh), plan.total_steps)
+        parts, mesh = build_components(config, components.data), simulated_mesh(steps.mesh)
+        plain = Steps.of(parts, mesh, plan.total_steps, in_blocks=steps.in_blocks)
         exact = list(zip(steps.exact(), plain.exact(), strict=True))
 
     def compiled(what: str, kind: int, args: tuple[Any, ...], args_alone: tuple[Any, ...]) -> Any:
