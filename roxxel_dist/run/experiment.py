@@ -156,7 +156,9 @@ class Experiment:
                 tasks = open_tasks(self.config, tokenizer)
                 loop = Loop.open(self._parts(run, components, tasks, amend, origin, bucket))
                 undo.callback(loop.close)
-                self._check_continuation(loop, run, past, components, is_free=amend or bool(fork_name))
+                # A trial goes on where there is room; what is other there is a line of its log.
+                is_free = amend or bool(fork_name) or is_trial
+                self._check_continuation(loop, run, past, components, is_free=is_free)
                 if self.config.model or self.config.loss:
                     loop.try_loss()  # find mistakes in a model or a loss before files are written
                 held.enter_context(undo.pop_all())

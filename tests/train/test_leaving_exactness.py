@@ -10,9 +10,12 @@ import pytest
 import yaml
 from runs import make
 
-from roxxel_dist import Phase, Roxxel
+from roxxel_dist import Config, Phase, Roxxel
 from roxxel_dist.cli import main
+from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.run.record import check_same_bits
+from roxxel_dist.settings.training import TRIAL
 
 CONFIG = {
     "dim": 16, "num_blocks": 1, "n_heads": 2, "max_context": 32, "lr": 0.01, "virtual_shards": 4, "n_devices": 2,
@@ -92,6 +95,23 @@ def test_it_can_be_amended(case, folder):
     assert train(folder, "run", "--resume", *words, *MORE) == 0, "it is compared with the last resume"
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
+
+
+def test_a_trial_goes_on_where_there_is_room(folder, monkeypatch, capsys):
+    record(folder, jax="0.1.2")
+    monkeypatch.setenv(TRIAL, "1")
+    assert train(folder, "run", "--resume", "--max_steps", "3") == 0
+    assert "jax: '0.1.2' ->" in capsys.readouterr().out
+
+
+def test_a_resume_that_made_no_step_does_not_count():
+    bits = determinism.numerics_fingerprint() | {"attention": "xla"}
+    resumes = [{"step": 2, "bits": bits | {"jax": "0.1.2"}}]
+    saved = {"virtual_shards": 4, "record": {"bits": bits, "resumes": resumes}}
+    config = Config(virtual_shards=4)
+    check_same_bits(saved, config, "xla", 2)
+    with pytest.raises(UserError, match=r"jax: '0\.1\.2' ->"):
+        check_same_bits(saved, config, "xla", 3)
 
 
 @pytest.mark.long
