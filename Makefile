@@ -30,7 +30,7 @@ PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadgroup --no-lo
 # Workers wait for processes a third of their time: three of them keep two cores busy.
 USUAL := -n 3 -m "not docs and not web and not cluster and not long"
 
-test: $(VENV)/dev-installed lint ## the linters and every part of the package: about fifteen minutes on two cores
+test: $(VENV)/dev-installed lint ## the linters and every part of the package: about twelve minutes on two cores
 	$(PYTEST) $(USUAL)
 
 test-newest: ## the tests of `make test` with the newest Python and jax that are here, in an environment of its own

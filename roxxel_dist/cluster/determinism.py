@@ -29,6 +29,8 @@ SHARD_THREADS = 16
 """Threads of XLA's pool with fewer than half as many virtual shards."""
 SETTINGS = ("jax_default_matmul_precision", "jax_threefry_partitionable", "jax_default_prng_impl", "jax_enable_x64")
 """Settings of jax that decide bits."""
+DUMPS = "xla_dump"
+"""Begins the flags that write what XLA does into files."""
 OF_TOPOLOGY = ("devices", "processes", "distributed", "xla_flags")
 """Entries of the fingerprint that depend on the number of devices and processes, simulated ones included."""
 
@@ -150,7 +152,7 @@ def without_topology(bits: Mapping[str, Any]) -> dict[str, Any]:
     virtual shards. Kinds of devices stay; threads count on CPUs, deterministic operations on GPUs, dumps never."""
     platform_name = str(bits.get("platform", "")).lower()
     flags = {flag.split("=")[0]: flag for flag in str(bits.get("xla_flags", "")).split()}  # of two the last one holds
-    without = [f"--{CPU_DEVICES}", "--xla_dump"]
+    without = [f"--{CPU_DEVICES}", f"--{DUMPS}"]
     if not re.search("cuda|rocm", platform_name):
         without.append(f"--{DETERMINISTIC}")
     kept = {name: value for name, value in bits.items() if name not in OF_TOPOLOGY}

@@ -17,7 +17,7 @@ OPTIONS = xla_flags.SAVE_MEMORY | xla_flags.RUN_ONCE
 SET = {xla_flags.CPU_DEVICES: "2", xla_flags.DETERMINISTIC: "true", **FLAGS}
 OF_USERS = {"xla_gpu_autotune_level": "2", "xla_gpu_enable_triton_gemm": "false", "xla_dump_to": "/tmp"}
 """Flags that tests or pages write as users do, in variables that no process of XLA gets here; options of GPUs."""
-UNKNOWN = {"xla_unheard_of", "xla_other"}
+UNKNOWN = {"xla_unheard_of", "xla_other", "xla_a", "xla_b", "xla_fast"}
 """Flags that no jaxlib has, on purpose."""
 OLD = {"xla_cpu_use_fusion_emitters"}
 """Flags that are set for older versions only."""

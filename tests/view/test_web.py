@@ -49,7 +49,7 @@ def ask(server, path="/", *, token=None, host=None, method="GET", raw=None):
         target = path if token is None else f"{path}?token={token}"
         host = f"127.0.0.1:{server.port}" if host is None else host
         connection.sendall(raw or f"{method} {target} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
-        answer = http.client.HTTPResponse(connection, method="GET")
+        answer = http.client.HTTPResponse(connection, method=method)
         answer.begin()
         return answer.status, answer.headers, answer.read()
 
