@@ -34,7 +34,7 @@ EventName = Literal["restart", "set_aside", "hang", "end"]
 
 @dataclass(frozen=True, kw_only=True)
 class JobEvent:
-    """One event of a job, as `launch --notify COMMAND` gives it to the command."""
+    """One event of a job, as `--notify COMMAND` of a launch gives it to the command."""
 
     event: EventName
     """restart: another attempt follows. set_aside: the next attempt goes without hosts that it was given. hang: a rank
