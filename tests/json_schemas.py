@@ -272,7 +272,7 @@ def schemas() -> dict[str, Schema]:
 
 def messages() -> dict[str, Schema]:
     """JSON that is no output: what another program receives, by the words of the command."""
-    return {"launch --notify": of_fields(JobEvent)}
+    return {"launch ssh --notify": of_fields(JobEvent)}
 
 
 def file_of(command: str) -> str:

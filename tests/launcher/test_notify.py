@@ -51,7 +51,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     found.sort(key=lambda event: event["number"])
     for event in found:
-        Draft202012Validator(messages()["launch --notify"]).validate(event)
+        Draft202012Validator(messages()["launch ssh --notify"]).validate(event)
     assert [event["number"] for event in found] == list(range(len(found)))
     return found
 
