@@ -66,9 +66,18 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def jax_devices():
-    """Makes jax's devices: else the first run that a test begins in this process decides about their threads, and its
-    XLA_FLAGS are those of all later tests."""
+    """Makes jax's devices: else the first run that a test begins in this process decides about their threads."""
     jax.devices()
+
+
+@pytest.fixture(autouse=True)
+def environment():
+    """A run with `deterministic` or virtual shards sets XLA_FLAGS, which decide the kernel of a model for later tests."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.hookimpl(wrapper=True)
