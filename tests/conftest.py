@@ -72,7 +72,7 @@ def jax_devices():
 
 @pytest.fixture(autouse=True)
 def environment():
-    """A run with `deterministic` or virtual shards sets XLA_FLAGS, which decide the kernel of a model for later tests."""
+    """A run with `deterministic` sets XLA_FLAGS, which would decide the kernel of the models of later tests."""
     before = dict(os.environ)
     yield
     if os.environ != before:

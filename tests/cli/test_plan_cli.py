@@ -61,7 +61,6 @@ def tree(folder):
 
 WORDS = ["--config", "small.yaml", "--data_path", "data"]
 FOUR = ["--n_devices", "4"]
-THREE = ["--n_devices", "3"]
 LAYERS = ["--no_rope_layer_interval", "2", "--num_blocks", "2"]
 OWN = ["--model", "own_model:build"]
 SHARDED = [*WORDS, "--virtual_shards"]
@@ -103,7 +102,6 @@ MISTAKES = [
     ([*SHARDED, "8", "--phases", PHASE.format(6, 17)], "into 8 / 6 shards, which is no whole number: use a power of"),
     ([*SHARDED, "8", "--phases", PHASE.format(1, 9)], "of two pieces, and it has 8 tokens to predict: use rows of at"),
     ([*SHARDED, "8", "--phases", PHASE.format(2, 33), "--grad_accum", "2"], "are computed at once, and grad_"),
-    ([*SHARDED, "8", "--phases", PHASE.format(1, 33), *THREE], "3 devices do not divide the shards of rows that are"),
     ([*SHARDED, "8", "--phases", PHASE.format(1, 33), *OWN], "That needs the built-in model and its loss, without"),
     ([*SHARDED, "8", *LAYERS, "--phases", PHASE.format(1, 33)], "without sliding_window_pattern and no_rope_layer_"),
     ([*SHARDED, "8", "--fsdp", "True", "--fsdp_devices", "5"], "fsdp_devices is 5: it must divide 8 device(s)"),

@@ -71,7 +71,7 @@ def test_one_hash_of_bf16_with_dropout_and_documents_on_1_and_2_devices():
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", FEATURES)
 def test_one_hash_on_any_devices(name, packed):
@@ -80,14 +80,14 @@ def test_one_hash_on_any_devices(name, packed):
         {"fields": FEATURES[name], "packed": packed, "shapes": PHASES},
         {"fields": FEATURES[name] | DROPOUT, "packed": packed, "dtype": "bfloat16", "shapes": PHASES},
     ]
-    for hashes in on_default_flags(cases, [1, 2, 4, 8]):
+    for hashes in on_default_flags(cases, [1, 2, 3, 4, 7, 8]):
         assert len(set(hashes.values())) == 1, hashes
 
 
-def test_two_rows_on_two_devices_and_on_four_and_a_loss_of_one_number():
+def test_two_rows_on_up_to_four_devices_and_a_loss_of_one_number():
     options = {"packed": True, "loss": next_token_loss, "steps": 1}
     fields = DROPOUT | {"use_moe": True, "n_experts": 4, "num_blocks": 1}
-    hashes = {count: hash_of(trained(count, fields, [(2, 33)], shards=4, **options)) for count in (1, 2, 4)}
+    hashes = {count: hash_of(trained(count, fields, [(2, 33)], shards=4, **options)) for count in (1, 2, 3, 4)}
     assert len(set(hashes.values())) == 1, hashes
 
 
@@ -147,11 +147,6 @@ REFUSED = [
     (replace(LONG, batch_size=6), {}, r"cuts each row into 8 / 6 shards, .* a multiple of 8"),
     (replace(LONG, batch_size=2, seq_len=65), {"grad_accum": 2}, r"4 shards, .* at once, and grad_accum is 2"),
     (replace(LONG, seq_len=65), {"cuts_rows": False}, r"8 shards\. .* the built-in model and its loss"),
-    (
-        replace(LONG, seq_len=65),
-        {"mesh": make_mesh(3)},
-        r"and the 3 devices do not divide the shards of rows that are cut",
-    ),
     (replace(LONG, seq_len=65), {"mesh": OWN_MESH}, r"8 shards, .* on a mesh of make_mesh alone, .*'x': 8"),
 ]
 

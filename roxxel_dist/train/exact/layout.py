@@ -99,11 +99,6 @@ def _check_long_rows(phase: str, count: int, shape: Shape, grad_accum: int, mesh
             f"{cut} of two pieces, and it has {length - 1} tokens to predict: use rows of at least "
             f"{2 * count // rows + 1} tokens, or fewer virtual_shards"
         )
-    if count % mesh.size:
-        raise UserError(
-            f"{cut}, and the {mesh.size} devices do not divide the shards of rows that are cut: set n_devices to 1, 2, "
-            f"4, …, at most {count}, or use a multiple of {count * grad_accum}"
-        )
     if mesh.size > 1 and mesh.axis_names != (DATA, FSDP, TENSOR):
         raise UserError(
             f"{cut}, which it can on a mesh of make_mesh alone, and the mesh is {dict(mesh.shape)}: leave mesh out, or "

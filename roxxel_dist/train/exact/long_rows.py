@@ -22,6 +22,7 @@ from roxxel_dist.train.exact.layout import Layout, copies, shapes_of
 from roxxel_dist.train.exact.packing import Packed
 from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, Piece, PiecePrograms
 from roxxel_dist.train.exact.reduction import Exchange, Programs, Reduction, Tree, add_sums
+from roxxel_dist.train.exact.uneven_key_moves import UnevenKeyMoves
 from roxxel_dist.train.exact.update import Totals, WholeUpdate
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.state import TrainState
@@ -44,7 +45,7 @@ class CompiledForward:
     """The forward pass up to the losses."""
 
     layout: Layout
-    moves: KeyMoves
+    moves: KeyMoves | UnevenKeyMoves
     pieces: Programs
     embed: Programs
     before: Programs
@@ -81,24 +82,24 @@ class CompiledForward:
         """For such (abstract) arguments; and the shapes of what one shard has, by the names of `PiecePrograms`."""
         devices, cut = layout.devices, programs.cut
         number = jax.ShapeDtypeStruct((), np.int32)
-        here = max(1, programs.rows // layout.line.size)
+        here = max(1, programs.rows // layout.line.size) if layout.is_even else programs.rows
         rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((here, leaf.shape[1]), leaf.dtype), batch)
 
-        def cut_pieces(rows: Any, first: jax.Array) -> Any:
-            return pieces_of(cut, rows, first, layout.most)
+        def cut_piece(rows: Any, shard: jax.Array) -> Any:
+            return piece_of(cut, rows, shard)
 
-        of_shards = jax.eval_shape(cut_pieces, rows, number)
-        piece, segments = of_shards[0]
+        piece, segments = jax.eval_shape(cut_piece, rows, number)
         x = jax.eval_shape(programs.embed, model, number, piece)
         q, k, v, normed = jax.eval_shape(programs.before, model, number, number, piece.positions, x)
-        moves, kv = KeyMoves.compiled(layout, cut, (k, v), compile_one, for_each)
+        kind = KeyMoves if layout.is_even else UnevenKeyMoves
+        moves, kv = kind.compiled(layout, cut, (k, v), compile_one, for_each)
         zero = jax.ShapeDtypeStruct((), np.float32)
         after = model, number, number, segments, x, q, normed, kv, zero
         _, _, mixed, log_sums = jax.eval_shape(programs.after, *after)
         forward = cls(
             layout=layout,
             moves=moves,
-            pieces=for_each(jax.jit(cut_pieces), (rows, number), devices),
+            pieces=for_each(jax.jit(cut_piece), (rows, number), devices),
             embed=for_each(jax.jit(programs.embed), (model, number, piece), devices),
             before=for_each(jax.jit(programs.before), (model, number, number, piece.positions, x), devices),
             after=for_each(jax.jit(programs.after), after, devices),
@@ -112,13 +113,14 @@ class CompiledForward:
         found: ByShard = [[] for _ in self.layout.devices]
         for k in range(self.layout.most):
             for i, own in enumerate(found):
-                own.append(compute(i, k))
+                if k < len(self.numbers[i]):
+                    own.append(compute(i, k))
         return found
 
     def cut(self, batch: Any) -> ByShard:
         """(piece, segments of its row) of each shard."""
         rows = copies(batch, self.layout.devices)
-        return [cut(own, numbers[0]) for cut, own, numbers in zip(self.pieces, rows, self.numbers, strict=True)]
+        return self.each(lambda i, k: self.pieces[i](rows[i], self.numbers[i][k]))
 
     def run(self, models: list[Model], pieces: ByShard, *, keep: bool) -> tuple[list[Kept], ByShard]:
         """(what is kept of each layer, (the output of the last block, the balance) of each shard)."""
@@ -162,24 +164,21 @@ def _on(number: Any, device: Any) -> jax.Array:
     return jax.device_put(number, device)
 
 
-def pieces_of(cut: RowCut, batch: Any, first: jax.Array, count: int) -> list[tuple[Piece, jax.Array | None]]:
-    """(the piece, int32[M, C] the segments of its row) of `count` shards from number `first` on.
+def piece_of(cut: RowCut, batch: Any, shard: jax.Array) -> tuple[Piece, jax.Array | None]:
+    """(the piece, int32[M, C] the segments of its row) of a shard.
 
-    `batch` has the rows of a device, the shards of which begin in the first one.
+    `batch` has the rows of a device: a part of all that lies on a multiple of their number, or all.
     """
     packed = hasattr(batch, "tokens")
-    tokens, segments, positions = batch if packed else (batch, None, None)
-    found = []
-    for k in range(count):
-        row, numbers = k // cut.shards, cut.numbers(first + k)
-        inputs, targets = tokens[row, :-1], tokens[row, 1:]
-        counted = jnp.ones(targets.shape, bool) if segments is None else segments[row, 1:] == segments[row, :-1]
-        places = jnp.arange(inputs.shape[0]) if positions is None else positions[row, :-1]
-        # Padding counts nothing, and no token before it attends to it.
-        piece = Piece(cut.split(inputs), cut.split(targets), cut.split(counted, repeat=False), cut.split(places))
-        piece = Piece(*(each[numbers] for each in piece))
-        found.append((piece, None if segments is None else cut.split(segments[row, :-1])))
-    return found
+    here, numbers = jax.tree.leaves(batch)[0].shape[0], cut.numbers(shard)
+    row = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, shard // cut.shards % here, keepdims=False), batch)
+    tokens, segments, positions = row if packed else (row, None, None)
+    inputs, targets = tokens[:-1], tokens[1:]
+    counted = jnp.ones(targets.shape, bool) if segments is None else segments[1:] == segments[:-1]
+    places = jnp.arange(inputs.shape[0]) if positions is None else positions[:-1]
+    # Padding counts nothing, and no token before it attends to it.
+    piece = Piece(cut.split(inputs), cut.split(targets), cut.split(counted, repeat=False), cut.split(places))
+    return Piece(*(each[numbers] for each in piece)), None if segments is None else cut.split(segments[:-1])
 
 
 @dataclass(frozen=True)
@@ -260,11 +259,12 @@ class CompiledLongStep:
 
     def _trees(self, use: str) -> list[Tree]:
         adds = self.adds.get(use, [add_sums] * len(self.layout.devices))
-        return [Tree(add) for add in adds]
+        firsts = [self.layout.shards_of(device).start for device in self.layout.devices]
+        return [Tree(add, first) for add, first in zip(adds, firsts, strict=True)]
 
     def totals(self, models: list[Model], batch: Any) -> tuple[list[Packed], list[Leaves]]:
         """(the packed sums of all shards, no counts: the update knows them), by device of this process."""
-        run, number, count = self.forward, self.forward.numbers, len(self.layout.devices)
+        run, number = self.forward, self.forward.numbers
         pieces = run.cut(batch)
         kept, out = run.run(models, pieces, keep=True)
         trees = self._trees(LAST)
@@ -276,7 +276,7 @@ class CompiledLongStep:
 
         d_out = run.each(losses)
         d_x, d_balance = _field(d_out, 0), _field(d_out, 1)
-        sums: list[dict[str, Any]] = [{LAST: tree.total(), BEFORE: [], AFTER: []} for tree in trees]
+        sums: list[dict[str, Any]] = [{LAST: tree.sums(), BEFORE: [], AFTER: []} for tree in trees]
         for layer in reversed(range(len(kept))):
             at = [own[layer] for own in run.layers]
             of_layer = kept.pop()
@@ -285,15 +285,19 @@ class CompiledLongStep:
         run.each(lambda i, k: trees[i].put(self.embed_back[i](models[i], number[i][k], pieces[i][k][0], d_x[i][k])))
         own = [
             [
-                self.join[i](
-                    {LAST: sums[i][LAST], FIRST: trees[i].total()}
-                    | {use: sums[i][use][::-1] for use in (BEFORE, AFTER)}
+                join({LAST: last, FIRST: first, BEFORE: [*before[::-1]], AFTER: [*after[::-1]]})
+                for last, first, before, after in zip(
+                    each[LAST],
+                    tree.sums(),
+                    zip(*each[BEFORE], strict=True),
+                    zip(*each[AFTER], strict=True),
+                    strict=True,
                 )
             ]
-            for i in range(count)
+            for join, each, tree in zip(self.join, sums, trees, strict=True)
         ]
         del sums
-        return self.exchange.run(own), [{}] * count
+        return self.exchange.run(own), [{} for _ in own]
 
     def _back(
         self,
@@ -305,7 +309,8 @@ class CompiledLongStep:
         d_balance: ByShard,
         sums: list[dict[str, Any]],
     ) -> ByShard:
-        """The gradient of a layer's input, from that of its output; those of its parameters are put to the `sums`."""
+        """The gradient of a layer's input, from that of its output; those of its parameters are put to the `sums`, of
+        each subtree of a device's shards."""
         run, number = self.forward, self.forward.numbers
         x, q, kv, normed, mixed, log_sums = kept
         rows, trees = run.moves.keys_of_rows(kv), self._trees(AFTER)
@@ -343,8 +348,8 @@ class CompiledLongStep:
 
         d_x = run.each(before)
         for own, tree, other in zip(sums, trees, others, strict=True):
-            own[AFTER].append(tree.total())
-            own[BEFORE].append(other.total())
+            own[AFTER].append(tree.sums())
+            own[BEFORE].append(other.sums())
         return d_x
 
 
