@@ -192,6 +192,11 @@ MEASURED_AGAIN = {
     "b was disturbed": (([10.0], [30.0, 10.0], [10.0]), []),
     "b is slow": (([10.0], [30.0], [10.0]), ["b"]),
     "b is slow, and the others were disturbed": (([19.0, 10.0], [30.0, 28.0], [19.0, 10.0]), ["b"]),
+    "b is slow, and the others were so disturbed that it was not the slower one": (
+        ([21.0, 10.0], [30.0, 28.0], [23.0, 10.0]),
+        ["b"],
+    ),
+    "b is a little slow": (([10.0], [14.0], [10.0]), []),
     "b is slow, and has a good moment": (([10.0], [30.0, 14.0, 30.0], [10.0]), []),
 }
 

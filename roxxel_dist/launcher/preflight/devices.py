@@ -18,7 +18,8 @@ from roxxel_dist.launcher.preflight.checks import CheckResult
 FACTOR, FACTOR_OF_CPU = 1.5, 4.0
 """Slower than the median of the others by this factor is slow. CPUs have other programs beside the check."""
 ROUNDS = 3
-"""How often a host that looks slow is measured, and those that it is compared with; the best times count."""
+"""How often a host that looks slow is measured, and those that it is compared with; the best times count. It looks slow
+from half of what `FACTOR` adds: other programs may have disturbed those that it is compared with."""
 NAMES = {
     "product": "a product of matrices",
     "copy": "a copy in its memory",
@@ -126,20 +127,20 @@ class DeviceChecks:
 
     def _slow(self, questions: Questions, hosts: Sequence[str]) -> dict[str, list[CheckResult]]:
         """The slow devices of these hosts, which are all measured again before one of them is named."""
-        suspects = self._suspects(hosts)
+        doubtful = self._suspects(hosts, 0.5)
         for _ in range(ROUNDS - 1):
-            if not suspects:
+            if not doubtful:
                 break
             asked = {"mode": "on", "command": None, "env": dict(self.env), "devices": self.simulated}
             replies = questions.ask({host: {"ask": "checks", "checks": asked} for host in hosts})
             for host, answer in collect(questions, list(replies)).items():
                 if answer.get("devices", {}).get("devices"):
                     self.measured[host].merge(figures(answer["devices"]))
-            suspects = self._suspects(list(suspects))
-        return suspects
+            doubtful = self._suspects(list(doubtful), 0.5)
+        return self._suspects(list(doubtful))
 
-    def _suspects(self, hosts: Sequence[str]) -> dict[str, list[CheckResult]]:
-        slow = {host: list(slow_devices(host, self.measured)) for host in hosts}
+    def _suspects(self, hosts: Sequence[str], part: float = 1.0) -> dict[str, list[CheckResult]]:
+        slow = {host: list(slow_devices(host, self.measured, part)) for host in hosts}
         return {host: found for host, found in slow.items() if found}
 
     def _good(self, hosts: Sequence[str]) -> CheckResult:
@@ -206,11 +207,12 @@ def unlike(measured: Mapping[str, Measured], hosts: Sequence[str]) -> Iterator[C
                 yield CheckResult("error", DEVICE, (host,), text, suspect=True)
 
 
-def slow_devices(host: str, measured: Mapping[str, Measured]) -> Iterator[CheckResult]:
-    """The devices of a host that are slower than the others, on all measured hosts of its kind."""
+def slow_devices(host: str, measured: Mapping[str, Measured], part: float = 1.0) -> Iterator[CheckResult]:
+    """The devices of a host that are slower than the others, on all measured hosts of its kind, by a part of what the
+    factor adds."""
     own = measured[host]
     alike = {name: one for name, one in measured.items() if one.kind == own.kind}
-    factor = FACTOR_OF_CPU if own.kind[0] == "cpu" else FACTOR
+    factor = 1 + part * ((FACTOR_OF_CPU if own.kind[0] == "cpu" else FACTOR) - 1)
     for (place, work), value in own.times.items():
         others = [
             other
