@@ -55,7 +55,6 @@ LAYOUTS = {
 }
 SEVEN = {"slices of seven": {"n_devices": 7, "fsdp": True}}
 LAYOUTS_OF = {
-    "8 rows, then 1": {name: LAYOUTS[name] for name in ("one device", "copies", "slices")},
     "matrices that 7 devices cut and 8 do not": {"one device": LAYOUTS["one device"], **SEVEN},
 }
 """Of these cases not all."""

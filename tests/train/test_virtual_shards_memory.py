@@ -10,6 +10,7 @@ from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.settings.training import OptimizerConfig
+from roxxel_dist.train.exact.layout import rows_sharding
 from roxxel_dist.train.exact.memory import step_peaks, whole_bytes
 from roxxel_dist.train.exact.step import RowSums, init_exact_state, make_sharded_steps
 from roxxel_dist.train.step.compile import AotCompiler, abstract
@@ -17,7 +18,15 @@ from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer
 from roxxel_dist.train.step.step import SPIKE_FACTOR
 
 MODEL = {"dim": 256, "num_blocks": 1, "n_heads": 2, "vocab_size": 1024, "max_context": 32}
-DEVICES = 8
+OF_THREE = MODEL | {"dim": 192, "vocab_size": 1536}
+SHARDS = 8
+WATCHED = 1
+"""A device. Of three it is the one with most sums to send: those of shards 2 and 3, and of shard 4."""
+CASES = [
+    pytest.param("adamw", 8, MODEL, id="adamw"),
+    pytest.param("muon", 8, MODEL, id="muon", marks=pytest.mark.long),
+    pytest.param("adamw", 3, OF_THREE, id="slices that are no blocks"),
+]
 
 
 class Watched(AotCompiler):
@@ -34,7 +43,7 @@ class Watched(AotCompiler):
         more = needs.temp_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
 
         def run(*args):
-            if jax.devices()[0] in jax.tree.leaves(args)[0].devices():
+            if jax.devices()[WATCHED] in jax.tree.leaves(args)[0].devices():
                 self.alive[jitted.__name__] = max(self.alive.get(jitted.__name__, 0), alive() + more)
             results = program(*args)
             self.given.setdefault(jitted.__name__, set()).add(len(jax.tree.leaves(args)))
@@ -44,29 +53,31 @@ class Watched(AotCompiler):
         return run
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.long)])
-def test_no_device_has_more_than_a_seventh_of_the_state(optimizer):
-    mesh, optimizer = make_mesh(DEVICES, fsdp=DEVICES), NamedOptimizer(OptimizerConfig(optimizer=optimizer))
-    builder, sharding = TransformerBuilder(ModelConfig(**MODEL), 0, 1), batch_sharding(mesh)
-    split, state, hparams = init_exact_state(builder, InitialState(optimizer), mesh, shards=DEVICES, fsdp=True)
+@pytest.mark.parametrize(("optimizer", "devices", "fields"), CASES)
+def test_a_device_has_little_more_than_its_part_of_the_state(optimizer, devices, fields):
+    """Of 8 devices each has at most a seventh."""
+    mesh, optimizer = make_mesh(devices, fsdp=devices), NamedOptimizer(OptimizerConfig(optimizer=optimizer))
+    builder, sharding = TransformerBuilder(ModelConfig(**fields), 0, 1), rows_sharding(batch_sharding(mesh), SHARDS)
+    split, state, hparams = init_exact_state(builder, InitialState(optimizer), mesh, shards=SHARDS, fsdp=True)
     hparams |= scalars_on(mesh, {**optimizer.settings(100), SPIKE_FACTOR: 0.0})
     batch = batch_of(0, (8, 9), False, sharding)
     like, large = abstract(state), {leaf.shape for leaf in jax.tree.leaves(state) if not leaf.is_fully_replicated}
-    step, _ = make_sharded_steps(split, token_losses, optimizer, sharding, shards=DEVICES)
+    step, _ = make_sharded_steps(split, token_losses, optimizer, sharding, shards=SHARDS)
     compiler, others = Watched(mesh), alive() - of_one_device(state)
     compiler.prepare("step", step, state, hparams, batch)
     for _ in range(2):
         assert large
-        assert of_one_device(state) <= whole_bytes(state) / 7
+        assert of_one_device(state) <= whole_bytes(state) / (devices * 7 / 8)
         state, _ = compiler.get("step")(state, hparams, batch)
         state = state.whole
     compiler.close()
-    assert of_one_device(state) <= whole_bytes(state) / 7
+    assert of_one_device(state) <= whole_bytes(state) / (devices * 7 / 8)
 
     whole = {name for name, shapes in compiler.seen.items() if shapes & large}
     params = [leaf for leaf in state.params.values() if not leaf.is_fully_replicated]
     groups = {"update_group", "take_slices"} if optimizer.config.optimizer == "muon" else set()
-    assert whole == {"gather_slices", "packed_sums", "numbers", *groups}  # the last one takes parameters, unused
+    moved = {"fetch_block", "put_block"} if SHARDS % devices else set()  # they take all slices, and give a block
+    assert whole == {"gather_slices", "packed_sums", "numbers", *groups, *moved}  # the last one takes parameters, unused
     assert groups or compiler.given["gather_slices"] == {len(params)}, "no moments are gathered"
 
     own = RowSums.of(step.programs, step.layout, like, hparams, batch)
@@ -79,11 +90,11 @@ def test_no_device_has_more_than_a_seventh_of_the_state(optimizer):
 
 
 def alive():
-    """Bytes of all arrays on the first device."""
+    """Bytes of all arrays on the device."""
     found = {}
     for leaf in jax.live_arrays():
         for shard in leaf.addressable_shards:
-            if shard.device == jax.devices()[0] and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            if shard.device == jax.devices()[WATCHED] and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 found[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
     return sum(found.values())
 

@@ -20,6 +20,7 @@ from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.exact.reduction import Programs
 from roxxel_dist.train.exact.selection import Selection
 from roxxel_dist.train.exact.slices import Cut, Gather
+from roxxel_dist.train.exact.spread_blocks import SpreadArrays, SpreadGroup, fetch_gradients
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams
@@ -142,59 +143,71 @@ class BlockCompiler:
         args = *arrays.selection.apart(self.state), grads, *inputs
         return Group(arrays, (), self.each(update_small, *args, donate=(0,)))
 
-    def _block_group(self, chunks: Sequence[Any], inputs: Any) -> BlockGroup:
-        arrays, owner, programs = self._arrays(self.blocks.groups[0]), self.ownership, self.programs
-        selection, here = arrays.selection, len(owner.owned[0])
-        names = selection.names_of_own
-        dimensions = [self.blocks.dimensions[name] for name in names]
+    def _block_group(self, chunks: Sequence[Any], inputs: Any) -> BlockGroup | SpreadGroup:
+        owner, programs, names = self.ownership, self.programs, self.blocks.groups[0]
+        selection = Selection.of(self.state, names)
+        like, common = selection.apart(self.state)
+        cuts = [self.blocks.dimensions[name] for name in selection.names_of_own]
+        own = [
+            jax.ShapeDtypeStruct(self.blocks.shape(name, leaf.shape), leaf.dtype)
+            for name, leaf in zip(selection.names_of_own, like, strict=True)
+        ]
 
         def update_block(own: Any, common: Any, chunks: Any, numbers: Any, hparams: Hparams) -> Any:
             return programs.update(selection, own, common, programs.sums.block(0, chunks), numbers, hparams)
 
-        def take_block(arrays: list[Any], index: jax.Array) -> list[Any]:
-            return [_taken(leaf, cut, here, index) for leaf, cut in zip(arrays, dimensions, strict=True)]
+        args = own, common, [self._flat(share, 1) for share in chunks], *inputs
+        params, update = {name: self.state.params[name] for name in names}, self.each(update_block, *args, donate=(0,))
+        here = owner.of_here(owner.owned)
+        squares = BlockNumbers.compiled(self.layout, owner.count, owner.owned, here, self.compile_one, self.for_each)
+        if not owner.is_cut:
+            return SpreadGroup(
+                selection=selection,
+                params=params,
+                arrays=SpreadArrays.compiled(self.layout, like, cuts, owner.count, self.compile_one),
+                gradients=fetch_gradients(owner, chunks, self.compile_one),
+                update=update,
+                squares=squares,
+                count=owner.count,
+            )
+        sent, apart = self._team(chunks)
+        take, put = self._moves(own, cuts)
+        return BlockGroup(selection, params, sent, apart, take, put, update, squares, len(owner.owned[0]))
 
-        def put_block(arrays: list[Any], blocks: list[Any], index: jax.Array) -> list[Any]:
-            return [
-                jax.lax.dynamic_update_slice_in_dim(leaf, block, index * block.shape[cut], cut)
-                for leaf, block, cut in zip(arrays, blocks, dimensions, strict=True)
-            ]
+    def _team(self, chunks: Sequence[Any]) -> tuple[Sequence[Any], Programs]:
+        """What gathers the gradients of the blocks that a device updates, and takes these apart."""
+        owner, here = self.ownership, len(self.ownership.owned[0])
+        if len(owner.teams[0]) == 1:
+            return (), ()
 
         def open_blocks(chunks: list[jax.Array]) -> list[list[jax.Array]]:
             return in_blocks(chunks, here, here)
 
-        like = shapes_of(arrays.like)
-        own = [
-            jax.ShapeDtypeStruct(self.blocks.shape(name, leaf.shape), leaf.dtype)
-            for name, leaf in zip(names, like, strict=True)
-        ]
-        one, every = ([self._flat(share, count) for share in chunks] for count in (1, here))
-        args = own, selection.apart(self.state)[1], one, *inputs
-        sent = self._across(owner.gather_team, chunks) if len(owner.teams[0]) > 1 else ()
-        take, put = (), ()
-        if here > 1:
-            kept = [
-                jax.ShapeDtypeStruct(
-                    tuple(size * here if i == cut else size for i, size in enumerate(leaf.shape)), leaf.dtype
-                )
-                for leaf, cut in zip(own, dimensions, strict=True)
+        every = [self._flat(share, here) for share in chunks]
+        return self._across(owner.gather_team, chunks), self.each(open_blocks, every)
+
+    def _moves(self, blocks: Sequence[Any], cuts: Sequence[int]) -> tuple[Programs, Programs]:
+        """What takes a block of each array, by its number among those of a device, and what puts it back."""
+        if (here := len(self.ownership.owned[0])) == 1:
+            return (), ()
+
+        def take_block(arrays: list[Any], index: jax.Array) -> list[Any]:
+            return [_taken(leaf, cut, here, index) for leaf, cut in zip(arrays, cuts, strict=True)]
+
+        def put_block(arrays: list[Any], blocks: list[Any], index: jax.Array) -> list[Any]:
+            return [
+                jax.lax.dynamic_update_slice_in_dim(leaf, block, index * block.shape[cut], cut)
+                for leaf, block, cut in zip(arrays, blocks, cuts, strict=True)
             ]
-            number = jax.ShapeDtypeStruct((), np.int32)
-            take, put = self.each(take_block, kept, number), self.each(put_block, kept, own, number, donate=(0,))
-        return BlockGroup(
-            arrays=arrays,
-            params={name: self.state.params[name] for name in self.blocks.groups[0]},
-            is_cut=owner.is_cut,
-            across=sent,
-            apart=self.each(open_blocks, every) if sent else (),
-            take=take,
-            put=put,
-            update=self.each(update_block, *args, donate=(0,)),
-            squares=BlockNumbers.compiled(
-                self.layout, owner.count, owner.owned, owner.of_here(owner.owned), self.compile_one, self.for_each
-            ),
-            count=here,
-        )
+
+        kept = [
+            jax.ShapeDtypeStruct(
+                tuple(size * here if i == cut else size for i, size in enumerate(block.shape)), block.dtype
+            )
+            for block, cut in zip(blocks, cuts, strict=True)
+        ]
+        number = jax.ShapeDtypeStruct((), np.int32)
+        return self.each(take_block, kept, number), self.each(put_block, kept, list(blocks), number, donate=(0,))
 
 
 def in_blocks(tree: Any, count: int, most: int) -> list[Any]:

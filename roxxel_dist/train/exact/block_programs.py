@@ -41,6 +41,10 @@ class Numbers(NamedTuple):
     """bool[]: whether the step is bad."""
 
 
+Inputs = Sequence[tuple[Numbers, Hparams]]
+"""(what updates take, the numbers among the inputs of a step), by device of this process."""
+
+
 class Rest(NamedTuple):
     """The state after a step but for parameters and what the optimizer keeps."""
 

@@ -1,7 +1,7 @@
 """The update of a step by blocks of large arrays: with fsdp each device computes those that it keeps.
 
-Norms are sums of squares of blocks, added in one order. Where the slices of devices are no blocks, as on 3 devices,
-each device gathers the arrays, computes all blocks, and keeps its slices.
+Norms are sums of squares of blocks, added in one order. Where the slices of devices are no blocks it is a
+`spread_blocks.SpreadGroup` that updates them.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from roxxel_dist.model.split import Leaves
+from roxxel_dist.train.exact.block_programs import Inputs
 from roxxel_dist.train.exact.layout import Layout
 from roxxel_dist.train.exact.ownership import BlockNumbers, moved
 from roxxel_dist.train.exact.packing import Packed
@@ -20,11 +21,9 @@ from roxxel_dist.train.exact.piece_programs import Model
 from roxxel_dist.train.exact.reduction import Programs
 from roxxel_dist.train.exact.selection import Selection, joined
 from roxxel_dist.train.exact.slices import Cut, Gather, free
+from roxxel_dist.train.exact.spread_blocks import SpreadGroup
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams, Metrics
-
-Inputs = Sequence[tuple[Any, Hparams]]
-"""(`Numbers`, the numbers among the inputs of a step), by device of this process."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +78,11 @@ class Group:
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """Parameters that are updated block by block."""
+    """Parameters that are updated block by block, of which each device keeps blocks."""
 
-    arrays: Arrays
+    selection: Selection
     params: Leaves
     """As shapes with shardings."""
-    is_cut: bool
-    """Whether slices are blocks."""
     across: Sequence[Any]
     """Gather each chunk of the gradients of blocks that a device updates; empty where it has added them up."""
     apart: Programs
@@ -121,7 +118,10 @@ class BlockGroup:
             grads = [apart(own) for apart, own in zip(self.apart, every, strict=True)]
             del every
         chunks.clear()
-        own, common = self._own(parts, models), self.arrays.numbers(parts)
+        for model in models:  # the slices are what is updated
+            free([model.params[name] for name in self.params], list(self.params.values()))
+        apart = [self.selection.apart(part) for part in parts]
+        own, common = [arrays for arrays, _ in apart], [numbers for _, numbers in apart]
         squares: list[list[jax.Array]] = [[] for _ in parts]
         for k in range(self.count):
             for i, update in enumerate(self.update):  # every device has something to do at once
@@ -130,14 +130,7 @@ class BlockGroup:
                 block, _, square = update(block, common[i], grads[i].pop(0), *inputs[i])
                 squares[i].append(square)
                 own[i] = self.put[i](own[i], block, at) if self.put else block
-        return own if self.is_cut else self.arrays.cut.run(own), self.squares.run(squares)[0]
-
-    def _own(self, parts: Sequence[TrainState], models: Sequence[Model]) -> list[list[jax.Array]]:
-        if not self.is_cut:
-            return self.arrays.whole(parts, models)
-        for model in models:  # the slices are what is updated
-            free([model.params[name] for name in self.params], list(self.params.values()))
-        return [self.arrays.selection.apart(part)[0] for part in parts]
+        return own, self.squares.run(squares)[0]
 
 
 @dataclass(frozen=True)
@@ -152,7 +145,7 @@ class BlockUpdate:
     squares_of: Programs
     squares: BlockNumbers
     numbers: Programs
-    blocks: BlockGroup | None
+    blocks: BlockGroup | SpreadGroup | None
     groups: Sequence[Group]
     """The other groups of large parameters, then the small ones."""
     cut_rest: Cut
@@ -174,7 +167,7 @@ class BlockUpdate:
         if self.blocks is not None:
             chunks = [[own.pop(name) for name in self.names[0]] for own in shares]
             own, change = self.blocks.run(parts, models, chunks, blocks, inputs)
-            done.append((self.blocks.arrays.selection, own))
+            done.append((self.blocks.selection, own))
             changes.append(change)
         common: list[Any] = []
         large = self.names[1:]

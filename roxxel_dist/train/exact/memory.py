@@ -16,6 +16,8 @@ from roxxel_dist.train.step.step import Hparams
 
 GROUP_COPIES = 6
 """Arrays of the size of a group's gradient while it is updated: its parts, the whole, and what Muon iterates on."""
+SPREAD_COPIES = 3
+"""Arrays of the size of a block that no device keeps while it is updated: its bits, itself, and the new one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,8 @@ def _update_bytes(totals: Totals, packed: Packed, state: TrainState) -> tuple[fl
     )
     needs = [3 * share, *(moments + GROUP_COPIES * size for moments, size in others)]
     if not owner.is_cut:
-        needs.append(first[0] + 2 * first[1])
+        arrays = Selection.of(state, blocks.groups[0]).apart(state)[0]
+        needs.append(SPREAD_COPIES * (whole_bytes(arrays) + first[1]) / owner.count)
     elif len(owner.teams[0]) > 1:
         needs.append(2 * first[1] * len(owner.owned[0]) / owner.count)
     return whole_bytes(packed) - sum(sizes) + share, max(needs)
