@@ -77,7 +77,8 @@ def test_a_device_has_little_more_than_its_part_of_the_state(optimizer, devices,
     params = [leaf for leaf in state.params.values() if not leaf.is_fully_replicated]
     groups = {"update_group", "take_slices"} if optimizer.config.optimizer == "muon" else set()
     moved = {"fetch_block", "put_block"} if SHARDS % devices else set()  # they take all slices, and give a block
-    assert whole == {"gather_slices", "packed_sums", "numbers", *groups, *moved}  # the last one takes parameters, unused
+    # `numbers` takes parameters, unused.
+    assert whole == {"gather_slices", "packed_sums", "numbers", *groups, *moved}
     assert groups or compiler.given["gather_slices"] == {len(params)}, "no moments are gathered"
 
     own = RowSums.of(step.programs, step.layout, like, hparams, batch)
