@@ -100,10 +100,10 @@ def trained(desk, processes, devices, name, *more):
 
 
 @pytest.mark.cluster
-def test_a_run_of_two_processes_is_audited_on_four_devices_of_one(desk):
+def test_a_run_of_two_processes_is_audited_on_three_devices_of_one(desk):
     write_config(desk, phases=[*CONFIG["phases"][:1], {"steps": 2, "batch_size": 1, "seq_len": 65}])
     trained(desk, 2, 1, "two")
-    audit = run("audit", "runs/two", "--devices", 4, cwd=desk)
+    audit = run("audit", "runs/two", "--devices", 3, cwd=desk)
     assert audit.returncode == 0, audit.stdout + audit.stderr
     assert "equal to the bit over 10 steps" in audit.stdout
 
