@@ -191,6 +191,21 @@ def test_the_devices_that_repeat_the_work_of_others_are_told(corpus):
     assert "phase 1: a batch of 1 rows x 8 tokens: 1 row on each device; 7 of 8 devices repeat the work" in text
 
 
+@pytest.mark.parametrize(
+    ("rows", "length", "layout"),
+    [
+        (16, 17, "8 virtual shards over 5 devices, 1 or 2 on each"),
+        (1, 33, "8 virtual shards over 5 devices, 1 or 2 on each"),
+    ],
+)
+def test_devices_that_do_not_divide_virtual_shards(corpus, monkeypatch, rows, length, layout):
+    monkeypatch.setenv("PJRT_NPROC", "16")
+    phases = [{"steps": 1, "batch_size": rows, "seq_len": length}]
+    config = Config(**{**ALL, "n_devices": 5, "max_context": 32, "virtual_shards": 8, "phases": phases})
+    [phase] = estimate(config, corpus_path(corpus), EstimateRequest(processes=2)).phases
+    assert (str(phase.layout), phase.rows_a_process) == (layout, rows)
+
+
 def test_passes_are_what_the_rows_read(corpus, tmp_path):
     phases = [{"epochs": 1.5, "batch_size": 8, "seq_len": 17, "weights": {"self": 3, "more": 1}, "blend": "row"}]
     config = Config(**{**SMALL, "phases": phases, "datasets": {"more": corpus_path(corpus)}, "val_fraction": 0.0})

@@ -424,7 +424,8 @@ def _phase_on_mesh(
     first, stop = span
     tokens_per_s, flops_per_s = speeds
     shape, tokens = plan.segment(stop - 1).shape, plan.tokens(stop) - plan.tokens(first)
-    layout = batch_layout(sharding, shape.batch_size, shape.seq_len, components.grad_accum)
+    shards = components.options.virtual_shards
+    layout = batch_layout(sharding, shape.batch_size, shape.seq_len, components.grad_accum, shards)
     flops, seconds = tokens * flops_of(shape.seq_len), None
     if tokens_per_s:
         seconds = tokens / tokens_per_s
@@ -465,6 +466,8 @@ def _phase(
     """The estimate of the steps of `span`, [first, stop)."""
     (first, stop), shape = span, plan.segment(span[1] - 1).shape
     own_rows = shape.batch_size // layout.row_pieces * -(-layout.row_pieces // processes)
+    if layout.shards:
+        own_rows = shape.batch_size  # each device holds all
     return PhaseEstimate(
         phase=plan.phase(stop - 1) + 1,
         first_step=first + 1,
