@@ -8,7 +8,6 @@ if not RANK and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `begin`: a KeyboardInterrupt in these imports is a traceback
 
 import errno
-import gc
 import io
 import select
 import sys
@@ -16,13 +15,13 @@ from typing import Any
 
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.exit_guard import limit_the_end
+from roxxel_dist.utils.garbage import collect_seldom
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
     open_streams()  # first: files that are opened later must not get the numbers of the standard streams
-    # A step leaves no garbage, and what jax imports and traces stays: to look through it took a quarter of a start.
-    gc.set_threshold(50_000, 50, 10)
+    collect_seldom()
     if not RANK:  # the launcher ends its ranks
         interrupt.begin()
     from roxxel_dist.cli import main as run

@@ -5,7 +5,6 @@ program replaces this process and finds the contract in its environment.
 """
 
 import faulthandler
-import gc
 import os
 import re
 import runpy
@@ -40,6 +39,7 @@ from roxxel_dist.launcher.host.runtime_errors import is_runtime_failure, is_tpu_
 from roxxel_dist.launcher.host.sources import recorder
 from roxxel_dist.launcher.job.program import program_of
 from roxxel_dist.launcher.output.console import info
+from roxxel_dist.utils.garbage import collect_seldom
 
 SUBCOMMANDS = frozenset(
     """data batch train find-lr generate eval launch sweep report plan doctor save export verify audit compare
@@ -126,7 +126,7 @@ def _options(words: list[str]) -> list[str]:
 
 
 def _subcommand(word: str, rest: list[str]) -> None:
-    gc.set_threshold(50_000, 50, 10)  # as `roxxel_dist.__main__` does, before jax is imported
+    collect_seldom()
     program = program_of([word, *rest])
     if program.config:
         recorder().add("--config", os.path.realpath(program.config))
