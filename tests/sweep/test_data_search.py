@@ -283,6 +283,19 @@ def test_shares_that_w_and_b_gives_an_agents_trial_are_weights(
     assert config.passes == "apart"
 
 
+@pytest.mark.parametrize(("max_passes", "most"), [(2.0, 2e-6), (0.45, 2e-3)])
+def test_shares_that_a_solver_moved_may_differ_by_more(max_passes: float, most: float, base: Config) -> None:
+    """Another version of scipy ends a little beside: that is no change of the data."""
+    second = {"phases": [2], "datasets": {"code": {}, "math": {}}}
+    sweep = opened(base, {"mixtures": [{**ONE, "max_passes": max_passes}, second]})
+    _, params = make(sweep, 0).ask()
+    moved = abs(sweep.space.shares_of(params)[0] - sweep.space.baselines[0][0]).max()
+    assert (moved > 0.001) == (max_passes < 1)
+    for share, lines in ((0.5 * most, 0), (2 * most, 1)):
+        first = Trial(number=0, params={**params, "mixture.1.self": params["mixture.1.self"] + share})
+        assert len(changed_data(sweep, first)) == lines
+
+
 def test_data_that_grew_is_named_at_the_next_start(base: Config, tmp_path: Path) -> None:
     """Natural shares are known of the first trial: what is trained after it reads other text."""
     sweep = opened(base, entry())

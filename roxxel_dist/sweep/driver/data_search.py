@@ -4,6 +4,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import numbers_in, phases_of
 from roxxel_dist.data.files.discovery import names_objects
@@ -15,6 +17,8 @@ from roxxel_dist.sweep.study.training_ranges import training_ranges
 
 SAME_SHARE = 2e-6
 """Shares that differ by less are the same: they have six decimals."""
+SAME_MOVED = 2e-3
+"""Likewise of shares that a budget of passes moved: where the solver ends differs with the version of scipy."""
 DECIDED = ("phases", "passes", "datasets", "validation", "val_fraction")
 """Fields that must be the same in all trials of a search over the data."""
 
@@ -175,12 +179,13 @@ def changed_data(sweep: Sweep, first: Trial | None) -> list[str]:
     space, budget = sweep.space, sweep.rules.budget
     if not space.mixtures or first is None:
         return []
-    natural = space.baselines[0]
-    natural = natural if budget is None else budget.moved(space.mixtures, natural, first.params)
+    shares = space.baselines[0]
+    natural = shares if budget is None else budget.moved(space.mixtures, shares, first.params)
+    is_moved = any(np.any(share != own) for share, own in zip(shares, natural, strict=True))
     changed = [
         f"{name} {first.params[name]:.4g}, now {share:.4g}"
         for name, share in space.params_of(natural).items()
-        if abs(first.params[name] - share) > SAME_SHARE
+        if abs(first.params[name] - share) > (SAME_MOVED if is_moved else SAME_SHARE)
     ]
     if not changed:
         return []
