@@ -302,7 +302,7 @@ class ExperimentConfig:
     n_devices: int = 0
     """Devices to use, of all processes together; 0 for all."""
     fsdp_devices: int = 0
-    """Devices that share one copy of parameters and moments with fsdp; 0 for all."""
+    """Devices that share one copy of parameters and moments with fsdp; 0 for all, 1: as without fsdp."""
     tensor_devices: int = 1
     """Tensor parallelism: number of devices that share the computation of the same rows. Each has a part of the heads,
     hidden units and vocabulary."""

@@ -18,6 +18,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.model.split import split_module
 from roxxel_dist.run.components import build_components
+from roxxel_dist.run.estimate.abstract_steps import abstract_train_state
 from roxxel_dist.run.estimate.estimate import EstimateRequest, estimate, spans
 from roxxel_dist.train.step.batch_layout import batch_layout
 from roxxel_dist.train.step.optimizer import InitialState
@@ -136,6 +137,16 @@ def test_memory_is_that_of_the_real_state(corpus, more):
     assert cut == ({name for name, leaf in state.params.items() if leaf.size >= 1 << 16} if config.fsdp else set())
     assert found.state["parameters"] == sum(n // 8 if name in cut else n for name, n in whole.items())
     assert [one["name"] for one in found.arrays] == list(state.params)
+
+
+@pytest.mark.parametrize("shards", [0, 8])
+@pytest.mark.parametrize(("count", "pieces"), [(0, 8), (2, 2), (1, 1)])
+def test_so_many_devices_share_a_copy_of_the_parameters(corpus, count, pieces, shards):
+    made = build_components(Config(**WIDE, fsdp=True, fsdp_devices=count, virtual_shards=shards), corpus)
+    state = abstract_train_state(made, made.mesh(), 4)[1]
+    for tree in (state.params, state.opt_state):
+        large = [leaf for leaf in jax.tree.leaves(tree) if leaf.size >= 1 << 16]
+        assert {leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in large} == {pieces}
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ LAYOUTS = {
     "copies": {"n_devices": 8},
     "slices": {"n_devices": 8, "fsdp": True},
     "copies of slices": {"n_devices": 6, "fsdp": True, "fsdp_devices": 3},
-    "slices over the axis of rows": {"n_devices": 3, "fsdp": True, "fsdp_devices": 1},
+    "slices of three": {"n_devices": 3, "fsdp": True},
 }
 SEVEN = {"slices of seven": {"n_devices": 7, "fsdp": True}}
 LAYOUTS_OF = {

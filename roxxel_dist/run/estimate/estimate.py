@@ -377,7 +377,7 @@ def _estimate(
             "other": device_bytes((state.step, state.rest, state.health, other)),
         },
         arrays=_arrays(params),
-        fsdp=config.fsdp,
+        fsdp=options.fsdp,
         grad_accum=grad_accum,
         devices=mesh.size,
         processes=processes,
