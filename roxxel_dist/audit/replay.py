@@ -340,7 +340,14 @@ def _link_checkpoint(run: RunRecord, interval: Interval, folder: Path) -> None:
     later = [step for step in run.steps if step >= interval.start and step <= _end(run, interval)]
     metadata, newest = run.checkpoint(interval.start)[0], run.checkpoint(max(later))[0]
     plan = {**newest.plan, "step": interval.start}
-    changed = dataclasses.replace(metadata, plan=plan, corpus=newest.corpus, curriculum=newest.curriculum)
+    changed = dataclasses.replace(
+        metadata,
+        plan=plan,
+        corpus=newest.corpus,
+        curriculum=newest.curriculum,
+        virtual_shards=None,  # the steps after it may have been amended; an audit compares what decides their bits
+        grad_accum=None,
+    )
     store = CheckpointStore(folder / CHECKPOINTS)
     store.delete_later(interval.start, changed.to_dict())
     store.close()

@@ -234,6 +234,10 @@ class CheckpointMetadata:
     """How a run with virtual shards updates its parameters; it goes on as it began."""
     virtual_shards: int | None = None
     """Those of the run; None without, and in checkpoints of earlier versions."""
+    grad_accum: int | None = None
+    """Of a run with virtual shards; None without, and in checkpoints of earlier versions."""
+    bits: Mapping[str, Any] = field(default_factory=dict)
+    """`determinism.numerics_fingerprint` of the process of a run with virtual shards; empty as `grad_accum` is None."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, with the keys that checkpoints have had from the beginning."""
@@ -247,9 +251,8 @@ class CheckpointMetadata:
             saved["digest"] = self.digest
         if self.exact_update != WHOLE_UPDATE:  # which runs have that do not say
             saved["exact_update"] = self.exact_update
-        if self.virtual_shards is not None:
-            saved["virtual_shards"] = self.virtual_shards
-        return saved
+        exact = {name: getattr(self, name) for name in _OF_EXACT_RUNS}
+        return saved | {name: value for name, value in exact.items() if value not in (None, {})}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "CheckpointMetadata":
@@ -260,13 +263,14 @@ class CheckpointMetadata:
             base=BaseModelRef.from_dict(saved["base"]) if "base" in saved else None,
             digest=saved.get("digest", ""),
             exact_update=saved.get("exact_update", WHOLE_UPDATE),
-            virtual_shards=saved.get("virtual_shards"),
-            **{name: saved[name] for name in _SAME_KEY if name in saved},
+            **{name: saved[name] for name in (*_SAME_KEY, *_OF_EXACT_RUNS) if name in saved},
         )
 
 
 _SAME_KEY = ("corpus", "curriculum", "plan", "schedule", "rewinds")
 """Fields of `CheckpointMetadata` that have their own name on disk."""
+_OF_EXACT_RUNS = ("virtual_shards", "grad_accum", "bits")
+"""Those that also have it, in a run with virtual shards alone."""
 
 
 def write_cursor(run: Path, step: int, last_step: int, *, finished: bool) -> None:

@@ -67,8 +67,8 @@ class RunComponents:
     kernel: AttentionKernel
     """The attention kernel; for a user-defined model, the kernel in the config."""
     options: LoopOptions
-    """With nothing to hold out: `curriculum` already excludes the held-out part. Without fsdp where `fsdp_devices` is 1:
-    each device has a copy of its own."""
+    """With nothing to hold out: `curriculum` already excludes the held-out part. Without fsdp where `fsdp_devices` is
+    1: each device has a copy of its own."""
     devices: Sequence[Any] | None = None
     """What it is compiled for, if that is not here; None: the devices of all processes."""
 
@@ -132,7 +132,7 @@ def build_components(
         data=data,
         grad_accum=config.grad_accum,
         kernel=kernel,
-        # Else it would cut over "data", as of a mesh of one's own without devices along "fsdp".
+        # Else it would cut over "data", as on a user's mesh without devices along "fsdp".
         options=dataclasses.replace(
             config.part(LoopOptions), val_fraction=0.0, fsdp=config.fsdp and config.fsdp_devices != 1
         ),

@@ -40,7 +40,7 @@ from roxxel_dist.run.last_words import draw_curve, sample_text
 from roxxel_dist.run.layout_mark import line_for
 from roxxel_dist.run.metadata import RunMetadata
 from roxxel_dist.run.past import Past, check_nothing_new
-from roxxel_dist.run.record import changed_from, check_resumable, check_same_bits, kernel_begun_with, write_run_metadata
+from roxxel_dist.run.record import changed_from, check_resumable, check_same_run, kernel_begun_with, write_run_metadata
 from roxxel_dist.run.trackers import check_installed, trackers_of
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.training import TRIAL
@@ -49,6 +49,7 @@ from roxxel_dist.train.log.base import CRASH_LIMIT_S
 from roxxel_dist.train.loop import Loop
 from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
 from roxxel_dist.train.parts import Parts
+from roxxel_dist.train.resume import ResumePoint
 from roxxel_dist.utils.progress import Progress
 from roxxel_dist.weights.base import find_checkpoint, load_params, with_base, with_shape_of
 
@@ -154,11 +155,11 @@ class Experiment:
                 tokenizer = components.data.tokenizer  # encode the prompt of the sample before hours of training
                 ids = [] if tokenizer is None else tokenizer.encode(self.config.sample_prompt) or [tokenizer.eos_id]
                 tasks = open_tasks(self.config, tokenizer)
-                loop = Loop.open(self._parts(run, components, tasks, amend, origin, bucket))
-                undo.callback(loop.close)
                 # A trial goes on where there is room; what is other there is a line of its log.
                 is_free = amend or bool(fork_name) or is_trial
-                self._check_continuation(loop, run, past, components, is_free=is_free)
+                check = partial(self._check_continuation, run, past, components, is_free)
+                loop = Loop.open(self._parts(run, components, tasks, amend, origin, bucket), check)
+                undo.callback(loop.close)
                 if self.config.model or self.config.loss:
                     loop.try_loss()  # find mistakes in a model or a loss before files are written
                 held.enter_context(undo.pop_all())
@@ -295,14 +296,13 @@ class Experiment:
         return True
 
     def _check_continuation(
-        self, loop: Loop, run: Path, past: Past, components: RunComponents, *, is_free: bool
+        self, run: Path, past: Past, components: RunComponents, is_free: bool, start: ResumePoint
     ) -> None:
         """Raises UserError for changes to a finished run, and unless it `is_free` to, for other bits of later steps."""
-        if loop.position.finished:
-            check_nothing_new(run, self.config, loop.position.step, changed_from(past.saved, self.config))
-        elif loop.position.step and not is_free:
-            step = loop.position.step
-            on_primary("same bits", lambda: check_same_bits(past.saved, self.config, components.kernel, step))
+        if start.is_finished(components.options):
+            check_nothing_new(run, self.config, start.step, changed_from(past.saved, self.config))
+        elif start.step and not is_free:
+            on_primary("same bits", lambda: check_same_run(past.saved, self.config, components.kernel, start.step))
 
     def _open(self, path: str | Path | None, run: Path, resume: bool, past: Past, bucket: BucketRun | None) -> Roxxel:
         """The corpus; rank 0 makes it from text if necessary."""

@@ -24,7 +24,7 @@ from roxxel_dist.run.metadata import EXACT_UPDATE, PACKAGES, RunMetadata, saved_
 from roxxel_dist.settings.config import DEFAULTS, RECORD, Config
 from roxxel_dist.settings.global_batch import micro_batch_note, predates
 from roxxel_dist.train.loop import Loop
-from roxxel_dist.train.resume import ResumePoint, max_steps_note
+from roxxel_dist.train.resume import ResumePoint, check_same_bits, max_steps_note
 from roxxel_dist.train.step.schedule import scaling_note
 
 MB = 1e6
@@ -236,22 +236,14 @@ def _bits_of(saved: Mapping[str, Any], step: int) -> dict[str, Any]:
     return next(resumes, record.bits)
 
 
-def check_same_bits(saved: Mapping[str, Any], config: Config, kernel: AttentionKernel, step: int) -> None:
-    """Raises UserError if steps with virtual shards, after this one, would have other bits here than those before.
-
-    A resume that is amended does not call this: to go on without exactness is the user's choice. The next resume is
-    compared with that one.
-    """
+def check_same_run(saved: Mapping[str, Any], config: Config, kernel: AttentionKernel, step: int) -> None:
+    """Raises UserError as `check_same_bits` for the steps of a run after this one, by its saved config."""
     if not (config.virtual_shards and saved.get("virtual_shards")):
         return
     was = _bits_of(saved, step)
     now = determinism.numerics_fingerprint() | {"attention": kernel}
     now |= {EXACT_UPDATE: was[EXACT_UPDATE]} if EXACT_UPDATE in was else {}  # a run goes on as it began
-    if other := determinism.changed(*map(determinism.without_topology, (was, now))):
-        raise UserError(
-            f"virtual_shards is {config.virtual_shards}, and here the bits of the run would be others: "
-            f"{'; '.join(other)}. Resume it where these are as they were, or accept that with amend=True"
-        )
+    check_same_bits(was, now, config.virtual_shards)
 
 
 def changed_from(saved: Mapping[str, Any], config: Any, *, with_base: bool = False) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.place.bucket_run import BucketRun
+from roxxel_dist.run.components import on_primary
 from roxxel_dist.run.experiment import Experiment
 from roxxel_dist.run.layout_mark import line_for
 from roxxel_dist.run.record_of_parts import record_parts
@@ -27,7 +28,7 @@ from roxxel_dist.train.checkpointer import Checkpointer
 from roxxel_dist.train.log.base import LogQueue, Tracker, TrackerSource
 from roxxel_dist.train.loop import Loop
 from roxxel_dist.train.parts import Parts, loop_options
-from roxxel_dist.train.resume import ResumePoint
+from roxxel_dist.train.resume import ResumePoint, check_same_bits
 from roxxel_dist.train.step.state import TrainView
 from roxxel_dist.train.step.step import LossFn
 
@@ -77,7 +78,7 @@ class Trainer:
         mesh: devices of all processes, from `make_mesh` or with axes of your own; by default all of them along "data".
         data_sharding: of a (rows, tokens) batch; by default rows over "data" and "fsdp", or the mesh's first axis.
         grad_accum_steps: micro-batches a step; divides every batch that has more rows, of a smaller one each is a row.
-        amend: the curriculum, and virtual_shards, may be others than the run's, from here on.
+        amend: the curriculum, and what decides bits with virtual_shards, may be others than the run's, from here on.
         origin: another run's checkpoint to begin with.
         trackers: where rows go besides the console, `training_log.csv` and `metrics.jsonl`.
         logger: speaks and writes its own files too, instead of the console; close it after the trainer.
@@ -221,8 +222,14 @@ class Trainer:
         second call has no effect. Raises ValueError as `run`.
         """
         if not self._is_open:
-            self._loop = Loop.open(self.parts)
+            self._loop = Loop.open(self.parts, self._check_bits)
             self._is_open = True
+
+    def _check_bits(self, start: ResumePoint) -> None:
+        """Raises UserError where the next steps of a run with virtual shards would have other bits here."""
+        parts, now = self.parts, start.metadata.bits
+        if start.bits and now and not (parts.amend or start.is_finished(parts.options)):
+            on_primary("same bits", lambda: check_same_bits(start.bits, now, parts.options.virtual_shards))
 
     def try_loss(self) -> None:
         """Trace the loss once, without computing it, and stay open. What the model or the loss raises passes."""

@@ -27,6 +27,7 @@ from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.position import Position
 from roxxel_dist.train.programs import Programs
 from roxxel_dist.train.resources import Resources
+from roxxel_dist.train.resume import ResumePoint
 from roxxel_dist.train.saves import Saves
 from roxxel_dist.train.step.bad_steps import BadStep, BadStepMonitor
 from roxxel_dist.train.step.batch_layout import batch_layout
@@ -71,10 +72,11 @@ class Loop:
         self._work_is_known = False
 
     @classmethod
-    def open(cls, parts: Parts) -> "Loop":
+    def open(cls, parts: Parts, check: Callable[[ResumePoint], None] = lambda start: None) -> "Loop":
         """Take up the run of these parts, or begin it: hold its folder, compile its first phase, restore its state.
 
-        Writes nothing, but renames a damaged checkpoint. All ranks call it together.
+        Writes nothing, but renames a damaged checkpoint. All ranks call it together. `check` is called with the point
+        where it is taken up, and may raise, before anything is made or compiled.
 
         Raises:
             ValueError: the run directory is of another run or held by another process, or the data does not fit.
@@ -86,7 +88,7 @@ class Loop:
         try:
             while True:
                 try:
-                    return cls._take_up(parts, held)
+                    return cls._take_up(parts, held, check)
                 except DamagedCheckpoint as damage:  # all ranks are here: it is again as if that step were never saved
                     held.set_aside(damage)
         except BaseException:
@@ -94,9 +96,9 @@ class Loop:
             raise
 
     @classmethod
-    def _take_up(cls, parts: Parts, held: Resources) -> "Loop":
+    def _take_up(cls, parts: Parts, held: Resources, check: Callable[[ResumePoint], None]) -> "Loop":
         """Begin to compile the first phase, and load the checkpoint meanwhile."""
-        position = Position.begin(parts, held)
+        position = Position.begin(parts, held, check)
         programs, chain = Programs(parts, position, held.compiler), None
         if not position.finished:
             chain = DigestChain(held.compiler, position.metadata.digest, position.step)

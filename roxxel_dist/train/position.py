@@ -1,5 +1,6 @@
 """Where a run is: the steps done, the plan that it follows, and its state on the devices."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -54,11 +55,24 @@ class Position:
     """The step after which the run ends."""
 
     @classmethod
-    def begin(cls, parts: Parts, held: Resources) -> "Position":
-        """Find where the run begins, and make the first state; of a run that goes on it has shapes alone."""
+    def begin(cls, parts: Parts, held: Resources, check: Callable[[ResumePoint], None]) -> "Position":
+        """Find where the run begins, and make the first state; of a run that goes on it has shapes alone.
+
+        `check` may raise before anything is made.
+        """
         options, optimizer, store = parts.options, parts.update_rule, held.store
         copy = held.memory and held.memory.newest(store.latest_step() or 0)
-        start = begin(store, parts.training, optimizer, options, amend=parts.amend, origin=parts.origin, copy=copy)
+        start = begin(
+            store,
+            parts.training,
+            optimizer,
+            options,
+            grad_accum=parts.grad_accum,
+            amend=parts.amend,
+            origin=parts.origin,
+            copy=copy,
+        )
+        check(start)
         shards = options.virtual_shards
         init = partial(init_exact_state, shards=shards) if shards else init_state
         split, arrays, hparams = init(

@@ -21,6 +21,7 @@ from roxxel_dist.checkpoint.metadata import (
     ResumeSpec,
 )
 from roxxel_dist.checkpoint.store import CheckpointStore
+from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
@@ -64,6 +65,13 @@ class ResumePoint:
     """The copy in memory to restore, where it is newer than the run's checkpoints."""
     record: dict[str, Any] = field(default_factory=dict)
     """Where it comes from, to be kept with the run's config."""
+    bits: Mapping[str, Any] = field(default_factory=dict)
+    """What decided the bits of its last steps, as its checkpoint says; empty where that says nothing."""
+
+    def is_finished(self, options: LoopOptions) -> bool:
+        """Whether no step is left to do."""
+        early = self.metadata.early_stopping
+        return self.step >= last_step(self.plan, options) or early.should_stop(options.patience)
 
     @property
     def source_text(self) -> str:
@@ -79,6 +87,7 @@ def begin(
     optimizer: Optimizer,
     options: LoopOptions,
     *,
+    grad_accum: int = 1,
     amend: bool,
     origin: ResumeSpec,
     copy: Generation | None = None,
@@ -90,8 +99,11 @@ def begin(
     """
     if copy is None:
         store.check_not_all_damaged()
-    exact_update = origin.exact_update if options.virtual_shards else WHOLE_UPDATE
-    run = _RequestedRun(store, curriculum, optimizer, options, copy, amend=amend, exact_update=exact_update)
+    run = _RequestedRun(store, curriculum, optimizer, options, copy, amend=amend)
+    if options.virtual_shards:
+        run.exact = {"virtual_shards": options.virtual_shards, "grad_accum": grad_accum}
+        run.exact["bits"] = determinism.numerics_fingerprint()
+        run.exact_update = origin.exact_update
     if store.latest_step() is None and copy is None and origin.fork is not None:
         start = run.fork(origin.fork, origin.skip_steps)
     else:
@@ -124,12 +136,13 @@ class _RequestedRun:
         copy: Generation | None,
         *,
         amend: bool,
-        exact_update: int,
     ) -> None:
-        self.store, self.folder, self.copy, self.exact_update = store, store.folder.parent, copy, exact_update
+        self.store, self.folder, self.copy = store, store.folder.parent, copy
         self.curriculum, self.optimizer, self.options, self.amend = curriculum, optimizer, options, amend
         self.fingerprint = run_fingerprint(curriculum, options.seed)
-        self.shards = options.virtual_shards or None
+        self.exact: dict[str, Any] = {"virtual_shards": None, "grad_accum": None, "bits": {}}
+        """What a checkpoint of a run with virtual shards says of its bits."""
+        self.exact_update: int = WHOLE_UPDATE
         self.shapes = curriculum.shapes
 
     def resume_latest(self) -> ResumePoint:
@@ -137,16 +150,14 @@ class _RequestedRun:
         copy, options = self.copy, self.options
         step = self.store.latest_step() if copy is None else copy.step
         if step is None:
-            metadata = CheckpointMetadata(
-                exact_update=self.exact_update, virtual_shards=self.shards, **self.fingerprint
-            )
+            metadata = CheckpointMetadata(exact_update=self.exact_update, **self.exact, **self.fingerprint)
             return ResumePoint(0, self.curriculum.plan(options.seed), metadata)
         saved = self.store.metadata(step) if copy is None else copy.metadata
         before = self._begun_with(saved)
-        finished = step >= last_step(before, options) or saved.early_stopping.should_stop(options.patience)
-        if finished and not self.amend:
+        point = ResumePoint(step, before, saved, copy=copy, bits=saved.bits)
+        if point.is_finished(options) and not self.amend:
             self._check_unchanged(saved, before)
-            return ResumePoint(step, before, saved, copy=copy)
+            return point
         self._check_shards(saved, step)
         plan = self._plan_to_follow(saved, step, self.folder, amend=self.amend)
         notes: tuple[str, ...] = ()
@@ -154,17 +165,18 @@ class _RequestedRun:
             notes = self._plan_notes(saved, before, plan, step)
             # Else a run that ended by `patience` would end again at once.
             saved = replace(saved, early_stopping=saved.early_stopping.patient())
-        saved = replace(saved, virtual_shards=self.shards, **self.fingerprint)
-        return ResumePoint(step, plan, saved, notes, copy=copy)
+        saved = replace(saved, **self.exact, **self.fingerprint)
+        return replace(point, plan=plan, metadata=saved, notes=notes)
 
     def _check_shards(self, saved: CheckpointMetadata, step: int) -> None:
         """Raises UserError where the next steps would not have the bits that virtual shards give."""
-        was, now = saved.virtual_shards, self.options.virtual_shards
-        if was not in (None, now) and not self.amend:
-            raise UserError(
-                f"virtual_shards is {now}, and the run in {self.folder} has {was}: from step {step + 1} on its bits "
-                f"would be others. Leave it as it was, or accept that with amend=True"
-            )
+        for name in () if self.amend else ("virtual_shards", "grad_accum"):
+            was, now = getattr(saved, name), self.exact[name]
+            if was not in (None, now):
+                raise UserError(
+                    f"{name} is {now or 0}, and the run in {self.folder} has {was}: from step {step + 1} on its bits "
+                    f"would be others. Leave it as it was, or accept that with amend=True"
+                )
 
     def _begun_with(self, saved: CheckpointMetadata) -> Plan:
         """The plan of a checkpoint; the curriculum is taken in its order from now on."""
@@ -211,7 +223,7 @@ class _RequestedRun:
                 base=saved.base,
                 digest=saved.digest,
                 exact_update=self.exact_update,
-                virtual_shards=self.shards,
+                **self.exact,
                 **self.fingerprint,
             ),
             notes=(note, *self._plan_notes(saved, before, plan, step)),
@@ -268,6 +280,20 @@ def _check_ranges(name: str, sources: Mapping[str, Any], now: Sequence[tuple[int
                 f"the data {name!r} differs from what the run read, from shard {shard} on: in a fork, shards "
                 f"may be added or removed at the end, with the same val_fraction"
             )
+
+
+def check_same_bits(was: Mapping[str, Any], now: Mapping[str, Any], virtual_shards: int) -> None:
+    """Raises UserError if steps with virtual shards would have other bits with `now` than with `was`; both are
+    fingerprints, see `determinism.numerics_fingerprint`, of which the numbers of devices and processes do not count.
+
+    A resume that is amended does not call this: to go on without exactness is the user's choice. The next resume is
+    compared with that one.
+    """
+    if other := determinism.changed(*map(determinism.without_topology, (was, now))):
+        raise UserError(
+            f"virtual_shards is {virtual_shards}, and here the bits of the run would be others: "
+            f"{'; '.join(other)}. Resume it where these are as they were, or accept that with amend=True"
+        )
 
 
 def last_step(plan: Plan, options: LoopOptions) -> int:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -11,10 +12,12 @@ import yaml
 from runs import make
 
 from roxxel_dist import Config, Phase, Roxxel
+from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cli import main
 from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.run.record import check_same_bits
+from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.run.record import check_same_run
 from roxxel_dist.settings.training import TRIAL
 
 CONFIG = {
@@ -63,6 +66,7 @@ def record(folder, **bits):
     path.write_text(yaml.safe_dump(saved))
 
 
+BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 MORE = "--max_steps", "4"
 CASES = {
     "without shards": ({}, ("--virtual_shards", "0"), "virtual_shards is 0, and the run to resume has 4: from here on "
@@ -76,14 +80,29 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def compiled():
+    """The names of the programs that are compiled or come out of jax's cache."""
+    names = []
+
+    def listen(event, _, **more):
+        if event == BACKEND_COMPILE:
+            names.append(more.get("fun_name", ""))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(case, folder, capsys):
+def test_it_is_refused(case, folder, capsys, compiled):
     bits, words, message = CASES[case]
     record(folder, **bits)
     before = contents(folder / "run")
     assert train(folder, "run", "--resume", *MORE, *words) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert contents(folder / "run") == before
+    assert compiled == []
 
 
 @pytest.mark.long
@@ -109,9 +128,9 @@ def test_a_resume_that_made_no_step_does_not_count():
     resumes = [{"step": 2, "bits": bits | {"jax": "0.1.2"}}]
     saved = {"virtual_shards": 4, "record": {"bits": bits, "resumes": resumes}}
     config = Config(virtual_shards=4)
-    check_same_bits(saved, config, "xla", 2)
+    check_same_run(saved, config, "xla", 2)
     with pytest.raises(UserError, match=r"jax: '0\.1\.2' ->"):
-        check_same_bits(saved, config, "xla", 3)
+        check_same_run(saved, config, "xla", 3)
 
 
 @pytest.mark.long
@@ -120,14 +139,64 @@ def test_other_devices_in_any_number_and_slices_are_no_change(folder):
     assert train(folder, "run", "--resume", *MORE, "--n_devices", "4", "--fsdp", "true") == 0
 
 
-def test_a_trainer_of_parts_refuses_other_shards(corpus, tmp_path, monkeypatch):
+OPTIONS = {"phases": [Phase(4, 8, 17)], "checkpoint_every": 2, "eval_every": 10, "virtual_shards": 4}
+OTHERS = "virtual_shards is 4, and here the bits of the run would be others: "
+OF_PARTS = {
+    "without shards": ({}, {"virtual_shards": 0}, "virtual_shards is 0, and the run in .* has 4: from step 3 on its"),
+    "other shards": ({}, {"virtual_shards": 8}, "virtual_shards is 8, and the run in .* has 4: from step 3 on its"),
+    "other accumulation": ({}, {"grad_accum_steps": 2}, "grad_accum is 2, and the run in .* has 1: from step 3 on its"),
+    "other devices": ({"devices": {"TPU v9": 2}}, {}, OTHERS + r"devices: \['TPU v9'\] ->"),
+    "other jax": ({"jax": "0.1.2"}, {}, OTHERS + r"jax: '0\.1\.2' ->"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def begun_of_parts(corpus_pattern, tmp_path_factory):
+    """The folder of two of four steps of a `Trainer` of parts."""
+    folder = tmp_path_factory.mktemp("of_parts")
+    with pytest.MonkeyPatch.context() as patch, Roxxel(corpus_pattern) as corpus:
+        patch.setenv("PJRT_NPROC", "16")
+        make(corpus, folder, max_steps=2, **OPTIONS).run()
+    return folder
+
+
+@pytest.fixture
+def run_of_parts(begun_of_parts, tmp_path, monkeypatch):
     monkeypatch.setenv("PJRT_NPROC", "16")
-    options = {"phases": [Phase(4, 8, 17)], "checkpoint_every": 2, "eval_every": 10}
-    made = make(corpus, tmp_path, virtual_shards=4, max_steps=2, **options)
-    made.run()
-    for shards in (0, 8):
-        with pytest.raises(UserError, match=f"virtual_shards is {shards}, and the run in .* has 4: from step 3 on its"):
-            make(corpus, tmp_path, virtual_shards=shards, **options)
-    made = make(corpus, tmp_path, virtual_shards=0, amend=True, **options)
-    made.run()
-    assert made.parts.options.virtual_shards == 0
+    return shutil.copytree(begun_of_parts, tmp_path / "run")
+
+
+def save_bits(run, **bits):
+    """Write other bits into the checkpoint of the run."""
+    store = CheckpointStore(run / "checkpoints")
+    metadata = store.metadata(2)
+    store.delete_later(2, replace(metadata, bits=metadata.bits | bits).to_dict())
+    store.close()
+
+
+@pytest.mark.parametrize("case", OF_PARTS)
+def test_a_trainer_of_parts_refuses_it(case, corpus, run_of_parts, compiled):
+    (bits, options, message), run = OF_PARTS[case], run_of_parts
+    save_bits(run, **bits)
+    before = contents(run)
+    with pytest.raises(UserError, match=message):
+        make(corpus, run, **OPTIONS | options)
+    assert contents(run) == before
+    assert compiled == []
+
+
+@pytest.mark.parametrize("case", ["without shards", "other jax"])
+def test_a_trainer_of_parts_can_amend_it(case, corpus, run_of_parts):
+    bits, options, _ = OF_PARTS[case]
+    save_bits(run_of_parts, **bits)
+    make(corpus, run_of_parts, amend=True, max_steps=3, **OPTIONS | options).run()
+    made = make(corpus, run_of_parts, **OPTIONS | options)  # it is compared with the last resume
+    made.close()
+    assert (made.start_step, made.last_step) == (3, 4)
+
+
+def test_a_trainer_of_parts_goes_on_on_other_devices(corpus, run_of_parts):
+    save_bits(run_of_parts, processes=7, distributed=True)
+    made = make(corpus, run_of_parts, mesh=make_mesh(4), **OPTIONS)
+    made.close()
+    assert (made.start_step, made.last_step) == (2, 4)
