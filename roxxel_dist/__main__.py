@@ -15,7 +15,7 @@ from typing import Any
 
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.exit_guard import limit_the_end
-from roxxel_dist.utils.garbage import collect_seldom
+from roxxel_dist.launcher.host.garbage import collect_seldom
 
 
 def main() -> None:

@@ -35,11 +35,11 @@ from roxxel_dist.cluster.exit_codes import (
     LostRankError,
 )
 from roxxel_dist.cluster.progress import Progress, agent_pipe, own_record, say_exit
+from roxxel_dist.launcher.host.garbage import collect_seldom
 from roxxel_dist.launcher.host.runtime_errors import is_runtime_failure, is_tpu_in_use
 from roxxel_dist.launcher.host.sources import recorder
 from roxxel_dist.launcher.job.program import program_of
 from roxxel_dist.launcher.output.console import info
-from roxxel_dist.utils.garbage import collect_seldom
 
 SUBCOMMANDS = frozenset(
     """data batch train find-lr generate eval launch sweep report plan doctor save export verify audit compare
