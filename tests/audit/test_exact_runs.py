@@ -7,6 +7,7 @@ import pytest
 from commands import run as command
 from flips import Flip, audit, flipping, truth
 
+from roxxel_dist import Config, Experiment
 from roxxel_dist.audit.record import RunRecord, Segment
 
 FIELDS = {
@@ -48,6 +49,17 @@ def test_a_run_that_went_on_without_slices_and_on_other_devices_is_one_run_for_a
     trained(run, resume=True, **FIELDS | {"max_steps": 6, "fsdp": False, "n_devices": 1})
     code, text = audit(capsys, run)
     assert (code, text[: len(EQUAL)]) == (0, EQUAL), text
+
+
+@pytest.mark.long
+def test_steps_after_amended_shards_are_audited_from_the_checkpoint_before(trained, capsys):
+    """It was made with other shards and another accumulation than the steps that follow."""
+    fields = FIELDS | {"dim": 64, "fsdp": False}
+    run = trained(**fields | {"max_steps": 3})
+    changed = {"virtual_shards": 2, "grad_accum": 2, "max_steps": 6}
+    Experiment(Config(**fields | changed)).fit(run_dir=run, resume=True, amend=True)
+    code, text = audit(capsys, run, "--steps", "4:6")
+    assert (code, text[: len(EQUAL)]) == (0, EQUAL.replace("6 steps", "3 steps")), text
 
 
 @pytest.mark.cluster
