@@ -59,7 +59,7 @@ CAME_BACK: dict[str, tuple[str, str | None]] = {
     ),
     "a reason before it": (
         script("echo 'error: container not found (\"b\")' >&2; echo 'W1127 08:00:00.1 7 x.go:1] old' >&2; exit 1"),
-        r"container not found \(\"b\"\); name the container of the pod in --via",
+        r"container not found \(\"b\"\); it starts, or has ended: `kubectl describe pod` says why",
     ),
     "what gcloud says of ssh's end": (
         script(
@@ -116,8 +116,8 @@ CAME_BACK: dict[str, tuple[str, str | None]] = {
 @pytest.mark.parametrize("case", CAME_BACK)
 def test_what_comes_back_is_said_in_one_line(case: str, tmp_path: Path, cli: Callable[..., Any]) -> None:
     via, said = CAME_BACK[case]
-    words = ["launch", "exec", "--hosts", "b", "--via", via, "--max-restarts", "0", "--", "bash", "-c", "echo fine"]
-    done = cli(*words, cwd=tmp_path)
+    words = ["launch", "exec", "--hosts", "b", "--via", via, "--max-restarts", "0", "--host-timeout", "0"]
+    done = cli(*words, "--", "bash", "-c", "echo fine", cwd=tmp_path)
     if said is None:
         assert (done.returncode, done.stdout.split(" | ")[-1]) == (0, "fine\n"), done.stderr
         return
@@ -146,6 +146,84 @@ def test_a_server_that_has_no_room_is_asked_again(tmp_path: Path, cli: Callable[
     done = cli(*words, "--all-ranks", "--", "bash", "-c", "echo fine", cwd=tmp_path)
     assert (done.returncode, done.stdout.count("fine")) == (0, len(REFUSED)), done.stderr
     assert len(list(tmp_path.glob("*.said"))) == len(REFUSED)
+
+
+STARTS = {
+    "pending": "Error from server (BadRequest): pod pending does not have a host assigned",
+    "kubelet": "error: unable to upgrade connection: pod does not exist",
+    "creating": 'error: unable to upgrade connection: container not found ("main")',
+    "socket": 'error: Internal error occurred: unable to upgrade connection: container not found ("main")',
+    "containerd": "error: Internal error occurred: container is in CONTAINER_CREATED state",
+    "docker": "Error response from daemon: container 7f3a is not running",
+    "restarts": "Error response from daemon: Container 7f3a is restarting, wait until the container is running",
+    "podman": "Error: can only create exec sessions on running containers: container state improper",
+    "boots": '"System is booting up. Unprivileged users are not permitted to log in yet. See pam_nologin(8)."',
+}
+"""The name of a host that still starts, and the words for it."""
+STARTS_NOT = {
+    "no pod": 'Error from server (NotFound): pods "x" not found',
+    "no container of the pod": "Error from server (BadRequest): container x is not valid for pod y",
+    "a pod that has ended": "error: cannot exec into a container in a completed pod; current phase is Failed",
+    "no such container": "Error response from daemon: No such container: x",
+    "podman's name": 'Error: no container with name or ID "x" found: no such container',
+    "no engine": "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?",
+    "no desktop": "error during connect: the docker daemon is not running",
+    "no sh": 'OCI runtime exec failed: exec failed: exec: "sh": executable file not found in $PATH: unknown',
+}
+STARTING = 'host=$1; shift; [ ! -s $host ] || { head -n 1 $host >&2; sed -i 1d $host; exit 1; }; exec "$@"'
+"""A client that says the lines of a host's file, one a time, and reaches it after that."""
+
+
+def test_a_host_that_starts_is_told_from_one_that_is_not_there() -> None:
+    backend = ExecBackend(["a"], HERE)
+    assert [name for name, words in STARTS.items() if not backend.is_starting(["Unable to use a TTY", words])] == []
+    assert [name for name, words in STARTS_NOT.items() if backend.is_starting([words])] == []
+
+
+def test_a_job_waits_for_hosts_that_start_and_says_it_once(tmp_path: Path, cli: Callable[..., Any]) -> None:
+    for host, words in STARTS.items():
+        (tmp_path / host).write_text(f"{words}\n" * 2)
+    words = ["launch", "exec", "--hosts", f"{','.join(STARTS)},there", "--via", f"sh -c '{STARTING}' sh {{host}}"]
+    done = cli(*words, "--all-ranks", "--", "bash", "-c", "echo fine", cwd=tmp_path)
+    assert (done.returncode, done.stdout.count("fine")) == (0, len(STARTS) + 1), done.stderr
+    said = re.findall(r"waiting up to 60 s for hosts pending, .* to start \(--host-timeout\): (.*)", done.stderr)
+    why = f"{STARTS['pending']}; its pod waits for a node: `kubectl describe pod` says why (code 1)"
+    assert (said, "cannot be used" in done.stderr) == ([why], False), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("b", "limit_s", "waits"),
+    [
+        ([STARTS["creating"]] * 999, 1, True),  # never starts
+        ([STARTS["pending"], *[STARTS["creating"]] * 998], 3, True),  # other words, no other line
+        ([STARTS["pending"], *[STARTS_NOT["a pod that has ended"]] * 998], 1000, True),
+        ([STARTS_NOT["no pod"]] * 999, 1000, False),
+    ],
+)
+def test_a_host_that_does_not_start_ends_the_wait(
+    b: list[str], limit_s: int, waits: bool, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    """At the limit, or at once where waiting does not help."""
+    (tmp_path / "b").write_text("\n".join(b))
+    words = ["launch", "exec", "--hosts", "a,b", "--via", f"sh -c '{STARTING}' sh {{host}}", "--host-timeout", limit_s]
+    done = cli(*map(str, words), "--", "touch", "x", cwd=tmp_path)
+    assert done.returncode == 69, done.stderr
+    *before, line, more = done.stderr.splitlines()
+    assert [f"waiting up to {limit_s} s for host b to start (--host-timeout): {b[0]}" in said for said in before] == (
+        [True] * waits
+    ), done.stderr
+    assert f"host b cannot be used: {b[-1]}" in line
+    assert "not started: correct what is above" in more
+
+
+def test_nobody_waits_for_a_host_that_starts_beside_one_that_is_not_there(
+    tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    (tmp_path / "a").write_text(f"{STARTS['creating']}\n" * 99)
+    (tmp_path / "b").write_text(f"{STARTS_NOT['no pod']}\n" * 99)
+    words = ["launch", "exec", "--hosts", "a,b", "--via", f"sh -c '{STARTING}' sh {{host}}", "--host-timeout", "1000"]
+    done = cli(*words, "--", "touch", "x", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("cannot be used"), "waiting" in done.stderr) == (69, 2, False)
 
 
 @pytest.mark.parametrize(

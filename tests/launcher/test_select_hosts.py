@@ -162,6 +162,55 @@ def test_the_least_number_of_hosts_is_enough_for_the_first_start(
         select(tmp_path, monkeypatch, {"b"}, 0, **{**job, "min_hosts": None})
 
 
+NEVER = 99
+
+
+@pytest.mark.parametrize(
+    ("from_look", "job", "looks"),
+    [
+        # hosts that start, with the look from which on each is there; 2 hosts of (a, b, c) work with a spare one
+        ({"b": 3}, {}, ["abc", "abc", "abc"]),
+        ({"b": 2, "c": 4}, {}, ["abc", "abc", "abc", "abc"]),
+        ({"b": 3}, {"spare_hosts": 1}, ["ab", "ac"]),
+        ({"b": NEVER, "c": 3}, {"spare_hosts": 1}, ["ab", "ac", "ab", "ac"]),
+        ({"b": 3, "c": NEVER}, {"spare_hosts": 1}, ["ab", "ac", "ab"]),
+        ({"b": NEVER}, {"min_hosts": 2}, ["abc", "ac"]),
+        ({"b": NEVER}, {"host_timeout": 0}, ["abc", None]),
+        ({"b": NEVER, "c": NEVER}, {"spare_hosts": 1, "host_timeout": 0}, ["ab", "ac", None]),
+    ],
+)
+def test_a_start_waits_for_hosts_that_start_themselves(
+    from_look: dict[str, int], job: dict[str, Any], looks: list[str | None], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    asked: list[str | None] = []
+
+    def check_job_hosts(job: JobSpec, backend: Any, hosts: tuple[str, ...], **more: Any) -> PreflightReport:
+        asked.append("".join(hosts))
+        assert len(asked) < 9
+        away = {host: "starts" for host in hosts if from_look.get(host, 0) > len(asked)}
+        return PreflightReport(address="10.0.0.1", port=1, unreachable=away, starting=away)
+
+    monkeypatch.setattr(select_hosts, "check_job_hosts", check_job_hosts)
+    monkeypatch.setattr(select_hosts, "RETRY_S", 0.0)
+    given: dict[str, Any] = {
+        "nprocs": 3 - job.get("spare_hosts", 0),
+        "host_timeout": 1000,
+        "micro_batches": (6,),
+        **job,
+    }
+    backend = SshBackend(["a", "b", "c"])
+    with Console(all_ranks=False) as screen, SignalPipe(screen.info) as signals, HostPool(backend) as pool:
+        selector = HostSelector(
+            JobSpec(command=("true",), run_id="r", log_dir=tmp_path, **given), backend, signals, screen, pool
+        )
+        try:
+            selector.select(0)
+        except NotReadyError:
+            asked.append(None)
+    assert asked == looks
+
+
 def test_a_host_that_is_left_out_is_asked_again_when_it_is_back_or_too_few_others_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

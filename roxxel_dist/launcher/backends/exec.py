@@ -18,8 +18,8 @@ from typing import ClassVar
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.hosts import NamedBackend, NamedHosts, check_hosts
 from roxxel_dist.launcher.backends.kubernetes.node import VARIABLES, flags_from_environment
+from roxxel_dist.launcher.backends.ssh import BOOTING, REFUSAL
 from roxxel_dist.launcher.backends.ssh import HINTS as SSH_HINTS
-from roxxel_dist.launcher.backends.ssh import REFUSAL
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.placement import python_words
@@ -39,6 +39,13 @@ BUSY = re.compile(
     re.I,
 )
 """What an API server says that has no room for a connection now, or is being replaced."""
+STARTING = re.compile(
+    r"does not have a host assigned|unable to upgrade connection: pod does not exist|container not found \(\""
+    r"|container \S+ is (not running|restarting, wait)|container state improper|is in CONTAINER_(CREATED|EXITED) state"
+    r"|container is not created or running|no running task found",
+    re.I,
+)
+"""Words of an API server, a kubelet or an engine for a pod or container that it knows, and that does not run."""
 HINTS: base.Hints = (
     (NOT_WORDS, f"this command hands them to a shell: write {TEXT} in --via where the text of the program goes"),
     (" && exec ", f"this command takes words, and no text: leave {TEXT} out of --via, or write sh -c {TEXT}"),
@@ -47,8 +54,10 @@ HINTS: base.Hints = (
     ("no container with name or ID", "name containers that run with --hosts"),
     ("is not running", "start it, or name containers that run with --hosts"),
     ("container state improper", "start it, or name containers that run with --hosts"),
-    ("container not found", "name the container of the pod in --via (-c NAME); it may be starting"),
-    ("does not have a host assigned", "its pod waits for a node; name pods that run with --hosts"),
+    ("container not found", "it starts, or has ended: `kubectl describe pod` says why"),
+    ("pod does not exist", "it starts, or has ended: `kubectl describe pod` says why"),
+    ("does not have a host assigned", "its pod waits for a node: `kubectl describe pod` says why"),
+    ("is not valid for pod", "name a container of the pod in --via (-c NAME)"),
     ("(Unauthorized)", "who runs --via has to log in again"),
     ("(Forbidden)", "who runs --via needs the rights to do it (pods/exec)"),
     ("not a TTY", "leave -t out of --via"),
@@ -106,6 +115,10 @@ class ExecBackend(NamedBackend):
     def is_refusal(self, stderr: Sequence[str]) -> bool:
         """Whether a server, or a bastion before it, had no room for the connection."""
         return any(REFUSAL.search(line) or BUSY.search(line) for line in stderr)
+
+    def is_starting(self, stderr: Sequence[str]) -> bool:
+        """Whether a server or an engine knows the pod or container, which does not run; or a machine is booting."""
+        return any(STARTING.search(line) or BOOTING in line for line in stderr)
 
 
 def via_words(via: str) -> list[str]:

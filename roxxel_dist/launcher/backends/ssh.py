@@ -36,6 +36,8 @@ REFUSAL = re.compile(
 )
 """What ssh says where a server closes a connection before anybody has logged in: it has too many of these at a time
 (MaxStartups), or of sessions (MaxSessions)."""
+BOOTING = "System is booting up"
+"""What a machine says whose sshd takes connections before its users may log in (pam_nologin)."""
 HINTS: base.Hints = (
     ("Permission denied (", "nobody answers a question here: use a key without a passphrase, or an ssh-agent"),
     ("Host key verification failed", "log in once by hand, and compare its key: it has to be in known_hosts"),
@@ -93,6 +95,10 @@ class SshBackend(NamedBackend):
     def is_refusal(self, stderr: Sequence[str]) -> bool:
         """Whether sshd, or a bastion before it, has closed the connection for want of room."""
         return any(REFUSAL.search(line) for line in stderr)
+
+    def is_starting(self, stderr: Sequence[str]) -> bool:
+        """Whether the machine is booting."""
+        return any(BOOTING in line for line in stderr)
 
 
 @dataclass(frozen=True, kw_only=True)

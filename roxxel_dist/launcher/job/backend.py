@@ -122,6 +122,10 @@ class Backend(ABC):
         """Whether these last lines of a program that did not start say that a server had no room for a connection."""
         return False
 
+    def is_starting(self, stderr: Sequence[str]) -> bool:
+        """Whether these last lines of a program that did not start say that its host is there, and may still start."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:

@@ -87,8 +87,8 @@ class HostOptions:
     """Seconds that the processes continue if the launcher loses all hosts at once, because its connection is lost. If
     it loses one host alone, the processes there end after 10 s."""
     host_timeout: float = 60.0
-    """Seconds to wait for an unreachable host after a failure, and for --min-hosts hosts at the start. Then the job
-    continues, or ends, without it."""
+    """Seconds to wait for an unreachable host after a failure, and at the start for --min-hosts hosts, or for pods and
+    containers that are still starting. Then the job continues, or ends, without it."""
 
 
 @dataclass(frozen=True, kw_only=True)

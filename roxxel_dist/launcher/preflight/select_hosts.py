@@ -12,6 +12,7 @@ from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.policy.membership import working_number
 from roxxel_dist.launcher.preflight import failed_hosts
+from roxxel_dist.launcher.preflight.checks import named
 from roxxel_dist.launcher.preflight.devices import DeviceChecks, checks_of
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
 from roxxel_dist.launcher.transport.pool import HostPool
@@ -75,6 +76,10 @@ class _Search:
     is_retry: bool
     """Whether the job has run before."""
     said: set[str] = field(default_factory=set)
+    starting: set[str] = field(default_factory=set)
+    """Hosts of which the user has read that they start."""
+    replaced: set[str] = field(default_factory=set)
+    """Hosts that start, and for which others are tried."""
     failed: set[str] = field(default_factory=set)
     """Hosts whose devices did not pass."""
 
@@ -86,7 +91,7 @@ class HostSelector:
     at once replaces a host that is unreachable or unfit. Before the first attempt the job goes on at once without such
     a host, if it may (`job.min_hosts`); later that host has `job.host_timeout` seconds. A host that the job goes on
     without is asked again when it is `back`, or when too few others are left. The first attempt waits as long for
-    `job.min_hosts` hosts.
+    `job.min_hosts` hosts, or for all where those that are missing still start.
 
     Args:
         newcomers: hosts that shall be in the job and are not; asked for while too few hosts are there.
@@ -221,13 +226,12 @@ class HostSelector:
         self._left_out -= {*back}
         present = {*self.members} - {*self._set_aside} - self._left_out
         is_retry = attempt > 0 or job.first_attempt > 0  # the job has run before: its hosts may need a moment
-        patient = is_retry or job.min_hosts is not None
         search = _Search(
             present=self._in_order(present),
             back=self._in_order(back),
             reserve={*self._left_out},
             gone_by=gone_by,
-            deadline=max(time.monotonic() + (job.host_timeout if patient else 0), *gone_by.values(), 0.0),
+            deadline=max(time.monotonic() + job.host_timeout, *gone_by.values(), 0.0),
             is_retry=is_retry,
         )
         while True:
@@ -317,13 +321,14 @@ class HostSelector:
             return
         comes_and_goes = may_shrink and wrong <= self._were_back  # it is watched, and taken in again
         waits = not (is_replaced or self._set_aside or comes_and_goes or (may_shrink and not search.is_retry))
-        if waits and time.monotonic() < search.deadline and (search.is_retry or report.unreachable):
-            self._say(errors, search.said)
-            if not search.is_retry:
-                self._say_waiting(len(rest), search)
+        may_come = report.only_starts if job.min_hosts is None else bool(report.unreachable)
+        if waits and time.monotonic() < search.deadline and (search.is_retry or may_come):
+            self._say_waiting(len(rest), search, report)
             if numbers := self._signals.wait(RETRY_S):
                 raise StoppedError(numbers[0])
             self._add_newcomers(search)
+            search.present = self._in_order({*search.present, *search.replaced})
+            search.replaced.clear()
             return
         if self._set_aside and not is_replaced:  # one that was lost, or failed, is better than none
             rest = self._in_order({*rest, *self._set_aside})
@@ -331,6 +336,7 @@ class HostSelector:
         elif not (is_replaced or may_shrink):
             raise NotReadyError("\n".join(errors), unreachable=bool(report.unreachable))
         self._say(errors, search.said)
+        search.replaced.update(report.starting)
         search.present = rest
 
     def port(self, attempt: int) -> int | None:
@@ -350,10 +356,18 @@ class HostSelector:
             self.change(joins=newcomers)
             search.present = self._in_order({*search.present, *newcomers})
 
-    def _say_waiting(self, there: int, search: "_Search") -> None:
-        text = f"{there} of at least {self._job.min_hosts} hosts (--min-hosts) are there"
-        text += f": waiting up to {self._job.host_timeout:g} s for others (--host-timeout)"
-        self._say([text], search.said)
+    def _say_waiting(self, there: int, search: "_Search", report: PreflightReport) -> None:
+        limit = f"waiting up to {self._job.host_timeout:g} s for"
+        if not search.is_retry and self._job.min_hosts is None:
+            if new := self._in_order({*report.starting} - search.starting):
+                search.starting.update(new)
+                hosts = f"host {new[0]}" if len(new) == 1 else f"hosts {named(new)}"
+                self._screen.info(f"{limit} {hosts} to start (--host-timeout): {report.unreachable[new[0]]}")
+            return
+        self._say(report.problems, search.said)
+        if not search.is_retry:
+            text = f"{there} of at least {self._job.min_hosts} hosts (--min-hosts) are there"
+            self._say([f"{text}: {limit} others (--host-timeout)"], search.said)
 
     def _assign(self, present: tuple[str, ...]) -> Assignment:
         """An assignment to these hosts; its note goes to the screen if it has changed."""

@@ -84,8 +84,8 @@ class Options(HostOptions, JobOptions, base.Command, PodOptions):
 
     example: ClassVar[str] = "--hosts 2 --image IMAGE"
     host_timeout: float = 600.0
-    """Seconds to wait for an unreachable host after a failure: Kubernetes makes a new pod. Then the job continues, or
-    ends, without it."""
+    """Seconds to wait for an unreachable host after a failure, when Kubernetes makes a new pod, and at the start for
+    pods that are still starting. Then the job continues, or ends, without it."""
 
     @property
     def has_controller(self) -> bool:
