@@ -36,6 +36,8 @@ class RayNodes:
     folder: Path
     token: bool
     daemons: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+    options: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    """Of the last `ray start` on each host."""
 
     @property
     def address(self) -> str:
@@ -67,12 +69,16 @@ class RayNodes:
         with (self.folder / f"{name}.log").open("ab") as log:
             pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
             self.daemons[name] = self.hosts.popen(words, on=name, env=env, **pipes)
+        self.options[name] = options
 
-    def wait_until_joined(self, name: str, limit_s: float = 120) -> None:
-        """Until a host is a node of the cluster."""
+    def wait_until_joined(self, name: str, limit_s: float = 300) -> None:
+        """Until a host is a node of the cluster. A `ray start` that gave up, after 30 s, is typed again."""
         log, end = self.folder / f"{name}.log", time.monotonic() + limit_s
         while "Ray runtime started" not in log.read_text():
             assert time.monotonic() < end, f"Ray on {name} has not joined after {limit_s:g} s: {log.read_text()}"
+            for host, daemon in list(self.daemons.items()):
+                if daemon.poll() is not None:
+                    self.start(host, *self.options[host])
             time.sleep(0.1)
 
     def wait_until_up(self, name: str, limit_s: float = 120) -> None:
