@@ -296,7 +296,12 @@ def test_doctor_looks_at_hosts_that_a_command_reaches(cli: Callable[..., Any], t
     found = json.loads(done.stdout)
     assert (done.returncode, found["fit"], found["unreachable"]) == (0, True, {}), done.stdout
     done = cli("doctor", "--hosts", "a,b", "--via", script("exit 1"), "--json", cwd=tmp_path)
-    assert (done.returncode, sorted(json.loads(done.stdout)["unreachable"])) == (69, ["a", "b"])
+    found = json.loads(done.stdout)
+    assert (done.returncode, sorted(found["unreachable"]), found["starting"]) == (69, ["a", "b"], [])
+    starts = script(f"echo {shlex.quote(STARTS['docker'])} >&2; exit 1")
+    done = cli("doctor", "--hosts", "a", "--via", starts, "--json", cwd=tmp_path)
+    found = json.loads(done.stdout)
+    assert (done.returncode, [*found["unreachable"]], found["starting"]) == (69, ["a"], ["a"])
     for words, said in (
         (["--via", HERE], f"--via {HERE} is for other hosts"),
         (["--hosts", "a", "--via", HERE, "--ssh-config", "x"], "--ssh-config x is for ssh, and --via is given"),

@@ -189,7 +189,7 @@ def test_a_start_waits_for_hosts_that_start_themselves(
         asked.append("".join(hosts))
         assert len(asked) < 9
         away = {host: "starts" for host in hosts if from_look.get(host, 0) > len(asked)}
-        return PreflightReport(address="10.0.0.1", port=1, unreachable=away, starting=away)
+        return PreflightReport(address="10.0.0.1", port=1, unreachable=away, starting=tuple(away))
 
     monkeypatch.setattr(select_hosts, "check_job_hosts", check_job_hosts)
     monkeypatch.setattr(select_hosts, "RETRY_S", 0.0)

@@ -44,7 +44,7 @@ class PreflightReport:
     findings: Sequence[CheckResult] = ()
     unreachable: Mapping[str, str] = field(default_factory=dict)
     """Hosts that did not answer, and why; nothing else was checked on them."""
-    starting: Collection[str] = ()
+    starting: Sequence[str] = ()
     """Those of them that may still start, by the words of their servers."""
     visible: Mapping[str, str] = field(default_factory=dict)
     """CUDA_VISIBLE_DEVICES of the hosts that have it (a scheduler sets it)."""
@@ -132,7 +132,7 @@ class _ThisMachine:
 
     def __init__(self, held: ExitStack) -> None:
         self.unreachable: dict[str, str] = {}
-        self.starting: Collection[str] = ()
+        self.starting: Sequence[str] = ()
         self._held = held
 
     def ask(self, questions: Mapping[str, Message]) -> dict[str, Message]:
@@ -157,7 +157,7 @@ def _check(
     for host in [host for host in infos if "why" in infos[host]]:
         questions.unreachable[host] = infos.pop(host)["why"]
     if not infos:
-        return PreflightReport(unreachable=dict(questions.unreachable), starting=questions.starting)
+        return PreflightReport(unreachable=dict(questions.unreachable), starting=tuple(questions.starting))
     for host in infos.keys() & busy:
         infos[host]["tpu_lock"] = None
     first, *others = infos
@@ -181,7 +181,7 @@ def _check(
         port=free,
         findings=findings,
         unreachable=dict(questions.unreachable),
-        starting=questions.starting,
+        starting=tuple(questions.starting),
         visible={host: info["visible"] for host, info in infos.items() if info["visible"] is not None},
         machines={host: info["machine"] for host, info in infos.items()},
         cores=max(info["cores"] for info in infos.values()),

@@ -65,7 +65,7 @@ class HostQuestions:
     def __init__(self, pool: HostPool) -> None:
         self.unreachable: dict[str, str] = {}
         """Hosts that do not answer, and why."""
-        self.starting = set[str]()
+        self.starting: list[str] = []
         """Those of them that may still start, by the words of their servers."""
         self._pool = pool
         self._room: float = AT_ONCE
@@ -133,7 +133,7 @@ class HostQuestions:
                     return
                 why += f"; refused {refused.count} times: its server, or a bastion before it, takes fewer at once"
             if not link.ready and self._pool.backend.is_starting(link.stderr):
-                self.starting.add(link.host)
+                self.starting.append(link.host)
             if isinstance(event, ValueError):  # something runs there, perhaps an agent
                 link.hang_up()
                 link.wait(LEAVE_S)
