@@ -11,8 +11,9 @@ from made_mixtures import NAMES, PHASES, losses, made_mixtures
 from roxxel_dist.cli import main
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.settings.config import Config
-from roxxel_dist.sweep.report.confirmation import confirmation
+from roxxel_dist.sweep.report.confirmation import Confirmation, Confirmed, confirmation
 from roxxel_dist.sweep.report.mixture import LawOfStudy, expected, mixtures_of
+from roxxel_dist.sweep.report.surface import Estimate
 from roxxel_dist.sweep.report.text import best_config
 from roxxel_dist.sweep.study.confirm import BEST, NATURAL, Expected, longer
 from roxxel_dist.sweep.study.folder import read_study
@@ -137,6 +138,19 @@ def test_a_confirmation_trains_longer_phases_with_new_seeds(tmp_path):
     assert (gain.against, gain.measured, gain.is_inside) == (NATURAL, None, None)
     assert gain.predicted is not None
     assert gain.predicted.value < 0
+
+
+@pytest.mark.parametrize(("factor", "of"), [(1, ""), (10, " of 1 x the steps")])
+@pytest.mark.parametrize(("value", "verdict"), [(-0.2, "inside"), (-0.05, "OUTSIDE"), (None, None)])
+def test_the_interval_of_a_prediction_is_that_of_a_trials_steps(factor, of, value, verdict):
+    gain = [-0.2, -0.3, -0.1]
+    made = Expected(factor=factor, trial=3, seeds=[1], phases={BEST: [], NATURAL: []}, gains={NATURAL: gain})
+    measured = None if value is None else Estimate(value, value - 1, value + 1)
+    one = Confirmed(against=NATURAL, predicted=Estimate(*gain), measured=measured, seeds=1, noise=None)
+    text = Confirmation(expected=made, values={}, gains=[one], metric="val_loss").text()
+    end = "not measured yet" if verdict is None else f"{measured}: {verdict} the interval{of}"
+    assert text[-1] == f"best less natural: predicted {Estimate(*gain)}, {'' if value is None else 'measured '}{end}"
+    assert any("predictions are for the steps of a trial" in line for line in text) == (factor > 1)
 
 
 @pytest.mark.parametrize(

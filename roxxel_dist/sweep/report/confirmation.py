@@ -76,10 +76,11 @@ class Confirmation:
         lines += aligned(rows)
         if expected.factor > 1 and expected.gains:
             lines.append(f"predictions are for the steps of a trial: {expected.factor} x may give more or less")
+        interval = "the interval" if expected.factor == 1 else "the interval of 1 x the steps"
         for one in self.gains:
             predicted = "no prediction" if one.predicted is None else f"predicted {one.predicted}"
             measured = "not measured yet" if one.measured is None else f"measured {one.measured}"
-            verdict = {True: ": inside the interval", False: ": OUTSIDE the interval", None: ""}[one.is_inside]
+            verdict = {True: f": inside {interval}", False: f": OUTSIDE {interval}", None: ""}[one.is_inside]
             lines.append(f"best less {one.against}: {predicted}, {measured}{verdict}")
             if one.noise is not None:
                 lines.append(
