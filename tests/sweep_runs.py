@@ -16,7 +16,7 @@ import trial_bodies
 from roxxel_dist.sweep.driver.controller import Ending
 from roxxel_dist.sweep.driver.options import SweepOptions
 from roxxel_dist.sweep.driver.start import run_sweep
-from roxxel_dist.sweep.executors.local_ray import TOKEN
+from roxxel_dist.sweep.executors.local_ray import TOKEN, WAIT_ENV, WAIT_S
 from roxxel_dist.sweep.samplers import make
 from roxxel_dist.sweep.space.sweep_file import sweep_of
 from roxxel_dist.sweep.study.journal import read_history, without_torn_tail
@@ -26,10 +26,17 @@ HOLDER = """
 import os, sys, tempfile
 import ray
 with tempfile.TemporaryDirectory(prefix="r") as folder:
-    ray.init(
-        address="local", num_cpus=int(sys.argv[1]), object_store_memory=80_000_000, include_dashboard=False,
-        log_to_driver=False, configure_logging=False, _temp_dir=folder,
-    )
+    for number in range(3):  # Ray gives its node 30 s to start, which a machine with much to do may not have
+        try:
+            ray.init(
+                address="local", num_cpus=int(sys.argv[1]), object_store_memory=80_000_000, include_dashboard=False,
+                log_to_driver=False, configure_logging=False, _temp_dir=os.path.join(folder, str(number)),
+            )
+            break
+        except Exception:
+            ray.shutdown()
+            if number == 2:
+                raise
     print(ray.get_runtime_context().gcs_address, flush=True)
     sys.stdin.read()
     ray.shutdown()
@@ -47,12 +54,14 @@ def shared_ray(workers: int) -> Iterator[str]:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv(WAIT_ENV, str(WAIT_S))
         env = {**os.environ, "PYTHONPATH": f"{here.parent}:{here}"}
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
         with subprocess.Popen([sys.executable, "-c", HOLDER, str(workers)], **pipes) as holder:
             assert holder.stdin is not None
             assert holder.stdout is not None
             address = holder.stdout.readline().strip()
+            assert address, "Ray has not started"
             patch.setenv("RAY_ADDRESS", "192.0.2.1:6379")  # must not be used
             yield address
             holder.stdin.close()

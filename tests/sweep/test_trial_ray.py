@@ -62,9 +62,11 @@ def test_ranks_of_an_own_program_have_its_variables(nodes, tmp_path):
         tmp_path / "study",
         hosts=2,
         ray_address=nodes.address,
+        directory=str(tmp_path),
         program=program(LOGS),
         environment={"HOME": str(tmp_path)},
     )
     _, reports, last = split(events_of(nodes, tmp_path, asked))
+    assert list(tmp_path.glob("runs/run_*/logs"))  # of its launcher, beside what the program writes
     assert reports == [(0, 0.002)], (last, (tmp_path / "study" / "logs" / "0.log").read_text())
     assert last["result"]["value"] == 0.002
