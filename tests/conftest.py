@@ -71,13 +71,11 @@ def jax_devices():
 
 
 @pytest.fixture(autouse=True)
-def environment():
-    """A run with `deterministic` sets XLA_FLAGS, which would decide the kernel of the models of later tests."""
-    before = dict(os.environ)
+def xla_flags():
+    """A run with `deterministic` adds to XLA_FLAGS, which would decide the kernel of the models of later tests."""
+    before = os.environ["XLA_FLAGS"]
     yield
-    if os.environ != before:
-        os.environ.clear()
-        os.environ.update(before)
+    os.environ["XLA_FLAGS"] = before
 
 
 @pytest.hookimpl(wrapper=True)

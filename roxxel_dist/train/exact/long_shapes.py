@@ -1,0 +1,163 @@
+"""The shapes of what a virtual shard that is a part of a row has, takes and gives: see `long_rows.py`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from roxxel_dist.model.pieces import RowCut
+from roxxel_dist.train.exact.gradient import ShardPrograms
+from roxxel_dist.train.exact.layout import Layout, shapes_of
+from roxxel_dist.train.exact.packing import Packed
+from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, Piece, PiecePrograms
+from roxxel_dist.train.exact.update import Totals
+from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.train.step.step import Hparams
+
+NUMBER, ZERO = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((), np.float32)
+"""Of a shard or a layer, and of the balance of experts."""
+
+
+@dataclass(frozen=True)
+class LongShapes:
+    """Of one shard."""
+
+    programs: PiecePrograms
+    model: Model
+    rows: Any
+    """The rows of a device."""
+    piece: Piece
+    segments: Any
+    x: Any
+    """The input of a block."""
+    q: Any
+    own_kv: Any
+    """Keys and values of the shard."""
+    kv: Any
+    """Those of its row."""
+    normed: Any
+    mixed: Any
+    log_sums: Any
+
+    @classmethod
+    def of(cls, programs: PiecePrograms, layout: Layout, model: Model, batch: Any) -> "LongShapes":
+        """For an (abstract) model and batch."""
+        cut, here = programs.cut, programs.rows
+        if layout.is_even:
+            here = max(1, here // layout.line.size)
+        rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((here, leaf.shape[1]), leaf.dtype), batch)
+        piece, segments = jax.eval_shape(lambda rows, shard: piece_of(cut, rows, shard), rows, NUMBER)
+        x = jax.eval_shape(programs.embed, model, NUMBER, piece)
+        q, k, v, normed = jax.eval_shape(programs.before, model, NUMBER, NUMBER, piece.positions, x)
+        kv = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((cut.blocks, *leaf.shape[1:]), leaf.dtype), (k, v))
+        after = model, NUMBER, NUMBER, segments, x, q, normed, kv, ZERO
+        _, _, mixed, log_sums = jax.eval_shape(programs.after, *after)
+        return cls(programs, model, rows, piece, segments, x, q, (k, v), kv, normed, mixed, log_sums)
+
+    @property
+    def kept(self) -> Any:
+        """What a layer's forward pass leaves for the backward pass."""
+        return self.x, self.q, self.own_kv, self.normed, self.mixed, self.log_sums
+
+    @property
+    def before(self) -> tuple[Any, ...]:
+        """The arguments of that program; so the next ones."""
+        return self.model, NUMBER, NUMBER, self.piece.positions, self.x
+
+    @property
+    def after(self) -> tuple[Any, ...]:
+        """Of a block after its attention."""
+        return self.model, NUMBER, NUMBER, self.segments, self.x, self.q, self.normed, self.kv, ZERO
+
+    @property
+    def losses(self) -> tuple[Any, ...]:
+        """Also backward."""
+        return self.model, NUMBER, self.piece, self.x, ZERO
+
+    @property
+    def after_back(self) -> tuple[Any, ...]:
+        """Of a block after its attention, backward."""
+        kept = self.x, self.q, self.normed, self.kv, self.mixed, self.log_sums
+        return self.model, NUMBER, NUMBER, self.segments, *kept, self.x, ZERO
+
+    @cached_property
+    def before_back(self) -> tuple[Any, ...]:
+        """Of a block before its attention, backward."""
+        *_, d_normed, _ = jax.eval_shape(self.programs.after_back, *self.after_back)
+        half = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), self.own_kv)
+        return *self.before, self.x, self.q, half, d_normed
+
+    @property
+    def embed_back(self) -> tuple[Any, ...]:
+        """Of the embedding, backward."""
+        return self.model, NUMBER, self.piece, self.x
+
+    @cached_property
+    def sums(self) -> dict[str, Packed]:
+        """The packed gradients of each use of parameters, of one layer where it is of a block."""
+        programs = self.programs
+        return {
+            LAST: jax.eval_shape(programs.losses_back, *self.losses)[0],
+            FIRST: jax.eval_shape(programs.embed_back, *self.embed_back),
+            BEFORE: jax.eval_shape(programs.before_back, *self.before_back)[0],
+            AFTER: jax.eval_shape(programs.after_back, *self.after_back)[0],
+        }
+
+
+@dataclass(frozen=True)
+class LongSums:
+    """How the sums of shards become totals."""
+
+    shapes: LongShapes
+    totals: Totals
+    join: Callable[[dict[str, Any]], Packed]
+    """Packs the sums of all uses, those of blocks by layer."""
+    args: tuple[Any, ...]
+    packed: Packed
+
+    @classmethod
+    def of(
+        cls, shard_programs: ShardPrograms, layout: Layout, state: TrainState, hparams: Hparams, batch: Any
+    ) -> "LongSums":
+        """For such (abstract) arguments."""
+        model = Model(*shapes_of((state.params, state.rest, hparams)))
+        programs = PiecePrograms.of(shard_programs, model, batch, training=True)
+        shapes = LongShapes.of(programs, layout, model, batch)
+        sums = shapes.sums | {use: [shapes.sums[use]] * programs.layers for use in (BEFORE, AFTER)}
+        named = jax.eval_shape(lambda sums: programs.named(sums, model.params), sums)
+        is_packed = hasattr(batch, "tokens")
+        totals = Totals.of(
+            shard_programs,
+            state.params,
+            named,
+            layout=layout,
+            join=lambda sums, model, counts: programs.joined(sums, model, is_packed=is_packed),
+            weight=lambda sums: sums[LAST][1][1],
+            batch=batch,
+        )
+
+        def join_sums(sums: dict[str, Any]) -> Packed:
+            return totals.pack(programs.named(sums, model.params))
+
+        return cls(shapes, totals, join_sums, (sums,), jax.eval_shape(join_sums, sums))
+
+
+def piece_of(cut: RowCut, batch: Any, shard: jax.Array) -> tuple[Piece, jax.Array | None]:
+    """(the piece, int32[M, C] the segments of its row) of a shard.
+
+    `batch` has the rows of a device: a part of all that lies on a multiple of their number, or all.
+    """
+    packed = hasattr(batch, "tokens")
+    here, numbers = jax.tree.leaves(batch)[0].shape[0], cut.numbers(shard)
+    row = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, shard // cut.shards % here, keepdims=False), batch)
+    tokens, segments, positions = row if packed else (row, None, None)
+    inputs, targets = tokens[:-1], tokens[1:]
+    counted = jnp.ones(targets.shape, bool) if segments is None else segments[1:] == segments[:-1]
+    places = jnp.arange(inputs.shape[0]) if positions is None else positions[:-1]
+    # Padding counts nothing, and no token before it attends to it.
+    piece = Piece(cut.split(inputs), cut.split(targets), cut.split(counted, repeat=False), cut.split(places))
+    return Piece(*(each[numbers] for each in piece)), None if segments is None else cut.split(segments[:-1])
