@@ -42,6 +42,7 @@ def main() -> None:
             raise
         print(f"roxxel-dist: the output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = code or 1  # it may be the last flush that failed
     limit_the_end(code)
     sys.exit(code)
 

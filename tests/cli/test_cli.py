@@ -292,10 +292,16 @@ def test_a_working_directory_that_is_gone(tmp_path, monkeypatch, capsys, words, 
     assert (main(list(words)), GONE in capsys.readouterr().err) == (code, code == 2)
 
 
-def test_output_on_a_full_disk(tmp_path):
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_on_a_full_disk(tmp_path, unbuffered):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            command("--help"), cwd=tmp_path, env=environment(), stdout=full, stderr=subprocess.PIPE, check=False
+            command("--help"),
+            cwd=tmp_path,
+            env=environment(PYTHONUNBUFFERED=unbuffered),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
         )
     assert done.returncode == 1
     assert done.stderr == b"roxxel-dist: the output cannot be written: No space left on device\n"
