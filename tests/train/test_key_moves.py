@@ -25,7 +25,7 @@ class Moves:
         blocks = 2 * self.cut.per_piece
         like = tuple(jax.ShapeDtypeStruct((blocks, SIZE, *more), jnp.float32) for more in ((WIDTH,), ()))
         kind = KeyMoves if self.layout.is_even else UnevenKeyMoves
-        return kind.compiled(self.layout, self.cut, like, compile_one, for_each)[0]
+        return kind.compiled(self.layout, self.cut, like, compile_one, for_each)
 
 
 def moves_on(devices, rows, per_piece):

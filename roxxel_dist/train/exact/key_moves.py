@@ -40,8 +40,8 @@ class KeyMoves:
     @classmethod
     def compiled(
         cls, layout: Layout, cut: RowCut, like: Any, compile_one: Compile, for_each: CompileForEach
-    ) -> "tuple[KeyMoves, Any]":
-        """For (keys, values) of a shard such as `like`; and the shapes of those of a row."""
+    ) -> "KeyMoves":
+        """For (keys, values) of a shard such as `like`."""
         here = min(layout.most, cut.shards)
         share, devices, order = cut.shards // here, layout.devices, np.argsort(cut.places)
         mesh = Mesh(layout.line.devices.reshape(-1, share), (ROWS, PIECES), axis_types=(AxisType.Auto,) * 2)
@@ -69,7 +69,7 @@ class KeyMoves:
                 lambda x: jax.ShapeDtypeStruct((blocks, *x.shape[1:]), of or x.dtype, sharding=sharding), like
             )
 
-        row, sums = sized(cut.blocks), sized(cut.blocks, jnp.float32)
+        sums = sized(cut.blocks, jnp.float32)
         gather = scatter = None
         if share > 1:
             spec, size = P((ROWS, PIECES)), layout.line.size
@@ -80,7 +80,7 @@ class KeyMoves:
             whole = sized(cut.blocks * size, jnp.float32, sharding=cut_over)
             mapped = jax.shard_map(scatter_sums, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
             scatter = compile_one(jax.jit(mapped), (whole,), mesh)
-        moves = cls(
+        return cls(
             layout=layout,
             here=here,
             join=for_each(jax.jit(join_keys), ([like] * here,), devices),
@@ -90,7 +90,6 @@ class KeyMoves:
             split=for_each(jax.jit(split_sums), (sized(cut.blocks // share, jnp.float32),), devices),
             mesh=mesh,
         )
-        return moves, row
 
     def keys_of_rows(self, parts: ByShard) -> ByShard:
         """Those of the whole row of each shard; shards of a row on a device have the same arrays."""

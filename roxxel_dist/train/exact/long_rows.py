@@ -10,20 +10,19 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from roxxel_dist.model.pieces import RowCut
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.block_update import BlockUpdate
 from roxxel_dist.train.exact.gradient import ShardPrograms
 from roxxel_dist.train.exact.key_moves import ByShard, KeyMoves
-from roxxel_dist.train.exact.layout import Layout, copies, shapes_of
+from roxxel_dist.train.exact.layout import Layout, copies
+from roxxel_dist.train.exact.long_shapes import NUMBER, LongShapes, LongSums, piece_of
 from roxxel_dist.train.exact.packing import Packed
-from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, Piece, PiecePrograms
+from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST, Model, PiecePrograms
 from roxxel_dist.train.exact.reduction import Exchange, Programs, Reduction, Tree, add_sums
 from roxxel_dist.train.exact.uneven_key_moves import UnevenKeyMoves
-from roxxel_dist.train.exact.update import Totals, WholeUpdate
+from roxxel_dist.train.exact.update import WholeUpdate
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Hparams
@@ -71,42 +70,24 @@ class CompiledForward:
 
     @classmethod
     def compiled(
-        cls,
-        programs: PiecePrograms,
-        layout: Layout,
-        model: Model,
-        batch: Any,
-        compile_one: Compile,
-        for_each: CompileForEach,
-    ) -> "tuple[CompiledForward, dict[str, Any]]":
-        """For such (abstract) arguments; and the shapes of what one shard has, by the names of `PiecePrograms`."""
-        devices, cut = layout.devices, programs.cut
-        number = jax.ShapeDtypeStruct((), np.int32)
-        here = max(1, programs.rows // layout.line.size) if layout.is_even else programs.rows
-        rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((here, leaf.shape[1]), leaf.dtype), batch)
+        cls, shapes: LongShapes, layout: Layout, compile_one: Compile, for_each: CompileForEach
+    ) -> "CompiledForward":
+        """For such (abstract) arguments."""
+        programs, devices = shapes.programs, layout.devices
 
         def cut_piece(rows: Any, shard: jax.Array) -> Any:
-            return piece_of(cut, rows, shard)
+            return piece_of(programs.cut, rows, shard)
 
-        piece, segments = jax.eval_shape(cut_piece, rows, number)
-        x = jax.eval_shape(programs.embed, model, number, piece)
-        q, k, v, normed = jax.eval_shape(programs.before, model, number, number, piece.positions, x)
         kind = KeyMoves if layout.is_even else UnevenKeyMoves
-        moves, kv = kind.compiled(layout, cut, (k, v), compile_one, for_each)
-        zero = jax.ShapeDtypeStruct((), np.float32)
-        after = model, number, number, segments, x, q, normed, kv, zero
-        _, _, mixed, log_sums = jax.eval_shape(programs.after, *after)
-        forward = cls(
+        return cls(
             layout=layout,
-            moves=moves,
-            pieces=for_each(jax.jit(cut_piece), (rows, number), devices),
-            embed=for_each(jax.jit(programs.embed), (model, number, piece), devices),
-            before=for_each(jax.jit(programs.before), (model, number, number, piece.positions, x), devices),
-            after=for_each(jax.jit(programs.after), after, devices),
+            moves=kind.compiled(layout, programs.cut, shapes.own_kv, compile_one, for_each),
+            pieces=for_each(jax.jit(cut_piece), (shapes.rows, NUMBER), devices),
+            embed=for_each(jax.jit(programs.embed), (shapes.model, NUMBER, shapes.piece), devices),
+            before=for_each(jax.jit(programs.before), shapes.before, devices),
+            after=for_each(jax.jit(programs.after), shapes.after, devices),
             depth=programs.layers,
         )
-        like = {"number": number, "piece": piece, "segments": segments, "x": x, "q": q, "kv": kv, "normed": normed}
-        return forward, like | {"mixed": mixed, "log_sums": log_sums, "balance": zero}
 
     def each(self, compute: Callable[[int, int], Any]) -> ByShard:
         """Of each device and shard; every device has something to do at once."""
@@ -164,23 +145,6 @@ def _on(number: Any, device: Any) -> jax.Array:
     return jax.device_put(number, device)
 
 
-def piece_of(cut: RowCut, batch: Any, shard: jax.Array) -> tuple[Piece, jax.Array | None]:
-    """(the piece, int32[M, C] the segments of its row) of a shard.
-
-    `batch` has the rows of a device: a part of all that lies on a multiple of their number, or all.
-    """
-    packed = hasattr(batch, "tokens")
-    here, numbers = jax.tree.leaves(batch)[0].shape[0], cut.numbers(shard)
-    row = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, shard // cut.shards % here, keepdims=False), batch)
-    tokens, segments, positions = row if packed else (row, None, None)
-    inputs, targets = tokens[:-1], tokens[1:]
-    counted = jnp.ones(targets.shape, bool) if segments is None else segments[1:] == segments[:-1]
-    places = jnp.arange(inputs.shape[0]) if positions is None else positions[:-1]
-    # Padding counts nothing, and no token before it attends to it.
-    piece = Piece(cut.split(inputs), cut.split(targets), cut.split(counted, repeat=False), cut.split(places))
-    return Piece(*(each[numbers] for each in piece)), None if segments is None else cut.split(segments[:-1])
-
-
 @dataclass(frozen=True)
 class CompiledLongStep:
     """The sums of all shards and the update, for shards of parts of rows: see `step.CompiledStep`."""
@@ -209,50 +173,23 @@ class CompiledLongStep:
         for_each: CompileForEach,
     ) -> "CompiledLongStep":
         """The programs for such (abstract) arguments."""
-        devices = layout.devices
-        model = Model(*shapes_of((state.params, state.rest, hparams)))
-        programs = PiecePrograms.of(shard_programs, model, batch, training=True)
-        forward, like = CompiledForward.compiled(programs, layout, model, batch, compile_one, for_each)
-        number, piece, segments, x, q, kv, normed, mixed, log_sums, zero = like.values()
-        losses = model, number, piece, x, zero
-        after = model, number, number, segments, x, q, normed, kv, mixed, log_sums, x, zero
-        last, *_ = jax.eval_shape(programs.losses_back, *losses)
-        of_after, _, _, d_normed, _ = jax.eval_shape(programs.after_back, *after)
-        half = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((x.shape[0], *leaf.shape[1:]), np.float32), kv)
-        before = model, number, number, piece.positions, x, x, q, half, d_normed
-        of_before, _ = jax.eval_shape(programs.before_back, *before)
-        first = jax.eval_shape(programs.embed_back, model, number, piece, x)
-        sums = {LAST: last, FIRST: first, BEFORE: [of_before] * programs.layers, AFTER: [of_after] * programs.layers}
-        named = jax.eval_shape(lambda sums: programs.named(sums, model.params), sums)
-        packed = hasattr(batch, "tokens")
-        totals = Totals.of(
-            shard_programs,
-            state.params,
-            named,
-            layout=layout,
-            join=lambda sums, model, counts: programs.joined(sums, model, is_packed=packed),
-            weight=lambda sums: sums[LAST][1][1],
-            batch=batch,
-        )
-
-        def join_sums(sums: dict[str, Any]) -> Packed:
-            return totals.pack(programs.named(sums, model.params))
-
-        total = jax.eval_shape(join_sums, sums)
-        exchange, update = totals.compiled(total, state, hparams, {}, compile_one, for_each)
+        devices, own = layout.devices, LongSums.of(shard_programs, layout, state, hparams, batch)
+        shapes, programs = own.shapes, own.shapes.programs
+        forward = CompiledForward.compiled(shapes, layout, compile_one, for_each)
+        exchange, update = own.totals.compiled(own.packed, state, hparams, {}, compile_one, for_each)
         adds: dict[str, Programs] = {}
         if layout.most > 1:
-            for use, each in ((LAST, last), (FIRST, first), (BEFORE, of_before), (AFTER, of_after)):
+            for use, each in shapes.sums.items():
                 adds[use] = for_each(jax.jit(add_sums, donate_argnums=0), (each, each), devices)
         return cls(
             layout=layout,
             forward=forward,
-            losses_back=for_each(jax.jit(programs.losses_back), losses, devices),
-            after_back=for_each(jax.jit(programs.after_back), after, devices),
-            before_back=for_each(jax.jit(programs.before_back), before, devices),
-            embed_back=for_each(jax.jit(programs.embed_back), (model, number, piece, x), devices),
+            losses_back=for_each(jax.jit(programs.losses_back), shapes.losses, devices),
+            after_back=for_each(jax.jit(programs.after_back), shapes.after_back, devices),
+            before_back=for_each(jax.jit(programs.before_back), shapes.before_back, devices),
+            embed_back=for_each(jax.jit(programs.embed_back), shapes.embed_back, devices),
             adds=adds,
-            join=for_each(jax.jit(join_sums), (sums,), devices),
+            join=for_each(jax.jit(own.join), own.args, devices),
             exchange=exchange,
             update=update,
         )
@@ -373,10 +310,10 @@ class CompiledLongEvaluation:
     ) -> "CompiledLongEvaluation":
         """The programs for such (abstract) arguments."""
         programs = PiecePrograms.of(shard_programs, model, batch, training=False)
-        forward, like = CompiledForward.compiled(programs, layout, model, batch, compile_one, for_each)
-        args = model, like["number"], like["piece"], like["x"], like["balance"]
-        total = jax.eval_shape(programs.losses, *args)
-        losses = for_each(jax.jit(programs.losses), args, layout.devices)
+        shapes = LongShapes.of(programs, layout, model, batch)
+        forward = CompiledForward.compiled(shapes, layout, compile_one, for_each)
+        total = jax.eval_shape(programs.losses, *shapes.losses)
+        losses = for_each(jax.jit(programs.losses), shapes.losses, layout.devices)
         exchange = Exchange.compiled(layout, total, total, compile_one, for_each)
         return cls(forward, losses, Reduction.compiled(layout, total, exchange, for_each))
 

@@ -64,8 +64,8 @@ class UnevenKeyMoves:
     @classmethod
     def compiled(
         cls, layout: Layout, cut: RowCut, like: Any, compile_one: Compile, for_each: CompileForEach
-    ) -> "tuple[UnevenKeyMoves, Any]":
-        """For (keys, values) of a shard such as `like`; and the shapes of those of a row."""
+    ) -> "UnevenKeyMoves":
+        """For (keys, values) of a shard such as `like`."""
         size, most, devices = layout.line.size, layout.most, layout.devices
         owned = [layout.shards_of(device) for device in layout.line.devices.flat]
         parts = [parts_of(own, cut.shards) for own in owned]
@@ -148,7 +148,7 @@ class UnevenKeyMoves:
         stacked = jax.eval_shape(stack_keys, [like])
         sent = jax.eval_shape(arranged(parts[0]), [sums] * len(parts[0]))
         number = jax.ShapeDtypeStruct((), np.int32)
-        moves = cls(
+        return cls(
             layout=layout,
             shards=cut.shards,
             stack=for_own(lambda _: stack_keys, lambda i: ([like] * len(owned[i]),)),
@@ -159,7 +159,6 @@ class UnevenKeyMoves:
             exchange=compile_one(mapped(exchange_sums), (along(sent),), layout.line),
             finish=for_own(lambda i: finished(owned[i]), lambda _: (sent,)),
         )
-        return moves, row
 
     @cached_property
     def owned(self) -> list[range]:
