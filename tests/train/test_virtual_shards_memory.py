@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import pytest
 from exact_rows import batch_of
 
-from roxxel_dist.cluster.mesh import batch_sharding, make_mesh, scalars_on
+from roxxel_dist.cluster.mesh import batch_sharding, fit_sharding, make_mesh, scalars_on
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.settings.training import OptimizerConfig
-from roxxel_dist.train.exact.layout import rows_sharding
-from roxxel_dist.train.exact.memory import step_peaks, whole_bytes
+from roxxel_dist.train.exact.layout import rows_sharding, shapes_of
+from roxxel_dist.train.exact.long_shapes import LongSums
+from roxxel_dist.train.exact.memory import long_peaks, step_peaks, whole_bytes
 from roxxel_dist.train.exact.step import RowSums, init_exact_state, make_sharded_steps
 from roxxel_dist.train.step.compile import AotCompiler, abstract
 from roxxel_dist.train.step.optimizer import InitialState, NamedOptimizer
@@ -20,8 +21,6 @@ from roxxel_dist.train.step.step import SPIKE_FACTOR
 MODEL = {"dim": 256, "num_blocks": 1, "n_heads": 2, "vocab_size": 1024, "max_context": 32}
 OF_THREE = MODEL | {"dim": 192, "vocab_size": 1536}
 SHARDS = 8
-WATCHED = 1
-"""A device. Of three it is the one with most sums to send: those of shards 2 and 3, and of shard 4."""
 CASES = [
     pytest.param("adamw", 8, MODEL, id="adamw"),
     pytest.param("muon", 8, MODEL, id="muon", marks=pytest.mark.long),
@@ -35,6 +34,9 @@ class Watched(AotCompiler):
     def __init__(self, mesh):
         super().__init__(mesh)
         self.seen, self.given, self.alive, self.temporaries = {}, {}, {}, {}
+        # Of three devices the second has most sums to send: those of shards 2 and 3, and of shard 4.
+        self.device = mesh.devices.flat[:2][-1]
+        self.others = alive(self.device)
 
     def _compile_one(self, jitted, args, mesh):
         program = super()._compile_one(jitted, args, mesh)
@@ -43,8 +45,8 @@ class Watched(AotCompiler):
         more = needs.temp_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
 
         def run(*args):
-            if jax.devices()[WATCHED] in jax.tree.leaves(args)[0].devices():
-                self.alive[jitted.__name__] = max(self.alive.get(jitted.__name__, 0), alive() + more)
+            if self.device in jax.tree.leaves(args)[0].devices():
+                self.alive[jitted.__name__] = max(self.alive.get(jitted.__name__, 0), alive(self.device) + more)
             results = program(*args)
             self.given.setdefault(jitted.__name__, set()).add(len(jax.tree.leaves(args)))
             shapes.update(leaf.shape for leaf in jax.tree.leaves((args, results)))
@@ -63,7 +65,8 @@ def test_a_device_has_little_more_than_its_part_of_the_state(optimizer, devices,
     batch = batch_of(0, (8, 9), False, sharding)
     like, large = abstract(state), {leaf.shape for leaf in jax.tree.leaves(state) if not leaf.is_fully_replicated}
     step, _ = make_sharded_steps(split, token_losses, optimizer, sharding, shards=SHARDS)
-    compiler, others = Watched(mesh), alive() - of_one_device(state)
+    compiler = Watched(mesh)
+    others = compiler.others - of_one_device(state)
     compiler.prepare("step", step, state, hparams, batch)
     for _ in range(2):
         assert large
@@ -90,12 +93,32 @@ def test_a_device_has_little_more_than_its_part_of_the_state(optimizer, devices,
         assert 0.9 * seen <= getattr(peaks, part) <= 1.25 * seen, (part, seen, peaks)
 
 
-def alive():
-    """Bytes of all arrays on the device."""
+@pytest.mark.parametrize("devices", [1, 3, 8])
+def test_the_peak_of_a_step_whose_rows_are_cut(devices):
+    mesh, optimizer = make_mesh(devices, fsdp=devices), NamedOptimizer(OptimizerConfig())
+    builder = TransformerBuilder(ModelConfig(**OF_THREE | {"num_blocks": 3, "max_context": 512}), 0, 1)
+    sharding = rows_sharding(batch_sharding(mesh), SHARDS)
+    split, state, hparams = init_exact_state(builder, InitialState(optimizer), mesh, shards=SHARDS, fsdp=True)
+    hparams |= scalars_on(mesh, {**optimizer.settings(100), SPIKE_FACTOR: 0.0})
+    batch = batch_of(0, (1, 513), False, fit_sharding(sharding, (1, 513), 1))
+    like, compiler = abstract(state), Watched(mesh)
+    others = compiler.others - of_one_device(state)
+    step, _ = make_sharded_steps(split, token_losses, optimizer, sharding, shards=SHARDS)
+    compiler.prepare("step", step, state, hparams, batch)
+    state, _ = compiler.get("step")(state, hparams, batch)
+    compiler.close()
+    own = LongSums.of(step.programs, step.layout, like, hparams, shapes_of(batch))
+    peaks = long_peaks(own, like, hparams, compiler.temporaries)
+    seen = max(compiler.alive.values()) - others - of_one_device(state.whole)
+    assert 0.85 * seen <= peaks.most <= 1.2 * seen, (seen, peaks, compiler.alive)
+
+
+def alive(device):
+    """Bytes of all arrays on a device."""
     found = {}
     for leaf in jax.live_arrays():
         for shard in leaf.addressable_shards:
-            if shard.device == jax.devices()[WATCHED] and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            if shard.device == device and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 found[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
     return sum(found.values())
 

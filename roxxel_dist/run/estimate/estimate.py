@@ -405,7 +405,7 @@ def _virtual_shards_notes(count: int, curriculum: Curriculum, target: TargetComp
             "other shards, comes to it",
             *cuts,
         ]
-    return [f"{line}; its memory is that of a step without virtual_shards" for line in cuts]
+    return cuts
 
 
 def _phase_on_mesh(

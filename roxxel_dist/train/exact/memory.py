@@ -1,12 +1,15 @@
 """What is alive at once on a device while a step with virtual shards lasts, from shapes alone."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
+from roxxel_dist.train.exact.long_shapes import LongSums
 from roxxel_dist.train.exact.packing import Packed
+from roxxel_dist.train.exact.piece_programs import AFTER, BEFORE, FIRST, LAST
 from roxxel_dist.train.exact.reduction import Tree, subtrees
 from roxxel_dist.train.exact.selection import Selection
 from roxxel_dist.train.exact.slices import is_cut
@@ -52,6 +55,35 @@ def step_peaks(totals: Totals, packed: Packed, state: TrainState, hparams: Hpara
         exchange=model + int(sent + kept),
         update=model + int(kept + update),
     )
+
+
+def long_peaks(own: LongSums, state: TrainState, hparams: Hparams, temporaries: Mapping[str, int]) -> StepPeaks:
+    """As `step_peaks` where virtual shards cut rows; `temporaries` are those of its programs by name."""
+    shapes, layout, uses = (
+        own.shapes,
+        own.totals.layout,
+        {use: whole_bytes(sums) for use, sums in own.shapes.sums.items()},
+    )
+    peaks = step_peaks(own.totals, own.packed, state, hparams, 0)
+    model = gathered_bytes((state.params, state.rest, hparams))
+    shards = [layout.shards_of(device) for device in layout.line.devices.flat]
+    trees, held, most = max(len(subtrees(each)) for each in shards), max(map(_held, shards)), layout.most
+    depth, cut = shapes.programs.layers, shapes.programs.cut
+    kept = most * whole_bytes(shapes.kept)
+    # Keys and values of the rows of a device, and of one row the sums of their gradients.
+    rows = whole_bytes(shapes.kv) * (max(1, most // cut.shards) if layout.is_even else 2 * layout.count // cut.shards)
+    sums = sum(math.prod(leaf.shape) * 4 for leaf in shapes.kv)
+    of_layer, top = trees * (uses[BEFORE] + uses[AFTER]), trees * uses[LAST]
+    inputs = most * whole_bytes((shapes.piece, shapes.segments))
+    gradients = most * (2 * whole_bytes(shapes.x) + whole_bytes((shapes.q, shapes.normed)))
+    attention = rows + (held + 2) * sums + gradients + (held + 1) * uses[AFTER] + temporaries["after_back"]
+    projections = sums + gradients + (held + 1) * uses[BEFORE] + temporaries["before_back"]
+    losses = gradients + (held + 1) * uses[LAST] + temporaries["losses_back"]
+    # The backward pass begins with all that the forward pass kept, and ends with the gradients of all layers.
+    begins = depth * kept + max(losses, top + max(attention, projections))
+    ends = kept + top + depth * of_layer + max(attention, projections)
+    joins = top + depth * of_layer + trees * (uses[FIRST] + whole_bytes(own.packed)) + temporaries["join_sums"]
+    return replace(peaks, gradient=model + inputs + max(begins, ends, joins))
 
 
 def whole_bytes(tree: Any) -> int:
