@@ -208,8 +208,8 @@ def unlike(measured: Mapping[str, Measured], hosts: Sequence[str]) -> Iterator[C
 
 
 def slow_devices(host: str, measured: Mapping[str, Measured], part: float = 1.0) -> Iterator[CheckResult]:
-    """The devices of a host that are slower than the others, on all measured hosts of its kind, by a part of what the
-    factor adds."""
+    """The devices of a host that are slower than the others, on all measured hosts of its kind, by 1 and this part of
+    the excess of the factor over 1."""
     own = measured[host]
     alike = {name: one for name, one in measured.items() if one.kind == own.kind}
     factor = 1 + part * ((FACTOR_OF_CPU if own.kind[0] == "cpu" else FACTOR) - 1)

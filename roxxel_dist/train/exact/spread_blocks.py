@@ -75,7 +75,7 @@ class Slice:
         return jax.lax.bitcast_convert_type(bits, own.dtype)
 
     def put(self, own: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
-        """The slice of a device, with what it keeps of a block."""
+        """The slice of a device, with its part of a block."""
         for dimension in self._others():
             begin = self._begin(own, dimension)
             block = jax.lax.dynamic_slice_in_dim(block, begin, own.shape[dimension], dimension)
