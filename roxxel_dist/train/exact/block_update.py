@@ -120,8 +120,7 @@ class BlockGroup:
         chunks.clear()
         for model in models:  # the slices are what is updated
             free([model.params[name] for name in self.params], list(self.params.values()))
-        apart = [self.selection.apart(part) for part in parts]
-        own, common = [arrays for arrays, _ in apart], [numbers for _, numbers in apart]
+        own, common = self.selection.of_each(parts)
         squares: list[list[jax.Array]] = [[] for _ in parts]
         for k in range(self.count):
             for i, update in enumerate(self.update):  # every device has something to do at once

@@ -198,6 +198,11 @@ class Layout:
         return range(self.count * number // size, self.count * (number + 1) // size)
 
     @cached_property
+    def owned(self) -> list[range]:
+        """The numbers of the virtual shards of each device of this process."""
+        return [self.shards_of(device) for device in self.devices]
+
+    @cached_property
     def cut(self) -> NamedSharding:
         """Of an array [devices, N], a row of which is on each device."""
         return NamedSharding(self.line, P(SHARDS))

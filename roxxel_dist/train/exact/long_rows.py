@@ -56,7 +56,10 @@ class CompiledForward:
     def numbers(self) -> ByShard:
         """int32[], of each shard."""
         layout = self.layout
-        return [[_on(np.int32(shard), device) for shard in layout.shards_of(device)] for device in layout.devices]
+        return [
+            [_on(np.int32(shard), device) for shard in own]
+            for own, device in zip(layout.owned, layout.devices, strict=True)
+        ]
 
     @cached_property
     def layers(self) -> ByShard:
@@ -196,8 +199,7 @@ class CompiledLongStep:
 
     def _trees(self, use: str) -> list[Tree]:
         adds = self.adds.get(use, [add_sums] * len(self.layout.devices))
-        firsts = [self.layout.shards_of(device).start for device in self.layout.devices]
-        return [Tree(add, first) for add, first in zip(adds, firsts, strict=True)]
+        return [Tree(add, own.start) for add, own in zip(adds, self.layout.owned, strict=True)]
 
     def totals(self, models: list[Model], batch: Any) -> tuple[list[Packed], list[Leaves]]:
         """(the packed sums of all shards, no counts: the update knows them), by device of this process."""

@@ -85,9 +85,14 @@ class LongShapes:
         return self.model, NUMBER, NUMBER, self.segments, *kept, self.x, ZERO
 
     @cached_property
+    def _of_after_back(self) -> tuple[Any, ...]:
+        """What that program gives."""
+        return jax.eval_shape(self.programs.after_back, *self.after_back)
+
+    @cached_property
     def before_back(self) -> tuple[Any, ...]:
         """Of a block before its attention, backward."""
-        *_, d_normed, _ = jax.eval_shape(self.programs.after_back, *self.after_back)
+        *_, d_normed, _ = self._of_after_back
         half = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), self.own_kv)
         return *self.before, self.x, self.q, half, d_normed
 
@@ -104,7 +109,7 @@ class LongShapes:
             LAST: jax.eval_shape(programs.losses_back, *self.losses)[0],
             FIRST: jax.eval_shape(programs.embed_back, *self.embed_back),
             BEFORE: jax.eval_shape(programs.before_back, *self.before_back)[0],
-            AFTER: jax.eval_shape(programs.after_back, *self.after_back)[0],
+            AFTER: self._of_after_back[0],
         }
 
 

@@ -228,7 +228,7 @@ class Reduction:
 
     def own(self, sums: Callable[[int, int], Packed]) -> list[list[Packed]]:
         """Of each device of this process the sums of its subtrees."""
-        shards = [self.layout.shards_of(device) for device in self.layout.devices]
+        shards = self.layout.owned
         trees = [Tree(self.add[i] if self.add else add_sums, own.start) for i, own in enumerate(shards)]
         for k in range(self.layout.most):
             for i, own in enumerate(shards):  # every device has something to do at once

@@ -33,6 +33,11 @@ class Selection:
         pairs = list(zip(leaves, self.owners, strict=True))
         return [leaf for leaf, owner in pairs if owner], [leaf for leaf, owner in pairs if not owner]
 
+    def of_each(self, parts: Sequence[TrainState]) -> tuple[list[list[Any]], list[list[Any]]]:
+        """Both of each of these, by device."""
+        found = [self.apart(part) for part in parts]
+        return [own for own, _ in found], [numbers for _, numbers in found]
+
     def tree(self, own: Sequence[Any], numbers: Sequence[Any]) -> Any:
         """(the parameters, the optimizer's state of them) of what `apart` gave."""
         first, second = iter(own), iter(numbers)

@@ -219,7 +219,7 @@ class SpreadGroup:
         grads.clear()
         for model in models:  # the slices are what is updated
             free([model.params[name] for name in self.params], list(self.params.values()))
-        own, common = zip(*[self.selection.apart(part) for part in parts], strict=True)
+        own, common = self.selection.of_each(parts)
         arrays, sums = self.arrays.joined(own), [layout.along(each) for each in zip(*chunks, strict=True)]
         chunks.clear()
         squares: list[list[jax.Array]] = [[] for _ in parts]

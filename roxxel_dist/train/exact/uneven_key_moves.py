@@ -161,16 +161,11 @@ class UnevenKeyMoves:
         )
 
     @cached_property
-    def owned(self) -> list[range]:
-        """The shards of each device of this process."""
-        return [self.layout.shards_of(device) for device in self.layout.devices]
-
-    @cached_property
     def rows(self) -> list[dict[int, jax.Array]]:
         """By number, int32[], the rows that each device has shards of."""
         return [
             {row: jax.device_put(np.int32(row), device) for row in sorted({shard // self.shards for shard in own})}
-            for device, own in zip(self.layout.devices, self.owned, strict=True)
+            for device, own in zip(self.layout.devices, self.layout.owned, strict=True)
         ]
 
     def keys_of_rows(self, parts: ByShard) -> ByShard:
@@ -180,14 +175,17 @@ class UnevenKeyMoves:
             {row: pick(own, number) for row, number in numbers.items()}
             for pick, own, numbers in zip(self.pick, rows, self.rows, strict=True)
         ]
-        return [[own[shard // self.shards] for shard in shards] for own, shards in zip(picked, self.owned, strict=True)]
+        return [
+            [own[shard // self.shards] for shard in shards]
+            for own, shards in zip(picked, self.layout.owned, strict=True)
+        ]
 
     def sums(self, compute: Callable[[int, int], Any]) -> ByShard:
         """Of float32 gradients of keys and values of whole rows, which it asks for by device and shard, the sums over
         the shards of a row: each shard gets those of its own keys and values."""
-        trees: list[dict[int, Tree]] = [{} for _ in self.owned]
+        trees: list[dict[int, Tree]] = [{} for _ in self.layout.owned]
         for k in range(self.layout.most):
-            for i, own in enumerate(self.owned):  # every device has something to do at once
+            for i, own in enumerate(self.layout.owned):  # every device has something to do at once
                 if k < len(own):
                     row, place = divmod(own[k], self.shards)
                     trees[i].setdefault(row, Tree(self.add[i], place)).put(compute(i, k))
