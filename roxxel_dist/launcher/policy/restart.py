@@ -170,35 +170,52 @@ def next_action(
         return Decision(again=False, code=last.code)
     if last.cause is Cause.PREEMPTED:
         return _after_preemption(attempts)
-    return _after_failure(
-        [attempt for attempt in attempts if is_failure(attempt, restart_on)], max_restarts, _idle(attempts), can_replace
-    )
+    return _after_failure(attempts, max_restarts, restart_on, can_replace)
 
 
 def _after_failure(
-    failures: Sequence[AttemptSummary], max_restarts: int, idle: int, can_replace: Callable[[str], bool]
+    attempts: Sequence[AttemptSummary], max_restarts: int, restart_on: RestartOn, can_replace: Callable[[str], bool]
 ) -> Decision:
-    """What follows after these failures, of which the last has just been. `idle`: as `_idle` says."""
+    """What follows after these attempts, of which the last is a failure.
+
+    A rank that fails twice in the same step, with no new step in between, would fail there again. Step 0 is no place in
+    a program: it stands for a start, and a program that has entered a step can start.
+    """
+    failures = [attempt for attempt in attempts if is_failure(attempt, restart_on)]
     last = failures[-1]
     # A host or an agent that was lost has no rank: such things happen at any time.
     by_rank = [attempt for attempt in failures if attempt.rank is not None]
     same_host = [attempt for attempt in by_rank if last.host and attempt.host == last.host]
     replaced = last.host if last.rank is not None and len(same_host) > 1 and can_replace(last.host) else ""
-    again = [attempt for attempt in by_rank if (attempt.rank, attempt.step) == (last.rank, last.step)]
-    if last.counts and last.rank is not None and len(again) > 1 and not replaced:
+    recent = [attempt for attempt in _since_new_step(attempts) if is_failure(attempt, restart_on)]
+    again = [attempt for attempt in recent if (attempt.rank, attempt.step) == (last.rank, last.step)]
+    can_start = not last.step and any(attempt.reached for attempt in attempts)
+    if last.counts and last.rank is not None and len(again) > 1 and not (replaced or can_start):
+        place = f"in step {last.step}" if last.step else "before its first step"
         why = (
-            f"not started again: rank {last.rank} failed in step {last.step} in an earlier attempt too, so a restart "
-            "would not help"
+            f"not started again: rank {last.rank} failed {place} in an earlier attempt too, so a restart would not help"
         )
         return Decision(again=False, code=last.code, why=why)
     if len(failures) > max_restarts:
         why = f"no restart is left: --max-restarts is {max_restarts}"
         return Decision(again=False, code=EXIT_GIVEN_UP, why=why)
-    wait = _backoff(idle)
+    wait = _backoff(_idle(attempts))
     why = f"restart {len(failures)} of {max_restarts}, {_when(wait)}"
     if replaced:
         why += f", without host {replaced}, whose ranks failed in {len(same_host)} attempts"
     return Decision(again=True, wait=wait, why=why, set_aside=replaced)
+
+
+def _since_new_step(attempts: Sequence[AttemptSummary]) -> Sequence[AttemptSummary]:
+    """The last attempts, from the one that came to the newest step on.
+
+    One step more is no new one: the others may or may not enter the next step before they notice a rank that fails.
+    """
+    begin, newest = 0, attempts[0].reached
+    for number, attempt in enumerate(attempts):
+        if attempt.reached > newest + 1:
+            begin, newest = number, attempt.reached
+    return attempts[begin:]
 
 
 def _idle(attempts: Sequence[AttemptSummary]) -> int:
