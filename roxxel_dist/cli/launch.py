@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.cli.parser import HELP, parse
+from roxxel_dist.cluster.device_counts import DeviceNeeds
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output.console import info, printable
@@ -51,7 +52,7 @@ def command_of(name: str) -> Callable[[list[str]], int]:
             passed=passed,
             job=lambda options, nprocs, backend: job_of(options, nprocs, program, backend),
             start=start,
-            check_command=lambda: device_counts(program),
+            check_command=lambda: device_needs(program),
             usage_errors=usage_errors,
         )
         return options.launch(request)
@@ -120,24 +121,17 @@ def _check_counts(options: Any) -> None:
             raise UserError(f"--{field.name.replace('_', '-')} {value}: must be at most {MOST:,}")
 
 
-def device_counts(command: Sequence[str]) -> dict[str, Any]:
-    """What a `train` command asks of the number of devices, by the fields of `JobSpec`; nothing for another program.
+def device_needs(command: Sequence[str]) -> DeviceNeeds:
+    """What a `train` command asks of the number of devices; nothing for another program.
 
     Asked once, at the launch: the file of the config may be another one an hour later. Raises ValueError for words, or
     a config that they name, that cannot be used.
     """
     if list(command[:1]) != ["train"]:
-        return {}
+        return DeviceNeeds()
     from roxxel_dist.cli.arguments import parse_train
-    from roxxel_dist.curriculum.phases import phases_of
 
-    _, config = parse_train(list(command[1:]))
-    phases = [phase for given in config.phases or () for phase in phases_of(given)]
-    batches = [phase.batch_size or 0 for phase in phases] or [config.batch_size]
-    shards = config.virtual_shards
-    if shards:  # any number of devices shares whole rows; the shards of rows that are cut are divided by the devices
-        return {"micro_batches": (shards,) if min(batches) < shards else (), "most_devices": shards}
-    return {"micro_batches": tuple(rows // min(config.grad_accum, rows) for rows in batches)}
+    return parse_train(list(command[1:]))[1].device_needs
 
 
 def check_training(command: Sequence[str]) -> None:
@@ -168,7 +162,7 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
 
     if options.json and not options.dry_run:
         raise UserError("--json prints what would run: give it with --dry-run")
-    counts = device_counts(command)
+    needs = device_needs(command)
     shared = {field.name for field in dataclasses.fields(JobSpec)} - {"env", "nprocs", "run_id"}
     run_id = options.run_id or new_run_id(index.knows)
     job = JobSpec(
@@ -177,7 +171,7 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
         run_id=run_id,
         log_dir=log_dir_for(tuple(command), run_id),
         env={**(read_env_file(options.env_from) if options.env_from else {}), **assignments(options.env, os.environ)},
-        **counts,
+        device_needs=needs,
         **{name: value for name, value in dataclasses.asdict(options).items() if name in shared},
     )
     placements(job, working_hosts(job, backend.hosts), "", backend.environment)  # the GPUs of a host must divide

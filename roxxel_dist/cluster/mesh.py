@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.cluster.device_counts import mesh_shape
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.xla_flags import CPU_DEVICES
 
@@ -39,19 +40,8 @@ def make_mesh(n_devices: int = 0, *, fsdp: int = 1, tensor: int = 1, devices: Se
         ValueError: more devices are asked for than there are, or they cannot be shared out so.
     """
     devices = list(jax.devices() if devices is None else devices)
-    if n_devices < 0 or n_devices > len(devices):
-        raise UserError(
-            f"n_devices is {n_devices}, but {len(devices)} device(s) are here: use 0 for all, or launch more "
-            f"(`roxxel-dist launch local --nprocs N --devices-per-proc M -- CMD…`)"
-        )
-    count = n_devices or len(devices)
-    if tensor < 1 or count % tensor:
-        raise UserError(f"tensor_devices is {tensor}: it must be at least 1, and divide the {count} device(s)")
-    fsdp = fsdp or count // tensor
-    if fsdp < 1 or count // tensor % fsdp:
-        share = f"{count} device(s)" + (f" / tensor_devices ({tensor})" if tensor > 1 else "")
-        raise UserError(f"fsdp_devices is {fsdp}: it must divide {share}; 0 stands for all of them")
-    shape = count // tensor // fsdp, fsdp, tensor
+    shape = mesh_shape(len(devices), n_devices=n_devices, fsdp=fsdp, tensor=tensor)
+    count = math.prod(shape)
     # Auto axes: with jax's newer default (Explicit) an ordinary model's gather raises ShardingTypeError.
     axes, types = (DATA, FSDP, TENSOR), (AxisType.Auto,) * 3
     if count == len(devices):

@@ -78,8 +78,8 @@ class RunComponents:
         Raises ValueError for too few devices, axes that do not divide them, or a process without a device.
         """
         config, every = self.config, processes or process_count()
-        fsdp = config.fsdp_devices if config.fsdp else 1
-        mesh = make_mesh(config.n_devices, fsdp=fsdp, tensor=config.tensor_devices, devices=self.devices)
+        needs = config.device_needs
+        mesh = make_mesh(needs.n_devices, fsdp=needs.fsdp, tensor=needs.tensor, devices=self.devices)
         if processes:
             used = -(-mesh.size * processes // len(self.devices or jax.devices()))
         else:

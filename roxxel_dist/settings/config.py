@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, get_type_hints
 
+from roxxel_dist.cluster.device_counts import DeviceNeeds
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.config import DataConfig
@@ -144,6 +145,16 @@ class Config(_Copied):
             ValueError: a value breaks its rule.
         """
         return component(**{f.name: getattr(self, f.name) for f in dataclasses.fields(component)})  # pyright: ignore
+
+    @property
+    def device_needs(self) -> DeviceNeeds:
+        """What a run of this config asks of the number of its devices, in all processes together."""
+        return DeviceNeeds(
+            n_devices=self.n_devices,
+            fsdp=self.fsdp_devices if self.fsdp else 1,
+            tensor=self.tensor_devices,
+            virtual_shards=self.virtual_shards,
+        )
 
     def validate(self) -> None:
         """Check every field.

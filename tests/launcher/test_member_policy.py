@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from roxxel_dist.cluster.device_counts import DeviceNeeds
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.control import host_list, membership
 from roxxel_dist.launcher.control.host_list import HostList
@@ -101,30 +102,35 @@ def test_how_many_hosts_work(hosts: int, spare: int, first: int, most: int | Non
 
 
 @pytest.mark.parametrize(
-    ("rows", "hosts", "most", "per_host", "works", "devices"),
+    ("needs", "hosts", "most", "per_host", "works", "devices"),
     [
-        ((8,), "abc", None, 1, "ab", 2),
-        ((8,), "abcd", None, 1, "abcd", 4),
-        ((6, 12), "abcd", None, 1, "abc", 3),
-        ((), "abcde", None, 1, "abcde", 5),
-        ((), "abcde", 3, 1, "abc", 3),
-        ((8,), "abcde", 3, 1, "ab", 2),
-        ((12,), "abc", None, 2, "abc", 6),
-        ((9,), "abc", None, 2, "abc", 3),  # one device of two
-        ((7,), "abc", None, 2, "a", 1),
+        ({}, "abcdefg", None, 1, "abcdefg", 7),
+        ({}, "abcde", 3, 1, "abc", 3),
+        ({"virtual_shards": 8}, "abcdefg", None, 1, "abcdefg", 7),
+        ({"virtual_shards": 4}, "abcde", None, 1, "abcd", 4),
+        ({"virtual_shards": 8}, "abcde", None, 2, "abcd", 8),
+        ({"tensor": 2}, "abc", None, 1, "ab", 2),
+        ({"tensor": 2}, "abc", None, 2, "abc", 6),
+        ({"fsdp": 0}, "abcdefg", None, 1, "abcdefg", 7),
+        ({"fsdp": 4}, "abcdefg", None, 1, "abcd", 4),
+        ({"fsdp": 3, "tensor": 2}, "abcde", None, 2, "abc", 6),
+        ({"fsdp": 0, "tensor": 2}, "abcde", None, 3, "abcd", 12),
+        ({"n_devices": 4}, "abc", None, 1, "abc", 3),  # too few: the program says so
     ],
 )
-def test_as_many_hosts_work_as_divide_the_batch(
-    rows: tuple[int, ...], hosts: str, most: int | None, per_host: int, works: str, devices: int, tmp_path: Path
+def test_as_many_hosts_work_as_the_program_can_use(
+    needs: dict[str, int], hosts: str, most: int | None, per_host: int, works: str, devices: int, tmp_path: Path
 ) -> None:
     count = len(hosts) if most is None else min(len(hosts), most)
     job = JobSpec(
-        command=("true",), nprocs=count, run_id="r", log_dir=tmp_path, micro_batches=rows, max_hosts=most,
-        devices_per_proc=per_host,
+        command=("true",), nprocs=count, run_id="r", log_dir=tmp_path, max_hosts=most, devices_per_proc=per_host,
+        device_needs=DeviceNeeds(**needs),
     )  # fmt: skip
-    found = assign(job, list(hosts), list(hosts), divides=True)
+    found = assign(job, list(hosts), list(hosts), elastic=True)
     assert ("".join(found.hosts), found.devices) == (works, devices)
     assert "without" not in found.note
+    idle = [host for host in hosts[:count] if host not in works]
+    assert all(f"{host} ({per_host})" in found.note for host in idle)
 
 
 def test_changes_of_hosts_are_no_failures_however_many_follow_each_other() -> None:

@@ -82,8 +82,8 @@ class LocalJob:
     until: Until
     launch: "subprocess.Popen[bytes]" = field(init=False)
 
-    def start(self, *hosts: str, late: bool = False, preflight: str = "") -> None:
-        (self.folder / "program.py").write_text(PROGRAM)
+    def start(self, *hosts: str, late: bool = False, preflight: str = "", program: str = PROGRAM) -> None:
+        (self.folder / "program.py").write_text(program)
         (self.folder / "site").mkdir()
         (self.folder / "site" / "sitecustomize.py").write_text(SITE)
         self.name(*hosts)
@@ -155,6 +155,31 @@ def test_a_list_and_requests_change_the_hosts_of_a_job(
     assert list((tmp_path / "run" / "logs").glob("members/*")) == []
     late = cli("join", "run", "--hosts", "e", cwd=tmp_path)
     assert (late.returncode, "is ended: launch it again with other --hosts" in late.stderr) == (2, True)
+
+
+COMPILING = """
+import os
+from roxxel_dist.cluster.progress import Progress
+Progress.from_env(int(os.environ["ROXXEL_PROCESS_ID"])).enter(1)
+""" + PROGRAM.replace(
+    'os.path.exists("save"):',
+    'os.path.exists("done"):\n        Progress.from_env(int(os.environ["ROXXEL_PROCESS_ID"])).finish(1)\n    if False:',
+)
+
+
+def test_a_host_that_comes_during_the_first_step_joins_when_it_is_done(local: LocalJob, tmp_path: Path) -> None:
+    """It compiles, which may take minutes: ranks that have nothing to save would begin again for each host."""
+    local.start("a", "b", program=COMPILING)
+    assert local.up(0, 2) == ["a", "b"]
+    local.name("a", "b", "c")
+    local.until(lambda: "c" in local.spares(), "c is warm")
+    time.sleep(3.0)  # its imports end, and the controller looks twice a second
+    assert "the ranks get" not in local.screen
+    (tmp_path / "done").touch()
+    assert local.up(1, 3) == ["a", "b", "c"], local.screen
+    local.end()
+    assert local.screen.count("the ranks get") == 1
+    assert "c can join the job: the ranks get 30 s to save and exit; the job continues with c" in local.screen
 
 
 def test_a_list_that_cannot_be_read_before_the_ranks_start_is_named(local: LocalJob) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.cli.launch import device_counts
+from roxxel_dist.cli.launch import device_needs
+from roxxel_dist.cluster.device_counts import DeviceNeeds
 from roxxel_dist.launcher.backends.ssh import SshBackend
 from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
@@ -45,9 +46,7 @@ def select(
         return PreflightReport(address="10.0.0.1", port=1, findings=(), unreachable=away)
 
     monkeypatch.setattr(select_hosts, "check_job_hosts", check_job_hosts)
-    job = JobSpec(
-        **{"command": ("true",), "nprocs": 4, "run_id": "r", "log_dir": tmp_path, "micro_batches": (8,), **more}
-    )
+    job = JobSpec(**{"command": ("true",), "nprocs": 4, "run_id": "r", "log_dir": tmp_path, **more})
     backend = SshBackend(["a", "b", "c", "d"])
     with Console(all_ranks=False) as screen, SignalPipe(screen.info) as signals, HostPool(backend) as pool:
         selector = HostSelector(job, backend, signals, screen, pool)
@@ -93,31 +92,45 @@ def test_fewer_hosts_than_work_when_the_spare_ones_are_used_up(tmp_path: Path, m
 def test_the_config_is_read_at_the_launch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hours later, when a host is lost, its file is that of the next experiment, or gone."""
     config = tmp_path / "run.yaml"
-    config.write_text("phases: [{steps: 2, batch_size: 6, seq_len: 9}, {steps: 2, batch_size: 12, seq_len: 9}]")
+    config.write_text("phases: [{steps: 2, batch_size: 6, seq_len: 9}]\ntensor_devices: 4")
     command = ("train", "--config", str(config), "--data_path", "data")
-    counts = device_counts(command)
-    assert counts == {"micro_batches": (6, 12)}
+    needs = device_needs(command)
+    assert needs == DeviceNeeds(tensor=4)
     config.unlink()
-    train = {"command": command, **counts, "host_timeout": 0}
+    train = {"command": command, "device_needs": needs, "host_timeout": 0}
     assert select(tmp_path, monkeypatch, {"a"}, 1, spare_hosts=2, **train) == [("a", "b"), ("b", "c")]
-    less = select(tmp_path, monkeypatch, {"a", "b"}, 1, nprocs=8, min_hosts=1, **train)
-    assert less == [("a", "b", "c", "d"), ("c",)], "of 4 devices on two hosts, 6 rows use 3 or 2"
+    less = select(tmp_path, monkeypatch, {"a"}, 1, nprocs=8, min_hosts=1, **train)
+    assert less == [("a", "b", "c", "d"), ("b", "c")], "of 6 devices on three hosts, 4 work"
+
+
+SHARDS = ("--virtual_shards", "8")
 
 
 @pytest.mark.parametrize(
-    ("rows", "present", "chosen"),
+    ("words", "rows", "present", "chosen"),
     [
-        (16, {"d"}, ("a", "b", "c")),
-        (16, {"c", "d"}, ("a", "b")),
-        (2, {"d"}, ("a", "b")),
+        # three hosts of two devices are left, or two, or none is lost; rows that devices do not divide are cut
+        (SHARDS, [16], {"d"}, ("a", "b", "c")),
+        (SHARDS, [16], {"c", "d"}, ("a", "b")),
+        (SHARDS, [2], {"d"}, ("a", "b", "c")),
+        (SHARDS, [16, 1], {"d"}, ("a", "b", "c")),
+        ((), [16, 1], {"d"}, ("a", "b", "c")),
+        ((), [16, 2], {"d"}, ("a", "b", "c")),
+        ((), [7], {"d"}, ("a", "b", "c")),
+        (("--grad_accum", "4"), [16], {"d"}, ("a", "b", "c")),
+        (("--fsdp", "True"), [16], {"d"}, ("a", "b", "c")),
+        (("--fsdp", "True", "--fsdp_devices", "4"), [16], {"d"}, ("a", "b")),
+        (("--tensor_devices", "4"), [16], {"d"}, ("a", "b")),
     ],
 )
-def test_any_number_of_hosts_has_the_virtual_shards_of_whole_rows(
-    rows: int, present: set[str], chosen: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("--virtual_shards", "8", "--phases", f"[{{steps: 2, batch_size: {rows}, seq_len: 33}}]")
-    job = {"command": ("train", *words, "--data_path", "data"), "nprocs": 8, "min_hosts": 1, "host_timeout": 0}
-    job |= device_counts(job["command"])
+def test_hosts_that_are_left_work_as_far_as_the_trainer_can_use_them(
+    words: tuple[str, ...], rows: list[int], present: set[str], chosen: tuple[str, ...], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    phases = ", ".join(f"{{steps: 2, batch_size: {count}, seq_len: 33}}" for count in rows)
+    command = ("train", *words, "--phases", f"[{phases}]", "--data_path", "data")
+    job: dict[str, Any] = {"command": command, "nprocs": 8, "min_hosts": 1, "host_timeout": 0}
+    job["device_needs"] = device_needs(command)
     assert select(tmp_path, monkeypatch, present, 1, **job)[-1] == chosen
 
 
@@ -136,7 +149,7 @@ def test_what_no_single_host_is_to_blame_for_ends_the_selection_with_idle_hosts_
 
     monkeypatch.setattr(select_hosts, "check_job_hosts", check_job_hosts)
     job = JobSpec(command=("true",), nprocs=4, run_id="r", log_dir=tmp_path, min_hosts=2, host_timeout=0)
-    job = replace(job, micro_batches=(8,))
+    job = replace(job, device_needs=DeviceNeeds(fsdp=2))
     backend = SshBackend(["a", "b", "c", "d"])
     with (
         Console(all_ranks=False) as screen,
@@ -151,7 +164,7 @@ def test_what_no_single_host_is_to_blame_for_ends_the_selection_with_idle_hosts_
 def test_the_least_number_of_hosts_is_enough_for_the_first_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    job: dict[str, Any] = {"nprocs": 8, "micro_batches": (24,), "min_hosts": 3, "host_timeout": 1000}
+    job: dict[str, Any] = {"nprocs": 8, "min_hosts": 3, "host_timeout": 1000}
     assert select(tmp_path, monkeypatch, {"b"}, 0, **job) == [("a", "b", "c", "d"), ("a", "c", "d")]
     said = capfd.readouterr().err
     assert "host b cannot be used: no route" in said
@@ -196,7 +209,6 @@ def test_a_start_waits_for_hosts_that_start_themselves(
     given: dict[str, Any] = {
         "nprocs": 3 - job.get("spare_hosts", 0),
         "host_timeout": 1000,
-        "micro_batches": (6,),
         **job,
     }
     backend = SshBackend(["a", "b", "c"])
@@ -214,7 +226,7 @@ def test_a_start_waits_for_hosts_that_start_themselves(
 def test_a_host_that_is_left_out_is_asked_again_when_it_is_back_or_too_few_others_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job: dict[str, Any] = {"nprocs": 8, "micro_batches": (24,), "min_hosts": 2, "host_timeout": 0}
+    job: dict[str, Any] = {"nprocs": 8, "min_hosts": 2, "host_timeout": 0}
     everyone, three = ("a", "b", "c", "d"), ("a", "b", "c")
     start = [everyone, three]
     assert select(tmp_path, monkeypatch, {"d"}, 0, then=[({"d"}, ())], **job) == [*start, three]
@@ -227,7 +239,7 @@ def test_a_host_that_is_left_out_is_asked_again_when_it_is_back_or_too_few_other
 def test_a_host_that_was_back_and_is_lost_again_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job: dict[str, Any] = {"nprocs": 8, "micro_batches": (24,), "min_hosts": 2, "host_timeout": 1000}
+    job: dict[str, Any] = {"nprocs": 8, "min_hosts": 2, "host_timeout": 1000}
     then: list[tuple[set[str], tuple[str, ...]]] = [(set(), ("d",)), ({"d"}, ())]
     everyone, three = ("a", "b", "c", "d"), ("a", "b", "c")
     assert select(tmp_path, monkeypatch, {"d"}, 0, then=then, **job) == [everyone, three, everyone, everyone, three]

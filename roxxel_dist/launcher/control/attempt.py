@@ -82,8 +82,9 @@ class Attempt:
     """Which hosts shall join the job or leave it, and can; None where that never changes."""
     times: StepTimes = field(default_factory=StepTimes)
     """Those of earlier attempts on as many devices; kept up to date."""
-    grow_after: int = -1
-    """The step that a rank must have passed before: each attempt comes to a new step, however often hosts come back."""
+    grow_after: int | None = None
+    """The step that all ranks must have done before hosts join or leave, so that each attempt comes to a new one; None
+    where the program is not known to report steps."""
     _exits: list[RankExit] = field(default_factory=list)
     _deadline: float | None = None
     _check_at: float = 0.0
@@ -312,8 +313,11 @@ class Attempt:
             self._silent_since = None
 
     def _change_hosts(self, *, joins_too: bool = True) -> None:
-        """Have the ranks save and leave, where hosts are to join or leave the job: the next attempt has others."""
-        if self.membership is None or self._is_ending() or self._result.reached <= self.grow_after:
+        """Have the ranks save and leave, where hosts are to join or leave the job: the next attempt has others.
+
+        Not before a new step is done: until then there is nothing to save, and a compilation would begin again.
+        """
+        if self.membership is None or self._is_ending() or not self._has_new_step:
             return
         if (drain := self.membership.drain(joins_too=joins_too)) is None:
             return
@@ -321,6 +325,14 @@ class Attempt:
         self.console.info(f"{drain.why}: the ranks get {grace:g} s to save and exit; {drain.then}")
         self._result.grows = drain.then
         self.pool.order({"type": "stop", "grace": grace}, within=grace)
+
+    @property
+    def _has_new_step(self) -> bool:
+        """Whether the ranks have done a step beyond `grow_after`; also true of a program that reports none."""
+        finished = self._detector.finished
+        if finished is None:
+            return self.grow_after is None
+        return finished > (self.grow_after or 0)
 
     def _end_dump(self, dump: StackDump, now: float) -> None:
         self._dump, self._check_at = None, now + CHECK_S

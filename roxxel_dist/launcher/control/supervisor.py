@@ -244,7 +244,7 @@ class _Controller:
             spares=job.warm_spares if self._has_restarts else "off",
             membership=self._membership,
             times=self._times.setdefault(ready.assignment.devices, StepTimes()),
-            grow_after=reached if trains or reached else -1,
+            grow_after=reached if trains or reached else None,
             members=MemberHangs(job, number) if has_others else None,
             member_sources=MemberSources(job, number) if has_others else None,
         ).run(placed)

@@ -114,15 +114,17 @@ class Assignment:
         return job.nprocs * (job.devices_per_proc or 1) if own is None else own * len(self.hosts)
 
 
-def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str], *, divides: bool = False) -> Assignment:
-    """The largest assignment to the hosts that are there: the most devices that divide every phase's batch.
+def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str], *, elastic: bool = False) -> Assignment:
+    """The largest assignment to the hosts that are there: the most devices that the program can use.
 
     The global batch and the data stay the same; only how many devices share them changes. `hosts` are all hosts in rank
-    order, the spare ones last; `present` are those that can be used now, in the same order, at least one. `divides`: of
-    all of them too only as many work as divide the batch, for their number is no choice of the user.
+    order, the spare ones last; `present` are those that can be used now, in the same order, at least one. `elastic`: of
+    all of them too only as many work as the program can use, for their number is no choice of the user.
     """
     working = working_hosts(job, hosts)
-    if len(present) >= len(working) and (not divides or _divide(job, _devices_of(job, len(working)) * len(working))):
+    needs = job.device_needs
+    every = _devices_of(job, len(working)) * len(working)
+    if len(present) >= len(working) and not (elastic and needs.refusal(every)):
         chosen = tuple(present[: len(working)])
         missing = [host for host in working if host not in present]
         instead = ", ".join(host for host in chosen if host not in working)
@@ -132,11 +134,11 @@ def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str], *, divide
     absent = [host for host in hosts if host not in present]
     devices = _devices_of(job, len(working)) // procs
     present = present[: len(working)]
-    most, used, share = 0, len(present), devices  # if nothing divides them, the program will say so
+    most, used, share = 0, len(present), devices  # if it can use no number of them, the program will say so
     for number in range(1, len(present) + 1):  # of as many devices those on fewer hosts: the network is what is slow
         for part in range(1, devices + 1):
             total = number * procs * part
-            if total > most and _divide(job, total):
+            if total > most and not needs.refusal(total):
                 most, used, share = total, number, part
     smaller = replace(
         job,
@@ -149,10 +151,7 @@ def assign(job: JobSpec, hosts: Sequence[str], present: Sequence[str], *, divide
     note = f"going on without {missing}: {note}" if missing else note
     idle = {host: procs * (devices - share * (host in present[:used])) for host in present}
     if names := [f"{host} ({count})" for host, count in idle.items() if count]:
-        why = "the batch of every phase must be a multiple of the devices"
-        if job.most_devices and not job.micro_batches:
-            why = f"the program uses at most {job.most_devices} devices"
-        note += f"; idle, because {why}: {', '.join(names)}"
+        note += f"; idle: {', '.join(names)}; {needs.refusal(len(present) * procs * devices)}"
     return Assignment(hosts=tuple(present[:used]), job=smaller, note=note)
 
 
@@ -162,11 +161,6 @@ def _devices_of(job: JobSpec, working: int) -> int:
     if job.devices_per_proc is not None:
         return procs * job.devices_per_proc
     return procs if job.gpus_per_host is None else job.gpus_per_host // procs * procs
-
-
-def _divide(job: JobSpec, devices: int) -> bool:
-    """Whether the program can use so many devices: they divide the batch of every phase."""
-    return devices <= (job.most_devices or devices) and not any(rows % devices for rows in job.micro_batches)
 
 
 def placements(

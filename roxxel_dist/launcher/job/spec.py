@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from roxxel_dist.cluster.device_counts import DeviceNeeds
 from roxxel_dist.cluster.exit_codes import (
     EXIT_TIMEOUT_ENV,
     MEMORY_ENV,
@@ -122,11 +123,8 @@ class JobSpec(MemberOptions, HostOptions, JobOptions):
     """How often this run was launched before; not 0: its ranks resume."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables for every rank, beside those of the launcher."""
-    micro_batches: tuple[int, ...] = ()
-    """Rows of each phase's micro-batch, which the devices must divide when hosts are lost; empty if unknown, or if any
-    number of devices does."""
-    most_devices: int | None = None
-    """Devices that the program can use; None: any number."""
+    device_needs: DeviceNeeds = field(default_factory=DeviceNeeds)
+    """What the program asks of the number of devices, for when hosts are lost; by default it takes any number."""
 
     @property
     def program(self) -> Program:

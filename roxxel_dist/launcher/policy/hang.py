@@ -124,6 +124,14 @@ class HangDetector:
         """The largest step that a living rank has entered."""
         return max((seen.record.entered for seen in self._seen.values()), default=0)
 
+    @property
+    def finished(self) -> int | None:
+        """The step that all ranks that report steps have finished; 0 in the first, which may compile for minutes.
+
+        None: no living rank has reported a step.
+        """
+        return min((seen.record.done for seen in self._seen.values() if seen.record.entered), default=None)
+
     def limit(self, record: Record, *, first: bool = False) -> float:
         """Seconds that a rank may stay as it is; infinite if it never reported an activity.
 

@@ -221,9 +221,9 @@ class Candidates:
     def _why_idle(self, host: str, working: int) -> str:
         """What people are to know of a host that can be used and does not help so many that work."""
         if host not in self._newcomers:
-            return f"host {host} can be used again; the batch does not give it work yet"
+            return f"host {host} can be used again; the program cannot use its devices yet"
         most = self._job.max_hosts
-        why = "the batch of every phase must be a multiple of the devices"
+        why = "n_devices, fsdp_devices, tensor_devices or virtual_shards leave its devices no work"
         if most is not None and working >= most:
             why = f"--max-hosts is {most}"
         return f"host {host} is a spare: it passed the checks, and {why}"

@@ -147,7 +147,7 @@ class HostSelector:
         job = self._job if members == self.members else self._sized(members)
         there = {*self._present, *back}
         present = tuple(host for host in members if host in there)
-        return assign(job, members, present, divides=self._changes or members != self.members)
+        return assign(job, members, present, elastic=self._changes or members != self.members)
 
     def grows_with(self, back: Sequence[str]) -> bool:
         """Whether the job would have more devices than it has since the last `select`, with these hosts."""
@@ -348,7 +348,7 @@ class HostSelector:
         return tuple(host for host in self.members if host in hosts)
 
     def _assignment_of(self, present: Sequence[str]) -> Assignment:
-        return assign(self._job, self.members, present, divides=self._changes)
+        return assign(self._job, self.members, present, elastic=self._changes)
 
     def _add_newcomers(self, search: "_Search") -> None:
         """While the job waits for hosts, one that is new will do."""

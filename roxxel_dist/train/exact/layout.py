@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from roxxel_dist.cluster.device_counts import check_shard_count
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, micro_batches
 from roxxel_dist.curriculum.segments import Shape
@@ -54,11 +55,7 @@ def check_virtual_shards(
             f"another order. Leave tensor_devices and meshes of your own with several axes out, or set virtual_shards "
             f"to 0"
         )
-    if mesh.size > count:
-        raise UserError(
-            f"virtual_shards is {count}, and there are {mesh.size} devices, of which each has one shard at least: set "
-            f"n_devices to {count} or fewer"
-        )
+    check_shard_count(count, mesh.size)
     for i, shape in enumerate(shapes):
         phase, rows = f"phase {i + 1}: batch_size is {shape.batch_size}", shape.batch_size
         if rows < count and count % rows == 0:
