@@ -52,7 +52,7 @@ def command_of(name: str) -> Callable[[list[str]], int]:
             passed=passed,
             job=lambda options, nprocs, backend: job_of(options, nprocs, program, backend),
             start=start,
-            check_command=lambda: device_needs(program),
+            check_command=lambda: device_counts(program),
             usage_errors=usage_errors,
         )
         return options.launch(request)
@@ -121,17 +121,17 @@ def _check_counts(options: Any) -> None:
             raise UserError(f"--{field.name.replace('_', '-')} {value}: must be at most {MOST:,}")
 
 
-def device_needs(command: Sequence[str]) -> DeviceNeeds:
-    """What a `train` command asks of the number of devices; nothing for another program.
+def device_counts(command: Sequence[str]) -> dict[str, DeviceNeeds]:
+    """What a `train` command asks of the number of devices, by the fields of `JobSpec`; nothing for another program.
 
     Asked once, at the launch: the file of the config may be another one an hour later. Raises ValueError for words, or
     a config that they name, that cannot be used.
     """
     if list(command[:1]) != ["train"]:
-        return DeviceNeeds()
+        return {}
     from roxxel_dist.cli.arguments import parse_train
 
-    return parse_train(list(command[1:]))[1].device_needs
+    return {"device_needs": parse_train(list(command[1:]))[1].device_needs}
 
 
 def check_training(command: Sequence[str]) -> None:
@@ -162,7 +162,7 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
 
     if options.json and not options.dry_run:
         raise UserError("--json prints what would run: give it with --dry-run")
-    needs = device_needs(command)
+    counts = device_counts(command)
     shared = {field.name for field in dataclasses.fields(JobSpec)} - {"env", "nprocs", "run_id"}
     run_id = options.run_id or new_run_id(index.knows)
     job = JobSpec(
@@ -171,7 +171,7 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
         run_id=run_id,
         log_dir=log_dir_for(tuple(command), run_id),
         env={**(read_env_file(options.env_from) if options.env_from else {}), **assignments(options.env, os.environ)},
-        device_needs=needs,
+        **counts,
         **{name: value for name, value in dataclasses.asdict(options).items() if name in shared},
     )
     placements(job, working_hosts(job, backend.hosts), "", backend.environment)  # the GPUs of a host must divide
