@@ -12,11 +12,12 @@ from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.sweep.report.text import STATES, counts
 from roxxel_dist.sweep.study.folder import flat, short
 from roxxel_dist.train.log.timeline import SPENT
-from roxxel_dist.utils.display import aligned
+from roxxel_dist.utils.display import aligned, counted
 from roxxel_dist.view.chart import chart
+from roxxel_dist.view.curve import Points
 from roxxel_dist.view.items import State
 from roxxel_dist.view.job import JobState
-from roxxel_dist.view.run import Points, RankState, RunState
+from roxxel_dist.view.run import RankState, RunState
 from roxxel_dist.view.study import StudyState
 
 CURVES = ("cyan", "yellow", "green", "magenta")
@@ -24,6 +25,8 @@ ALIVE = ("training", "searching", "running", "starting", "restarting", "stopping
 STILL_S = 5.0
 """Seconds without progress after which a rank shows the time since its last progress."""
 MOST_RANKS, MOST_CURVE, LEAST_CURVE = 16, 16, 5
+MOST_GAPS = 3
+"""Metrics whose values that are not finite are counted in a frame."""
 LONG_NAME = 24
 ZOOM = 4
 """A zoomed curve shows the last 1 / this of its range."""
@@ -124,7 +127,8 @@ def _run(run: RunState, look: Look, room: int) -> list[Text]:
     title.append(f"  step {run.step:,}" + (f" of {run.last_step:,}{share}" if run.last_step else ""), "")
     title.append("" if run.left_s is None else f"  {clock(run.left_s)} left")
     title.append(f"  job {run.job}" if run.job else "", "dim")
-    lines = [title, *_phases(run, look), _numbers(run.row, run.best_val_loss)]
+    title.append("" if run.read_share == 1.0 else f"  reading {run.read_share:.0%}", "yellow")
+    lines = [title, *_phases(run, look), _numbers(run.row, run.best_val_loss), *_gaps(run)]
     below = [*_blend(run), *_ranks(run.ranks), *_restarts(run.restarts), *_goodput(run), *_checkpoints(run)]
     tall = min(MOST_CURVE, max(LEAST_CURVE, room - len(lines) - len(below)))
     curves = [_zoomed(points, look) for points in (run.losses, run.validations)]
@@ -165,6 +169,15 @@ def _numbers(row: Mapping[str, float], best: float | None) -> Text:
         "lr": lambda value: f"lr {value:.3g}",
     }
     return Text("  ".join(form(row[name]) for name, form in forms.items() if name in row) or "no row yet")
+
+
+def _gaps(run: RunState) -> list[Text]:
+    lines = []
+    for name, gaps in run.gaps.items():
+        count, first = sum(count for _, count in gaps), gaps[0][0]
+        lines.append(f"{name}: {counted(count, 'value')} not finite" + f", first at step {first:,}")
+    more = [f"… and {len(lines) - MOST_GAPS} metrics more"] if len(lines) > MOST_GAPS else []
+    return [Text(line, "bold red") for line in [*lines[:MOST_GAPS], *more]]
 
 
 def _zoomed(points: Points, look: Look) -> Points:
@@ -269,7 +282,7 @@ def _study(state: StudyState, room: int) -> list[Text]:
     for trial in trials[: max(0, room - len(lines) - 1)]:
         step, value = trial.reports[-1] if trial.reports else ("", None)
         ruled = trial.stop is not None and trial.state in ("stopped", "paused")
-        what = STATES[trial.state] + (f": {trial.stop['rule']}" if trial.stop and ruled else "")
+        what = STATES[study.state_of(trial)] + (f": {trial.stop['rule']}" if trial.stop and ruled else "")
         what += f": {trial.reason}" if trial.state == "failed" else ""
         value = value if trial.value is None else trial.value
         rows.append([str(trial.number), what[:40], str(step), _number(value, short), _params(trial.params)])

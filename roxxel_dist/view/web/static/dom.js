@@ -81,6 +81,9 @@ const format = {
   },
 };
 
+/** The newest value of a metric in words; the page gets null for one that is not finite. */
+const newest = (row, name, form) => (row[name] === null ? "not finite" : form(row[name]));
+
 const LIVING = new Set(["training", "searching", "running", "starting", "restarting", "stopping"]);
 const BAD = new Set(["failed", "lost", "stopped rank", "damaged, renamed"]);
 
