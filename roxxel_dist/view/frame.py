@@ -9,7 +9,7 @@ from rich.text import Text
 from roxxel_dist.launcher.control.record import Restart
 from roxxel_dist.launcher.output.bar import clock, scaled
 from roxxel_dist.launcher.output.console import printable
-from roxxel_dist.sweep.report.text import STATES, counts
+from roxxel_dist.sweep.report.text import STATES, counts, parameter_columns, short_names, varied
 from roxxel_dist.sweep.study.folder import flat, short
 from roxxel_dist.train.log.timeline import SPENT
 from roxxel_dist.utils.display import aligned, counted
@@ -27,7 +27,7 @@ STILL_S = 5.0
 MOST_RANKS, MOST_CURVE, LEAST_CURVE = 16, 16, 5
 MOST_GAPS = 3
 """Metrics whose values that are not finite are counted in a frame."""
-LONG_NAME = 24
+LONG_NAME, MOST_METRIC = 24, 20
 ZOOM = 4
 """A zoomed curve shows the last 1 / this of its range."""
 LONG = 60
@@ -278,20 +278,24 @@ def _study(state: StudyState, room: int) -> list[Text]:
             Text(f"best {sweep.metric} {short(best.value)}: trial {best.number}, {_params(best.params)}", "green")
         )
     trials = sorted(history.trials.values(), key=lambda trial: (trial.state != "running", -trial.number))
-    rows = [["trial", "state", "step", sweep.metric, "parameters"]]
-    for trial in trials[: max(0, room - len(lines) - 1)]:
+    trials = trials[: max(0, room - len(lines) - 1)]
+    names, *values = parameter_columns(trials, varied(study) or list(sweep.space.names))
+    rows = [["trial", "state", "step", sweep.metric[-MOST_METRIC:], *names]]
+    for trial, params in zip(trials, values, strict=True):
         step, value = trial.reports[-1] if trial.reports else ("", None)
         ruled = trial.stop is not None and trial.state in ("stopped", "paused")
         what = STATES[study.state_of(trial)] + (f": {trial.stop['rule']}" if trial.stop and ruled else "")
         what += f": {trial.reason}" if trial.state == "failed" else ""
         value = value if trial.value is None else trial.value
-        rows.append([str(trial.number), what[:40], str(step), _number(value, short), _params(trial.params)])
+        rows.append([str(trial.number), what[:40], str(step), _number(value, short), *params])
     head, *table = aligned(rows, left=None)
     return [*lines, Text(head, "dim"), *map(Text, table)]
 
 
 def _params(params: Mapping[str, object]) -> str:
-    return ", ".join(f"{name} {short(value)}" for name, value in flat(params).items())
+    values = flat(params)
+    names = short_names(list(values))
+    return ", ".join(f"{names[name]} {short(value)}" for name, value in values.items())
 
 
 def _job(state: JobState, room: int) -> list[Text]:

@@ -151,12 +151,12 @@ def test_a_study(tmp_path):
     seen = top("--once", study)
     assert "12 trial(s)" in seen
     assert "trial 11" not in seen.splitlines()[0]
-    assert re.search(r"^11 +running", seen, re.MULTILINE)
+    assert re.search(r"^11 +interrupted", seen, re.MULTILINE)
     table = roxxel_dist.read_study(study)
     assert table.trials["trial"].tolist() == list(range(12))
     assert np.nanmin(table.trials["value"]) == table.trials["value"][table.best]
     (values,) = json.loads(top("--json", study))
-    assert (values["kind"], values["workers"], len(values["trials"])) == ("study", 1, 12)
+    assert (values["kind"], values["workers"], len(values["trials"])) == ("study", 0, 12)
     assert table.run(0).metrics["val_loss"].shape == (6,)
 
 
@@ -177,7 +177,7 @@ def test_a_paused_trial_and_what_paused_it(tmp_path, capsys):
     assert (item["trial/5"]["state"], item["trial/5"]["why"]) == ("paused", "asha at step 5")
     with Journal(study, print) as journal:
         journal.append({"event": "thaw", "trial": 5, "step": 5, "value": 3.5, "rule": "asha", "reason": ""})
-    assert re.search(r"^5 +running +5 ", top("--once", study), re.MULTILINE)
+    assert re.search(r"^5 +interrupted +5 ", top("--once", study), re.MULTILINE)
 
 
 def test_read_run(run):

@@ -1,5 +1,7 @@
 """A study as text and as JSON: what is best, what every trial gave, what failed and why."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from roxxel_dist.sweep.study.folder import LEFT_OUT, Study, flat, short
 from roxxel_dist.sweep.study.journal import Trial, TrialState
 from roxxel_dist.utils.display import aligned
 
+CELL = 16
+"""Characters of a name or a value in a narrow table."""
 MOST = 20
 """Trials that the table shows; the page has all."""
 STATES: dict[TrialState, str] = {
@@ -31,6 +35,35 @@ def varied(study: Study) -> list[str]:
     rows = [flat(trial.params) for trial in study.history.trials.values()]
     names = dict.fromkeys([*study.sweep.space.names, *(name for row in rows for name in row)])
     return [name for name in names if any(row.get(name, LEFT_OUT) != rows[0].get(name, LEFT_OUT) for row in rows)]
+
+
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Names of nested parameters without the parts before a point that are not needed to tell them apart."""
+    ends = {name: [".".join(name.split(".")[-count:]) for count in range(1, name.count(".") + 2)] for name in names}
+    often = Counter(end for every in ends.values() for end in every)
+    return {name: next((end for end in every if often[end] == 1), name) for name, every in ends.items()}
+
+
+def parameter_columns(trials: Sequence[Trial], names: Sequence[str]) -> list[list[str]]:
+    """Rows of a narrow table: short names of the parameters in which trials differ, and the values of each trial.
+
+    Those parameters are first in which most running trials differ: the columns at the right may be cut off.
+    """
+    rows = [flat(trial.params) for trial in trials]
+    living = [row for trial, row in zip(trials, rows, strict=True) if trial.state == "running"]
+
+    def distinct(name: str, given: Sequence[Mapping[str, Any]]) -> int:
+        return len({str(row.get(name, LEFT_OUT)) for row in given})
+
+    shown = [name for name in names if distinct(name, rows) > 1] or list(names)
+    shown.sort(key=lambda name: -distinct(name, living))
+    heads = short_names(shown)
+    cells = [[_cell(short(row.get(name, LEFT_OUT))) for name in shown] for row in rows]
+    return [[_cell(heads[name]) for name in shown], *cells]
+
+
+def _cell(text: str) -> str:
+    return text if len(text) <= CELL else f"…{text[1 - CELL :]}"
 
 
 def summary(study: Study) -> str:
@@ -85,12 +118,12 @@ def write_best_config(study: Study, file: str | Path) -> Trial:
     Raises:
         ValueError: no trial has a value yet, or its program was not ours.
     """
-    best, config = best_config(study, f"--best_config {file}")
     import yaml
 
+    best, config = best_config(study, f"--best_config {file}")
     values, defaults = config.to_dict(), type(config)().to_dict()
     paths = [parameter.path for parameter in study.sweep.space.parameters]
-    searched = dict.fromkeys(path[1] if path[0] in SECTIONS and len(path) > 1 else path[0] for path in paths)
+    searched = {rest[0] if rest and first in SECTIONS else first: None for first, *rest in paths}
     changed = [name for name, value in values.items() if value != defaults[name]]
     names = [name for name in {**searched, **dict.fromkeys(changed)} if name in values]
     head = (

@@ -64,10 +64,10 @@ class Study:
 
     def counts(self) -> dict[TrialState, int]:
         """How many trials there are of each state, those without a trial left out."""
-        counts = {state: self.history.count(state) for state in STATES}
-        found: dict[TrialState, int] = {state: count for state, count in counts.items() if count}
-        if not self.is_searched and "running" in found:
-            found["interrupted"] = found.pop("running")
+        found: dict[TrialState, int] = {}
+        for state in STATES:
+            if count := self.history.count(state):
+                found["interrupted" if state == "running" and not self.is_searched else state] = count
         return found
 
     def run_dir(self, trial: Trial) -> Path:

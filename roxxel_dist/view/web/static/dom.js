@@ -47,11 +47,11 @@ const format = {
     if (!isNumber(value)) return value === null || value === undefined || value === "" ? NONE : String(value);
     if (Number.isInteger(value)) return value.toLocaleString("en-US");
     const size = Math.abs(value);
-    if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(3).replace(/\.?0+e/, "e").replace("e+", "e");
+    if (size !== 0 && (size < 1e-4 || size >= 1e6)) return value.toExponential(3).replace(/\.?0+e/, "e").replace("e+", "e");
     return String(Number(value.toPrecision(4)));
   },
   /** Four significant digits, also where the last are zeros: for a column. */
-  digits: (value) => (isNumber(value) && Math.abs(value) >= 1e-3 && Math.abs(value) < 1e4 ? value.toPrecision(4) : format.number(value)),
+  digits: (value) => (isNumber(value) && Math.abs(value) >= 1e-4 && Math.abs(value) < 1e4 ? value.toPrecision(4) : format.number(value)),
   loss: (value) => (isNumber(value) ? value.toFixed(4) : NONE),
   integer: (value) => (isNumber(value) ? Math.round(value).toLocaleString("en-US") : NONE),
   share: (value) => (isNumber(value) ? `${(100 * value).toFixed(1)}%` : NONE),
