@@ -136,8 +136,9 @@ def _read_rows(path: Path) -> tuple[list[dict[str, float]], dict[str, list[dict[
         for row in reader.objects():
             row.pop(DIGEST, None)
             rows.append({name: value for name, value in row.items() if value is not None})
-            for name in row.keys() - rows[-1].keys():
-                gaps.setdefault(name, []).append(rows[-1])
+            for name in row:
+                if name not in rows[-1]:
+                    gaps.setdefault(name, []).append(rows[-1])
     return rows, gaps
 
 

@@ -38,7 +38,7 @@ class Tail:
         try:
             file = self.path.open("rb", buffering=0)
         except OSError:
-            self._begun, self.size = False, 0
+            self._begun, self.offset, self.size = False, 0, 0
             return []
         with file:
             self.size = os.fstat(file.fileno()).st_size

@@ -278,6 +278,16 @@ def test_a_copy_that_grows_is_not_read_again(tmp_path):
         assert tail.restarted == (size == 10)
 
 
+def test_a_log_that_is_deleted_leaves_what_was_read(tmp_path):
+    run = write(tmp_path / "run", rows_of(40))
+    reader = RunReader(run)
+    before = reader.read()
+    (run / "metrics.jsonl").unlink()
+    assert (reader.read().buckets, reader.read(deadline=0.0).read_share) == (before.buckets, 1.0)
+    write(run, rows_of(7))
+    assert reader.read().step == 35
+
+
 @pytest.mark.parametrize("size", [30, 40])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_another_file_is_read_from_its_beginning(tmp_path, size, in_place):
@@ -301,3 +311,16 @@ def test_lines_that_are_no_rows_are_passed_over(tmp_path, junk):
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run / "metrics.jsonl").write_bytes(b"".join([*lines[:20], junk, *lines[20:]]))
     assert RunReader(run).read().buckets == whole.buckets
+
+
+def test_a_metric_that_is_never_finite_has_its_place(tmp_path):
+    run = write(tmp_path / "run", [{"step": step, "never": None, "train_loss": 1.0} for step in range(1, 51)])
+    found = sections(RunReader(run).read())
+    assert (json.loads(found["curve/never"]), len(json.loads(found["gaps"])["never"])) == ([[], []], 50)
+
+
+def test_spikes_to_both_sides_of_zero_are_kept():
+    values = [math.sin(step) for step in range(16_000)]
+    values[7000], values[9000] = -50.0, 30.0
+    points = dict(points_of(curve_of([*enumerate(values)])))
+    assert (points[7000], points[9000]) == (-50.0, 30.0)

@@ -77,7 +77,7 @@ def _run(run: RunState, brief: bool) -> Iterator[tuple[str, Any]]:
             "read": run.read_share,
         },
     )
-    for metric, buckets in run.buckets.items():
+    for metric, buckets in {**dict.fromkeys(run.gaps, ()), **run.buckets}.items():
         if not brief or metric in LISTED:
             yield f"curve/{metric}", columns(reduced(buckets, LISTED_BUCKETS if brief else OPEN_BUCKETS))
     yield "gaps", {metric: gaps for metric, gaps in run.gaps.items() if not brief or metric in LISTED}

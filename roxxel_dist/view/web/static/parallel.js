@@ -45,7 +45,7 @@ function scaleOf(name, values, scale = {}, isMetric = false) {
   const to = log ? Math.log : (value) => value, from = log ? Math.exp : (value) => value;
   const inside = (value) => Math.min(high, Math.max(low, value));
   const place = (value) => (!isNumber(value) ? null : high === low ? 0.5 : (to(inside(value)) - to(low)) / (to(high) - to(low)));
-  const text = (at) => format.number(Number(from(to(low) + at * (to(high) - to(low))).toPrecision(3)));
+  const text = (at) => format.number(at === 0 ? low : at === 1 ? high : Number(from(to(low) + at * (to(high) - to(low))).toPrecision(3)));
   return { name, place, text, ticks: [0, 0.25, 0.5, 0.75, 1].map((at) => [at, text(at)]) };
 }
 
