@@ -302,6 +302,8 @@ class Chart {
       const count = one.gaps.reduce((sum, [, number]) => sum + number, 0);
       return `${one.label}: ${count.toLocaleString("en-US")} ${count === 1 ? "value" : "values"} not finite, first at step ${one.gaps[0][0].toLocaleString("en-US")}`;
     });
+    const edge = this.series.find((one) => one.edge)?.edge;
+    if (edge) gaps.push(`${edge} far away, drawn at the edge`);
     this.note.textContent = [...(this.series.length === 1 && !this.series[0].only && this.series[0].curve[1].length ? [this.form(this.series[0].curve[1].at(-1))] : []), ...gaps.slice(0, 3)].join(" · ");
     const count = this.series.length === 1 ? "1 curve" : `${this.series.length} curves`;
     this.plot.setAttribute("aria-label", `${this.title}, ${count} over ${this.axisTitle()}. ${[...ends.slice(0, 6), ...gaps.slice(0, 6)].join("; ")}. Arrow keys read values, plus and minus zoom, 0 shows all.`);

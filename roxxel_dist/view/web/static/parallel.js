@@ -1,7 +1,7 @@
 "use strict";
 // Parallel coordinates: a line a trial over an axis a parameter; a band on an axis chooses trials.
 
-const PARALLEL = { height: 300, top: 46, bottom: 34, side: 60, apart: 118, below: 20 };
+const PARALLEL = { height: 300, top: 46, bottom: 34, side: 70, apart: 118, below: 20 };
 const MOST_NAMES = 14;
 
 /** The ends of an axis on which most values can be told apart; one that is far away is drawn at its edge. */
@@ -40,12 +40,15 @@ function scaleOf(name, values, scale = {}, isMetric = false) {
   if (scale.choices) return choicesOf(name, scale.choices, there);
   if (!there.every(isNumber)) return choicesOf(name, [], [...there].sort((a, b) => isNumber(b) - isNumber(a) || (isNumber(a) ? a - b : String(a) < String(b) ? -1 : 1)));
   const [least, most] = isMetric ? limitsOf(there) : [Math.min(...there), Math.max(...there)];
-  const [low, high] = scale.ends ? [Math.min(least, scale.ends[0]), Math.max(most, scale.ends[1])] : [least, most];
-  const log = low > 0 && Boolean(scale.log);
+  const [first, high] = scale.ends ? [Math.min(least, scale.ends[0]), Math.max(most, scale.ends[1])] : [least, most];
+  const positive = there.filter((value) => value > 0);
+  const log = Boolean(scale.log) && positive.length > 0, low = log && first <= 0 ? Math.min(...positive) : first;
   const to = log ? Math.log : (value) => value, from = log ? Math.exp : (value) => value;
   const inside = (value) => Math.min(high, Math.max(low, value));
   const place = (value) => (!isNumber(value) ? null : high === low ? 0.5 : (to(inside(value)) - to(low)) / (to(high) - to(low)));
-  const text = (at) => format.number(at === 0 ? low : at === 1 ? high : Number(from(to(low) + at * (to(high) - to(low))).toPrecision(3)));
+  const number = (value) => format.number(Number.isInteger(value) ? value : Number(value.toPrecision(3)));
+  const [below, above] = [there.some((value) => value < low) ? "≤ " : "", there.some((value) => value > high) ? "≥ " : ""];
+  const text = (at) => (at === 0 ? below + number(low) : at === 1 ? above + number(high) : number(Number(from(to(low) + at * (to(high) - to(low))).toPrecision(3))));
   return { name, place, text, ticks: [0, 0.25, 0.5, 0.75, 1].map((at) => [at, text(at)]) };
 }
 

@@ -313,7 +313,8 @@ class StudyView {
     const numbers = ended.map(({ number }) => number);
     const [low, high] = ended.length ? limitsOf(ended.map(({ value }) => value)) : [0, 0];
     const inside = (value) => Math.min(high, Math.max(low, value));
-    this.best.update(ended.length ? [{ label: "best so far", curve: [numbers, lowest.map(inside)], number: 0, step: true }, { label: "trial", curve: [numbers, ended.map(({ value }) => inside(value))], number: 1, only: true }] : []);
+    const edge = ended.filter(({ value }) => value < low || value > high).length;
+    this.best.update(ended.length ? [{ label: "best so far", curve: [numbers, lowest.map(inside)], number: 0, step: true }, { label: "trial", curve: [numbers, ended.map(({ value }) => inside(value))], number: 1, only: true, edge }] : []);
     for (const name of this.names) {
       const scale = this.scales[name] ?? {};
       const keys = scale.choices?.map((value) => JSON.stringify(value));
@@ -325,7 +326,7 @@ class StudyView {
         this.sliceCharts.set(name, chart);
         this.slices.append(h("div", { class: "card" }, chart.element));
       }
-      this.sliceCharts.get(name).update([{ label: this.head.metric, curve: [dots.map(([x]) => x), dots.map(([, y]) => y)], number: 1, only: true }]);
+      this.sliceCharts.get(name).update([{ label: this.head.metric, curve: [dots.map(([x]) => x), dots.map(([, y]) => y)], number: 1, only: true, edge }]);
     }
   }
 
