@@ -123,7 +123,7 @@ def _run(run: RunState, look: Look, room: int) -> list[Text]:
         f"  {run.state}", "green" if run.state in ALIVE else "yellow"
     )
     title.append(f"  {run.title}" if run.title else "", "bold").append("".join(f" #{tag}" for tag in run.tags), "cyan")
-    share = f" ({run.step / run.last_step:.0%})" if run.last_step else ""
+    share = f" ({min(1.0, run.step / run.last_step):.1%})" if run.last_step else ""
     title.append(f"  step {run.step:,}" + (f" of {run.last_step:,}{share}" if run.last_step else ""), "")
     title.append("" if run.left_s is None else f"  {clock(run.left_s)} left")
     title.append(f"  job {run.job}" if run.job else "", "dim")

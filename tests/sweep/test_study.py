@@ -185,6 +185,7 @@ def test_a_study_knows_whether_its_trials_run(tmp_path, capsys):
     release = hold_folder(path, "searching in")
     try:
         assert words() == ({"running"}, 1)
+        assert "1 interrupted" in table(read_study(path, is_searched=False)), "the last words of its own driver"
     finally:
         release()
 

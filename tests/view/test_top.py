@@ -69,7 +69,7 @@ def text(state, width, height, **look):
 def test_a_frame_has_the_numbers_of_the_run(run, size):
     state, last = RunReader(run).read(), rows(run)[-1]
     seen = text(state, *size)
-    assert "step 10 of 10 (100%)" in seen
+    assert "step 10 of 10 (100.0%)" in seen
     assert f"loss {last['train_loss']:.4f}" in seen
     assert "phase 2 of 2" in seen
     assert "steps 7 to 10, 8 rows x 33 tokens" in seen
@@ -284,10 +284,10 @@ def test_a_list_has_the_runs_that_begin_while_it_is_open(place, words):
 @pytest.mark.parametrize(
     ("last_step", "phases", "rows", "saved", "seen"),
     [
-        (20, 22, 20, 20, "stopped  step 20 of 20 (100%)"),  # max_steps ends it before its phases do
-        (400, 400, 270, 279, "stopped  step 279 of 400 (70%)"),  # a step that was saved and not logged
-        (0, 22, 5, 0, "stopped  step 5 of 22 (23%)"),  # no checkpoint yet
-        (20, 30, 25, 20, "stopped  step 25 of 30 (83%)"),  # it was resumed with more steps
+        (20, 22, 20, 20, "stopped  step 20 of 20 (100.0%)"),  # max_steps ends it before its phases do
+        (400, 400, 270, 279, "stopped  step 279 of 400 (69.8%)"),  # a step that was saved and not logged
+        (0, 22, 5, 0, "stopped  step 5 of 22 (22.7%)"),  # no checkpoint yet
+        (20, 30, 25, 20, "stopped  step 25 of 30 (83.3%)"),  # it was resumed with more steps
     ],
 )
 def test_the_step_and_the_last_step_of_a_run_are_those_of_its_training(place, last_step, phases, rows, saved, seen):

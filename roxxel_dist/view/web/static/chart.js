@@ -133,7 +133,7 @@ class Chart {
     const [ink, grid] = [colour("--muted"), colour("--grid")];
     const axis = { stroke: ink, font: "12px system-ui, sans-serif", grid: { stroke: grid, width: 1 }, ticks: { show: false } };
     const many = this.series.length > 12;
-    const tick = (value) => (Math.abs(value) >= 1e4 ? format.scaled(value).replace(/\.0+(?=[kMGT])/, "") : format.number(value));
+    const tick = (value) => (Math.abs(value) >= 1e4 ? format.scaled(value, (number) => String(Number(number.toPrecision(3)))) : format.number(value));
     const line = (one, more) => ({
       label: one.label, stroke: seriesColour(one.number), width: one.only ? 0 : many ? 1 : 1.6, spanGaps: true,
       dash: one.number >= 10 ? [6, 4] : undefined, show: !this.hidden.has(one.label),

@@ -57,11 +57,11 @@ const format = {
   share: (value) => (isNumber(value) ? `${(100 * value).toFixed(1)}%` : NONE),
   gigabytes: (value) => (isNumber(value) ? `${value.toFixed(2)} GB` : NONE),
   /** 12.3k, 4.5M. */
-  scaled(value) {
+  scaled(value, digits = (number) => number.toFixed(1)) {
     if (!isNumber(value)) return NONE;
     for (const [size, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]])
-      if (Math.abs(value) >= size) return `${(value / size).toPrecision(3)}${unit}`;
-    return value.toPrecision(3);
+      if (Math.abs(value) >= size) return `${digits(value / size)}${unit}`;
+    return value.toFixed(0);
   },
   /** 42 s, 3 min 20 s, 2 h 5 min, 3 d 4 h. */
   duration(seconds) {
