@@ -135,11 +135,18 @@ def _read_rows(path: Path) -> tuple[list[dict[str, float]], dict[str, list[dict[
     with contextlib.closing(JsonlReader(path)) as reader:
         for row in reader.objects():
             row.pop(DIGEST, None)
-            rows.append({name: value for name, value in row.items() if value is not None})
+            rows.append({name: value for name, value in row.items() if _is_finite(value)})
             for name in row:
                 if name not in rows[-1]:
                     gaps.setdefault(name, []).append(rows[-1])
     return rows, gaps
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return value is not None and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def no_pictures() -> str:
