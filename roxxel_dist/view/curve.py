@@ -70,13 +70,8 @@ class Curve:
         """The buckets so far, in the order of steps."""
         return tuple(self._buckets)
 
-    @property
-    def end(self) -> float:
-        """The last step; -inf if there is none."""
-        return self._buckets[-1].end if self._buckets else -math.inf
-
     def add(self, steps: Sequence[int], values: Sequence[float]) -> None:
-        """Add finite values of steps that rise, and are behind `end`."""
+        """Add finite values of steps that rise, and are behind those so far."""
         self._make_room(steps)
         place = 0
         while place < len(steps):
