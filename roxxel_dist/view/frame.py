@@ -72,7 +72,8 @@ def many(states: Sequence[State], look: Look, room: int) -> list[Text]:
     """A line for each item, and below it the curves of up to four: the selected one and those after it."""
     rows = [["", "name", "state", "step", "of", "loss", "val_loss", "best", "tok/s"], *map(_row, states)]
     table = aligned(rows, left=None)
-    drawn = [(number, state) for number, state in enumerate(states) if isinstance(state, RunState) and state.losses]
+    runs = [(number, state) for number, state in enumerate(states) if isinstance(state, RunState)]
+    drawn = [(number, run) for number, run in runs if run.buckets.get("train_loss")]
     drawn = sorted(drawn, key=lambda pair: (pair[0] < look.chosen, pair[0]))[: len(CURVES)]
     tall = min(MOST_CURVE, room - 1 - min(len(states), max(3, room // 2))) if drawn else 0
     listed = room - 1 - max(0, tall)
