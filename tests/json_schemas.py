@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from roxxel_dist.audit.compare import Comparison
 from roxxel_dist.checkpoint.verify import Verdict
@@ -20,7 +20,7 @@ from roxxel_dist.launcher.control.record import JobRecord
 from roxxel_dist.launcher.preflight.run import PreflightReport
 from roxxel_dist.layouts.check import LayoutReport
 from roxxel_dist.run.estimate.estimate import RunEstimate
-from roxxel_dist.sweep.study.journal import Trial
+from roxxel_dist.sweep.study.journal import State, Trial
 from roxxel_dist.utils.component import field_docs
 from roxxel_dist.view.job import JobState
 from roxxel_dist.view.run import RunState
@@ -91,8 +91,9 @@ def _list_of(schema: Schema, description: str) -> Schema:
 
 
 def _study(**more: Schema) -> Schema:
-    trial = of_fields(Trial, only=("state", "params", "value", "seconds", "attempts", "reports", "reason", "more"))
-    trial["properties"] = {"trial": noted(int, "Its number, from 0.")} | trial["properties"]
+    trial = of_fields(Trial, only=("params", "value", "seconds", "attempts", "reports", "reason", "more"))
+    state = noted(Literal[*get_args(State), "interrupted"], "Interrupted: it has no end, and no driver searches.")
+    trial["properties"] = {"trial": noted(int, "Its number, from 0."), "state": state} | trial["properties"]
     trial["required"] = list(trial["properties"])
     return of_object(
         {
@@ -221,7 +222,12 @@ def _top() -> Schema:
     study = of_fields(StudyState, only=("state", "workers", "began", "left_s", "steps_left"))["properties"]
     run = of_fields(
         RunState,
+        only=[field.name for field in dataclasses.fields(RunState) if field.name != "buckets"],
         kind={"const": "run"},
+        curves=noted(
+            dict[str, list[tuple[int, float]]],
+            "(step, value) of each metric; of a long run those of each range of steps: first, last, least and largest.",
+        ),
         left_s=noted(float, "Seconds to the end, at the rate of the newest row."),
         goodput=noted(float, "Share of the time that was training."),
         phase=noted(int | None, "The current phase, from 1."),

@@ -100,7 +100,10 @@ def _study(args: ReportArgs, bucket: "StudyBucket | None" = None) -> str:
     from roxxel_dist.sweep.study.folder import REPORT, read_study
     from roxxel_dist.view.web.report import write_study
 
-    study = read_study(args.runs[0]) if bucket is None else read_study(bucket.path, bucket.url)
+    if bucket is None:
+        study = read_study(args.runs[0])
+    else:
+        study = read_study(bucket.path, bucket.url, is_searched=bucket.is_searched)
     if bucket is not None and args.best_config is not None and study.done:
         bucket.fetch_file(study.run_dir(study.done[0]).relative_to(study.path).joinpath(CONFIG).as_posix())
     if bucket is not None:

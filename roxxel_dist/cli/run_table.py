@@ -1,12 +1,13 @@
 """The text of the commands `report`, of runs, and `eval`."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.checkpoint.metadata import CheckpointRef
 from roxxel_dist.run.report import UNKNOWN, Run, differences
 from roxxel_dist.train.log.timeline import SPENT
-from roxxel_dist.utils.display import aligned, duration
+from roxxel_dist.utils.display import aligned, counted, duration
 
 if TYPE_CHECKING:
     from roxxel_dist.run.evaluate import Evaluation
@@ -16,9 +17,7 @@ LONGEST = 40
 NUMBERS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "steps": ("steps", lambda run: f"{run['steps']:,}"),
     "tokens": ("tokens", lambda run: f"{run['tokens']:,}"),
-    "train_loss": ("train_loss", lambda run: f"{run['train_loss']:.4f}"),
-    "val_loss": ("val_loss", lambda run: f"{run['val_loss']:.4f}"),
-    "val_bpb": ("val_bpb", lambda run: f"{run['val_bpb']:.4f}"),
+    **{name: (name, lambda run, name=name: _loss(run[name])) for name in ("train_loss", "val_loss", "val_bpb")},
     "best_val_loss": ("best val_loss", lambda run: f"{run['best_val_loss']:.4f} (step {run['best_step']:,})"),
     "tokens_per_s": ("tokens/s, median", lambda run: f"{run['tokens_per_s']:,.0f}"),
     "parameters": ("parameters", lambda run: f"{run['parameters']:,}"),
@@ -35,11 +34,20 @@ def report_table(runs: Sequence[Run]) -> str:
         lines.append([title, *(UNKNOWN if run[key] is None else form(run) for run in numbers)])
     for kind in SPENT:
         lines.append([f"  {kind}", *(_share(kind, run.spent) for run in runs)])
+    gaps = [
+        f"{run.name}: {name}: {counted(len(rows), 'value')} not finite, first at step {rows[0].get('step', 0):,}"
+        for run in runs
+        for name, rows in run.gaps.items()
+    ]
     if others := differences(runs):
         config = ["config:", *aligned([[name, *map(_short, values)] for name, values in others.items()], left=None)]
     else:
         config = ["config: no field differs"] if len(runs) > 1 else []
-    return "\n".join([*aligned(lines, left=None), *(["", *config] if config else [])])
+    return "\n".join([*aligned(lines, left=None), *(["", *gaps] if gaps else []), *(["", *config] if config else [])])
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "not finite"
 
 
 def _share(kind: str, spent: Mapping[str, float]) -> str:

@@ -54,20 +54,22 @@ def top(words: list[str]) -> int:
         if args.token_file is not None:
             raise UserError(f"--token-file {args.token_file} is for --metrics PORT: name the port, or leave it out")
         watched = Watched(args.names)
-        states = [read(item, brief=len(watched.items) > 1 and not args.json) for item in watched.items]
-    if args.json:
-        import json
+        if args.json:
+            import json
 
-        from roxxel_dist.view.values import values
+            from roxxel_dist.view.values import values
 
-        print(json.dumps([values(state) for state in states], indent=2))
-        return 0
-    from rich.console import Console
+            shown = json.dumps([values(read(item)) for item in watched.items], indent=2)
+            print(shown)
+            return 0
+        from rich.console import Console
 
-    from roxxel_dist.view import live
+        from roxxel_dist.view import live
 
-    console = Console(emoji=False, highlight=False, markup=False)
-    if args.once or console.is_dumb_terminal or not (console.is_terminal and sys.stdin.isatty()):
+        console = Console(emoji=False, highlight=False, markup=False)
+        is_once = args.once or console.is_dumb_terminal or not (console.is_terminal and sys.stdin.isatty())
+        states = [read(item, brief=len(watched.items) > 1) for item in watched.items] if is_once else []
+    if is_once:
         live.show(console, states)
     else:
         live.run(console, watched)

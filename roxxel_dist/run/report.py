@@ -16,7 +16,7 @@ from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.place.directory import CONFIG, METRICS, SUMMARY, is_run, no_run
 from roxxel_dist.place.run_place import local_run
 from roxxel_dist.settings.config import RECORD, load_yaml
-from roxxel_dist.train.log.csv_jsonl import read_rows
+from roxxel_dist.train.log.csv_jsonl import DIGEST, JsonlReader
 from roxxel_dist.train.log.timeline import SPENT, read_timeline, time_spent
 from roxxel_dist.utils.display import duration, figure
 
@@ -35,6 +35,8 @@ class Run:
     """The fields of its config, and the `data_path` that it reads; empty for a run of a bare `Trainer`."""
     rows: Sequence[Mapping[str, float]]
     """The logged rows, in order; numbers that were not finite are left out."""
+    gaps: Mapping[str, Sequence[Mapping[str, float]]]
+    """By metric, the rows whose value was not finite."""
     parameters: int | None
     spent: Mapping[str, float]
     """Seconds by kind, from `time_spent`; empty if the run has no timeline."""
@@ -42,6 +44,14 @@ class Run:
     def points(self, metric: str) -> list[tuple[float, float]]:
         """(tokens read, value) of every row that has the metric."""
         return [(row.get("tokens", math.nan), row[metric]) for row in self.rows if metric in row]
+
+    def newest(self, metric: str) -> float | None:
+        """Its newest value; NaN if that is not finite, None if there is none."""
+        last = next((row for row in reversed(self.rows) if metric in row), None)
+        gap = self.gaps.get(metric, [None])[-1]
+        if gap is not None and (last is None or gap.get("step", 0) > last.get("step", 0)):
+            return math.nan
+        return None if last is None else last[metric]
 
     @property
     def phase_ends(self) -> list[float]:
@@ -55,14 +65,11 @@ class Run:
         validations = [row for row in self.rows if "val_loss" in row]
         best = min(validations, key=lambda row: row["val_loss"], default={})
         speeds = [row["tokens_per_s"] for row in self.rows if "tokens_per_s" in row]
-        losses = [row["train_loss"] for row in self.rows if "train_loss" in row]
         total = sum(self.spent.values())
         return {
             "steps": last.get("step"),
             "tokens": last.get("tokens"),
-            "train_loss": losses[-1] if losses else None,
-            "val_loss": validations[-1]["val_loss"] if validations else None,
-            "val_bpb": validations[-1].get("val_bpb") if validations else None,
+            **{metric: self.newest(metric) for metric in ("train_loss", "val_loss", "val_bpb")},
             "best_val_loss": best.get("val_loss"),
             "best_step": best.get("step"),
             "tokens_per_s": statistics.median(speeds) if speeds else None,
@@ -110,14 +117,36 @@ def _read(folder: Path, name: str) -> Run:
     parameters = None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it may be incomplete during a write
         parameters = int(json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["parameters"])
+    rows, gaps = _read_rows(folder / METRICS)
     return Run(
         name=name,
         path=folder,
         fields=read_fields(folder),
-        rows=read_rows(folder / METRICS),
+        rows=rows,
+        gaps=gaps,
         parameters=parameters,
         spent=time_spent(read_timeline(folder)),
     )
+
+
+def _read_rows(path: Path) -> tuple[list[dict[str, float]], dict[str, list[dict[str, float]]]]:
+    """(the rows of a log without values that were not finite, by metric the rows in which it was not)."""
+    rows, gaps = list[dict[str, float]](), dict[str, list[dict[str, float]]]()
+    with contextlib.closing(JsonlReader(path)) as reader:
+        for row in reader.objects():
+            row.pop(DIGEST, None)
+            rows.append({name: value for name, value in row.items() if _is_finite(value)})
+            for name in row:
+                if name not in rows[-1]:
+                    gaps.setdefault(name, []).append(rows[-1])
+    return rows, gaps
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return value is not None and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def no_pictures() -> str:
@@ -147,6 +176,8 @@ def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
 def draw_losses(runs: Sequence[Run], picture: Path) -> None:
     """Loss over tokens: a colour for each run, points for validation, a dotted line at the start of a phase.
 
+    A cross at the lower edge is a loss that is not finite.
+
     Raises ImportError if matplotlib is not installed.
     """
     with figure(picture, inches=(9, 5)) as axes:
@@ -163,6 +194,17 @@ def draw_losses(runs: Sequence[Run], picture: Path) -> None:
                     ms=3.5,
                     label=f"{run.name}, validation",
                 )
+            for metric, marker in (("train_loss", "x"), ("val_loss", "X")):
+                if places := [row["tokens"] for row in run.gaps.get(metric, ()) if "tokens" in row]:
+                    axes.plot(
+                        places,
+                        [0.02] * len(places),
+                        transform=axes.get_xaxis_transform(),
+                        color="red",
+                        ls="",
+                        marker=marker,
+                        label=f"{run.name}, {metric} not finite: {len(places)}",
+                    )
             for tokens in run.phase_ends:
                 axes.axvline(tokens, color=colour, ls=":", lw=1)
         axes.set(xlabel="tokens", ylabel="loss (nats a token)")

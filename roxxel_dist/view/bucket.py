@@ -47,13 +47,13 @@ class BucketRunReader(RunReader):
             raise UserError(what if self._copy.is_study else no_run(folder, str(address)))
         self._over: threading.Event | None = None
 
-    def read(self, job: JobRecord | None = None, *, brief: bool = False) -> RunState:
+    def read(self, job: JobRecord | None = None, *, brief: bool = False, deadline: float | None = None) -> RunState:
         """See `RunReader`; after the first call a thread reads the bucket."""
         if self._over is None:
             self._over = threading.Event()
             weakref.finalize(self, self._over.set).atexit = False
             threading.Thread(target=_follow, args=(self._copy, self._over), name="top bucket", daemon=True).start()
-        return super().read(job, brief=brief)
+        return super().read(job, brief=brief, deadline=deadline)
 
     def is_trained(self) -> bool:
         """Whether a process renews its lease."""

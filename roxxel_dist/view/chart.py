@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from roxxel_dist.view.run import Points
+from roxxel_dist.view.curve import Points
 
 BRAILLE, DOTS = 0x2800, ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 LABEL = 8

@@ -9,14 +9,15 @@ from rich.text import Text
 from roxxel_dist.launcher.control.record import Restart
 from roxxel_dist.launcher.output.bar import clock, scaled
 from roxxel_dist.launcher.output.console import printable
-from roxxel_dist.sweep.report.text import STATES, counts
+from roxxel_dist.sweep.report.text import STATES, counts, parameter_columns, short_names, varied
 from roxxel_dist.sweep.study.folder import flat, short
 from roxxel_dist.train.log.timeline import SPENT
-from roxxel_dist.utils.display import aligned
+from roxxel_dist.utils.display import aligned, counted
 from roxxel_dist.view.chart import chart
+from roxxel_dist.view.curve import Points
 from roxxel_dist.view.items import State
 from roxxel_dist.view.job import JobState
-from roxxel_dist.view.run import Points, RankState, RunState
+from roxxel_dist.view.run import RankState, RunState
 from roxxel_dist.view.study import StudyState
 
 CURVES = ("cyan", "yellow", "green", "magenta")
@@ -24,7 +25,9 @@ ALIVE = ("training", "searching", "running", "starting", "restarting", "stopping
 STILL_S = 5.0
 """Seconds without progress after which a rank shows the time since its last progress."""
 MOST_RANKS, MOST_CURVE, LEAST_CURVE = 16, 16, 5
-LONG_NAME = 24
+MOST_GAPS = 3
+"""Metrics whose values that are not finite are counted in a frame."""
+LONG_NAME, MOST_METRIC = 24, 20
 ZOOM = 4
 """A zoomed curve shows the last 1 / this of its range."""
 LONG = 60
@@ -69,7 +72,8 @@ def many(states: Sequence[State], look: Look, room: int) -> list[Text]:
     """A line for each item, and below it the curves of up to four: the selected one and those after it."""
     rows = [["", "name", "state", "step", "of", "loss", "val_loss", "best", "tok/s"], *map(_row, states)]
     table = aligned(rows, left=None)
-    drawn = [(number, state) for number, state in enumerate(states) if isinstance(state, RunState) and state.losses]
+    runs = [(number, state) for number, state in enumerate(states) if isinstance(state, RunState)]
+    drawn = [(number, run) for number, run in runs if run.buckets.get("train_loss")]
     drawn = sorted(drawn, key=lambda pair: (pair[0] < look.chosen, pair[0]))[: len(CURVES)]
     tall = min(MOST_CURVE, room - 1 - min(len(states), max(3, room // 2))) if drawn else 0
     listed = room - 1 - max(0, tall)
@@ -120,11 +124,12 @@ def _run(run: RunState, look: Look, room: int) -> list[Text]:
         f"  {run.state}", "green" if run.state in ALIVE else "yellow"
     )
     title.append(f"  {run.title}" if run.title else "", "bold").append("".join(f" #{tag}" for tag in run.tags), "cyan")
-    share = f" ({run.step / run.last_step:.0%})" if run.last_step else ""
+    share = f" ({min(1.0, run.step / run.last_step):.1%})" if run.last_step else ""
     title.append(f"  step {run.step:,}" + (f" of {run.last_step:,}{share}" if run.last_step else ""), "")
     title.append("" if run.left_s is None else f"  {clock(run.left_s)} left")
     title.append(f"  job {run.job}" if run.job else "", "dim")
-    lines = [title, *_phases(run, look), _numbers(run.row, run.best_val_loss)]
+    title.append("" if run.read_share == 1.0 else f"  reading {run.read_share:.0%}", "yellow")
+    lines = [title, *_phases(run, look), _numbers(run.row, run.best_val_loss), *_gaps(run)]
     below = [*_blend(run), *_ranks(run.ranks), *_restarts(run.restarts), *_goodput(run), *_checkpoints(run)]
     tall = min(MOST_CURVE, max(LEAST_CURVE, room - len(lines) - len(below)))
     curves = [_zoomed(points, look) for points in (run.losses, run.validations)]
@@ -165,6 +170,15 @@ def _numbers(row: Mapping[str, float], best: float | None) -> Text:
         "lr": lambda value: f"lr {value:.3g}",
     }
     return Text("  ".join(form(row[name]) for name, form in forms.items() if name in row) or "no row yet")
+
+
+def _gaps(run: RunState) -> list[Text]:
+    lines = []
+    for name, gaps in run.gaps.items():
+        count, first = sum(count for _, count in gaps), gaps[0][0]
+        lines.append(f"{name}: {counted(count, 'value')} not finite" + f", first at step {first:,}")
+    more = [f"… and {len(lines) - MOST_GAPS} metrics more"] if len(lines) > MOST_GAPS else []
+    return [Text(line, "bold red") for line in [*lines[:MOST_GAPS], *more]]
 
 
 def _zoomed(points: Points, look: Look) -> Points:
@@ -265,20 +279,24 @@ def _study(state: StudyState, room: int) -> list[Text]:
             Text(f"best {sweep.metric} {short(best.value)}: trial {best.number}, {_params(best.params)}", "green")
         )
     trials = sorted(history.trials.values(), key=lambda trial: (trial.state != "running", -trial.number))
-    rows = [["trial", "state", "step", sweep.metric, "parameters"]]
-    for trial in trials[: max(0, room - len(lines) - 1)]:
+    trials = trials[: max(0, room - len(lines) - 1)]
+    names, *values = parameter_columns(trials, varied(study) or list(sweep.space.names))
+    rows = [["trial", "state", "step", sweep.metric[-MOST_METRIC:], *names]]
+    for trial, params in zip(trials, values, strict=True):
         step, value = trial.reports[-1] if trial.reports else ("", None)
         ruled = trial.stop is not None and trial.state in ("stopped", "paused")
-        what = STATES[trial.state] + (f": {trial.stop['rule']}" if trial.stop and ruled else "")
+        what = STATES[study.state_of(trial)] + (f": {trial.stop['rule']}" if trial.stop and ruled else "")
         what += f": {trial.reason}" if trial.state == "failed" else ""
         value = value if trial.value is None else trial.value
-        rows.append([str(trial.number), what[:40], str(step), _number(value, short), _params(trial.params)])
+        rows.append([str(trial.number), what[:40], str(step), _number(value, short), *params])
     head, *table = aligned(rows, left=None)
     return [*lines, Text(head, "dim"), *map(Text, table)]
 
 
 def _params(params: Mapping[str, object]) -> str:
-    return ", ".join(f"{name} {short(value)}" for name, value in flat(params).items())
+    values = flat(params)
+    names = short_names(list(values))
+    return ", ".join(f"{names[name]} {short(value)}" for name, value in values.items())
 
 
 def _job(state: JobState, room: int) -> list[Text]:

@@ -40,11 +40,16 @@ def known_jobs() -> list[JobRecord]:
     return []
 
 
-def read(item: Item, *, brief: bool = False) -> State:
-    """The current state of an item."""
+def read(item: Item, *, brief: bool = False, deadline: float | None = None) -> State:
+    """The current state of an item; see `RunReader.read`."""
     if isinstance(item.reader, RunReader):
-        return item.reader.read(index.of_directory(item.reader.path), brief=brief)
+        return item.reader.read(index.of_directory(item.reader.path), brief=brief, deadline=deadline)
     return item.reader.read()
+
+
+def is_behind(state: State) -> bool:
+    """Whether logs of it are not read to their ends yet."""
+    return isinstance(state, RunState) and state.read_share < 1.0
 
 
 def items_of(names: Sequence[str]) -> list[Item]:
@@ -91,7 +96,7 @@ class Watched:
             return found
         ended = bool(states) and not is_active(states[0])
         found = _newest() if ended else []
-        return found if len(found) == 1 and is_active(read(found[0], brief=True)) else [item]
+        return found if len(found) == 1 and is_active(read(found[0], brief=True, deadline=0.0)) else [item]
 
 
 def _key(item: Item) -> tuple[type, str]:
@@ -170,7 +175,7 @@ def _newest() -> list[Item]:
         return _of_job(living[-1])
     items = [item for folder in (RUNS, STUDIES) for item in _in_folder(folder)]
     for item in items:
-        if is_active(read(item, brief=True)):
+        if is_active(read(item, brief=True, deadline=0.0)):
             return [item]
     if not items:
         raise UserError(NOTHING)

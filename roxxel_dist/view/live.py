@@ -14,14 +14,15 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from roxxel_dist.view.frame import Look, frame
-from roxxel_dist.view.items import State, Watched, read
+from roxxel_dist.view.items import State, Watched, is_behind, read
+from roxxel_dist.view.run import SLICE_S
 
 REFRESH_S, LIST_S = 1.0, 2.0
 """Seconds between readings of one item, and of a list."""
 POLL_S = 0.25
 """Seconds between checks for a key and a resized terminal."""
 SHARE = 0.01
-"""The largest share of a core for reading, if reading is slow."""
+"""The largest share of a core for reading, if reading is slow; long logs are read first, `SLICE_S` a look."""
 NEXT, BEFORE = (b"n", b"j", b"\x1b[B"), (b"p", b"k", b"\x1b[A")
 
 
@@ -47,14 +48,17 @@ def run(console: Console, watched: Watched) -> None:
     with _keys_at_once(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             if (now := time.monotonic()) >= due:
-                before = time.process_time()
+                before = time.thread_time()
                 watched.look(states)
                 items = watched.items
                 if chosen not in items:
                     chosen = items[0]
                 shown = [chosen] if opened or len(items) == 1 else items
-                states = [read(item, brief=len(shown) > 1 and item != chosen) for item in shown]
-                pause = max(REFRESH_S if len(shown) == 1 else LIST_S, (time.process_time() - before) / SHARE)
+                states = [
+                    read(item, brief=len(shown) > 1 and item != chosen, deadline=before + SLICE_S) for item in shown
+                ]
+                pause, took = REFRESH_S if len(shown) == 1 else LIST_S, time.thread_time() - before
+                pause = REFRESH_S if any(map(is_behind, states)) else max(pause, took / SHARE)
                 due, drawn = now + min(pause, 60.0), (0, 0)
             if drawn != console.size:
                 look = replace(look_of(console), zoom=zoom, chosen=shown.index(chosen))

@@ -76,10 +76,7 @@ def _samples(state: State) -> Iterator[Sample]:
     else:
         labels = {"study": state.study.place}
         yield from _known(labels, roxxel_active=float(is_active(state)))
-        counts: dict[str, int] = {}
-        for trial in state.study.history.trials.values():
-            counts[trial.state] = counts.get(trial.state, 0) + 1
-        for name, count in counts.items():
+        for name, count in state.study.counts().items():
             yield Sample(family="roxxel_study_trials", labels={**labels, "state": name}, value=count)
         yield from _known(labels, roxxel_study_best=next((trial.value for trial in state.study.done), None))
 

@@ -109,7 +109,7 @@ def read_run(path: str | Path) -> RunData:
     folder = local_run(path)
     if not is_run(folder):
         raise UserError(no_run(folder, absolute(Path(path))))
-    state = RunReader(folder).read()
+    state = RunReader(folder).read(deadline=0.0)  # its rows are read below
     config = load_yaml(folder / CONFIG) if (folder / CONFIG).exists() else {}
     return RunData(
         path=folder,
@@ -123,9 +123,11 @@ def read_run(path: str | Path) -> RunData:
 def read_study(path: str | Path) -> StudyData:
     """Read the folder of a sweep, also while it runs. Raises ValueError if it is not a sweep."""
     study = studies.read_study(path)
-    names = ("state", "value", "seconds", "attempts", "reason")
+    names = ("value", "seconds", "attempts", "reason")
     rows = [
-        {"trial": trial.number, **{name: getattr(trial, name) for name in names}, **flat(trial.params)}
+        {"trial": trial.number, "state": study.state_of(trial)}
+        | {name: getattr(trial, name) for name in names}
+        | flat(trial.params)
         for trial in study.history.trials.values()
     ]
     best = study.history.best

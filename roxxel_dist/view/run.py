@@ -1,9 +1,10 @@
-"""A run on disk, read repeatedly at a cost that does not grow with its length."""
+"""A run on disk, read as it grows: each byte of its logs once, and in portions if there are many."""
 
 import json
+import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,22 +16,20 @@ from roxxel_dist.cluster.process_stat import STATE, stat
 from roxxel_dist.launcher.control.record import JobRecord, Restart
 from roxxel_dist.place.directory import CONFIG, METRICS, is_held
 from roxxel_dist.settings.config import load_yaml
-from roxxel_dist.train.log.timeline import FINISHED, NAME, time_spent
-from roxxel_dist.view.tail import SAMPLES, Tail, sample
+from roxxel_dist.train.log.timeline import FINISHED, NAME, TimeSpent
+from roxxel_dist.view.curve import Bucket, Curves, Points, number_of, points_of, step_of
+from roxxel_dist.view.tail import Tail, objects
 
-END_BYTES = 256 << 10
-"""Bytes at the end of the metrics and of the timeline that are read completely."""
-VALIDATION_SAMPLES, VALIDATION_BYTES = 100, 256 << 10
-"""Rows with a validation are rare: places of a long file that are searched for one, and bytes read at each."""
-BRIEF = 8
-"""A line in a list reads this many times fewer bytes of the metrics."""
-MAX_POINTS = 2000
+PORTION_BYTES, LEAST_BYTES = 512 << 10, 16 << 10
+"""Bytes of a log between two looks at the time, and those that are read if there is no time left."""
+END_BYTES = 32 << 10
+"""Bytes at the end of the metrics that are read first, for the newest numbers of a long run."""
+SLICE_S = 0.25
+"""CPU seconds that a look of a viewer may take for logs that are not read yet."""
 NO_CURVE = ("step", "digest")
 """Keys of a row that are not metrics."""
 STATES = {"": "runs", "step": "in a step"}
 """Displayed names of a rank's activities, if they differ."""
-
-Points = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +90,14 @@ class RunState:
     step: int = 0
     last_step: int | None = None
     row: Mapping[str, float]
-    """The newest value of each metric."""
+    """The newest value of each metric; NaN if it is not finite."""
     best_val_loss: float | None = None
-    curves: Mapping[str, Points]
-    """(step, value) of each metric, thinned."""
+    buckets: Mapping[str, tuple[Bucket, ...]]
+    """The curve of each metric."""
+    gaps: Mapping[str, list[tuple[int, int]]]
+    """(first step, number) of neighbouring values that are not finite, by metric."""
+    read_share: float = 1.0
+    """The share of its logs that is read: curves and times are those of that part."""
     phases: tuple[PhaseSpan, ...] = ()
     realised: Mapping[str, float]
     """Share of each data set in the rows that the current phase has read; empty if the plan is not on disk yet."""
@@ -105,23 +108,30 @@ class RunState:
     """Its newest job on this host."""
     attempts: int = 0
     """Processes that have trained in it."""
+    resumes: tuple[int, ...] = ()
+    """The first step after each start but the first, and after each time that the run went back, in order of time."""
     restarts: tuple[Restart, ...] = ()
     """The restarts of its newest job."""
     spent: Mapping[str, float]
-    """Seconds by kind, from `time_spent`, of the last `spent_s` seconds of the timeline."""
+    """Seconds by kind, from its timeline."""
     checkpoints: tuple[CheckpointState, ...] = ()
     updated: float = 0.0
     """The time of the last row."""
 
     @property
+    def curves(self) -> dict[str, Points]:
+        """(step, value) of each metric: of many rows the first, the last, the least and the largest of each bucket."""
+        return {name: points_of(buckets) for name, buckets in self.buckets.items()}
+
+    @property
     def losses(self) -> Points:
-        """(step, train_loss)."""
-        return self.curves.get("train_loss", [])
+        """The curve of train_loss."""
+        return points_of(self.buckets.get("train_loss", ()))
 
     @property
     def validations(self) -> Points:
-        """(step, val_loss)."""
-        return self.curves.get("val_loss", [])
+        """The curve of val_loss."""
+        return points_of(self.buckets.get("val_loss", ()))
 
     @property
     def phase(self) -> int:
@@ -132,7 +142,7 @@ class RunState:
     def left_s(self) -> float | None:
         """Seconds to the end of a training run, at the rate of the newest row."""
         rate = self.row.get("tokens_per_s")
-        if self.state != "training" or not rate or not self.phases:
+        if self.state != "training" or not rate or math.isnan(rate) or not self.phases:
             return None
         left, end = 0, self.last_step or self.phases[-1].last
         for phase in self.phases:
@@ -148,37 +158,56 @@ class RunState:
 
 
 class MetricsTail:
-    """The curves of a `metrics.jsonl`: thinned if it is long, complete at its end, and extended by new rows."""
+    """The curves of a `metrics.jsonl`, extended by new rows.
 
-    def __init__(self, path: Path, less: int = 1) -> None:
-        self._tail, self._less = Tail(path, END_BYTES // less), less
-        self._clear()
+    Attributes:
+        curves: those of the rows that are read.
+        row: the newest value of each metric, also of a file that is not read to its end yet.
+    """
 
-    def _clear(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self.tail: Tail = Tail(path)
+        self.curves: Curves = Curves(NO_CURVE)
         self.row: dict[str, float] = {}
-        self.curves: dict[str, Points] = {}
 
-    def read(self) -> None:
-        """Add the new rows."""
-        rows = self._tail.objects()
-        if self._tail.restarted:
-            self._clear()
-            if start := self._tail.start:
-                with suppress(OSError):
-                    path = self._tail.path
-                    self._add(sample(path, start, "train_loss", SAMPLES // self._less))
-                    count, size = VALIDATION_SAMPLES // self._less, VALIDATION_BYTES // self._less
-                    validations = sample(path, start, "val_loss", count, size)
-                    self.curves |= {name: _points(validations, name) for name in self.curves if name.startswith("val")}
-                    self.curves["val_loss"] = _points(validations, "val_loss")
-        self._add(rows)
+    def read(self, deadline: float | None = None) -> None:
+        """Add the new rows; until a time of `time.thread_time`, else all."""
+        for rows in portions(self.tail, deadline):
+            if self.tail.restarted:
+                self.curves = Curves(NO_CURVE)
+            self.curves.add(rows)
+        self.row = dict(self.curves.row)
+        if self.tail.behind:
+            for row in self.tail.end(END_BYTES):
+                if step_of(row) is not None:
+                    pairs = ((name, number_of(value)) for name, value in row.items())
+                    self.row |= {name: value for name, value in pairs if value is not None}
 
-    def _add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        for row in rows:
-            self.row |= {name: value for name, value in row.items() if isinstance(value, int | float)}
-        for name in dict.fromkeys(name for row in rows for name in row if name not in NO_CURVE):
-            if points := _points(rows, name):
-                self.curves[name] = _thinned(self.curves.get(name, []) + points)
+
+class TimelineTail:
+    """The sums of a `timeline.jsonl`, extended by new rows."""
+
+    def __init__(self, path: Path) -> None:
+        self.tail: Tail = Tail(path)
+        self.times: TimeSpent = TimeSpent()
+
+    def read(self, deadline: float | None = None) -> None:
+        """Add the new rows; until a time of `time.thread_time`, else all."""
+        for rows in portions(self.tail, deadline):
+            if self.tail.restarted:
+                self.times = TimeSpent()
+            for row in rows:
+                with suppress(KeyError, TypeError, ValueError):
+                    self.times.add(row)
+
+
+def portions(tail: Tail, deadline: float | None) -> Iterator[list[dict[str, Any]]]:
+    """The objects of the new lines of a file in portions; after a time of `time.thread_time` one small portion more."""
+    while True:
+        is_late = deadline is not None and time.thread_time() >= deadline
+        yield objects(tail.lines(LEAST_BYTES if is_late else PORTION_BYTES))
+        if not tail.behind or is_late:
+            return
 
 
 class RunReader:
@@ -187,15 +216,18 @@ class RunReader:
     def __init__(self, path: Path, name: str = "") -> None:
         self.path: Path = path
         self.name: str = name or str(path)
-        self._brief, self._full = MetricsTail(path / METRICS, BRIEF), MetricsTail(path / METRICS)
-        self._timeline, self._rows = Tail(path / NAME, END_BYTES), list[dict[str, Any]]()
-        self._spent: dict[str, float] = {}
+        self._metrics, self._timeline = MetricsTail(path / METRICS), TimelineTail(path / NAME)
         self._rates = RankRates()
 
-    def read(self, job: JobRecord | None = None, *, brief: bool = False) -> RunState:
-        """The current state of the run; `job` is its newest job."""
-        metrics = self._brief if brief else self._full
-        metrics.read()
+    def read(self, job: JobRecord | None = None, *, brief: bool = False, deadline: float | None = None) -> RunState:
+        """The current state of the run; `job` is its newest job.
+
+        `deadline`: the time of `time.thread_time` at which it stops to read logs; the next call continues. Default: it
+        reads all.
+        """
+        metrics = self._metrics
+        metrics.read(deadline)
+        tails = [metrics.tail]
         row, cursor = metrics.row, read_cursor(self.path)
         state = "training" if self.is_trained() else "finished" if cursor.get("finished") else "stopped"
         if job is not None and job.state in ("starting", "restarting", "stopping"):
@@ -206,7 +238,13 @@ class RunReader:
         step = max(int(row.get("step", 0)), 0 if job is None or job.is_over else job.step - 1)
         if state == "stopped":  # it has saved a step after its last row, because not every step has a row
             step = max(step, *(checkpoint.step for checkpoint in checkpoints if not checkpoint.set_aside), 0)
-        losses = [loss for _, loss in metrics.curves.get("val_loss", [])]
+        buckets = {name: curve.buckets for name, curve in metrics.curves.curves.items()}
+        gaps = {
+            name: [(bucket.begin, bucket.rows) for bucket in gap.buckets]
+            for name, gap in metrics.curves.gaps.items()
+            if gap.buckets
+        }
+        losses = [bucket.low for bucket in buckets.get("val_loss", ())]
         last = cursor.get("last_step")  # max_steps may end a run before its phases do
         if phases and not (last and step <= last):  # no checkpoint yet, or none since a resume with more steps
             last = phases[-1].last
@@ -219,9 +257,10 @@ class RunReader:
             state=state,
             step=step,
             last_step=last,
-            row=dict(row),
+            row=row,
             best_val_loss=min([*losses, *([] if best is None else [best])], default=None),
-            curves=dict(metrics.curves),
+            buckets=buckets,
+            gaps=gaps,
             phases=phases,
             realised={},
             ranks=() if job is None else self._rates.read(job),
@@ -231,23 +270,28 @@ class RunReader:
             checkpoints=checkpoints,
             updated=changed(self.path / METRICS),
         )
+        if not brief:
+            self._timeline.read(deadline)
+            tails.append(self._timeline.tail)
+        size = sum(tail.size for tail in tails)
+        now = replace(now, read_share=1.0 - sum(tail.behind for tail in tails) / size if size else 1.0)
         if brief:
             return now
-        rows = self._timeline.objects()
-        if rows or self._timeline.restarted:
-            self._rows = [*([] if self._timeline.restarted else self._rows), *rows][-3000:]
-            with suppress(KeyError, TypeError):
-                self._spent = time_spent(self._rows)
-        attempts = 1 + int(self._rows[-1].get("attempt", 0)) if self._rows else 0
-        steps = next((row for row in reversed(self._rows) if row.get("activity") == "step"), {})
-        if state == "stopped" and self._rows and self._rows[-1].get("activity") == FINISHED:
+        times = self._timeline.times
+        if state == "stopped" and times.last.get("activity") == FINISHED:
             now = replace(now, state="finished")
         realised = {}
         if plan and phases and step:
             with suppress(ValueError, KeyError, TypeError, IndexError):
                 realised = _realised(json.dumps(plan), phases[now.phase].first - 1, min(step, phases[-1].last))
-        layout = str(steps.get("layout", ""))
-        return replace(now, spent=self._spent, attempts=attempts, realised=realised, layout=layout)
+        return replace(
+            now,
+            spent=dict(times.spent),
+            attempts=times.attempts,
+            resumes=tuple(times.resumes),
+            realised=realised,
+            layout=str(times.last_step.get("layout", "")),
+        )
 
     def is_trained(self) -> bool:
         """Whether a process trains in it now."""
@@ -285,15 +329,6 @@ class RankRates:
             if seconds > 30:
                 self._first[rank.rank, rank.pid] = rank.step, rank.moved
         return tuple(ranks)
-
-
-def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> Points:
-    points = [(row.get("step"), row.get(metric)) for row in rows]
-    return [(int(s), float(v)) for s, v in points if isinstance(s, int | float) and isinstance(v, int | float)]
-
-
-def _thinned(points: Points) -> Points:
-    return points if len(points) <= MAX_POINTS else _thinned([*points[:-1:2], points[-1]])
 
 
 def changed(path: Path) -> float:

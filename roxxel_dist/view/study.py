@@ -2,14 +2,16 @@
 
 import time
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from roxxel_dist.cluster.file_lock import is_held
 from roxxel_dist.cluster.folder_lock import LOCK
-from roxxel_dist.place.directory import JOURNAL
-from roxxel_dist.sweep.study.folder import Study, StudyDir
+from roxxel_dist.place.directory import DEFINITION, JOURNAL
+from roxxel_dist.sweep.space.sweep_file import Sweep
+from roxxel_dist.sweep.study.folder import EXTRAS, Study, StudyDir
 from roxxel_dist.sweep.study.journal import History, Trial
-from roxxel_dist.view.tail import Tail
+from roxxel_dist.view.tail import Tail, objects
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,23 +37,41 @@ class StudyReader:
     def __init__(self, path: Path) -> None:
         self.path: Path = path
         self._journal = Tail(path / JOURNAL)
-        self._study = Study(path=path, sweep=StudyDir(path).sweep(), history=History())
+        self._study = Study(
+            path=path, sweep=_sweep(path, *map(_stamp, (path / DEFINITION, path / EXTRAS))), history=History()
+        )
 
     def read(self) -> StudyState:
         """The current state of the study."""
-        events = self._journal.objects()
+        events = objects(self._journal.lines())
         if self._journal.restarted:
             self._study = replace(self._study, history=History())
         history = self._study.history
         for event in events:
             history.apply(event)
+        self._study = replace(self._study, is_searched=is_held(self.path / LOCK, unknown=False))
         return state_of(self._study)
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """What changes when a file is written; empty if there is none."""
+    try:
+        status = file.stat()
+    except OSError:
+        return ()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@lru_cache(maxsize=256)
+def _sweep(path: Path, *_stamps: tuple[int, ...]) -> Sweep:
+    """The definition of a study: a list of studies is searched again every few seconds."""
+    return StudyDir(path).sweep()
 
 
 def state_of(study: Study) -> StudyState:
     """The state of a study from its journal."""
-    trials, running = list(study.history.trials.values()), list(study.history.running.values())
-    held = is_held(study.path / LOCK, unknown=False)
+    trials, held = list(study.history.trials.values()), study.is_searched
+    running = list(study.history.running.values()) if held else []
     longest = max((_steps(trial) for trial in trials if trial.state == "done"), default=None)
     return StudyState(
         study=study,
@@ -59,7 +79,7 @@ def state_of(study: Study) -> StudyState:
         workers=len(running),
         began=min((trial.began for trial in trials if trial.began), default=None),
         left_s=_left(study, running) if held else None,
-        steps_left=None if longest is None else sum(max(0, longest - _steps(trial)) for trial in running),
+        steps_left=None if longest is None or not held else sum(max(0, longest - _steps(trial)) for trial in running),
     )
 
 

@@ -13,8 +13,11 @@ from roxxel_dist.view.run import RunState
 def values(state: State) -> dict[str, Any]:
     """The numbers of a frame; values that are not finite become None."""
     if isinstance(state, RunState):
-        more = {"left_s": state.left_s, "goodput": state.goodput, "phase": state.phase + 1 if state.phases else None}
-        return {"kind": "run", **plain(dataclasses.asdict(state) | more)}
+        more: dict[str, Any] = {name: getattr(state, name) for name in ("left_s", "goodput", "curves")}
+        more |= {"phase": state.phase + 1 if state.phases else None}
+        values = dataclasses.asdict(dataclasses.replace(state, buckets={})) | more
+        del values["buckets"]  # the curves say what they are
+        return {"kind": "run", **plain(values)}
     if isinstance(state, JobState):
         return {"kind": "job", **plain(dataclasses.asdict(state))}
     more = {name: getattr(state, name) for name in ("state", "workers", "began", "left_s", "steps_left")}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roxxel_dist.launcher.control.report import failure_report, last_words, late_report
+from roxxel_dist.launcher.control.report import failure_report, first_words, last_words, late_report
 from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit, exit_code, first_failure, how
 
 LOST = HostLost(host="h", code=137, text="the agent is gone")
@@ -72,6 +72,9 @@ def test_the_report_names_everything() -> None:
     for fact in ("rank 3", "node", "77", "SIGSEGV", "step 12", "l/r.log"):
         assert fact in first
     assert rest == ["Traceback (most recent call last):", "  x", "E: y"]
+    cause = first_words([first, *rest])
+    assert first == f"roxxel-dist: {cause}, last lines:", "the cause of a restart stands alone, without these lines"
+    assert first_words([]) == ""
     quiet = failure_report(RankExit(rank=0, host="h", pid=1, code=9, killed_by_us=False, step=0), [], Path("l"))
     assert quiet == ["roxxel-dist: rank 0 failed first: exit code 9 (host h, pid 1); it printed nothing"]
 

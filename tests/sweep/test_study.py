@@ -3,23 +3,28 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 from browser import data_of
 from made_study import EVERY_KIND, SWEEP, every_kind, loss, made_study
 
+import roxxel_dist
 from roxxel_dist.cli import main
+from roxxel_dist.cluster.folder_lock import hold_folder
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.driver.live_view import LiveView
 from roxxel_dist.sweep.report.importance import importances
 from roxxel_dist.sweep.report.plots import draw, limits, median_curve
-from roxxel_dist.sweep.report.text import as_json, table, varied, write_best_config
+from roxxel_dist.sweep.report.text import as_json, parameter_columns, short_names, table, varied, write_best_config
 from roxxel_dist.sweep.samplers import gp, make
 from roxxel_dist.sweep.space.sweep_file import sweep_of
-from roxxel_dist.sweep.study.folder import Study, flat, read_study, short
+from roxxel_dist.sweep.study.folder import Study, StudyDir, flat, read_study, short
 from roxxel_dist.sweep.study.journal import History, Trial
-from roxxel_dist.view.study import state_of
+from roxxel_dist.view.frame import Look, frame
+from roxxel_dist.view.metrics import exposition
+from roxxel_dist.view.study import StudyReader, state_of
 from roxxel_dist.view.web.report import write_study
 
 NAMES = ["dim", "use_moe", "optimizer", "lr"]
@@ -35,7 +40,7 @@ def test_the_table_has_the_best_first_and_every_failure(study):
     values = [float(found) for found in re.findall(r"^\d+ +(\d\.\d+)", text, re.MULTILINE)]
     assert values == sorted(values)
     assert len(values) == 20  # of 21: 24 without two that failed and one that runs
-    assert "24 trial(s): 18 done, 3 stopped early, 2 failed, 1 running; random, minimize val_loss" in text
+    assert "24 trial(s): 18 done, 3 stopped early, 2 failed, 1 interrupted; random, minimize val_loss" in text
     assert text.count("failed: <no> number") == 2
     assert f"best val_loss: {values[0]:.6g}, trial {study.done[0].number}: dim " in text
 
@@ -141,8 +146,8 @@ def test_a_study_in_which_nothing_ended_yet(tmp_path):
     study = read_study(made_study(tmp_path, 1))
     page, _ = write_study(study, tmp_path / "report", print)
     (item,) = data_of(page.read_text())["items"].values()
-    assert item["head"]["counts"]["running"] == 1
-    assert "1 running" in table(study)
+    assert item["head"]["counts"] == {"interrupted": 1}
+    assert "1 interrupted" in table(study)
     with pytest.raises(ValueError, match=r"no trial of .* has given a val_loss yet"):
         write_best_config(study, tmp_path / "best.yaml")
 
@@ -152,6 +157,50 @@ def test_the_best_config_is_one_that_train_reads(study, tmp_path):
     config = Config.from_yaml(tmp_path / "best.yaml")
     assert {name: getattr(config, name) for name in NAMES} == {name: best.params[name] for name in NAMES}
     assert "record" not in (tmp_path / "best.yaml").read_text()
+    used = Config.from_yaml(study.run_dir(best) / "config.yaml")
+    assert config.to_dict() == used.to_dict(), "it trains the same"
+    lines = (tmp_path / "best.yaml").read_text().splitlines()
+    assert lines[0].startswith(f"# trial {best.number} of ")
+    assert [line.partition(":")[0] for line in lines[1:]] == [*NAMES, "tokenizer_type"], "nothing else is set"
+
+
+def test_a_study_knows_whether_its_trials_run(tmp_path, capsys):
+    """Of a driver that was killed, trials are interrupted: in the table, the page, `top`, JSON, Python and metrics."""
+    path = made_study(tmp_path, 6)
+
+    def words():
+        assert main(["report", str(path)]) == 0
+        assert main(["top", "--once", str(path)]) == 0
+        text = capsys.readouterr().out
+        assert main(["top", "--json", str(path)]) == 0
+        (values,), state = json.loads(capsys.readouterr().out), StudyReader(path).read()
+        (item,) = data_of((path / "report" / "report.html").read_text())["items"].values()
+        metrics = exposition([state])
+        found = {values["trials"][5]["state"], item["trial/5"]["state"], *item["head"]["counts"]} - {"done"}
+        found |= {roxxel_dist.read_study(path).trials["state"][5]}
+        found |= {word for word in ("running", "interrupted") if word in text or f'state="{word}"' in metrics}
+        return found, state.workers
+
+    assert words() == ({"interrupted"}, 0)
+    release = hold_folder(path, "searching in")
+    try:
+        assert words() == ({"running"}, 1)
+        assert "1 interrupted" in table(read_study(path, is_searched=False)), "the last words of its own driver"
+    finally:
+        release()
+
+
+def test_a_definition_is_read_again_only_where_it_has_changed(tmp_path, monkeypatch):
+    """`top` and the page look for studies every few seconds."""
+    path, reads = made_study(tmp_path, 3), []
+    sweep = StudyDir.sweep
+    monkeypatch.setattr(StudyDir, "sweep", lambda self: reads.append(self.path) or sweep(self))
+    for _ in range(3):
+        assert StudyReader(path).read().study.sweep.metric == "val_loss"
+    assert reads == [path]
+    changed = yaml.safe_load((path / "study.yaml").read_text()) | {"run_cap": 20}
+    (path / "study.yaml").write_text(yaml.safe_dump(changed))
+    assert StudyReader(path).read().study.sweep.run_cap == 20
 
 
 def test_the_best_config_does_not_follow_a_run_where_the_user_did_not(study, tmp_path):
@@ -259,7 +308,7 @@ def test_nested_parameters_have_points_between():
 
 
 def test_lines_where_there_is_no_terminal(study, capsys):
-    end = max(one.began for one in study.history.trials.values())
+    end = max(one.began or 0.0 for one in study.history.trials.values())
     last = study.history.trials[23]
     with LiveView(30, 2, NAMES, now=lambda: end + 10) as screen:
         screen.show(study.history)  # what was before this start is no news
@@ -272,6 +321,43 @@ def test_lines_where_there_is_no_terminal(study, capsys):
     counted = screen.counts(study.history)
     assert counted.startswith("23 of 30 trials: 1 running, 18 done, 2 failed, 3 stopped early; 0:00 so far, ")
     assert counted.endswith(" left")
+
+
+@pytest.mark.parametrize("deep", [("model", "attention"), ("optimizer",)])
+def test_parallel_trials_are_told_apart_in_a_narrow_terminal(deep):
+    """With many parameters whose long names begin alike, of which one differs."""
+    names = [".".join((*deep, f"a_rather_long_name_{number}")) for number in range(9)]
+    params = [{name: 0.001 * (i + 1) for i, name in enumerate(names)} for _ in range(4)]
+    for number, row in enumerate(params):
+        row[names[7]] = 0.125 * number
+    trials = [Trial(number=number, params=row, state="running") for number, row in enumerate(params)]
+    (head, *_), *rows = parameter_columns(trials, names)
+    assert head.endswith("_long_name_7")
+    assert [row[0] for row in rows] == ["0", "0.125", "0.25", "0.375"]
+    history = History()
+    history.trials = history.running = dict(enumerate(trials))
+    sweep = sweep_of({"method": "random", "parameters": {name: {"min": 0.0, "max": 9.0} for name in names}})
+    state = state_of(Study(path=Path("study"), sweep=sweep, history=history))
+    lines = [line.plain for line in frame([state], Look(width=100, height=20))]
+    assert [value for value in ("0.125", "0.25", "0.375") if any(value in line for line in lines)] == [
+        "0.125",
+        "0.25",
+        "0.375",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["lr", "dim"], ["lr", "dim"]),
+        (["a.lr", "a.dim"], ["lr", "dim"]),
+        (["a.lr", "b.lr", "b.dim"], ["a.lr", "b.lr", "dim"]),
+        (["lr", "a.lr"], ["lr", "a.lr"]),
+        (["x.a.lr", "y.a.lr"], ["x.a.lr", "y.a.lr"]),
+    ],
+)
+def test_names_are_as_short_as_they_can_be_told_apart(names, shown):
+    assert list(short_names(names).values()) == shown
 
 
 def test_the_live_table(study):

@@ -133,13 +133,20 @@ def sweep_on_terminal(desk, env, *words):
 def test_ctrl_c_and_on(desk):
     write_base(desk, 100_000, 100, tokenizer_type="byte")
     with subprocess.Popen(
-        command(*WORDS, "--count", 1), cwd=desk, env=environment(), stderr=subprocess.PIPE, text=True
+        command(*WORDS, "--count", 1),
+        cwd=desk,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         study = desk / "studies" / "small"
         wait_for(lambda: (study / "journal.jsonl").exists() and len(events(study, "report")) >= 2, what="a report")
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=90)[1]
+        last_words, said = process.communicate(timeout=90)
     assert process.returncode == 42, said
+    assert "watch it: roxxel-dist top studies/small, or in a browser: roxxel-dist top studies/small --web" in said
+    assert "1 trial(s): 1 interrupted; " in last_words, "the folder is still held, and nothing runs any more"
     reported = events(study, "report")[-1]["step"]
     history = read_study(study).history
     assert history.trials[0].state == "running"  # it waits to be taken up

@@ -15,7 +15,7 @@ from runs import make, train
 
 from roxxel_dist import Phase
 from roxxel_dist.cluster.progress import Progress
-from roxxel_dist.train.log.timeline import SPENT, Timeline, read_timeline, time_spent
+from roxxel_dist.train.log.timeline import SPENT, Timeline, TimeSpent, read_timeline, time_spent
 
 
 def row(attempt, activity, begin, seconds, steps=None):
@@ -128,6 +128,7 @@ def test_a_killed_run_was_down_and_repeats_steps(corpus_pattern, tmp_path):
     assert restored in (10, 20, 30)
     assert steps_of(again) == list(range(restored + 1, 41))
     check_whole(rows)
+    assert resumes_of(rows) == [restored + 1]
     spent = time_spent(rows)
     assert spent["down"] >= 1.0
     if restored < reached:
@@ -182,6 +183,30 @@ def test_going_back_repeats_steps():
     rows = [row(0, "step", 0.0, 8.0, [1, 8]), row(0, "restore", 8.0, 1.0), row(0, "step", 9.0, 6.0, [5, 10])]
     spent = time_spent(rows)
     assert (spent["training"], spent["repeated"], spent["restoring"]) == (10.0, 4.0, 1.0)
+    assert resumes_of(rows) == [5]
+
+
+def test_each_start_after_the_first_is_a_resume():
+    rows = [row(0, "step", 0.0, 1.0, [1, 4]), row(0, "step", 1.0, 1.0, [5, 8]), row(1, "start", 2.0, 1.0)]
+    assert resumes_of(rows) == []
+    assert resumes_of([*rows, row(1, "step", 3.0, 1.0, [9, 12]), row(2, "step", 5.0, 1.0, [11, 12])]) == [9, 11]
+
+
+@pytest.mark.parametrize("wrong", [{"steps": None}, {"steps": [3, 1]}, {"seconds": "x"}, {"attempt": None}])
+def test_a_row_that_is_none_changes_no_sum(wrong):
+    times = TimeSpent()
+    times.add(row(0, "save", 1.0, 2.0))
+    before = dict(times.spent)
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        times.add(row(0, "step", 3.0, 1.0, [1, 2]) | wrong)
+    assert times.spent == before
+
+
+def resumes_of(rows):
+    times = TimeSpent()
+    for one in rows:
+        times.add(one)
+    return times.resumes
 
 
 def test_rows_that_are_none_are_passed_over(tmp_path):

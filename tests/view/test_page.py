@@ -3,12 +3,15 @@
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from browser import CHROMIUM, DESK, PHONE, Browser
 from commands import command, environment, wait_for
 from job_desk import LIMIT_S
@@ -23,6 +26,7 @@ from roxxel_dist.cli import main
 from roxxel_dist.curriculum.phases import Phase
 from roxxel_dist.sweep.report.mixture import expected
 from roxxel_dist.sweep.report.text import best_config
+from roxxel_dist.sweep.space.sweep_file import sweep_of
 from roxxel_dist.sweep.study.folder import read_study
 
 pytestmark = [
@@ -225,13 +229,122 @@ def test_a_study_with_values_of_every_kind(browser, tmp_path):
         ends = [float(points[-1].split(",")[1]) for points in lines]
         assert len({*ends}) == 11  # all others are apart, and it is beside the worst of them
         ticks = axes["Band of warmup_steps"].text.split()
-        assert {"null", "1", "3"} <= {*ticks}
-        middle = axes["Band of lr"].text.split()[3]
-        assert float(middle) == pytest.approx((3.88e-4 * 0.00299) ** 0.5, rel=0.01)
+        assert ticks[-3:] == ["None", "1", "3"]
+        assert [float(tick) for tick in axes["Band of lr"].text.split()[-5:]] == pytest.approx(
+            [1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2], rel=0.01
+        )
+        cells = {cell.text for cell in browser.find("tbody td")}
+        assert {"None", "True", "False"} <= cells
         assert "finished" in browser.text()
         assert browser.run(
             "return [...document.querySelectorAll('.chart .scroll')].every((one) => one.clientWidth >= 600)"
         )
+
+
+LOG = {"distribution": "log_uniform_values"}
+AXES: dict[str, tuple[Any, list[str]]] = {
+    "uniform": ({"min": 0.0, "max": 1.0}, ["0", "0.25", "0.5", "0.75", "1"]),
+    "narrow": ({"min": 0.001, "max": 1.0}, ["0.001", "0.251", "0.5", "0.75", "1"]),
+    "rate": (
+        {"distribution": "log_uniform_values", "min": 1e-5, "max": 0.1},
+        ["1e-5", "0.0001", "0.001", "0.01", "0.1"],
+    ),
+    "listed": ({"values": [1, 2, 4, 8, 1024]}, ["1", "2", "4", "8", "1,024"]),
+    "kind": ({"values": ["sgd", "adam"]}, ["sgd", "adam"]),
+    "many": ({"min": 1, "max": 1001}, ["1", "251", "501", "751", "1,001"]),
+    "momentum": ({"min": 0.1, "max": 0.9}, ["left", "out", "0.1", "0.3", "0.5", "0.7", "0.9"]),
+}
+"""Parameters, and the ticks of their axes; the last one is left out of every second trial."""
+
+
+def test_axes_follow_the_study(browser, tmp_path):
+    """Not the values that happen to be there: a linear one for uniform, a place for each choice."""
+    path, noise = tmp_path / "study", random.Random(0)
+    path.mkdir()
+    metric = "Reward / Total reward (mean)"
+    (path / "study.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "method": "random",
+                "metric": {"name": metric, "goal": "maximize"},
+                "parameters": {name: spec for name, (spec, _) in AXES.items()},
+            }
+        )
+    )
+    about = {"seed": 0, "metric": metric, "goal": "maximize", "method": "random"}
+    space = sweep_of({"method": "random", "parameters": {name: spec for name, (spec, _) in AXES.items()}}).space
+    events = [{"event": "study", "time": 0.0, "version": 1, **about}]
+    for number in range(40):
+        point = [noise.random() for _ in AXES]
+        params = space.point(point)
+        if number % 2:
+            del params["momentum"]
+        more = {
+            "params": params,
+            "metric": metric,
+            "value": -noise.random(),
+            "seconds": 1.0,
+            "stopped": None,
+            "more": {},
+        }
+        events.append({"event": "ask", "time": 1.0, "trial": number, "params": params, "point": point})
+        events.append({"event": "result", "time": 2.0, "trial": number, **more})
+    (path / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    with serve(path) as server:
+        browser.open(server.link)
+        browser.wait(lambda: len(browser.find(".parallel polyline")) == 40, "a line a trial")
+        axes = {axis.get_attribute("aria-label"): axis for axis in browser.find(".parallel .axis")}
+        for name, (_, ticks) in AXES.items():
+            assert axes[f"Band of {name}"].text.split()[1:] == ticks, name
+        place = [*axes].index("Band of momentum")
+        heights = {
+            int(line.get_attribute("data-trial")): float(line.get_attribute("points").split()[place].split(",")[1])
+            for line in browser.find(".parallel polyline")
+        }
+        bottom = max(height for number, height in heights.items() if number % 2 == 0)
+        assert all((height > bottom + 10) == bool(number % 2) for number, height in heights.items()), "below the axis"
+        box = "document.querySelector('.parallel').getBoundingClientRect()"
+        inside = f"const box = {box}; return [...document.querySelectorAll('.parallel text')].filter((one) => "
+        inside += "one.getBoundingClientRect().left < box.left || one.getBoundingClientRect().right > box.right).length"
+        assert browser.run(inside) == 0, "no title is cut"
+        scales = "return Object.fromEntries([...charts].map((one) => [one.axis, one.uplot?.scales.x.distr]))"
+        found = browser.run(scales)
+        assert (found["rate"], found["uniform"], found["narrow"], found["many"]) == (3, 1, 1, 1)
+        browser.look_like(PHONE)
+        browser.wait(lambda: browser.run(FITS), "a phone")
+        browser.look_like(DESK)
+
+
+def test_a_long_run_is_a_band_with_its_spike_and_its_gaps(browser, tmp_path):
+    run = made_run(tmp_path / "run", 0)
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(1, 20_001):
+            row = {"step": step, "train_loss": 9.0 if step == 10_000 else 3 + step % 7 / 10, "tokens": 64 * step}
+            file.write(json.dumps(row | ({"train_loss": None} if step in (500, 501) else {})) + "\n")
+    (run / "timeline.jsonl").write_text(
+        "".join(
+            json.dumps({"attempt": n, "activity": "step", "begin": n, "seconds": 1.0, "steps": steps}) + "\n"
+            for n, steps in enumerate([[1, 9000], [8001, 20_000]])
+        )
+    )
+    with serve(run) as server:
+        browser.open(server.link)
+        browser.wait(lambda: browser.find(".uplot canvas"), "the curves")
+        chart = "const chart = [...charts].find((one) => one.title === 'Loss'); "
+        assert browser.run(chart + "return Math.max(...chart.data[chart.firstBand].filter(isNumber))") == 9.0
+        assert browser.run(chart + "return chart.uplot.scales.y.max") >= 9.0
+        assert "train_loss: 2 values not finite, first at step 500" in browser.text(".chart .note")
+        marks = browser.run(chart + "return chart.marks")
+        assert [8001, "resume"] in marks
+        assert sum(kind == "gap" for _, kind in marks) >= 1
+        assert "training went on after a restart (1)" in browser.text(".controls")
+        label = browser.find(".plot")[0].get_attribute("aria-label")
+        assert "9.0000 highest" in label
+        browser.find("select")[0].send_keys("tokens")
+        place = chart + "return chart.marks.find(([, kind]) => kind === 'resume')[0]"
+        browser.wait(lambda: browser.run(place) == pytest.approx(8001 * 64, rel=1e-3), "tokens")
+        browser.find("select")[0].send_keys("step")
+        check(browser, "long")
 
 
 def test_three_axes_need_no_scroll_bar(browser, place):

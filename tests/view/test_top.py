@@ -69,7 +69,7 @@ def text(state, width, height, **look):
 def test_a_frame_has_the_numbers_of_the_run(run, size):
     state, last = RunReader(run).read(), rows(run)[-1]
     seen = text(state, *size)
-    assert "step 10 of 10 (100%)" in seen
+    assert "step 10 of 10 (100.0%)" in seen
     assert f"loss {last['train_loss']:.4f}" in seen
     assert "phase 2 of 2" in seen
     assert "steps 7 to 10, 8 rows x 33 tokens" in seen
@@ -116,37 +116,16 @@ def test_the_realised_blend_is_what_the_steps_read(corpus, tmp_path):
 
 def test_a_file_is_followed_and_begun_anew_when_it_is_replaced(tmp_path):
     path = tmp_path / "log"
-    tail = Tail(path, 100)
+    tail = Tail(path)
     assert tail.lines() == []
     path.write_bytes(b"".join(b"%09d\n" % i for i in range(50)))
     assert tail.lines()[-1] == b"000000049"
-    assert tail.start == 400
     with path.open("ab") as file:
         file.write(b"50\n51")
     assert (tail.lines(), tail.restarted) == ([b"50"], False)
     (tmp_path / "other").write_bytes(b"new\n")
     (tmp_path / "other").rename(path)
     assert (tail.lines(), tail.restarted) == ([b"new"], True)
-
-
-def test_a_long_run_is_sampled(tmp_path):
-    """Of 200,000 rows a few hundred are read, from the first to the last."""
-    run = tmp_path / "long"
-    run.mkdir()
-    with (run / "metrics.jsonl").open("w") as file:
-        for step in range(1, 200_001):
-            more = f', "val_loss": {2 / step}' if step % 500 == 0 else ""
-            file.write(f'{{"step": {step}, "train_loss": {1 / step}{more}, "tokens_per_s": 1000.0}}\n')
-    reader = RunReader(run)
-    state = reader.read()
-    assert state.step == 200_000
-    assert state.row["val_loss"] == pytest.approx(1e-5)
-    assert state.losses[0] == (1, 1.0)
-    assert 500 < len(state.losses) <= 2000 + 4000
-    assert len(state.validations) > 80
-    assert all(loss == 1 / step for step, loss in state.losses)
-    steps = [step for step, _ in state.losses]
-    assert steps == sorted(set(steps))
 
 
 def top(*words):
@@ -172,12 +151,12 @@ def test_a_study(tmp_path):
     seen = top("--once", study)
     assert "12 trial(s)" in seen
     assert "trial 11" not in seen.splitlines()[0]
-    assert re.search(r"^11 +running", seen, re.MULTILINE)
+    assert re.search(r"^11 +interrupted", seen, re.MULTILINE)
     table = roxxel_dist.read_study(study)
     assert table.trials["trial"].tolist() == list(range(12))
     assert np.nanmin(table.trials["value"]) == table.trials["value"][table.best]
     (values,) = json.loads(top("--json", study))
-    assert (values["kind"], values["workers"], len(values["trials"])) == ("study", 1, 12)
+    assert (values["kind"], values["workers"], len(values["trials"])) == ("study", 0, 12)
     assert table.run(0).metrics["val_loss"].shape == (6,)
 
 
@@ -198,7 +177,7 @@ def test_a_paused_trial_and_what_paused_it(tmp_path, capsys):
     assert (item["trial/5"]["state"], item["trial/5"]["why"]) == ("paused", "asha at step 5")
     with Journal(study, print) as journal:
         journal.append({"event": "thaw", "trial": 5, "step": 5, "value": 3.5, "rule": "asha", "reason": ""})
-    assert re.search(r"^5 +running +5 ", top("--once", study), re.MULTILINE)
+    assert re.search(r"^5 +interrupted +5 ", top("--once", study), re.MULTILINE)
 
 
 def test_read_run(run):
@@ -305,10 +284,10 @@ def test_a_list_has_the_runs_that_begin_while_it_is_open(place, words):
 @pytest.mark.parametrize(
     ("last_step", "phases", "rows", "saved", "seen"),
     [
-        (20, 22, 20, 20, "stopped  step 20 of 20 (100%)"),  # max_steps ends it before its phases do
-        (400, 400, 270, 279, "stopped  step 279 of 400 (70%)"),  # a step that was saved and not logged
-        (0, 22, 5, 0, "stopped  step 5 of 22 (23%)"),  # no checkpoint yet
-        (20, 30, 25, 20, "stopped  step 25 of 30 (83%)"),  # it was resumed with more steps
+        (20, 22, 20, 20, "stopped  step 20 of 20 (100.0%)"),  # max_steps ends it before its phases do
+        (400, 400, 270, 279, "stopped  step 279 of 400 (69.8%)"),  # a step that was saved and not logged
+        (0, 22, 5, 0, "stopped  step 5 of 22 (22.7%)"),  # no checkpoint yet
+        (20, 30, 25, 20, "stopped  step 25 of 30 (83.3%)"),  # it was resumed with more steps
     ],
 )
 def test_the_step_and_the_last_step_of_a_run_are_those_of_its_training(place, last_step, phases, rows, saved, seen):

@@ -21,6 +21,7 @@ STACK_LINES = 60
 MOST_STACKS = 3
 """Of ranks that did not end in time."""
 TAIL_WITHOUT_TRACEBACK = 15
+LAST_LINES = ", last lines:"
 CRASH_HEADERS = ("Traceback (most recent call last)", "Fatal Python error")
 
 
@@ -97,7 +98,12 @@ def failure_report(failure: RankExit, tail: Sequence[str], log: Path) -> list[st
     who = f"rank {failure.rank} failed first: {how(failure.code)}{step} (host {failure.host}, pid {failure.pid})"
     if not tail:
         return [f"roxxel-dist: {who}; it printed nothing"]
-    return [f"roxxel-dist: {who}; log {log}, last lines:", *last_words(tail)]
+    return [f"roxxel-dist: {who}; log {log}{LAST_LINES}", *last_words(tail)]
+
+
+def first_words(report: Sequence[str]) -> str:
+    """The first line of a report, as one that stands alone; empty if there is none."""
+    return report[0].removeprefix("roxxel-dist: ").removesuffix(LAST_LINES) if report else ""
 
 
 def last_words(tail: Sequence[str]) -> Sequence[str]:

@@ -13,7 +13,7 @@ from roxxel_dist.launcher.control.members import MemberHangs, MemberSources
 from roxxel_dist.launcher.control.membership import Membership
 from roxxel_dist.launcher.control.notify import Notifier
 from roxxel_dist.launcher.control.recorder import JobRecorder
-from roxxel_dist.launcher.control.report import report_of
+from roxxel_dist.launcher.control.report import first_words, report_of
 from roxxel_dist.launcher.job.backend import Backend
 from roxxel_dist.launcher.job.placement import Assignment, placements, working_hosts
 from roxxel_dist.launcher.job.signals import SignalPipe
@@ -188,10 +188,10 @@ class _Controller:
         self.console.print(report)
         if decision.why:
             self.console.info(decision.why)
-        self._notify(decision, result, report[0].removeprefix("roxxel-dist: ") if report else "")
+        self._notify(decision, result, first_words(report))
         if decision.again:
             cause = self._attempts[-1].cause.value
-            self.recorder.restarts(report[0].removeprefix("roxxel-dist: ") if report else cause)
+            self.recorder.restarts(first_words(report) or cause)
         else:
             self._tell_first_cause()
 

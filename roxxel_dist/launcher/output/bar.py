@@ -70,7 +70,7 @@ class Bar:
 
 def scaled(number: float) -> str:
     """12345 -> 12.3k."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
             return f"{number / limit:.1f}{unit}"
     return f"{number:.0f}"

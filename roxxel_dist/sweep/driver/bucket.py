@@ -13,7 +13,7 @@ from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.file_lock import release_lock, wait_for_lock
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
-from roxxel_dist.objects.lease import Lease
+from roxxel_dist.objects.lease import Lease, is_renewed
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.place.directory import DEFINITION, JOURNAL
@@ -43,6 +43,11 @@ class StudyBucket:
         self.is_there: bool = False
         self._store = store
         self._lease: Lease | None = None
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether a driver renews its lease. Raises StoreError."""
+        return is_renewed(self._store, LEASE)
 
     @property
     def files(self) -> StudyDir:

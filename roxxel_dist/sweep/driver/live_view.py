@@ -7,7 +7,7 @@ from typing import Any
 
 from roxxel_dist.launcher.output.bar import clock
 from roxxel_dist.launcher.output.console import printable
-from roxxel_dist.sweep.report.text import STATES
+from roxxel_dist.sweep.report.text import STATES, parameter_columns, short_names
 from roxxel_dist.sweep.study.folder import flat, short
 from roxxel_dist.sweep.study.journal import History, Trial
 from roxxel_dist.utils.display import aligned
@@ -93,14 +93,16 @@ class LiveView:
         if (best := history.best) is not None:
             text = f"best {history.metric} {best.value:.6g}: trial {best.number}, {self._params(best)}"
             lines.append(Text(text, style="green"))
-        rows = [["trial", "running", "step", history.metric or "", "parameters"]]
-        for trial in list(history.running.values())[:ROWS]:
+        trials = list(history.running.values())[:ROWS]
+        names, *values = parameter_columns(trials, self._names)
+        rows = [["trial", "running", "step", history.metric or "", *map(printable, names)]]
+        for trial, params in zip(trials, values, strict=True):
             step, value = trial.reports[-1] if trial.reports else ("", "")
             again = f" (attempt {trial.attempts})" if trial.attempts > 1 else ""
             took = clock(self._now() - trial.began) if trial.began else "waits"
-            rows.append([str(trial.number), f"{took}{again}", str(step), short(value), self._params(trial)])
+            rows.append([str(trial.number), f"{took}{again}", str(step), short(value), *map(printable, params)])
         if (more := len(history.running) - ROWS) > 0:
-            rows.append(["…", f"{more} more", "", "", ""])
+            rows.append(["…", f"{more} more", "", "", *[""] * len(names)])
         if history.running:
             head, *table = aligned(rows, left=None)
             lines += [Text(head, style="bold"), *map(Text, table)]
@@ -130,5 +132,6 @@ class LiveView:
 
     def _params(self, trial: Trial) -> str:
         params = flat(trial.params)
-        text = printable(", ".join(f"{name} {short(params[name])}" for name in self._names if name in params))
+        names = short_names([name for name in self._names if name in params])
+        text = printable(", ".join(f"{shown} {short(params[name])}" for name, shown in names.items()))
         return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"

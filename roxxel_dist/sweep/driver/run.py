@@ -198,6 +198,9 @@ def exponent_notes(sweep: Sweep) -> list[str]:
 def _notes(run: SweepRun) -> list[str]:
     """What a person should know before it begins."""
     lines = [f"study {run.study.place}: {run.description}, {run.extent}"]
+    if run.bucket is None:
+        place = run.study.place
+        lines.append(f"watch it: roxxel-dist top {place}, or in a browser: roxxel-dist top {place} --web")
     cap, count = run.sweep.run_cap, run.options.count
     if cap is not None and (count or 0) > cap:
         lines.append(f"--count {count} is more than the run_cap of the sweep's file: it ends at {cap}")
@@ -218,7 +221,7 @@ def _notes(run: SweepRun) -> list[str]:
 
 def _last_words(run: SweepRun, reason: str, write_page: WritePage) -> None:
     """Print why it ended and the best, and write the page."""
-    study = read_study(run.study.path, run.study.url)
+    study = read_study(run.study.path, run.study.url, is_searched=False)  # this driver has ended
     print(f"{table(study)}\n\n{reason}", flush=True)
     try:
         page, missing = write_page(study, study.path / REPORT, lambda line: print(line, flush=True))

@@ -18,7 +18,7 @@ from roxxel_dist.sweep.space.distributions import is_number
 from roxxel_dist.sweep.study.folder import BASE, LEFT_OUT, Study, flat, short
 from roxxel_dist.sweep.study.journal import Trial
 from roxxel_dist.train.log.csv_jsonl import read_rows
-from roxxel_dist.utils.display import figure
+from roxxel_dist.utils.display import counted, figure
 
 COMPARED = 6
 """Values of a parameter whose curves are compared at most."""
@@ -100,7 +100,9 @@ def _curves(metric: str, name: str, groups: Sequence[tuple[str, list[Curve]]], p
         low, high = limits([y for _, lines in groups for line in lines for _, y in line])
         axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low)) if high > low else None
         axes.set(xlabel="tokens", ylabel=metric)
-        axes.legend(fontsize=8, loc="upper right")
+        beyond = sum(any(not low <= y <= high for _, y in line) for _, lines in groups for line in lines)
+        title = f"{counted(beyond, 'curve')} beyond the edge" if beyond else None
+        axes.legend(fontsize=8, loc="upper right", title=title, title_fontsize=8)
     return picture
 
 

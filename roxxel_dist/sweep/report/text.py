@@ -1,26 +1,32 @@
 """A study as text and as JSON: what is best, what every trial gave, what failed and why."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.place.directory import CONFIG
-from roxxel_dist.settings.config import RECORD, Config, load_yaml
+from roxxel_dist.settings.config import RECORD, SECTIONS, Config, load_yaml
 from roxxel_dist.sweep.study.folder import LEFT_OUT, Study, flat, short
-from roxxel_dist.sweep.study.journal import State, Trial
+from roxxel_dist.sweep.study.journal import Trial, TrialState
 from roxxel_dist.utils.display import aligned
 
+CELL = 16
+"""Characters of a name or a value in a narrow table."""
 MOST = 20
 """Trials that the table shows; the page has all."""
-STATES: dict[State, str] = {
+STATES: dict[TrialState, str] = {
     "done": "done", "stopped": "stopped early", "failed": "failed", "paused": "paused", "running": "running",
+    "interrupted": "interrupted",
 }  # fmt: skip
 
 
 def counts(study: Study) -> str:
     """How many trials there are of each kind."""
-    parts = [f"{count} {name}" for state, name in STATES.items() if (count := study.history.count(state))]
+    parts = [f"{count} {STATES[state]}" for state, count in study.counts().items()]
     return f"{len(study.history.trials)} trial(s): {', '.join(parts)}"
 
 
@@ -29,6 +35,35 @@ def varied(study: Study) -> list[str]:
     rows = [flat(trial.params) for trial in study.history.trials.values()]
     names = dict.fromkeys([*study.sweep.space.names, *(name for row in rows for name in row)])
     return [name for name in names if any(row.get(name, LEFT_OUT) != rows[0].get(name, LEFT_OUT) for row in rows)]
+
+
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Names of nested parameters without the parts before a point that are not needed to tell them apart."""
+    ends = {name: [".".join(name.split(".")[-count:]) for count in range(1, name.count(".") + 2)] for name in names}
+    often = Counter(end for every in ends.values() for end in every)
+    return {name: next((end for end in every if often[end] == 1), name) for name, every in ends.items()}
+
+
+def parameter_columns(trials: Sequence[Trial], names: Sequence[str]) -> list[list[str]]:
+    """Rows of a narrow table: short names of the parameters in which trials differ, and the values of each trial.
+
+    Those parameters are first in which most running trials differ: the columns at the right may be cut off.
+    """
+    rows = [flat(trial.params) for trial in trials]
+    living = [row for trial, row in zip(trials, rows, strict=True) if trial.state == "running"]
+
+    def distinct(name: str, given: Sequence[Mapping[str, Any]]) -> int:
+        return len({str(row.get(name, LEFT_OUT)) for row in given})
+
+    shown = [name for name in names if distinct(name, rows) > 1] or list(names)
+    shown.sort(key=lambda name: -distinct(name, living))
+    heads = short_names(shown)
+    cells = [[_cell(short(row.get(name, LEFT_OUT))) for name in shown] for row in rows]
+    return [[_cell(heads[name]) for name in shown], *cells]
+
+
+def _cell(text: str) -> str:
+    return text if len(text) <= CELL else f"…{text[1 - CELL :]}"
 
 
 def summary(study: Study) -> str:
@@ -46,7 +81,7 @@ def table(study: Study) -> str:
     """The best trials, a line each, and a line for each that failed."""
     names = varied(study)
     rows = [["trial", study.sweep.metric, "", "minutes", *names]]
-    rows += [_row(trial, names) for trial in study.done[:MOST]]
+    rows += [_row(study, trial, names) for trial in study.done[:MOST]]
     lines = aligned(rows, left=None) if len(rows) > 1 else []
     if len(study.done) > MOST:
         lines.append(f"… and {len(study.done) - MOST} more: the page has all")
@@ -58,18 +93,18 @@ def table(study: Study) -> str:
     return "\n".join([summary(study), *(["", *lines] if lines else [])])
 
 
-def _row(trial: Trial, names: list[str]) -> list[str]:
+def _row(study: Study, trial: Trial, names: list[str]) -> list[str]:
     params = flat(trial.params)
-    state = "" if trial.state == "done" else STATES[trial.state]
+    state = "" if trial.state == "done" else STATES[study.state_of(trial)]
     minutes = "" if trial.seconds is None else f"{trial.seconds / 60:.1f}"
     return [str(trial.number), f"{trial.value:.6g}", state, minutes, *(short(params.get(name, "-")) for name in names)]
 
 
 def as_json(study: Study) -> dict[str, Any]:
     """Everything that a program may want to know of a study."""
-    fields = ("state", "params", "value", "seconds", "attempts", "reports", "reason", "more")
+    fields = ("params", "value", "seconds", "attempts", "reports", "reason", "more")
     trials = [
-        {"trial": trial.number, **{name: getattr(trial, name) for name in fields}}
+        {"trial": trial.number, "state": study.state_of(trial), **{name: getattr(trial, name) for name in fields}}
         for trial in study.history.trials.values()
     ]
     best = study.done[0].number if study.done else None
@@ -77,14 +112,26 @@ def as_json(study: Study) -> dict[str, Any]:
 
 
 def write_best_config(study: Study, file: str | Path) -> Trial:
-    """Write the config of the best trial, as `train --config` reads it; returns the trial.
+    """Write the config of the best trial, as `train --config` reads it: fields without their default, what the sweep
+    searched first. Returns the trial.
 
     Raises:
         ValueError: no trial has a value yet, or its program was not ours.
     """
+    import yaml
+
     best, config = best_config(study, f"--best_config {file}")
+    values, defaults = config.to_dict(), type(config)().to_dict()
+    paths = [parameter.path for parameter in study.sweep.space.parameters]
+    searched = {rest[0] if rest and first in SECTIONS else first: None for first, *rest in paths}
+    changed = [name for name, value in values.items() if value != defaults[name]]
+    names = [name for name in {**searched, **dict.fromkeys(changed)} if name in values]
+    head = (
+        f"# trial {best.number} of {study.place}, {study.sweep.metric} {best.value:.6g}; other fields: their defaults"
+    )
+    body = yaml.safe_dump({name: values[name] for name in names}, sort_keys=False)
     Path(file).parent.mkdir(parents=True, exist_ok=True)
-    config.save_yaml(file)
+    write_file(Path(file), f"{printable(head)}\n{body}")
     return best
 
 

@@ -8,13 +8,14 @@ from typing import Any
 
 from roxxel_dist.cluster.durable import make_folder, write_file
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.file_lock import is_held
 from roxxel_dist.cluster.folder_lock import LOCK, hold_folder
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.place.directory import DEFINITION, JOURNAL, is_study
 from roxxel_dist.settings.config import RECORD, load_yaml
 from roxxel_dist.sweep.space.sweep_file import Sweep, read_sweep
-from roxxel_dist.sweep.study.journal import SEARCHING, WAIT_S, History, Trial, read_history
+from roxxel_dist.sweep.study.journal import SEARCHING, STATES, WAIT_S, History, Trial, TrialState, read_history
 
 EXTRAS, BASE = "extras.yaml", "config.yaml"
 TRIALS, LOGS, CORPUS, REPORT = "trials", "logs", "data", "report"
@@ -38,6 +39,8 @@ class Study:
     history: History
     url: ObjectUrl | None = None
     """Where it is, if `path` is a copy."""
+    is_searched: bool = True
+    """Whether a driver searches in it; if not, trials without an end were interrupted."""
 
     @property
     def name(self) -> str:
@@ -55,13 +58,27 @@ class Study:
         valued = [trial for trial in self.history.trials.values() if trial.value is not None]
         return sorted(valued, key=lambda trial: (self.sweep.sign * float(trial.value or 0.0), trial.number))
 
+    def state_of(self, trial: Trial) -> TrialState:
+        """The state of a trial at this moment."""
+        return "interrupted" if trial.state == "running" and not self.is_searched else trial.state
+
+    def counts(self) -> dict[TrialState, int]:
+        """How many trials there are of each state, those without a trial left out."""
+        found: dict[TrialState, int] = {}
+        for state in STATES:
+            if count := self.history.count(state):
+                found["interrupted" if state == "running" and not self.is_searched else state] = count
+        return found
+
     def run_dir(self, trial: Trial) -> Path:
         """Where a trial was trained."""
         return self.path / TRIALS / str(trial.number)
 
 
-def read_study(folder: str | Path, url: ObjectUrl | None = None) -> Study:
+def read_study(folder: str | Path, url: ObjectUrl | None = None, *, is_searched: bool | None = None) -> Study:
     """The study of a folder, also while it is searched; `url` is where it is, if that is a copy of it.
+
+    `is_searched`: whether a driver searches in it. Default: whether a process holds the folder.
 
     Raises ValueError where it is none.
     """
@@ -70,7 +87,9 @@ def read_study(folder: str | Path, url: ObjectUrl | None = None) -> Study:
         raise UserError(
             f"{url or path} is not a study: it has no {DEFINITION} and {JOURNAL}; name the folder of a `sweep`"
         )
-    return Study(path=path, sweep=StudyDir(path).sweep(), history=read_history(path), url=url)
+    if is_searched is None:
+        is_searched = is_held(path / LOCK, unknown=False)
+    return Study(path=path, sweep=StudyDir(path).sweep(), history=read_history(path), url=url, is_searched=is_searched)
 
 
 def flat(params: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -46,7 +46,10 @@ SOON = {"stop", "pause", "thaw", "result", "fail"}
 """Events that are sent there at once."""
 DECIDING = {"ask", "report", "stop", "pause", "thaw", "result", "fail"}
 """Events that decisions follow from."""
-State = Literal["running", "paused", "done", "stopped", "failed"]
+State = Literal["done", "stopped", "failed", "paused", "running"]
+STATES: tuple[State, ...] = ("done", "stopped", "failed", "paused", "running")
+TrialState = Literal[State, "interrupted"]
+"""What a reader says of a trial: interrupted if it has no end, and no driver that would go on with it."""
 
 
 @dataclass(kw_only=True)

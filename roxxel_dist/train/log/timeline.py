@@ -151,6 +151,47 @@ def _rows(lines: bytes) -> list[dict[str, Any]]:
     return rows
 
 
+class TimeSpent:
+    """The sums of the rows of a `timeline.jsonl`, added one by one.
+
+    Attributes:
+        spent: seconds by kind, every one of `SPENT`; empty before the first row.
+        attempts: the attempts so far.
+        resumes: the first step after each start but the first, and after each time that the run went back.
+        last: the last row.
+        last_step: the last row of steps.
+    """
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+        self.attempts: int = 0
+        self.resumes: list[int] = []
+        self.last: Mapping[str, Any] = {}
+        self.last_step: Mapping[str, Any] = {}
+        self._highest = 0
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add a row. Raises KeyError, TypeError or ValueError if it is none, and changes nothing then."""
+        attempt, seconds, activity, begin = int(row["attempt"]), float(row["seconds"]), row["activity"], row["begin"]
+        first, last = map(int, row["steps"]) if activity == "step" else (0, 0)
+        if last < first:
+            raise ValueError(f"steps {first} to {last}")
+        before, spent = self.last or row, self.spent or dict.fromkeys(SPENT, 0.0)
+        if before["attempt"] != attempt and before["activity"] != FINISHED:
+            spent["down"] += max(0.0, begin - before["begin"] - before["seconds"])
+        if activity == "step":
+            again = seconds * max(0, min(last, self._highest) - first + 1) / (last - first + 1)
+            spent["repeated"] += again
+            spent["training"] += seconds - again
+            self._highest = max(self._highest, last)
+            if self.last_step and (self.last_step["attempt"] != attempt or first <= self.last_step["steps"][1]):
+                self.resumes.append(first)
+            self.last_step = row
+        elif kind := KINDS.get(activity):
+            spent[kind] += seconds
+        self.spent, self.last, self.attempts = spent, row, max(self.attempts, attempt + 1)
+
+
 def time_spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Seconds by kind, every one of `SPENT`, of the rows of `timeline.jsonl` in order; empty where there are none.
 
@@ -158,21 +199,7 @@ def time_spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     - "down": from the last row of an attempt to the first of the next, if the run was not finished then. The steps that
       a killed process did not live to log are in it.
     """
-    if not rows:
-        return {}
-    spent: dict[str, float] = dict.fromkeys(SPENT, 0.0)
-    highest, before = 0, rows[0]
+    times = TimeSpent()
     for row in rows:
-        seconds = row["seconds"]
-        if before["attempt"] != row["attempt"] and before["activity"] != FINISHED:
-            spent["down"] += max(0.0, row["begin"] - before["begin"] - before["seconds"])
-        if row["activity"] == "step":
-            first, last = row["steps"]
-            again = seconds * max(0, min(last, highest) - first + 1) / (last - first + 1)
-            spent["repeated"] += again
-            spent["training"] += seconds - again
-            highest = max(highest, last)
-        elif kind := KINDS.get(row["activity"]):
-            spent[kind] += seconds
-        before = row
-    return spent
+        times.add(row)
+    return times.spent

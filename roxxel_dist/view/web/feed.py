@@ -5,13 +5,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from roxxel_dist.view.items import Item, read
+from roxxel_dist.view.items import Item, is_behind, read
+from roxxel_dist.view.run import SLICE_S
 from roxxel_dist.view.web.sections import Sections, item_id, message, sections
 
 REFRESH_S, LIST_S, NEW_S = 1.0, 2.0, 5.0
 """Seconds between readings of open items, of a list, and searches for new items."""
 SHARE = 0.02
-"""The largest share of a core for reading, if reading is slow."""
+"""The largest share of a core for reading, if reading is slow; long logs are read first, `SLICE_S` a look."""
 LONGEST_S = 60.0
 
 
@@ -45,21 +46,24 @@ class Feed:
             reading = self._readings.setdefault(wanted, _Reading())
             if (now := time.monotonic()) >= reading.due:
                 before = time.thread_time()
-                reading.items = self._sections(wanted)
-                pause = max(REFRESH_S if wanted else LIST_S, (time.thread_time() - before) / SHARE)
+                reading.items, behind = self._sections(wanted, before + SLICE_S)
+                pause, took = REFRESH_S if wanted else LIST_S, time.thread_time() - before
+                pause = REFRESH_S if behind else max(pause, took / SHARE)
                 reading.due = now + min(pause, LONGEST_S)
                 self._readings = {key: old for key, old in self._readings.items() if now < old.due + LONGEST_S}
             return list(self._items), reading.items
 
-    def _sections(self, wanted: tuple[str, ...]) -> dict[str, Sections]:
-        brief, items = not wanted, dict[str, Sections]()
+    def _sections(self, wanted: tuple[str, ...], deadline: float) -> tuple[dict[str, Sections], bool]:
+        """(the sections of items, whether logs of them are not read to their ends yet)."""
+        brief, items, behind = not wanted, dict[str, Sections](), False
         for name in wanted or self._items:
             if item := self._items.get(name):
                 try:
-                    items[name] = sections(read(item, brief=brief), brief=brief)
+                    state = read(item, brief=brief, deadline=deadline)
+                    items[name], behind = sections(state, brief=brief), behind or is_behind(state)
                 except (OSError, ValueError):  # it is being deleted or created
                     self._looked = float("-inf")
-        return items
+        return items, behind
 
     def _look(self) -> None:
         """Update the list of items. Existing readers stay, because they keep what they have read."""

@@ -13,6 +13,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.job import claims
 from roxxel_dist.view.items import Item, State, is_active, read
 from roxxel_dist.view.metrics import CONTENT_TYPE, exposition
+from roxxel_dist.view.run import SLICE_S
 from roxxel_dist.view.web.server import TokenHandler, TokenServer
 
 PATH = "/metrics"
@@ -51,12 +52,12 @@ class Scrapes:
             found = self._find()
         there = {(type(item.reader).__name__, item.name): item for item in found}
         self._items = {key: self._items.get(key, item) for key, item in there.items()}  # readers keep what they read
-        states: list[State] = []
+        states, deadline = list[State](), time.thread_time() + SLICE_S
         for key, item in self._items.items():
             with suppress(OSError, ValueError):  # it is being deleted or created
-                if self._all or key in self._shown or is_active(read(item, brief=True)):
+                if self._all or key in self._shown or is_active(read(item, brief=True, deadline=0.0)):
                     self._shown.add(key)
-                    states.append(read(item))
+                    states.append(read(item, deadline=deadline))
         return states
 
 

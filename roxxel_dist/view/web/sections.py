@@ -3,8 +3,8 @@
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,26 @@ from roxxel_dist.place.directory import CONFIG
 from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.run.report import read_fields
 from roxxel_dist.sweep.report.text import STATES
-from roxxel_dist.sweep.study.folder import flat
+from roxxel_dist.sweep.space.distributions import CONTINUOUS, Distribution
+from roxxel_dist.sweep.study.folder import Study, flat
 from roxxel_dist.sweep.study.journal import Trial
 from roxxel_dist.train.log.timeline import SPENT
 from roxxel_dist.utils.display import plain
+from roxxel_dist.view.curve import Bucket, curve_of, reduced
 from roxxel_dist.view.items import State
 from roxxel_dist.view.job import JobState
-from roxxel_dist.view.run import Points, RankState, RunState, changed
+from roxxel_dist.view.run import RankState, RunState, changed
 from roxxel_dist.view.study import StudyState
 
 LISTED = ("train_loss", "val_loss", "tokens")
 """The curves of a run in a list."""
-LISTED_POINTS, OPEN_POINTS = 400, 1500
-"""Points of a curve in a list, and of an open run."""
+LISTED_BUCKETS, OPEN_BUCKETS = 400, 1024
+"""Buckets of a curve in a list, and of an open run."""
+MOST_RESUMES = 200
+MOST_CHOICES = 100
+"""Choices of a parameter whose axis has a place for each."""
+BOUNDED = [name for name, (numbers, _) in CONTINUOUS.items() if "min" in numbers]
+"""Distributions whose values have ends."""
 IN_HEAD = ("train_loss", "val_loss", "tokens_per_s", "ms_per_step", "mfu", "vram_gb", "ram_gb", "lr", "tokens")
 
 Sections = dict[str, str]
@@ -67,16 +74,19 @@ def _run(run: RunState, brief: bool) -> Iterator[tuple[str, Any]]:
             "updated": run.updated,
             "row": {name: run.row[name] for name in IN_HEAD if name in run.row},
             "goodput": run.goodput,
+            "read": run.read_share,
         },
     )
-    for metric, points in run.curves.items():
+    for metric, buckets in {**dict.fromkeys(run.gaps, ()), **run.buckets}.items():
         if not brief or metric in LISTED:
-            yield f"curve/{metric}", _columns(points, LISTED_POINTS if brief else OPEN_POINTS)
+            yield f"curve/{metric}", columns(reduced(buckets, LISTED_BUCKETS if brief else OPEN_BUCKETS))
+    yield "gaps", {metric: gaps for metric, gaps in run.gaps.items() if not brief or metric in LISTED}
     if brief:
         return
     phases = [dataclasses.asdict(phase) for phase in run.phases]
     current = run.phase if run.phases else None
     yield "phases", {"phases": phases, "current": current, "realised": run.realised, "layout": run.layout}
+    yield "resumes", run.resumes[-MOST_RESUMES:]
     yield "ranks", {"job": run.job, "attempts": run.attempts, **_ranks(run.ranks, run.restarts)}
     yield "time", {"kinds": SPENT, "spent": run.spent, "goodput": run.goodput}
     tier = "disk" if bucket_url(run.name) is None else "bucket"
@@ -92,7 +102,7 @@ def _config(run: str, _changed: float) -> Mapping[str, Any]:
 def _study(state: StudyState, brief: bool) -> Iterator[tuple[str, Any]]:
     study, history = state.study, state.study.history
     sweep, best = study.sweep, history.best
-    counts = {name: history.count(kind) for kind, name in STATES.items()}
+    counts = {STATES[kind]: count for kind, count in study.counts().items()}
     yield (
         "head",
         {
@@ -116,18 +126,30 @@ def _study(state: StudyState, brief: bool) -> Iterator[tuple[str, Any]]:
     )
     if not brief:
         yield "parameters", list(sweep.space.names)
-        yield "log", [one.name for one in sweep.space.free if "log" in one.distribution.name]
+        yield "scales", {one.name: _scale(one.distribution) for one in sweep.space.free}
         for trial in history.trials.values():
-            yield f"trial/{trial.number}", _trial(trial)
+            yield f"trial/{trial.number}", _trial(study, trial)
 
 
-def _trial(trial: Trial) -> dict[str, Any]:
+def _scale(distribution: Distribution) -> dict[str, Any]:
+    """How an axis of a parameter is drawn: its choices, or "log" and the ends where it has some."""
+    choices = distribution.choices
+    if choices is not None and len(choices) <= MOST_CHOICES:
+        return {"choices": list(choices)}
+    ends: list[float] | None = None
+    if choices is not None or distribution.name.removeprefix("q_") in BOUNDED:
+        with suppress(OverflowError):
+            ends = [distribution.quantile(0.0), distribution.quantile(1.0)]
+    return {"log": "log" in distribution.name, "ends": ends}
+
+
+def _trial(study: Study, trial: Trial) -> dict[str, Any]:
     stop = trial.stop if trial.state in ("stopped", "paused") else None
     return {
-        "number": trial.number, "state": STATES[trial.state], "value": trial.value, "seconds": trial.seconds,
+        "number": trial.number, "state": STATES[study.state_of(trial)], "value": trial.value, "seconds": trial.seconds,
         "attempts": trial.attempts, "node": trial.node, "params": flat(trial.params), "began": trial.began,
         "why": f"{stop['rule']} at step {stop['step']}" if stop else trial.reason,
-        "reports": _columns(trial.reports, LISTED_POINTS),
+        "reports": columns(reduced(curve_of(trial.reports), LISTED_BUCKETS)),
     }  # fmt: skip
 
 
@@ -162,11 +184,23 @@ def _ranks(ranks: Sequence[RankState], restarts: Sequence[Restart]) -> dict[str,
     }
 
 
-def _columns(points: Points | Sequence[tuple[int, float]], most: int) -> list[list[Any]]:
-    """[steps, values] of at most about `most` points; numbers with as many digits as a screen can show."""
-    every = max(1, math.ceil(len(points) / most))
-    kept = [*points[: len(points) - 1 : every], *points[-1:]]
-    return [[step for step, _ in kept], [float(f"{value:.6g}") for _, value in kept]]
+def columns(buckets: Sequence[Bucket]) -> list[list[Any]]:
+    """[steps, values], or [steps, means, least, largest] where a bucket has several rows.
+
+    The first and the last row are points of their own. Numbers have as many digits as a screen can show.
+    """
+    if all(bucket.rows == 1 for bucket in buckets):
+        return [[bucket.begin for bucket in buckets], [_digits(bucket.first) for bucket in buckets]]
+    first, last = buckets[0], buckets[-1]
+    rows = [((bucket.begin + bucket.end) // 2, bucket.mean, bucket.low, bucket.high) for bucket in buckets]
+    ends = [(first.begin, *[first.first] * 3)], [(last.end, *[last.last] * 3)]
+    rows = [*ends[0][: first.rows > 1], *rows, *ends[1][: last.rows > 1]]
+    steps, *values = map(list, zip(*rows, strict=True))
+    return [steps, *([_digits(value) for value in column] for column in values)]
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 def message(ids: Sequence[str], items: Mapping[str, Sections]) -> str:

@@ -16,6 +16,12 @@ function colour(name) {
 /** The colour of the curve of a number; ten, and then again with dashes. */
 const seriesColour = (number) => colour(`--series-${number % 10}`);
 
+/** The same colour, for an area. */
+const faint = (hex) => `${hex}50`;
+
+/** The dot of a curve at the cursor, 7 pixels wide. */
+const cursorPoint = () => h("div", { style: { width: "7px", height: "7px", marginLeft: "-3.5px", marginTop: "-3.5px" } });
+
 /** Exponential mean, corrected at its beginning. */
 function smoothed(values, weight) {
   if (!weight) return values;
@@ -40,12 +46,13 @@ function along(steps, curve) {
 }
 
 /**
- * A figure. `update` takes series: {label, curve: [xs, ys], tokens: the curve of tokens, number: its colour, points:
- * whether each is drawn, only: whether no line is}.
+ * A figure. `update` takes series: {label, curve: [xs, ys], tokens: the curve of tokens, gaps: [step, number] of values
+ * that are not finite, number: its colour, points: whether each is drawn, only: whether no line is}. A curve of many rows
+ * is [xs, means, least, largest], which are drawn as a band.
  */
 class Chart {
-  constructor(title, { height = 260, axis = null, form = format.number, plain = false, logX = false, whole = false } = {}) {
-    Object.assign(this, { title, height, axis, form, plain, logX, whole, series: [], marks: [], hidden: new Set(), index: null });
+  constructor(title, { height = 260, axis = null, form = format.number, plain = false, logX = false, whole = false, names = null } = {}) {
+    Object.assign(this, { title, height, axis, form, plain, logX, names, whole: whole || Boolean(names), series: [], marks: [], hidden: new Set(), index: null });
     this.note = h("span", { class: "note" });
     this.legend = h("div", { class: "legend", role: "group", "aria-label": `Curves of ${title}` });
     this.plot = h("div", { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart", onkeydown: (event) => this.key(event) });
@@ -67,17 +74,25 @@ class Chart {
     charts.delete(this);
   }
 
-  /** Show series, and a line at each of the steps `marks`. */
+  /** Show series, and a line at each of `marks`: [step, kind]. */
   update(series, marks = []) {
     const key = JSON.stringify([series, settings, marks]);
     if (key === this.drawn) return;
-    const kinds = (list) => JSON.stringify([list.map((one) => [one.label, one.number, one.points]), this.behind]);
+    const kinds = (list) => JSON.stringify([list.map((one) => [one.label, one.number, one.points, one.curve.length]), this.behind]);
     const before = kinds(this.series);
     [this.drawn, this.series] = [key, series];
     this.behind = settings.smooth > 0 && !this.plain && series.length <= MOST_BEHIND;
-    this.marks = settings.x === "tokens" && series[0]?.tokens?.[0].length ? along(marks, series[0].tokens) : marks;
+    const places = (steps, tokens) => (settings.x === "tokens" && !this.axis && tokens?.[0].length ? along(steps, tokens) : steps);
+    const sorted = [...marks].sort(([a], [b]) => a - b), at = places(sorted.map(([step]) => step), series[0]?.tokens);
+    this.marks = sorted.map(([, kind], i) => [at[i], kind]);
+    for (const one of series) this.marks.push(...places((one.gaps ?? []).map(([step]) => step), one.tokens).map((place) => [place, "gap"]));
     const isSame = before === kinds(series);
-    const tables = [...series.map((one) => this.table(one, settings.smooth)), ...(this.behind ? series.map((one) => this.table(one, 0)) : [])];
+    const main = series.map((one) => this.table(one, settings.smooth));
+    const behind = this.behind ? series.map((one) => this.table(one, 0)) : [];
+    this.bands = series.map((one, i) => [one, i]).filter(([{ curve }]) => curve.length > 2);
+    const bands = this.bands.flatMap(([one]) => [3, 2].map((side) => this.table({ ...one, curve: [one.curve[0], one.curve[side]] }, 0)));
+    const tables = [...main, ...behind, ...bands];
+    this.firstBand = 1 + main.length + behind.length;
     this.data = tables.length ? (tables.length === 1 ? tables[0] : uPlot.join(tables)) : [[], []];
     if (!isSame) this.showLegend();
     this.describe();
@@ -118,7 +133,7 @@ class Chart {
     const [ink, grid] = [colour("--muted"), colour("--grid")];
     const axis = { stroke: ink, font: "12px system-ui, sans-serif", grid: { stroke: grid, width: 1 }, ticks: { show: false } };
     const many = this.series.length > 12;
-    const tick = (value) => (Math.abs(value) >= 1e4 ? format.scaled(value).replace(/\.0+(?=[kMGT])/, "") : format.number(value));
+    const tick = (value) => (Math.abs(value) >= 1e4 ? format.scaled(value, (number) => String(Number(number.toPrecision(3)))) : format.number(value));
     const line = (one, more) => ({
       label: one.label, stroke: seriesColour(one.number), width: one.only ? 0 : many ? 1 : 1.6, spanGaps: true,
       dash: one.number >= 10 ? [6, 4] : undefined, show: !this.hidden.has(one.label),
@@ -127,33 +142,36 @@ class Chart {
       ...more,
     });
     this.uplot = new uPlot({
-      width, height: this.height, padding: [8, 12, 0, 0],
+      width, height: this.height, padding: [8, 26, 0, 0],
       scales: { x: { time: false, distr: this.logX ? 3 : 1 }, y: { distr: this.isLog ? 3 : 1 } },
       axes: [
-        { ...axis, ...(this.whole ? { incrs: WHOLE } : {}), space: 70, size: 28, label: this.axisName, labelSize: 20, labelFont: "12px system-ui, sans-serif", labelGap: 0, values: (_, ticks) => ticks.map((at) => (at === null ? "" : tick(at))) },
+        { ...axis, ...(this.whole ? { incrs: WHOLE } : {}), space: 70, size: 28, label: this.axisName, labelSize: 20, labelFont: "12px system-ui, sans-serif", labelGap: 0, values: (_, ticks) => ticks.map((at) => (at === null ? "" : this.names ? this.names[at] ?? "" : tick(at))) },
         { ...axis, size: 58, values: (_, ticks) => ticks.map((at) => (at === null ? "" : this.form === format.share ? `${+(100 * at).toPrecision(3)}%` : tick(at))) },
       ],
-      series: [{}, ...this.series.map((one) => line(one)), ...(this.behind ? this.series.map((one) => line(one, { alpha: one.points ? 0 : 0.25, width: 1, points: { show: false } })) : [])],
+      series: [{}, ...this.series.map((one) => line(one)), ...(this.behind ? this.series.map((one) => line(one, { alpha: one.points ? 0 : 0.25, width: 1, points: { show: false } })) : []), ...this.bands.flatMap(([one]) => [0, 1].map(() => line(one, { alpha: 0.5, width: 0.7, points: { show: false } })))],
+      bands: this.bands.map(([one], i) => ({ series: [this.firstBand + 2 * i, this.firstBand + 2 * i + 1], fill: faint(seriesColour(one.number)) })),
       legend: { show: false },
       focus: { alpha: many ? 0.25 : 1 },
-      cursor: { drag: { x: true, y: false, dist: 6 }, focus: { prox: 40 }, points: { size: 7 } },
+      cursor: { drag: { x: true, y: false, dist: 6 }, focus: { prox: 40 }, points: { size: 7, show: (u, i) => (i < this.firstBand ? cursorPoint() : null) } },
       hooks: { drawClear: [(u) => this.drawMarks(u)], setCursor: [() => this.tell()], setScale: [(u, name) => name === "x" && this.noteZoom()] },
     }, this.data, this.plot);
     this.uplot.over.addEventListener("dblclick", () => { this.zoomed = false; });
   }
 
-  /** A dotted line where something began. */
+  /** A dotted line where a phase begins, a dashed one where training resumed, a short one where a value is not finite. */
   drawMarks(u) {
-    const { ctx, bbox } = u;
+    const { ctx, bbox } = u, bottom = bbox.top + bbox.height;
+    const looks = { phase: ["--muted", [2, 4], 1], resume: ["--live", [7, 4], 1], gap: ["--bad", [], 3] };
     ctx.save();
-    ctx.strokeStyle = colour("--muted");
-    ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
-    for (const mark of this.marks) {
-      const x = Math.round(u.valToPos(mark, "x", true));
-      if (x <= bbox.left || x >= bbox.left + bbox.width) continue;
+    for (const [mark, kind] of this.marks) {
+      const x = Math.round(u.valToPos(mark, "x", true)), [name, dash, width] = looks[kind];
+      if (x < bbox.left || x > bbox.left + bbox.width || (kind === "phase" && x === bbox.left)) continue;
+      ctx.strokeStyle = colour(name);
+      ctx.lineWidth = width * devicePixelRatio;
+      ctx.setLineDash(dash.map((part) => part * devicePixelRatio));
       ctx.beginPath();
-      ctx.moveTo(x, bbox.top);
-      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.moveTo(x, kind === "gap" ? bottom - 14 * devicePixelRatio : bbox.top);
+      ctx.lineTo(x, bottom);
       ctx.stroke();
     }
     ctx.restore();
@@ -228,9 +246,18 @@ class Chart {
       let at = index;
       const ys = this.data[i + 1];
       for (let away = 1; !isNumber(ys[at]) && away < xs.length; away += 1) at = isNumber(ys[index - away]) ? index - away : isNumber(ys[index + away]) ? index + away : at;
-      return [one.label, isNumber(ys[at]) ? this.form(ys[at]) : NONE, one.number, i];
+      const band = this.bands.findIndex(([, number]) => number === i), [high, low] = [0, 1].map((side) => this.data[this.firstBand + 2 * band + side]?.[at]);
+      const text = band >= 0 && isNumber(low) && isNumber(high) && low !== high ? ` (${this.form(low)} to ${this.form(high)})` : "";
+      return [one.label, isNumber(ys[at]) ? `${this.form(ys[at])}${text}` : NONE, one.number, i];
     });
-    return [[this.axisTitle(), isNumber(xs[index]) ? Math.round(xs[index]).toLocaleString("en-US") : NONE], ...values.filter(([label]) => !this.hidden.has(label))];
+    return [[this.axisTitle(), this.place(xs[index])], ...values.filter(([label]) => !this.hidden.has(label))];
+  }
+
+  /** A place on the x axis in words. */
+  place(x) {
+    if (!isNumber(x)) return NONE;
+    if (this.names) return this.names[x] ?? NONE;
+    return this.axis && !this.whole ? format.number(x) : format.integer(x);
   }
 
   /** Show what the cursor points at. */
@@ -262,16 +289,24 @@ class Chart {
         event.currentTarget.setAttribute("aria-pressed", String(show));
         this.uplot?.setSeries(i + 1, { show });
         if (this.behind) this.uplot?.setSeries(this.series.length + i + 1, { show });
+        const band = this.bands.findIndex(([, number]) => number === i);
+        if (band >= 0) for (const side of [0, 1]) this.uplot?.setSeries(this.firstBand + 2 * band + side, { show });
       },
     }, h("i", { class: `dot series-${one.number % 10}`, "aria-hidden": "true" }), one.label))));
   }
 
   /** What the chart is, in words. */
   describe() {
-    const ends = this.series.filter((one) => one.curve[1].length).map((one) => `${one.label}: ${this.form(one.curve[1].at(-1))} last, ${this.form(one.curve[1].reduce((a, b) => (b < a ? b : a)))} lowest`);
-    this.note.textContent = this.series.length === 1 && this.series[0].curve[1].length ? this.form(this.series[0].curve[1].at(-1)) : "";
+    const ends = this.series.filter((one) => one.curve[1].length).map((one) => `${one.label}: ${this.form(one.curve[1].at(-1))} last, ${this.form((one.curve[2] ?? one.curve[1]).reduce((a, b) => (b < a ? b : a)))} lowest, ${this.form((one.curve[3] ?? one.curve[1]).reduce((a, b) => (b > a ? b : a)))} highest`);
+    const gaps = this.series.filter((one) => one.gaps?.length).map((one) => {
+      const count = one.gaps.reduce((sum, [, number]) => sum + number, 0);
+      return `${one.label}: ${count.toLocaleString("en-US")} ${count === 1 ? "value" : "values"} not finite, first at step ${one.gaps[0][0].toLocaleString("en-US")}`;
+    });
+    const edge = this.series.find((one) => one.edge)?.edge;
+    if (edge) gaps.push(`${edge} far away, drawn at the edge`);
+    this.note.textContent = [...(this.series.length === 1 && !this.series[0].only && this.series[0].curve[1].length ? [this.form(this.series[0].curve[1].at(-1))] : []), ...gaps.slice(0, 3)].join(" · ");
     const count = this.series.length === 1 ? "1 curve" : `${this.series.length} curves`;
-    this.plot.setAttribute("aria-label", `${this.title}, ${count} over ${this.axisTitle()}. ${ends.slice(0, 6).join("; ")}. Arrow keys read values, plus and minus zoom, 0 shows all.`);
+    this.plot.setAttribute("aria-label", `${this.title}, ${count} over ${this.axisTitle()}. ${[...ends.slice(0, 6), ...gaps.slice(0, 6)].join("; ")}. Arrow keys read values, plus and minus zoom, 0 shows all.`);
   }
 }
 

@@ -47,21 +47,21 @@ const format = {
     if (!isNumber(value)) return value === null || value === undefined || value === "" ? NONE : String(value);
     if (Number.isInteger(value)) return value.toLocaleString("en-US");
     const size = Math.abs(value);
-    if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(3).replace(/\.?0+e/, "e").replace("e+", "e");
+    if (size !== 0 && (size < 1e-4 || size >= 1e6)) return value.toExponential(3).replace(/\.?0+e/, "e").replace("e+", "e");
     return String(Number(value.toPrecision(4)));
   },
   /** Four significant digits, also where the last are zeros: for a column. */
-  digits: (value) => (isNumber(value) && Math.abs(value) >= 1e-3 && Math.abs(value) < 1e4 ? value.toPrecision(4) : format.number(value)),
+  digits: (value) => (isNumber(value) && Math.abs(value) >= 1e-4 && Math.abs(value) < 1e4 ? value.toPrecision(4) : format.number(value)),
   loss: (value) => (isNumber(value) ? value.toFixed(4) : NONE),
   integer: (value) => (isNumber(value) ? Math.round(value).toLocaleString("en-US") : NONE),
   share: (value) => (isNumber(value) ? `${(100 * value).toFixed(1)}%` : NONE),
   gigabytes: (value) => (isNumber(value) ? `${value.toFixed(2)} GB` : NONE),
   /** 12.3k, 4.5M. */
-  scaled(value) {
+  scaled(value, digits = (number) => number.toFixed(1)) {
     if (!isNumber(value)) return NONE;
     for (const [size, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]])
-      if (Math.abs(value) >= size) return `${(value / size).toPrecision(3)}${unit}`;
-    return value.toPrecision(3);
+      if (Math.abs(value) >= size) return `${digits(value / size)}${unit}`;
+    return value.toFixed(0);
   },
   /** 42 s, 3 min 20 s, 2 h 5 min, 3 d 4 h. */
   duration(seconds) {
@@ -80,6 +80,9 @@ const format = {
     return `${day} ${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
   },
 };
+
+/** The newest value of a metric in words; the page gets null for one that is not finite. */
+const newest = (row, name, form) => (row[name] === null ? "not finite" : form(row[name]));
 
 const LIVING = new Set(["training", "searching", "running", "starting", "restarting", "stopping"]);
 const BAD = new Set(["failed", "lost", "stopped rank", "damaged, renamed"]);

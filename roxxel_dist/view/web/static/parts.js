@@ -7,8 +7,8 @@ const tiles = (list) => list.filter(([, text]) => text !== NONE && text !== null
 
 function runTiles({ row = {}, best, left_s, goodput, state }) {
   return tiles([
-    ["Training loss", format.loss(row.train_loss)],
-    ["Validation loss", format.loss(row.val_loss), isNumber(best) ? `best ${format.loss(best)}` : ""],
+    ["Training loss", newest(row, "train_loss", format.loss)],
+    ["Validation loss", newest(row, "val_loss", format.loss), isNumber(best) ? `best ${format.loss(best)}` : ""],
     ["Tokens per second", format.scaled(row.tokens_per_s), isNumber(row.ms_per_step) ? `${format.number(Math.round(row.ms_per_step))} ms per step` : ""],
     ["MFU", format.share(row.mfu)],
     ["Device memory", format.gigabytes(row.vram_gb)],

@@ -66,11 +66,11 @@ class ListView {
     return [
       { name: "name", title: "Name", value: ({ head }) => head.name, show: ({ id, short, head }) => h("a", { href: address("item", id), title: head.name }, short) },
       { name: "choose", title: "", keep: true, value: () => 0, show: ({ id, head }) => h("input", { type: "checkbox", "aria-label": `Plot and compare ${head.name}`, checked: this.chosen.has(id), onchange: (event) => { if (event.target.checked) this.chosen.add(id); else this.chosen.delete(id); this.update(this.items); } }) },
-      { name: "state", title: "State", value: ({ head }) => head.state, show: ({ head }) => badge(head.state) },
+      { name: "state", title: "State", value: ({ head }) => head.state, show: ({ head }) => h("span", {}, badge(head.state), head.read < 1 ? ` reading ${format.share(head.read)}` : "") },
       number("step", "Step", format.integer, ({ head }) => head.step),
       { name: "done", title: "Done", numeric: true, value: ({ head }) => (head.last_step ? head.step / head.last_step : null), show: ({ head }) => (head.last_step ? format.share(Math.min(1, head.step / head.last_step)) : NONE) },
-      number("train_loss", "Loss", format.loss, ({ head }) => head.row.train_loss),
-      number("val_loss", "Validation", format.loss, ({ head }) => head.row.val_loss),
+      { ...number("train_loss", "Loss", format.loss, ({ head }) => head.row.train_loss), show: ({ head }) => newest(head.row, "train_loss", format.loss) },
+      { ...number("val_loss", "Validation", format.loss, ({ head }) => head.row.val_loss), show: ({ head }) => newest(head.row, "val_loss", format.loss) },
       number("best", "Best", format.loss, ({ head }) => head.best),
       number("rate", "Tokens/s", format.scaled, ({ head }) => head.row.tokens_per_s),
       number("mfu", "MFU", format.share, ({ head }) => head.row.mfu),
@@ -102,7 +102,7 @@ class ListView {
     const wanted = this.chosen.size ? rows.filter(({ id }) => this.chosen.has(id)) : rows;
     const drawn = wanted.slice(0, MOST_CURVES);
     this.curves.hidden = !this.cards.run.hidden === false;
-    this.chart.update(drawn.map(({ short, sections }, i) => ({ label: short, curve: sections[`curve/${this.metric}`], tokens: sections["curve/tokens"], number: i, points: this.metric === "val_loss" && sections[`curve/${this.metric}`][0].length < 40 })));
+    this.chart.update(drawn.map(({ short, sections }, i) => ({ label: short, curve: sections[`curve/${this.metric}`], tokens: sections["curve/tokens"], gaps: sections.gaps?.[this.metric], number: i, points: this.metric === "val_loss" && sections[`curve/${this.metric}`][0].length < 40 })));
     this.note.textContent = wanted.length > drawn.length ? `The first ${drawn.length} of ${wanted.length} are drawn: sort or select others.` : "";
     this.compare.disabled = this.chosen.size < 2 || this.chosen.size > MOST_COMPARED;
     this.compare.textContent = this.chosen.size ? `Compare ${this.chosen.size}` : "Compare";
@@ -157,9 +157,9 @@ class ChartGrid {
     }
     let number = 0;
     const { marks } = this;
-    const series = runs.flatMap(({ name, curves }, i) => members.filter((member) => curves[member]).map((member) => ({
+    const series = runs.flatMap(({ name, curves, gaps }, i) => members.filter((member) => curves[member]).map((member) => ({
       label: runs.length > 1 ? (members.length > 1 ? `${name}: ${member}` : name) : member.replace(/^(val_)?loss\//, ""),
-      curve: curves[member], tokens: curves.tokens, number: runs.length > 1 ? i + (member === "val_loss" ? 10 : 0) : number++,
+      curve: curves[member], tokens: curves.tokens, gaps: gaps?.[member], number: runs.length > 1 ? i + (member === "val_loss" ? 10 : 0) : number++,
       points: member.startsWith("val_loss") && curves[member][0].length < 60,
     })));
     this.charts.get(title).update(series, marks);
@@ -178,20 +178,23 @@ class RunView {
     this.phases = part();
     this.tiles = h("dl", { class: "tiles" });
     this.grid = new ChartGrid();
+    this.marks = h("span", { class: "note" });
+    this.controls = chartControls(() => this.draw());
+    this.controls.append(this.marks);
     this.blend = part();
     this.ranks = part();
     this.time = part();
     this.checkpoints = part();
     this.config = h("details", { class: "card" }, h("summary", {}, "Config"), h("div"));
-    this.element = h("div", {}, this.title, this.phases, this.tiles, chartControls(() => this.draw()), this.grid.first, this.ranks, h("div", { class: "columns" }, this.blend, this.time, this.checkpoints), this.grid.rest, this.config);
+    this.element = h("div", {}, this.title, this.phases, this.tiles, this.controls, this.grid.first, this.ranks, h("div", { class: "columns" }, this.blend, this.time, this.checkpoints), this.grid.rest, this.config);
   }
 
   update([[, sections]]) {
     this.sections = sections;
     const head = sections.head;
     if (!head) return;
-    fill(this.title, [head.name, head.title, head.tags, head.state, head.path], () => [
-      h("h1", {}, head.name, badge(head.state)),
+    fill(this.title, [head.name, head.title, head.tags, head.state, head.path, head.read], () => [
+      h("h1", {}, head.name, badge(head.state), head.read < 1 ? h("small", { class: "note" }, `reading its logs: ${format.share(head.read)}`) : null),
       head.title || head.tags?.length ? h("p", { class: "about" }, [head.title, ...head.tags.map((tag) => `#${tag}`)].filter(Boolean).join("  ")) : null,
     ]);
     if (sections.phases) {
@@ -208,8 +211,11 @@ class RunView {
   }
 
   draw() {
-    const begins = (this.sections.phases?.phases ?? []).slice(1).map(({ first }) => first);
-    this.grid.update([{ name: this.sections.head?.name, curves: curvesOf(this.sections) }], begins);
+    const begins = (this.sections.phases?.phases ?? []).slice(1).map(({ first }) => [first, "phase"]);
+    const resumes = (this.sections.resumes ?? []).map((step) => [step, "resume"]);
+    const words = [begins.length ? "dotted lines: phases begin" : "", resumes.length ? `dashed lines: training went on after a restart (${resumes.length})` : ""].filter(Boolean).join(" · ");
+    this.marks.textContent = words;
+    this.grid.update([{ name: this.sections.head?.name, curves: curvesOf(this.sections), gaps: this.sections.gaps }], [...begins, ...resumes]);
   }
 
   close() {
@@ -227,11 +233,11 @@ class CompareView {
   }
 
   update(items) {
-    this.runs = items.filter(([, sections]) => sections.head?.kind === "run").map(([id, sections]) => ({ id, head: sections.head, config: sections.config ?? {}, name: sections.head.name, curves: curvesOf(sections) }));
+    this.runs = items.filter(([, sections]) => sections.head?.kind === "run").map(([id, sections]) => ({ id, head: sections.head, config: sections.config ?? {}, name: sections.head.name, curves: curvesOf(sections), gaps: sections.gaps }));
     const names = this.runs.map(({ name }) => name);
     const rows = [
       ["State", ({ head }) => head.state], ["Step", ({ head }) => format.integer(head.step)],
-      ["Training loss", ({ head }) => format.loss(head.row.train_loss)], ["Validation loss", ({ head }) => format.loss(head.row.val_loss)],
+      ["Training loss", ({ head }) => newest(head.row, "train_loss", format.loss)], ["Validation loss", ({ head }) => newest(head.row, "val_loss", format.loss)],
       ["Best validation loss", ({ head }) => format.loss(head.best)], ["Tokens read", ({ head }) => format.scaled(head.row.tokens)],
       ["Tokens per second", ({ head }) => format.scaled(head.row.tokens_per_s)], ["MFU", ({ head }) => format.share(head.row.mfu)], ["Goodput", ({ head }) => format.share(head.goodput)],
     ].map(([title, text]) => [title, ...this.runs.map(text)]).filter(([, ...texts]) => texts.some((text) => text !== NONE));
@@ -282,7 +288,7 @@ class StudyView {
     this.trials = Object.entries(sections).filter(([name]) => name.startsWith("trial/")).map(([, trial]) => trial).sort((a, b) => a.number - b.number);
     const rows = this.trials.map(({ params }) => params);
     const all = [...new Set([...(sections.parameters ?? []), ...rows.flatMap((row) => Object.keys(row))])];
-    this.names = all.filter((name) => rows.some((row) => row[name] !== rows[0][name]));
+    this.names = all.filter((name) => new Set(rows.map((row) => JSON.stringify(row[name]))).size > 1);
     fill(this.title, [head.name, head.state], () => h("h1", {}, head.name, badge(head.state)));
     this.lead.textContent = `${head.method}, ${head.goal} ${head.metric}; scheduler: ${head.scheduler ?? "none"}`;
     fill(this.tiles, head, () => tiles([
@@ -294,8 +300,8 @@ class StudyView {
     if (sections.importance) fill(this.importance, sections.importance, importanceCard);
     if (sections.mixture) fill(this.mixture, sections.mixture, (found) => mixtureCards(found, head));
     this.parallelCard.hidden = !this.names.length || !this.trials.some(({ value }) => isNumber(value));
-    if (!this.parallelCard.hidden) this.parallel.update(this.trials, this.names, head.metric, head.goal, sections.log ?? []);
-    this.logNames = new Set(sections.log ?? []);
+    if (!this.parallelCard.hidden) this.parallel.update(this.trials, this.names, head.metric, head.goal, sections.scales ?? {});
+    this.scales = sections.scales ?? {};
     this.draw();
     this.list();
   }
@@ -307,16 +313,20 @@ class StudyView {
     const numbers = ended.map(({ number }) => number);
     const [low, high] = ended.length ? limitsOf(ended.map(({ value }) => value)) : [0, 0];
     const inside = (value) => Math.min(high, Math.max(low, value));
-    this.best.update(ended.length ? [{ label: "best so far", curve: [numbers, lowest.map(inside)], number: 0, step: true }, { label: "trial", curve: [numbers, ended.map(({ value }) => inside(value))], number: 1, only: true }] : []);
+    const edge = ended.filter(({ value }) => value < low || value > high).length;
+    this.best.update(ended.length ? [{ label: "best so far", curve: [numbers, lowest.map(inside)], number: 0, step: true }, { label: "trial", curve: [numbers, ended.map(({ value }) => inside(value))], number: 1, only: true, edge }] : []);
     for (const name of this.names) {
-      const dots = ended.filter(({ params }) => isNumber(params[name])).map(({ params, value }) => [params[name], inside(value)]).sort(([a], [b]) => a - b);
+      const scale = this.scales[name] ?? {};
+      const keys = scale.choices?.map((value) => JSON.stringify(value));
+      const place = (value) => (keys ? keys.indexOf(JSON.stringify(value)) : value);
+      const dots = ended.map(({ params, value }) => [place(params[name]), inside(value)]).filter(([x]) => isNumber(x) && x >= (keys ? 0 : -Infinity)).sort(([a], [b]) => a - b);
       if (new Set(dots.map(([x]) => x)).size < 4) continue;
       if (!this.sliceCharts.has(name)) {
-        const chart = new Chart(`${this.head.metric} over ${name}`, { height: 200, axis: name, plain: true, logX: dots[0][0] > 0 && (this.logNames.has(name) || dots.at(-1)[0] / dots[0][0] > 30) });
+        const chart = new Chart(`${this.head.metric} over ${name}`, { height: 200, axis: name, plain: true, logX: dots[0][0] > 0 && Boolean(scale.log), names: scale.choices?.map(valueText) });
         this.sliceCharts.set(name, chart);
         this.slices.append(h("div", { class: "card" }, chart.element));
       }
-      this.sliceCharts.get(name).update([{ label: this.head.metric, curve: [dots.map(([x]) => x), dots.map(([, y]) => y)], number: 1, only: true }]);
+      this.sliceCharts.get(name).update([{ label: this.head.metric, curve: [dots.map(([x]) => x), dots.map(([, y]) => y)], number: 1, only: true, edge }]);
     }
   }
 
@@ -332,7 +342,7 @@ class StudyView {
         { name: "state", title: "State", value: ({ state }) => state, show: ({ state }) => badge(state) },
         { name: "step", title: "Step", numeric: true, value: ({ reports }) => reports[0].at(-1) },
         { name: "time", title: "Time", numeric: true, value: ({ seconds }) => seconds, show: ({ seconds }) => format.duration(seconds) },
-        ...this.names.map((name) => ({ name: `p ${name}`, title: name, numeric: this.trials.every(({ params }) => params[name] === undefined || isNumber(params[name])), value: ({ params }) => params[name] })),
+        ...this.names.map((name) => ({ name: `p ${name}`, title: name, numeric: this.trials.every(({ params }) => params[name] === undefined || isNumber(params[name])), value: ({ params }) => params[name], show: ({ params }) => valueText(params[name]) })),
         { name: "why", title: "Why it ended or paused", value: ({ why }) => why ?? "", show: ({ why }) => why ?? "" },
       ];
       const table = new SortedTable({ caption: "Trials", columns, key: ({ number }) => number, sort: "value", descending: this.head.goal === "maximize", mark: ({ number }) => (number === this.head.best_trial ? "best" : "") });
