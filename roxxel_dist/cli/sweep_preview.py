@@ -6,7 +6,7 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.output.bar import clock
 from roxxel_dist.run.curriculum import check_data
-from roxxel_dist.sweep.driver.run import exponent_notes
+from roxxel_dist.sweep.driver.run import value_notes
 from roxxel_dist.sweep.driver.sweep_run import SweepRun
 from roxxel_dist.sweep.samplers import SpaceExhausted
 from roxxel_dist.sweep.study.folder import flat, short
@@ -36,7 +36,7 @@ def preview(run: SweepRun) -> str:
             f"devices: {options.hosts_per_trial} host(s) and {options.procs_per_trial} process(es) a trial"
             f"{'' if gpus is None else f', {gpus} GPU(s) on each host'}, in {where}",
             _hours(run),
-            *exponent_notes(run.sweep),
+            *value_notes(run.sweep),
         ]
     )
 

@@ -158,8 +158,8 @@ class Controller:
 
     def _look_at_clock(self) -> None:
         """Pause all where the time of the search is over."""
-        limit = self.options.max_hours
-        if limit is not None and not self._hours_spent and self._history.hours(time.time()) >= limit:
+        limit, now = self.options.max_hours, self.journal.awake
+        if limit is not None and not self._hours_spent and self._history.hours(now) >= limit:
             self._hours_spent = True
             self._decided(self.decisions.pause_all("max_hours", HOURS_SPENT))
 

@@ -1,6 +1,5 @@
 """A sweep from its command line: the study, the sampler, the controller, and the last words."""
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -181,18 +180,9 @@ def _body(run: SweepRun) -> Callable[[Mapping[str, Any]], Iterator[Event]]:
     return run_trial if run.server is None else agent_trial
 
 
-def exponent_notes(sweep: Sweep) -> list[str]:
-    """A line for each `log_uniform` whose min and max look like values: W&B takes exponents there."""
-    lines: list[str] = []
-    for parameter in sweep.space.free:
-        low, high = (parameter.distribution.quantile(u) for u in (0.0, 1.0))
-        if parameter.distribution.name == "log_uniform" and 1 < low <= high < math.e:
-            bounds = f"{math.log(low):.4g} to {math.log(high):.4g}"
-            lines.append(
-                f"{parameter.name}: log_uniform takes exponents, so its values are {low:.4g} to {high:.4g}; for values "
-                f"of {bounds}, use log_uniform_values"
-            )
-    return lines
+def value_notes(sweep: Sweep) -> list[str]:
+    """A line for each parameter whose distribution may draw other values than its file seems to say."""
+    return [f"{each.name}: {each.distribution.note}" for each in sweep.space.parameters if each.distribution.note]
 
 
 def _notes(run: SweepRun) -> list[str]:
@@ -201,7 +191,7 @@ def _notes(run: SweepRun) -> list[str]:
     cap, count = run.sweep.run_cap, run.options.count
     if cap is not None and (count or 0) > cap:
         lines.append(f"--count {count} is more than the run_cap of the sweep's file: it ends at {cap}")
-    lines += exponent_notes(run.sweep)
+    lines += value_notes(run.sweep)
     if run.is_new and run.program is None and "grad_accum" in run.swept_fields and not run.has_phases:
         lines.append(
             "batch_size is the rows of the global batch, and grad_accum its micro-batches: an earlier version trained "

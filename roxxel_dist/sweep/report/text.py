@@ -7,6 +7,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.place.directory import CONFIG
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
+from roxxel_dist.sweep.space.values import as_text, to_json
 from roxxel_dist.sweep.study.folder import LEFT_OUT, Study, flat, short
 from roxxel_dist.sweep.study.journal import State, Trial
 from roxxel_dist.utils.display import aligned
@@ -28,7 +29,7 @@ def varied(study: Study) -> list[str]:
     """The parameters that the trials do not all share, those of the space first."""
     rows = [flat(trial.params) for trial in study.history.trials.values()]
     names = dict.fromkeys([*study.sweep.space.names, *(name for row in rows for name in row)])
-    return [name for name in names if any(row.get(name, LEFT_OUT) != rows[0].get(name, LEFT_OUT) for row in rows)]
+    return [name for name in names if len({as_text(row.get(name, LEFT_OUT)) for row in rows}) > 1]
 
 
 def summary(study: Study) -> str:
@@ -69,7 +70,7 @@ def as_json(study: Study) -> dict[str, Any]:
     """Everything that a program may want to know of a study."""
     fields = ("state", "params", "value", "seconds", "attempts", "reports", "reason", "more")
     trials = [
-        {"trial": trial.number, **{name: getattr(trial, name) for name in fields}}
+        {"trial": trial.number, **{name: getattr(trial, name) for name in fields}, "params": to_json(trial.params)}
         for trial in study.history.trials.values()
     ]
     best = study.done[0].number if study.done else None

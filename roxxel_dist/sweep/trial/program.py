@@ -15,7 +15,7 @@ from typing import Any
 
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.sweep.trial.process import environment, launch_command
+from roxxel_dist.sweep.trial.process import environment, launch_command, prompt_reports
 from roxxel_dist.sweep.trial.rank import CONFIG_ENV, PARAMETERS_ENV, write_parameters
 from roxxel_dist.sweep.trial.tail import MARK, trial_token
 from roxxel_dist.sweep.trial.task import TrialTask
@@ -94,6 +94,7 @@ def prepare(task: TrialTask, folder: Path) -> tuple[list[str], dict[str, str]]:
         PARAMETERS_ENV: str(folder / PARAMETERS),
         "WANDB_RUN_GROUP": folder.parent.parent.name,
         "WANDB_ERROR_REPORTING": "false",
+        **prompt_reports(),
         **({"WANDB_PROJECT": task.config["wandb_project"]} if task.config.get("wandb_project") else {}),
         **task.environment,
     }

@@ -14,6 +14,7 @@ from roxxel_dist.place.directory import CONFIG
 from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.run.report import read_fields
 from roxxel_dist.sweep.report.text import STATES
+from roxxel_dist.sweep.space.distributions import EXACT
 from roxxel_dist.sweep.study.folder import flat
 from roxxel_dist.sweep.study.journal import Trial
 from roxxel_dist.train.log.timeline import SPENT
@@ -125,10 +126,18 @@ def _trial(trial: Trial) -> dict[str, Any]:
     stop = trial.stop if trial.state in ("stopped", "paused") else None
     return {
         "number": trial.number, "state": STATES[trial.state], "value": trial.value, "seconds": trial.seconds,
-        "attempts": trial.attempts, "node": trial.node, "params": flat(trial.params), "began": trial.began,
+        "attempts": trial.attempts, "node": trial.node, "params": _params(trial), "began": trial.began,
         "why": f"{stop['rule']} at step {stop['step']}" if stop else trial.reason,
         "reports": _columns(trial.reports, LISTED_POINTS),
     }  # fmt: skip
+
+
+def _params(trial: Trial) -> dict[str, Any]:
+    """The parameters, without nesting; inf and nan as texts, and whole numbers that JavaScript would round."""
+    return {
+        name: str(value) if isinstance(value, int | float) and not abs(value) <= EXACT else value
+        for name, value in flat(trial.params).items()
+    }
 
 
 def _job(state: JobState, brief: bool) -> Iterator[tuple[str, Any]]:
