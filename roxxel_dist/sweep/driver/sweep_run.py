@@ -97,6 +97,13 @@ class SweepRun:
         return {name for name in names if not is_of_phases(name)}
 
     @property
+    def varied_fields(self) -> set[str]:
+        """The fields of a Config that are not the same in all trials: those that are derived, or that `when` leaves
+        out in some, too."""
+        free = {field_of(parameter) for parameter in self.sweep.space.free}
+        return free | (self.swept_fields & {*self.sweep.rules.derived, *self.sweep.rules.when})
+
+    @property
     def has_phases(self) -> bool:
         """Whether the trials, or some of them, have phases."""
         return bool(self.config.phases) or "phases" in self.swept_fields

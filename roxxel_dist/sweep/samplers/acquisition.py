@@ -22,7 +22,7 @@ says no more than that, and would make all others look alike."""
 AHEAD = 3.0
 """A value further ahead of the next one than so many times that one is ahead of the median counts as that far: one
 number that a bug has made would hide all differences between the others."""
-APART = 0.02
+APART = 0.01
 """How far apart parallel trials are, at least along one axis, as a share of its range."""
 ROWS_AT_ONCE = 128
 SOFTENING = 0.1

@@ -232,7 +232,7 @@ def _categorical(name: str, given: Mapping[str, Any]) -> Distribution:
 
 def _are_ordered(values: Sequence[Any]) -> bool:
     """Whether they are numbers, which nan is not."""
-    return all(is_number(value) and value == value for value in values)
+    return all(is_number(value) and not (isinstance(value, float) and math.isnan(value)) for value in values)
 
 
 def _int_uniform(given: Mapping[str, Any]) -> Distribution:

@@ -187,10 +187,8 @@ def _check_numbers(node: Any, locator: YamlLocator, path: Keys = ()) -> None:
         text = value.value.replace("_", "")
         digits = text.lstrip("-+")
         if ":" in digits or (digits.isdigit() and digits != "0" and digits.startswith("0")):
-            number, of = (f"{int(digits, 8)}", "octal") if ":" not in digits else ("in units of 60", "a time")
-            raise locator.error(
-                here, f"{value.value} is {number} in YAML ({of}): write the number, or quotes around it"
-            )
+            meant = "a number in units of 60" if ":" in digits else f"{int(digits, 8)}, for it begins with 0 (octal)"
+            raise locator.error(here, f"in YAML {value.value} is {meant}: write the number, or quotes around it")
         if value.tag.endswith(":float") and EXPONENT.fullmatch(text):
             number = float(text)
             if math.isinf(number) or (number == 0 and digits.lower().partition("e")[0].strip("0.")):
@@ -297,8 +295,8 @@ def _parameters(specs: Mapping[str, Any], path: tuple[str, ...], locator: YamlLo
             continue
         try:
             # A text such as "1e-3" among the values is a text; as a bound it can only be a number.
-            spec = {name: each if name in ("value", "values") else with_numbers(each) for name, each in spec.items()}
-            yield Parameter(path=tuple(here[1::2]), distribution=distribution(spec))
+            given = {name: each if name in ("value", "values") else with_numbers(each) for name, each in spec.items()}
+            yield Parameter(path=tuple(here[1::2]), distribution=distribution(given))
         except ValueError as error:
             # The message names the key.
             place = _place_of(spec)

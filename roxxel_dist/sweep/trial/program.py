@@ -38,6 +38,11 @@ def command_of(
     Raises ValueError where there is no such program in the directory (None: that of this process).
     """
     words = list(command or DEFAULT_COMMAND)
+    if (first := MACRO.fullmatch(str(words[0]))) and first[1].startswith("args"):
+        raise UserError(
+            f"command: its first word is {words[0]}, a parameter, and no program: begin with ${{interpreter}} or with "
+            f"${{env}}, and name ${{program}}"
+        )
     if "${program}" not in words:
         return words if command else None
     if program is None:
