@@ -72,7 +72,7 @@ RIGHT = {
     "lr: {values: [1e-3, '1e-4']}": "",
     "warmup_steps: {values: [null, 4]}": "",
     "lr: {min: 0.0, max: 0.1}": "",  # an end need not be drawn
-    "context_window: {values: [8]}\n  sliding_window: {values: [true, false]}": "when: {context_window: sliding_window}",
+    "context_window: {value: 8}\n  sliding_window: {values: [true, false]}": "when: {context_window: sliding_window}",
 }
 
 

@@ -7,9 +7,9 @@ trial that had finished must detect that when it runs again, and report its resu
 grow with the number of trials.
 """
 
-import math
 import os
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -342,4 +342,4 @@ class Controller:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max

@@ -45,7 +45,7 @@ def check_values(run: SweepRun) -> None:
 
 
 def _values(kind: Distribution) -> Iterator[tuple[list[str | int], Any]]:
-    """(the keys that lead to it, the value) of what is listed, or of some places of a range."""
+    """(the keys that lead to it, the value) of each listed value, or of some places of a range."""
     if kind.choices is None:
         yield from (([], kind.quantile(u)) for u in INSIDE)
     elif isinstance(kind.choices, range):

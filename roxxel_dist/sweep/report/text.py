@@ -40,6 +40,10 @@ def summary(study: Study) -> str:
         best = study.done[0]
         params = ", ".join(f"{name} {short(value)}" for name, value in flat(best.params).items())
         lines += [f"best {sweep.metric}: {best.value:.6g}, trial {best.number}: {params}"]
+        if best.reports and (last := best.reports[-1][1]) != best.value:
+            lines += [
+                f"(a value is the best of all reports of a trial; the last one of trial {best.number} is {last:.6g})"
+            ]
     return "\n".join(printable(line) for line in lines)
 
 

@@ -136,7 +136,7 @@ SPREAD = 0x9E3779B97F4A7C15
 """An odd number: its multiples spread the last digits of integers that a float does not tell apart."""
 ENDS = (0.0, 1.0)
 FAR = 1e20
-"""Values of a `log_uniform` that nobody means."""
+"""A `log_uniform` up to such a value is a mistake."""
 
 
 def distribution(spec: Mapping[str, Any]) -> Distribution:

@@ -192,7 +192,7 @@ def _check_numbers(node: Any, locator: YamlLocator, path: Keys = ()) -> None:
         if value.tag.endswith(":float") and EXPONENT.fullmatch(text):
             number = float(text)
             if math.isinf(number) or (number == 0 and digits.lower().partition("e")[0].strip("0.")):
-                raise locator.error(here, f"{value.value} is {number:g} as a float: write what shall be used")
+                raise locator.error(here, f"{value.value} is {number:g} as a float: write another number")
 
 
 def _sweep(content: Mapping[str, Any], locator: YamlLocator, extras: Mapping[str, Any], other: YamlLocator) -> Sweep:

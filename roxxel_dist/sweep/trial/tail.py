@@ -9,6 +9,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from roxxel_dist.sweep.space.distributions import is_finite, is_number
 from roxxel_dist.sweep.space.values import shown
 from roxxel_dist.sweep.trial.metrics import MetricsTail, Report
 from roxxel_dist.sweep.trial.rank import MARK
@@ -188,4 +189,6 @@ def _number(value: Any) -> float | None:
     """A value as a number; the client writes those that are not finite as text."""
     if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
         return math.nan
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not is_number(value):
+        return None
+    return float(value) if is_finite(value) else math.nan
