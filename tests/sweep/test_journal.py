@@ -237,7 +237,7 @@ def test_a_line_costs_the_same_in_a_long_study(tmp_path, capsys):
     assert "trial 2 stopped early: val_loss 1.5; best 1.5 of trial 2" in capsys.readouterr().err
 
 
-def test_hours_are_those_of_a_driver_that_is_awake(tmp_path: Path) -> None:
+def test_hours_are_those_of_a_driver_that_is_awake(tmp_path: Path):
     """A laptop that sleeps for eight hours, or a clock that is set, has not searched for so long."""
     history = History()
     history.apply({**STUDY, "time": 0.0, "awake": 1.0})

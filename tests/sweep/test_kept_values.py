@@ -275,4 +275,4 @@ def test_a_value_that_is_no_number_is_told() -> None:
         trial, _ = search.ask()
         search.tell(trial, endless)  # it failed
     trial, _ = search.ask()
-    search.tell(trial, np.float32(0.5))
+    search.tell(trial, np.float32(0.5))  # pyright: ignore[reportArgumentType]

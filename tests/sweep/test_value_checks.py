@@ -25,7 +25,8 @@ def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         Path("extras.yaml").write_text(extras)
         given = ["--extras", "extras.yaml"] if extras else []
         code = main(["sweep", "--sweep_config", "s.yaml", "--data_path", "text.txt", "--dry_run", *given, *words])
-        return code, *capsys.readouterr()
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
 
     return run
 

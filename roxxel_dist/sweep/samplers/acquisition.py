@@ -245,6 +245,12 @@ def _centred(values: Sequence[float] | np.ndarray) -> np.ndarray:
     return np.ldexp(known, -np.frexp(unit)[1])
 
 
+def diverged(values: np.ndarray) -> np.ndarray:
+    """Which values are so far behind the others that they count as less: bool[n] for float64[n], n >= 1."""
+    known = _centred(values)
+    return known > OUTLIER * _spread(known)
+
+
 def _shrunk(known: np.ndarray) -> np.ndarray:
     """Values over a power of two, so that none is above 1."""
     return np.ldexp(known, -np.frexp(np.abs(known).max())[1])
