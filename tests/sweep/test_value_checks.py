@@ -9,6 +9,8 @@ import yaml
 from reader import ROOT
 
 from roxxel_dist.cli import main
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.sweep import make, replay
 from roxxel_dist.sweep.space.distributions import distribution
 
 Dry = Callable[..., tuple[int, str, str]]
@@ -182,3 +184,14 @@ def test_shipped_searches_rank_by_what_compares(dry: Dry, name: str) -> None:
     assert code == 0, said
     code, _, said = dry(re.sub("name: val_bpb", "name: val_loss", text), "--count", "2")
     assert code == (2 if tokens else 0), said
+
+
+def test_a_search_of_python_too() -> None:
+    tokenizers = {"tokenizer_type": {"values": ["char", "bpe"]}, "dim": {"values": [32, 64]}}
+    named = {"metric": {"name": "val_loss"}, "parameters": tokenizers}
+    for search in (make, lambda sweep: replay(sweep, lambda params: [1.0], seed=1, budget_steps=5)):
+        with pytest.raises(UserError, match=r"metric\.name: val_loss is per token, and tokenizer_type changes what"):
+            search(named)
+    make({**named, "metric": {"name": "val_bpb"}})
+    make({**named, "program": "own.py"})  # it may mean anything by the name
+    make({"parameters": tokenizers})  # it may tell anything

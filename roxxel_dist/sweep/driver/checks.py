@@ -10,10 +10,16 @@ from roxxel_dist.settings.global_batch import predates
 from roxxel_dist.sweep.driver.sweep_run import SweepRun, field_of
 from roxxel_dist.sweep.schedulers import PAUSING
 from roxxel_dist.sweep.schedulers.hyperband import bands
-from roxxel_dist.sweep.space.sweep_file import MEANS, REMOVED_RULES, InfeasibleError, Sweep, nearest
+from roxxel_dist.sweep.space.sweep_file import (
+    MEANS,
+    PER_TOKEN,
+    REMOVED_RULES,
+    InfeasibleError,
+    Sweep,
+    check_per_token,
+    nearest,
+)
 
-PER_TOKEN = {"val_loss": "val_bpb", "train_loss": "val_bpb", "train_eval_loss": "val_bpb", "mean_loss": "mean_bpb"}
-"""Metrics per token, before any `/`, and what measures the same per byte."""
 LOGGED = (
     "val_loss", "val_bpb", "train_loss", "train_eval_loss", "train_bal", "val_bal", "ms_per_step", "tokens_per_s",
     "tokens", "phase", "lr", "grad_norm", "update_norm", "vram_gb", "ram_gb", "mfu",
@@ -51,14 +57,7 @@ def check_comparable(run: SweepRun) -> None:
             f"`validation` in all trials, in the config",
         )
     if (names := changing_tokens(run)) and not _own(run):
-        loss, slash, of_set = sweep.metric.partition("/")
-        better = f"val_bpb{slash}{of_set}" if loss == "val_loss" else PER_TOKEN[loss]
-        weights = ", weights: {…}" if sweep.weights else ""
-        raise _of_metric(
-            sweep,
-            f"{sweep.metric} is per token, and {_change(names)} what a token is, so that it does not compare the "
-            f"trials: write metric: {{name: {better}, goal: minimize{weights}}}, which is per byte",
-        )
+        check_per_token(sweep, names)
 
 
 def changing_tokens(run: SweepRun) -> list[str]:

@@ -54,7 +54,7 @@ class LawProposals:
             return []
         ended = [(number, one) for number, one in sorted(history.trials.items()) if one.value is not None][-MOST:]
         losses = at_the_end([one.curve for _, one in ended], self._names)
-        known = np.isfinite(losses).all(1)
+        known = np.asarray(np.isfinite(losses).all(1))
         for column in losses.T if known.any() else ():  # a loss that diverged says nothing of the law
             known[known] &= ~diverged(column[known])
         if known.sum() < len(self._names) + FEWEST:

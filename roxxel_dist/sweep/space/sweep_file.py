@@ -43,6 +43,8 @@ METRIC, SERVER_METRIC = ("name", "goal", "weights"), ("impute", "impute_while_ru
 """The keys of `metric`, and those that only W&B's server reads."""
 MEANS = {"mean_loss": "val_loss", "mean_bpb": "val_bpb"}
 """Metrics that are means over data sets by `weights`, and what is logged of each set, as `val_loss/<name>`."""
+PER_TOKEN = {"val_loss": "val_bpb", "train_loss": "val_bpb", "train_eval_loss": "val_bpb", "mean_loss": "mean_bpb"}
+"""Metrics per token, before any `/`, and what measures the same per byte."""
 EXTRAS = ("constraints", "derived", "mixtures", "phase_ends", "resources", "when")
 LISTS = {"constraints": "a list of formulas", "mixtures": "a list of mixtures"}
 """The keys of the second file that hold lists; others are mappings."""
@@ -72,6 +74,8 @@ class Sweep:
     """What is searched of the data: shares, and ends of phases."""
     locator: "YamlLocator | None" = field(default=None, compare=False, repr=False)
     """Where in the file its keys stand."""
+    names_metric: bool = field(default=False, compare=False)
+    """Whether the file says what the metric is."""
 
     def with_budget(self, budget: "PassBudget") -> "Sweep":
         """The same sweep over the mixtures that the passes over the data leave.
@@ -143,10 +147,34 @@ def sweep_of(sweep: Mapping[str, Any], extras: Mapping[str, Any] | None = None) 
 
 
 def as_sweep(sweep: Mapping[str, Any] | str | os.PathLike[str] | Sweep) -> Sweep:
-    """The sweep of a file, of a dictionary, or as it is. Raises UserError as `read_sweep` and `sweep_of`."""
+    """The sweep of a file, of a dictionary, or as it is.
+
+    Raises UserError as `read_sweep` and `sweep_of`, and for a metric that is named, is per token, and would rank
+    tokenizers.
+    """
     if isinstance(sweep, Sweep):
         return sweep
-    return read_sweep(os.fspath(sweep)) if isinstance(sweep, str | os.PathLike) else sweep_of(sweep)
+    found = read_sweep(os.fspath(sweep)) if isinstance(sweep, str | os.PathLike) else sweep_of(sweep)
+    tokenizers = {one.name for one in found.space.free if one.path[-1] == "tokenizer_type"}
+    is_ours = found.program is None or os.path.basename(found.program) == "train_sweep.py"
+    if found.names_metric and is_ours and tokenizers:
+        check_per_token(found, sorted(tokenizers))
+    return found
+
+
+def check_per_token(sweep: Sweep, names: Sequence[str]) -> None:
+    """Raises UserError for a metric per token, where some parameters change what a token is."""
+    loss, slash, of_set = sweep.metric.partition("/")
+    if loss not in PER_TOKEN:
+        return
+    better = f"val_bpb{slash}{of_set}" if loss == "val_loss" else PER_TOKEN[loss]
+    weights = ", weights: {…}" if sweep.weights else ""
+    why = (
+        f"{sweep.metric} is per token, and {' and '.join(names)} {'change' if len(names) > 1 else 'changes'} what a "
+        f"token is, so that it does not compare the trials: write metric: {{name: {better}, goal: minimize{weights}}}, "
+        f"which is per byte"
+    )
+    raise UserError(why) if sweep.locator is None else sweep.locator.error(["metric", "name"], why)
 
 
 def _load(path: str | Path, *, strict: bool) -> tuple[Mapping[str, Any], YamlLocator]:
@@ -243,6 +271,7 @@ def _sweep(content: Mapping[str, Any], locator: YamlLocator, extras: Mapping[str
         rules=rules,
         data=data,
         locator=locator,
+        names_metric="metric" in content,
         **texts,
     )
 
