@@ -19,6 +19,8 @@ ACCIDENTS = 4.0
 OUTLIER = 3.0
 """A value further behind the median than so many times the best one is ahead of it counts as that far: a diverged loss
 says no more than that, and would make all others look alike."""
+FURTHEST = 100.0
+"""The same where logarithms are taken."""
 AHEAD = 3.0
 """A value further ahead of the next one than so many times that one is ahead of the median counts as that far: one
 number that a bug has made would hide all differences between the others."""
@@ -217,7 +219,7 @@ def standardize(values: Sequence[float] | np.ndarray) -> np.ndarray:
     if not len(known):
         return known
     known = _centred(known)
-    known = _shrunk(np.minimum(known, OUTLIER * _spread(known)))
+    known = np.minimum(known, OUTLIER * _spread(known))
     deviation = known.std()
     return (known - known.mean()) / (deviation if deviation > 0 else 1.0)
 
@@ -229,7 +231,7 @@ def _spread(known: np.ndarray) -> float:
 
 
 def _centred(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Values less their median, in units in which those that are no outliers can be squared: float64[n]."""
+    """Values less their median, over a power of two, the furthest of them cut off: float64[n]."""
     halves = np.array(values, dtype=float) / 2  # the difference of two huge ones would be endless
     known = halves - np.median(halves)
     ranked = np.sort(known)
@@ -240,20 +242,14 @@ def _centred(values: Sequence[float] | np.ndarray) -> np.ndarray:
         if ranked[count - 1] < limit:
             known = np.maximum(known, limit)
             break
-    most = OUTLIER * _spread(known)
-    unit = np.abs(np.minimum(known, most)).max()
-    return np.ldexp(known, -np.frexp(unit)[1])
+    known = np.minimum(known, FURTHEST * _spread(known))
+    return np.ldexp(known, -np.frexp(np.abs(known).max())[1])
 
 
 def diverged(values: np.ndarray) -> np.ndarray:
     """Which values are so far behind the others that they count as less: bool[n] for float64[n], n >= 1."""
     known = _centred(values)
     return known > OUTLIER * _spread(known)
-
-
-def _shrunk(known: np.ndarray) -> np.ndarray:
-    """Values over a power of two, so that none is above 1."""
-    return np.ldexp(known, -np.frexp(np.abs(known).max())[1])
 
 
 def training_subset(values: np.ndarray, count: int) -> np.ndarray:
