@@ -42,7 +42,7 @@ WRONG = {
     "dropout_rate: {min: 0.0, max: 1.5}": "dropout_rate is 1.47: it must be",
     "lr: {values: [.inf, 0.1]}": ".values: lr is inf: it must be above 0, and finite",
     "lr: {values: ['fast', 0.1]}": "lr is 'fast': it must be a number",
-    "lr: {value: .nan}": ".value: lr is nan",
+    "lr: {value: .nan}": ": nan cannot be a value",
     "seed: {values: [1, 4294967296]}": "seed is 4294967296: it must be at least 0 and below 2^31",
     "use_moe: {values: [true, 'maybe']}": "use_moe is 'maybe': it must be True or False",
     "eval_every: {min: 1, max: 100}\n  virtual_shards: {values: [4, 3]}": "virtual_shards is 3: it must be",

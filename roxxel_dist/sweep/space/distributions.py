@@ -63,7 +63,7 @@ class Distribution:
     @property
     def is_ordered(self) -> bool:
         """Whether neighbours in u are neighbours in value."""
-        return self.choices is None or isinstance(self.choices, range) or _are_ordered(self.choices)
+        return self.choices is None or isinstance(self.choices, range) or all(map(is_number, self.choices))
 
     def index_at(self, u: float) -> int:
         """The index of the choice at u in [0, 1]."""
@@ -220,7 +220,7 @@ def _categorical(name: str, given: Mapping[str, Any]) -> Distribution:
             shares[first[text]] += float(weight) / sum(weights)
         values, weights, is_weighted = [values[number] for number in shares], list(shares.values()), len(shares) > 1
     order = [number for number, weight in enumerate(weights) if weight > 0]
-    if _are_ordered(values):
+    if all(map(is_number, values)):
         order.sort(key=lambda number: values[number])
     return Distribution(
         name=name,
@@ -228,11 +228,6 @@ def _categorical(name: str, given: Mapping[str, Any]) -> Distribution:
         weights=tuple(float(weights[number]) for number in order) if is_weighted else None,
         grid_order=sorted(range(len(order)), key=order.__getitem__),
     )
-
-
-def _are_ordered(values: Sequence[Any]) -> bool:
-    """Whether they are numbers, which nan is not."""
-    return all(is_number(value) and not (isinstance(value, float) and math.isnan(value)) for value in values)
 
 
 def _int_uniform(given: Mapping[str, Any]) -> Distribution:

@@ -46,7 +46,10 @@ def kept(value: Any, depth: int = 0) -> Any:
     elif isinstance(value, int):
         if value.bit_length() > LONGEST_INTEGER * math.log2(10):
             raise UserError(f"a whole number of more than {LONGEST_INTEGER:,} digits: write it as a text")
-    elif not isinstance(value, float) and value is not None:
+    elif isinstance(value, float):
+        if math.isnan(value):
+            raise UserError("nan cannot be a value, because W&B's client makes null of it: write null, or a text")
+    elif value is not None:
         raise UserError(f"{shown(value)} is {_kind(value)}: {_cure(value)}")
     return value
 
