@@ -41,6 +41,11 @@ def kept(value: Any, depth: int = 0) -> Any:
         return {key: kept(inner, depth + 1) for key, inner in value.items()}
     if isinstance(value, list):
         return [kept(inner, depth + 1) for inner in value]
+    _check_scalar(value)
+    return value
+
+
+def _check_scalar(value: Any) -> None:
     if isinstance(value, str):
         _check_text(value)
     elif isinstance(value, int):
@@ -51,7 +56,6 @@ def kept(value: Any, depth: int = 0) -> Any:
             raise UserError("nan cannot be a value, because W&B's client makes null of it: write null, or a text")
     elif value is not None:
         raise UserError(f"{shown(value)} is {_kind(value)}: {_cure(value)}")
-    return value
 
 
 def _check_text(text: str) -> None:
