@@ -173,3 +173,9 @@ def test_any_number_of_trials_may_have_ended(count: int, method: str) -> None:
     asked = [bowl(search.ask()[1]) for _ in range(3)]
     if count >= 400:  # near the best, where one of many points is
         assert np.median(asked) < np.quantile(seen, 0.2)
+
+
+def test_few_values_keep_what_they_say() -> None:
+    """The best of five may be far ahead of two that are alike."""
+    found = standardize([0.1, 1.0, 1.01, 5.0, 8.0])
+    assert np.diff(found)[[0, 2]].min() > 0.25

@@ -19,11 +19,13 @@ ACCIDENTS = 4.0
 OUTLIER = 3.0
 """A value further behind the median than so many times the best one is ahead of it counts as that far: a diverged loss
 says no more than that, and would make all others look alike."""
+DIVERGED = 20.0
+"""Further behind than so many times, a loss has diverged: no mixture of data alone makes such a difference."""
 FURTHEST = 100.0
 """The same where logarithms are taken."""
 AHEAD = 3.0
-"""A value further ahead of the next one than so many times that one is ahead of the median counts as that far: one
-number that a bug has made would hide all differences between the others."""
+"""A value further ahead of the next one than so many times what lies between that one or the upper quartile and the
+median counts as that far: one number that a bug has made would hide all differences between the others."""
 APART = 0.01
 """How far apart parallel trials are, at least along one axis, as a share of its range."""
 ROWS_AT_ONCE = 128
@@ -236,10 +238,11 @@ def _centred(values: Sequence[float] | np.ndarray) -> np.ndarray:
     known = halves - np.median(halves)
     ranked = np.sort(known)
     for count in range(max(1, len(known) // 10), 0, -1):
-        if len(known) < FEWEST or not ranked[count] < 0:
-            continue
-        limit = (1 + AHEAD) * ranked[count]
-        if ranked[count - 1] < limit:
+        if len(known) < FEWEST:
+            break
+        usual = float(max(-ranked[count], ranked[3 * len(known) // 4]))
+        limit = float(ranked[count]) - AHEAD * usual
+        if usual > 0 and ranked[count - 1] < limit:
             known = np.maximum(known, limit)
             break
     known = np.minimum(known, FURTHEST * _spread(known))
@@ -247,9 +250,9 @@ def _centred(values: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def diverged(values: np.ndarray) -> np.ndarray:
-    """Which values are so far behind the others that they count as less: bool[n] for float64[n], n >= 1."""
+    """Which values are so far behind the others that they say nothing but that: bool[n] for float64[n], n >= 1."""
     known = _centred(values)
-    return known > OUTLIER * _spread(known)
+    return known > DIVERGED * _spread(known)
 
 
 def training_subset(values: np.ndarray, count: int) -> np.ndarray:
