@@ -61,6 +61,8 @@ def test_a_trial_that_diverged_is_in_no_law(place):
     trial.losses[trial.step] = dict.fromkeys(trial.losses[trial.step], 1e300)
     trial.report(trial.step, 1e300)
     found = LawOfStudy.fit(study)
+    assert found is not None
+    assert right is not None
     assert (found.trials, right.trials) == (23, 24)
     spaces = study.sweep.space.mixtures
     assert np.abs(found.best(spaces) - right.best(spaces)).max() < 0.1
