@@ -42,7 +42,7 @@ def test_it_is_planned_as_it_stands(desk, file, monkeypatch, capsys):
     words = ["--config", "configs/default_config.yaml", "--data_path", "data/corpus.txt", "--count", "50", "--dry_run"]
     assert main(["sweep", "--sweep_config", file, *words, "--procs_per_host", "2", "--max_trial_time", "1h"]) == 0
     said = capsys.readouterr().out
-    assert f"bayes search over {SWEEPS[file]} parameters, minimize val_loss" in said
+    assert f"bayes search over {SWEEPS[file]} parameters, minimize val_bpb" in said
     assert "trials: 50 trials" in said
     assert said.count("  example: ") == 2
 
@@ -70,7 +70,7 @@ def test_a_small_form_is_run(desk, file, processes, trials):
     assert "no W&B login: this machine chooses the trials" in done.stderr
     history = read_study(desk / "studies" / "sweep").history
     assert [trial.state for trial in history.trials.values()] == ["done"] * trials, done.stdout
-    assert re.search(r"best val_loss: [\d.]+, trial [01]: ", done.stdout)
+    assert re.search(r"best val_bpb: [\d.]+, trial [01]: ", done.stdout)
     for number in history.trials:
         kept = Config.from_yaml(desk / "studies" / "sweep" / "trials" / str(number) / "config.yaml")
         n_heads, kv_heads, head_size = kept.part(ModelConfig).heads()

@@ -6,7 +6,7 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.output.bar import clock
 from roxxel_dist.run.curriculum import check_data
-from roxxel_dist.sweep.driver.run import exponent_notes
+from roxxel_dist.sweep.driver.run import search_notes
 from roxxel_dist.sweep.driver.sweep_run import SweepRun
 from roxxel_dist.sweep.samplers import SpaceExhausted
 from roxxel_dist.sweep.study.folder import flat, short
@@ -25,8 +25,9 @@ def preview(run: SweepRun) -> str:
     except SpaceExhausted as error:
         if not samples:
             raise UserError(str(error)) from error
-    for sample in samples if run.program is None and run.server is None else ():
-        check_data(run.trial_config(sample), run.data_path)
+    configs = [run.trial_config(sample) for sample in samples] if run.program is None and run.server is None else []
+    for config in configs:
+        check_data(config, run.data_path)
     where = f"the Ray cluster at {options.ray_address}" if options.ray_address else "a private Ray on this machine"
     return "\n".join(
         [
@@ -36,7 +37,7 @@ def preview(run: SweepRun) -> str:
             f"devices: {options.hosts_per_trial} host(s) and {options.procs_per_trial} process(es) a trial"
             f"{'' if gpus is None else f', {gpus} GPU(s) on each host'}, in {where}",
             _hours(run),
-            *exponent_notes(run.sweep),
+            *search_notes(run, configs),
         ]
     )
 

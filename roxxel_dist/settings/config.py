@@ -6,6 +6,7 @@ freely: the components check the values when they are taken out of it with `part
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, get_type_hints
@@ -21,7 +22,7 @@ from roxxel_dist.model.config import ModelConfig, check_sizes
 from roxxel_dist.model.user_code import UserCodeConfig
 from roxxel_dist.settings.global_batch import GLOBAL, MEANING, with_global_batch
 from roxxel_dist.settings.training import ExperimentConfig, LoopOptions, OptimizerConfig
-from roxxel_dist.settings.values import as_choice, fits, is_text, type_name, with_numbers
+from roxxel_dist.settings.values import EXPONENT, as_choice, fits, is_text, type_name, with_numbers
 from roxxel_dist.utils.component import DocWithFields, component
 
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
@@ -273,8 +274,9 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def read_yaml(path: str | Path, *, unique: bool = True) -> tuple[Any, Any]:
-    """(the value, the tree of nodes with their lines) of a YAML file; `unique` is that of `parse_nodes`.
+def read_yaml(path: str | Path, *, unique: bool = True, exponents: bool = False) -> tuple[Any, Any]:
+    """(the value, the tree of nodes with their lines) of a YAML file; `unique` and `exponents` are those of
+    `parse_nodes`.
 
     Raises UserError as `parse_nodes`, or where the file cannot be read.
     """
@@ -284,7 +286,7 @@ def read_yaml(path: str | Path, *, unique: bool = True) -> tuple[Any, Any]:
         raise UserError(f"{path}: cannot be read ({error.strerror}): check the path") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not valid YAML: {yaml_problem(error)}") from error
-    return parse_nodes(text, str(path), unique=unique)
+    return parse_nodes(text, str(path), unique=unique, exponents=exponents)
 
 
 def parse_yaml(text: str, source: str) -> Any:
@@ -292,13 +294,14 @@ def parse_yaml(text: str, source: str) -> Any:
     return parse_nodes(text, source)[0]
 
 
-def parse_nodes(text: str, source: str, *, unique: bool = True) -> tuple[Any, Any]:
+def parse_nodes(text: str, source: str, *, unique: bool = True, exponents: bool = False) -> tuple[Any, Any]:
     """(the value, the tree of nodes) of a YAML text. A word such as `no` or `2024` is text where a field, or a key, is.
 
     Args:
         text: the YAML text.
         source: its name in messages.
         unique: whether a key that is given twice in a mapping is refused; YAML itself keeps the last.
+        exponents: whether 1e-3 without quotes is a number, as in YAML 1.2; a text in quotes stays one.
 
     Raises UserError for no YAML, or a key that is given twice.
     """
@@ -310,7 +313,8 @@ def parse_nodes(text: str, source: str, *, unique: bool = True) -> tuple[Any, An
             node = super().compose_mapping_node(anchor)  # pyright: ignore[reportUnknownMemberType]
             keys: list[Any] = []
             for key, _ in _pairs(node):
-                if key.tag.endswith(":bool"):  # a data set that is called `no`, or `on`
+                # A data set that is called `no`, or `on`, or 1e5.
+                if key.tag.endswith(":bool") or (exponents and EXPONENT.fullmatch(key.value)):
                     key.tag = "tag:yaml.org,2002:str"
                 if not unique or key.tag.endswith(":merge"):
                     continue
@@ -333,6 +337,10 @@ def parse_nodes(text: str, source: str, *, unique: bool = True) -> tuple[Any, An
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
         return [(key, value) for key, value in pairs if isinstance(key, yaml.ScalarNode)]
 
+    if exponents:
+        Loader.add_implicit_resolver(
+            "tag:yaml.org,2002:float", re.compile(f"(?:{EXPONENT.pattern})$"), list("-+.0123456789")
+        )
     try:
         loader = Loader(text)
         node = loader.get_single_node()

@@ -92,3 +92,90 @@ def test_a_subset_keeps_the_best_and_others_over_time() -> None:
     assert len(set(kept.tolist())) == 100
     assert set(np.argsort(values)[:50]) <= set(kept)
     assert (np.histogram(kept, bins=4, range=(0, 1000))[0] > 10).all()
+
+
+SIZES = {
+    "a diverged one": lambda number, value: 1e300 if number == 3 else value,
+    "diverged ones": lambda number, value: 1.7e308 if number in (2, 4) else value,
+    "a good one that is wrong": lambda number, value: -1e30 if number == 3 else value,
+    "both": {2: -1.7e308, 4: 1.7e308}.get,
+    "huge": lambda _, value: value * 1e300,
+    "tiny": lambda _, value: value * 1e-300,
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_numbers_of_any_size_do_not_blind_it(size: str) -> None:
+    search, found = engine(SQUARE, seed=3), list[float]()
+    for number in range(26):
+        trial, params = search.ask()
+        found.append(bowl(params))
+        search.tell(trial, SIZES[size](number, found[-1]))
+    assert min(found) < LEAST + 0.02
+
+
+@pytest.mark.parametrize("outlier", [1e6, 1e30, 1e300, 1.7e308, -1e6, -1e30, -1e300, -1.7e308])
+def test_one_value_does_not_hide_the_differences_between_others(outlier: float) -> None:
+    values = np.random.default_rng(4).random(20)
+    found = standardize(np.r_[values, outlier])[:-1]
+    assert np.argsort(found).tolist() == np.argsort(values).tolist()
+    assert found.std() > 0.25
+    points = np.random.default_rng(5).random((21, 2))
+    scaled, theta = choose_scale(points, np.r_[values, outlier])
+    assert scaled[:-1].std() > 0.25
+    assert np.isfinite(theta).all()
+
+
+def test_most_values_may_be_the_best() -> None:
+    values = standardize([0.0, 0.0, 0.0, 0.0, 0.5, 1.0, 1e308])
+    assert values[5] - values[4] > 0.2
+    assert values[6] > values[5]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_trials_that_run_at_once_are_apart(seed: int) -> None:
+    search, running = engine(SQUARE, seed=seed), list[tuple[int, dict[str, float]]]()
+    nearest = []
+    for _ in range(24):
+        while len(running) < 8:
+            trial, params = search.ask()
+            gaps = [max(abs(params[name] - other[name]) for name in SQUARE) for _, other in running]
+            nearest.append(min(gaps, default=1.0))
+            running.append((trial, params))
+        trial, params = running.pop(0)
+        search.tell(trial, bowl(params))
+    assert min(nearest) > 2e-3
+
+
+def test_any_number_of_trials_may_run() -> None:
+    search, running = engine(SQUARE, seed=1), {}
+    rng = random.Random(3)
+    for number in range(320):
+        point = [rng.random(), rng.random()]
+        running[number] = {"x": point[0], "y": point[1]}
+        search.restore(number, running[number], point)
+        if number < 20:
+            search.tell(number, bowl(running[number]))
+    _, params = search.ask()
+    assert min(max(abs(params[name] - other[name]) for name in SQUARE) for other in running.values()) > 2e-3
+
+
+@pytest.mark.parametrize("count", [1, 10, 400, 3000])
+@pytest.mark.parametrize("method", ["bayes", "tpe"])
+def test_any_number_of_trials_may_have_ended(count: int, method: str) -> None:
+    search, rng, seen = engine(SQUARE, method, seed=1), random.Random(3), []
+    for number in range(count):
+        point = [rng.random(), rng.random()]
+        params = {"x": point[0], "y": point[1]}
+        search.restore(number, params, point)
+        seen.append(bowl(params))
+        search.tell(number, seen[-1])
+    asked = [bowl(search.ask()[1]) for _ in range(3)]
+    if count >= 400:  # near the best, where one of many points is
+        assert np.median(asked) < np.quantile(seen, 0.2)
+
+
+def test_few_values_keep_what_they_say() -> None:
+    """The best of five may be far ahead of two that are alike."""
+    found = standardize([0.1, 1.0, 1.01, 5.0, 8.0])
+    assert np.diff(found)[[0, 2]].min() > 0.25

@@ -4,10 +4,11 @@ import math
 import multiprocessing
 import os
 import time
+from pathlib import Path
 
 import pytest
 
-from roxxel_dist.sweep.study.journal import Journal, read_history
+from roxxel_dist.sweep.study.journal import History, Journal, read_history
 
 STUDY = {"event": "study", "metric": "val_loss", "goal": "minimize", "method": "random", "seed": 3, "driver": {}}
 
@@ -234,3 +235,20 @@ def test_a_line_costs_the_same_in_a_long_study(tmp_path, capsys):
         counts = [history.count(state) for state in ("running", "done", "stopped", "failed")]
     assert counts == [0, 1, 1, 1]
     assert "trial 2 stopped early: val_loss 1.5; best 1.5 of trial 2" in capsys.readouterr().err
+
+
+def test_hours_are_those_of_a_driver_that_is_awake(tmp_path: Path):
+    """A laptop that sleeps for eight hours, or a clock that is set, has not searched for so long."""
+    history = History()
+    history.apply({**STUDY, "time": 0.0, "awake": 1.0})
+    history.apply({"event": "ask", "time": 60.0, "awake": 61.0, "trial": 0, "params": {}, "point": []})
+    report = {"event": "report", "trial": 0, "value": 1.0}
+    history.apply({**report, "step": 1, "time": 30_000.0, "awake": 121.0})
+    assert history.hours(181.0) == pytest.approx(180 / 3600)
+    history.apply({**STUDY, "time": 31_000.0, "awake": 5.0})  # another driver, with a clock of its own
+    history.apply({**report, "step": 2, "time": 31_060.0, "awake": 65.0})
+    assert history.hours(65.0) == pytest.approx(180 / 3600)
+    with Journal(tmp_path, print) as journal:
+        journal.append(STUDY)
+        assert journal.history.hours(journal.awake) < 0.01
+    assert json.loads((tmp_path / "journal.jsonl").read_text())["awake"] >= 0

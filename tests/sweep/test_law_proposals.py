@@ -1,6 +1,7 @@
 """What laws propose to `bayes`: near the known optimum soon, nothing where the process predicts better, and the same
 after a kill of the driver."""
 
+import itertools
 import json
 import math
 from typing import Any
@@ -96,6 +97,15 @@ def test_the_better_of_law_and_process_proposes() -> None:
     assert all(point[0] == 0.25 for point in found), "the other parameters are those that were given"
     assert proposes(lambda shares, rate: 1 + 3 * (rate - 0.3) ** 2) == [], "a law of shares knows no rate"
     assert proposes(lambda shares, rate: losses(shares), metric={**METRIC, "goal": "maximize"}) == []
+
+
+@pytest.mark.parametrize("diverged", [1e3, 1e30, 1e300])
+def test_a_trial_that_diverged_hides_no_law(diverged: float) -> None:
+    numbers = itertools.count()
+    found = proposes(lambda shares, rate: losses(shares) if next(numbers) != 3 else np.full(3, diverged))
+    right = proposes(lambda shares, rate: losses(shares))
+    assert len(found) == 2
+    assert np.abs(np.array(found) - np.array(right)).max() < 0.25
 
 
 @pytest.mark.parametrize("rule", [None, ASHA], ids=["full", "asha"])

@@ -8,11 +8,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from sweep_runs import Study
 
+from roxxel_dist.launcher.backends.ray.cluster import ClusterError
+from roxxel_dist.sweep.executors import local_ray
 from roxxel_dist.sweep.executors.local_ray import HELD, PREFIX, sweep_leftovers
 
 LIMIT_S = 60.0
@@ -139,3 +142,16 @@ def test_it_listens_on_loopback_alone_and_can_be_made_again(temporary):
     assert len(lines) == 2
     assert {address.removeprefix("::ffff:") for line in lines for address in line.split()} == {"127.0.0.1"}
     assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize(("error", "helps"), [("The current node timed out during startup.", False), ("no port", True)])
+def test_the_advice_is_one_that_can_help(temporary, monkeypatch, error, helps):
+    """Ray gives its node 30 s, whatever the variable of the head's port says."""
+    monkeypatch.setenv(local_ray.WAIT_ENV, "120")
+
+    def init(**_):
+        raise RuntimeError(error)
+
+    with pytest.raises(ClusterError, match="start the sweep again when the machine has less to do") as caught:
+        local_ray._start(SimpleNamespace(init=init), temporary, 1)
+    assert ("RAY_gcs_server_port_wait_time_s" in str(caught.value)) is helps

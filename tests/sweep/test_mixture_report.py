@@ -54,6 +54,20 @@ def test_effects_are_those_of_the_law(place):
     assert sum(losses(entry.shares["law"]).values()) <= sum(losses(entry.shares["best"]).values()) + 0.01
 
 
+def test_a_trial_that_diverged_is_in_no_law(place):
+    study = read_study(place(3))
+    right, trial = LawOfStudy.fit(study), study.history.trials[5]
+    assert trial.losses
+    trial.losses[trial.step] = dict.fromkeys(trial.losses[trial.step], 1e300)
+    trial.report(trial.step, 1e300)
+    found = LawOfStudy.fit(study)
+    assert found is not None
+    assert right is not None
+    assert (found.trials, right.trials) == (23, 24)
+    spaces = study.sweep.space.mixtures
+    assert np.abs(found.best(spaces) - right.best(spaces)).max() < 0.1
+
+
 @pytest.mark.parametrize("sets", [3, 4])
 def test_all_of_it_is_json_and_on_the_page(place, sets, tmp_path, capsys):
     assert main(["report", str(place(sets)), "--json", "--out", str(tmp_path)]) == 0

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from engines import MIXED, engine, named, searched
 
-from roxxel_dist.sweep.samplers import SAMPLERS, SpaceExhausted
+from roxxel_dist.sweep.samplers import SAMPLERS, SpaceExhausted, base
 from roxxel_dist.sweep.samplers.base import REFUSALS
+
+SQUARE = {"x": {"min": 0.0, "max": 1.0}, "y": {"min": 0.0, "max": 1.0}}
 
 
 @pytest.mark.parametrize("method", SAMPLERS)
@@ -74,7 +76,7 @@ def test_spaces_that_nothing_is_left_of() -> None:
         rare.ask()
     only = engine({"a": {"value": 1}})
     assert only.ask() == (0, {"a": 1})
-    with pytest.raises(SpaceExhausted, match="all 1 configurations"):
+    with pytest.raises(SpaceExhausted, match="the only configuration was run"):
         only.ask()
 
 
@@ -174,3 +176,33 @@ def test_a_grid_over_steps() -> None:
     endless = {"distribution": "q_normal", "mu": 0, "sigma": 1, "q": 1}
     with pytest.raises(ValueError, match=re.escape("parameters.a: a grid needs values that can be counted")):
         engine({"a": endless}, "grid")
+
+
+@pytest.mark.parametrize("method", ["random", "tpe", "bayes"])
+def test_rules_that_leave_little_of_the_space(method: str) -> None:
+    """Of the square 0.045 % are left: points near those that were found are looked at too."""
+    search = engine(SQUARE, method, seed=3, constraints=["x + y > 1.97"])
+    found = [search.ask()[1] for _ in range(25)]
+    assert all(params["x"] + params["y"] > 1.97 for params in found)
+    assert len({params["x"] for params in found}) > 20
+
+
+def test_a_search_that_ends_says_what_could_not_run() -> None:
+    def accept(params: Mapping[str, Any]) -> None:
+        if params["a"] == 2:
+            raise ValueError("a is 2: it must be odd")
+
+    search = engine({"a": {"values": [1, 2, 3]}}, "grid", accept=accept)
+    search.ask()
+    search.ask()
+    with pytest.raises(SpaceExhausted, match="all 2 configurations that can be run, of 3 in all, were run; one of the"):
+        search.ask()
+
+
+def test_a_grid_of_which_nothing_can_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def accept(params: Mapping[str, Any]) -> None:
+        raise ValueError(f"{params['a']} is too much")
+
+    monkeypatch.setattr(base, "GRID_TRIES", 50)
+    with pytest.raises(SpaceExhausted, match="50 points of the grid, one after the other, cannot run: 49 is too much"):
+        engine({"a": {"min": 0, "max": 2_000_000_000}}, "grid", accept=accept).ask()

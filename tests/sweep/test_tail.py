@@ -9,6 +9,8 @@ import pytest
 from commands import environment
 from trials import split, task
 
+from roxxel_dist.sweep.trial.process import FLUSH_ENV, prompt_reports
+from roxxel_dist.sweep.trial.tail import WandbTail
 from roxxel_dist.sweep.trial.trial import run
 
 LOG = "run.log({'loss': float(run.config.lr)}); run.finish()"
@@ -142,3 +144,31 @@ def test_an_attempt_goes_on_behind_the_one_before_it_and_its_study_may_be_moved(
     again |= {"run_dir": str(tmp_path / "moved" / "trials" / "0"), "log": str(tmp_path / "moved" / "0.log")}
     _, reports, last = split(run(again))
     assert (reports, last["result"]["value"]) == ([(0, 1.0), (1, 7.0)], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("0.25", "it logged 'loss' as '0.25', a text: log a number"),
+        (True, "it logged 'loss' as True, a truth value: log a number"),
+        ([0.5], r"it logged 'loss' as \[0.5\], a list: log a number"),
+        ({"a": 1.0}, "a mapping, whose numbers have names with points: log a number"),
+    ],
+)
+def test_a_metric_that_is_no_number_is_called_what_it_is(tmp_path, value, said):
+    tail = WandbTail(tmp_path, "loss", tmp_path)
+    assert tail._value_in({"loss": value, "other": 1.0}) is None
+    assert re.search(said, tail.missing())
+    for huge in (10**400, float("inf"), "NaN"):
+        assert str(tail._value_in({"loss": huge})) == "nan"
+
+
+def test_the_client_writes_its_file_soon(monkeypatch):
+    from wandb import Settings
+
+    monkeypatch.delenv(FLUSH_ENV, raising=False)
+    settings = Settings()
+    settings.update_from_env_vars(prompt_reports())
+    assert settings.x_transaction_log_flush_interval == 1.0
+    monkeypatch.setenv(FLUSH_ENV, "5")
+    assert prompt_reports() == {FLUSH_ENV: "5"}

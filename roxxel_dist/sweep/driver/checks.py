@@ -1,5 +1,7 @@
 """What cannot be searched, refused before the first trial."""
 
+from collections.abc import Sequence
+
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.settings.config import RECORD, Config, flat_fields, takes_fractions
@@ -7,7 +9,16 @@ from roxxel_dist.settings.effect import chosen, without_effect
 from roxxel_dist.settings.global_batch import predates
 from roxxel_dist.sweep.driver.sweep_run import SweepRun, field_of
 from roxxel_dist.sweep.schedulers import PAUSING
-from roxxel_dist.sweep.space.sweep_file import MEANS, InfeasibleError, Sweep, nearest
+from roxxel_dist.sweep.schedulers.hyperband import bands
+from roxxel_dist.sweep.space.sweep_file import (
+    MEANS,
+    PER_TOKEN,
+    REMOVED_RULES,
+    InfeasibleError,
+    Sweep,
+    check_per_token,
+    nearest,
+)
 
 LOGGED = (
     "val_loss", "val_bpb", "train_loss", "train_eval_loss", "train_bal", "val_bal", "ms_per_step", "tokens_per_s",
@@ -32,6 +43,101 @@ def check_metric(run: SweepRun) -> None:
                 f"{{name: {metric}, weights: {{code: 0.5, math: 0.5}}}}"
             )
         raise UserError(f"metric.name: no training logs {metric!r}: {nearest(metric, LOGGED)}")
+
+
+def check_comparable(run: SweepRun) -> None:
+    """Raises UserError for a metric that does not compare the trials of a study that begins."""
+    sweep = run.sweep
+    if run.program is not None or run.study.is_there or run.server:
+        return
+    if names := _other_text(run):
+        raise _of_metric(
+            sweep,
+            f"{sweep.metric} is measured on other text in each trial, because {_change(names)} it: give the same "
+            f"`validation` in all trials, in the config",
+        )
+    if (names := changing_tokens(run)) and not _own(run):
+        check_per_token(sweep, names)
+
+
+def changing_tokens(run: SweepRun) -> list[str]:
+    """The parameters that change what a token is, where the metric is per token."""
+    if run.sweep.metric.partition("/")[0] not in PER_TOKEN:
+        return []
+    varied, path = run.varied_fields, run.config.primary_path(run.data_path)
+    if path is not None and is_tokens(path):
+        return []  # the tokens are there already
+    names = varied & {"tokenizer_type"}
+    if "tokenizer_type" in run.swept_fields or run.config.tokenizer_type == "bpe":
+        names |= varied & {"vocab_size"}
+    if run.data_path is None:  # a tokenizer is made of the text of "self"
+        names |= varied & {"datasets"}
+    return sorted(names)
+
+
+def _other_text(run: SweepRun) -> list[str]:
+    """The parameters that change the text on which the metric is measured."""
+    kind = run.sweep.metric.partition("/")[0]
+    if kind not in ("val_loss", "val_bpb", *MEANS):
+        return []
+    return sorted(run.varied_fields & {"validation", "val_fraction"})
+
+
+def _own(run: SweepRun) -> bool:
+    """Whether the loss, or the model, is the user's own: then a training may have no bits per byte."""
+    return run.config.loss is not None or bool({"loss", "model"} & run.swept) or run.config.model is not None
+
+
+def _change(names: list[str]) -> str:
+    return f"{' and '.join(names)} {'change' if len(names) > 1 else 'changes'}"
+
+
+def _of_metric(sweep: Sweep, why: str) -> ValueError:
+    return UserError(f"metric.name: {why}") if sweep.locator is None else sweep.locator.error(["metric", "name"], why)
+
+
+def metric_notes(run: SweepRun) -> list[str]:
+    """What a person should know of the metric, where it is not refused."""
+    sweep, lines = run.sweep, list[str]()
+    if run.program is None and (names := changing_tokens(run)):
+        lines.append(
+            f"{sweep.metric} is per token, and {_change(names)} what a token is: trials with other tokens cannot be "
+            f"compared by it: val_bpb, bits per byte, compares them"
+        )
+    falls = sweep.metric.partition("/")[0] in (*PER_TOKEN, *MEANS, "val_bpb", "train_bal", "val_bal")
+    if run.program is None and falls and sweep.goal == "maximize":
+        lines.append(f"the goal is to maximize {sweep.metric}, so the worst model wins: write goal: minimize")
+    return lines
+
+
+def rung_notes(run: SweepRun, configs: Sequence[Config]) -> list[str]:
+    """A line where `early_terminate` judges no trial, by the configs of some of them."""
+    rule = run.sweep.early_terminate
+    if rule is None or run.program is not None or rule.get("type") in REMOVED_RULES:
+        return []
+    counts = [count for config in configs if (count := _validations(config)) is not None]
+    if not counts or len(counts) < len(configs) or (first := bands(rule)[0]) <= (longest := max(counts)):
+        return []
+    return [
+        f"early_terminate judges no trial: it does so from validation {first} on, and a trial has {longest}: use a "
+        f"smaller one, or a smaller eval_every"
+    ]
+
+
+def _validations(config: Config) -> int | None:
+    """How often a training evaluates, at most; None where its length depends on its data."""
+    lengths = [phase["steps"] for phase in config.phases or () if phase.get("steps") is not None]
+    whole = sum(lengths) if lengths and len(lengths) == len(config.phases or ()) else None
+    steps = min((length for length in (whole, config.max_steps) if length is not None), default=None)
+    return None if steps is None or config.eval_every < 1 else -(-steps // config.eval_every)
+
+
+def program_notes(run: SweepRun) -> list[str]:
+    """A line where `program` is given, and no word of `command` stands for it."""
+    sweep = run.sweep
+    if sweep.program is None or not sweep.command or "${program}" in sweep.command:
+        return []
+    return [f"program: {sweep.program} is not used, because no word of `command` is ${{program}}"]
 
 
 def check_command(sweep: Sweep) -> None:

@@ -7,9 +7,9 @@ trial that had finished must detect that when it runs again, and report its resu
 grow with the number of trials.
 """
 
-import math
 import os
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -158,8 +158,8 @@ class Controller:
 
     def _look_at_clock(self) -> None:
         """Pause all where the time of the search is over."""
-        limit = self.options.max_hours
-        if limit is not None and not self._hours_spent and self._history.hours(time.time()) >= limit:
+        limit, now = self.options.max_hours, self.journal.awake
+        if limit is not None and not self._hours_spent and self._history.hours(now) >= limit:
             self._hours_spent = True
             self._decided(self.decisions.pause_all("max_hours", HOURS_SPENT))
 
@@ -342,4 +342,4 @@ class Controller:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max

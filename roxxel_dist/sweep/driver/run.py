@@ -1,8 +1,7 @@
 """A sweep from its command line: the study, the sampler, the controller, and the last words."""
 
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,10 +20,14 @@ from roxxel_dist.sweep.driver.bucket import StudyBucket
 from roxxel_dist.sweep.driver.checks import (
     check_batches,
     check_command,
+    check_comparable,
     check_effect,
     check_integers,
     check_metric,
     check_pauses,
+    metric_notes,
+    program_notes,
+    rung_notes,
 )
 from roxxel_dist.sweep.driver.data_search import changed_data, refuse_led, with_data
 from roxxel_dist.sweep.driver.live_view import LiveView
@@ -32,11 +35,11 @@ from roxxel_dist.sweep.driver.logged_metric import check_of_trainings
 from roxxel_dist.sweep.driver.options import SweepOptions
 from roxxel_dist.sweep.driver.start import run_sweep
 from roxxel_dist.sweep.driver.sweep_run import ANNEAL, SweepRun
+from roxxel_dist.sweep.driver.value_checks import check_values
 from roxxel_dist.sweep.executors.private_disk import run_in_bucket
 from roxxel_dist.sweep.report.text import table
 from roxxel_dist.sweep.samplers import SpaceExhausted
 from roxxel_dist.sweep.schedulers import make_scheduler
-from roxxel_dist.sweep.space.sweep_file import Sweep
 from roxxel_dist.sweep.study.folder import (
     DATA_PATH,
     DIRECTORY,
@@ -99,11 +102,14 @@ def open_sweep(
             )
         run = replace(run, wide=wide_config(options.transfer_to, run.config, run.swept))
     check_metric(run)
+    check_comparable(run)
     check_pauses(run)
     if is_ours and run.server is None:
         check_of_trainings(run.sweep, flat_fields(run.base), run.config, path)
         check_command(run.sweep)
         check_integers(run.sweep)
+        if not run.study.is_there:
+            check_values(run)
         check_effect(run)
     if run.server is None:
         run.sampler()
@@ -181,18 +187,15 @@ def _body(run: SweepRun) -> Callable[[Mapping[str, Any]], Iterator[Event]]:
     return run_trial if run.server is None else agent_trial
 
 
-def exponent_notes(sweep: Sweep) -> list[str]:
-    """A line for each `log_uniform` whose min and max look like values: W&B takes exponents there."""
-    lines: list[str] = []
-    for parameter in sweep.space.free:
-        low, high = (parameter.distribution.quantile(u) for u in (0.0, 1.0))
-        if parameter.distribution.name == "log_uniform" and 1 < low <= high < math.e:
-            bounds = f"{math.log(low):.4g} to {math.log(high):.4g}"
-            lines.append(
-                f"{parameter.name}: log_uniform takes exponents, so its values are {low:.4g} to {high:.4g}; for values "
-                f"of {bounds}, use log_uniform_values"
-            )
-    return lines
+def search_notes(run: SweepRun, configs: Sequence[Any] = ()) -> list[str]:
+    """What a person should know of the search, before a start and in a dry run.
+
+    Args:
+        run: the sweep.
+        configs: the Configs of some of its trials.
+    """
+    values = [f"{each.name}: {each.distribution.note}" for each in run.sweep.space.parameters if each.distribution.note]
+    return [*values, *metric_notes(run), *program_notes(run), *rung_notes(run, configs)]
 
 
 def _notes(run: SweepRun) -> list[str]:
@@ -204,17 +207,12 @@ def _notes(run: SweepRun) -> list[str]:
     cap, count = run.sweep.run_cap, run.options.count
     if cap is not None and (count or 0) > cap:
         lines.append(f"--count {count} is more than the run_cap of the sweep's file: it ends at {cap}")
-    lines += exponent_notes(run.sweep)
+    same_length = not {"phases", "max_steps", "eval_every"} & run.swept_fields
+    lines += search_notes(run, [run.config] if same_length else ())
     if run.is_new and run.program is None and "grad_accum" in run.swept_fields and not run.has_phases:
         lines.append(
             "batch_size is the rows of the global batch, and grad_accum its micro-batches: an earlier version trained "
             "on batch_size x grad_accum rows in a step"
-        )
-    names = {"tokenizer_type", "vocab_size"} & set(run.searched)
-    if names and run.program is None and run.sweep.metric == "val_loss":
-        lines.append(
-            f"val_loss is per token, and {' and '.join(sorted(names))} changes what a token is: trials with other "
-            "tokenizers cannot be compared by it: val_bpb, bits per byte, compares them"
         )
     return lines if run.server is not None else [*lines, *changed_data(run.sweep, run.history().trials.get(0))]
 

@@ -13,10 +13,10 @@ from roxxel_dist.settings.config import (
 from roxxel_dist.sweep.driver.bucket import StudyBucket
 from roxxel_dist.sweep.driver.options import SweepOptions, TrialResources
 from roxxel_dist.sweep.samplers import Engine, make
-from roxxel_dist.sweep.samplers.base import config_key
 from roxxel_dist.sweep.space.passes import PassBudget
 from roxxel_dist.sweep.space.sweep_file import Parameter, Params, Sweep
 from roxxel_dist.sweep.space.trial_phases import is_of_phases
+from roxxel_dist.sweep.space.values import as_text
 from roxxel_dist.sweep.study.folder import (
     CORPUS,
     IDENTITY,
@@ -97,6 +97,13 @@ class SweepRun:
         return {name for name in names if not is_of_phases(name)}
 
     @property
+    def varied_fields(self) -> set[str]:
+        """The fields of a Config that are not the same in all trials: those that are derived, or that `when` leaves
+        out in some, too."""
+        free = {field_of(parameter) for parameter in self.sweep.space.free}
+        return free | (self.swept_fields & {*self.sweep.rules.derived, *self.sweep.rules.when})
+
+    @property
     def has_phases(self) -> bool:
         """Whether the trials, or some of them, have phases."""
         return bool(self.config.phases) or "phases" in self.swept_fields
@@ -124,7 +131,7 @@ class SweepRun:
 
     def trial_config(self, params: Mapping[str, Any]) -> Any:
         """The Config of a trial, made once for equal parameters. Raises ValueError for parameters that are none."""
-        key = config_key(dict(params))
+        key = as_text(dict(params))
         if key not in self._configs:
             if len(self._configs) >= KNOWN_CONFIGS:
                 self._configs.clear()

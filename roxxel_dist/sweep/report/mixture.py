@@ -320,9 +320,12 @@ class _Material:
     @classmethod
     def of(cls, study: Study) -> "_Material":
         """That of a study; a trial has a value."""
+        from roxxel_dist.sweep.samplers.acquisition import diverged
         from roxxel_dist.sweep.samplers.bayes import SpaceTransform
 
         found, space = set_losses(study.history, study.sweep).at_the_end(), study.sweep.space
+        if len(found.trials):  # a loss that diverged says nothing of the law
+            found = found.where(~np.any([diverged(study.sweep.sign * each) for each in found.losses.T], axis=0))
         transform = SpaceTransform(study.sweep)
         trials = [*(study.history.trials[number] for number in found.trials.tolist()), study.done[0]]
         features = transform.encode(transform.rows([tuple(trial.point) for trial in trials]))

@@ -10,6 +10,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.place.directory import CONFIG
 from roxxel_dist.settings.config import RECORD, SECTIONS, Config, load_yaml
+from roxxel_dist.sweep.space.values import as_text, to_json
 from roxxel_dist.sweep.study.folder import LEFT_OUT, Study, flat, short
 from roxxel_dist.sweep.study.journal import Trial, TrialState
 from roxxel_dist.utils.display import aligned
@@ -34,7 +35,7 @@ def varied(study: Study) -> list[str]:
     """The parameters that the trials do not all share, those of the space first."""
     rows = [flat(trial.params) for trial in study.history.trials.values()]
     names = dict.fromkeys([*study.sweep.space.names, *(name for row in rows for name in row)])
-    return [name for name in names if any(row.get(name, LEFT_OUT) != rows[0].get(name, LEFT_OUT) for row in rows)]
+    return [name for name in names if len({as_text(row.get(name, LEFT_OUT)) for row in rows}) > 1]
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
@@ -74,6 +75,10 @@ def summary(study: Study) -> str:
         best = study.done[0]
         params = ", ".join(f"{name} {short(value)}" for name, value in flat(best.params).items())
         lines += [f"best {sweep.metric}: {best.value:.6g}, trial {best.number}: {params}"]
+        if best.reports and (last := best.reports[-1][1]) != best.value:
+            lines += [
+                f"(a value is the best of all reports of a trial; the last one of trial {best.number} is {last:.6g})"
+            ]
     return "\n".join(printable(line) for line in lines)
 
 
@@ -104,7 +109,12 @@ def as_json(study: Study) -> dict[str, Any]:
     """Everything that a program may want to know of a study."""
     fields = ("params", "value", "seconds", "attempts", "reports", "reason", "more")
     trials = [
-        {"trial": trial.number, "state": study.state_of(trial), **{name: getattr(trial, name) for name in fields}}
+        {
+            "trial": trial.number,
+            "state": study.state_of(trial),
+            **{name: getattr(trial, name) for name in fields},
+            "params": to_json(trial.params),
+        }
         for trial in study.history.trials.values()
     ]
     best = study.done[0].number if study.done else None

@@ -19,6 +19,16 @@ ACCIDENTS = 4.0
 OUTLIER = 3.0
 """A value further behind the median than so many times the best one is ahead of it counts as that far: a diverged loss
 says no more than that, and would make all others look alike."""
+DIVERGED = 20.0
+"""Further behind than so many times, a loss has diverged: no mixture of data alone makes such a difference."""
+FURTHEST = 100.0
+"""The same where logarithms are taken."""
+AHEAD = 3.0
+"""A value further ahead of the next one than so many times what lies between that one or the upper quartile and the
+median counts as that far: one number that a bug has made would hide all differences between the others."""
+APART = 0.01
+"""How far apart parallel trials are, at least along one axis, as a share of its range."""
+ROWS_AT_ONCE = 128
 SOFTENING = 0.1
 """Added to how far a value is behind the best one before its logarithm is taken: a share of how far the median is."""
 FEWEST = 4
@@ -132,11 +142,27 @@ class Acquisition:
     values: Sequence[GaussianProcess]
     failure: FailureModel | None = None
     """None: no trial has failed yet, or all have."""
+    running: np.ndarray
+    """float64[k, width] of the trials that run."""
 
     def log_score(self, features: np.ndarray) -> np.ndarray:
-        """The log of the expected improvement times the probability of a trial that does not fail: float64[m]."""
+        """The log of the expected improvement times the probability of a trial that does not fail, less where a trial
+        runs: float64[m]."""
         score = _log_mean([process.log_expected_improvement(features) for process in self.values])
-        return score if self.failure is None else score + self.failure.log_success(features)
+        score = score if self.failure is None else score + self.failure.log_success(features)
+        return score + self._log_apart(features)
+
+    def _log_apart(self, features: np.ndarray) -> np.ndarray:
+        """What keeps parallel trials apart, float64[m]: 0 far from each that runs, and without end at one.
+
+        The values that are drawn for them do not: a low draw makes its neighbourhood look like the best place of all.
+        """
+        apart = np.zeros(len(features))
+        for start in range(0, len(features), ROWS_AT_ONCE) if len(self.running) else ():
+            rows = features[start : start + ROWS_AT_ONCE]
+            nearest = np.abs(rows[:, None] - self.running).max(2).min(1)
+            apart[start : start + ROWS_AT_ONCE] = np.log(-np.expm1(-((nearest / APART) ** 2)) + 1e-30)
+        return apart
 
     def slope(self, point: np.ndarray) -> tuple[float, np.ndarray]:
         """The log of the expected improvement at one point, and its gradient: float64[width]."""
@@ -162,7 +188,7 @@ def choose_scale(features: np.ndarray, values: Sequence[float] | np.ndarray) -> 
     Returns:
         Values of mean 0 and deviation 1, float64[n], and the hyperparameters that explain them best.
     """
-    known, plain = _shrunk(values), standardize(values)
+    known, plain = _centred(values), standardize(values)
     subset = training_subset(known, FIT_TO)
     here = features[subset]
     theta = fit_hyperparameters(here, plain[subset])
@@ -194,18 +220,39 @@ def standardize(values: Sequence[float] | np.ndarray) -> np.ndarray:
     known = np.array(values, dtype=float)
     if not len(known):
         return known
-    known = _shrunk(known)
-    median, least = np.median(known), known.min()
-    if median > least:
-        known = np.minimum(known, median + OUTLIER * (median - least))
-    spread = known.std()
-    return (known - known.mean()) / (spread if spread > 0 else 1.0)
+    known = _centred(known)
+    known = np.minimum(known, OUTLIER * _spread(known))
+    deviation = known.std()
+    return (known - known.mean()) / (deviation if deviation > 0 else 1.0)
 
 
-def _shrunk(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Values over a power of two, so that none is above 1: the square of a huge one would be endless."""
-    known = np.array(values, dtype=float)
+def _spread(known: np.ndarray) -> float:
+    """How far the best of values with median 0 is ahead of it; where most are the best, how far others are behind."""
+    ahead = -known.min()
+    return float(ahead if ahead > 0 or not (known > 0).any() else np.median(known[known > 0]))
+
+
+def _centred(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Values less their median, over a power of two, the furthest of them cut off: float64[n]."""
+    halves = np.array(values, dtype=float) / 2  # the difference of two huge ones would be endless
+    known = halves - np.median(halves)
+    ranked = np.sort(known)
+    for count in range(max(1, len(known) // 10), 0, -1):
+        if len(known) < FEWEST:
+            break
+        usual = float(max(-ranked[count], ranked[3 * len(known) // 4]))
+        limit = float(ranked[count]) - AHEAD * usual
+        if usual > 0 and ranked[count - 1] < limit:
+            known = np.maximum(known, limit)
+            break
+    known = np.minimum(known, FURTHEST * _spread(known))
     return np.ldexp(known, -np.frexp(np.abs(known).max())[1])
+
+
+def diverged(values: np.ndarray) -> np.ndarray:
+    """Which values are so far behind the others that they say nothing but that: bool[n] for float64[n], n >= 1."""
+    known = _centred(values)
+    return known > DIVERGED * _spread(known)
 
 
 def training_subset(values: np.ndarray, count: int) -> np.ndarray:

@@ -4,7 +4,6 @@ A method is a sampler, which proposes points of the unit cube. Whatever it propo
 none that breaks a rule of the sweep is run at all.
 """
 
-import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.sweep.space.sweep_file import InfeasibleError, Params, Space, Sweep
+from roxxel_dist.sweep.space.values import as_text, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,12 +23,14 @@ PROPOSED = 2_000
 """So many of a sampler's own proposals are looked at before points at random are."""
 FIRST = 50
 """So many of them for a trial whose shares are given."""
-TRIES = 2_000
-"""Points at random before a space counts as exhausted."""
+TRIES = 5_000
+"""Points at random, and as many near those of earlier trials, before a space counts as exhausted."""
 COUNTABLE = 50_000
 """A space of so many points or fewer is enumerated."""
 REFUSALS = 200
 """After so many configurations that `accept` refuses other points are looked at: to look at one takes a while."""
+GRID_TRIES = 20_000
+"""Points of a grid, one after the other, that cannot run: then the grid ends, and says why."""
 
 
 Curve = Sequence[tuple[int, Mapping[str, float]]]
@@ -109,7 +111,7 @@ class AskTell:
         trial = max(self._history.trials, default=-1) + 1
         refused: set[str] = set()
         for points, limit, shares in self._sources(trial):
-            if self._history.trials:
+            if self._history.trials and limit is not None:
                 refused.clear()
             for u in points:
                 try:
@@ -117,7 +119,7 @@ class AskTell:
                 except InfeasibleError as error:
                     self._reason = str(error)
                     continue
-                if (key := config_key(params)) in self._keys:
+                if (key := as_text(params)) in self._keys:
                     continue
                 if (reason := self._refusal(key, params)) is None:
                     self.restore(trial, params, point)
@@ -126,6 +128,11 @@ class AskTell:
                 refused.add(key)
                 if len(refused) == limit:
                     break
+                if len(refused) == GRID_TRIES:
+                    raise SpaceExhausted(
+                        f"{GRID_TRIES:,} points of the grid, one after the other, cannot run: {reason}. Take such "
+                        f"values out of the sweep"
+                    )
             if len(refused) == limit and not self._history.trials:
                 raise SpaceExhausted(f"{limit} configurations were tried, and none of them can run: {self._reason}")
         raise SpaceExhausted(self._ending())
@@ -150,9 +157,9 @@ class AskTell:
         sampled = self._history.trials[trial]
         if sampled.ended:
             raise UserError(f"trial {trial} has a result already")
+        number = _as_float(trial, value)
         sampled.ended, sampled.curve = True, curve
-        if value is not None and math.isfinite(value):
-            sampled.value = self._sweep.sign * float(value)
+        sampled.value = None if number is None else self._sweep.sign * number
 
     def point(self, trial: int) -> list[float]:
         """Where in the unit cube a trial is: one number a free parameter."""
@@ -172,7 +179,7 @@ class AskTell:
             # Where its shares are now: caps depend on the data, which may have grown since the journal was written.
             point = canonical(space, space.with_shares(point, space.shares_of(params)))
         self._history.trials[trial] = SampledTrial(point=tuple(point), params=params)
-        self._keys.add(config_key(params))
+        self._keys.add(as_text(params))
 
     def _refusal(self, name: str, params: Params) -> str | None:
         """Why `accept` refuses a configuration; each is looked at once."""
@@ -207,25 +214,46 @@ class AskTell:
         small = space.size is not None and space.size <= COUNTABLE
         tries = min(space.size or 0, 100) if small else TRIES
         yield ([rng.random() for _ in space.axes] for _ in range(tries)), REFUSALS, None
+        if not small and self._history.trials:
+            yield self._near(rng), REFUSALS, None
         if small:
             everything = list(space.grid())
             rng.shuffle(everything)
             yield everything, None if self._history.trials else REFUSALS, None
+
+    def _near(self, rng: random.Random) -> Iterator[Sequence[float]]:
+        """Points of earlier trials with one number drawn anew, where rules leave little of the space."""
+        known = [trial.point for _, trial in sorted(self._history.trials.items())]
+        for _ in range(TRIES):
+            point = list(rng.choice(known))
+            point[rng.randrange(len(point))] = rng.random()
+            yield point
 
     def _ending(self) -> str:
         size, count = self._sweep.space.size, len(self._history.trials)
         if not count:
             return f"there is no configuration that can be run: {self._reason}"
         if size is not None and (size <= COUNTABLE or not self._fill):
-            kept = f" that can be run, of {size} in all" if self._reason else ""
-            return f"nothing is left to search: all {count} configurations{kept} were run"
+            kept = f" that can be run, of {size:,} in all," if self._reason else ""
+            why = f"; one of the others: {self._reason}" if self._reason else ""
+            if count == 1 and not kept:
+                return "nothing is left to search: the only configuration was run"
+            return f"nothing is left to search: all {count:,} configurations{kept} were run{why}"
         why = f": {self._reason}" if self._reason else ""
         return f"nothing seems left to search: {count} configurations were run, and random tries found no other{why}"
 
 
-def config_key(params: Params) -> str:
-    """A text that is the same for equal configurations."""
-    return json.dumps(params, sort_keys=True, default=repr)
+def _as_float(trial: int, value: object) -> float | None:
+    """The value of a trial; None where it failed, or its value is no finite float. Raises UserError for no number."""
+    if value is None:
+        return None
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise UserError(f"trial {trial}: its value is {shown(value)}: it must be a number, or None where it failed")
+    try:
+        number = float(value)  # pyright: ignore[reportArgumentType]
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def canonical(space: Space, point: Sequence[float]) -> Point:

@@ -143,6 +143,8 @@ MOST_TRIALS = 250
 """Trials that a process is given: the cost of a suggestion grows with their square, and with no more of them."""
 MOST_FAILURES = 60
 """Of these, the latest that failed."""
+MOST_RUNNING = 100
+"""Trials that run, the latest, whose values are drawn; of all others only the places are known."""
 CANDIDATES, NEIGHBOURS = 1500, 100
 """Rows looked at anywhere, and near each of the best."""
 PROMISING = 500
@@ -197,7 +199,8 @@ class BayesSampler:
         kept = training_subset(np.array([trial.value for trial in known]), MOST_TRIALS - len(failed))
         known = [known[index] for index in kept]
         values = [trial.value for trial in known]
-        known_at, failed_at, running_at = map(self._features, (known, failed, running))
+        known_at, failed_at, every_running_at = map(self._features, (known, failed, running))
+        running_at = every_running_at[-MOST_RUNNING:]
         failed_mask = np.arange(len(known) + len(failed)) >= len(known)
         failure = fit_failures(np.r_[known_at, failed_at], failed_mask, running_at)
         if len(known) < 2:  # too few to learn values from: failures count as bad ones
@@ -207,7 +210,7 @@ class BayesSampler:
             failure, failed_at = None, failed_at[:0]
         blame = failure.blame if failure is not None and len(failed_at) else np.zeros(len(failed_at))
         processes = fit_values(known_at, *choose_scale(known_at, values), failed_at, blame, running_at, rng)
-        return Acquisition(values=processes, failure=failure)
+        return Acquisition(values=processes, failure=failure, running=every_running_at)
 
     def _features(self, trials: Sequence[SampledTrial]) -> np.ndarray:
         return self._transform.encode(self._transform.rows([trial.point for trial in trials]))

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from simpleeval import DEFAULT_OPERATORS, EvalWithCompoundTypes, InvalidExpression, NameNotDefined
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.sweep.space.values import kept
 
 LONGEST, MOST = 2000, 200
 """Characters and syntax nodes of a formula."""
@@ -159,7 +160,7 @@ class Rules:
             if value is MISSING:
                 active.pop(name, None)
             else:
-                active[name] = value
+                active[name] = _kept(formula, value)
         for rule in self.constraints:
             if rule.names <= active.keys() and not _value(rule, active, missing=True):
                 shown = ", ".join(f"{name} {active[name]!r}" for name in sorted(rule.names))
@@ -167,6 +168,14 @@ class Rules:
         if self.budget is not None:
             self.budget.check(active)
         return active
+
+
+def _kept(formula: Expression, value: Any) -> Any:
+    """The value of a derived parameter, with lists for tuples. Raises InfeasibleError where it cannot be kept."""
+    try:
+        return kept(list(value) if isinstance(value, tuple) else value)
+    except UserError as error:
+        raise InfeasibleError(f"{formula.text!r}: {error}") from None
 
 
 def _value(formula: Expression, params: Mapping[str, Any], *, missing: Any) -> Any:

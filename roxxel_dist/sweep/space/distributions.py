@@ -5,14 +5,17 @@ and mean the same by it as W&B does. (Source: W&B's sweep configuration referenc
 """
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.sweep.space.values import as_text, kept, shown
 
 Numbers = Mapping[str, float]
 
@@ -38,6 +41,8 @@ class Distribution:
     """From u in [0, 1] to a value; never decreasing."""
     quantized: tuple[int, Callable[[int], float]] | None = None
     """Where rounding leaves finitely many values: how many, and the u of each, counted from 0 in the order of u."""
+    note: str | None = None
+    """What a person should know of the values that are drawn."""
     is_implied: bool = False
     """Whether the file names no distribution, and the keys and types of its values decided."""
 
@@ -79,14 +84,16 @@ class Distribution:
 
 
 def _uniform(u: float, n: Numbers) -> float:
-    return n["min"] + u * (n["max"] - n["min"])
+    low, high = n["min"], n["max"]
+    value = low + u * (high - low) if math.isfinite(high - low) else (1 - u) * low + u * high
+    return min(max(value, low), high)
 
 
 def _log_uniform_values(u: float, n: Numbers) -> float:
     if u in (0.0, 1.0):
         return n["max"] if u else n["min"]  # exactly
     low, high = math.log(n["min"]), math.log(n["max"])
-    return math.exp(low + u * (high - low))
+    return min(max(math.exp(low + u * (high - low)), n["min"]), n["max"])
 
 
 def _normal(u: float, n: Numbers) -> float:
@@ -115,6 +122,8 @@ CONTINUOUS: dict[str, tuple[dict[str, float | None], Callable[[float, Numbers], 
     "beta": ({"a": 1.0, "b": 1.0}, _beta),
 }
 """The numbers that each takes (None: must be given), and its inverse CDF."""
+EXPONENTIAL = ("log_uniform", "inv_log_uniform", "log_normal")
+"""Those whose numbers are of the logarithm of a value."""
 KEYS = ("a", "b", "distribution", "max", "min", "mu", "probabilities", "q", "sigma", "value", "values")
 NAMES = (
     *("constant", "categorical", "categorical_w_probabilities", "int_uniform"),
@@ -123,6 +132,11 @@ NAMES = (
 )
 EXACT = 2**53
 """Integers that a float tells apart."""
+SPREAD = 0x9E3779B97F4A7C15
+"""An odd number: its multiples spread the last digits of integers that a float does not tell apart."""
+ENDS = (0.0, 1.0)
+FAR = 1e20
+"""A `log_uniform` up to such a value is a mistake."""
 
 
 def distribution(spec: Mapping[str, Any]) -> Distribution:
@@ -141,6 +155,9 @@ def distribution(spec: Mapping[str, Any]) -> Distribution:
     if name not in NAMES:
         raise UserError(f"distribution: {name!r} does not exist: use one of {', '.join(NAMES)}")
     given = {key: value for key, value in spec.items() if key != "distribution"}
+    for key in ("value", "values"):
+        if key in given and not (key == "values" and isinstance(given[key], str)):
+            given[key] = _kept(key, given[key])
     if name == "constant":
         _check_keys(name, given, {"value": None})
         return Distribution(name=name, choices=(given["value"],))
@@ -148,6 +165,16 @@ def distribution(spec: Mapping[str, Any]) -> Distribution:
         return _categorical(name, given)
     found = _int_uniform(given) if name == "int_uniform" else _continuous(name, given)
     return replace(found, is_implied="distribution" not in spec)
+
+
+def _kept(key: str, value: Any) -> Any:
+    """A value, or all of a list of values. Raises UserError for the first that would not stay what it is."""
+    if key == "values" and isinstance(value, tuple):  # of a dictionary of Python
+        value = list(value)
+    try:
+        return kept(value)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
 
 
 def _implied(spec: Mapping[str, Any]) -> str:
@@ -175,21 +202,22 @@ def _categorical(name: str, given: Mapping[str, Any]) -> Distribution:
     _check_keys(name, given, {"values": None, **({"probabilities": None} if is_weighted else {})})
     values = given["values"]
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise UserError(f"values: {values!r} must be a list with at least one value")
+        raise UserError(f"values: {shown(values)} must be a list with at least one value")
     weights = given["probabilities"] if is_weighted else [1.0] * len(values)
     if not isinstance(weights, Sequence) or len(weights) != len(values):
         raise UserError(f"probabilities: {weights!r} must be a list of {len(values)} numbers, one for each value")
-    valid = all(is_number(weight) and weight >= 0 for weight in weights)
+    valid = all(is_finite(weight) and weight >= 0 for weight in weights)
     if is_weighted and not (valid and math.isclose(sum(weights), 1, abs_tol=1e-6)):
         raise UserError(f"probabilities: {weights!r} must be 0 or more each, and their sum must be 1")
+    texts = [as_text(value) for value in values]
     first: dict[str, int] = {}
-    """The index of each different value: 1, 1.0 and true are three."""
-    for number, value in enumerate(values):
-        first.setdefault(f"{type(value).__name__} {value!r}", number)
+    """The index of each different value."""
+    for number, text in enumerate(texts):
+        first.setdefault(text, number)
     if len(first) < len(values):  # a value that is given twice is one configuration, and twice as likely
         shares = dict.fromkeys(first.values(), 0.0)
-        for value, weight in zip(values, weights, strict=True):
-            shares[first[f"{type(value).__name__} {value!r}"]] += float(weight) / sum(weights)
+        for text, weight in zip(texts, weights, strict=True):
+            shares[first[text]] += float(weight) / sum(weights)
         values, weights, is_weighted = [values[number] for number in shares], list(shares.values()), len(shares) > 1
     order = [number for number, weight in enumerate(weights) if weight > 0]
     if all(map(is_number, values)):
@@ -206,12 +234,19 @@ def _int_uniform(given: Mapping[str, Any]) -> Distribution:
     _check_keys("int_uniform", given, BOUNDS)
     least, most = given["min"], given["max"]
     if type(least) is not int or type(most) is not int:
-        raise UserError(f"int_uniform: min {least!r} and max {most!r} must be integers")
+        raise UserError(f"int_uniform: min {shown(least)} and max {shown(most)} must be integers")
     if least > most:
-        raise UserError(f"min {least} is larger than max {most}")
+        raise UserError(f"min {shown(least)} is larger than max {shown(most)}")
     count = most - least + 1
     if count > EXACT:  # u has not so many values, and len() of a range has its limit too
-        return Distribution(name="int_uniform", inverse_cdf=lambda u: min(least + int(u * count), most))
+
+        def inverse_cdf(u: float) -> int:
+            # Whole numbers alone: each part of the range that belongs to one u, and one of the numbers in it.
+            part = int(u * EXACT)
+            begin, end = part * count // EXACT, (part + 1) * count // EXACT
+            return min(least + begin + part * SPREAD % (end - begin), most)
+
+        return Distribution(name="int_uniform", inverse_cdf=inverse_cdf)
     return Distribution(name="int_uniform", choices=range(least, most + 1))
 
 
@@ -221,8 +256,13 @@ def _continuous(name: str, given: Mapping[str, Any]) -> Distribution:
     allowed = {**defaults, **({"q": 1.0} if name != base else {})}
     _check_keys(name, given, allowed)
     for key, value in given.items():
-        if not is_number(value) or not math.isfinite(value):
-            raise UserError(f"{key}: {value!r} must be a number{as_number(value)}")
+        if not is_finite(value):
+            rule = ", and finite" if is_number(value) else as_number(value)
+            raise UserError(f"{key}: {shown(value)} must be a number{rule}")
+        if float(value) != value:
+            raise UserError(
+                f"{key}: {shown(value)} is no float, {float(value):.17g} is the nearest: write that, or use int_uniform"
+            )
     numbers = {key: float(given.get(key, default)) for key, default in allowed.items()}
     if "min" in numbers and numbers["min"] > numbers["max"]:
         raise UserError(f"min {numbers['min']:g} is larger than max {numbers['max']:g}")
@@ -232,28 +272,70 @@ def _continuous(name: str, given: Mapping[str, Any]) -> Distribution:
         raise UserError(f"sigma: {numbers['sigma']:g} must be 0 or more")
     if min(numbers.get("a", 1.0), numbers.get("b", 1.0)) <= 0:
         raise UserError(f"a {numbers['a']:g} and b {numbers['b']:g} must be more than 0")
+    low, high = _ends(name, base, numbers)
     if name == base:
-        return Distribution(name=name, inverse_cdf=lambda u: inverse_cdf(u, numbers))
+        note = None
+        if base == "log_uniform" and (1 < low <= high < math.e or high > FAR):
+            bounds = f"{numbers['min']:.4g} to {numbers['max']:.4g}"
+            note = (
+                f"log_uniform takes exponents, so its values are {low:.4g} to {high:.4g}; for values of {bounds}, use "
+                f"log_uniform_values"
+            )
+        return Distribution(name=name, inverse_cdf=lambda u: inverse_cdf(u, numbers), note=note)
     step = given.get("q", 1)
     if step <= 0:
         raise UserError(f"q: {step} must be more than 0")
-    whole = type(step) is int
+    largest = max(-low, high)
+    if largest / step > sys.float_info.max or round(largest / step) > sys.float_info.max / step:
+        raise UserError(f"q: the multiples of {step:g} up to {largest:g} are no floats: use another q, or other bounds")
 
     def rounded(u: float) -> float | int:
-        value = round(inverse_cdf(u, numbers) / step) * step
-        return int(value) if whole else value
+        return _multiple(round(inverse_cdf(u, numbers) / step), step)
 
-    return Distribution(name=name, inverse_cdf=rounded, quantized=_quantized(base, numbers, step))
+    ends = [rounded(u) for u in ENDS]
+    outside = [f"{end:g}" for end, beyond in zip(ends, (ends[0] < low, ends[1] > high), strict=True) if beyond]
+    note = None
+    if "min" in numbers and outside:
+        note = (
+            f"{name} rounds to multiples of {step:g}, as W&B does, so {' and '.join(dict.fromkeys(outside))} can be "
+            f"drawn, outside of {low:g} to {high:g}"
+        )
+    return Distribution(name=name, inverse_cdf=rounded, quantized=_quantized(base, numbers, step), note=note)
+
+
+def _ends(name: str, base: str, numbers: Numbers) -> tuple[float, float]:
+    """The least and the largest value that can be drawn. Raises UserError where one of them is no float."""
+    try:
+        ends = [CONTINUOUS[base][1](u, numbers) for u in ENDS]
+    except OverflowError:
+        ends = [math.inf]
+    is_exponential = base in EXPONENTIAL
+    if all(map(math.isfinite, ends)) and not (is_exponential and ends[0] == 0):
+        return ends[0], ends[1]
+    given = " and ".join(f"{key} {value:g}" for key, value in numbers.items() if key != "q")
+    if base == "log_normal":
+        raise UserError(
+            f"{name}: {given} are of the logarithm, and e^({numbers['mu']:g} ± 6 x {numbers['sigma']:g}) is no float: "
+            f"use smaller ones, such as mu: log of a usual value, sigma: 1"
+        )
+    if is_exponential:
+        raise UserError(
+            f"{name}: {given} are exponents of e, and e^{max(numbers.values(), key=abs):g} is no float: for values use "
+            f"{name}_values"
+        )
+    raise UserError(f"{name}: with {given} values can be drawn that are no floats: use smaller numbers")
+
+
+def _multiple(number: int, step: float) -> float | int:
+    """A multiple of a step as people write it: of 0.1 the third is 0.3, and not 0.30000000000000004."""
+    return number * step if isinstance(step, int) else float(number * Fraction(repr(float(step))))
 
 
 def _quantized(base: str, numbers: Numbers, step: float) -> tuple[int, Callable[[int], float]] | None:
     """How many multiples of step a distribution between two bounds has, and the u of each; None: without bounds."""
     if "min" not in numbers:
         return None
-    try:
-        low, high = (CONTINUOUS[base][1](u, numbers) for u in (0.0, 1.0))
-    except OverflowError:
-        return None
+    low, high = (CONTINUOUS[base][1](u, numbers) for u in ENDS)
     first, last = round(low / step), round(high / step)
     width = high - low if base == "uniform" else math.log(high / low) if low else 0.0
     if not width and first != last:
@@ -269,6 +351,11 @@ def _quantized(base: str, numbers: Numbers, step: float) -> tuple[int, Callable[
 def is_number(value: Any) -> bool:
     """Whether it is an integer or a float, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can be."""
+    return is_number(value) and abs(value) <= sys.float_info.max
 
 
 def as_number(value: Any) -> str:

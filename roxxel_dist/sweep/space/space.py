@@ -31,6 +31,11 @@ class Parameter:
         """Its names with points between."""
         return ".".join(self.path)
 
+    @property
+    def place(self) -> tuple[str, ...]:
+        """The keys of the file that lead to it."""
+        return tuple(key for name in self.path for key in ("parameters", name))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Space:

@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.settings.config import FIELD_TYPES, SECTIONS, read_yaml
-from roxxel_dist.settings.values import with_numbers
+from roxxel_dist.settings.values import EXPONENT, with_numbers
 from roxxel_dist.sweep.space.constraints import Expression, InfeasibleError, Rules
 from roxxel_dist.sweep.space.data_extras import DataExtras, data_extras
 from roxxel_dist.sweep.space.distributions import distribution
 from roxxel_dist.sweep.space.space import Parameter, Params, Space
+from roxxel_dist.sweep.space.values import kept
 
 if TYPE_CHECKING:
     from roxxel_dist.sweep.space.passes import PassBudget
 
+Keys = tuple[str | int, ...]
+"""What leads to a value of a file: keys of mappings, and numbers of items of lists."""
+DEEPEST_KEYS = 50
 METHODS = ("bayes", "random", "grid")
 """Of W&B."""
 GOALS = ("minimize", "maximize")
@@ -39,6 +43,8 @@ METRIC, SERVER_METRIC = ("name", "goal", "weights"), ("impute", "impute_while_ru
 """The keys of `metric`, and those that only W&B's server reads."""
 MEANS = {"mean_loss": "val_loss", "mean_bpb": "val_bpb"}
 """Metrics that are means over data sets by `weights`, and what is logged of each set, as `val_loss/<name>`."""
+PER_TOKEN = {"val_loss": "val_bpb", "train_loss": "val_bpb", "train_eval_loss": "val_bpb", "mean_loss": "mean_bpb"}
+"""Metrics per token, before any `/`, and what measures the same per byte."""
 EXTRAS = ("constraints", "derived", "mixtures", "phase_ends", "resources", "when")
 LISTS = {"constraints": "a list of formulas", "mixtures": "a list of mixtures"}
 """The keys of the second file that hold lists; others are mappings."""
@@ -66,6 +72,10 @@ class Sweep:
     rules: Rules = field(default_factory=Rules)
     data: DataExtras = field(default_factory=DataExtras)
     """What is searched of the data: shares, and ends of phases."""
+    locator: "YamlLocator | None" = field(default=None, compare=False, repr=False)
+    """Where in the file its keys stand."""
+    names_metric: bool = field(default=False, compare=False)
+    """Whether the file says what the metric is."""
 
     def with_budget(self, budget: "PassBudget") -> "Sweep":
         """The same sweep over the mixtures that the passes over the data leave.
@@ -90,15 +100,17 @@ class Sweep:
 class YamlLocator:
     """Errors about the keys of a file, with their lines."""
 
-    def __init__(self, file: str, lines: Mapping[tuple[str, ...], int], *, strict: bool = True) -> None:
+    def __init__(self, file: str, lines: Mapping[Keys, int], *, strict: bool = True) -> None:
         self._file, self._lines = file, lines
         self.strict: bool = strict
 
-    def error(self, path: Sequence[str], text: str) -> ValueError:
-        """An error about a key, with the line of the nearest key above it that has one."""
-        lines = [self._lines[key] for end in range(len(path)) if (key := tuple(path[: end + 1])) in self._lines]
+    def error(self, path: Sequence[str | int], text: str) -> ValueError:
+        """An error about a key, with the line of the nearest key above it that has one. Of an item of a list, which is
+        a number from 0, the line is meant alone."""
+        keys, names = tuple(path), [key for key in path if isinstance(key, str)]
+        lines = [self._lines[key] for end in range(len(keys)) if (key := keys[: end + 1]) in self._lines]
         line = f", line {lines[-1]}" if lines else ""
-        return UserError(f"{self._file}{line}: {'.'.join(path)}{': ' if path else ''}{text}")
+        return UserError(f"{self._file}{line}: {'.'.join(names)}{': ' if names else ''}{text}")
 
     def check_keys(self, keys: Iterable[Any], known: Sequence[str], *path: str) -> None:
         """Raises ValueError for a key that there is not."""
@@ -135,14 +147,38 @@ def sweep_of(sweep: Mapping[str, Any], extras: Mapping[str, Any] | None = None) 
 
 
 def as_sweep(sweep: Mapping[str, Any] | str | os.PathLike[str] | Sweep) -> Sweep:
-    """The sweep of a file, of a dictionary, or as it is. Raises UserError as `read_sweep` and `sweep_of`."""
+    """The sweep of a file, of a dictionary, or as it is.
+
+    Raises UserError as `read_sweep` and `sweep_of`, and for a metric that is named, is per token, and would rank
+    tokenizers.
+    """
     if isinstance(sweep, Sweep):
         return sweep
-    return read_sweep(os.fspath(sweep)) if isinstance(sweep, str | os.PathLike) else sweep_of(sweep)
+    found = read_sweep(os.fspath(sweep)) if isinstance(sweep, str | os.PathLike) else sweep_of(sweep)
+    tokenizers = {one.name for one in found.space.free if one.path[-1] == "tokenizer_type"}
+    is_ours = found.program is None or os.path.basename(found.program) == "train_sweep.py"
+    if found.names_metric and is_ours and tokenizers:
+        check_per_token(found, sorted(tokenizers))
+    return found
+
+
+def check_per_token(sweep: Sweep, names: Sequence[str]) -> None:
+    """Raises UserError for a metric per token, where some parameters change what a token is."""
+    loss, slash, of_set = sweep.metric.partition("/")
+    if loss not in PER_TOKEN:
+        return
+    better = f"val_bpb{slash}{of_set}" if loss == "val_loss" else PER_TOKEN[loss]
+    weights = ", weights: {…}" if sweep.weights else ""
+    why = (
+        f"{sweep.metric} is per token, and {' and '.join(names)} {'change' if len(names) > 1 else 'changes'} what a "
+        f"token is, so that it does not compare the trials: write metric: {{name: {better}, goal: minimize{weights}}}, "
+        f"which is per byte"
+    )
+    raise UserError(why) if sweep.locator is None else sweep.locator.error(["metric", "name"], why)
 
 
 def _load(path: str | Path, *, strict: bool) -> tuple[Mapping[str, Any], YamlLocator]:
-    content, tree = read_yaml(path, unique=strict)
+    content, tree = read_yaml(path, unique=strict, exponents=True)
     if not isinstance(content, Mapping):
         raise UserError(f"{path}: must be a mapping of keys to values")
     if "parameters" not in content and content.keys() & {*FIELD_TYPES, *SECTIONS}:
@@ -150,16 +186,41 @@ def _load(path: str | Path, *, strict: bool) -> tuple[Mapping[str, Any], YamlLoc
             f"{path}: this is a config, not the file of a sweep, which has `parameters`: give it with --config, and "
             f"the file of the sweep with --sweep_config"
         )
-    return content, YamlLocator(str(path), dict(_lines(tree)), strict=strict)
+    locator = YamlLocator(str(path), dict(_lines(tree)), strict=strict)
+    if strict:
+        _check_numbers(tree, locator)
+    return content, locator
 
 
-def _lines(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
-    """The line of every key of a YAML document."""
-    if isinstance(node.value, list):
-        for key, value in (pair for pair in node.value if isinstance(pair, tuple)):
-            here = (*path, str(key.value))
-            yield here, key.start_mark.line + 1
-            yield from _lines(value, here)
+def _lines(node: Any, path: Keys = ()) -> Iterator[tuple[Keys, int]]:
+    """The line of every key of a YAML document, and of every item of a list."""
+    for here, key, value in _entries(node, path):
+        yield here, key.start_mark.line + 1
+        yield from _lines(value, here)
+
+
+def _entries(node: Any, path: Keys) -> Iterator[tuple[Keys, Any, Any]]:
+    """(its keys, the node of its own key, its node) of every value in a node; not where an alias is in itself."""
+    for number, entry in enumerate(node.value if isinstance(node.value, list) and len(path) < DEEPEST_KEYS else ()):
+        key, value = entry if isinstance(entry, tuple) else (entry, entry)
+        yield (*path, str(key.value) if isinstance(entry, tuple) else number), key, value
+
+
+def _check_numbers(node: Any, locator: YamlLocator, path: Keys = ()) -> None:
+    """Raises UserError for a number that YAML 1.1 reads as another one than people do: 010 is 8, and 1:30 is 90."""
+    for here, _, value in _entries(node, path):
+        _check_numbers(value, locator, here)
+        if not isinstance(value.value, str) or not value.tag.endswith((":int", ":float")):
+            continue
+        text = value.value.replace("_", "")
+        digits = text.lstrip("-+")
+        if ":" in digits or (digits.isdigit() and digits != "0" and digits.startswith("0")):
+            meant = "a number in units of 60" if ":" in digits else f"{int(digits, 8)}, for it begins with 0 (octal)"
+            raise locator.error(here, f"in YAML {value.value} is {meant}: write the number, or quotes around it")
+        if value.tag.endswith(":float") and EXPONENT.fullmatch(text):
+            number = float(text)
+            if math.isinf(number) or (number == 0 and digits.lower().partition("e")[0].strip("0.")):
+                raise locator.error(here, f"{value.value} is {number:g} as a float: write another number")
 
 
 def _sweep(content: Mapping[str, Any], locator: YamlLocator, extras: Mapping[str, Any], other: YamlLocator) -> Sweep:
@@ -179,7 +240,6 @@ def _sweep(content: Mapping[str, Any], locator: YamlLocator, extras: Mapping[str
         raise locator.error(["metric", "goal"], f"{goal!r} is not a goal: {nearest(goal, GOALS)}")
     weights = _weights(metric, locator)
     parameters = content.get("parameters")
-    parameters = with_numbers(parameters)
     if parameters is None and data:
         parameters = {}
     if not isinstance(parameters, Mapping) or not (parameters or data):
@@ -202,7 +262,7 @@ def _sweep(content: Mapping[str, Any], locator: YamlLocator, extras: Mapping[str
         goal=goal,
         weights=weights,
         space=Space(
-            parameters=(*_parameters(parameters, ("parameters",), locator), *data.ends.values()),
+            parameters=(*_unique(_parameters(parameters, ("parameters",), locator), locator), *data.ends.values()),
             mixtures=tuple(spec.space() for spec in data.mixtures),
         ),
         command=None if command is None else tuple(map(str, command)),
@@ -210,6 +270,8 @@ def _sweep(content: Mapping[str, Any], locator: YamlLocator, extras: Mapping[str
         early_terminate=_early_terminate(with_numbers(content.get("early_terminate")), locator),
         rules=rules,
         data=data,
+        locator=locator,
+        names_metric="metric" in content,
         **texts,
     )
 
@@ -261,9 +323,33 @@ def _parameters(specs: Mapping[str, Any], path: tuple[str, ...], locator: YamlLo
             yield from _parameters(spec["parameters"], (*here, "parameters"), locator)
             continue
         try:
-            yield Parameter(path=tuple(here[1::2]), distribution=distribution(spec))
+            # A text such as "1e-3" among the values is a text; as a bound it can only be a number.
+            given = {name: each if name in ("value", "values") else with_numbers(each) for name, each in spec.items()}
+            yield Parameter(path=tuple(here[1::2]), distribution=distribution(given))
         except ValueError as error:
-            raise locator.error(here, str(error)) from None
+            # The message names the key.
+            place = _place_of(spec)
+            raise locator.error([*here, *place], str(error).removeprefix("values: " if place else "")) from None
+
+
+def _unique(parameters: Iterable[Parameter], locator: YamlLocator) -> Iterator[Parameter]:
+    """The parameters. Raises UserError where two have one name: `a.b`, and b among the parameters of a."""
+    paths: dict[str, tuple[str, ...]] = {}
+    for parameter in parameters:
+        if paths.setdefault(parameter.name, parameter.path) != parameter.path:
+            raise locator.error(parameter.place, f"there are two parameters {parameter.name}: rename one of them")
+        yield parameter
+
+
+def _place_of(spec: Mapping[str, Any]) -> list[str | int]:
+    """The keys of the first listed value that cannot be kept; empty where there is none."""
+    values = spec.get("values")
+    for number, value in enumerate(values if isinstance(values, list) else ()):
+        try:
+            kept(value)
+        except UserError:
+            return ["values", number]
+    return []
 
 
 def _early_terminate(spec: Any, locator: YamlLocator) -> Mapping[str, Any] | None:

@@ -15,6 +15,7 @@ from roxxel_dist.objects.url import ObjectUrl
 from roxxel_dist.place.directory import DEFINITION, JOURNAL, is_study
 from roxxel_dist.settings.config import RECORD, load_yaml
 from roxxel_dist.sweep.space.sweep_file import Sweep, read_sweep
+from roxxel_dist.sweep.space.values import as_text
 from roxxel_dist.sweep.study.journal import SEARCHING, STATES, WAIT_S, History, Trial, TrialState, read_history
 
 EXTRAS, BASE = "extras.yaml", "config.yaml"
@@ -252,9 +253,10 @@ class StudyDir:
     def _compare(self, flag: str, file: str, own: Path) -> None:
         """Raises ValueError where a file says something else than that of the study, with the first key."""
         before, now = flat(load_yaml(own)) if own.exists() else {}, flat(load_yaml(file))
-        if before == now:
+        texts = [{key: as_text(value) for key, value in values.items()} for values in (before, now)]
+        if texts[0] == texts[1]:  # 1, 1.0 and true are three values
             return
-        key = next(key for key in {**before, **now} if before.get(key, ...) != now.get(key, ...))
+        key = next(key for key in {**before, **now} if texts[0].get(key) != texts[1].get(key))
         values = [str(values.get(key, "nothing")) for values in (before, now)]
         raise UserError(
             f"{flag} {file} differs from the file that {self.place} started with ({key} is {values[1]}, and "

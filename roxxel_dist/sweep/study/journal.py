@@ -20,14 +20,18 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from roxxel_dist.cluster.awake_clock import AwakeClock
 from roxxel_dist.cluster.durable import sync_folder
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.folder_lock import hold_folder
 from roxxel_dist.place.directory import JOURNAL
+from roxxel_dist.sweep.space.values import from_json, to_json
 
 if TYPE_CHECKING:
     from roxxel_dist.sweep.study.stored_journal import JournalWriter
 
+PARAMS = "params"
+"""The key of an event with the parameters of a trial."""
 SEARCHING = "searching in"
 """What the holder of a study's lock does, for messages."""
 WAIT_S = 30.0
@@ -37,7 +41,7 @@ VERSION = 2
 KEYS = {
     "event", "time", "version", "metric", "goal", "method", "seed", "driver", "trial", "params", "point", "attempt",
     "node", "pid", "step", "value", "rule", "reason", "seconds", "stopped", "more", "kind", "log",
-    "losses",
+    "losses", "awake",
 }  # fmt: skip
 """The keys of events in this version."""
 AWAITED = {"study", "ask"}
@@ -131,7 +135,7 @@ class History:
     last: tuple[str, int] | None = field(init=False, default=None)
     """Kind and trial of the last event that decisions follow from."""
     _busy_s: float = field(init=False, default=0.0)
-    """For which drivers have searched, up to the last line, which was written at `_clock`."""
+    """For which drivers have searched, up to the last line, which was written when its driver's clock was `_clock`."""
     _clock: float | None = field(init=False, default=None)
     timed: int = field(init=False, default=0)
     """Ended trials of which it is known how long they took."""
@@ -163,12 +167,13 @@ class History:
         return choose((value for _, value in self.trials[number].reports), default=None)
 
     def hours(self, now: float) -> float:
-        """For how many hours drivers have searched until now (Unix seconds), if one has since the last line."""
+        """For how many hours drivers have searched until now, on the clock of the last line, if one has since then."""
         return (self._busy_s + (0.0 if self._clock is None else max(0.0, now - self._clock))) / 3600
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Follow one line of the journal. Raises KeyError where it lacks something, or belongs to nothing before it."""
-        kind, now = event["event"], event.get("time")
+        # The time for which the driver was awake: the wall clock goes on while a laptop sleeps, and may be set.
+        kind, now = event["event"], event.get("awake", event.get("time"))
         if kind != "study" and now is not None and self._clock is not None:
             self._busy_s += max(0.0, now - self._clock)
         self._clock = now
@@ -287,7 +292,7 @@ def replay(path: Path, data: bytes) -> History:
     history, lines = History(), data.splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            event = json.loads(line)
+            event = _from_json(json.loads(line))
             if event["event"] == "study" and event.get("version", 1) > VERSION:
                 break
             history.apply(event)
@@ -329,6 +334,12 @@ class Journal:
     ) -> None:
         self._study, self._log, self._wait_s, self._stored = study, log, wait_s, stored
         self.history = History()
+        self._clock = AwakeClock()
+
+    @property
+    def awake(self) -> float:
+        """Seconds for which this driver was awake; to be read every few seconds."""
+        return self._clock.now()
 
     def __enter__(self) -> "Journal":
         with ExitStack() as held:
@@ -350,11 +361,12 @@ class Journal:
     def append(self, *events: Mapping[str, Any]) -> None:
         """Write events, in one piece; they are on the disk when this returns.
 
-        Numbers that JSON has no form for are written as null. Raises OSError where the disk does not take them, and
-        what `JournalWriter.add` raises.
+        Parameters are written as `to_json` has them; of metrics, numbers that JSON has no form for are null. Raises
+        OSError where the disk does not take them, and what `JournalWriter.add` raises.
         """
         now = round(time.time(), 3)
-        timed = [{"event": event["event"], "time": now, **_plain(event)} for event in events]
+        stamp = {"time": now, "awake": round(self.awake, 3)}
+        timed = [{"event": event["event"], **stamp, **_as_json(event)} for event in events]
         data = "".join(json.dumps(event, allow_nan=False) + "\n" for event in timed).encode()
         try:
             written = 0
@@ -371,12 +383,20 @@ class Journal:
             kinds = {event["event"] for event in timed}
             self._stored.add(data, soon=bool(kinds & SOON), wait=bool(kinds & AWAITED))
         for event in timed:
-            self.history.apply(event)
+            self.history.apply(_from_json(event))
 
     def check(self) -> None:
         """Raises what `JournalWriter.check` raises, where the study is in a bucket."""
         if self._stored is not None:
             self._stored.check()
+
+
+def _as_json(event: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: to_json(value) if name == PARAMS else _plain(value) for name, value in event.items()}
+
+
+def _from_json(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**event, PARAMS: from_json(event[PARAMS])} if PARAMS in event else event
 
 
 def _plain(value: Any) -> Any:

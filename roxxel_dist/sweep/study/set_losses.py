@@ -35,12 +35,15 @@ class SetLosses:
 
     def at_the_end(self) -> "SetLosses":
         """Those that came as far as the furthest."""
-        whole = self.steps == self.steps.max(initial=0)
+        return self.where(self.steps == self.steps.max(initial=0))
+
+    def where(self, kept: np.ndarray) -> "SetLosses":
+        """Some of the n trials: those of bool[n]."""
         return SetLosses(
-            trials=self.trials[whole],
-            shares=self.shares[whole],
-            losses=self.losses[whole],
-            steps=self.steps[whole],
+            trials=self.trials[kept],
+            shares=self.shares[kept],
+            losses=self.losses[kept],
+            steps=self.steps[kept],
             keys=self.keys,
             names=self.names,
             weights=self.weights,

@@ -15,7 +15,7 @@ from typing import Any
 
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.sweep.trial.process import environment, launch_command
+from roxxel_dist.sweep.trial.process import environment, launch_command, prompt_reports
 from roxxel_dist.sweep.trial.rank import CONFIG_ENV, PARAMETERS_ENV, write_parameters
 from roxxel_dist.sweep.trial.tail import MARK, trial_token
 from roxxel_dist.sweep.trial.task import TrialTask
@@ -38,6 +38,11 @@ def command_of(
     Raises ValueError where there is no such program in the directory (None: that of this process).
     """
     words = list(command or DEFAULT_COMMAND)
+    if (first := MACRO.fullmatch(str(words[0]))) and first[1].startswith("args"):
+        raise UserError(
+            f"command: its first word is {words[0]}, a parameter, and no program: begin with ${{interpreter}} or with "
+            f"${{env}}, and name ${{program}}"
+        )
     if "${program}" not in words:
         return words if command else None
     if program is None:
@@ -94,6 +99,7 @@ def prepare(task: TrialTask, folder: Path) -> tuple[list[str], dict[str, str]]:
         PARAMETERS_ENV: str(folder / PARAMETERS),
         "WANDB_RUN_GROUP": folder.parent.parent.name,
         "WANDB_ERROR_REPORTING": "false",
+        **prompt_reports(),
         **({"WANDB_PROJECT": task.config["wandb_project"]} if task.config.get("wandb_project") else {}),
         **task.environment,
     }

@@ -2,7 +2,7 @@
 
 The file is a log as LevelDB has it: blocks of 32 KiB, in them pieces with a header of 7 bytes (checksum, length, kind),
 where a record may be several pieces. A record is a protocol buffer of the client's own schema. The client writes what
-it has every 15 s, and at the end.
+it has every second (`process.prompt_reports`; by itself every 15 s), and at the end.
 """
 
 import json

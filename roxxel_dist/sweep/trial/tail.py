@@ -3,18 +3,21 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from roxxel_dist.sweep.space.distributions import is_finite, is_number
+from roxxel_dist.sweep.space.values import shown
 from roxxel_dist.sweep.trial.metrics import MetricsTail, Report
 from roxxel_dist.sweep.trial.rank import MARK
 from roxxel_dist.sweep.trial.run_file import WandbFile
 
 TOKEN = "token"
 """The file of a trial's folder with the name by which its runs are known."""
+KINDS = {str: "a text", bool: "a truth value", list: "a list", dict: "a mapping, whose numbers have names with points"}
 SEARCH_S = 2.0
 """How often the folders below the program's own are looked through for its runs."""
 
@@ -55,6 +58,8 @@ class WandbTail(MetricsTail):
         self._searched, self._made = -math.inf, time.time()
         self._elsewhere: list[Path] = []
         self._other_ranks: set[int] = set()
+        self._unusable: str | None = None
+        """What the metric was logged as, where that is no number."""
         self._reporting: dict[str, set[str]] = {}
         """By attempt, the ids of the runs that have logged the metric."""
 
@@ -69,7 +74,7 @@ class WandbTail(MetricsTail):
                 for step, row in file.rows():
                     if not self._is_ours(path, file):
                         break
-                    if (value := _number(row.get(self._metric))) is not None:
+                    if (value := self._value_in(row)) is not None:
                         self._note(file)
                     reports += self._add(step, row, value)
                 if file.run_id is not None and not self._is_ours(path, file):
@@ -78,10 +83,17 @@ class WandbTail(MetricsTail):
         if last and self._reported < 0:
             for file in self._runs():
                 self.names.update(name for name in file.summary if not name.startswith("_"))
-                if (value := _number(file.summary.get(self._metric))) is not None:
+                if (value := self._value_in(file.summary)) is not None:
                     self._note(file)
                     reports.append((int(_number(file.summary.get("_step")) or 0), value))
         return reports
+
+    def _value_in(self, values: Mapping[str, Any]) -> float | None:
+        """The metric among what was logged; None where it is not there, or no number."""
+        found = values.get(self._metric)
+        if (value := _number(found)) is None and found is not None:
+            self._unusable = f"{shown(found)}, {KINDS.get(type(found), type(found).__name__)}"
+        return value
 
     @property
     def problem(self) -> str | None:
@@ -96,6 +108,8 @@ class WandbTail(MetricsTail):
 
     def missing(self) -> str:
         """As `MetricsTail.missing`."""
+        if self._unusable is not None:
+            return f"it logged {self._metric!r} as {self._unusable}: log a number"
         if self._runs():
             return super().missing()
         if self._other_ranks:
@@ -175,4 +189,6 @@ def _number(value: Any) -> float | None:
     """A value as a number; the client writes those that are not finite as text."""
     if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
         return math.nan
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not is_number(value):
+        return None
+    return float(value) if is_finite(value) else math.nan

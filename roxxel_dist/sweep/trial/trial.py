@@ -134,7 +134,7 @@ def follow(
     try:
         process = TrialProcess(command, env, Path(task.log), title, task.directory)
     except ChildProcessError as error:
-        return 1, f"its program does not start: {error}", None
+        return 1, f"its program {command[0]!r} does not start: {error}", None
     stopped, code = None, None
     try:
         yield {"start": {"pid": process.pid}}

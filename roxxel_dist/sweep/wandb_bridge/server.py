@@ -25,7 +25,7 @@ from roxxel_dist.sweep.samplers.base import Curve
 from roxxel_dist.sweep.space.sweep_file import Params
 from roxxel_dist.sweep.train_sweep import CONFIG_ENV, DATA_ENV, RANKS_ENV, RUN_DIR_ENV
 from roxxel_dist.sweep.trial.outcome import OURS, TRACEBACK, classify_exit, last_words
-from roxxel_dist.sweep.trial.process import environment
+from roxxel_dist.sweep.trial.process import environment, prompt_reports
 from roxxel_dist.sweep.trial.program import command_of
 from roxxel_dist.sweep.trial.tail import WandbTail
 from roxxel_dist.sweep.trial.task import Ranks, TrialTask
@@ -132,7 +132,7 @@ def agent_trial(trial: Mapping[str, Any]) -> Iterator[Event]:
     """Run one trial of a sweep of a W&B server with `wandb agent --count 1`, as a process tree that dies with this.
 
     As `trial.run`, but the parameters are the server's: the result has them as "params", and reports come as W&B's
-    client writes them to its file, every 15 s. `{"exhausted": {"reason"}}` comes where the server has no more trials,
+    client writes them to its file, every second. `{"exhausted": {"reason"}}` comes where the server has no more trials,
     `{"unserved": {"reason"}}` where it could not be asked for one, in several tries, and `{"note": {"text"}}` where it
     does not give one. Its `wandb_sweep` is the sweep, as `create_or_join` returns it.
     """
@@ -209,6 +209,7 @@ def _environment(task: TrialTask, folder: Path) -> dict[str, str]:
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             "WANDB_DIR": str(folder),
             "WANDB_ERROR_REPORTING": "false",
+            **prompt_reports(),
             CONFIG_ENV: str(base.absolute()),
             RUN_DIR_ENV: str(folder),
             RANKS_ENV: json.dumps({field.name: getattr(task, field.name) for field in fields(Ranks)}),

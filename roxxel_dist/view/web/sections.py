@@ -14,7 +14,7 @@ from roxxel_dist.place.directory import CONFIG
 from roxxel_dist.place.run_place import bucket_url
 from roxxel_dist.run.report import read_fields
 from roxxel_dist.sweep.report.text import STATES
-from roxxel_dist.sweep.space.distributions import CONTINUOUS, Distribution
+from roxxel_dist.sweep.space.distributions import CONTINUOUS, EXACT, Distribution
 from roxxel_dist.sweep.study.folder import Study, flat
 from roxxel_dist.sweep.study.journal import Trial
 from roxxel_dist.train.log.timeline import SPENT
@@ -135,7 +135,7 @@ def _scale(distribution: Distribution) -> dict[str, Any]:
     """How an axis of a parameter is drawn: its choices, or "log" and the ends where it has some."""
     choices = distribution.choices
     if choices is not None and len(choices) <= MOST_CHOICES:
-        return {"choices": list(choices)}
+        return {"choices": [_for_page(choice) for choice in choices]}
     ends: list[float] | None = None
     if choices is not None or distribution.name.removeprefix("q_") in BOUNDED:
         with suppress(OverflowError):
@@ -147,10 +147,20 @@ def _trial(study: Study, trial: Trial) -> dict[str, Any]:
     stop = trial.stop if trial.state in ("stopped", "paused") else None
     return {
         "number": trial.number, "state": STATES[study.state_of(trial)], "value": trial.value, "seconds": trial.seconds,
-        "attempts": trial.attempts, "node": trial.node, "params": flat(trial.params), "began": trial.began,
+        "attempts": trial.attempts, "node": trial.node, "params": _params(trial), "began": trial.began,
         "why": f"{stop['rule']} at step {stop['step']}" if stop else trial.reason,
         "reports": columns(reduced(curve_of(trial.reports), LISTED_BUCKETS)),
     }  # fmt: skip
+
+
+def _params(trial: Trial) -> dict[str, Any]:
+    """The parameters of a trial, without nesting."""
+    return {name: _for_page(value) for name, value in flat(trial.params).items()}
+
+
+def _for_page(value: Any) -> Any:
+    """A value of a parameter; inf, nan, and whole numbers that JavaScript would round, as texts."""
+    return str(value) if isinstance(value, int | float) and not abs(value) <= EXACT else value
 
 
 def _job(state: JobState, brief: bool) -> Iterator[tuple[str, Any]]:
