@@ -219,7 +219,9 @@ class CheckpointMetadata:
     plan: Mapping[str, Any] = field(default_factory=dict)
     """`Plan.state` after the checkpoint's step; empty if no `Trainer` saved the checkpoint."""
     schedule: Mapping[str, Any] = field(default_factory=dict)
-    """{"kind", "settings"} of the learning rate; empty if the optimizer does not state them."""
+    """`LrSchedule` of the run; empty if the optimizer does not state it."""
+    validation: Mapping[str, Any] = field(default_factory=dict)
+    """`ValidationRows` of the run; empty in checkpoints of earlier versions."""
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     rewinds: int = 0
     """How often the run went back to a checkpoint because of a bad step."""
@@ -251,8 +253,8 @@ class CheckpointMetadata:
             saved["digest"] = self.digest
         if self.exact_update != WHOLE_UPDATE:  # which runs have that do not say
             saved["exact_update"] = self.exact_update
-        exact = {name: getattr(self, name) for name in _OF_EXACT_RUNS}
-        return saved | {name: value for name, value in exact.items() if value not in (None, {})}
+        other = {name: getattr(self, name) for name in _WHERE_KNOWN}
+        return saved | {name: value for name, value in other.items() if value not in (None, {})}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "CheckpointMetadata":
@@ -263,14 +265,14 @@ class CheckpointMetadata:
             base=BaseModelRef.from_dict(saved["base"]) if "base" in saved else None,
             digest=saved.get("digest", ""),
             exact_update=saved.get("exact_update", WHOLE_UPDATE),
-            **{name: saved[name] for name in (*_SAME_KEY, *_OF_EXACT_RUNS) if name in saved},
+            **{name: saved[name] for name in (*_SAME_KEY, *_WHERE_KNOWN) if name in saved},
         )
 
 
 _SAME_KEY = ("corpus", "curriculum", "plan", "schedule", "rewinds")
 """Fields of `CheckpointMetadata` that have their own name on disk."""
-_OF_EXACT_RUNS = ("virtual_shards", "grad_accum", "bits")
-"""Those that also have it, in a run with virtual shards alone."""
+_WHERE_KNOWN = ("validation", "virtual_shards", "grad_accum", "bits")
+"""Those that also have it, where they are set."""
 
 
 def write_cursor(run: Path, step: int, last_step: int, *, finished: bool) -> None:

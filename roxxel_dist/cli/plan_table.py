@@ -31,7 +31,10 @@ def _data(run: RunEstimate) -> list[str]:
         f"{name}: {of['tokens']:,} tokens to train on, {of['passes']:.2f} passes" for name, of in run.datasets.items()
     ]
     sets = [f"{name or 'held out'}: {tokens:,} tokens" for name, tokens in run.validation.items() if tokens]
-    return [*lines, "validation: " + (", ".join(sets) or "none"), f"vocabulary: {run.vocab_size:,}"]
+    of, most = run.validation_rows, run.validation_rows.eval_iters
+    read = f"; of each at most {most} batches of {of.batch_size:,} x {of.seq_len:,} tokens, in every phase the same"
+    validated = ", ".join(sets) + read if sets else "none"
+    return [*lines, f"validation: {validated}", f"vocabulary: {run.vocab_size:,}"]
 
 
 def _model(run: RunEstimate) -> list[str]:
@@ -86,10 +89,10 @@ def _on_devices(run: RunEstimate) -> list[str]:
     sent: list[str] = []
     for phase in run.phases:
         assert phase.target is not None
-        for what, step in (("training", phase.target), ("validation", phase.target.validation)):
+        steps = [(f"phase {phase.phase}, training", phase.target), ("validation", phase.target.validation)]
+        for name, step in steps if phase is run.phases[-1] else steps[:1]:  # one validation for all phases
             if step is None:
                 continue
-            name = f"phase {phase.phase}, {what}"
             cells = [size(step.peak_bytes) if step.peak_bytes else "too much", "", "", "does not fit", ""]
             if step.flops_per_device is not None:
                 share = step.peak_bytes / step.device_bytes if step.peak_bytes and step.device_bytes else None

@@ -38,6 +38,7 @@ from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.state import TrainState, init_state
 from roxxel_dist.train.step.step import fetch, make_eval_step
 from roxxel_dist.train.task_scores import TaskScores, of_task
+from roxxel_dist.train.validation_rows import ValidationRows
 from roxxel_dist.weights.base import load_base_params, open_checkpoint
 from roxxel_dist.weights.model import attention_kernel
 
@@ -117,7 +118,8 @@ def evaluate(
             store, step = held.enter_context(_checkpoint(checkpoint, best))
             metadata = store.metadata(step)
             plan, base = Plan.from_state(metadata.plan), metadata.base
-            shape = plan.segment(step - 1).shape
+            # In checkpoints of earlier versions the rows are those of the phase.
+            rows = metadata.validation or ValidationRows.of_shape(plan.segment(step - 1).shape).to_dict()
             config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
             if data_dtype is not None:
                 config = dataclasses.replace(config, data_dtype=data_dtype)
@@ -129,23 +131,23 @@ def evaluate(
             components, sets = _components(config, data, plan, validation, folder, needed=not found)
             compiler = AotCompiler(_mesh(components))
             held.callback(compiler.close)
-            state, hparams, evaluator, scores = _measures(components, sets, found, plan, base, compiler)
-            evaluator.check(shape)
-            evaluator.prepare(state, hparams, shape)
+            state, hparams, evaluator, scores = _measures(components, sets, rows, found, plan, base, compiler)
+            evaluator.check()
+            evaluator.prepare(state, hparams)
             scores.check(state, hparams)
             scores.prepare(state, hparams)
             weights = {name: leaves for name in ("params", "rest") if (leaves := getattr(state, name))}
             state = state._replace(**store.restore_evaluated(step, weights))
         # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.
         compiler.wait_together()
-        means = summarize(fetch(evaluator.run(state, hparams, shape)))
+        means = summarize(fetch(evaluator.run(state, hparams)))
         of_tasks = scores.summarize(fetch(scores.run(state, hparams)))
         rows = read_rows(folder / METRICS)
         return Evaluation(
             run=checkpoint.run,
             step=step,
             losses=means,
-            data=_by_data_set(means, evaluator.reads(shape)),
+            data=_by_data_set(means, evaluator.reads()),
             tasks={task.name: of_task(task.name, of_tasks) for task in found},
             notes=tuple(filter(None, (task.truncation for task in found))),
             logged_val_loss=next((row.get("val_loss") for row in rows if row.get("step") == step), None),
@@ -257,6 +259,7 @@ def _components(
 def _measures(
     components: RunComponents,
     sets: Mapping[str, Roxxel],
+    rows: Mapping[str, Any],
     tasks: Sequence[Task],
     plan: Plan,
     base: BaseModelRef | None,
@@ -281,7 +284,7 @@ def _measures(
         make_eval_step(split, components.loss, dtype),
         compiler,
         sharding,
-        options.eval_iters,
+        dataclasses.replace(ValidationRows.from_dict(rows), eval_iters=options.eval_iters),
         counts_bytes=gives_nats(components.loss, split.merge(state.params, state.rest, hparams, training=False)),
     )
     return state, hparams, evaluator, TaskScores(tasks, split, compiler, sharding, plan.shapes, dtype)

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ from jax.sharding import NamedSharding
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.even_rows import SpreadRows
-from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.tokenizer.text_bytes import TextBytes
 from roxxel_dist.data.verify import VerifiedBlocks
@@ -23,6 +21,7 @@ from roxxel_dist.train.step.compile import AotCompiler, batch_key
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import BALANCE, WEIGHT, Hparams, LossFn
 from roxxel_dist.train.step.throughput import InflightThrottler
+from roxxel_dist.train.validation_rows import ValidationRows
 
 HELD_OUT, TRAIN = "", "(training data)"
 """The names of the split held out of the training data, and of the training data; a user's set may be "train"."""
@@ -33,7 +32,7 @@ EVAL_LIMIT_S = 3600.0
 
 
 class Validation:
-    """Mean losses over some data sets, in the shape of the phase that is being trained.
+    """Mean losses over some data sets, of the same rows each time.
 
     Args:
         sets: data by name: `HELD_OUT`, or the validation sets; those without a token are left out. May be empty.
@@ -41,7 +40,7 @@ class Validation:
         evaluate: jitted (params, rest, hparams, batch) -> losses, as `make_eval_step` makes it.
         compiler: of it.
         sharding: of a batch.
-        iters: batches to read of each.
+        rows: which are read.
         blocks: the verified blocks of the files; None: nothing is verified.
         counts_bytes: whether the bytes of text are counted too, of sets with a tokenizer.
     """
@@ -53,7 +52,7 @@ class Validation:
         evaluate: Callable[..., dict[str, jax.Array]],
         compiler: AotCompiler,
         sharding: NamedSharding,
-        iters: int,
+        rows: ValidationRows,
         blocks: VerifiedBlocks | None = None,
         *,
         counts_bytes: bool = False,
@@ -61,55 +60,53 @@ class Validation:
         filled = {name: data for name, data in sets.items() if data.num_tokens}
         self._sets = {**filled, TRAIN: train} if filled else {}
         self._evaluate, self._compiler = evaluate, compiler
-        self._sharding, self._iters, self._blocks = sharding, iters, blocks
-        self._streams: dict[tuple[str, Any], Stream] = {}
+        self._sharding, self._rows, self._blocks = sharding, rows, blocks
+        self._streams: dict[str, Stream] = {}
         self._counters = _byte_counters(self._sets) if filled and counts_bytes else {}
 
-    def check(self, *shapes: Shape) -> None:
-        """Raises ValueError where a data set is too small for the batches of a phase."""
-        for shape in shapes:
-            for name in self._sets:
-                self._stream(name, shape)
+    def check(self) -> None:
+        """Raises ValueError where a data set is too small for a batch."""
+        for name in self._sets:
+            self._stream(name)
 
-    def _stream(self, name: str, shape: Shape) -> Stream:
-        key = name, replace(shape, steps=0)
-        if key not in self._streams:
+    def _stream(self, name: str) -> Stream:
+        if name not in self._streams:
             data = self._sets[name]
             try:
-                rows = SpreadRows(data.ranges, shape, self._iters)
+                rows = SpreadRows(data.ranges, self._rows.shape, self._rows.eval_iters or 1)
             except UserError as error:
                 raise UserError(f"validation {name!r}: {error}" if name else str(error)) from error
-            self._streams[key] = Stream(rows, {"self": data}, self._sharding)
-        return self._streams[key]
+            self._streams[name] = Stream(rows, {"self": data}, self._sharding)
+        return self._streams[name]
 
-    def batch(self, shape: Shape) -> Any:
-        """A batch of a phase as `jax.ShapeDtypeStruct`s with shardings; None where there is no set."""
-        return self._stream(next(iter(self._sets)), shape).abstract() if self._sets else None
+    def batch(self) -> Any:
+        """A batch as `jax.ShapeDtypeStruct`s with shardings; None where there is no set."""
+        return self._stream(next(iter(self._sets))).abstract() if self._sets else None
 
-    def prepare(self, state: TrainState, hparams: Hparams, shape: Shape) -> list[Hashable]:
-        """Begin to compile what a phase of this shape needs, and return the keys of these programs."""
+    def prepare(self, state: TrainState, hparams: Hparams) -> list[Hashable]:
+        """Begin to compile what a validation needs, once, and return the keys of these programs."""
         keys: list[Hashable] = []
         for name in self._sets:
-            batch = self._stream(name, shape).abstract()
+            batch = self._stream(name).abstract()
             keys.append(("evaluate", batch_key(batch)))
             self._compiler.prepare(keys[-1], self._evaluate, state.evaluated, state.rest, hparams, batch)
-        return keys + [key for name in self._sets if (key := self._prepare_counter(name, shape)) is not None]
+        return keys + [key for name in self._sets if (key := self._prepare_counter(name)) is not None]
 
-    def _prepare_counter(self, name: str, shape: Shape) -> Hashable | None:
+    def _prepare_counter(self, name: str) -> Hashable | None:
         """Begin to compile what counts the bytes of a set's batches; None where they are not counted."""
         if (counter := self._counters.get(name)) is None:
             return None
-        batch = self._stream(name, shape).abstract()
+        batch = self._stream(name).abstract()
         self._compiler.prepare(key := (BYTES, name, batch_key(batch)), counter, batch)
         return key
 
-    def run(self, state: TrainState, hparams: Hparams, shape: Shape) -> dict[str, list[dict[str, jax.Array]]]:
+    def run(self, state: TrainState, hparams: Hparams) -> dict[str, list[dict[str, jax.Array]]]:
         """The losses of every batch by data set, on the device."""
         losses: dict[str, list[dict[str, jax.Array]]] = {}
         throttler = InflightThrottler(self._compiler.mesh)
-        for name, key in zip(self._sets, self.prepare(state, hparams, shape), strict=False):
-            stream, program = self._stream(name, shape), self._compiler.get(key)
-            counting = self._prepare_counter(name, shape)
+        for name, key in zip(self._sets, self.prepare(state, hparams), strict=False):
+            stream, program = self._stream(name), self._compiler.get(key)
+            counting = self._prepare_counter(name)
             count = None if counting is None else self._compiler.get(counting)
             if self._blocks is not None:
                 stream.verify(0, stream.plan.total_steps, self._blocks)
@@ -123,9 +120,9 @@ class Validation:
                     losses[name][-1] = losses[name][-1] | {BYTES: count(batch)}
         return losses
 
-    def reads(self, shape: Shape) -> dict[str, tuple[int, int]]:
+    def reads(self) -> dict[str, tuple[int, int]]:
         """(batches, tokens) that are read of each data set, by name."""
-        plans = {name: self._stream(name, shape).plan for name in self._sets}
+        plans = {name: self._stream(name).plan for name in self._sets}
         return {name: (plan.total_steps, plan.tokens(plan.total_steps)) for name, plan in plans.items()}
 
 

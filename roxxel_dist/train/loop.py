@@ -235,7 +235,7 @@ class Loop:
         self._wait_for_devices()
         self._verification.wait(done)
         self._timer.pause()
-        losses = self._evaluate(step) if options.is_due("eval", done, self.position.last_step) else {}
+        losses = self._evaluate() if options.is_due("eval", done, self.position.last_step) else {}
         idle_since = saves.idle_since()
         if not self.deferred.flush(losses):
             self.deferred.check(metrics)
@@ -245,16 +245,16 @@ class Loop:
         self._timer.resume()
         return out_of_patience
 
-    def _evaluate(self, step: int) -> dict[str, float]:
-        """The losses of a validation after `step`, the scores of the tasks, and the numbers that `eval_fn` gives."""
+    def _evaluate(self) -> dict[str, float]:
+        """The losses of a validation, the scores of the tasks, and the numbers that `eval_fn` gives."""
         held, position, validation = self.held, self.position, self.programs.validation
-        keys = self.programs.prepare_validation(step)
+        keys = self.programs.prepare_validation()
         if not all(map(held.compiler.shared, keys)):
             held.progress.say("compile")  # not back to "step" afterwards: this step is done
         for key in keys:
             held.compiler.get_together(key)
         held.progress.say("eval")
-        losses = validation.run(position.state, position.hparams, position.plan.segment(step).shape)
+        losses = validation.run(position.state, position.hparams)
         means = summarize(self.deferred.fetch(losses)) if losses else {}
         if of_tasks := self.programs.tasks.run(position.state, position.hparams):
             means |= self.programs.tasks.summarize(self.deferred.fetch(of_tasks))
