@@ -196,7 +196,7 @@ class Recorder:
             evaluate,
             self.compiler,
             self.sharding,
-            ValidationRows(batch_size=ROWS, seq_len=CONTEXT + 1, eval_iters=EVAL_BATCHES),
+            ValidationRows.of_phases(parts.curriculum.shapes, EVAL_BATCHES, {}),
         )
 
     def train(self, shares: Sequence[Sequence[float]], seed: int) -> dict[str, list[float]]:
@@ -221,7 +221,7 @@ class Recorder:
         for done in range(1, sum(PHASES) * self.times + 1):
             state, _ = program(state, self.hparams, next(stream))
             if done % (EVERY * self.times) == 0:
-                losses = summarize(fetch(self.validation.run(state, self.hparams)))
+                losses = summarize(fetch(self.validation.run(state, self.hparams, plan.shapes[0])))
                 for name, curve in curves.items():
                     curve.append(round(losses[f"val_loss/{name}"], 6))
         return curves

@@ -145,15 +145,22 @@ RESUME_LATEST = ResumeSpec()
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """The lowest val_loss of a run, and how long ago that was."""
+    """The lowest val_loss of a run on the rows that it is validated on, and how long ago that was."""
 
     best_loss: float | None = None
     evals_since_best: int = 0
+    rows: str = ""
+    """The rows on which it was measured, in words; empty if not known."""
 
     def after(self, val_loss: float) -> "EarlyStopping":
         """With the loss of one more validation."""
         best = not isnan(val_loss) and (self.best_loss is None or val_loss < self.best_loss)
-        return EarlyStopping(best_loss=val_loss) if best else self.patient(self.evals_since_best + 1)
+        after = self.patient(0 if best else self.evals_since_best + 1)
+        return replace(after, best_loss=val_loss) if best else after
+
+    def on_rows(self, rows: str) -> "EarlyStopping":
+        """The same on these rows; a new beginning on other ones, whose losses are not compared."""
+        return replace(self, rows=rows) if rows == self.rows or not self.rows else EarlyStopping(rows=rows)
 
     def patient(self, evals_since_best: int = 0) -> "EarlyStopping":
         """The same lowest loss, so many validations ago."""
@@ -245,6 +252,8 @@ class CheckpointMetadata:
         """For JSON, with the keys that checkpoints have had from the beginning."""
         saved = {name: value for name, value in vars(self).items() if name in _SAME_KEY}
         saved |= {"best_loss": self.early_stopping.best_loss, "waited": self.early_stopping.evals_since_best}
+        if self.early_stopping.rows:
+            saved["best_rows"] = self.early_stopping.rows
         if self.adapter_scales is not None:
             saved["scales"] = dict(self.adapter_scales)
         if self.base is not None:
@@ -260,7 +269,11 @@ class CheckpointMetadata:
     def from_dict(cls, saved: Mapping[str, Any]) -> "CheckpointMetadata":
         """From what `to_dict` gave, now or in an earlier version; of a `Checkpointer`'s checkpoint, all is empty."""
         return cls(
-            early_stopping=EarlyStopping(best_loss=saved.get("best_loss"), evals_since_best=saved.get("waited", 0)),
+            early_stopping=EarlyStopping(
+                best_loss=saved.get("best_loss"),
+                evals_since_best=saved.get("waited", 0),
+                rows=saved.get("best_rows", ""),
+            ),
             adapter_scales=saved.get("scales"),
             base=BaseModelRef.from_dict(saved["base"]) if "base" in saved else None,
             digest=saved.get("digest", ""),

@@ -118,8 +118,10 @@ def evaluate(
             store, step = held.enter_context(_checkpoint(checkpoint, best))
             metadata = store.metadata(step)
             plan, base = Plan.from_state(metadata.plan), metadata.base
+            shape = plan.segment(step - 1).shape
             # In checkpoints of earlier versions the rows are those of the phase.
-            rows = metadata.validation or ValidationRows.of_shape(plan.segment(step - 1).shape).to_dict()
+            begun = {"batches": (), **metadata.validation, "eval_iters": saved.get("eval_iters", 1)}
+            rows = ValidationRows.from_dict(begun).with_phases([shape])
             config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
             if data_dtype is not None:
                 config = dataclasses.replace(config, data_dtype=data_dtype)
@@ -132,22 +134,22 @@ def evaluate(
             compiler = AotCompiler(_mesh(components))
             held.callback(compiler.close)
             state, hparams, evaluator, scores = _measures(components, sets, rows, found, plan, base, compiler)
-            evaluator.check()
-            evaluator.prepare(state, hparams)
+            evaluator.check(shape)
+            evaluator.prepare(state, hparams, shape)
             scores.check(state, hparams)
             scores.prepare(state, hparams)
             weights = {name: leaves for name in ("params", "rest") if (leaves := getattr(state, name))}
             state = state._replace(**store.restore_evaluated(step, weights))
         # Outside usage_errors: an error while tracing is in the model or the loss function, and needs a traceback.
         compiler.wait_together()
-        means = summarize(fetch(evaluator.run(state, hparams)))
+        means = summarize(fetch(evaluator.run(state, hparams, shape)))
         of_tasks = scores.summarize(fetch(scores.run(state, hparams)))
         rows = read_rows(folder / METRICS)
         return Evaluation(
             run=checkpoint.run,
             step=step,
             losses=means,
-            data=_by_data_set(means, evaluator.reads()),
+            data=_by_data_set(means, evaluator.reads(shape)),
             tasks={task.name: of_task(task.name, of_tasks) for task in found},
             notes=tuple(filter(None, (task.truncation for task in found))),
             logged_val_loss=next((row.get("val_loss") for row in rows if row.get("step") == step), None),
@@ -259,7 +261,7 @@ def _components(
 def _measures(
     components: RunComponents,
     sets: Mapping[str, Roxxel],
-    rows: Mapping[str, Any],
+    rows: ValidationRows,
     tasks: Sequence[Task],
     plan: Plan,
     base: BaseModelRef | None,
@@ -284,7 +286,7 @@ def _measures(
         make_eval_step(split, components.loss, dtype),
         compiler,
         sharding,
-        dataclasses.replace(ValidationRows.from_dict(rows), eval_iters=options.eval_iters),
+        dataclasses.replace(rows, eval_iters=options.eval_iters),
         counts_bytes=gives_nats(components.loss, split.merge(state.params, state.rest, hparams, training=False)),
     )
     return state, hparams, evaluator, TaskScores(tasks, split, compiler, sharding, plan.shapes, dtype)

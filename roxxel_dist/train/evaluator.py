@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.even_rows import SpreadRows
+from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.tokenizer.text_bytes import TextBytes
 from roxxel_dist.data.verify import VerifiedBlocks
@@ -21,7 +22,7 @@ from roxxel_dist.train.step.compile import AotCompiler, batch_key
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import BALANCE, WEIGHT, Hparams, LossFn
 from roxxel_dist.train.step.throughput import InflightThrottler
-from roxxel_dist.train.validation_rows import ValidationRows
+from roxxel_dist.train.validation_rows import ValidationBatch, ValidationRows
 
 HELD_OUT, TRAIN = "", "(training data)"
 """The names of the split held out of the training data, and of the training data; a user's set may be "train"."""
@@ -32,7 +33,7 @@ EVAL_LIMIT_S = 3600.0
 
 
 class Validation:
-    """Mean losses over some data sets, of the same rows each time.
+    """Mean losses over some data sets, of the same rows in each phase whose rows have the same length.
 
     Args:
         sets: data by name: `HELD_OUT`, or the validation sets; those without a token are left out. May be empty.
@@ -40,7 +41,7 @@ class Validation:
         evaluate: jitted (params, rest, hparams, batch) -> losses, as `make_eval_step` makes it.
         compiler: of it.
         sharding: of a batch.
-        rows: which are read.
+        rows: which are read in each phase.
         blocks: the verified blocks of the files; None: nothing is verified.
         counts_bytes: whether the bytes of text are counted too, of sets with a tokenizer.
     """
@@ -61,52 +62,58 @@ class Validation:
         self._sets = {**filled, TRAIN: train} if filled else {}
         self._evaluate, self._compiler = evaluate, compiler
         self._sharding, self._rows, self._blocks = sharding, rows, blocks
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[tuple[str, ValidationBatch], Stream] = {}
         self._counters = _byte_counters(self._sets) if filled and counts_bytes else {}
 
-    def check(self) -> None:
-        """Raises ValueError where a data set is too small for a batch."""
-        for name in self._sets:
-            self._stream(name)
+    def check(self, *shapes: Shape) -> None:
+        """Raises ValueError where a data set is too small for the batches of a phase."""
+        for shape in shapes:
+            for name in self._sets:
+                self._stream(name, shape)
 
-    def _stream(self, name: str) -> Stream:
-        if name not in self._streams:
+    def _stream(self, name: str, shape: Shape) -> Stream:
+        key = name, self._rows.of(shape)
+        if key not in self._streams:
             data = self._sets[name]
             try:
-                rows = SpreadRows(data.ranges, self._rows.shape, self._rows.eval_iters or 1)
+                rows = SpreadRows(data.ranges, key[1].shape, self._rows.eval_iters)
             except UserError as error:
                 raise UserError(f"validation {name!r}: {error}" if name else str(error)) from error
-            self._streams[name] = Stream(rows, {"self": data}, self._sharding)
-        return self._streams[name]
+            self._streams[key] = Stream(rows, {"self": data}, self._sharding)
+        return self._streams[key]
 
-    def batch(self) -> Any:
-        """A batch as `jax.ShapeDtypeStruct`s with shardings; None where there is no set."""
-        return self._stream(next(iter(self._sets))).abstract() if self._sets else None
+    def text(self, shape: Shape) -> str:
+        """The rows of a validation in a phase of this shape, in words; empty where there is no set."""
+        return self._rows.text(shape) if self._sets else ""
 
-    def prepare(self, state: TrainState, hparams: Hparams) -> list[Hashable]:
-        """Begin to compile what a validation needs, once, and return the keys of these programs."""
+    def batch(self, shape: Shape) -> Any:
+        """A batch of a phase as `jax.ShapeDtypeStruct`s with shardings; None where there is no set."""
+        return self._stream(next(iter(self._sets)), shape).abstract() if self._sets else None
+
+    def prepare(self, state: TrainState, hparams: Hparams, shape: Shape) -> list[Hashable]:
+        """Begin to compile what a phase of this shape needs, if nothing did, and return the keys of these programs."""
         keys: list[Hashable] = []
         for name in self._sets:
-            batch = self._stream(name).abstract()
+            batch = self._stream(name, shape).abstract()
             keys.append(("evaluate", batch_key(batch)))
             self._compiler.prepare(keys[-1], self._evaluate, state.evaluated, state.rest, hparams, batch)
-        return keys + [key for name in self._sets if (key := self._prepare_counter(name)) is not None]
+        return keys + [key for name in self._sets if (key := self._prepare_counter(name, shape)) is not None]
 
-    def _prepare_counter(self, name: str) -> Hashable | None:
+    def _prepare_counter(self, name: str, shape: Shape) -> Hashable | None:
         """Begin to compile what counts the bytes of a set's batches; None where they are not counted."""
         if (counter := self._counters.get(name)) is None:
             return None
-        batch = self._stream(name).abstract()
+        batch = self._stream(name, shape).abstract()
         self._compiler.prepare(key := (BYTES, name, batch_key(batch)), counter, batch)
         return key
 
-    def run(self, state: TrainState, hparams: Hparams) -> dict[str, list[dict[str, jax.Array]]]:
+    def run(self, state: TrainState, hparams: Hparams, shape: Shape) -> dict[str, list[dict[str, jax.Array]]]:
         """The losses of every batch by data set, on the device."""
         losses: dict[str, list[dict[str, jax.Array]]] = {}
         throttler = InflightThrottler(self._compiler.mesh)
-        for name, key in zip(self._sets, self.prepare(state, hparams), strict=False):
-            stream, program = self._stream(name), self._compiler.get(key)
-            counting = self._prepare_counter(name)
+        for name, key in zip(self._sets, self.prepare(state, hparams, shape), strict=False):
+            stream, program = self._stream(name, shape), self._compiler.get(key)
+            counting = self._prepare_counter(name, shape)
             count = None if counting is None else self._compiler.get(counting)
             if self._blocks is not None:
                 stream.verify(0, stream.plan.total_steps, self._blocks)
@@ -120,9 +127,9 @@ class Validation:
                     losses[name][-1] = losses[name][-1] | {BYTES: count(batch)}
         return losses
 
-    def reads(self) -> dict[str, tuple[int, int]]:
+    def reads(self, shape: Shape) -> dict[str, tuple[int, int]]:
         """(batches, tokens) that are read of each data set, by name."""
-        plans = {name: self._stream(name).plan for name in self._sets}
+        plans = {name: self._stream(name, shape).plan for name in self._sets}
         return {name: (plan.total_steps, plan.tokens(plan.total_steps)) for name, plan in plans.items()}
 
 

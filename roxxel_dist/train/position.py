@@ -133,12 +133,16 @@ class Position:
         assert metrics.digest is not None
         self.metadata = replace(self.metadata, digest=in_hex(metrics.digest))
 
-    def note_validation(self, val_loss: float | None) -> tuple[bool, bool]:
-        """(whether this is the lowest val_loss, if there is one; whether the run ends, out of patience)."""
+    def note_validation(self, val_loss: float | None, rows: str) -> tuple[bool, bool]:
+        """(whether this is the lowest val_loss on these rows, if there is one; whether the run ends, out of patience).
+
+        `rows` says which they are; it is empty for a loss of the user's own.
+        """
         before = self.metadata.early_stopping
-        after = before if val_loss is None else before.after(val_loss)
+        after = before if val_loss is None else before.on_rows(rows).after(val_loss)
         self.metadata = replace(self.metadata, early_stopping=after)
-        return after.best_loss != before.best_loss, after.should_stop(self.parts.options.patience)
+        better = val_loss is not None and after.best_loss == val_loss and not after.evals_since_best
+        return better, after.should_stop(self.parts.options.patience)
 
     def rewind(self, bad: BadStep, held: Resources, like: TrainState) -> None:
         """Restore the newest checkpoint that is known to be good, and leave the rows of the bad step out.

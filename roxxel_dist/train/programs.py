@@ -74,8 +74,9 @@ class Programs:
         self._step = step
         self._vocabulary: int | None = getattr(getattr(position.view.model, "config", None), "vocab_size", None)
         self.blocks: VerifiedBlocks | None = VerifiedBlocks(self._vocabulary) if options.verify_data == "on" else None
-        saved = position.metadata.validation  # empty where there is nothing to validate on
-        rows = ValidationRows.from_dict(saved) if saved else ValidationRows.of_phases(position.plan.shapes)
+        # Empty where there is nothing to validate on, and in a finished run of an earlier version.
+        saved = position.metadata.validation or {"batches": (), "eval_iters": options.eval_iters}
+        rows = ValidationRows.from_dict(saved).with_phases(position.plan.shapes)
         self.validation: Validation = Validation(
             parts.validation_sets,
             parts.training.primary_streamer,
@@ -96,11 +97,11 @@ class Programs:
         )
 
     def check_data(self) -> None:
-        """Raises ValueError where a validation set is too small for a batch, a token has no logit, or the model cannot
+        """Raises ValueError where a validation set is too small for a phase, a token has no logit, or the model cannot
         do a task."""
         parts, position = self._parts, self._position
         self.tasks.check(self.like, position.hparams)
-        self.validation.check()
+        self.validation.check(*position.plan.shapes)
         datasets = {**parts.training.datasets, **parts.validation_sets}
         # What the built-in model gives is known without a trace of it.
         known = self._vocabulary if type(parts.model) is TransformerBuilder else None
@@ -128,13 +129,13 @@ class Programs:
         position, batch = self._position, self.stream_from(step).abstract()
         key = batch_key(batch)
         self._compiler.prepare(key, self._step, self.like, position.hparams, batch)
-        self.prepare_validation()
+        self.prepare_validation(step)
         return key
 
-    def prepare_validation(self) -> list[Hashable]:
-        """Begin to compile what a validation needs, once for all phases, and return the keys of these programs."""
+    def prepare_validation(self, step: int) -> list[Hashable]:
+        """Begin to compile what a validation in the phase of `step` needs, and return the keys of these programs."""
         position = self._position
-        keys = self.validation.prepare(self.like, position.hparams)
+        keys = self.validation.prepare(self.like, position.hparams, position.plan.segment(step).shape)
         return keys + self.tasks.prepare(self.like, position.hparams)
 
     def compile_next_phase(self, phase: int, first: Metrics) -> None:

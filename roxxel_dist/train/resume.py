@@ -178,8 +178,7 @@ class _RequestedRun:
             notes = (*_plan_notes(before, plan, step), *filter(None, [change]))
             # Else a run that ended by `patience` would end again at once.
             saved = replace(saved, early_stopping=saved.early_stopping.patient())
-        validation = _validation_of(saved, before, step)
-        saved = replace(saved, schedule=schedule, validation=validation, **self.exact, **self.fingerprint)
+        saved = replace(saved, schedule=schedule, **self.exact, **self.fingerprint)
         return replace(point, plan=plan, metadata=saved, notes=notes)
 
     def _check_shards(self, saved: CheckpointMetadata, step: int) -> None:
@@ -240,7 +239,8 @@ class _RequestedRun:
                 digest=saved.digest,
                 exact_update=self.exact_update,
                 schedule=self._schedule(saved.schedule, plan),
-                validation=_validation_of(saved, before, step),
+                validation=saved.validation,
+                early_stopping=EarlyStopping(rows=saved.early_stopping.rows),
                 **self.exact,
                 **self.fingerprint,
             ),
@@ -297,11 +297,6 @@ def _plan_notes(before: Plan, plan: Plan, step: int) -> tuple[str, ...]:
     if plan.fingerprint != before.fingerprint:
         note = f"the plan until now:\n{before.describe()}\nthe plan from step {step + 1} on:\n{note}"
     return (note,)
-
-
-def _validation_of(saved: CheckpointMetadata, plan: Plan, step: int) -> Mapping[str, Any]:
-    """The rows of the validations of a run until `step`; in earlier versions they had the shape of the phase."""
-    return saved.validation or ValidationRows.of_shape(plan.shape_at(step - 1)).to_dict()
 
 
 def _check_ranges(name: str, sources: Mapping[str, Any], now: Sequence[tuple[int, int]]) -> None:
@@ -420,30 +415,12 @@ def restore_start(store: CheckpointStore, start: ResumePoint, like: TrainState) 
 def with_validation(
     start: ResumePoint, sets: Mapping[str, Roxxel], options: LoopOptions, fits: Callable[[Shape], bool]
 ) -> ResumePoint:
-    """The start of a run with the rows of its validations: those that it had, or was forked with, if the data `fits`.
-
-    Where they are other rows than before, for other data, eval_iters or devices, a note says so, and losses of before
-    are no longer the best.
-    """
-    tokens = {name: data.num_tokens for name, data in sets.items() if data.num_tokens}
-    if not tokens:
-        return replace(start, metadata=replace(start.metadata, validation={}))
-    known: dict[str, Any] = {"eval_iters": options.eval_iters, "tokens": tokens}
-    rows, metadata = ValidationRows.of_phases(start.plan.shapes, **known), start.metadata
-    if not metadata.validation:
-        return replace(start, metadata=replace(metadata, validation=rows.to_dict()))
-    before = ValidationRows.from_dict(metadata.validation)
-    if fits(before.shape):
-        rows = replace(before, **known)
-    metadata = replace(metadata, validation=rows.to_dict())
-    if rows.same_rows(before):
-        return replace(start, metadata=metadata)
-    note = (
-        f"validation from step {start.step + 1:,} on: {rows}; before: {before}. These are other rows: do not compare "
-        f"val_loss before and after"
-    )
-    notes = start.notes or (start.plan.describe(),)
-    return replace(start, metadata=replace(metadata, early_stopping=EarlyStopping()), notes=(*notes, note))
+    """The start of a run with the rows of its validations: those that it had, or was forked with, where they fit."""
+    metadata, tokens = start.metadata, {name: data.num_tokens for name, data in sets.items() if data.num_tokens}
+    saved = metadata.validation or {"batches": ()}
+    rows = ValidationRows.from_dict({**saved, "eval_iters": options.eval_iters, "tokens": tokens})
+    rows = rows.with_phases(start.plan.shapes, fits)
+    return replace(start, metadata=replace(metadata, validation=rows.to_dict() if tokens else {}))
 
 
 def with_adapters(start: ResumePoint, parts: ModuleSplit) -> ResumePoint:

@@ -167,6 +167,7 @@ def test_lr_given_anew_is_that_of_the_largest_batch_now(data, fields, reference,
     start = begin(data, optimizer_of(**given), LARGER, saved, amend=True)
     assert start.metadata.schedule["settings"].get("batch_tokens") == reference
     assert start.metadata.schedule["settings"]["warmup_steps"] == fields.get("warmup_steps", WARMUP)
+    assert start.metadata.schedule["settings"]["weight_decay"] == fields.get("weight_decay", 0.01)
     notes = "\n".join(start.notes)
     assert line in notes
     assert ("lr is the rate of" in notes) == bool(line)

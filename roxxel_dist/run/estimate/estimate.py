@@ -50,6 +50,7 @@ from roxxel_dist.train.exact.layout import can_cut_rows, check_shapes
 from roxxel_dist.train.exact.own_state import check_own_state
 from roxxel_dist.train.resume import last_step, max_steps_note
 from roxxel_dist.train.step.batch_layout import BatchLayout, batch_layout, cut_rows_text
+from roxxel_dist.train.step.by_parameter import ParameterGroup, groups_of
 from roxxel_dist.train.step.compile import AotCompiler, batch_key
 from roxxel_dist.train.step.optimizer import for_run, schedule_of
 from roxxel_dist.train.step.schedule import scaling_note
@@ -152,13 +153,17 @@ class RunEstimate:
     validation: Mapping[str, int]
     """Tokens by name; "" is the held-out part."""
     validation_rows: ValidationRows
-    """Which of them a validation reads."""
+    """Which of them a validation reads: at most `eval_iters` batches of each, of a shape for each length of rows."""
+    validated_on: str
+    """These batches by phase, in words."""
     vocab_size: int
     parameters: int
     trainable_parameters: int
     """The parameters without those that adapters freeze."""
     parts: Mapping[str, int]
     """Parameters by top-level part of the model."""
+    updates: tuple[ParameterGroup, ...]
+    """Which optimizer updates which of them."""
     state: Mapping[str, int]
     """Bytes of "parameters", "optimizer", "average" where the run keeps one, and "other"."""
     arrays: tuple[Mapping[str, Any], ...]
@@ -321,7 +326,7 @@ def _estimate(
         sets = components.validation, curriculum.primary_streamer
         rows = _validation_rows(components, plan, saved)
         validation = Validation(*sets, steps.evaluate(), compiler, sharding, rows)
-        validation.check()
+        validation.check(*plan.shapes)
         datasets = {**curriculum.datasets, **components.validation}
         check_vocabulary(split, components.loss, state, hparams, mesh, plan.shapes[0], datasets)
     phase_spans = spans(plan, last)
@@ -376,10 +381,12 @@ def _estimate(
         datasets=_datasets(plan, last),
         validation=dict(rows.tokens),
         validation_rows=rows,
+        validated_on=rows.by_phase(plan.shapes),
         vocab_size=components.vocab_size,
         parameters=sum(leaf.size for leaf in params.values()),
         trainable_parameters=sum(leaf.size for leaf in view.params.values()),
         parts=count_by_module(params),
+        updates=groups_of(config.optimizer, state.params, split.params.matrices, view.frozen),
         state={
             "parameters": device_bytes((state.params, view.frozen)),
             "optimizer": device_bytes(view.optimizer),
@@ -521,10 +528,9 @@ def _plan(curriculum: Curriculum, seed: int, saved: CheckpointMetadata | None) -
 def _validation_rows(components: RunComponents, plan: Plan, saved: CheckpointMetadata | None) -> ValidationRows:
     """The rows of a validation: as the run has them, if it began."""
     tokens = {name: data.num_tokens for name, data in components.validation.items()}
-    known: dict[str, Any] = {"eval_iters": components.options.eval_iters, "tokens": tokens}
-    if saved is not None and saved.validation:
-        return dataclasses.replace(ValidationRows.from_dict(saved.validation), **known)
-    return ValidationRows.of_phases(plan.shapes, **known)
+    begun = {} if saved is None else saved.validation
+    known = {"batches": (), **begun, "eval_iters": components.options.eval_iters, "tokens": tokens}
+    return ValidationRows.from_dict(known).with_phases(plan.shapes)
 
 
 def _score_bytes(shape: Shape, layout: BatchLayout, components: RunComponents) -> int | None:

@@ -30,7 +30,7 @@ def on_target(
 ) -> list[tuple[StepMemory | None, TargetPhase]]:
     """For each phase (the memory of its training step or None if it does not fit, what its steps cost), by the target's
     compiler; of a phase there is one step, from 0, and its batch."""
-    alone, shapes, rows = steps.on_one_device(), [plan.segment(step).shape for step in last_steps], validation.batch()
+    alone, shapes = steps.on_one_device(), [plan.segment(step).shape for step in last_steps]
     train, evaluate = (steps.train(), alone.train()), (steps.evaluate(), alone.evaluate())
 
     components, exact = steps.components, list[tuple[Any, Any]]()
@@ -49,20 +49,22 @@ def on_target(
         return target.measure(what, steps.mesh, step, args, flops)
 
     with ThreadPoolExecutor(COMPILED_AT_ONCE, "roxxel-target") as pool:
-        trained, validated = list[Future[Any]](), None
+        trained, validated, programs = list[Future[Any]](), list[Future[Any] | None](), dict[Any, Future[Any]]()
         for step, shape, batch in zip(last_steps, shapes, batches, strict=True):
             what = f"step of phase {plan.phase(step) + 1} ({shape.batch_size:,} rows x {shape.seq_len:,} tokens)"
             args = steps.training_args(batch), alone.training_args(batch)
             trained.append(pool.submit(compiled, f"the training {what}", 0, *args))
-        if rows is not None:
-            args = steps.validation_args(rows), alone.validation_args(rows)
-            validated = pool.submit(compiled, "the validation step", 1, *args)
+            rows, key = validation.batch(shape), validation.text(shape)
+            if rows is not None and key not in programs:  # phases with rows of one length share it
+                args = steps.validation_args(rows), alone.validation_args(rows)
+                programs[key] = pool.submit(compiled, f"the validation {what}", 1, *args)
+            validated.append(programs.get(key))
         found: list[tuple[StepMemory | None, TargetPhase]] = []
         try:
-            evaluated = None if validated is None else validated.result()[0]
-            for training in trained:
+            for training, other in zip(trained, validated, strict=True):
                 step, program = training.result()
                 needs = None if program is None else memory_analysis(program)
+                evaluated = None if other is None else other.result()[0]
                 found.append((needs, TargetPhase(**vars(step), validation=evaluated)))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)  # none of the others is begun

@@ -325,27 +325,27 @@ def _optimizer(
     """The named optimizer. In each of them a step takes rate x decay of every decayed weight (Loshchilov & Hutter
     2019, arXiv 1711.05101), so that `weight_decay` means the same everywhere.
     """
-    b1 = config.beta1
+    b1, mask = config.beta1, partial(decayed, matrices=matrices)
     match config.optimizer:
         case "adamw" | "nadamw":  # Dozat 2016: Adam with Nesterov momentum
             nesterov = config.optimizer == "nadamw"
             b2 = _or(config.beta2, 0.95)
-            return optax.adamw(rate, b1, b2, weight_decay=decay, mask=decayed, nesterov=nesterov)
+            return optax.adamw(rate, b1, b2, weight_decay=decay, mask=mask, nesterov=nesterov)
         case "lion":  # Chen et al. 2023, arXiv 2302.06675
-            return optax.lion(rate, b1, _or(config.beta2, 0.99), weight_decay=decay, mask=decayed)
+            return optax.lion(rate, b1, _or(config.beta2, 0.99), weight_decay=decay, mask=mask)
         case "adafactor":
             inner = _adafactor(rate, decay)
-            return by_matrix(inner, matrices) if any(matrix.stacked for matrix in matrices.values()) else inner
+            return by_matrix(inner, matrices) if matrices else inner
         case "sgd":
             return optax.chain(
                 optax.trace(_or(config.momentum, 0.9)),
-                optax.add_decayed_weights(decay, decayed),  # pyright: ignore[reportArgumentType]
+                optax.add_decayed_weights(decay, mask),  # pyright: ignore[reportArgumentType]
                 optax.scale_by_learning_rate(rate),
             )
         case "muon":
-            return _muon(config, rate, decay, matrices)
+            return _muon(config, rate, decay, matrices, mask)
         case "schedule_free_adamw":
-            return _schedule_free_adamw(b1, _or(config.beta2, 0.999), rate, decay)
+            return _schedule_free_adamw(b1, _or(config.beta2, 0.999), rate, decay, mask)
         case name:
             raise UserError(f"optimizer is {name!r}: name it in a Config, or give its optax transformation itself")
 
@@ -368,7 +368,7 @@ def _adafactor(rate: jax.Array, decay: jax.Array) -> optax.GradientTransformatio
 
 
 def _muon(
-    config: OptimizerConfig, rate: jax.Array, decay: jax.Array, matrices: Mapping[str, Matrix]
+    config: OptimizerConfig, rate: jax.Array, decay: jax.Array, matrices: Mapping[str, Matrix], mask: Any
 ) -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024) on the matrices inside the model, AdamW on the rest.
 
@@ -382,16 +382,18 @@ def _muon(
         rate,
         beta=_or(config.momentum, 0.95),
         weight_decay=decay,  # pyright: ignore[reportArgumentType]
-        weight_decay_mask=decayed,
+        weight_decay_mask=mask,
         consistent_rms=MUON_RMS,
         muon_weight_dimension_numbers=dimensions,
     )
-    rest = optax.adamw(rate, config.beta1, _or(config.beta2, 0.95), weight_decay=decay, mask=decayed)
+    rest = optax.adamw(rate, config.beta1, _or(config.beta2, 0.95), weight_decay=decay, mask=mask)
     labels = partial(jax.tree_util.tree_map_with_path, partial(muon_part, matrices))
     return optax.partition({"muon": of_matrices, "adamw": rest}, labels)
 
 
-def _schedule_free_adamw(b1: float, b2: float, rate: jax.Array, decay: jax.Array) -> optax.GradientTransformation:
+def _schedule_free_adamw(
+    b1: float, b2: float, rate: jax.Array, decay: jax.Array, mask: Any
+) -> optax.GradientTransformation:
     """Schedule-free AdamW (Defazio et al. 2024, arXiv 2405.15682), `optax.contrib.schedule_free_adamw` with a mask.
 
     With z the steps of AdamW without momentum, and x the mean of all z, weighted by the squares of the largest rates up
@@ -399,7 +401,7 @@ def _schedule_free_adamw(b1: float, b2: float, rate: jax.Array, decay: jax.Array
     """
     inner = optax.chain(
         optax.scale_by_rms(b2, 1e-8, eps_in_sqrt=False, bias_correction=True),
-        optax.add_decayed_weights(decay, decayed),  # pyright: ignore[reportArgumentType]
+        optax.add_decayed_weights(decay, mask),  # pyright: ignore[reportArgumentType]
         optax.scale_by_learning_rate(rate),
     )
     return optax.contrib.schedule_free(inner, rate, b1)
