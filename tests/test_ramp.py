@@ -70,7 +70,7 @@ def printed(path):
     return [[float(number) if number != "none" else None for number in line] for line in lines]
 
 
-def test_a_branch_and_an_amended_run_keep_the_rate_of_their_trunk(data, tmp_path, monkeypatch):
+def test_a_branch_and_an_amended_run_keep_the_rate_of_their_trunk(data, tmp_path, monkeypatch, capsys):
     """The rows of a validation too: `lr` is the rate of 144 tokens, whatever phases are cut off or added."""
     fields = {"lr_scaling": "sqrt", "lr_schedule": "constant", "eval_every": 1}
     rates = [1e-2 * (batch * 17 / 144) ** 0.5 for batch in BATCHES] + [1e-2] * 2
@@ -97,7 +97,13 @@ def test_a_branch_and_an_amended_run_keep_the_rate_of_their_trunk(data, tmp_path
     assert printed(tmp_path / "amended") == [
         pytest.approx([rates[4]] * 2, rel=6e-3), pytest.approx([rates[7], rates[9]], rel=6e-3)
     ]  # fmt: skip
-    assert "x 1 for 144): phase 1 x 0.687" in (tmp_path / "amended" / "logs" / "rank-0.log").read_text()
+    factors = "x 1 for 144): phase 1 x 0.687"
+    assert factors in (tmp_path / "amended" / "logs" / "rank-0.log").read_text()
+    capsys.readouterr()
+    assert main(["plan", "amended"]) == 0
+    planned = capsys.readouterr().out
+    assert factors in planned
+    assert "batches of 4 x 17 tokens (phases 1, 2, 4), 16 x 9 tokens (phase 3); val_loss of other lengths" in planned
     assert yaml.safe_load((tmp_path / "amended" / "config.yaml").read_text())["phases"] == phases, "one line stays one"
     shapes = [{"batch_size": rows, "seq_len": tokens, "packing": "contiguous"} for rows, tokens in ((4, 17), (16, 9))]
     for run in ("trunk", "branch", "amended"):
@@ -123,6 +129,8 @@ def test_a_plan_shows_the_phases_and_the_rates(data, tmp_path, capsys):
     assert main(["plan", "--config", str(tmp_path / "run.yaml"), "--data_path", str(data)]) == 0
     told = capsys.readouterr().out
     assert "5 to 6" in told
+    assert re.search(r"adamw +[\d,]+ +yes +5 matrices in 5 arrays: blocks.attention.out.kernel, ", told)
+    assert re.search(r"adamw +48 +no +3 arrays: blocks.attention_norm.scale, ", told)
     assert "learning rate (linear of the tokens in a batch, x 1 for 144): phase 1 x 0.472, phase 2 x 0.944" in told
 
 

@@ -36,7 +36,7 @@ class Matrix(NamedTuple):
         return array.reshape(*array.shape[: array.ndim - self.columns], -1) if self.columns > 1 else array
 
     def count(self, array: Any) -> int:
-        """How many matrices the array is made of; 0 for vectors, and for what has axes that no one explains."""
+        """How many matrices the array is made of; 0 for vectors, and for arrays with axes of another meaning."""
         is_matrix = array.ndim == self.stacked + 1 + self.columns
         return math.prod(array.shape[: self.stacked]) if is_matrix else 0
 

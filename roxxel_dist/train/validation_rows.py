@@ -77,9 +77,10 @@ class ValidationRows:
         return next(alike)
 
     def text(self, shape: Shape) -> str:
-        """The rows of a validation in a phase of this shape, such as "10 batches of 4 x 17 tokens, of 3,400"."""
+        """The rows of a validation in a phase of this shape: "10 batches of 4 x 17 tokens, of held out (3,400)"."""
         count = "1 batch" if self.eval_iters == 1 else f"{self.eval_iters:,} batches"
-        return f"{count} of {self.of(shape)}, of {sum(self.tokens.values()):,}"
+        sets = (f"{name or 'held out'} ({size:,})" for name, size in self.tokens.items())
+        return f"{count} of {self.of(shape)}, of {', '.join(sets)}"
 
     def by_phase(self, shapes: Sequence[Shape]) -> str:
         """The batches of each phase, such as "4 x 17 tokens (phases 1, 2), 8 x 33 tokens (phase 3)"."""

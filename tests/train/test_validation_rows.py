@@ -91,8 +91,8 @@ def test_a_ramp_validates_on_the_same_rows_and_so_do_its_branches(corpus, tmp_pa
     assert found[4] == found[5] != found[0]
     log = told(tmp_path / "run")
     assert log.count(OTHER_ROWS) == 1
-    assert "validation of step 5: 2 batches of 8 x 9 tokens, of " in log
-    assert "; until now: 2 batches of 4 x 17 tokens, of " in log
+    assert "validation of step 5: 2 batches of 8 x 9 tokens, of held out (" in log
+    assert "; until now: 2 batches of 4 x 17 tokens, of held out (" in log
 
     fork = {"origin": ResumeSpec(fork=CheckpointRef(tmp_path / "run", 2)), **options}
     train(corpus, tmp_path / "fork", [*ramp[:1], Phase(2, 16, 17)], **fork)
