@@ -266,7 +266,7 @@ class Loop:
         if rows and before and rows != before:
             held.log.text(
                 f"validation of step {step + 1:,}: {rows}; until now: {before}. These are other rows: do not compare "
-                f"val_loss before and after; patience counts from here"
+                f"val_loss before and after. patience counts from here; the best checkpoint stays the lowest of all"
             )
         return means | own, rows
 
