@@ -169,10 +169,8 @@ class _RequestedRun:
             return point
         self._check_shards(saved, step)
         plan = self._plan_to_follow(saved, step, self.folder, amend=self.amend)
-        schedule, change = (
-            self._schedule(saved.schedule, plan),
-            self._schedule_change(saved.schedule, before, plan, step),
-        )
+        schedule = self._schedule(saved.schedule, plan)
+        change = self._schedule_change(saved.schedule, before, plan, step)
         notes: tuple[str, ...] = (plan.describe(), change) if change else ()
         if len(plan.amendments) > len(before.amendments):
             notes = (*_plan_notes(before, plan, step), *filter(None, [change]))

@@ -18,6 +18,11 @@ class ValidationBatch:
     """The most tokens of a row, the target included; a small set is read in shorter rows."""
     packing: Packing = "contiguous"
 
+    @classmethod
+    def of(cls, shape: Shape) -> Self:
+        """Batches of the shape of a phase."""
+        return cls(batch_size=shape.batch_size, seq_len=shape.seq_len, packing=shape.packing)
+
     @property
     def shape(self) -> Shape:
         """The shape as a stream takes it."""
@@ -66,15 +71,13 @@ class ValidationRows:
         for shape in sorted(shapes, key=lambda shape: shape.batch_size):
             if (shape.seq_len, shape.packing) not in known:
                 known.add((shape.seq_len, shape.packing))
-                batches.append(
-                    ValidationBatch(batch_size=shape.batch_size, seq_len=shape.seq_len, packing=shape.packing)
-                )
+                batches.append(ValidationBatch.of(shape))
         return replace(self, batches=tuple(batches))
 
     def of(self, shape: Shape) -> ValidationBatch:
-        """The batch on which a phase of this shape is validated."""
+        """The batch on which a phase of this shape is validated: that of the phase where no other is known."""
         alike = (batch for batch in self.batches if (batch.seq_len, batch.packing) == (shape.seq_len, shape.packing))
-        return next(alike)
+        return next(alike, ValidationBatch.of(shape))
 
     def text(self, shape: Shape) -> str:
         """The rows of a validation in a phase of this shape: "10 batches of 4 x 17 tokens, of held out (3,400)"."""
