@@ -160,6 +160,7 @@ class Recorder:
         from roxxel_dist.train.step.optimizer import InitialState
         from roxxel_dist.train.step.state import init_state
         from roxxel_dist.train.step.step import loop_numbers, make_eval_step, make_step
+        from roxxel_dist.train.validation_rows import ValidationRows
 
         self.times, self.passes = times, passes
         even = np.full((2, len(SOURCES)), 1 / len(SOURCES)).tolist()
@@ -190,7 +191,12 @@ class Recorder:
         self.step: Any = make_step(split, parts.loss, parts.optimizer, self.state, self.sharding)
         evaluate = make_eval_step(split, parts.loss)
         self.validation: Validation = Validation(
-            parts.validation, self.data, evaluate, self.compiler, self.sharding, EVAL_BATCHES
+            parts.validation,
+            self.data,
+            evaluate,
+            self.compiler,
+            self.sharding,
+            ValidationRows.of_phases(parts.curriculum.shapes, EVAL_BATCHES, {}),
         )
 
     def train(self, shares: Sequence[Sequence[float]], seed: int) -> dict[str, list[float]]:

@@ -1,6 +1,8 @@
 """A run whose batch size rises, and the rule for its learning rate."""
 
 import json
+import math
+import re
 import shutil
 
 import jax
@@ -33,6 +35,10 @@ def data(tmp_path_factory):
 
 def fit(data, path, resume=False, **fields):
     Experiment(Config(**{**SMALL, **fields})).fit(data, path, resume=resume)
+    return read(path)
+
+
+def read(path):
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -48,19 +54,61 @@ def test_the_rate_follows_the_tokens_of_the_batch(data, tmp_path, scaling, power
     assert (note in told) == (scaling == "sqrt")
 
 
-def test_it_resumes_in_the_ramp_and_is_amended_as_any_run(data, tmp_path):
+def test_it_resumes_in_the_ramp(data, tmp_path):
     whole = fit(data, tmp_path / "whole", lr_scaling="sqrt")
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "8")
     (tmp_path / "cut" / "training_cursor.json").unlink()
     again = fit(data, tmp_path / "cut", resume=True, lr_scaling="sqrt")
     assert [(row["train_loss"], row["lr"]) for row in again] == [(row["train_loss"], row["lr"]) for row in whole]
+
+
+def printed(path):
+    """[[before, now] of the next step, [before, now] of the last] as the log has them."""
+    log = (path / "logs" / "rank-0.log").read_text()
+    lines = re.findall(r"learning rate of (?:step \d+|the last step): (\S+) (?:at .*)?before, (\S+) (?:at .*)?now", log)
+    return [[float(number) if number != "none" else None for number in line] for line in lines]
+
+
+def test_a_branch_and_an_amended_run_keep_the_rate_of_their_trunk(data, tmp_path, monkeypatch, capsys):
+    """The rows of a validation too: `lr` is the rate of 144 tokens, whatever phases are cut off or added."""
+    fields = {"lr_scaling": "sqrt", "lr_schedule": "constant", "eval_every": 1}
+    rates = [1e-2 * (batch * 17 / 144) ** 0.5 for batch in BATCHES] + [1e-2] * 2
+    rows = fit(data, tmp_path / "trunk", max_steps=4, **fields)
+    assert [row["lr"] for row in rows][1:] == pytest.approx(rates[1:4], rel=1e-6)
+    shutil.copytree(tmp_path / "trunk", tmp_path / "amended")
+
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--anneal", "trunk@4", "--decay_steps", "4", "--run_dir", "branch"]) == 0
+    branch = read(tmp_path / "branch")
+    falls = [0.99 * (1 + math.cos(math.pi * i / 4)) / 2 + 0.01 for i in range(4)]
+    assert [row["lr"] for row in branch] == pytest.approx(
+        [rate * fall for rate, fall in zip(rates[4:], falls, strict=True)], rel=1e-5
+    )
+    assert printed(tmp_path / "branch") == [
+        pytest.approx([rates[4], branch[0]["lr"]], rel=6e-3), pytest.approx([rates[7], branch[-1]["lr"]], rel=6e-3)
+    ]  # fmt: skip
+
     phases = [*RAMP, {"steps": 2, "batch_size": 32, "seq_len": 17}]
-    config = Config(**{**SMALL, "phases": phases, "lr_scaling": "sqrt"})
-    Experiment(config).fit(data, tmp_path / "cut", resume=True, amend=True)
-    told = (tmp_path / "cut" / "logs" / "rank-0.log").read_text()
-    assert "lr is the rate of a batch of 144 tokens before, of 544 tokens now" in told
-    assert yaml.safe_load((tmp_path / "cut" / "config.yaml").read_text())["phases"] == phases, "one line stays one"
+    Experiment(Config(**{**SMALL, **fields, "phases": phases})).fit(data, tmp_path / "amended", resume=True, amend=True)
+    amended = read(tmp_path / "amended")
+    rates += [1e-2 * (32 * 17 / 144) ** 0.5] * 2
+    assert [row["lr"] for row in amended][1:] == pytest.approx(rates[1:], rel=1e-6)
+    assert printed(tmp_path / "amended") == [
+        pytest.approx([rates[4]] * 2, rel=6e-3), pytest.approx([rates[7], rates[9]], rel=6e-3)
+    ]  # fmt: skip
+    factors = "x 1 for 144): phase 1 x 0.687"
+    assert factors in (tmp_path / "amended" / "logs" / "rank-0.log").read_text()
+    capsys.readouterr()
+    assert main(["plan", "amended"]) == 0
+    planned = capsys.readouterr().out
+    assert factors in planned
+    assert "batches of 4 x 17 tokens (phases 1, 2, 4), 16 x 9 tokens (phase 3); val_loss of other lengths" in planned
+    assert yaml.safe_load((tmp_path / "amended" / "config.yaml").read_text())["phases"] == phases, "one line stays one"
+    shapes = [{"batch_size": rows, "seq_len": tokens, "packing": "contiguous"} for rows, tokens in ((4, 17), (16, 9))]
+    for run in ("trunk", "branch", "amended"):
+        for meta in (tmp_path / run / "checkpoints").glob("*/meta.json"):
+            assert json.loads(meta.read_text())["meta"]["validation"]["batches"] == shapes
 
 
 def test_with_virtual_shards_it_has_the_same_bits_on_any_devices(data, tmp_path, monkeypatch):
@@ -81,6 +129,8 @@ def test_a_plan_shows_the_phases_and_the_rates(data, tmp_path, capsys):
     assert main(["plan", "--config", str(tmp_path / "run.yaml"), "--data_path", str(data)]) == 0
     told = capsys.readouterr().out
     assert "5 to 6" in told
+    assert re.search(r"adamw +[\d,]+ +yes +5 matrices in 5 arrays: blocks.attention.out.kernel, ", told)
+    assert re.search(r"adamw +48 +no +3 arrays: blocks.attention_norm.scale, ", told)
     assert "learning rate (linear of the tokens in a batch, x 1 for 144): phase 1 x 0.472, phase 2 x 0.944" in told
 
 
@@ -104,6 +154,6 @@ def test_what_has_no_effect_or_no_reference_is_refused():
     values = {**Config().to_dict(), "lr_scaling": "sqrt"}
     assert without_effect(values)["lr_scaling"].startswith("there are no phases")
     with pytest.raises(
-        UserError, match="lr_scaling is sqrt, and batch_tokens is 0: give the tokens of the largest batch"
+        UserError, match="lr_scaling is sqrt, and batch_tokens is not given: give the tokens of the batch whose rate"
     ):
         NamedOptimizer(OptimizerConfig(lr_scaling="sqrt")).settings(10)

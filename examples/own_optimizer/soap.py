@@ -3,7 +3,7 @@ one's own for the built-in Transformer:
 
     roxxel-dist train --optimizer soap:build --model_args '{every: 10}' --lr 3e-3 ...
 
-optax has no SOAP. Embeddings, norms and matrices with a side above `largest` have AdamW, by `optax.partition`.
+optax has no SOAP. Embeddings, norms, experts and matrices with a side above `largest` have AdamW, by `optax.partition`.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +25,8 @@ def build(config: Any, learning_rate: jax.Array) -> optax.GradientTransformation
 
     def label(path: Any, leaf: jax.Array) -> str:
         name = path[-1].key
-        if not (name.startswith("blocks.") and leaf.ndim >= 3):
+        is_expert = config.use_moe and name in ("blocks.feedforward.gate_up", "blocks.feedforward.down")
+        if is_expert or not (name.startswith("blocks.") and leaf.ndim >= 3):
             return "adamw"
         return "soap" if max(as_matrices(leaf).shape[1:]) <= arguments["largest"] else "adamw"
 

@@ -145,15 +145,22 @@ RESUME_LATEST = ResumeSpec()
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """The lowest val_loss of a run, and how long ago that was."""
+    """The lowest val_loss of a run on the rows that it is validated on, and how long ago that was."""
 
     best_loss: float | None = None
     evals_since_best: int = 0
+    rows: str = ""
+    """The rows on which it was measured, in words; empty if not known."""
 
     def after(self, val_loss: float) -> "EarlyStopping":
         """With the loss of one more validation."""
         best = not isnan(val_loss) and (self.best_loss is None or val_loss < self.best_loss)
-        return EarlyStopping(best_loss=val_loss) if best else self.patient(self.evals_since_best + 1)
+        after = self.patient(0 if best else self.evals_since_best + 1)
+        return replace(after, best_loss=val_loss) if best else after
+
+    def on_rows(self, rows: str) -> "EarlyStopping":
+        """The same on these rows; a new beginning on other ones, whose losses are not compared."""
+        return replace(self, rows=rows) if rows == self.rows or not self.rows else EarlyStopping(rows=rows)
 
     def patient(self, evals_since_best: int = 0) -> "EarlyStopping":
         """The same lowest loss, so many validations ago."""
@@ -219,7 +226,9 @@ class CheckpointMetadata:
     plan: Mapping[str, Any] = field(default_factory=dict)
     """`Plan.state` after the checkpoint's step; empty if no `Trainer` saved the checkpoint."""
     schedule: Mapping[str, Any] = field(default_factory=dict)
-    """{"kind", "settings"} of the learning rate; empty if the optimizer does not state them."""
+    """`LrSchedule` of the run; empty if the optimizer does not state it."""
+    validation: Mapping[str, Any] = field(default_factory=dict)
+    """`ValidationRows` of the run; empty in checkpoints of earlier versions."""
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     rewinds: int = 0
     """How often the run went back to a checkpoint because of a bad step."""
@@ -243,6 +252,8 @@ class CheckpointMetadata:
         """For JSON, with the keys that checkpoints have had from the beginning."""
         saved = {name: value for name, value in vars(self).items() if name in _SAME_KEY}
         saved |= {"best_loss": self.early_stopping.best_loss, "waited": self.early_stopping.evals_since_best}
+        if self.early_stopping.rows:
+            saved["best_rows"] = self.early_stopping.rows
         if self.adapter_scales is not None:
             saved["scales"] = dict(self.adapter_scales)
         if self.base is not None:
@@ -251,26 +262,30 @@ class CheckpointMetadata:
             saved["digest"] = self.digest
         if self.exact_update != WHOLE_UPDATE:  # which runs have that do not say
             saved["exact_update"] = self.exact_update
-        exact = {name: getattr(self, name) for name in _OF_EXACT_RUNS}
-        return saved | {name: value for name, value in exact.items() if value not in (None, {})}
+        other = {name: getattr(self, name) for name in _WHERE_KNOWN}
+        return saved | {name: value for name, value in other.items() if value not in (None, {})}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "CheckpointMetadata":
         """From what `to_dict` gave, now or in an earlier version; of a `Checkpointer`'s checkpoint, all is empty."""
         return cls(
-            early_stopping=EarlyStopping(best_loss=saved.get("best_loss"), evals_since_best=saved.get("waited", 0)),
+            early_stopping=EarlyStopping(
+                best_loss=saved.get("best_loss"),
+                evals_since_best=saved.get("waited", 0),
+                rows=saved.get("best_rows", ""),
+            ),
             adapter_scales=saved.get("scales"),
             base=BaseModelRef.from_dict(saved["base"]) if "base" in saved else None,
             digest=saved.get("digest", ""),
             exact_update=saved.get("exact_update", WHOLE_UPDATE),
-            **{name: saved[name] for name in (*_SAME_KEY, *_OF_EXACT_RUNS) if name in saved},
+            **{name: saved[name] for name in (*_SAME_KEY, *_WHERE_KNOWN) if name in saved},
         )
 
 
 _SAME_KEY = ("corpus", "curriculum", "plan", "schedule", "rewinds")
 """Fields of `CheckpointMetadata` that have their own name on disk."""
-_OF_EXACT_RUNS = ("virtual_shards", "grad_accum", "bits")
-"""Those that also have it, in a run with virtual shards alone."""
+_WHERE_KNOWN = ("validation", "virtual_shards", "grad_accum", "bits")
+"""Those that also have it, where they are set."""
 
 
 def write_cursor(run: Path, step: int, last_step: int, *, finished: bool) -> None:

@@ -9,6 +9,9 @@ from roxxel_dist.model.attention_kernels import LONGEST_WHOLE
 from roxxel_dist.run.estimate.estimate import PhaseEstimate, RunEstimate
 from roxxel_dist.utils.display import aligned, duration, size
 
+NAMES = 8
+"""Arrays of a group that are named; --arrays and --json name all."""
+
 
 def table(run: RunEstimate, *, every_array: bool = False) -> str:
     """A whole estimate in sections; with `every_array` each parameter has a line."""
@@ -16,6 +19,7 @@ def table(run: RunEstimate, *, every_array: bool = False) -> str:
         "phases": [run.description, *run.notes],
         "data": _data(run),
         "model": _model(run),
+        "optimizer": _optimizer(run, every_array),
         "devices": _devices(run),
         "memory of each device": _memory(run),
         **({} if run.target is None else {f"compiled for {run.target}": _on_devices(run)}),
@@ -31,7 +35,9 @@ def _data(run: RunEstimate) -> list[str]:
         f"{name}: {of['tokens']:,} tokens to train on, {of['passes']:.2f} passes" for name, of in run.datasets.items()
     ]
     sets = [f"{name or 'held out'}: {tokens:,} tokens" for name, tokens in run.validation.items() if tokens]
-    return [*lines, "validation: " + (", ".join(sets) or "none"), f"vocabulary: {run.vocab_size:,}"]
+    read = f"; of each at most {run.validation_rows.eval_iters:,} batches of {run.validated_on}"
+    validated = ", ".join(sets) + read if sets else "none"
+    return [*lines, f"validation: {validated}", f"vocabulary: {run.vocab_size:,}"]
 
 
 def _model(run: RunEstimate) -> list[str]:
@@ -40,6 +46,19 @@ def _model(run: RunEstimate) -> list[str]:
     if (trained := run.trainable_parameters) < run.parameters:
         rows.append(["trainable", f"{trained:,}", f"{trained / run.parameters:.2%}"])
     return aligned(rows)
+
+
+def _optimizer(run: RunEstimate, every_array: bool) -> list[str]:
+    rows = [["", "parameters", "weight decay", "arrays"]]
+    for group in run.updates:
+        count = len(group.arrays)
+        how = f"{group.matrices:,} matrices in " if group.matrices else ""
+        shown = group.arrays if every_array else group.arrays[:NAMES]
+        more = f" and {count - len(shown)} more" if count > len(shown) else ""
+        decay = {True: "yes", False: "no", None: "its own"}[group.weight_decay]
+        named = f"{how}{count} array{'s' * (count > 1)}: {', '.join(shown)}{more}"
+        rows.append([group.optimizer, f"{group.parameters:,}", decay, named])
+    return aligned(rows, left=None)
 
 
 def _devices(run: RunEstimate) -> list[str]:

@@ -226,6 +226,11 @@ class Shape:
     """"documents": rows come with the document that each token is of. It changes no row."""
 
     @property
+    def tokens(self) -> int:
+        """Tokens of a batch."""
+        return self.batch_size * self.seq_len
+
+    @property
     def items_per_step(self) -> int:
         """How many items the mixture counts in a step: one for the step itself, or one per row."""
         return self.batch_size if self.blend == "row" else 1

@@ -39,6 +39,7 @@ from roxxel_dist.run.trainer import Trainer
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.parts import Parts
+from roxxel_dist.train.step.optimizer import for_run
 from roxxel_dist.train.step.step import BALANCE
 
 AHEAD = 2
@@ -311,8 +312,9 @@ class _Check:
         if self._updates is None:
             reference, single = self._truth("rows").measured(), self._single("rows")
             gradient = {name: reference.exact[GRADIENT + name].astype(np.float32) for name in self._weights.params}
+            optimizer = for_run(subject.optimizer, subject.curriculum.shapes, {})
             self._updates = UpdateCheck.made(
-                subject.model, subject.optimizer, single, self._weights, gradient, subject.curriculum.total_steps
+                subject.model, optimizer, single, self._weights, gradient, subject.curriculum.total_steps
             )
         return self._updates.differences(layout, order)
 

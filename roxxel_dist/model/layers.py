@@ -27,6 +27,11 @@ COLUMN_AXES = "column_axes"
 1."""
 
 
+STACKED = "stacked"
+"""A number in the metadata of an `nnx.Param`: how many of its first axes number matrices, such as layers or experts.
+Default: 0."""
+
+
 class DynamicScalar(nnx.Variable[jax.Array]):
     """A float32[] scalar that is an input of the training step.
 

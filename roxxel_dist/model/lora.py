@@ -15,7 +15,7 @@ from flax import nnx
 
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, Axes
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.layers import COLUMN_AXES, Dropout
+from roxxel_dist.model.layers import COLUMN_AXES, STACKED, Dropout
 
 LoRAParam = nnx.LoRAParam
 """The variable type of an adapter's arrays."""
@@ -103,12 +103,15 @@ class ExpertsAdapter(nnx.Module):
 
 
 def _metadata_beside(kernel: nnx.Param[jax.Array]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Metadata of A and B of an adapter: A is sharded like the matrix along in, B along out."""
-    columns, axes = kernel.get_metadata().get(COLUMN_AXES, 1), kernel.get_metadata().get(MESH_AXES)
+    """Metadata of A and B of an adapter: A is sharded like the matrix along in, B along out; both are as many."""
+    metadata = kernel.get_metadata()
+    columns, axes = metadata.get(COLUMN_AXES, 1), metadata.get(MESH_AXES)
+    both = {STACKED: metadata[STACKED]} if STACKED in metadata else {}
     if axes is None:
-        return {}, {COLUMN_AXES: columns}
+        return both, {COLUMN_AXES: columns, **both}
     *batch, into = axes[:-columns]
-    return {MESH_AXES: (*batch, into, None)}, {MESH_AXES: (*batch, None, *axes[-columns:]), COLUMN_AXES: columns}
+    of_b = {MESH_AXES: (*batch, None, *axes[-columns:]), COLUMN_AXES: columns}
+    return {MESH_AXES: (*batch, into, None), **both}, {**of_b, **both}
 
 
 def linear(

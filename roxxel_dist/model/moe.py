@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.mesh import FSDP, TENSOR, device_type
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION
+from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, STACKED
 from roxxel_dist.model.lora import ADAPTER, ExpertsAdapter
 from roxxel_dist.model.mlp import Activation, activation, hidden_sizes, initializers
 
@@ -176,9 +176,9 @@ class MixtureOfExperts(nnx.Module):
             kernel_metadata={FULL_PRECISION: True, MESH_AXES: (FSDP, None)},
         )
         first, second = (config.n_experts, config.dim, count, hidden), (config.n_experts, hidden, config.dim)
-        metadata: dict[str, Any] = {MESH_AXES: (None, FSDP, None, TENSOR), COLUMN_AXES: 2}
+        metadata: dict[str, Any] = {MESH_AXES: (None, FSDP, None, TENSOR), COLUMN_AXES: 2, STACKED: 1}
         self.gate_up: nnx.Param[jax.Array] = nnx.Param(init(rngs.params(), first), **metadata)
-        metadata = {MESH_AXES: (None, TENSOR, FSDP)}
+        metadata = {MESH_AXES: (None, TENSOR, FSDP), STACKED: 1}
         self.down: nnx.Param[jax.Array] = nnx.Param(init_out(rngs.params(), second), **metadata)
         if config.adapts("mlp"):
             for name in ("gate_up", "down"):

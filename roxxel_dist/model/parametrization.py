@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.model.layers import COLUMN_AXES
-from roxxel_dist.model.scan_layers import STACKED
+from roxxel_dist.model.layers import COLUMN_AXES, STACKED
 
 
 @dataclass(frozen=True)
@@ -120,6 +119,6 @@ def _sides(variable: Any) -> tuple[int, int, int]:
     """(dimensions, rows, columns) of a parameter of a layer; a vector, such as a bias or a norm's scale, is one row."""
     metadata, shape = variable.get_metadata(), variable.get_value().shape
     columns = metadata.get(COLUMN_AXES, 1)
-    layer = shape[1:] if metadata.get(STACKED) else shape
+    layer = shape[metadata.get(STACKED, 0) :]
     rows = layer[-columns - 1] if len(layer) > columns else 1
     return len(shape), rows, prod(layer[len(layer) - columns :])

@@ -10,10 +10,7 @@ from flax import nnx
 
 from roxxel_dist.model.cut_attention import RESIDUALS
 from roxxel_dist.model.kv_cache import AttentionMetadata, Layer, LayerCache
-from roxxel_dist.model.layers import DynamicScalar
-
-STACKED = "stacked"
-"""A flag in the metadata of an `nnx.Param` whose first axis is the layer."""
+from roxxel_dist.model.layers import STACKED, DynamicScalar
 
 
 def stack_of(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
@@ -36,7 +33,7 @@ def stack_of(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs)
     nnx.update(rngs, moved(count))
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Param):
-            node.set_metadata(STACKED, True)
+            node.set_metadata(STACKED, node.get_metadata().get(STACKED, 0) + 1)
     return module
 
 

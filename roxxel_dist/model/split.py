@@ -4,6 +4,7 @@ Leaves travel as dictionaries from a parameter's name to its array, which cost a
 cost at the border of a jitted call, and are merged into a module again while tracing. Decision 8.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,9 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, Axes
-from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, DynamicScalar
+from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, STACKED, DynamicScalar
 from roxxel_dist.model.lora import LoRAParam, scales_of
-from roxxel_dist.model.scan_layers import STACKED
 
 Leaves = dict[str, jax.Array]
 
@@ -26,14 +26,19 @@ Leaves = dict[str, jax.Array]
 class Matrix(NamedTuple):
     """How an optimizer that looks at whole matrices sees an array."""
 
-    stacked: bool = False
-    """The first axis is the layer: each layer is an array of its own."""
+    stacked: int = 0
+    """How many of the first axes number matrices: 1 for a layer, 2 for the experts of a layer."""
     columns: int = 1
     """How many of the last axes are together the columns."""
 
     def view(self, array: Any) -> Any:
         """The array with its columns as one axis."""
         return array.reshape(*array.shape[: array.ndim - self.columns], -1) if self.columns > 1 else array
+
+    def count(self, array: Any) -> int:
+        """How many matrices the array is made of; 0 for vectors, and for arrays with axes of another meaning."""
+        is_matrix = array.ndim == self.stacked + 1 + self.columns
+        return math.prod(array.shape[: self.stacked]) if is_matrix else 0
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Part:
     axes: tuple[Axes | None, ...]
     """The mesh axes that each leaf prefers, by its metadata `MESH_AXES`."""
     matrices: Mapping[str, Matrix]
-    """How an optimizer sees each leaf of a Transformer's blocks."""
+    """How an optimizer sees each leaf whose metadata says so, as those of a Transformer's blocks do."""
     uncast: frozenset[str]
     """Leaves that compute in the type that they are stored in: those that the module marks `FULL_PRECISION`."""
     streams: frozenset[str]
@@ -176,7 +181,7 @@ def named_leaves(state: Any) -> tuple[Part, dict[str, Any]]:
             specs.append(_partition_spec(variable))
             axes.append(metadata.get(MESH_AXES))
             if STACKED in metadata or COLUMN_AXES in metadata:
-                matrices[name] = Matrix(metadata.get(STACKED, False), metadata.get(COLUMN_AXES, 1))
+                matrices[name] = Matrix(metadata.get(STACKED, 0), metadata.get(COLUMN_AXES, 1))
             if metadata.get(FULL_PRECISION):
                 uncast.add(name)
             if isinstance(variable, nnx.RngState):

@@ -58,8 +58,7 @@ def make_decay_branch(config: Config, trunk: CheckpointRef) -> None:
             f"a run with others (fork=RUN@STEP)"
         )
     config.phases, config.lr_schedule, config.max_steps = phases, "wsd", None
-    config.warmup_steps = int(settings["warmup_steps"])  # by default it would grow with the run
-    config.given |= {"phases", "lr_schedule", "warmup_steps"}
+    config.given |= {"phases", "lr_schedule"}
 
 
 def branches_of(config: Config, named: str) -> list[CheckpointRef]:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META, MetaFile
+from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META, CheckpointMetadata, MetaFile
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel, locate_token
@@ -16,9 +16,9 @@ from roxxel_dist.settings.config import RECORD, Config, load_yaml
 SHOWN = 60
 
 
-def saved_plan(run: Path) -> Plan | None:
-    """The plan in a run's newest checkpoint, with amendments and skipped steps; None without a checkpoint."""
-    return _plan_of(_newest(run))
+def saved_metadata(run: Path) -> CheckpointMetadata | None:
+    """What the newest checkpoint of a run says; None without a checkpoint."""
+    return _metadata_of(_newest(run))
 
 
 def _newest(run: Path) -> Path | None:
@@ -26,11 +26,13 @@ def _newest(run: Path) -> Path | None:
     return max((path.parent for path in files), key=lambda checkpoint: int(checkpoint.name), default=None)
 
 
-def _plan_of(checkpoint: Path | None) -> Plan | None:
+def _metadata_of(checkpoint: Path | None) -> CheckpointMetadata | None:
     if checkpoint is None:
         return None
     try:
-        return Plan.from_state(MetaFile.read(checkpoint).meta["plan"])
+        metadata = CheckpointMetadata.from_dict(MetaFile.read(checkpoint).meta)
+        Plan.from_state(metadata.plan)  # one that a program's `Checkpointer` saved has none
+        return metadata
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{checkpoint / META} has no plan of a run, or is damaged: `roxxel-dist verify {checkpoint.parents[1]}` "
@@ -71,7 +73,8 @@ def describe_batch(source: str | Path, step: int, data_path: str | Path | None =
     if data_path is None or not is_tokens(data_path):
         raise UserError(f"{named} does not say which shards it reads: name them with data_path=PATH")
     with Roxxel(data_path, dtype=config.data_dtype, remote=config.part(RemoteConfig)) as data:
-        plan = _plan_of(newest) or build_curriculum(config, data)[0].plan(config.seed)
+        saved = _metadata_of(newest)
+        plan = build_curriculum(config, data)[0].plan(config.seed) if saved is None else Plan.from_state(saved.plan)
         if not 1 <= step <= plan.total_steps:
             raise UserError(f"step {step}: the plan has steps 1 to {plan.total_steps}")
         rows = plan.rows(step - 1)

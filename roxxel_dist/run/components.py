@@ -117,8 +117,7 @@ def build_components(
         config = dataclasses.replace(config, warmup_steps=half)
     kernel = attention_kernel(config, curriculum.shapes, begun_with, devices)
     build = model_builder(config, kernel)
-    optimizer = build_optimizer(config, build, curriculum.shapes)
-    optimizer.settings(curriculum.total_steps)  # raises if warm-up and decay do not fit
+    optimizer = build_optimizer(config, build)
     validation = open_data_sets(config, "validation", data)
     check_vocabularies({"self": data, **curriculum.mix_streamers, **validation}, vocab_size)
     return RunComponents(

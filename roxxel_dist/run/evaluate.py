@@ -38,6 +38,7 @@ from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.state import TrainState, init_state
 from roxxel_dist.train.step.step import fetch, make_eval_step
 from roxxel_dist.train.task_scores import TaskScores, of_task
+from roxxel_dist.train.validation_rows import ValidationRows
 from roxxel_dist.weights.base import load_base_params, open_checkpoint
 from roxxel_dist.weights.model import attention_kernel
 
@@ -118,6 +119,9 @@ def evaluate(
             metadata = store.metadata(step)
             plan, base = Plan.from_state(metadata.plan), metadata.base
             shape = plan.segment(step - 1).shape
+            # In checkpoints of earlier versions the rows are those of the phase.
+            begun = {"batches": (), **metadata.validation, "eval_iters": saved.get("eval_iters", 1)}
+            rows = ValidationRows.from_dict(begun).with_phases([shape])
             config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
             if data_dtype is not None:
                 config = dataclasses.replace(config, data_dtype=data_dtype)
@@ -129,7 +133,7 @@ def evaluate(
             components, sets = _components(config, data, plan, validation, folder, needed=not found)
             compiler = AotCompiler(_mesh(components))
             held.callback(compiler.close)
-            state, hparams, evaluator, scores = _measures(components, sets, found, plan, base, compiler)
+            state, hparams, evaluator, scores = _measures(components, sets, rows, found, plan, base, compiler)
             evaluator.check(shape)
             evaluator.prepare(state, hparams, shape)
             scores.check(state, hparams)
@@ -257,6 +261,7 @@ def _components(
 def _measures(
     components: RunComponents,
     sets: Mapping[str, Roxxel],
+    rows: ValidationRows,
     tasks: Sequence[Task],
     plan: Plan,
     base: BaseModelRef | None,
@@ -281,7 +286,7 @@ def _measures(
         make_eval_step(split, components.loss, dtype),
         compiler,
         sharding,
-        options.eval_iters,
+        dataclasses.replace(rows, eval_iters=options.eval_iters),
         counts_bytes=gives_nats(components.loss, split.merge(state.params, state.rest, hparams, training=False)),
     )
     return state, hparams, evaluator, TaskScores(tasks, split, compiler, sharding, plan.shapes, dtype)

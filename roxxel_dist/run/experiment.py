@@ -50,6 +50,7 @@ from roxxel_dist.train.loop import Loop
 from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_stream
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.resume import ResumePoint
+from roxxel_dist.train.step.optimizer import for_run
 from roxxel_dist.utils.progress import Progress
 from roxxel_dist.weights.base import find_checkpoint, load_params, with_base, with_shape_of
 
@@ -213,7 +214,7 @@ class Experiment:
             with progress.bar("steps", num_steps) as done:
                 losses = sweep(
                     components.build,
-                    components.optimizer,
+                    for_run(components.optimizer, components.curriculum.shapes, {}),
                     stream,
                     components.loss,
                     rates,

@@ -1,7 +1,7 @@
 """The optimizer of a Config: one by name, or what a function of the user's makes. Nothing is on a device yet."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,6 @@ import optax
 from flax import nnx
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.model.user_code import call_function, import_function, is_function
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.training import SCHEDULE_FREE, OptimizerConfig
@@ -17,8 +16,8 @@ from roxxel_dist.train.step.optimizer import NamedOptimizer
 from roxxel_dist.weights.model import parameter_widths
 
 
-def build_optimizer(config: Config, build: Callable[[], nnx.Module], shapes: Sequence[Shape]) -> NamedOptimizer:
-    """The optimizer of a config, for the model that `build` makes and batches of these shapes.
+def build_optimizer(config: Config, build: Callable[[], nnx.Module]) -> NamedOptimizer:
+    """The optimizer of a config, for the model that `build` makes.
 
     Raises ValueError where a function of the user's is not found, does not take (config, learning_rate), returns no
     optax transformation, or is named together with mup, which would not know its update.
@@ -29,9 +28,8 @@ def build_optimizer(config: Config, build: Callable[[], nnx.Module], shapes: Seq
             f"parametrization is {config.parametrization}, and optimizer is {settings.optimizer}, whose average would "
             f"not have the rates by width: use adamw or muon, or leave parametrization out"
         )
-    batch_tokens = max(shape.batch_size * shape.seq_len for shape in shapes)
     if not is_function(settings.optimizer):
-        return NamedOptimizer(settings, widths=parameter_widths(config, build), batch_tokens=batch_tokens)
+        return NamedOptimizer(settings, widths=parameter_widths(config, build))
     if config.parametrization != "standard":
         raise UserError(
             f"parametrization is {config.parametrization}, and optimizer is {settings.optimizer!r}: how its updates "
@@ -52,4 +50,4 @@ def build_optimizer(config: Config, build: Callable[[], nnx.Module], shapes: Seq
         )
 
     jax.eval_shape(lambda rate: own(rate) and rate, jnp.float32(0))  # find a mistake now: the rate of a step is traced
-    return NamedOptimizer(settings, own=own, batch_tokens=batch_tokens)
+    return NamedOptimizer(settings, own=own)

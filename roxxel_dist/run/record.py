@@ -25,7 +25,8 @@ from roxxel_dist.settings.config import DEFAULTS, RECORD, Config
 from roxxel_dist.settings.global_batch import micro_batch_note, predates
 from roxxel_dist.train.loop import Loop
 from roxxel_dist.train.resume import ResumePoint, check_same_bits, max_steps_note
-from roxxel_dist.train.step.schedule import scaling_note
+from roxxel_dist.train.step.schedule import LrSchedule, scaling_note
+from roxxel_dist.train.validation_rows import validation_note
 
 MB = 1e6
 FREE_MODEL_FIELDS = (
@@ -118,7 +119,8 @@ def write_run_metadata(
     if not position.start.notes:  # otherwise the notes include the plan
         log(position.plan.describe())
     for note in (
-        scaling_note(components.optimizer.config, position.plan.shapes),
+        scaling_note(LrSchedule.from_dict(position.metadata.schedule, "none"), position.plan.shapes),
+        validation_note(position.metadata.validation, position.plan.shapes),
         max_steps_note(position.plan, loop.parts.options),
     ):
         if note:

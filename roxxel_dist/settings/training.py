@@ -25,7 +25,8 @@ class OptimizerConfig:
 
     optimizer: OptimizerName | str = "adamw"
     """Optimizer: adamw, nadamw, adafactor, lion, sgd with momentum, muon, or schedule_free_adamw. muon uses adamw for
-    embeddings, the output head and all parameters that are not matrices. lion needs a third to a tenth of the lr of
+    embeddings, the output head and all parameters that are not matrices; the experts of a block are matrices, each by
+    itself. `plan` lists both. lion needs a third to a tenth of the lr of
     adamw, and as many times its weight_decay. schedule_free_adamw takes lr_schedule constant, and evaluates an average
     of the parameters, as ema does. Or your own, "module:function": build(config, learning_rate) returns an
     optax.GradientTransformation for one step, whose rate is the float32[] scalar learning_rate. grad_clip comes before
@@ -37,10 +38,10 @@ class OptimizerConfig:
     the run, then a cosine down to lr x 0.01."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     """Scaling of the learning rate with the batch. lr is the rate of the largest batch of the curriculum, counted in
-    tokens. A step whose batch has a share s of these tokens has the rate times s^0.5 (sqrt) or s (linear). none: all
-    batches have the same rate."""
+    tokens; a resumed run and a fork keep that batch until lr or lr_scaling changes. A step whose batch has a share s of
+    these tokens has the rate times s^0.5 (sqrt) or s (linear). none: all batches have the same rate."""
     warmup_steps: int | None = None
-    """Steps of linear warm-up. Default: a twentieth of the run."""
+    """Steps of linear warm-up. Default: a twentieth of the run; a fork has as many as its trunk."""
     decay_steps: int | None = None
     """With wsd: steps of the decay at the end of the run."""
     weight_decay: float = 0.01
@@ -133,7 +134,8 @@ class LoopOptions:
     eval_every: int = 50
     """Steps between validations."""
     eval_iters: int = 10
-    """Batches that a validation reads of each data set: the same ones each time, with rows from the whole set."""
+    """Batches that a validation reads of each data set: the same ones each time, with rows from the whole set. Rows of
+    another length are other rows."""
     checkpoint_every: int = 50
     """Steps between checkpoints."""
     memory_checkpoint_every: int | str = "auto"

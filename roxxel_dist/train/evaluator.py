@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from roxxel_dist.train.step.compile import AotCompiler, batch_key
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import BALANCE, WEIGHT, Hparams, LossFn
 from roxxel_dist.train.step.throughput import InflightThrottler
+from roxxel_dist.train.validation_rows import ValidationBatch, ValidationRows
 
 HELD_OUT, TRAIN = "", "(training data)"
 """The names of the split held out of the training data, and of the training data; a user's set may be "train"."""
@@ -33,7 +33,7 @@ EVAL_LIMIT_S = 3600.0
 
 
 class Validation:
-    """Mean losses over some data sets, in the shape of the phase that is being trained.
+    """Mean losses over some data sets, of the same rows in each phase whose rows have the same length.
 
     Args:
         sets: data by name: `HELD_OUT`, or the validation sets; those without a token are left out. May be empty.
@@ -41,7 +41,7 @@ class Validation:
         evaluate: jitted (params, rest, hparams, batch) -> losses, as `make_eval_step` makes it.
         compiler: of it.
         sharding: of a batch.
-        iters: batches to read of each.
+        rows: which are read in each phase.
         blocks: the verified blocks of the files; None: nothing is verified.
         counts_bytes: whether the bytes of text are counted too, of sets with a tokenizer.
     """
@@ -53,7 +53,7 @@ class Validation:
         evaluate: Callable[..., dict[str, jax.Array]],
         compiler: AotCompiler,
         sharding: NamedSharding,
-        iters: int,
+        rows: ValidationRows,
         blocks: VerifiedBlocks | None = None,
         *,
         counts_bytes: bool = False,
@@ -61,8 +61,8 @@ class Validation:
         filled = {name: data for name, data in sets.items() if data.num_tokens}
         self._sets = {**filled, TRAIN: train} if filled else {}
         self._evaluate, self._compiler = evaluate, compiler
-        self._sharding, self._iters, self._blocks = sharding, iters, blocks
-        self._streams: dict[tuple[str, Any], Stream] = {}
+        self._sharding, self._rows, self._blocks = sharding, rows, blocks
+        self._streams: dict[tuple[str, ValidationBatch], Stream] = {}
         self._counters = _byte_counters(self._sets) if filled and counts_bytes else {}
 
     def check(self, *shapes: Shape) -> None:
@@ -72,22 +72,26 @@ class Validation:
                 self._stream(name, shape)
 
     def _stream(self, name: str, shape: Shape) -> Stream:
-        key = name, replace(shape, steps=0)
+        key = name, self._rows.of(shape)
         if key not in self._streams:
             data = self._sets[name]
             try:
-                rows = SpreadRows(data.ranges, shape, self._iters)
+                rows = SpreadRows(data.ranges, key[1].shape, self._rows.eval_iters)
             except UserError as error:
                 raise UserError(f"validation {name!r}: {error}" if name else str(error)) from error
             self._streams[key] = Stream(rows, {"self": data}, self._sharding)
         return self._streams[key]
+
+    def text(self, shape: Shape) -> str:
+        """The rows of a validation in a phase of this shape, in words; empty where there is no set."""
+        return self._rows.text(shape) if self._sets else ""
 
     def batch(self, shape: Shape) -> Any:
         """A batch of a phase as `jax.ShapeDtypeStruct`s with shardings; None where there is no set."""
         return self._stream(next(iter(self._sets)), shape).abstract() if self._sets else None
 
     def prepare(self, state: TrainState, hparams: Hparams, shape: Shape) -> list[Hashable]:
-        """Begin to compile what a phase of this shape needs, and return the keys of these programs."""
+        """Begin to compile what a phase of this shape needs, if nothing did, and return the keys of these programs."""
         keys: list[Hashable] = []
         for name in self._sets:
             batch = self._stream(name, shape).abstract()

@@ -235,18 +235,20 @@ class Loop:
         self._wait_for_devices()
         self._verification.wait(done)
         self._timer.pause()
-        losses = self._evaluate(step) if options.is_due("eval", done, self.position.last_step) else {}
+        losses, rows = self._evaluate(step) if options.is_due("eval", done, self.position.last_step) else ({}, "")
         idle_since = saves.idle_since()
         if not self.deferred.flush(losses):
             self.deferred.check(metrics)
-        better, out_of_patience = self.position.note_validation(losses.get("val_loss"))
+        better, out_of_patience = self.position.note_validation(losses.get("val_loss"), rows)
         save = save or out_of_patience or (better and options.keep_best)
         saves.keep(done, losses.get("val_loss"), idle_since, save=save, copy=copy)
         self._timer.resume()
         return out_of_patience
 
-    def _evaluate(self, step: int) -> dict[str, float]:
-        """The losses of a validation after `step`, the scores of the tasks, and the numbers that `eval_fn` gives."""
+    def _evaluate(self, step: int) -> tuple[dict[str, float], str]:
+        """(the losses of a validation after `step`, the scores of the tasks, and the numbers that `eval_fn` gives; the
+        rows of its val_loss in words, none for one of `eval_fn`).
+        """
         held, position, validation = self.held, self.position, self.programs.validation
         keys = self.programs.prepare_validation(step)
         if not all(map(held.compiler.shared, keys)):
@@ -254,11 +256,19 @@ class Loop:
         for key in keys:
             held.compiler.get_together(key)
         held.progress.say("eval")
-        losses = validation.run(position.state, position.hparams, position.plan.segment(step).shape)
+        shape, before = position.plan.segment(step).shape, position.metadata.early_stopping.rows
+        losses = validation.run(position.state, position.hparams, shape)
         means = summarize(self.deferred.fetch(losses)) if losses else {}
         if of_tasks := self.programs.tasks.run(position.state, position.hparams):
             means |= self.programs.tasks.summarize(self.deferred.fetch(of_tasks))
-        return means | run_eval_fn(self.parts.eval_fn, self.state, held.log.text)
+        own = run_eval_fn(self.parts.eval_fn, self.state, held.log.text)
+        rows = "" if "val_loss" in own else validation.text(shape)
+        if rows and before and rows != before:
+            held.log.text(
+                f"validation of step {step + 1:,}: {rows}; until now: {before}. These are other rows: do not compare "
+                f"val_loss before and after. patience counts from here; the best checkpoint stays the lowest of all"
+            )
+        return means | own, rows
 
     def _wait_for_devices(self) -> None:
         self.throttler.wait_for_all()

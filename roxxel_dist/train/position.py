@@ -9,22 +9,25 @@ import jax.numpy as jnp
 
 from roxxel_dist.checkpoint.metadata import CheckpointMetadata
 from roxxel_dist.checkpoint.store import DamagedCheckpoint
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import scalars_on
+from roxxel_dist.curriculum.even_rows import SpreadRows
 from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.model.split import ModuleSplit
-from roxxel_dist.train.exact.layout import DeviceStates
+from roxxel_dist.train.exact.layout import DeviceStates, can_cut_rows, check_shapes
 from roxxel_dist.train.exact.step import init_exact_state
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.resources import Resources
 from roxxel_dist.train.resume import (
     ResumePoint,
     begin,
-    checkpoint_metadata,
     last_step,
     restore,
     restore_start,
     rewind,
     with_adapters,
+    with_validation,
 )
 from roxxel_dist.train.step.bad_steps import BadStep
 from roxxel_dist.train.step.digest_chain import in_hex
@@ -72,6 +75,7 @@ class Position:
             origin=parts.origin,
             copy=copy,
         )
+        start = with_validation(start, parts.validation_sets, options, partial(_can_validate, parts))
         check(start)
         shards = options.virtual_shards
         init = partial(init_exact_state, shards=shards) if shards else init_state
@@ -85,7 +89,7 @@ class Position:
             load=start.load,
         )
         start = with_adapters(start, split)
-        numbers = optimizer.settings(start.plan.total_steps) | loop_numbers(options)
+        numbers = start.metadata.schedule.get("settings", {}) | loop_numbers(options)
         return cls(
             parts=parts,
             start=start,
@@ -115,7 +119,7 @@ class Position:
 
     def checkpoint_metadata(self, done: int) -> CheckpointMetadata:
         """The metadata of a checkpoint after `done` steps."""
-        return checkpoint_metadata(done, self.plan, self.metadata, self.parts.update_rule)
+        return replace(self.metadata, plan=self.plan.state(done))
 
     def restore(self, held: Resources) -> None:
         """Load the state of a run that goes on. Raises DamagedCheckpoint."""
@@ -129,12 +133,16 @@ class Position:
         assert metrics.digest is not None
         self.metadata = replace(self.metadata, digest=in_hex(metrics.digest))
 
-    def note_validation(self, val_loss: float | None) -> tuple[bool, bool]:
-        """(whether this is the lowest val_loss, if there is one; whether the run ends, out of patience)."""
+    def note_validation(self, val_loss: float | None, rows: str) -> tuple[bool, bool]:
+        """(whether this is the lowest val_loss on these rows, if there is one; whether the run ends, out of patience).
+
+        `rows` says which they are; it is empty for a loss of the user's own.
+        """
         before = self.metadata.early_stopping
-        after = before if val_loss is None else before.after(val_loss)
+        after = before if val_loss is None else before.on_rows(rows).after(val_loss)
         self.metadata = replace(self.metadata, early_stopping=after)
-        return after.best_loss != before.best_loss, after.should_stop(self.parts.options.patience)
+        better = val_loss is not None and after.best_loss == val_loss and not after.evals_since_best
+        return better, after.should_stop(self.parts.options.patience)
 
     def rewind(self, bad: BadStep, held: Resources, like: TrainState) -> None:
         """Restore the newest checkpoint that is known to be good, and leave the rows of the bad step out.
@@ -158,3 +166,17 @@ class Position:
         like = self.state._replace(params=like.params, opt_state=like.opt_state)
         del self.arrays
         self.arrays, self.step = restore(store, step, like), step
+
+
+def _can_validate(parts: Parts, shape: Shape) -> bool:
+    """Whether the validation data, the devices and virtual shards allow batches of this shape."""
+    options = parts.options
+    try:
+        cuts_rows = can_cut_rows(parts.model, parts.loss_fn)
+        check_shapes([shape], 1, options.virtual_shards, parts.mesh, cuts_rows=cuts_rows)
+        for data in (*parts.validation_sets.values(), parts.training.primary_streamer):
+            if data.num_tokens:
+                SpreadRows(data.ranges, shape, options.eval_iters)
+    except UserError:
+        return False
+    return True

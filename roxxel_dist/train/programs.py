@@ -21,6 +21,7 @@ from roxxel_dist.train.step.repeated_work import MOST, work_ratio
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Metrics, check_vocabulary, make_eval_step, make_step
 from roxxel_dist.train.task_scores import TaskScores
+from roxxel_dist.train.validation_rows import ValidationRows
 
 
 class Programs:
@@ -73,13 +74,16 @@ class Programs:
         self._step = step
         self._vocabulary: int | None = getattr(getattr(position.view.model, "config", None), "vocab_size", None)
         self.blocks: VerifiedBlocks | None = VerifiedBlocks(self._vocabulary) if options.verify_data == "on" else None
+        # Empty where there is nothing to validate on, and in a finished run of an earlier version.
+        saved = position.metadata.validation or {"batches": (), "eval_iters": options.eval_iters}
+        rows = ValidationRows.from_dict(saved).with_phases(position.plan.shapes)
         self.validation: Validation = Validation(
             parts.validation_sets,
             parts.training.primary_streamer,
             evaluate,
             compiler,
             parts.sharding,
-            options.eval_iters,
+            rows,
             self.blocks,
             counts_bytes=gives_nats(parts.loss_fn, position.view.model),
         )

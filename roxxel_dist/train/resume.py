@@ -18,6 +18,7 @@ from roxxel_dist.checkpoint.metadata import (
     BaseModelRef,
     CheckpointMetadata,
     CheckpointRef,
+    EarlyStopping,
     ResumeSpec,
 )
 from roxxel_dist.checkpoint.store import CheckpointStore
@@ -25,15 +26,18 @@ from roxxel_dist.cluster import determinism
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.phases import Curriculum
 from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.curriculum.segments import Shape
+from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.data.units import LARGE_UNITS
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.step.average import Averaged, begin_average
 from roxxel_dist.train.step.bad_steps import BadStep, known_good
-from roxxel_dist.train.step.optimizer import NamedOptimizer, Optimizer
-from roxxel_dist.train.step.schedule import schedule_change
+from roxxel_dist.train.step.optimizer import NamedOptimizer, Optimizer, for_run, schedule_of
+from roxxel_dist.train.step.schedule import LrSchedule, schedule_change
 from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.train.validation_rows import ValidationRows
 from roxxel_dist.weights.base import (
     INITIALIZED_FROM,
     find_checkpoint,
@@ -54,7 +58,8 @@ class ResumePoint:
     """Steps done."""
     plan: Plan
     metadata: CheckpointMetadata
-    """Of the checkpoint that the run resumes from; the next ones have this, their plan and their schedule."""
+    """Of the checkpoint that the run resumes from, with the schedule from now on; the next ones have this, and their
+    plan."""
     notes: tuple[str, ...] = ()
     """Lines for the user; if there are any, the plan is among them."""
     source: CheckpointRef | None = None
@@ -144,14 +149,18 @@ class _RequestedRun:
         """What a checkpoint of a run with virtual shards says of its bits."""
         self.exact_update: int = WHOLE_UPDATE
         self.shapes = curriculum.shapes
+        self.scaling: str = optimizer.config.lr_scaling if isinstance(optimizer, NamedOptimizer) else "none"
 
     def resume_latest(self) -> ResumePoint:
         """The newest checkpoint of the run, or copy in memory, or its beginning."""
         copy, options = self.copy, self.options
         step = self.store.latest_step() if copy is None else copy.step
         if step is None:
-            metadata = CheckpointMetadata(exact_update=self.exact_update, **self.exact, **self.fingerprint)
-            return ResumePoint(0, self.curriculum.plan(options.seed), metadata)
+            plan = self.curriculum.plan(options.seed)
+            metadata = CheckpointMetadata(
+                exact_update=self.exact_update, schedule=self._schedule({}, plan), **self.exact, **self.fingerprint
+            )
+            return ResumePoint(0, plan, metadata)
         saved = self.store.metadata(step) if copy is None else copy.metadata
         before = self._begun_with(saved)
         point = ResumePoint(step, before, saved, copy=copy, bits=saved.bits)
@@ -160,12 +169,14 @@ class _RequestedRun:
             return point
         self._check_shards(saved, step)
         plan = self._plan_to_follow(saved, step, self.folder, amend=self.amend)
-        notes: tuple[str, ...] = ()
+        schedule = self._schedule(saved.schedule, plan)
+        change = self._schedule_change(saved.schedule, before, plan, step)
+        notes: tuple[str, ...] = (plan.describe(), change) if change else ()
         if len(plan.amendments) > len(before.amendments):
-            notes = self._plan_notes(saved, before, plan, step)
+            notes = (*_plan_notes(before, plan, step), *filter(None, [change]))
             # Else a run that ended by `patience` would end again at once.
             saved = replace(saved, early_stopping=saved.early_stopping.patient())
-        saved = replace(saved, **self.exact, **self.fingerprint)
+        saved = replace(saved, schedule=schedule, **self.exact, **self.fingerprint)
         return replace(point, plan=plan, metadata=saved, notes=notes)
 
     def _check_shards(self, saved: CheckpointMetadata, step: int) -> None:
@@ -188,8 +199,9 @@ class _RequestedRun:
 
     def _check_unchanged(self, saved: CheckpointMetadata, plan: Plan) -> None:
         """Raises ValueError where a run that is finished is made with other parts, for which nothing would be done."""
-        was = {"corpus": saved.corpus, "seed": plan.seed, "curriculum": saved.curriculum, "schedule": saved.schedule}
-        schedule = _schedule_of(self.optimizer, plan.total_steps)
+        was = {"corpus": saved.corpus, "seed": plan.seed, "curriculum": saved.curriculum}
+        was["schedule"] = LrSchedule.from_dict(saved.schedule, self.scaling)
+        schedule = schedule_of(for_run(self.optimizer, plan.shapes, saved.schedule), plan.total_steps)
         now = {**self.fingerprint, "seed": self.options.seed, "schedule": schedule}
         for name, old in was.items():
             if old and now[name] and old != now[name]:
@@ -212,6 +224,7 @@ class _RequestedRun:
         if skip_steps is not None:
             plan, origin["skipped"] = _without(plan, *skip_steps), list(skip_steps)
             note += ", without what steps {} to {} read".format(*skip_steps)
+        change = self._schedule_change(saved.schedule, before, plan, step)
         if step >= (last := last_step(plan, self.options)):
             raise UserError(
                 f"fork is {source}, and the new run ends at step {last}: give it longer phases, or a larger max_steps"
@@ -223,10 +236,13 @@ class _RequestedRun:
                 base=saved.base,
                 digest=saved.digest,
                 exact_update=self.exact_update,
+                schedule=self._schedule(saved.schedule, plan),
+                validation=saved.validation,
+                early_stopping=EarlyStopping(rows=saved.early_stopping.rows),
                 **self.exact,
                 **self.fingerprint,
             ),
-            notes=(note, *self._plan_notes(saved, before, plan, step)),
+            notes=(note, *_plan_notes(before, plan, step), *filter(None, [change])),
             source=source,
             record={"forked_from": origin},
         )
@@ -259,15 +275,26 @@ class _RequestedRun:
             _check_ranges(name, before.amendments[-1].sources, mine)
         return before.fork(step, self.shapes, datasets=ranges)
 
-    def _plan_notes(self, saved: CheckpointMetadata, before: Plan, plan: Plan, step: int) -> tuple[str, ...]:
-        """The plan that is followed after `step` steps, and the learning rate; both, where a checkpoint has others."""
-        note = plan.describe()
-        if plan.fingerprint != before.fingerprint:
-            note = f"the plan until now:\n{before.describe()}\nthe plan from step {step + 1} on:\n{note}"
-        old, new = saved.schedule, _schedule_of(self.optimizer, plan.total_steps)
-        if old and new and old != new:
-            return note, schedule_change(step, old["settings"], new["settings"], new["kind"], old["kind"])
-        return (note,)
+    def _schedule(self, saved: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+        """The learning rate of the run from now on, for its checkpoints; `saved` is what they say so far."""
+        schedule = schedule_of(for_run(self.optimizer, plan.shapes, saved), plan.total_steps)
+        return {} if schedule is None else schedule.to_dict()
+
+    def _schedule_change(self, saved: Mapping[str, Any], before: Plan, plan: Plan, step: int) -> str:
+        """The lines about a learning rate that is another after `step` steps than it was; empty where it is not."""
+        old = LrSchedule.from_dict(saved, self.scaling)
+        new = LrSchedule.from_dict(self._schedule(saved, plan), self.scaling)
+        if old is None or new is None or old.rates == new.rates:
+            return ""
+        return schedule_change(step, old, new, before, plan)
+
+
+def _plan_notes(before: Plan, plan: Plan, step: int) -> tuple[str, ...]:
+    """The plan that is followed after `step` steps; both, where a checkpoint has another."""
+    note = plan.describe()
+    if plan.fingerprint != before.fingerprint:
+        note = f"the plan until now:\n{before.describe()}\nthe plan from step {step + 1} on:\n{note}"
+    return (note,)
 
 
 def _check_ranges(name: str, sources: Mapping[str, Any], now: Sequence[tuple[int, int]]) -> None:
@@ -313,20 +340,6 @@ def max_steps_note(plan: Plan, options: LoopOptions) -> str:
     if wanted <= steps:
         return ""
     return f"max_steps is {wanted:,}, and the phases end after {steps:,}: give them more epochs, or steps, for more"
-
-
-def checkpoint_metadata(
-    step: int, plan: Plan, metadata: CheckpointMetadata, optimizer: Optimizer
-) -> CheckpointMetadata:
-    """The metadata of a checkpoint after `step` steps; `metadata` is common to all checkpoints of the run."""
-    return replace(metadata, plan=plan.state(step), schedule=_schedule_of(optimizer, plan.total_steps))
-
-
-def _schedule_of(optimizer: Optimizer, total_steps: int) -> dict[str, Any]:
-    """{"kind", "settings"} of the learning rate, for the run's checkpoints; empty if the optimizer has no config."""
-    if not isinstance(optimizer, NamedOptimizer):
-        return {}
-    return {"kind": optimizer.config.lr_schedule, "settings": optimizer.settings(total_steps)}
 
 
 def run_fingerprint(curriculum: Curriculum, seed: int) -> dict[str, Any]:
@@ -395,6 +408,17 @@ def restore_start(store: CheckpointStore, start: ResumePoint, like: TrainState) 
         places = {name: leaf.sharding for name, leaf in like.opt_state.average.items()}
         average = jax.jit(begin_average, out_shardings=places)(state.params)
         return state._replace(opt_state=Averaged(state.opt_state, average))
+
+
+def with_validation(
+    start: ResumePoint, sets: Mapping[str, Roxxel], options: LoopOptions, fits: Callable[[Shape], bool]
+) -> ResumePoint:
+    """The start of a run with the rows of its validations: those that it had, or was forked with, where they fit."""
+    metadata, tokens = start.metadata, {name: data.num_tokens for name, data in sets.items() if data.num_tokens}
+    saved = metadata.validation or {"batches": ()}
+    rows = ValidationRows.from_dict({**saved, "eval_iters": options.eval_iters, "tokens": tokens})
+    rows = rows.with_phases(start.plan.shapes, fits)
+    return replace(start, metadata=replace(metadata, validation=rows.to_dict() if tokens else {}))
 
 
 def with_adapters(start: ResumePoint, parts: ModuleSplit) -> ResumePoint:

@@ -23,9 +23,9 @@ SHAPES = {
 }  # fmt: skip
 STACKED = {"up.kernel": (130, 2, 7, 10), "narrow.kernel": (2, 6), "norm.scale": (130,), "experts": (2, 6, 2, 2)}
 """What a layer has, its columns along several axes."""
-MATRICES = {f"blocks.{name}": Matrix(stacked=True) for name in STACKED} | {
-    "blocks.up.kernel": Matrix(stacked=True, columns=3),
-    "blocks.experts": Matrix(stacked=True, columns=2),
+MATRICES = {f"blocks.{name}": Matrix(stacked=1) for name in STACKED} | {
+    "blocks.up.kernel": Matrix(stacked=1, columns=3),
+    "blocks.experts": Matrix(stacked=1, columns=2),
 }
 
 
@@ -82,7 +82,8 @@ def test_layers_are_treated_apart(name):
 def test_a_transformer_says_how_its_arrays_are_seen():
     shape = ModelConfig(dim=32, num_blocks=2, vocab_size=40, head_size=8, kv_heads=2, use_moe=True)
     matrices = split_module(nnx.eval_shape(lambda: Transformer(shape, nnx.Rngs(0))))[0].params.matrices
-    assert matrices["blocks.attention.qkv.kernel"] == Matrix(stacked=True, columns=3)
-    assert matrices["blocks.feedforward.gate_up"] == Matrix(stacked=True, columns=2)
-    assert matrices["blocks.attention_norm.scale"] == matrices["blocks.feedforward.down"] == Matrix(stacked=True)
+    assert matrices["blocks.attention.qkv.kernel"] == Matrix(stacked=1, columns=3)
+    assert matrices["blocks.feedforward.gate_up"] == Matrix(stacked=2, columns=2)
+    assert matrices["blocks.feedforward.down"] == Matrix(stacked=2)
+    assert matrices["blocks.attention_norm.scale"] == matrices["blocks.feedforward.router.kernel"] == Matrix(stacked=1)
     assert "embedding.embedding" not in matrices

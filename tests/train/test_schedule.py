@@ -4,8 +4,10 @@ import numpy as np
 import optax
 import pytest
 
+from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.settings.training import OptimizerConfig
-from roxxel_dist.train.step.schedule import learning_rate, schedule_change
+from roxxel_dist.train.step.schedule import LrSchedule, learning_rate, schedule_change
 
 RUNS = ((2, 1), (100, 0), (1000, 37), (250_000, 2000))
 
@@ -120,9 +122,16 @@ def test_a_decay_that_just_fits():
 
 
 def test_what_an_amendment_does_is_told():
-    before, after = (settings(total, lr=1.0, warmup_steps=0, lr_schedule="linear") for total in (1000, 2000))
-    assert schedule_change(500, before, after, "linear") == (
+    plans = [Plan([Shape(steps=total, batch_size=2, seq_len=8)], {"self": [(0, 4096)]}, 1) for total in (1000, 2000)]
+
+    def scheduled(total, kind="linear"):
+        return LrSchedule(
+            kind=kind, scaling="none", settings=settings(total, lr=1.0, warmup_steps=0, lr_schedule="linear")
+        )
+
+    assert schedule_change(500, scheduled(1000), scheduled(2000), *plans) == (
         "learning rate of step 501: 0.505 before, 0.752 now\n"
         "learning rate of the last step: 0.011 at step 1,000 before, 0.0105 at step 2,000 now"
     )
-    assert "step 501: 1 before, 0.752 now" in schedule_change(500, before, after, "linear", "constant")
+    assert "step 501: 1 before, 0.752 now" in schedule_change(500, scheduled(1000, "constant"), scheduled(2000), *plans)
+    assert "step 1,001: none before, 0.505 now" in schedule_change(1000, scheduled(1000), scheduled(2000), *plans)

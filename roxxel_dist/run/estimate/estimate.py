@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from roxxel_dist.checkpoint.metadata import CheckpointMetadata
 from roxxel_dist.cluster.accelerators import peak_flops
 from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_for_run
 from roxxel_dist.cluster.distributed import initialize
@@ -32,7 +33,7 @@ from roxxel_dist.model.attention_kernels import score_bytes
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.param_count import count_by_module
 from roxxel_dist.place.directory import CONFIG, no_run
-from roxxel_dist.run.batch import saved_plan
+from roxxel_dist.run.batch import saved_metadata
 from roxxel_dist.run.components import RunComponents, build_components, open_corpus, temporary_folder
 from roxxel_dist.run.estimate.abstract_steps import StepMemory, Steps, memory_analysis
 from roxxel_dist.run.estimate.exact_memory import ExactMemory
@@ -49,11 +50,14 @@ from roxxel_dist.train.exact.layout import can_cut_rows, check_shapes
 from roxxel_dist.train.exact.own_state import check_own_state
 from roxxel_dist.train.resume import last_step, max_steps_note
 from roxxel_dist.train.step.batch_layout import BatchLayout, batch_layout, cut_rows_text
+from roxxel_dist.train.step.by_parameter import ParameterGroup, groups_of
 from roxxel_dist.train.step.compile import AotCompiler, batch_key
+from roxxel_dist.train.step.optimizer import for_run, schedule_of
 from roxxel_dist.train.step.schedule import scaling_note
 from roxxel_dist.train.step.state import TrainView
 from roxxel_dist.train.step.step import check_vocabulary, micro_batches
 from roxxel_dist.train.step.throughput import device_bytes
+from roxxel_dist.train.validation_rows import ValidationRows
 from roxxel_dist.utils.display import size
 from roxxel_dist.weights.base import check_weights, find_checkpoint, with_base
 
@@ -148,12 +152,18 @@ class RunEstimate:
     """"tokens" to train on and "passes" over them, by name."""
     validation: Mapping[str, int]
     """Tokens by name; "" is the held-out part."""
+    validation_rows: ValidationRows
+    """Which of them a validation reads: at most `eval_iters` batches of each, of a shape for each length of rows."""
+    validated_on: str
+    """These batches by phase, in words."""
     vocab_size: int
     parameters: int
     trainable_parameters: int
     """The parameters without those that adapters freeze."""
     parts: Mapping[str, int]
     """Parameters by top-level part of the model."""
+    updates: tuple[ParameterGroup, ...]
+    """Which optimizer updates which of them."""
     state: Mapping[str, int]
     """Bytes of "parameters", "optimizer", "average" where the run keeps one, and "other"."""
     arrays: tuple[Mapping[str, Any], ...]
@@ -300,7 +310,10 @@ def _estimate(
             mesh,
             cuts_rows=can_cut_rows(components.build, components.loss),
         )
-        plan = _plan(curriculum, config.seed, request.run)
+        saved = None if request.run is None else saved_metadata(request.run)
+        plan = _plan(curriculum, config.seed, saved)
+        optimizer = for_run(components.optimizer, plan.shapes, {} if saved is None else saved.schedule)
+        components = dataclasses.replace(components, optimizer=optimizer)
         last = last_step(plan, options)
         notes += _virtual_shards_notes(options.virtual_shards, curriculum, target)
         weights = None if options.init_from is None else find_checkpoint(options.init_from)
@@ -311,7 +324,8 @@ def _estimate(
             notes.append(f"the weights are those of {weights}")
         compiler = AotCompiler(mesh, SIMULATED if request.devices else None)
         sets = components.validation, curriculum.primary_streamer
-        validation = Validation(*sets, steps.evaluate(), compiler, sharding, options.eval_iters)
+        rows = _validation_rows(components, plan, saved)
+        validation = Validation(*sets, steps.evaluate(), compiler, sharding, rows)
         validation.check(*plan.shapes)
         datasets = {**curriculum.datasets, **components.validation}
         check_vocabulary(split, components.loss, state, hparams, mesh, plan.shapes[0], datasets)
@@ -326,7 +340,7 @@ def _estimate(
             if target is None
             else on_target(target, steps, plan, [stop - 1 for _, stop in phase_spans], batches, validation)
         )
-    notes += filter(None, [scaling_note(components.optimizer.config, plan.shapes)])
+    notes += filter(None, [scaling_note(schedule_of(optimizer, plan.total_steps), plan.shapes)])
     notes += _max_steps_notes(plan, last, options)
     with usage_errors():
         speed, tokens_per_s, flops_per_s = _speed(request, mesh, bf16=options.bf16_compute or options.use_bf16)
@@ -365,11 +379,14 @@ def _estimate(
         flops=sum(phase.flops for phase in phases),
         notes=tuple(notes),
         datasets=_datasets(plan, last),
-        validation={name: data.num_tokens for name, data in components.validation.items()},
+        validation=dict(rows.tokens),
+        validation_rows=rows,
+        validated_on=rows.by_phase(plan.shapes),
         vocab_size=components.vocab_size,
         parameters=sum(leaf.size for leaf in params.values()),
         trainable_parameters=sum(leaf.size for leaf in view.params.values()),
         parts=count_by_module(params),
+        updates=groups_of(config.optimizer, state.params, split.params.matrices, view.frozen),
         state={
             "parameters": device_bytes((state.params, view.frozen)),
             "optimizer": device_bytes(view.optimizer),
@@ -500,12 +517,20 @@ def _memory_limit(mesh: Mesh, request: EstimateRequest, target: TargetCompiler |
     return min(filter(None, (stat.get("bytes_limit") for stat in stats)), default=None)
 
 
-def _plan(curriculum: Curriculum, seed: int, run: Path | None) -> Plan:
+def _plan(curriculum: Curriculum, seed: int, saved: CheckpointMetadata | None) -> Plan:
     """The plan; that of a run, if it is of these phases: it includes amendments and skipped steps."""
-    kept = None if run is None else saved_plan(run)
+    kept = None if saved is None else Plan.from_state(saved.plan)
     if kept is not None and (kept.shapes, kept.seed) == (curriculum.as_begun(kept, seed)[0], seed):
         return kept
     return curriculum.plan(seed)
+
+
+def _validation_rows(components: RunComponents, plan: Plan, saved: CheckpointMetadata | None) -> ValidationRows:
+    """The rows of a validation: as the run has them, if it began."""
+    tokens = {name: data.num_tokens for name, data in components.validation.items()}
+    begun = {} if saved is None else saved.validation
+    known = {"batches": (), **begun, "eval_iters": components.options.eval_iters, "tokens": tokens}
+    return ValidationRows.from_dict(known).with_phases(plan.shapes)
 
 
 def _score_bytes(shape: Shape, layout: BatchLayout, components: RunComponents) -> int | None:

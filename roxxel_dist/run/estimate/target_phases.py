@@ -11,6 +11,7 @@ from roxxel_dist.run.components import RunComponents, build_components
 from roxxel_dist.run.estimate.abstract_steps import StepMemory, Steps, memory_analysis
 from roxxel_dist.run.estimate.exact_cost import measure_exact, simulated_mesh
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase, one_device_flops
+from roxxel_dist.settings.config import Config
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.step.throughput import device_bytes
 from roxxel_dist.utils.display import size
@@ -36,7 +37,7 @@ def on_target(
     if components.options.virtual_shards:
         # Kernels of the target cannot be traced for simulated devices; they change no number of calls.
         config = dataclasses.replace(components.config, attention="xla")
-        parts, mesh = build_components(config, components.data), simulated_mesh(steps.mesh)
+        parts, mesh = _rebuilt(config, components), simulated_mesh(steps.mesh)
         plain = Steps.of(parts, mesh, plan.total_steps, in_blocks=steps.in_blocks)
         exact = list(zip(steps.exact(), plain.exact(), strict=True))
 
@@ -48,17 +49,16 @@ def on_target(
         return target.measure(what, steps.mesh, step, args, flops)
 
     with ThreadPoolExecutor(COMPILED_AT_ONCE, "roxxel-target") as pool:
-        trained, validated = list[Future[Any]](), list[Future[Any] | None]()
+        trained, validated, programs = list[Future[Any]](), list[Future[Any] | None](), dict[Any, Future[Any]]()
         for step, shape, batch in zip(last_steps, shapes, batches, strict=True):
             what = f"step of phase {plan.phase(step) + 1} ({shape.batch_size:,} rows x {shape.seq_len:,} tokens)"
             args = steps.training_args(batch), alone.training_args(batch)
             trained.append(pool.submit(compiled, f"the training {what}", 0, *args))
-            rows = validation.batch(shape)
-            if rows is None:
-                validated.append(None)
-                continue
-            args = steps.validation_args(rows), alone.validation_args(rows)
-            validated.append(pool.submit(compiled, f"the validation {what}", 1, *args))
+            rows, key = validation.batch(shape), validation.text(shape)
+            if rows is not None and key not in programs:  # phases with rows of one length share it
+                args = steps.validation_args(rows), alone.validation_args(rows)
+                programs[key] = pool.submit(compiled, f"the validation {what}", 1, *args)
+            validated.append(programs.get(key))
         found: list[tuple[StepMemory | None, TargetPhase]] = []
         try:
             for training, other in zip(trained, validated, strict=True):
@@ -70,6 +70,12 @@ def on_target(
             pool.shutdown(wait=False, cancel_futures=True)  # none of the others is begun
             raise
     return found
+
+
+def _rebuilt(config: Config, components: RunComponents, devices: Sequence[Any] | None = None) -> RunComponents:
+    """The components of a changed config, with the schedule of those that there are."""
+    made = build_components(config, components.data, devices=devices)
+    return dataclasses.replace(made, optimizer=components.optimizer)
 
 
 def _changes(config: Any, rows: int, devices: int) -> list[dict[str, Any]]:
@@ -102,7 +108,7 @@ def cure(target: TargetCompiler, components: RunComponents, plan: Plan, step: in
         try:
             changed = dataclasses.replace(config, **change)
             changed.validate()
-            made = build_components(changed, components.data, devices=components.devices)
+            made = _rebuilt(changed, components, components.devices)
             steps = Steps.of(made, made.mesh(target.hosts), plan.total_steps)
         except ValueError:
             continue  # not for this model, or not on these devices

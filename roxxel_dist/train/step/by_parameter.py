@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,42 +11,55 @@ import optax
 
 from roxxel_dist.model.parametrization import Width
 from roxxel_dist.model.split import Matrix
+from roxxel_dist.model.user_code import is_function
 
 NO_MATRIX = re.compile(r"(^|\.)([^.]*embed[^.]*|head|lm_head|output_head|logits)(\.|$)")
 """Names of embeddings and output heads, which Muon leaves to AdamW."""
 
 
-def decayed(params: Any) -> Any:
+def decayed(params: Any, matrices: Mapping[str, Matrix] | None = None) -> Any:
     """Which parameters weight decay concerns: a tree of booleans, False for norms and biases.
 
-    These are arrays of fewer than two dimensions, and, as layers may be stacked, names that end in "bias" or "scale".
+    These are vectors, also where several are stacked or have their columns along several axes, as `matrices` says by
+    name, and names that end in "bias" or "scale".
     """
-    return jax.tree_util.tree_map_with_path(_is_weight, params)
+    return jax.tree_util.tree_map_with_path(partial(_is_weight, matrices or {}), params)
 
 
 def by_matrix(inner: optax.GradientTransformation, matrices: Mapping[str, Matrix]) -> optax.GradientTransformation:
-    """`inner`, which sees the matrices that arrays are made of: each layer by itself, its columns as one axis.
+    """`inner`, which sees the matrices that arrays are made of: each layer, and each expert of a layer, by itself, its
+    columns as one axis.
 
-    Parameters are a dictionary by name. The state is a dictionary of two: "apart", and "stacked" with the layers as the
-    first axis of each array.
+    Parameters are a dictionary by name. The state is a dictionary: "apart" of arrays that are one matrix, "stacked" of
+    those that have a leading axis of matrices, "stacked_2" of those that have two, and so on; these axes stay the first
+    ones of its arrays.
     """
 
-    def split(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        views = {name: matrices.get(name, Matrix()).view(leaf) for name, leaf in params.items()}
-        stacked = {name: leaf for name, leaf in views.items() if matrices.get(name, Matrix()).stacked}
-        return {name: leaf for name, leaf in views.items() if name not in stacked}, stacked
+    def split(params: Any) -> dict[int, dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {0: {}}
+        for name, leaf in params.items():
+            matrix = matrices.get(name, Matrix())
+            found.setdefault(matrix.stacked, {})[name] = matrix.view(leaf)
+        return dict(sorted(found.items()))
+
+    def each(function: Any, depth: int) -> Any:
+        for _ in range(depth):
+            function = jax.vmap(function)
+        return function
+
+    def key(depth: int) -> str:
+        return ("apart", "stacked")[depth] if depth < 2 else f"stacked_{depth}"
 
     def init(params: Any) -> dict[str, Any]:
-        apart, stacked = split(params)
-        return {"apart": inner.init(apart), "stacked": jax.vmap(inner.init)(stacked)}
+        return {key(depth): each(inner.init, depth)(views) for depth, views in split(params).items()}
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, dict[str, Any]]:
-        (apart, stacked), (of_apart, of_stacked) = split(updates), split(params)
-        new_apart, apart_state = inner.update(apart, state["apart"], of_apart)
-        new_stacked, stacked_state = jax.vmap(inner.update)(stacked, state["stacked"], of_stacked)
-        views: Any = {**new_apart, **new_stacked}  # pyright: ignore[reportGeneralTypeIssues]
-        new = {name: views[name].reshape(leaf.shape) for name, leaf in updates.items()}
-        return new, {"apart": apart_state, "stacked": stacked_state}
+        new: dict[str, Any] = {}
+        states, of_params = {}, split(params)
+        for depth, views in split(updates).items():
+            changes, states[key(depth)] = each(inner.update, depth)(views, state[key(depth)], of_params[depth])
+            new |= changes
+        return {name: new[name].reshape(leaf.shape) for name, leaf in updates.items()}, states
 
     return optax.GradientTransformation(init, update)
 
@@ -68,7 +83,7 @@ def by_width(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         def scaled(path: Any, change: jax.Array, param: jax.Array) -> jax.Array:
             change = change * rate(path, param)
-            return (change - decay * param if _is_weight(path, param) else change).astype(param.dtype)
+            return (change - decay * param if _is_weight(matrices, path, param) else change).astype(param.dtype)
 
         return jax.tree_util.tree_map_with_path(scaled, updates, params), state
 
@@ -78,13 +93,56 @@ def by_width(
 def muon_part(matrices: Mapping[str, Matrix], path: Any, param: jax.Array) -> str:
     """The optimizer that a parameter has: "muon" or "adamw"."""
     name = _name(path)
+    is_matrix = matrices.get(name, Matrix()).count(param) > 0
+    return "muon" if is_matrix and _is_weight(matrices, path, param) and not NO_MATRIX.search(name) else "adamw"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """Parameters that are updated alike."""
+
+    optimizer: str
+    """The optimizer that updates them; "none" for frozen ones."""
+    weight_decay: bool | None
+    """Whether it decays them; None where that is not known, as of an optimizer of the user's own."""
+    arrays: tuple[str, ...]
+    """Their names."""
+    matrices: int
+    """How many matrices they are, each of which muon and adafactor take by itself; 0 for vectors and other arrays."""
+    parameters: int
+
+
+def groups_of(
+    optimizer: str, params: Mapping[str, Any], matrices: Mapping[str, Matrix], frozen: Mapping[str, Any]
+) -> tuple[ParameterGroup, ...]:
+    """Which optimizer updates which parameters, of arrays by name that may be abstract; `frozen` are updated by none.
+
+    `optimizer` is a name of `OPTIMIZERS`, or a function of the user's.
+    """
+    found: dict[tuple[str, bool | None, bool], list[str]] = {}
+    for name, leaf in params.items():
+        path = (jax.tree_util.DictKey(name),)
+        part = muon_part(matrices, path, leaf) if optimizer == "muon" else optimizer
+        key = part, _is_weight(matrices, path, leaf), matrices.get(name, Matrix()).count(leaf) > 0
+        # An optimizer of the user's gets arrays as they are.
+        found.setdefault((part, None, False) if is_function(optimizer) else key, []).append(name)
+    if frozen:
+        found["none", False, False] = list(frozen)
+    leaves, groups = {**frozen, **params}, list[ParameterGroup]()
+    for (part, weight, is_matrix), names in sorted(found.items(), key=lambda item: (item[0][0] != "muon", str(item))):
+        counts = (matrices.get(name, Matrix()).count(leaves[name]) for name in names) if is_matrix else ()
+        size = sum(leaves[name].size for name in names)
+        group = ParameterGroup(
+            optimizer=part, weight_decay=weight, arrays=tuple(names), matrices=sum(counts), parameters=size
+        )
+        groups.append(group)
+    return tuple(groups)
+
+
+def _is_weight(matrices: Mapping[str, Matrix], path: Any, param: jax.Array) -> bool:
+    name = _name(path)
     view = matrices.get(name, Matrix())
-    is_matrix = param.ndim == view.stacked + 1 + view.columns
-    return "muon" if is_matrix and _is_weight(path, param) and not NO_MATRIX.search(name) else "adamw"
-
-
-def _is_weight(path: Any, param: jax.Array) -> bool:
-    return param.ndim >= 2 and not _name(path).endswith(("bias", "scale"))
+    return param.ndim >= view.stacked + view.columns + 1 and not name.endswith(("bias", "scale"))
 
 
 def _name(path: Any) -> str:

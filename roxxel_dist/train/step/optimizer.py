@@ -2,10 +2,10 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,13 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.model.parametrization import Width
 from roxxel_dist.model.split import Matrix
 from roxxel_dist.settings.training import OptimizerConfig
 from roxxel_dist.train.step.average import Averaged, begin_average, inner_state, schedule_free_average
 from roxxel_dist.train.step.by_parameter import by_matrix, by_width, decayed, muon_part
-from roxxel_dist.train.step.schedule import BATCH_TOKENS, Settings, learning_rate, lr_factor
+from roxxel_dist.train.step.schedule import BATCH_TOKENS, LrSchedule, Settings, learning_rate, lr_factor
 
 LONG = 1 << 30
 """Steps of a run that any warm-up and decay fit in."""
@@ -39,8 +40,9 @@ class NamedOptimizer:
     """With mup, how much wider each parameter is than at the base width (`model.parametrization.widths`)."""
     own: Callable[[jax.Array], optax.GradientTransformation] | None = None
     """Where the config names a function of the user's: the rate of a step, float32[], to the transformation."""
-    batch_tokens: int = 0
-    """With `lr_scaling`, the tokens of the largest batch of the run, whose rate is lr."""
+    batch_tokens: int | None = None
+    """With `lr_scaling`, the tokens of the batch whose rate is lr; None: of the largest batch of the run when it began,
+    or when lr was changed (`for_run`)."""
 
     def settings(self, total_steps: int) -> dict[str, float]:
         """lr, weight_decay, warmup_steps, total_steps, decay_steps and grad_clip of a run; with `lr_scaling` also
@@ -53,8 +55,8 @@ class NamedOptimizer:
             return settings
         if not self.batch_tokens:
             raise UserError(
-                f"lr_scaling is {self.config.lr_scaling}, and batch_tokens is 0: give the tokens of the largest batch, "
-                f"NamedOptimizer(config, batch_tokens=64 * 1025)"
+                f"lr_scaling is {self.config.lr_scaling}, and batch_tokens is not given: give the tokens of the batch "
+                f"whose rate is lr, NamedOptimizer(config, batch_tokens=64 * 1025)"
             )
         return {**settings, BATCH_TOKENS: float(self.batch_tokens)}
 
@@ -143,6 +145,55 @@ def as_optimizer(optimizer: Any) -> Optimizer:
     )
 
 
+@overload
+def for_run(optimizer: NamedOptimizer, shapes: Sequence[Shape], saved: Mapping[str, Any]) -> NamedOptimizer: ...
+
+
+@overload
+def for_run(optimizer: Optimizer, shapes: Sequence[Shape], saved: Mapping[str, Any]) -> Optimizer: ...
+
+
+def for_run(optimizer: Optimizer, shapes: Sequence[Shape], saved: Mapping[str, Any]) -> Optimizer:
+    """The optimizer of a run of these phases, with all numbers of its schedule that come from the phases as a whole.
+
+    The one place that says what a run keeps of the schedule that its checkpoint, or the one that it is forked from,
+    records (`saved`; empty for a new run):
+
+    - warm-up: the steps that it had, unless `warmup_steps` is given. It began with the run, whatever comes later.
+    - the batch whose rate is lr (`lr_scaling`): as it was, unless `lr`, `lr_scaling` or `batch_tokens` is another
+      number now. Else the largest batch of these phases.
+    - the end of the schedule and the length of a decay: those of these phases, as the decay ends with the run.
+    """
+    if not isinstance(optimizer, NamedOptimizer):
+        return optimizer
+    config, tokens = optimizer.config, optimizer.batch_tokens
+    before = LrSchedule.from_dict(saved, config.lr_scaling)
+    if before is not None and config.warmup_steps is None:
+        config = replace(config, warmup_steps=int(before.settings["warmup_steps"]))
+        total = sum(shape.steps for shape in shapes)
+        if total <= (config.warmup_steps or 0):
+            raise UserError(
+                f"phases: they end after step {total:,}, and the warm-up of the run ends after step "
+                f"{config.warmup_steps:,}: give them more steps, or give warmup_steps"
+            )
+    if config.lr_scaling != "none" and tokens is None:
+        is_same = before is not None and (before.scaling, before.settings["lr"]) == (config.lr_scaling, config.lr)
+        kept = before.settings[BATCH_TOKENS] if before is not None and is_same else 0
+        tokens = int(kept or max(shape.tokens for shape in shapes))
+    return replace(optimizer, config=config, batch_tokens=tokens)
+
+
+def schedule_of(optimizer: Optimizer, total_steps: int) -> LrSchedule | None:
+    """The schedule of a run of so many steps; None if the optimizer has no config.
+
+    Raises UserError as `NamedOptimizer.settings` does.
+    """
+    if not isinstance(optimizer, NamedOptimizer):
+        return None
+    config = optimizer.config
+    return LrSchedule(kind=config.lr_schedule, scaling=config.lr_scaling, settings=optimizer.settings(total_steps))
+
+
 def updates_of(
     transformation: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, loss: ArrayLike
 ) -> tuple[Any, Any]:
@@ -160,7 +211,7 @@ def check_update(optimizer: Optimizer, params: Any, opt_state: Any) -> None:
         return
 
     def update(grads: Any, opt_state: Any, params: Any, number: jax.Array) -> tuple[Any, Any]:
-        transformation = optimizer.build(dict.fromkeys(optimizer.settings(LONG), number), number)
+        transformation = optimizer.build(dict.fromkeys(_any_settings(optimizer), number), number)
         return updates_of(transformation, grads, opt_state, params, number)
 
     try:
@@ -211,7 +262,7 @@ class InitialState:
 
     def __call__(self, params: Any) -> Any:
         """The state."""
-        state = self.optimizer.build(self.optimizer.settings(LONG), 0).init(params)
+        state = self.optimizer.build(_any_settings(self.optimizer), 0).init(params)
         has_own = isinstance(self.optimizer, NamedOptimizer) and schedule_free_average(state, params) is not None
         if has_own and self.average:
             raise UserError(
@@ -227,6 +278,11 @@ class InitialState:
     def for_model(self, matrices: Mapping[str, Matrix]) -> "InitialState":
         """The same for a model whose parameters are these matrices."""
         return InitialState(for_model(self.optimizer, matrices), self.average)
+
+
+def _any_settings(optimizer: Optimizer) -> dict[str, float]:
+    """Settings of some run, for a trace in which their values mean nothing."""
+    return optimizer.config.settings(LONG) if isinstance(optimizer, NamedOptimizer) else {}
 
 
 def global_norm(tree: Any) -> jax.Array:
@@ -269,27 +325,27 @@ def _optimizer(
     """The named optimizer. In each of them a step takes rate x decay of every decayed weight (Loshchilov & Hutter
     2019, arXiv 1711.05101), so that `weight_decay` means the same everywhere.
     """
-    b1 = config.beta1
+    b1, mask = config.beta1, partial(decayed, matrices=matrices)
     match config.optimizer:
         case "adamw" | "nadamw":  # Dozat 2016: Adam with Nesterov momentum
             nesterov = config.optimizer == "nadamw"
             b2 = _or(config.beta2, 0.95)
-            return optax.adamw(rate, b1, b2, weight_decay=decay, mask=decayed, nesterov=nesterov)
+            return optax.adamw(rate, b1, b2, weight_decay=decay, mask=mask, nesterov=nesterov)
         case "lion":  # Chen et al. 2023, arXiv 2302.06675
-            return optax.lion(rate, b1, _or(config.beta2, 0.99), weight_decay=decay, mask=decayed)
+            return optax.lion(rate, b1, _or(config.beta2, 0.99), weight_decay=decay, mask=mask)
         case "adafactor":
             inner = _adafactor(rate, decay)
-            return by_matrix(inner, matrices) if any(matrix.stacked for matrix in matrices.values()) else inner
+            return by_matrix(inner, matrices) if matrices else inner
         case "sgd":
             return optax.chain(
                 optax.trace(_or(config.momentum, 0.9)),
-                optax.add_decayed_weights(decay, decayed),  # pyright: ignore[reportArgumentType]
+                optax.add_decayed_weights(decay, mask),  # pyright: ignore[reportArgumentType]
                 optax.scale_by_learning_rate(rate),
             )
         case "muon":
-            return _muon(config, rate, decay, matrices)
+            return _muon(config, rate, decay, matrices, mask)
         case "schedule_free_adamw":
-            return _schedule_free_adamw(b1, _or(config.beta2, 0.999), rate, decay)
+            return _schedule_free_adamw(b1, _or(config.beta2, 0.999), rate, decay, mask)
         case name:
             raise UserError(f"optimizer is {name!r}: name it in a Config, or give its optax transformation itself")
 
@@ -312,7 +368,7 @@ def _adafactor(rate: jax.Array, decay: jax.Array) -> optax.GradientTransformatio
 
 
 def _muon(
-    config: OptimizerConfig, rate: jax.Array, decay: jax.Array, matrices: Mapping[str, Matrix]
+    config: OptimizerConfig, rate: jax.Array, decay: jax.Array, matrices: Mapping[str, Matrix], mask: Any
 ) -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024) on the matrices inside the model, AdamW on the rest.
 
@@ -326,16 +382,18 @@ def _muon(
         rate,
         beta=_or(config.momentum, 0.95),
         weight_decay=decay,  # pyright: ignore[reportArgumentType]
-        weight_decay_mask=decayed,
+        weight_decay_mask=mask,
         consistent_rms=MUON_RMS,
         muon_weight_dimension_numbers=dimensions,
     )
-    rest = optax.adamw(rate, config.beta1, _or(config.beta2, 0.95), weight_decay=decay, mask=decayed)
+    rest = optax.adamw(rate, config.beta1, _or(config.beta2, 0.95), weight_decay=decay, mask=mask)
     labels = partial(jax.tree_util.tree_map_with_path, partial(muon_part, matrices))
     return optax.partition({"muon": of_matrices, "adamw": rest}, labels)
 
 
-def _schedule_free_adamw(b1: float, b2: float, rate: jax.Array, decay: jax.Array) -> optax.GradientTransformation:
+def _schedule_free_adamw(
+    b1: float, b2: float, rate: jax.Array, decay: jax.Array, mask: Any
+) -> optax.GradientTransformation:
     """Schedule-free AdamW (Defazio et al. 2024, arXiv 2405.15682), `optax.contrib.schedule_free_adamw` with a mask.
 
     With z the steps of AdamW without momentum, and x the mean of all z, weighted by the squares of the largest rates up
@@ -343,7 +401,7 @@ def _schedule_free_adamw(b1: float, b2: float, rate: jax.Array, decay: jax.Array
     """
     inner = optax.chain(
         optax.scale_by_rms(b2, 1e-8, eps_in_sqrt=False, bias_correction=True),
-        optax.add_decayed_weights(decay, decayed),  # pyright: ignore[reportArgumentType]
+        optax.add_decayed_weights(decay, mask),  # pyright: ignore[reportArgumentType]
         optax.scale_by_learning_rate(rate),
     )
     return optax.contrib.schedule_free(inner, rate, b1)

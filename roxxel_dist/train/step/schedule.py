@@ -5,14 +5,16 @@ over learning rates or lengths compiles once. Decision 15.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
-from roxxel_dist.settings.training import OptimizerConfig
 
 FINAL_FRACTION = 0.01
 """Of the peak: where cosine, linear and wsd end."""
@@ -20,6 +22,53 @@ BATCH_TOKENS = "batch_tokens"
 """Among the settings: the tokens of the batch whose rate is lr."""
 
 Settings = Mapping[str, ArrayLike]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrSchedule:
+    """The learning rate of a run, as its checkpoints record it."""
+
+    kind: str
+    """A name of `learning_rate`."""
+    scaling: str
+    """"none", "sqrt" or "linear": what `lr_factor` does with the tokens of a batch."""
+    settings: Mapping[str, float]
+    """Those of `learning_rate`; with scaling also `BATCH_TOKENS`."""
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], scaling: str) -> "LrSchedule | None":
+        """The schedule that a checkpoint records; None if it records none.
+
+        Checkpoints of earlier versions do not say how the rate was scaled: those that know the tokens of a batch had
+        `scaling`.
+        """
+        if not saved:
+            return None
+        default = scaling if BATCH_TOKENS in saved["settings"] else "none"
+        return cls(kind=saved["kind"], scaling=saved.get("scaling", default), settings=saved["settings"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        scaling = {} if self.scaling == "none" else {"scaling": self.scaling}
+        return {"kind": self.kind, **scaling, "settings": dict(self.settings)}
+
+    @property
+    def rates(self) -> tuple[Any, ...]:
+        """All that the rate of a step follows from."""
+        names = ("lr", "warmup_steps", "total_steps", "decay_steps", BATCH_TOKENS)
+        return self.kind, self.scaling, *(self.settings.get(name) for name in names)
+
+    def rate(self, step: int, shape: Shape) -> float:
+        """The learning rate of a step, counted from 0, whose batch has this shape."""
+        factor = 1.0
+        if self.scaling != "none":
+            factor = float(lr_factor(self.scaling, shape.tokens, self.settings[BATCH_TOKENS]))
+        return float(learning_rate(self.kind, self.settings, step)) * factor
+
+    @property
+    def reference(self) -> str:
+        """The batch whose rate is lr, in words."""
+        return "any batch" if self.scaling == "none" else f"a batch of {int(self.settings[BATCH_TOKENS]):,} tokens"
 
 
 def learning_rate(kind: str, settings: Settings, step: ArrayLike) -> jax.Array:
@@ -52,29 +101,25 @@ def learning_rate(kind: str, settings: Settings, step: ArrayLike) -> jax.Array:
     return jnp.where(now < warmup, warming, peak * ((1 - FINAL_FRACTION) * height + FINAL_FRACTION))
 
 
-def schedule_change(
-    step: int, before: Settings, after: Settings, kind: str = "cosine", kind_before: str | None = None
-) -> str:
-    """Two lines on what an amendment after `step` steps does to the learning rate: at the next step, and at the end;
-    a third one if it is the rate of another batch (see `lr_factor`).
+def schedule_change(step: int, before: LrSchedule, after: LrSchedule, plan_before: Plan, plan: Plan) -> str:
+    """Two lines on what a change after `step` steps does to the learning rate: of the next step, and at the end of the
+    phases; a third one if lr is the rate of another batch (see `lr_factor`).
 
-    `before` and `after` are the settings of the old plan and the new one; their schedules are `kind_before`, where it
-    was another, and `kind`.
+    `before` and `plan_before` are the schedule and the plan until now, `after` and `plan` those from here on. The rates
+    are those that train: with the factor of the phase.
     """
-    old, new = kind_before or kind, kind
 
-    def at(name: str, settings: Settings, index: float) -> str:
-        return f"{float(learning_rate(name, settings, index)):.3g}"
+    def at(schedule: LrSchedule, phases: Plan, index: int) -> str:
+        return f"{schedule.rate(index, phases.shape_at(index)):.3g}" if index < phases.total_steps else "none"
 
     reference = ""
-    if before.get(BATCH_TOKENS) != after.get(BATCH_TOKENS):
-        of = (f"{int(jnp.asarray(each.get(BATCH_TOKENS, 0))):,} tokens" for each in (before, after))
-        reference = "\nlr is the rate of a batch of {} before, of {} now (0: of any)".format(*of)
-    last, new_last = (int(jnp.asarray(settings["total_steps"])) for settings in (before, after))
+    if before.reference != after.reference:
+        reference = f"\nlr is the rate of {before.reference} before, of {after.reference} now"
+    last, new_last = plan_before.total_steps, plan.total_steps
     return (
-        f"learning rate of step {step + 1:,}: {at(old, before, step)} before, {at(new, after, step)} now\n"
-        f"learning rate of the last step: {at(old, before, last - 1)} at step {last:,} before, "
-        f"{at(new, after, new_last - 1)} at step {new_last:,} now{reference}"
+        f"learning rate of step {step + 1:,}: {at(before, plan_before, step)} before, {at(after, plan, step)} now\n"
+        f"learning rate of the last step: {at(before, plan_before, last - 1)} at step {last:,} before, "
+        f"{at(after, plan, new_last - 1)} at step {new_last:,} now{reference}"
     )
 
 
@@ -88,11 +133,11 @@ def lr_factor(scaling: str, tokens: int, largest: ArrayLike) -> jax.Array:
     return share if scaling == "linear" else jnp.sqrt(share)
 
 
-def scaling_note(config: OptimizerConfig, shapes: Sequence[Shape]) -> str:
+def scaling_note(schedule: LrSchedule | None, shapes: Sequence[Shape]) -> str:
     """What `lr_scaling` does to the rate in each phase, in a line; empty where it does nothing."""
-    if config.lr_scaling == "none":
+    if schedule is None or schedule.scaling == "none":
         return ""
-    tokens = [shape.batch_size * shape.seq_len for shape in shapes]
-    factors = [float(lr_factor(config.lr_scaling, each, max(tokens))) for each in tokens]
+    reference = schedule.settings[BATCH_TOKENS]
+    factors = [float(lr_factor(schedule.scaling, shape.tokens, reference)) for shape in shapes]
     listed = ", ".join(f"phase {i} x {factor:.3g}" for i, factor in enumerate(factors, 1))
-    return f"learning rate ({config.lr_scaling} of the tokens in a batch, x 1 for {max(tokens):,}): {listed}"
+    return f"learning rate ({schedule.scaling} of the tokens in a batch, x 1 for {int(reference):,}): {listed}"
