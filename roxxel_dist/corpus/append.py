@@ -12,6 +12,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.corpus.documents import TEXT_FILES
 from roxxel_dist.corpus.encode import PARALLEL_BYTES, encode_documents
 from roxxel_dist.corpus.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs
+from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.atomic_dir import publish, staging, writing
 from roxxel_dist.data.files.discovery import NoShardsError, names_objects
@@ -88,7 +89,9 @@ def append(
         with staging(out, "build") as staged:
             separator = last.metadata.separator
             options = inputs.options(tokenizer if corpus is not None else None, separator).continuing(last)
-            items = _items(inputs, tokenizer, out / TOKENIZER_FILE, workers, log)
+            tally = Tally()
+            separated = separator is not None
+            items = _items(inputs, tokenizer, out / TOKENIZER_FILE, workers, log, tally, separated=separated)
             if not write_shards(staged, SHARD_NAME, items, options, after=last.metadata):
                 raise UserError("nothing to append: every document is empty")
             shards = [Shard.open(path) for path in sorted(staged.glob("*.rox"))]
@@ -100,6 +103,8 @@ def append(
             publish(staged, ())
         whole = Roxxel(out)
     new = f"{whole.num_tokens - before:,} tokens of {whole.documents - documents:,} documents"
+    for line in tally.lines():
+        log.line(line)
     log.line(f"appended {new} in {len(shards)} shard(s)")
     return whole
 
@@ -130,7 +135,14 @@ def _record(out: Path) -> dict[str, Any]:
 
 
 def _items(
-    inputs: BuildInputs, tokenizer: Tokenizer | None, path: Path, workers: int | None, log: Progress
+    inputs: BuildInputs,
+    tokenizer: Tokenizer | None,
+    path: Path,
+    workers: int | None,
+    log: Progress,
+    tally: Tally,
+    *,
+    separated: bool,
 ) -> Iterator[Any]:
     """The documents of the inputs as arrays of ids."""
     if inputs.corpus is None:
@@ -140,4 +152,5 @@ def _items(
     assert tokenizer is not None
     processes = 0 if inputs.size < PARALLEL_BYTES else workers or len(os.sched_getaffinity(0))
     with log.bar(f"encoding with {tokenizer.vocab_size} ids", inputs.size) as advance:
-        yield from encode_documents(inputs.texts(""), tokenizer, path, processes, advance)
+        texts = inputs.texts("", tally=tally)
+        yield from encode_documents(texts, tokenizer, path, processes, advance, tally, separated=separated)

@@ -17,6 +17,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.corpus.documents import TEXT_FILES, pieces
 from roxxel_dist.corpus.encode import PARALLEL_BYTES, encode_documents, train_on
 from roxxel_dist.corpus.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs, load_tokenizer
+from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.corpus.to_bucket import BucketOut
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.atomic_dir import publish, staging, writing
@@ -199,7 +200,7 @@ def _make(
         write_file(parts / BUILD_FILE, record)
     if inputs.size < PARALLEL_BYTES:
         workers = 0
-    tokenizer = _tokenizer(inputs, path, workers, log)
+    tokenizer, tally = _tokenizer(inputs, path, workers, log), Tally()
     for split in splits:
         (parts / split).mkdir(exist_ok=True)
         last = _finished(parts / split)
@@ -208,7 +209,8 @@ def _make(
         skipped, name = last.first_document + last.documents if last else 0, f" for {split}" if split else ""
         if tokenizer is not None and inputs.corpus is not None:
             with log.bar(f"encoding{name} with {tokenizer.vocab_size} ids", inputs.size) as advance:
-                items = encode_documents(inputs.texts(split, skipped), tokenizer, path, workers, advance)
+                texts = inputs.texts(split, skipped, tally)
+                items = encode_documents(texts, tokenizer, path, workers, advance, tally, separated=inputs.eos)
                 options = inputs.options(tokenizer, tokenizer.eos_id if inputs.eos else None)
                 written = write_shards(
                     parts / split, SHARD_NAME, items, options, after=last, finished=partial(finished, split)
@@ -225,6 +227,8 @@ def _make(
                 share = f"val_fraction={inputs.val_fraction}"
                 raise UserError(f"{share}: no document is left for {split}; use another share")
             raise UserError("nothing to build from: every document is empty")
+    for line in tally.lines():
+        log.line(line)
 
 
 def _tokenizer(inputs: BuildInputs, path: Path, workers: int, log: Progress) -> Tokenizer | None:

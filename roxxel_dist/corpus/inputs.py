@@ -11,7 +11,8 @@ import numpy as np
 import xxhash
 
 from roxxel_dist.cluster.exit_codes import MissingFileError, UserError
-from roxxel_dist.corpus.documents import Corpus, find_corpus
+from roxxel_dist.corpus.find import Corpus, find_corpus
+from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import has_text, is_tokens
 from roxxel_dist.data.files.writer import WriteOptions
@@ -82,18 +83,27 @@ class BuildInputs:
         drawn = xxhash.xxh3_64_intdigest(number.to_bytes(8, "little")) / 2**64
         return (drawn < self.val_fraction) == (split == "val")
 
-    def texts(self, split: str, skipped: int = 0) -> Iterator[tuple[str, int]]:
-        """The texts of a split without the first `skipped`, with the bytes read since the previous one."""
+    def texts(self, split: str, skipped: int = 0, tally: Tally | None = None) -> Iterator[tuple[str, int]]:
+        """The texts of a split without the first `skipped`, with the bytes read since the previous one.
+
+        Those that are empty are left out; `tally` has their number when all texts have been read.
+        """
         assert self.corpus is not None
-        read, number = 0, -1
+        read, number, empty = 0, -1, 0
         for file in self.corpus.files:
             for text, size in file.documents(self.text_key):
-                read, number = read + size, number + 1
+                read = read + size
+                if not text:
+                    empty += 1
+                    continue
+                number += 1
                 if self.in_split(split, number):
                     skipped -= 1
                     if skipped < 0:
                         yield text, read
                         read = 0
+        if tally is not None:
+            tally.empty = empty
 
     def arrays(self, split: str, skipped: int, advance: Callable[[int], None]) -> Iterator[np.ndarray]:
         """The same for tokens; `advance` is called with the bytes of every finished document."""

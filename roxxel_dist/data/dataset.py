@@ -146,6 +146,19 @@ class Roxxel:
         return self._slices[0].shard.metadata.tokenizer_fingerprint
 
     @cached_property
+    def text_scale(self) -> float | None:
+        """Bytes of text for each byte that the table of the tokenizer counts (`TextBytes`), over the whole files.
+
+        1 where the tokenizer changes no text. None where the text is not known: tokens of a tokenizer that may change
+        a text, and that `build` has not made.
+        """
+        sizes = [(one.metadata.text_bytes, one.metadata.counted_bytes) for one in self.shards]
+        if all(text and counted for text, counted in sizes):
+            return sum(text or 0 for text, _ in sizes) / sum(counted or 0 for _, counted in sizes)
+        tokenizer = self.tokenizer
+        return 1.0 if tokenizer is not None and tokenizer.is_lossless else None
+
+    @cached_property
     def fingerprint(self) -> str:
         """32 hex digits that depend only on the contents and the ranges, not on the path or the time."""
         content = [[part.shard.metadata.chain, part.low, part.high] for part in self._slices]

@@ -5,7 +5,9 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.atomic_dir import FINISH_LIMIT_S, publish, staging, writing
@@ -54,6 +56,16 @@ class WriteOptions:
         return replace(self, **existing)
 
 
+class TextDocument(NamedTuple):
+    """A document of a text that its tokenizer may change."""
+
+    tokens: np.ndarray
+    text_bytes: int
+    """UTF-8 bytes of the text."""
+    counted_bytes: int
+    """The bytes of the tokens by `TextBytes`."""
+
+
 def write_shards(
     folder: Path,
     name: Callable[[int], str],
@@ -69,7 +81,11 @@ def write_shards(
     is the last existing shard; `finished` is called with each complete shard. Returns the number of shards, 0 if there
     were no items; if an item is refused (ValueError), no shards are left.
     """
-    documents = ((number, as_array(item, number)) for number, item in enumerate(items))
+    documents = (
+        (number, as_array(item[0], number), item[1:]) if isinstance(item, TextDocument)
+        else (number, as_array(item, number), ())
+        for number, item in enumerate(items)
+    )  # fmt: skip
     first = next(documents, None)
     if first is None:
         return 0
@@ -89,7 +105,7 @@ def write_shards(
     written: list[Path] = []
     writer: ShardWriter | None = None
     try:
-        for number, raw in chain([first], documents):
+        for number, raw, sizes in chain([first], documents):
             document = cast_lossless(raw, dtype, options.vocab_size, number)
             size = (len(document) + per_document) * dtype.itemsize
             if writer is not None and limit is not None and writer.token_bytes + size > limit:
@@ -100,7 +116,7 @@ def write_shards(
                 path = folder / name(after.index + 1 if after else 0)
                 written.append(path)
                 writer = ShardWriter(path, settings, after=after)
-            writer.add(document)
+            writer.add(document, *sizes)
         if writer is not None:
             writer.finish()
             finished(written[-1])

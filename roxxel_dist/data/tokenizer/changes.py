@@ -1,0 +1,35 @@
+"""What a tokenizer changes of a text: what does not come back from its ids."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
+
+
+class Encoded(NamedTuple):
+    """The ids of a text, and how it differs from the text that they stand for."""
+
+    ids: bytes
+    """In the smallest dtype that holds the vocabulary."""
+    is_changed: bool = False
+    """Whether another text comes back."""
+    lost: Mapping[str, int] | None = None
+    """The characters that do not come back, each as often as it is missing."""
+    unknown: int = 0
+    """Ids that stand for what the tokenizer does not know."""
+    ends: int = 0
+    """Ids of end-of-text, which the letters of the text became."""
+
+
+def changes(tokenizer: Tokenizer, texts: Sequence[str], ids: Sequence[list[int]]) -> list[Encoded]:
+    """How the ids of each text differ from it, with empty `ids`. Costs a decoding, unless the tokenizer is lossless."""
+    if tokenizer.is_lossless:
+        return [Encoded(b"")] * len(texts)
+    unknown, end = tokenizer.unknown_id, tokenizer.end_id
+    return [
+        Encoded(b"", True, Counter(text) - Counter(back), one.count(unknown), one.count(end))
+        if text != back
+        else Encoded(b"", ends=one.count(end))
+        for text, one, back in zip(texts, ids, tokenizer.decode_batch(ids), strict=True)
+    ]
