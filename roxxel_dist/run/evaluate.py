@@ -32,12 +32,13 @@ from roxxel_dist.run.metadata import RunMetadata, data_of, saved_config
 from roxxel_dist.run.record import kernel_begun_with
 from roxxel_dist.settings.config import RECORD, Config
 from roxxel_dist.settings.usage_errors import usage_errors
-from roxxel_dist.train.evaluator import Validation, gives_nats, summarize
+from roxxel_dist.train.evaluator import Validation, summarize
 from roxxel_dist.train.log.csv_jsonl import read_rows
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.state import TrainState, init_state
 from roxxel_dist.train.step.step import fetch, make_eval_step
 from roxxel_dist.train.task_scores import TaskScores, of_task
+from roxxel_dist.train.text_of_sets import TextOfSets, gives_nats, why_unknown
 from roxxel_dist.weights.base import load_base_params, open_checkpoint
 from roxxel_dist.weights.model import attention_kernel
 
@@ -57,7 +58,7 @@ class Evaluation:
     tasks: Mapping[str, Mapping[str, float]]
     """The scores of each evaluation task by its name: "acc" and "acc_norm", or "bits_per_byte"."""
     notes: tuple[str, ...]
-    """What people should know: choices of tasks that were cut."""
+    """What people should know: choices of tasks that were cut, and why a set has no bits per byte."""
     logged_val_loss: float | None
     """The logged val_loss of the step; None if the step was not validated."""
 
@@ -130,6 +131,7 @@ def evaluate(
             compiler = AotCompiler(_mesh(components))
             held.callback(compiler.close)
             state, hparams, evaluator, scores = _measures(components, sets, found, plan, base, compiler)
+            unknown = why_unknown(sets, components.curriculum.primary_streamer, components.loss)
             evaluator.check(shape)
             evaluator.prepare(state, hparams, shape)
             scores.check(state, hparams)
@@ -147,7 +149,7 @@ def evaluate(
             losses=means,
             data=_by_data_set(means, evaluator.reads(shape)),
             tasks={task.name: of_task(task.name, of_tasks) for task in found},
-            notes=tuple(filter(None, (task.truncation for task in found))),
+            notes=(*filter(None, (task.truncation for task in found)), *unknown),
             logged_val_loss=next((row.get("val_loss") for row in rows if row.get("step") == step), None),
         )
 
@@ -275,14 +277,17 @@ def _measures(
         load=None if base is None else functools.partial(load_base_params, base.at(options.init_from)),
     )
     dtype, sharding = jnp.bfloat16 if options.bf16_compute else None, batch_sharding(mesh)
+    train = components.curriculum.primary_streamer
+    model = split.merge(state.params, state.rest, hparams, training=False)
+    text = TextOfSets.of(sets, train, known=gives_nats(components.loss, model))
     evaluator = Validation(
         sets,
-        components.curriculum.primary_streamer,
-        make_eval_step(split, components.loss, dtype),
+        train,
+        make_eval_step(split, components.loss, dtype, text.end),
         compiler,
         sharding,
         options.eval_iters,
-        counts_bytes=gives_nats(components.loss, split.merge(state.params, state.rest, hparams, training=False)),
+        text=text,
     )
     return state, hparams, evaluator, TaskScores(tasks, split, compiler, sharding, plan.shapes, dtype)
 
