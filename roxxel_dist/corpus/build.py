@@ -28,6 +28,7 @@ from roxxel_dist.data.files.writer import BUILD_FILE, write_shards
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer
 from roxxel_dist.utils.progress import Progress
+from roxxel_dist.utils.voice import argument
 
 MAX_SHARD_BYTES = 256 << 20
 PARTS = ".build.parts"
@@ -160,7 +161,7 @@ def _build_held(
     if names and not overwrite:
         raise UserError(
             f"{out} holds another data set ({', '.join(names[:3])}); choose another folder, or replace "
-            "it with overwrite=True"
+            f"it with {argument('overwrite')}"
         )
     with staging(out, "build") as staged:
         parts = out / PARTS
@@ -224,7 +225,7 @@ def _make(
                 )
         if not written and last is None:
             if split:
-                share = f"val_fraction={inputs.val_fraction}"
+                share = argument("val_fraction", inputs.val_fraction)
                 raise UserError(f"{share}: no document is left for {split}; use another share")
             raise UserError("nothing to build from: every document is empty")
     for line in tally.lines():
@@ -241,7 +242,9 @@ def _tokenizer(inputs: BuildInputs, path: Path, workers: int, log: Progress) -> 
         kind = next(kind for kind in get_args(Kind) if kind == inputs.kind)
         tokenizer = _trained(kind, inputs, workers, log)
         if tokenizer.vocab_size < (inputs.vocab_size or 0):
-            log.line(f"vocab_size={inputs.vocab_size}: the text yields {tokenizer.vocab_size} ids, and no more")
+            log.line(
+                f"{argument('vocab_size', inputs.vocab_size)}: the text yields {tokenizer.vocab_size} ids, and no more"
+            )
     if tokenizer is not None and not path.is_file():
         tokenizer.save(path)
     return tokenizer

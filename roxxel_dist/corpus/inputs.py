@@ -18,6 +18,7 @@ from roxxel_dist.data.files.discovery import has_text, is_tokens
 from roxxel_dist.data.files.writer import WriteOptions
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Kind, Tokenizer
 from roxxel_dist.utils.progress import Progress
+from roxxel_dist.utils.voice import argument
 
 SPLITS = ("train", "val")
 PathLike = str | os.PathLike[str]
@@ -120,9 +121,11 @@ def check_settings(
 ) -> list[Path]:
     """The input paths as a list. Raises ValueError for an invalid setting, or if a folder is both input and output."""
     if workers is not None and workers < 1:
-        raise UserError(f"workers={workers}: processes, at least 1, or None for all cores")
+        raise UserError(f"{argument('workers', workers)}: processes, at least 1; all cores by default")
     if not 0 <= val_fraction < 1:
-        raise UserError(f"val_fraction={val_fraction}: the share of documents to hold out, at least 0 and less than 1")
+        raise UserError(
+            f"{argument('val_fraction', val_fraction)}: the share of documents to hold out, at least 0 and less than 1"
+        )
     sources = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
     filled = [out, *(out / split for split in SPLITS if val_fraction)]
     for path in sources:
@@ -157,16 +160,19 @@ def load_tokenizer(tokenizer: PathLike, vocab_size: int | None, eos_token: str |
     """The tokenizer at a path, or None for a kind to train."""
     if str(tokenizer) in get_args(Kind):
         if eos_token is not None:
-            raise UserError(f"eos_token={eos_token}: a trained tokenizer has its own; leave eos_token out")
+            raise UserError(f"{argument('eos_token', eos_token)}: a trained tokenizer has its own; leave eos_token out")
         return None
     path = Path(tokenizer)
     try:
         loaded = Tokenizer.load(path, eos_token)
     except FileNotFoundError as error:
         raise MissingFileError(
-            f"tokenizer={tokenizer}: neither a kind ({', '.join(get_args(Kind))}) nor the path of a {TOKENIZER_FILE}, "
+            f"{argument('tokenizer', tokenizer)}: neither a kind ({', '.join(get_args(Kind))}) nor the path of "
+            f"a {TOKENIZER_FILE}, "
             "of a folder with one, or of a SentencePiece .model"
         ) from error
     if vocab_size is not None and vocab_size != loaded.vocab_size:
-        raise UserError(f"vocab_size={vocab_size}: {path} has {loaded.vocab_size} ids; leave vocab_size out")
+        raise UserError(
+            f"{argument('vocab_size', vocab_size)}: {path} has {loaded.vocab_size} ids; leave vocab_size out"
+        )
     return loaded

@@ -30,6 +30,7 @@ from roxxel_dist.data.remote.shard import RemoteShard
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.units import steps_in_a_pass
 from roxxel_dist.objects.url import ObjectUrl
+from roxxel_dist.utils.voice import argument
 
 
 class Roxxel:
@@ -330,7 +331,9 @@ class Roxxel:
             ValueError: `val_fraction` is out of range.
         """
         if not 0 <= val_fraction < 1:
-            raise UserError(f"val_fraction={val_fraction}: the share that is held out, at least 0 and less than 1")
+            raise UserError(
+                f"{argument('val_fraction', val_fraction)}: the share that is held out, at least 0 and less than 1"
+            )
         pairs = [split_slice(part, val_fraction) for part in self._slices]
         held_out = self._view(second for _, second in pairs)
         return (self._view(first for first, _ in pairs) if val_fraction else self), held_out

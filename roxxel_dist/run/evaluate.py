@@ -39,6 +39,7 @@ from roxxel_dist.train.step.state import TrainState, init_state
 from roxxel_dist.train.step.step import fetch, make_eval_step
 from roxxel_dist.train.task_scores import TaskScores, of_task
 from roxxel_dist.train.text_of_sets import TextOfSets, gives_nats, why_unknown
+from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.base import load_base_params, open_checkpoint
 from roxxel_dist.weights.model import attention_kernel
 
@@ -209,7 +210,8 @@ def open_data(run: Path, saved: Mapping[str, Any], data_path: str | None, config
     if data is None:
         raise UserError(
             f"data_path is {path}: there are no shards. Put the data of {run} back, or name it with "
-            f"data_path=PATH; text becomes shards with `roxxel-dist data build TEXT --out DIR` and the run's tokenizer"
+            f"{argument('data_path', 'PATH')}; text becomes shards with `roxxel-dist data build TEXT --out DIR` "
+            f"and the run's tokenizer"
         )
     if (run / TOKENIZER).exists() and data.tokenizer_fingerprint is not None:
         known = Tokenizer.load(run / TOKENIZER).fingerprint

@@ -31,7 +31,10 @@ MAGIC = b"ROXXEL03"
 HEADER_BYTES = 4096
 FOOTER = struct.Struct("<q8s6q3Q8s")
 SIGNED_BYTES = FOOTER.size - 16
-REPLACE = "Build the data again, replace it with Roxxel(PATH, overwrite=True).write(DOCUMENTS), or take the file away"
+REPLACE = (
+    "Copy it again from where it is whole; or write it again: `roxxel-dist data build TEXT --out DIR --overwrite`, "
+    "in a program Roxxel(PATH, overwrite=True).write(DOCUMENTS)"
+)
 DTYPES = frozenset({"|u1", "<u2", "<u4", "<u8", "|i1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8"})
 
 

@@ -22,6 +22,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.tokenizer.text_bytes import TextBytes, by_decoding
+from roxxel_dist.utils.voice import argument
 
 Kind = Literal["char", "byte", "bpe"]
 EOS = "<|endoftext|>"
@@ -310,7 +311,8 @@ def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int | None = N
         inner = _char(texts, vocab_size)
     elif vocab_size is not None and vocab_size < SMALLEST_BPE:
         raise UserError(
-            f"vocab_size={vocab_size}: a {kind} tokenizer has at least {SMALLEST_BPE} ids, 256 bytes and end-of-text"
+            f"{argument('vocab_size', vocab_size)}: a {kind} tokenizer has at least {SMALLEST_BPE} ids, 256 "
+            f"bytes and end-of-text"
         )
     else:
         inner = tokenizers.Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(_byte_letters())}, []))
@@ -350,7 +352,8 @@ def _char(texts: Iterable[str], vocab_size: int | None) -> tokenizers.Tokenizer:
         characters.update(text)
     if vocab_size is not None and vocab_size <= len(characters):
         raise UserError(
-            f"vocab_size={vocab_size}: the corpus has {len(characters)} characters, so a char tokenizer has "
+            f"{argument('vocab_size', vocab_size)}: the corpus has {len(characters)} characters, so a char "
+            f"tokenizer has "
             f"{len(characters) + 1} ids with end-of-text. Leave vocab_size out, or use tokenizer 'bpe'"
         )
     inner = tokenizers.Tokenizer(models.WordLevel({name: number for number, name in enumerate(sorted(characters))}))

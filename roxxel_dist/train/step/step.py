@@ -26,6 +26,7 @@ from roxxel_dist.train.step.average import Averaged, inner_state, schedule_free_
 from roxxel_dist.train.step.bad_steps import LossMonitorState, update_monitor
 from roxxel_dist.train.step.optimizer import Optimizer, for_model, global_norm, updates_of
 from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.utils.voice import argument
 
 LossFn = Callable[[Any, Any], Any]
 Hparams = dict[str, jax.Array]
@@ -359,7 +360,7 @@ def check_vocabulary(
         return
     raise UserError(
         f"the model gives {form[-1]} logits per token, and the data {name!r} has {size} tokens: make it with "
-        f"vocab_size={size}, or train on data that was made with the model's tokenizer"
+        f"{argument('vocab_size', size)}, or train on data that was made with the model's tokenizer"
     )
 
 
