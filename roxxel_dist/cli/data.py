@@ -8,6 +8,8 @@ from roxxel_dist.cli.parser import flags_in, parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.settings.usage_errors import usage_errors
 
+MOST_SHARD_MB = 1 << 30
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuildArgs:
@@ -60,12 +62,19 @@ def data_build(words: list[str]) -> int:
 
         options: dict[str, Any] = dataclasses.asdict(args)
         options["remote"] = RemoteConfig(cache_dir=options.pop("cache_dir"), store_timeout=options.pop("store_timeout"))
-        options["max_shard_bytes"] = options.pop("max_shard_mb") << 20
+        options["max_shard_bytes"] = _shard_bytes(options.pop("max_shard_mb"))
         if args.include is None:
             del options["include"]
         with build(options.pop("paths"), options.pop("out"), **options) as dataset:
             print(data_table(dataset))
     return 0
+
+
+def _shard_bytes(mebibytes: int) -> int:
+    """The bytes of --max_shard_mb."""
+    if not 1 <= mebibytes <= MOST_SHARD_MB:
+        raise UserError(f"--max_shard_mb {mebibytes}: MiB of tokens in a shard, from 1 to {MOST_SHARD_MB:,}")
+    return mebibytes << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +116,7 @@ def data_append(words: list[str]) -> int:
 
         options: dict[str, Any] = dataclasses.asdict(args)
         size = options.pop("max_shard_mb")
-        options["max_shard_bytes"] = size and size << 20
+        options["max_shard_bytes"] = None if size is None else _shard_bytes(size)
         if args.include is None:
             del options["include"]
         with append(options.pop("paths"), options.pop("out"), **options) as dataset:

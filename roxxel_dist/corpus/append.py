@@ -61,7 +61,7 @@ def append(
             written to. In that case nothing has changed.
     """
     log, out = Progress(progress), _folder(out)
-    sources = check_settings(paths, out, workers, 0)
+    sources = check_settings(paths, out, workers=workers, max_shard_bytes=max_shard_bytes)
     with writing(out):  # from the first look: another append continues these shards, or a copy of their record
         record = _record(out)
         tokens, corpus = find_inputs(sources, include, exclude, out, dtype, log)

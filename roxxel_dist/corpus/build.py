@@ -93,7 +93,15 @@ def build(
         check_local("a path of the data", path)
     log, bucket = Progress(progress), BucketOut.open(out, remote or RemoteConfig()) if names_objects(out) else None
     out = Path(out) if bucket is None else bucket.folder
-    sources = check_settings(paths, out, workers, val_fraction)
+    sources = check_settings(
+        paths,
+        out,
+        workers=workers,
+        max_shard_bytes=max_shard_bytes,
+        val_fraction=val_fraction,
+        vocab_size=vocab_size,
+        trains=str(tokenizer) in get_args(Kind),
+    )
     ready = load_tokenizer(tokenizer, vocab_size, eos_token)
     tokens, corpus = find_inputs(sources, include, exclude, out, dtype, log)
     inputs = BuildInputs(

@@ -15,8 +15,9 @@ from roxxel_dist.corpus.find import Corpus, find_corpus
 from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import has_text, is_tokens
+from roxxel_dist.data.files.limits import MOST_SHARD_BYTES, MOST_WORKERS, check_range
 from roxxel_dist.data.files.writer import WriteOptions
-from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Kind, Tokenizer
+from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Kind, Tokenizer, check_vocabulary
 from roxxel_dist.utils.progress import Progress
 from roxxel_dist.utils.voice import argument
 
@@ -117,11 +118,25 @@ class BuildInputs:
 
 
 def check_settings(
-    paths: PathLike | Sequence[PathLike], out: Path, workers: int | None, val_fraction: float
+    paths: PathLike | Sequence[PathLike],
+    out: Path,
+    *,
+    workers: int | None,
+    max_shard_bytes: int | None,
+    val_fraction: float = 0.0,
+    vocab_size: int | None = None,
+    trains: bool = False,
 ) -> list[Path]:
-    """The input paths as a list. Raises ValueError for an invalid setting, or if a folder is both input and output."""
-    if workers is not None and workers < 1:
-        raise UserError(f"{argument('workers', workers)}: processes, at least 1; all cores by default")
+    """The input paths as a list; `trains` says that the tokenizer is to be trained.
+
+    Raises ValueError for an invalid setting, or if a folder is both input and output.
+    """
+    if workers is not None:
+        check_range("workers", workers, MOST_WORKERS, "processes")
+    if trains:
+        check_vocabulary(vocab_size)
+    if max_shard_bytes is not None:
+        check_range("max_shard_bytes", max_shard_bytes, MOST_SHARD_BYTES, "bytes of tokens in a shard")
     if not 0 <= val_fraction < 1:
         raise UserError(
             f"{argument('val_fraction', val_fraction)}: the share of documents to hold out, at least 0 and less than 1"

@@ -22,6 +22,7 @@ from roxxel_dist.data.files.format import (
     pack_end,
     parse,
 )
+from roxxel_dist.data.files.limits import LARGEST_BLOCK, check_range
 from roxxel_dist.data.files.reader import map_files
 from roxxel_dist.objects.url import ObjectUrl
 
@@ -208,8 +209,7 @@ class ShardSettings:
     tokenizer_fingerprint: str | None = None
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise UserError(f"block_size={self.block_size}: bytes a checksum, at least 1; 4096 is a good choice")
+        check_range("block_size", self.block_size, LARGEST_BLOCK, "bytes of a checksum")
 
 
 class ShardWriter:

@@ -13,6 +13,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.atomic_dir import FINISH_LIMIT_S, publish, staging, writing
 from roxxel_dist.data.files.discovery import Target
 from roxxel_dist.data.files.format import Metadata
+from roxxel_dist.data.files.limits import MOST_SHARD_BYTES, check_range
 from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE, ShardSettings, ShardWriter
 from roxxel_dist.data.files.slices import TokenFile, open_slices
 from roxxel_dist.data.files.token_types import as_array, cast_lossless, separator_value, smallest_dtype, storage_dtype
@@ -33,8 +34,8 @@ class WriteOptions:
     tokenizer_fingerprint: str | None = None
 
     def __post_init__(self) -> None:
-        if self.max_shard_bytes is not None and self.max_shard_bytes < 1:
-            raise UserError(f"max_shard_bytes={self.max_shard_bytes}: bytes of tokens a shard, at least 1, or None")
+        if self.max_shard_bytes is not None:
+            check_range("max_shard_bytes", self.max_shard_bytes, MOST_SHARD_BYTES, "bytes of tokens in a shard")
         if self.vocab_size is not None:
             smallest_dtype(self.vocab_size)
 

@@ -35,6 +35,7 @@ SMALLEST_BPE = 257
 BYTE_LEVEL = '"ByteLevel"'
 BYTE_FALLBACK, BYTE = '"ByteFallback"', re.compile("<0x[0-9A-F]{2}>")
 DEFAULT_BPE = 8192
+LARGEST_VOCABULARY = 1 << 22
 EVERY_CHARACTER = r"[\s\S]"
 
 
@@ -307,6 +308,7 @@ def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int | None = N
     """
     if kind not in get_args(Kind):
         raise UserError(f"tokenizer={kind!r}: one of {', '.join(get_args(Kind))}")
+    check_vocabulary(vocab_size)
     if kind == "char":
         inner = _char(texts, vocab_size)
     elif vocab_size is not None and vocab_size < SMALLEST_BPE:
@@ -328,6 +330,16 @@ def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int | None = N
         inner.train_from_iterator((piece for text in texts for piece in bounded(text)), trainer)
     inner.add_special_tokens([AddedToken(EOS, special=True, normalized=False)])
     return Tokenizer(inner)
+
+
+def check_vocabulary(vocab_size: int | None) -> None:
+    """Raises UserError for more ids than a tokenizer is trained for: its trainer takes memory for all of them at once,
+    and would end the process."""
+    if vocab_size is not None and vocab_size > LARGEST_VOCABULARY:
+        raise UserError(
+            f"{argument('vocab_size', vocab_size)}: a tokenizer to train has at most {LARGEST_VOCABULARY:,} ids; "
+            "32,000 to 256,000 are usual"
+        )
 
 
 def bounded(text: str) -> Iterator[str]:
