@@ -31,7 +31,6 @@ def test_shares_are_exact_at_every_block_end_and_at_the_end(shares, items, key):
         assert np.array_equal(counts, blend.counts(end))
 
 
-@given(weights, st.integers(1, 1000), st.data())
 @given(weights, st.integers(1, 5000), st.integers(0, 2**31))
 def test_blocks_are_what_the_pages_say(shares, items, key):
     """64 items; 128, 256 and so on where a share is below 1/64. The last one has what fills none: less than one more.
@@ -52,6 +51,7 @@ def test_blocks_are_what_the_pages_say(shares, items, key):
         assert np.abs(np.bincount(chosen[first:end], minlength=len(shares)) - exact * (end - first)).max() < 2
 
 
+@given(weights, st.integers(1, 1000), st.data())
 def test_any_stretch_is_found_without_its_past(shares, items, data):
     first = data.draw(st.integers(0, items - 1))
     stop = data.draw(st.integers(first + 1, items))
@@ -139,17 +139,16 @@ def test_the_shares_that_a_plan_shows_are_those_it_reads(blend, order):
     """Where a data set is used up, its share is not the one asked for, and the table has both."""
     phase = shape(900, 8, 129, blend, self=0.3, code=0.4, books=0.3)
     options = {} if order == "spread" else {"order": APART}
-    plan = Plan([phase, shape(64, 8, 129, blend, self=0.5, books=0.5)], DATA, 5, **options)
+    plan = Plan([phase], DATA, 5, **options)
     rows = np.bincount(np.concatenate([plan.rows(step).dataset for step in range(900)]), minlength=3)
     assert plan.rows_read(0, 900) == dict(zip(plan.datasets, rows.tolist(), strict=True))
-    first, second = plan.describe().splitlines()[1:3]
+    first = plan.describe().splitlines()[1]
     share = {name: f"{count / rows.sum():.0%}" for name, count in zip(plan.datasets, rows, strict=True)}
     if order == "apart":
         assert f"self 30%, code 40%, books 30% by {blend}" in first
     else:
         assert f"code {share['code']} (40% asked)" in first
         assert f"self {share['self']} (30% asked)" in first
-    assert f"self 50%, books 50% by {blend}" in second
 
 
 def test_rows_of_many_passes_are_counted_at_once():
