@@ -12,6 +12,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.corpus.documents import TEXT_FILES
 from roxxel_dist.corpus.encode import PARALLEL_BYTES, encode_documents
 from roxxel_dist.corpus.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs
+from roxxel_dist.corpus.repeated import count_repeated
 from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.atomic_dir import publish, staging, writing
@@ -43,7 +44,7 @@ def append(
 
     The new shards have the tokenizer, the dtype and the document ending of the data set, and are verified with their
     checksums before they appear. Existing shards do not change. Inputs that were appended before, in the same form, are
-    not appended again.
+    not appended again; documents that the data set has already are appended, and counted.
 
     Args:
         paths: texts or tokens, as `build` takes them.
@@ -67,7 +68,7 @@ def append(
         tokens, corpus = find_inputs(sources, include, exclude, out, dtype, log)
         limit = max_shard_bytes or record["settings"]["max_shard_bytes"]
         with Roxxel(out) as dataset:
-            last, before, documents = dataset.shards[-1], dataset.num_tokens, dataset.documents
+            there, last, before, documents = dataset.shards, dataset.shards[-1], dataset.num_tokens, dataset.documents
             tokenizer = dataset.tokenizer
             if corpus is not None and tokenizer is None:
                 raise UserError(f"{out} has no {TOKENIZER_FILE}: it was made of tokens, so append tokens, not text")
@@ -97,6 +98,7 @@ def append(
             shards = [Shard.open(path) for path in sorted(staged.glob("*.rox"))]
             if damage := list(find_damage(shards, Progress(False), workers)):
                 raise UserError(f"{damage[0]}: the disk did not store the shard correctly; nothing was changed")
+            repeated = count_repeated(there, shards)
             record[APPENDED] = [*record.get(APPENDED, []), added]
             record.pop("fingerprint", None)  # the folder is no longer the result of `build` alone
             write_file(staged / BUILD_FILE, json.dumps(record, indent=1, sort_keys=True).encode())
@@ -106,6 +108,8 @@ def append(
     for line in tally.lines():
         log.line(line)
     log.line(f"appended {new} in {len(shards)} shard(s)")
+    if repeated:
+        log.line(f"{repeated:,} of these documents were there already: the data set has them twice now")
     return whole
 
 
