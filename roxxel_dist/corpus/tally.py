@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from roxxel_dist.data.tokenizer.changes import Encoded
+from roxxel_dist.data.tokenizer.changes import Encoded, size_of
 
 SHOWN = 5
 
@@ -20,6 +20,8 @@ class Tally:
     """Documents of which another text comes back."""
     lost: Counter[str] = field(default_factory=Counter[str])
     """The characters that do not come back."""
+    added_bytes: int = 0
+    """Of characters that come back and were not there."""
     unknown: int = 0
     """Ids that stand for what the tokenizer does not know."""
     ends: int = 0
@@ -31,6 +33,7 @@ class Tally:
         self.text_bytes += text_bytes
         self.changed += encoded.is_changed
         self.lost.update(encoded.lost or {})
+        self.added_bytes += encoded.added_bytes
         self.unknown += encoded.unknown
         self.ends += encoded.ends > 0
 
@@ -40,13 +43,13 @@ class Tally:
         if self.empty:
             found.append(f"left out: {self.empty:,} empty or missing texts")
         if self.changed:
-            size = sum(len(character.encode()) * count for character, count in self.lost.items())
             commonest = ", ".join(f"{count:,} x {name!r}" for name, count in self.lost.most_common(SHOWN))
             more = ", ..." if len(self.lost) > SHOWN else ""
             unknown = f", {self.unknown:,} unknown ids" if self.unknown else ""
             found.append(
-                f"text that the tokenizer changes: {self.changed:,} of {self.documents:,} documents; {size:,} of "
-                f"{self.text_bytes:,} bytes do not come back{f' ({commonest}{more})' if self.lost else ''}{unknown}. "
+                f"text that the tokenizer changes: {self.changed:,} of {self.documents:,} documents; "
+                f"{size_of(self.lost):,} of {self.text_bytes:,} bytes do not come back"
+                f"{f' ({commonest}{more})' if self.lost else ''}, {self.added_bytes:,} others come{unknown}. "
                 f"Another tokenizer, such as bpe, keeps all of it"
             )
         if self.ends:

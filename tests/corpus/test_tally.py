@@ -40,7 +40,7 @@ def changed(err):
 
 EXPECTED = (
     "text that the tokenizer changes: 2 of 3 documents; 12 of 46 bytes do not come back (4 x ' ', 2 x '\\n', 2 x '☃'), "
-    "1 unknown ids. Another tokenizer, such as bpe, keeps all of it"
+    "0 others come, 1 unknown ids. Another tokenizer, such as bpe, keeps all of it"
 )
 """By hand: of the code two newlines; a space for the first of them is there, and its run of four leaves that one."""
 
@@ -53,7 +53,7 @@ def test_a_normalizer_that_loses_text(texts, tmp_path, capsys, monkeypatch, work
     assert changed(capsys.readouterr().err) == [EXPECTED]
     append([texts / "b.txt"], tmp_path / "out").close()
     (line,) = changed(capsys.readouterr().err)
-    assert "1 of 1 documents; 6 of 14 bytes do not come back (2 x '☃'), 1 unknown ids" in line
+    assert "1 of 1 documents; 6 of 14 bytes do not come back (2 x '☃'), 0 others come, 1 unknown ids" in line
 
 
 def test_what_keeps_the_text_is_not_decoded(texts, tmp_path, capsys, monkeypatch):

@@ -168,7 +168,7 @@ def test_the_bytes_of_a_set_are_those_of_its_texts(tokenizer, tmp_path):
     for name, text in TEXTS.items():
         (tmp_path / f"{name}.txt").write_text(text)
     paths = [tmp_path / f"{name}.txt" for name in TEXTS]
-    data = build(paths[:3], tmp_path / "out", tokenizer=tokenizer, max_shard_bytes=40, progress=False)
+    data = build(paths[:3], tmp_path / "out", tokenizer=tokenizer, max_shard_bytes=20, progress=False)
     assert len(data.shards) > 1
     assert counted(data)[0] == pytest.approx(43 + 35 + 28, rel=1e-6)
     with append(paths[3], tmp_path / "out", progress=False) as data:

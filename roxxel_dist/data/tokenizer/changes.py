@@ -16,6 +16,8 @@ class Encoded(NamedTuple):
     """Whether another text comes back."""
     lost: Mapping[str, int] | None = None
     """The characters that do not come back, each as often as it is missing."""
+    added_bytes: int = 0
+    """Of the characters that come back and are not in the text."""
     unknown: int = 0
     """Ids that stand for what the tokenizer does not know."""
     ends: int = 0
@@ -27,9 +29,17 @@ def changes(tokenizer: Tokenizer, texts: Sequence[str], ids: Sequence[list[int]]
     if tokenizer.is_lossless:
         return [Encoded(b"")] * len(texts)
     unknown, end = tokenizer.unknown_id, tokenizer.end_id
-    return [
-        Encoded(b"", True, Counter(text) - Counter(back), one.count(unknown), one.count(end))
-        if text != back
-        else Encoded(b"", ends=one.count(end))
-        for text, one, back in zip(texts, ids, tokenizer.decode_batch(ids), strict=True)
-    ]
+    found: list[Encoded] = []
+    for text, one, back in zip(texts, ids, tokenizer.decode_batch(ids), strict=True):
+        if text == back:
+            found.append(Encoded(b"", ends=one.count(end)))
+            continue
+        before, after = Counter(text), Counter(back)
+        added = size_of(after - before)
+        found.append(Encoded(b"", True, before - after, added, one.count(unknown), one.count(end)))
+    return found
+
+
+def size_of(characters: Mapping[str, int]) -> int:
+    """The bytes of some characters, each as often as it counts, in UTF-8."""
+    return sum(len(character.encode()) * count for character, count in characters.items())
