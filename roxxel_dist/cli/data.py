@@ -9,6 +9,7 @@ from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.settings.usage_errors import usage_errors
 
 MOST_SHARD_MB = 1 << 30
+SHOWN_OBJECTS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,12 +159,18 @@ def data_index(words: list[str]) -> int:
     """Write the index object of shards in an object store."""
     args = parse(IndexArgs, words, "data index")
     with usage_errors():
-        from roxxel_dist.data.remote.index import INDEX, write_index
+        from roxxel_dist.data.remote.index import INDEX, not_in_index, write_index
         from roxxel_dist.objects.store import ObjectStore
 
         store = ObjectStore.open(args.path)
         write_index(store)
         print(f"index: {store.url.join(INDEX)}")
+        if others := not_in_index([info.key for info in store.list()]):
+            more = ", ..." if len(others) > SHOWN_OBJECTS else ""
+            print(
+                f"left out: {len(others):,} objects that are no shards, or not directly there: "
+                f"{', '.join(others[:SHOWN_OBJECTS])}{more}"
+            )
     return 0
 
 
