@@ -57,7 +57,7 @@ class Corpus:
             f"; {', '.join(self.tables)} as plain text, not as a table with a column of text" if self.tables else ""
         )
         copies = (
-            f"; {len(self.copies)} with the content of another file, read again: {_shown(self.copies)}"
+            f"; {len(self.copies)} with the content of another file, read again: {shown_names(self.copies)}"
             if self.copies
             else ""
         )
@@ -165,7 +165,7 @@ class _Found:
             paths = [path for path in every if reason == SECOND_NAMES or os.path.realpath(path) not in self.names]
             if paths:
                 what = [path.suffix or "no ending" for path in paths] if reason == OTHERS else [p.name for p in paths]
-                found.append(f"{len(paths)} {reason}: {_shown(what)}")
+                found.append(f"{len(paths)} {reason}: {shown_names(what)}")
         return found
 
 
@@ -263,7 +263,7 @@ def _matches(name: str, patterns: Sequence[str], *, ignore_case: bool = False) -
     return any(fnmatchcase(name, one) or (ignore_case and fnmatchcase(name.lower(), one)) for one in patterns)
 
 
-def _shown(names: Sequence[str]) -> str:
+def shown_names(names: Sequence[str]) -> str:
     """The commonest of some names, each once."""
     counts = Counter(names)
     commonest = sorted(counts, key=lambda name: (-counts[name], name))

@@ -11,13 +11,13 @@ import numpy as np
 import xxhash
 
 from roxxel_dist.cluster.exit_codes import MissingFileError, UserError
-from roxxel_dist.corpus.find import Corpus, find_corpus
+from roxxel_dist.corpus.find import Corpus, find_corpus, shown_names
 from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import has_text, is_tokens
 from roxxel_dist.data.files.limits import MOST_SHARD_BYTES, MOST_WORKERS, check_range
-from roxxel_dist.data.files.writer import WriteOptions
-from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Kind, Tokenizer, check_vocabulary
+from roxxel_dist.data.files.writer import BUILD_FILE, WriteOptions
+from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer, check_vocabulary
 from roxxel_dist.utils.progress import Progress
 from roxxel_dist.utils.voice import argument
 
@@ -160,6 +160,8 @@ def find_inputs(
     if all(kinds) and sources:
         tokens = Roxxel([str(path) for path in sources] if len(sources) > 1 else sources[0], dtype=dtype)
         progress.line(f"{tokens.num_tokens:,} tokens in {len(tokens.shards)} files, {tokens.documents:,} documents")
+        if beside := _beside(sources, tokens, out):
+            progress.line(f"left out: {len(beside)} files or folders beside these: {shown_names(beside)}")
         if tokens.guessed_dtype is not None:
             progress.line(f"{tokens.shards[0].path} has no header: its tokens are read as {tokens.dtype} (dtype)")
         return tokens, None
@@ -169,6 +171,19 @@ def find_inputs(
     corpus = find_corpus(sources, include, exclude, out)
     progress.line(str(corpus))
     return None, corpus
+
+
+def _beside(sources: Sequence[Path], tokens: Roxxel, out: Path) -> list[str]:
+    """The names of what is in the folders of tokens and is not read, but for what belongs beside shards."""
+    used = {path.name for shard in tokens.shards for path in (Path(str(shard.path)),)}
+    known = {TOKENIZER_FILE, CONFIG_FILE, BUILD_FILE} | {Path(name).with_suffix(".idx").name for name in used}
+    return [
+        path.name
+        for folder in sources
+        if folder.is_dir()
+        for path in sorted(folder.iterdir())
+        if not path.name.startswith(".") and path.name not in used | known and path.resolve() != out.resolve()
+    ]
 
 
 def load_tokenizer(tokenizer: PathLike, vocab_size: int | None, eos_token: str | None) -> Tokenizer | None:

@@ -241,3 +241,18 @@ def test_a_broken_link_to_tokens_is_an_error(tmp_path, ending, how):
     path = {"folder": tmp_path, "pattern": tmp_path / f"*{ending}", "prefix": tmp_path / "b"}[how]
     with pytest.raises(UserError, match=rf"b\{ending} is a link to /nowhere, which is not there"):
         Roxxel(path if how == "folder" else str(path))
+
+
+def test_what_is_beside_tokens_is_counted(tmp_path, capsys):
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    Roxxel(folder).write([[1, 2, 3]])
+    for name in ("tokenizer_config.json", "b.npy", ".hidden.npy"):
+        (folder / name).write_bytes(b"x")
+    (folder / "more").mkdir()
+    build(folder, tmp_path / "out").close()
+    assert "left out: 2 files or folders beside these: b.npy, more\n" in capsys.readouterr().err
+    (folder / "b.npy").unlink()
+    (folder / "more").rmdir()
+    build(folder, tmp_path / "again").close()
+    assert "left out" not in capsys.readouterr().err
