@@ -146,17 +146,16 @@ class Roxxel:
         """The fingerprint of the tokenizer that made the tokens, or None."""
         return self._slices[0].shard.metadata.tokenizer_fingerprint
 
-    @cached_property
-    def text_scale(self) -> float | None:
+    def text_scale(self, tokenizer: Tokenizer | None = None) -> float | None:
         """Bytes of text for each byte that the table of the tokenizer counts (`TextBytes`), over the whole files.
 
-        1 where the tokenizer changes no text. None where the text is not known: tokens of a tokenizer that may change
-        a text, and that `build` has not made.
+        1 where the tokenizer changes no text; `tokenizer` is that of tokens without a file of theirs. None where the
+        text is not known: no tokenizer, or one that may change a text, and tokens that `build` has not made.
         """
         sizes = [(one.metadata.text_bytes, one.metadata.counted_bytes) for one in self.shards]
         if all(text and counted for text, counted in sizes):
             return sum(text or 0 for text, _ in sizes) / sum(counted or 0 for _, counted in sizes)
-        tokenizer = self.tokenizer
+        tokenizer = self.tokenizer or tokenizer
         return 1.0 if tokenizer is not None and tokenizer.is_lossless else None
 
     @cached_property

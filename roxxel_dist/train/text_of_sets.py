@@ -46,7 +46,10 @@ class TextOfSets:
         found = {
             name: (tokenizer, scale)
             for name, data in sets.items()
-            if known and data.num_tokens and (tokenizer := _tokenizer(data, train)) and (scale := _scale(data, train))
+            if known
+            and data.num_tokens
+            and (tokenizer := _tokenizer(data, train))
+            and (scale := data.text_scale(train.tokenizer))
         }
         if not known or not sets:
             return cls(tokenizers={}, scales={}, end=None)
@@ -73,7 +76,7 @@ class TextOfSets:
 def why_unknown(sets: Mapping[str, Roxxel], train: Roxxel, loss_fn: LossFn) -> Iterator[str]:
     """A line for each set to validate on whose bits per byte are not known although it has a tokenizer."""
     for name, data in sets.items() if loss_fn in (token_losses, next_token_loss) else ():
-        if data.num_tokens and _tokenizer(data, train) is not None and _scale(data, train) is None:
+        if data.num_tokens and _tokenizer(data, train) is not None and data.text_scale(train.tokenizer) is None:
             yield (
                 f"{f'val_bpb/{name}' if name else 'val_bpb'} is not known: the tokenizer of {data.filepath} may change "
                 "a text, and the shards do not say how many bytes theirs had. Build them from the text: `roxxel-dist "
@@ -83,13 +86,6 @@ def why_unknown(sets: Mapping[str, Roxxel], train: Roxxel, loss_fn: LossFn) -> I
 
 def _tokenizer(data: Roxxel, train: Roxxel) -> Tokenizer | None:
     return data.tokenizer or train.tokenizer
-
-
-def _scale(data: Roxxel, train: Roxxel) -> float | None:
-    if (scale := data.text_scale) is not None:
-        return scale
-    tokenizer = _tokenizer(data, train)
-    return 1.0 if tokenizer is not None and tokenizer.is_lossless else None
 
 
 def byte_counter(counts: TextBytes, scale: float = 1.0) -> Callable[[Any], jax.Array]:
