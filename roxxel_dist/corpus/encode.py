@@ -60,7 +60,7 @@ def encode_documents(
     counts = None if tokenizer.is_lossless else tokenizer.text_bytes
     parts: list[np.ndarray] = []
     size_of_text = 0
-    batches = _batches(documents, whole=not tokenizer.cuttable)
+    batches = _batches(documents, whole=counts is not None or not tokenizer.cuttable)
     encode = _encode_in_workers(batches, path, workers) if workers > 1 else _encode_here(batches, tokenizer)
     with closing(encode):
         for batch, encoded in encode:
@@ -70,7 +70,7 @@ def encode_documents(
                 if is_last:
                     ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
                     tally.add(size_of_text, one)
-                    # Documents of such a tokenizer are not cut, so `one` is the whole.
+                    # Where a text may change its document is not cut, so `one` is of the whole.
                     yield ids if counts is None else TextDocument(ids, size_of_text, counts.of(ids, separated))
                     parts, size_of_text = [], 0
                     advance(size)

@@ -187,6 +187,17 @@ def test_a_document_is_counted_whole(tmp_path, monkeypatch):
     assert seen == [len(text.encode())]
 
 
+def test_a_long_document_of_a_tokenizer_that_may_change_it_is_not_cut(tmp_path, capsys, monkeypatch):
+    """Byte-level as ours, but without a byte: what is lost in its first piece counts too."""
+    monkeypatch.setattr("roxxel_dist.corpus.documents.PIECE_CHARACTERS", 10)
+    without_a_byte().save(tmp_path / "tokenizer.json")
+    (tmp_path / "a.txt").write_text("a word\nmore\n" + "word\nword\n" * 20)
+    with build(tmp_path / "a.txt", tmp_path / "out", tokenizer=tmp_path / "tokenizer.json") as data:
+        assert data.shards[0].metadata.text_bytes == 212
+    (line,) = changed(capsys.readouterr().err)
+    assert "1 of 1 documents; 1 of 212 bytes do not come back (1 x 'a')" in line
+
+
 # -- numbers that go into native code
 
 LARGE = [10**5, 10**9, 4 * 10**9, 10**20]
