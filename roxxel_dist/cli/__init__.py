@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(words: list[str]) -> int:
-    """The exit code of a command, whose mistakes are told in a line."""
+    """The exit code of a command; a mistake in it is printed in one line."""
     try:
         _check_text(words)
         if words and words[0] in COMPUTE and not HELP.intersection(words):

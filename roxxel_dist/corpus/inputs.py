@@ -174,7 +174,7 @@ def find_inputs(
 
 
 def _beside(sources: Sequence[Path], tokens: Roxxel, out: Path) -> list[str]:
-    """The names of what is in the folders of tokens and is not read, but for what belongs beside shards."""
+    """The names of other files and folders beside the tokens, but for those that belong there."""
     used = {path.name for shard in tokens.shards for path in (Path(str(shard.path)),)}
     known = {TOKENIZER_FILE, CONFIG_FILE, BUILD_FILE} | {Path(name).with_suffix(".idx").name for name in used}
     return [

@@ -23,7 +23,7 @@ class Tally:
     added_bytes: int = 0
     """Of characters that come back and were not there."""
     unknown: int = 0
-    """Ids that stand for what the tokenizer does not know."""
+    """Ids of unknown characters or words."""
     ends: int = 0
     """Documents whose letters became the id of end-of-text."""
 

@@ -20,9 +20,9 @@ def command_line() -> Iterator[None]:
 def argument(name: str, value: object = True) -> str:
     """An argument and its value, for a message: `resume=True` in Python, `--resume` at the command line.
 
-    Every message that tells its reader to give an argument has it from here. `value` may be a word for what the reader
-    knows, as in `data_path=PATH` and `--data_path PATH`. A message about a flag that only the command line has, or
-    about code that only a program has, writes it as it is.
+    Every message that tells its reader to give an argument has it from this function. `value` may be a word in capitals
+    that stands for a value, as in `data_path=PATH` and `--data_path PATH`. A message about a flag that only the command
+    line has, or about code that only a program has, writes it as it is.
     """
     if not _running:
         return f"{name}={value}"

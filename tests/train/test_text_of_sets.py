@@ -203,7 +203,7 @@ def test_an_id_of_no_token_makes_the_bytes_unknown():
 
 
 def test_shards_without_text_are_as_before(tmp_path):
-    """The metadata has the bytes of text where the tokenizer may change it, and nowhere else."""
+    """The metadata has the bytes of text only where the tokenizer may change it."""
     (tmp_path / "a.txt").write_text("the fox")
     for name, has_bytes in (("byte", False), ("wordpiece", True)):
         TOKENIZERS[name]().save(tmp_path / f"{name}.json")

@@ -86,8 +86,8 @@ def _glob(pattern: str) -> list[Path]:
 
 
 def is_file(path: Path) -> bool:
-    """Whether a path is a file. Raises ValueError for a link to nothing that is called as token files are: nobody would
-    notice the lack of its tokens."""
+    """Whether a path is a file. Raises ValueError for a broken link with the ending of a token file: that its tokens
+    are missing would show in no other way."""
     if path.is_file():
         return True
     if path.suffix in ENDINGS and path.is_symlink() and not os.path.exists(path):

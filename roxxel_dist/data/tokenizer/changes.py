@@ -19,7 +19,7 @@ class Encoded(NamedTuple):
     added_bytes: int = 0
     """Of the characters that come back and are not in the text."""
     unknown: int = 0
-    """Ids that stand for what the tokenizer does not know."""
+    """Ids of unknown characters or words."""
     ends: int = 0
     """Ids of end-of-text, which the letters of the text became."""
 

@@ -188,7 +188,7 @@ class Tokenizer:
 
     @property
     def unknown_id(self) -> int:
-        """The id of what the tokenizer does not know; -1 where there is none."""
+        """The id of an unknown character or word; -1 where there is none."""
         model = self._described["model"]
         if model["type"] == "Unigram":
             return -1 if model["unk_id"] is None else model["unk_id"]
