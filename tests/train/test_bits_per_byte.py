@@ -6,12 +6,14 @@ import jax
 import numpy as np
 import optax
 import pytest
+import tokenizers
 from runs import model, rows, train
+from tokenizers import models, pre_tokenizers, trainers
 
 from roxxel_dist import Phase, Roxxel
 from roxxel_dist.corpus.build import build
 from roxxel_dist.curriculum.even_rows import SpreadRows
-from roxxel_dist.data.tokenizer.tokenizer import train_tokenizer
+from roxxel_dist.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from roxxel_dist.model.loss import END_NATS, next_token_loss, token_losses
 from roxxel_dist.train.evaluator import TRAIN, summarize
 from roxxel_dist.train.text_of_sets import BYTES
@@ -30,6 +32,13 @@ def sets(tmp_path_factory):
     for kind in ("byte", "bpe"):
         train_tokenizer(kind, TEXTS, 320 if kind == "bpe" else None).save(folder / f"{kind}.json")
         made[kind] = build(folder / "in", folder / kind, tokenizer=folder / f"{kind}.json", progress=False)
+    lossy = tokenizers.Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    lossy.pre_tokenizer = pre_tokenizers.Whitespace()
+    lossy.train_from_iterator(TEXTS[:9], trainers.WordLevelTrainer(special_tokens=["[UNK]", "</s>"]))
+    Tokenizer(lossy, "</s>").save(folder / "words.json")
+    made["words"] = build(
+        folder / "in", folder / "words", tokenizer=folder / "words.json", eos_token="</s>", progress=False
+    )
     with Roxxel(folder / "ids_*.rox") as bare:
         bare.write((np.asarray(one) for one in made["byte"]), vocab_size=257, separator=256)
     return made | {"ids": Roxxel(folder / "ids_*.rox")}
@@ -89,14 +98,15 @@ def test_the_bits_of_a_validation_over_its_bytes(sets, tmp_path, kind, packing):
     assert ends or packing == "contiguous"
 
 
-@pytest.mark.parametrize("kind", ["bpe", pytest.param("byte", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["bpe", "words", pytest.param("byte", marks=pytest.mark.long)])
 def test_the_bytes_of_a_whole_set_are_those_of_its_documents(sets, tmp_path, kind):
     """Named sets of one row each, which is all of them: the number is that of the text, but for its first token."""
     data = sets[kind]
     phase = Phase(1, 1, data.num_tokens)
     row = validated(data, tmp_path, phase, val_fraction=0.0, validation={"all": data, "again": data})
     first = data.tokenizer.text_bytes.first[data.read(np.zeros(1, np.int64), 1)[0, 0]]
-    size = sum(len(text.encode()) for text in TEXTS) - first
+    size = sum(len(text.encode()) for text in TEXTS) - first * data.text_scale()
+    assert (data.text_scale() > 1.1) == (kind == "words")
     ids = data.read(np.zeros(1, np.int64), data.num_tokens)[0]
     nats = nats_after(data)[ids[:-1], ids[1:]][ids[1:] != data.tokenizer.eos_id].sum()
     assert row["val_bpb/all"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
