@@ -42,7 +42,7 @@ EXPECTED = (
     "text that the tokenizer changes: 2 of 3 documents; 11 of 44 bytes do not come back (3 x ' ', 2 x '\\n', 2 x '☃'), "
     "5 others come, 1 unknown ids. Another tokenizer, such as bpe, keeps all of it"
 )
-"""By hand: of the code two newlines and three of its six spaces, and two signs of three bytes each; ` ⁇ ` stands for these."""
+"""By hand: of the code two newlines and three of its six spaces; ☃☃, of 6 bytes, comes back as ` ⁇ `, of 5."""
 
 
 @pytest.mark.parametrize("workers", [1, 2])
