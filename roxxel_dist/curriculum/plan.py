@@ -391,6 +391,9 @@ def _shares(shape: Shape, rows: Mapping[str, int]) -> Iterator[str]:
     weights, whole = sum(weight for _, weight in shape.weights), max(1, sum(rows.values()))
     for name, weight in shape.weights:
         asked, read = f"{weight / weights:.0%}", f"{rows[name] / whole:.0%}"
+        if not rows[name]:
+            yield f"{name} nothing ({weight / weights:.2%} asked)"
+            continue
         # A short phase has no exact shares: a step or a row more or less is none's.
         is_near = abs(rows[name] - whole * weight / weights) <= len(shape.weights) * shape.rows_per_item
         yield f"{name} {asked}" if is_near or asked == read else f"{name} {read} ({asked} asked)"

@@ -151,6 +151,12 @@ def test_the_shares_that_a_plan_shows_are_those_it_reads(blend, order):
         assert f"self {share['self']} (30% asked)" in first
 
 
+def test_a_data_set_that_a_short_phase_never_reads_is_shown():
+    plan = Plan([shape(100, 8, 129, "step", self=0.9996, code=0.0004)], DATA, 5)
+    assert plan.rows_read(0, 100) == {"self": 800, "code": 0}
+    assert "self 100%, code nothing (0.04% asked) by step" in plan.describe()
+
+
 def test_rows_of_many_passes_are_counted_at_once():
     long = Plan([shape(10**12, 4, 129, "row", self=0.3, code=0.4, books=0.3)], DATA, 5)
     assert sum(long.rows_read(0, 10**12).values()) == 4 * 10**12
