@@ -9,7 +9,7 @@ from hosts import ROOT
 from howto import prepare
 
 from roxxel_dist.cli import main
-from roxxel_dist.cli.arguments import as_flags
+from roxxel_dist.utils.voice import argument, command_line
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 MESSAGE = re.compile(r"^\| (`+)(.*?)\1 \|", re.MULTILINE)
@@ -28,6 +28,17 @@ def parts(message: str) -> list[str]:
     return [part for part in found if len(part) > 1]
 
 
+def shown(part: ast.expr) -> str:
+    """A part of a message as a terminal shows it; … where a value is put in."""
+    if isinstance(part, ast.Constant):
+        return str(part.value)
+    call = part.value if isinstance(part, ast.FormattedValue) else None
+    if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "argument":
+        with command_line():
+            return argument(*(one.value if isinstance(one, ast.Constant) else VARIES for one in call.args))
+    return VARIES
+
+
 def texts(source: str) -> str:
     """All texts of a module but its docstrings, a line each; … where a value is put in."""
     tree = ast.parse(source)
@@ -35,7 +46,7 @@ def texts(source: str) -> str:
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            found.append("".join(str(one.value) if isinstance(one, ast.Constant) else VARIES for one in node.values))
+            found.append("".join(shown(one) for one in node.values))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
             found.append(node.value)
     return "\n".join(found)
@@ -58,7 +69,7 @@ def beside(path):
 @pytest.fixture(scope="module")
 def sources():
     """The texts of each module with those of the modules of its room that it imports: both may make a message."""
-    found = {path: as_flags(texts(path.read_text())) for path in sorted((ROOT / "roxxel_dist").rglob("*.py"))}
+    found = {path: texts(path.read_text()) for path in sorted((ROOT / "roxxel_dist").rglob("*.py"))}
     return ["\n".join([text, *(found[other] for other in beside(path))]) for path, text in found.items()]
 
 

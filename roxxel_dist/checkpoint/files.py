@@ -59,6 +59,7 @@ SMALL = 1 << 19
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the name of a folder that is no complete checkpoint; Orbax's own tools pass over it too."""
 MERGED = "manifest.ocdbt"
+SHOWN_CAUSE = 160
 """In the folder of the state: the table of the arrays of all ranks, which is made last."""
 _Value = TypeVar("_Value")
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -475,7 +476,8 @@ def cause(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     text = str(error).strip() or repr(error)
-    return next((os.strerror(code) for code in CAUSES if os.strerror(code) in text), text.splitlines()[0][:300])
+    shown = text.splitlines()[0].partition(" [")[0]  # tensorstore names lines of its source, and its whole request
+    return next((os.strerror(code) for code in CAUSES if os.strerror(code) in text), shown[:SHOWN_CAUSE])
 
 
 def shapes(tree: Any) -> dict[str, list[Any]]:

@@ -16,6 +16,7 @@ from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.objects.url import as_written
+from roxxel_dist.utils.voice import argument
 
 WHOLE_UPDATE, BLOCK_UPDATE = 1, 2
 """`exact_update` of a run with virtual shards: how its steps update the parameters, all at once or by blocks of them.
@@ -130,7 +131,10 @@ class ResumeSpec:
         if self.skip_steps is None:
             return
         if self.fork is None:
-            raise UserError("skip_steps leaves rows out in a new run that begins at a checkpoint: add fork=RUN@STEP")
+            raise UserError(
+                f"skip_steps leaves rows out in a new run that begins at a checkpoint: add "
+                f"{argument('fork', 'RUN@STEP')}"
+            )
         first, last = self.skip_steps
         if not (self.fork.step or 0) < first <= last:
             raise UserError(

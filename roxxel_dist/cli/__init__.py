@@ -15,6 +15,7 @@ from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output.console import info
 from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.utils.display import aligned
+from roxxel_dist.utils.voice import command_line
 
 Command = Callable[[list[str]], int]
 
@@ -29,6 +30,12 @@ def main(argv: Sequence[str]) -> int:
         interrupt.end()
     # It warns where HOME cannot be written, and does without.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    with command_line():
+        return _run(words)
+
+
+def _run(words: list[str]) -> int:
+    """The exit code of a command; a mistake in it is printed in one line."""
     try:
         _check_text(words)
         if words and words[0] in COMPUTE and not HELP.intersection(words):
@@ -37,9 +44,7 @@ def main(argv: Sequence[str]) -> int:
             check_versions()
         return _dispatch("", COMMANDS, lambda word: resolve_name(COMMANDS[word]), words)
     except (UserError, FileSystemError) as error:
-        from roxxel_dist.cli.arguments import as_flags
-
-        info(as_flags(str(error)))
+        info(str(error))
         return EXIT_USAGE if isinstance(error, UserError) else EXIT_FILES
     except StoreError as error:
         info(str(error))

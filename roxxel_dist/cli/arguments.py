@@ -11,7 +11,7 @@ from roxxel_dist.cluster.exit_codes import UserError, attempt_number
 from roxxel_dist.launcher.job.flags import split_flags
 from roxxel_dist.place.directory import CONFIG, check_still_there, default_run_dir
 from roxxel_dist.place.run_place import local_run
-from roxxel_dist.settings.config import FIELD_TYPES, Config, parse_yaml
+from roxxel_dist.settings.config import Config, parse_yaml
 from roxxel_dist.settings.effect import check_effect, chosen, without_effect
 
 
@@ -164,18 +164,6 @@ def _merged(values: Any, changes: dict[str, Any]) -> dict[str, Any]:
         outer, dot, inner = name.partition(".")
         result[outer] = _merged(result.get(outer), {inner: value}) if dot else value
     return result
-
-
-def as_flags(message: str) -> str:
-    """A message of the package for a user of the command line: `resume=True` in it is --resume, `data_path=PATH` is
-    --data_path PATH, `steps=1:9` is --steps 1:9."""
-    names = {field.name for field in dataclasses.fields(TrainArgs)} | {*FIELD_TYPES, "overwrite", "steps"}
-
-    def flag(match: re.Match[str]) -> str:
-        name, value = match[1], match[2]
-        return match[0] if name not in names else f"--{name}" if value == "True" else f"--{name} {value}"
-
-    return re.sub(r"(?<![\w.-])([a-z_]+)=(True|[A-Z][A-Z_]*|\d+:\d+|[a-z]+(?=[ ,;)]|$))(?!\w)", flag, message)
 
 
 def steps_to_skip(text: str | None) -> tuple[int, int] | None:

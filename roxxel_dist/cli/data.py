@@ -8,6 +8,9 @@ from roxxel_dist.cli.parser import flags_in, parse
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.settings.usage_errors import usage_errors
 
+MOST_SHARD_MB = 1 << 30
+SHOWN_OBJECTS = 4
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuildArgs:
@@ -60,12 +63,19 @@ def data_build(words: list[str]) -> int:
 
         options: dict[str, Any] = dataclasses.asdict(args)
         options["remote"] = RemoteConfig(cache_dir=options.pop("cache_dir"), store_timeout=options.pop("store_timeout"))
-        options["max_shard_bytes"] = options.pop("max_shard_mb") << 20
+        options["max_shard_bytes"] = _shard_bytes(options.pop("max_shard_mb"))
         if args.include is None:
             del options["include"]
         with build(options.pop("paths"), options.pop("out"), **options) as dataset:
             print(data_table(dataset))
     return 0
+
+
+def _shard_bytes(mebibytes: int) -> int:
+    """The bytes of --max_shard_mb."""
+    if not 1 <= mebibytes <= MOST_SHARD_MB:
+        raise UserError(f"--max_shard_mb {mebibytes}: MiB of tokens in a shard, from 1 to {MOST_SHARD_MB:,}")
+    return mebibytes << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +117,7 @@ def data_append(words: list[str]) -> int:
 
         options: dict[str, Any] = dataclasses.asdict(args)
         size = options.pop("max_shard_mb")
-        options["max_shard_bytes"] = size and size << 20
+        options["max_shard_bytes"] = None if size is None else _shard_bytes(size)
         if args.include is None:
             del options["include"]
         with append(options.pop("paths"), options.pop("out"), **options) as dataset:
@@ -149,12 +159,18 @@ def data_index(words: list[str]) -> int:
     """Write the index object of shards in an object store."""
     args = parse(IndexArgs, words, "data index")
     with usage_errors():
-        from roxxel_dist.data.remote.index import INDEX, write_index
+        from roxxel_dist.data.remote.index import INDEX, not_in_index, write_index
         from roxxel_dist.objects.store import ObjectStore
 
         store = ObjectStore.open(args.path)
         write_index(store)
         print(f"index: {store.url.join(INDEX)}")
+        if others := not_in_index([info.key for info in store.list()]):
+            more = ", ..." if len(others) > SHOWN_OBJECTS else ""
+            print(
+                f"left out: {len(others):,} objects that are no shards, or not directly there: "
+                f"{', '.join(others[:SHOWN_OBJECTS])}{more}"
+            )
     return 0
 
 

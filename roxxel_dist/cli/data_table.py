@@ -15,6 +15,15 @@ def _bytes_of(shard: TokenFile) -> int:
     return shard.entry.size if isinstance(shard, RemoteShard) else Path(str(shard.path)).stat().st_size
 
 
+def text_row(ds: Roxxel) -> list[tuple[str, str]]:
+    """The bytes of text, of a data set whose shards have them."""
+    sizes = [(shard.metadata.text_bytes, shard.metadata.counted_bytes) for shard in ds.shards]
+    if not all(text for text, _ in sizes):
+        return []
+    text, counted = (sum(each or 0 for each in column) for column in zip(*sizes, strict=True))
+    return [("text", f"{text:,} bytes, of which the tokens are {counted:,}: the tokenizer may change text")]
+
+
 def data_table(ds: Roxxel) -> str:
     """A summary of a data set, one fact per line, and the beginning of its first document."""
     tokenizer, tokens = ds.tokenizer, ds.num_tokens
@@ -41,6 +50,7 @@ def data_table(ds: Roxxel) -> str:
         ("dtype", str(ds.dtype) if ds.guessed_dtype is None else f"{ds.dtype}, because no other was given"),
         ("vocabulary", "not known" if ds.vocab_size is None else f"{ds.vocab_size:,} ids"),
         ("tokenizer", made_by),
+        *text_row(ds),
         ("bytes", f"{size:,}" if ds.fetcher else f"{size:,} on disk"),
         ("fingerprint", ds.fingerprint),
         ("begins", begins),

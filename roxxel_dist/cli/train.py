@@ -8,7 +8,7 @@ from pathlib import Path
 
 from roxxel_dist.checkpoint.metadata import CheckpointRange, CheckpointRef
 from roxxel_dist.cli.argument_types import Positional
-from roxxel_dist.cli.arguments import ConfigArgs, as_flags, parse_config, parse_train, steps_to_skip
+from roxxel_dist.cli.arguments import ConfigArgs, parse_config, parse_train, steps_to_skip
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_PREFLIGHT, UserError
 from roxxel_dist.cluster.extras import pip_install
@@ -56,7 +56,7 @@ def train(words: list[str]) -> int:
         LeaseLostError,
         SaveError,
     ) as problem:  # no fault of the program: its log has the traceback
-        info(as_flags(str(problem)))
+        info(str(problem))
         return EXIT_FAILED
     return EXIT_DRAINED if experiment.stopped else 0
 

@@ -12,6 +12,8 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.corpus.documents import TEXT_FILES
 from roxxel_dist.corpus.encode import PARALLEL_BYTES, encode_documents
 from roxxel_dist.corpus.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs
+from roxxel_dist.corpus.repeated import count_repeated
+from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.atomic_dir import publish, staging, writing
 from roxxel_dist.data.files.discovery import NoShardsError, names_objects
@@ -42,7 +44,7 @@ def append(
 
     The new shards have the tokenizer, the dtype and the document ending of the data set, and are verified with their
     checksums before they appear. Existing shards do not change. Inputs that were appended before, in the same form, are
-    not appended again.
+    not appended again; documents that the data set has already are appended, and counted.
 
     Args:
         paths: texts or tokens, as `build` takes them.
@@ -60,13 +62,13 @@ def append(
             written to. In that case nothing has changed.
     """
     log, out = Progress(progress), _folder(out)
-    sources = check_settings(paths, out, workers, 0)
+    sources = check_settings(paths, out, workers=workers, max_shard_bytes=max_shard_bytes)
     with writing(out):  # from the first look: another append continues these shards, or a copy of their record
         record = _record(out)
         tokens, corpus = find_inputs(sources, include, exclude, out, dtype, log)
         limit = max_shard_bytes or record["settings"]["max_shard_bytes"]
         with Roxxel(out) as dataset:
-            last, before, documents = dataset.shards[-1], dataset.num_tokens, dataset.documents
+            there, last, before, documents = dataset.shards, dataset.shards[-1], dataset.num_tokens, dataset.documents
             tokenizer = dataset.tokenizer
             if corpus is not None and tokenizer is None:
                 raise UserError(f"{out} has no {TOKENIZER_FILE}: it was made of tokens, so append tokens, not text")
@@ -88,19 +90,26 @@ def append(
         with staging(out, "build") as staged:
             separator = last.metadata.separator
             options = inputs.options(tokenizer if corpus is not None else None, separator).continuing(last)
-            items = _items(inputs, tokenizer, out / TOKENIZER_FILE, workers, log)
+            tally = Tally()
+            separated = separator is not None
+            items = _items(inputs, tokenizer, out / TOKENIZER_FILE, workers, log, tally, separated=separated)
             if not write_shards(staged, SHARD_NAME, items, options, after=last.metadata):
                 raise UserError("nothing to append: every document is empty")
             shards = [Shard.open(path) for path in sorted(staged.glob("*.rox"))]
             if damage := list(find_damage(shards, Progress(False), workers)):
                 raise UserError(f"{damage[0]}: the disk did not store the shard correctly; nothing was changed")
+            repeated = count_repeated(there, shards)
             record[APPENDED] = [*record.get(APPENDED, []), added]
             record.pop("fingerprint", None)  # the folder is no longer the result of `build` alone
             write_file(staged / BUILD_FILE, json.dumps(record, indent=1, sort_keys=True).encode())
             publish(staged, ())
         whole = Roxxel(out)
     new = f"{whole.num_tokens - before:,} tokens of {whole.documents - documents:,} documents"
+    for line in tally.lines():
+        log.line(line)
     log.line(f"appended {new} in {len(shards)} shard(s)")
+    if repeated:
+        log.line(f"{repeated:,} of these documents were there already: the data set has them twice now")
     return whole
 
 
@@ -130,7 +139,14 @@ def _record(out: Path) -> dict[str, Any]:
 
 
 def _items(
-    inputs: BuildInputs, tokenizer: Tokenizer | None, path: Path, workers: int | None, log: Progress
+    inputs: BuildInputs,
+    tokenizer: Tokenizer | None,
+    path: Path,
+    workers: int | None,
+    log: Progress,
+    tally: Tally,
+    *,
+    separated: bool,
 ) -> Iterator[Any]:
     """The documents of the inputs as arrays of ids."""
     if inputs.corpus is None:
@@ -140,4 +156,5 @@ def _items(
     assert tokenizer is not None
     processes = 0 if inputs.size < PARALLEL_BYTES else workers or len(os.sched_getaffinity(0))
     with log.bar(f"encoding with {tokenizer.vocab_size} ids", inputs.size) as advance:
-        yield from encode_documents(inputs.texts(""), tokenizer, path, processes, advance)
+        texts = inputs.texts("", tally=tally)
+        yield from encode_documents(texts, tokenizer, path, processes, advance, tally, separated=separated)

@@ -17,6 +17,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.corpus.documents import TEXT_FILES, pieces
 from roxxel_dist.corpus.encode import PARALLEL_BYTES, encode_documents, train_on
 from roxxel_dist.corpus.inputs import SPLITS, BuildInputs, PathLike, check_settings, find_inputs, load_tokenizer
+from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.corpus.to_bucket import BucketOut
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.atomic_dir import publish, staging, writing
@@ -27,6 +28,7 @@ from roxxel_dist.data.files.writer import BUILD_FILE, write_shards
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer
 from roxxel_dist.utils.progress import Progress
+from roxxel_dist.utils.voice import argument
 
 MAX_SHARD_BYTES = 256 << 20
 PARTS = ".build.parts"
@@ -59,10 +61,11 @@ def build(
     trained; an interrupted or failed build leaves no files.
 
     Args:
-        paths: text files, which are always included, and folders, which are walked in sorted order. Hidden files and
-            folders, `__pycache__` and installed packages are left out, and so are empty files and files that are not
-            UTF-8. A text file is one document. JSON lines (`.jsonl`, `.jsonl.gz`), Parquet files and folders saved by
-            Hugging Face `datasets` have many. Or any path that `Roxxel` opens, whose documents are copied unchanged.
+        paths: text files, which are always included, and folders, which are walked in sorted order, links too. Hidden
+            files and folders, `__pycache__` and installed packages are left out, and so are empty files and files that
+            are not UTF-8; all are counted. A link to a text file that is not there is an error. A text file is one
+            document. JSON lines (`.jsonl`, `.jsonl.gz`), Parquet files and folders saved by Hugging Face `datasets`
+            have many. Or any path that `Roxxel` opens, whose documents are copied unchanged.
         out: the folder to fill with `tokenizer.json`, `shard_00000.rox` and so on, and `build.json`. If it is inside an
             input folder, it is not read. In a bucket (`s3://…`) each shard is sent when it is complete, and the index
             of the data set last; until then the files are in the cache of `remote`.
@@ -91,7 +94,15 @@ def build(
         check_local("a path of the data", path)
     log, bucket = Progress(progress), BucketOut.open(out, remote or RemoteConfig()) if names_objects(out) else None
     out = Path(out) if bucket is None else bucket.folder
-    sources = check_settings(paths, out, workers, val_fraction)
+    sources = check_settings(
+        paths,
+        out,
+        workers=workers,
+        max_shard_bytes=max_shard_bytes,
+        val_fraction=val_fraction,
+        vocab_size=vocab_size,
+        trains=str(tokenizer) in get_args(Kind),
+    )
     ready = load_tokenizer(tokenizer, vocab_size, eos_token)
     tokens, corpus = find_inputs(sources, include, exclude, out, dtype, log)
     inputs = BuildInputs(
@@ -159,7 +170,7 @@ def _build_held(
     if names and not overwrite:
         raise UserError(
             f"{out} holds another data set ({', '.join(names[:3])}); choose another folder, or replace "
-            "it with overwrite=True"
+            f"it with {argument('overwrite')}"
         )
     with staging(out, "build") as staged:
         parts = out / PARTS
@@ -199,7 +210,7 @@ def _make(
         write_file(parts / BUILD_FILE, record)
     if inputs.size < PARALLEL_BYTES:
         workers = 0
-    tokenizer = _tokenizer(inputs, path, workers, log)
+    tokenizer, tally = _tokenizer(inputs, path, workers, log), Tally()
     for split in splits:
         (parts / split).mkdir(exist_ok=True)
         last = _finished(parts / split)
@@ -208,7 +219,8 @@ def _make(
         skipped, name = last.first_document + last.documents if last else 0, f" for {split}" if split else ""
         if tokenizer is not None and inputs.corpus is not None:
             with log.bar(f"encoding{name} with {tokenizer.vocab_size} ids", inputs.size) as advance:
-                items = encode_documents(inputs.texts(split, skipped), tokenizer, path, workers, advance)
+                texts = inputs.texts(split, skipped, tally)
+                items = encode_documents(texts, tokenizer, path, workers, advance, tally, separated=inputs.eos)
                 options = inputs.options(tokenizer, tokenizer.eos_id if inputs.eos else None)
                 written = write_shards(
                     parts / split, SHARD_NAME, items, options, after=last, finished=partial(finished, split)
@@ -222,9 +234,11 @@ def _make(
                 )
         if not written and last is None:
             if split:
-                share = f"val_fraction={inputs.val_fraction}"
+                share = argument("val_fraction", inputs.val_fraction)
                 raise UserError(f"{share}: no document is left for {split}; use another share")
             raise UserError("nothing to build from: every document is empty")
+    for line in tally.lines():
+        log.line(line)
 
 
 def _tokenizer(inputs: BuildInputs, path: Path, workers: int, log: Progress) -> Tokenizer | None:
@@ -237,7 +251,9 @@ def _tokenizer(inputs: BuildInputs, path: Path, workers: int, log: Progress) -> 
         kind = next(kind for kind in get_args(Kind) if kind == inputs.kind)
         tokenizer = _trained(kind, inputs, workers, log)
         if tokenizer.vocab_size < (inputs.vocab_size or 0):
-            log.line(f"vocab_size={inputs.vocab_size}: the text yields {tokenizer.vocab_size} ids, and no more")
+            log.line(
+                f"{argument('vocab_size', inputs.vocab_size)}: the text yields {tokenizer.vocab_size} ids, and no more"
+            )
     if tokenizer is not None and not path.is_file():
         tokenizer.save(path)
     return tokenizer

@@ -1,30 +1,26 @@
 """Documents of a corpus: text files, and JSON lines, Parquet and Arrow files, which hold many documents each.
 
-The files are found in a fixed order, hashed, and read one document after another; files with many documents are never
-loaded whole. Empty and missing (null) texts are left out.
+Files are hashed, and read one document after another; files with many documents are never loaded whole. A missing
+(null) text is empty.
 """
 
 import gzip
 import hashlib
 import importlib
 import json
-import os
 import re
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from roxxel_dist.cluster.exit_codes import MissingFileError, UserError
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.data.files.format import checksum
-from roxxel_dist.utils.display import size
 
 KINDS = {
     ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".ndjson": "jsonl", ".ndjson.gz": "jsonl", ".json.gz": "jsonl",
@@ -36,9 +32,6 @@ _SUFFIXES = (
 )
 TEXT_FILES = (*(f"*.{suffix}" for suffix in _SUFFIXES.split()), *(f"*{ending}" for ending in KINDS))
 """Patterns of the names of files that are taken from folders."""
-SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
-TABLES = (".csv", ".tsv", ".json")
-SHOWN_ENDINGS = 4
 ROWS_A_BATCH = 256
 PIECE_CHARACTERS = 1 << 18
 _CUT = re.compile(r"[!-~]\n(?=[!-~])")
@@ -62,8 +55,8 @@ class TextFile:
     changed_ns: int
 
     def documents(self, text_key: str) -> Documents:
-        """Its documents, in order; ValueError if it has changed since it was found, or has another format than its
-        name."""
+        """Its documents, in order, with those that are empty. ValueError if it has changed since it was found, or has
+        another format than its name."""
         if self.kind == "text":
             data = self.path.read_bytes()
             same = checksum(data) == self.digest
@@ -78,92 +71,7 @@ class TextFile:
             raise UserError(f"{self.path} changed while the data set was built; build again when nothing writes to it")
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """The files of a build, in their order."""
-
-    files: tuple[TextFile, ...]
-    left_out: tuple[str, ...]
-    """The skipped files as text: how many, and why."""
-    tables: tuple[str, ...] = ()
-    """How many files are tables, by their endings: they are read as plain text."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of text."""
-        return sum(file.size for file in self.files)
-
-    @property
-    def digest(self) -> str:
-        """32 hex digits that depend on the names and contents of the files and on their order."""
-        content = [[file.name, file.size, file.digest] for file in self.files]
-        return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
-
-    def __str__(self) -> str:
-        files = "1 text file" if len(self.files) == 1 else f"{len(self.files)} text files"
-        left_out = f" (left out: {', '.join(self.left_out)})" if self.left_out else ""
-        tables = (
-            f"; {', '.join(self.tables)} as plain text, not as a table with a column of text" if self.tables else ""
-        )
-        return f"{files}, {size(self.size)}{left_out}{tables}"
-
-
-def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence[str], out: Path) -> Corpus:
-    """Find the input files of a build and read them once; see `build`. The folder `out` is skipped."""
-    names: dict[Path, str] = {}
-    passed_by: set[Path] = set()
-    for path in paths:
-        if not path.exists():
-            raise MissingFileError(
-                f"{path}: no such file or folder; name text files, folders of them, or shards; a relative path begins "
-                f"in {Path.cwd()}"
-            )
-        named = saved_data_set(path) if path.is_dir() else [path]
-        walked = [(file, file.name) for file in named] if named else _walk(path, include, exclude, out, passed_by)
-        for file, name in walked:
-            names.setdefault(file.resolve(), name)
-    shown = ", ".join(map(str, paths))
-    if not names and not passed_by:
-        raise UserError(
-            f"{shown}: there is no file to read; hidden and excluded files are skipped, and folders called "
-            f"{', '.join(sorted(SKIPPED_FOLDERS))}. Name text files, or a folder that has some"
-        )
-    if not names:
-        raise UserError(
-            f"{shown}: no file there matches the patterns; name the files themselves, or patterns that match them: "
-            f"`roxxel-dist data build {shown} --out DIR --include '*.log'`"
-        )
-    for path, name in names.items():
-        if kind_of(name) == "text" and Path(name).suffix in (".gz", ".bz2", ".xz", ".zst"):
-            raise UserError(
-                f"{path}: compressed text is not read: unpack it first (gunzip), or give JSON lines (.jsonl.gz)"
-            )
-    files = [_text_file(path, name) for path, name in names.items()]
-    texts = tuple(file for file in files if file is not None and file.size)
-    not_utf8 = files.count(None)
-    converted = (_how_to_convert(path) for path, file in zip(names, files, strict=True) if file is None)
-    advice = next(filter(None, converted), "")
-    empty = len(files) - not_utf8 - len(texts)
-    if not texts:
-        counts = (empty, "empty"), (not_utf8, "not UTF-8 text")
-        why = ", ".join(f"{n} {'file is' if n == 1 else 'files are'} {what}" for n, what in counts if n)
-        raise UserError(
-            f"{shown}: nothing to build from: {why}: {advice}name text files, .jsonl, .parquet, or token files (.npy, "
-            f".bin)"
-        )
-    left_out = [f"{count} {what}" for count, what in ((empty, "empty"), (not_utf8, "not UTF-8")) if count]
-    if advice:
-        left_out[-1] += f" ({advice.removesuffix('; ')})"
-    endings = Counter(path.suffix or "no ending" for path in passed_by if path.resolve() not in names)
-    if endings:
-        commonest = sorted(endings, key=lambda ending: (-endings[ending], ending))
-        more = ", ..." if len(commonest) > SHOWN_ENDINGS else ""
-        left_out.append(f"{endings.total()} of other kinds: {', '.join(commonest[:SHOWN_ENDINGS])}{more}")
-    tables = Counter(suffix for file in texts if (suffix := Path(file.name).suffix.lower()) in TABLES)
-    return Corpus(texts, tuple(left_out), tuple(f"{count} {suffix}" for suffix, count in sorted(tables.items())))
-
-
-def _how_to_convert(path: Path) -> str | None:
+def how_to_convert(path: Path) -> str | None:
     """How to make a file with the byte order mark of another coding into UTF-8, with "; "; None for other files."""
     with path.open("rb") as file:
         head = file.read(4)
@@ -174,10 +82,11 @@ def _how_to_convert(path: Path) -> str | None:
 
 def kind_of(name: str) -> str:
     """How a file with this name is read: jsonl, parquet, arrow, or text."""
+    name = name.lower()
     return next((kind for ending, kind in (KINDS | {".arrow": "arrow"}).items() if name.endswith(ending)), "text")
 
 
-def _text_file(path: Path, name: str) -> TextFile | None:
+def text_file(path: Path, name: str) -> TextFile | None:
     """A file with its digest; None for a text file that is not UTF-8."""
     kind, status = kind_of(name), path.stat()
     if kind == "text":
@@ -191,34 +100,6 @@ def _text_file(path: Path, name: str) -> TextFile | None:
     with path.open("rb") as file:
         hashlib.file_digest(file, lambda: digest)
     return TextFile(path, name, status.st_size, digest.intdigest(), kind, status.st_mtime_ns)
-
-
-def _walk(
-    root: Path, include: Sequence[str], exclude: Sequence[str], out: Path, passed_by: set[Path]
-) -> Iterator[tuple[Path, str]]:
-    for folder, folders, names in os.walk(root):
-        here = Path(folder)
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not name.startswith(".")
-            and name not in SKIPPED_FOLDERS
-            and not _matches(name, exclude)
-            and (here / name).resolve() != out.resolve()
-        )
-        for name in sorted(names):
-            path = here / name
-            relative = path.relative_to(root).as_posix()
-            if name.startswith(".") or not path.is_file() or _matches(name, exclude) or _matches(relative, exclude):
-                continue
-            if _matches(name, include):
-                yield path, relative
-            else:
-                passed_by.add(path)
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def saved_data_set(folder: Path) -> list[Path] | None:
@@ -263,9 +144,8 @@ def read_json_lines(path: Path, key: str) -> Documents:
             if not isinstance(record, dict) or key not in record:
                 keys = "it is no object" if not isinstance(record, dict) else f"it has {', '.join(list(record)[:8])}"
                 raise UserError(f"{where}: no {key!r} ({keys}). {NAME_THE_KEY}")
-            if text := _checked(record[key], key, where):
-                yield text, read - before
-                before = read
+            yield _checked(record[key], key, where), read - before
+            before = read
 
 
 def read_parquet(path: Path, key: str) -> Documents:
@@ -296,10 +176,9 @@ def _rows(batches: Any, key: str, path: Path, position: Callable[[int], int]) ->
         for start in range(0, batch.num_rows, ROWS_A_BATCH):
             for value in batch.column(key).slice(start, ROWS_A_BATCH).to_pylist():
                 row += 1
-                if text := _checked(value, key, f"{path}, row {row}"):
-                    read = position(row)
-                    yield text, read - before
-                    before = read
+                read = position(row)
+                yield _checked(value, key, f"{path}, row {row}"), read - before
+                before = read
 
 
 def _checked(text: Any, key: str, where: str) -> str:
@@ -317,6 +196,11 @@ def _checked(text: Any, key: str, where: str) -> str:
 
 
 def _check_column(schema: Any, key: str, path: Path) -> None:
+    if schema.names.count(key) > 1:
+        raise UserError(
+            f"{path}: {schema.names.count(key)} columns are called {key!r}: give each a name, or name one that is "
+            f"there once. {NAME_THE_KEY}"
+        )
     if key not in schema.names:
         raise UserError(f"{path}: no column {key!r}; it has {', '.join(schema.names[:12])}. {NAME_THE_KEY}")
     kind = str(schema.field(key).type)

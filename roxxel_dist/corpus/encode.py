@@ -25,7 +25,10 @@ import tokenizers
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.corpus.documents import pieces
+from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.data.files.token_types import smallest_dtype
+from roxxel_dist.data.files.writer import TextDocument
+from roxxel_dist.data.tokenizer.changes import Encoded, changes
 from roxxel_dist.data.tokenizer.tokenizer import Kind, Tokenizer, train_tokenizer
 
 BATCH_CHARACTERS = 1 << 20
@@ -42,23 +45,34 @@ def encode_documents(
     path: Path,
     workers: int,
     advance: Callable[[int], None],
-) -> Iterator[np.ndarray]:
+    tally: Tally,
+    *,
+    separated: bool,
+) -> Iterator[np.ndarray | TextDocument]:
     """The ids of each document [tokens], in the smallest dtype that holds them.
 
     The documents are (text, bytes read for it); `advance` is called with the bytes of every finished document. The
-    tokenizer is saved at `path`, for the workers; with fewer than 2 workers one thread of this process encodes.
+    tokenizer is saved at `path`, for the workers; with fewer than 2 workers one thread of this process encodes. A
+    document comes with the bytes of its text where the tokenizer may change it; `separated` says whether end-of-text
+    will stand between documents. What the tokenizer changes is added to `tally`.
     """
     dtype = smallest_dtype(tokenizer.vocab_size)
+    counts = None if tokenizer.is_lossless else tokenizer.text_bytes
     parts: list[np.ndarray] = []
-    batches = _batches(documents, whole=not tokenizer.cuttable)
+    size_of_text = 0
+    batches = _batches(documents, whole=counts is not None or not tokenizer.cuttable)
     encode = _encode_in_workers(batches, path, workers) if workers > 1 else _encode_here(batches, tokenizer)
     with closing(encode):
         for batch, encoded in encode:
-            for ids, (_, is_last, size) in zip(encoded, batch, strict=True):
-                parts.append(np.frombuffer(ids, dtype))
+            for one, (text, is_last, size) in zip(encoded, batch, strict=True):
+                parts.append(np.frombuffer(one.ids, dtype))
+                size_of_text += len(text) if text.isascii() else len(text.encode())
                 if is_last:
-                    yield parts[0] if len(parts) == 1 else np.concatenate(parts)
-                    parts = []
+                    ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
+                    tally.add(size_of_text, one)
+                    # Where a text may change its document is not cut, so `one` is of the whole.
+                    yield ids if counts is None else TextDocument(ids, size_of_text, counts.of(ids, separated))
+                    parts, size_of_text = [], 0
                     advance(size)
 
 
@@ -90,12 +104,13 @@ def _batches(documents: Iterable[tuple[str, int]], *, whole: bool) -> Iterator[B
         yield batch
 
 
-def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[bytes]:
-    dtype = smallest_dtype(tokenizer.vocab_size)
-    return [np.array(ids, dtype).tobytes() for ids in tokenizer.encode_batch(texts)]
+def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Encoded]:
+    dtype, ids = smallest_dtype(tokenizer.vocab_size), tokenizer.encode_batch(texts)
+    found = changes(tokenizer, texts, ids)
+    return [one._replace(ids=np.array(each, dtype).tobytes()) for one, each in zip(found, ids, strict=True)]
 
 
-def _encode_here(batches: Iterator[Batch], tokenizer: Tokenizer) -> Generator[tuple[Batch, list[bytes]], None, None]:
+def _encode_here(batches: Iterator[Batch], tokenizer: Tokenizer) -> Generator[tuple[Batch, list[Encoded]], None, None]:
     for batch in batches:
         with _one_thread():  # around each batch: between batches the caller may do anything
             encoded = _encode(tokenizer, [text for text, _, _ in batch])
@@ -104,7 +119,7 @@ def _encode_here(batches: Iterator[Batch], tokenizer: Tokenizer) -> Generator[tu
 
 def _encode_in_workers(
     batches: Iterator[Batch], path: Path, workers: int
-) -> Generator[tuple[Batch, list[bytes]], None, None]:
+) -> Generator[tuple[Batch, list[Encoded]], None, None]:
     with ExitStack() as stack:
         idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
         for _ in range(workers):
@@ -112,9 +127,9 @@ def _encode_in_workers(
         # One thread a worker, so that no pipe fills up while its other end waits.
         threads = stack.enter_context(ThreadPoolExecutor(workers))
         stack.callback(threads.shutdown, cancel_futures=True)
-        running: deque[Future[tuple[Batch, list[bytes]]]] = deque()
+        running: deque[Future[tuple[Batch, list[Encoded]]]] = deque()
 
-        def encode(batch: Batch) -> tuple[Batch, list[bytes]]:
+        def encode(batch: Batch) -> tuple[Batch, list[Encoded]]:
             worker = idle.get()
             try:
                 return batch, _answer(worker, [text for text, _, _ in batch])

@@ -11,12 +11,15 @@ import numpy as np
 import xxhash
 
 from roxxel_dist.cluster.exit_codes import MissingFileError, UserError
-from roxxel_dist.corpus.documents import Corpus, find_corpus
+from roxxel_dist.corpus.find import Corpus, find_corpus, shown_names
+from roxxel_dist.corpus.tally import Tally
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import has_text, is_tokens
-from roxxel_dist.data.files.writer import WriteOptions
-from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Kind, Tokenizer
+from roxxel_dist.data.files.limits import MOST_SHARD_BYTES, MOST_WORKERS, check_range
+from roxxel_dist.data.files.writer import BUILD_FILE, WriteOptions
+from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Kind, Tokenizer, check_vocabulary
 from roxxel_dist.utils.progress import Progress
+from roxxel_dist.utils.voice import argument
 
 SPLITS = ("train", "val")
 PathLike = str | os.PathLike[str]
@@ -82,18 +85,27 @@ class BuildInputs:
         drawn = xxhash.xxh3_64_intdigest(number.to_bytes(8, "little")) / 2**64
         return (drawn < self.val_fraction) == (split == "val")
 
-    def texts(self, split: str, skipped: int = 0) -> Iterator[tuple[str, int]]:
-        """The texts of a split without the first `skipped`, with the bytes read since the previous one."""
+    def texts(self, split: str, skipped: int = 0, tally: Tally | None = None) -> Iterator[tuple[str, int]]:
+        """The texts of a split without the first `skipped`, with the bytes read since the previous one.
+
+        Those that are empty are left out; `tally` has their number when all texts have been read.
+        """
         assert self.corpus is not None
-        read, number = 0, -1
+        read, number, empty = 0, -1, 0
         for file in self.corpus.files:
             for text, size in file.documents(self.text_key):
-                read, number = read + size, number + 1
+                read = read + size
+                if not text:
+                    empty += 1
+                    continue
+                number += 1
                 if self.in_split(split, number):
                     skipped -= 1
                     if skipped < 0:
                         yield text, read
                         read = 0
+        if tally is not None:
+            tally.empty = empty
 
     def arrays(self, split: str, skipped: int, advance: Callable[[int], None]) -> Iterator[np.ndarray]:
         """The same for tokens; `advance` is called with the bytes of every finished document."""
@@ -106,13 +118,29 @@ class BuildInputs:
 
 
 def check_settings(
-    paths: PathLike | Sequence[PathLike], out: Path, workers: int | None, val_fraction: float
+    paths: PathLike | Sequence[PathLike],
+    out: Path,
+    *,
+    workers: int | None,
+    max_shard_bytes: int | None,
+    val_fraction: float = 0.0,
+    vocab_size: int | None = None,
+    trains: bool = False,
 ) -> list[Path]:
-    """The input paths as a list. Raises ValueError for an invalid setting, or if a folder is both input and output."""
-    if workers is not None and workers < 1:
-        raise UserError(f"workers={workers}: processes, at least 1, or None for all cores")
+    """The input paths as a list; `trains` says that the tokenizer is to be trained.
+
+    Raises ValueError for an invalid setting, or if a folder is both input and output.
+    """
+    if workers is not None:
+        check_range("workers", workers, MOST_WORKERS, "processes")
+    if trains:
+        check_vocabulary(vocab_size)
+    if max_shard_bytes is not None:
+        check_range("max_shard_bytes", max_shard_bytes, MOST_SHARD_BYTES, "bytes of tokens in a shard")
     if not 0 <= val_fraction < 1:
-        raise UserError(f"val_fraction={val_fraction}: the share of documents to hold out, at least 0 and less than 1")
+        raise UserError(
+            f"{argument('val_fraction', val_fraction)}: the share of documents to hold out, at least 0 and less than 1"
+        )
     sources = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
     filled = [out, *(out / split for split in SPLITS if val_fraction)]
     for path in sources:
@@ -132,6 +160,8 @@ def find_inputs(
     if all(kinds) and sources:
         tokens = Roxxel([str(path) for path in sources] if len(sources) > 1 else sources[0], dtype=dtype)
         progress.line(f"{tokens.num_tokens:,} tokens in {len(tokens.shards)} files, {tokens.documents:,} documents")
+        if beside := _beside(sources, tokens, out):
+            progress.line(f"left out: {len(beside)} files or folders beside these: {shown_names(beside)}")
         if tokens.guessed_dtype is not None:
             progress.line(f"{tokens.shards[0].path} has no header: its tokens are read as {tokens.dtype} (dtype)")
         return tokens, None
@@ -143,20 +173,36 @@ def find_inputs(
     return None, corpus
 
 
+def _beside(sources: Sequence[Path], tokens: Roxxel, out: Path) -> list[str]:
+    """The names of other files and folders beside the tokens, but for those that belong there."""
+    used = {path.name for shard in tokens.shards for path in (Path(str(shard.path)),)}
+    known = {TOKENIZER_FILE, CONFIG_FILE, BUILD_FILE} | {Path(name).with_suffix(".idx").name for name in used}
+    return [
+        path.name
+        for folder in sources
+        if folder.is_dir()
+        for path in sorted(folder.iterdir())
+        if not path.name.startswith(".") and path.name not in used | known and path.resolve() != out.resolve()
+    ]
+
+
 def load_tokenizer(tokenizer: PathLike, vocab_size: int | None, eos_token: str | None) -> Tokenizer | None:
     """The tokenizer at a path, or None for a kind to train."""
     if str(tokenizer) in get_args(Kind):
         if eos_token is not None:
-            raise UserError(f"eos_token={eos_token}: a trained tokenizer has its own; leave eos_token out")
+            raise UserError(f"{argument('eos_token', eos_token)}: a trained tokenizer has its own; leave eos_token out")
         return None
     path = Path(tokenizer)
     try:
         loaded = Tokenizer.load(path, eos_token)
     except FileNotFoundError as error:
         raise MissingFileError(
-            f"tokenizer={tokenizer}: neither a kind ({', '.join(get_args(Kind))}) nor the path of a {TOKENIZER_FILE}, "
+            f"{argument('tokenizer', tokenizer)}: neither a kind ({', '.join(get_args(Kind))}) nor the path of "
+            f"a {TOKENIZER_FILE}, "
             "of a folder with one, or of a SentencePiece .model"
         ) from error
     if vocab_size is not None and vocab_size != loaded.vocab_size:
-        raise UserError(f"vocab_size={vocab_size}: {path} has {loaded.vocab_size} ids; leave vocab_size out")
+        raise UserError(
+            f"{argument('vocab_size', vocab_size)}: {path} has {loaded.vocab_size} ids; leave vocab_size out"
+        )
     return loaded

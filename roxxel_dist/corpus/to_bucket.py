@@ -26,6 +26,7 @@ from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.tree import FolderSource
 from roxxel_dist.utils.progress import Progress
+from roxxel_dist.utils.voice import argument
 
 BUILDS = "builds"
 FIRST = "00000" + ENDING
@@ -79,7 +80,7 @@ class BucketOut:
             which = ", ".join(self.shards[:3])
             raise UserError(
                 f"{self.store.url} holds another data set ({which}): choose another place, or replace it with "
-                "overwrite=True"
+                f"{argument('overwrite')}"
             )
 
     @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.segments import Cursor, Key, Shape, UnitSource
 from roxxel_dist.data.units import APART, LARGE_UNITS, SPREAD, Ranges, Units, unit_size
+from roxxel_dist.utils.voice import argument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ def check_added(before: Mapping[str, UnitSource], datasets: Mapping[str, Ranges]
             raise UserError(
                 f"the data {name!r} differs from what the run read, from shard {shard} on: an amendment adds shards "
                 f"after the existing ones, with the same val_fraction. Put them back, or begin a run that reads "
-                f"other data from a checkpoint on: fork=RUN@STEP"
+                f"other data from a checkpoint on: {argument('fork', 'RUN@STEP')}"
             )
 
 

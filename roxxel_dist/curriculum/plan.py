@@ -10,7 +10,7 @@ text, and a step is found by one bisection, however far it is and whatever the d
 import bisect
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -244,8 +244,11 @@ class Plan:
 
     def _end(self, segment: Segment) -> int:
         """One past the last step that a segment is used for."""
-        amended = (a.from_step for a in self.amendments if a.from_step > segment.first_step)
-        return min(segment.first_step + segment.steps, next(amended, ENDLESS))
+        return min(segment.first_step + segment.steps, self._amended_after(segment))
+
+    def _amended_after(self, segment: Segment) -> int:
+        """The step of the next amendment after a segment's first step."""
+        return next((a.from_step for a in self.amendments if a.from_step > segment.first_step), ENDLESS)
 
     def _compute(self, segment: Segment, first: int, stop: int) -> tuple[np.ndarray, np.ndarray, int, bool]:
         """The fields of `Rows` for the S steps [first, stop) of a segment, the arrays being [S, B]."""
@@ -297,6 +300,12 @@ class Plan:
         """
         rows = dict.fromkeys(self.datasets, 0)
         while first < stop:
+            if passes := self._whole_passes(first, stop):
+                count, period = passes
+                for name, of_one in self.rows_read(first, first + period).items():
+                    rows[name] += count * of_one
+                first += count * period
+                continue
             segment = self.segment(first)
             end, per_step = min(self._end(segment), stop), segment.shape.items_per_step
             low, high = (segment.mixture.counts((step - segment.first_step) * per_step) for step in (first, end))
@@ -304,6 +313,16 @@ class Plan:
                 rows[allocation.source.name] += items * segment.shape.rows_per_item
             first = end
         return rows
+
+    def _whole_passes(self, first: int, stop: int) -> tuple[int, int] | None:
+        """(count, steps of each) of the passes from `first` that read as many rows of each data set, if they are two
+        or more, and end before `stop` and the next amendment."""
+        begun = self._find(first)[0]
+        if (repeated := begun.repeated) is None:
+            return None
+        end = min(stop, repeated.first_step + repeated.count * repeated.period, self._amended_after(begun))
+        count = (end - first) // repeated.period
+        return (count, repeated.period) if count > 1 and (first - repeated.first_step) % repeated.period == 0 else None
 
     def shape_at(self, step: int) -> Shape:
         """The shape of the phase that holds `step`, counted from 0.
@@ -354,8 +373,7 @@ class Plan:
         for number, shape in enumerate(self.shapes):
             stop = first + shape.steps
             tokens = self.tokens(stop) - self.tokens(first)  # an amended phase may have begun in another shape
-            shares = sum(weight for _, weight in shape.weights)
-            data = ", ".join(f"{name} {weight / shares:.0%}" for name, weight in shape.weights)
+            data = ", ".join(_shares(shape, self.rows_read(first, stop)))
             data += f" by {shape.blend}" if len(shape.weights) > 1 else ""
             data += ", documents apart" if shape.packing == "documents" else ""
             size = f"{shape.batch_size:,} x {shape.seq_len:,}"
@@ -365,6 +383,20 @@ class Plan:
         total = self.tokens(self.total_steps)
         table.append(("all", f"{self.total_steps:,}", "", f"{total:,}", f"{total / readable:.2f}", ""))
         return "\n".join([*aligned(table, left=0), *(f"step {step + 1:,}: {event}" for step, event in _events(self))])
+
+
+def _shares(shape: Shape, rows: Mapping[str, int]) -> Iterator[str]:
+    """The share of each data set of a phase that reads so many rows of them, and the one asked for if it is another:
+    a data set that is used up leaves its share to the others."""
+    weights, whole = sum(weight for _, weight in shape.weights), max(1, sum(rows.values()))
+    for name, weight in shape.weights:
+        asked, read = f"{weight / weights:.0%}", f"{rows[name] / whole:.0%}"
+        if not rows[name]:
+            yield f"{name} nothing ({weight / weights:.2%} asked)"
+            continue
+        # A short phase has no exact shares: a step or a row more or less is none's.
+        is_near = abs(rows[name] - whole * weight / weights) <= len(shape.weights) * shape.rows_per_item
+        yield f"{name} {asked}" if is_near or asked == read else f"{name} {read} ({asked} asked)"
 
 
 def _tokens(shapes: Sequence[Shape], low: int, high: int) -> int:

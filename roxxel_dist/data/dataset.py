@@ -30,6 +30,7 @@ from roxxel_dist.data.remote.shard import RemoteShard
 from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
 from roxxel_dist.data.units import steps_in_a_pass
 from roxxel_dist.objects.url import ObjectUrl
+from roxxel_dist.utils.voice import argument
 
 
 class Roxxel:
@@ -144,6 +145,18 @@ class Roxxel:
     def tokenizer_fingerprint(self) -> str | None:
         """The fingerprint of the tokenizer that made the tokens, or None."""
         return self._slices[0].shard.metadata.tokenizer_fingerprint
+
+    def text_scale(self, tokenizer: Tokenizer | None = None) -> float | None:
+        """Bytes of text for each byte that the table of the tokenizer counts (`TextBytes`), over the whole files.
+
+        1 where the tokenizer changes no text; `tokenizer` is that of tokens without a file of theirs. None where the
+        text is not known: no tokenizer, or one that may change a text, and tokens that `build` has not made.
+        """
+        sizes = [(one.metadata.text_bytes, one.metadata.counted_bytes) for one in self.shards]
+        if all(text and counted for text, counted in sizes):
+            return sum(text or 0 for text, _ in sizes) / sum(counted or 0 for _, counted in sizes)
+        tokenizer = self.tokenizer or tokenizer
+        return 1.0 if tokenizer is not None and tokenizer.is_lossless else None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -317,7 +330,9 @@ class Roxxel:
             ValueError: `val_fraction` is out of range.
         """
         if not 0 <= val_fraction < 1:
-            raise UserError(f"val_fraction={val_fraction}: the share that is held out, at least 0 and less than 1")
+            raise UserError(
+                f"{argument('val_fraction', val_fraction)}: the share that is held out, at least 0 and less than 1"
+            )
         pairs = [split_slice(part, val_fraction) for part in self._slices]
         held_out = self._view(second for _, second in pairs)
         return (self._view(first for first, _ in pairs) if val_fraction else self), held_out

@@ -16,6 +16,7 @@ import numpy as np
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.foreign import GIVE_THE_DTYPE, ForeignFile, sample_starts
+from roxxel_dist.data.files.limits import MOST_WORKERS, check_range
 from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE, DamagedData, Shard
 from roxxel_dist.data.files.slices import TokenFile
 from roxxel_dist.data.remote.shard import RemoteShard
@@ -34,6 +35,8 @@ def find_damage(shards: Sequence[TokenFile], progress: Progress, workers: int | 
     `workers` are processes; None: one per core, or only this process for little data.
     """
     size = sum(shard.tokens.nbytes for shard in shards)
+    if workers is not None:
+        check_range("workers", workers, MOST_WORKERS, "processes")
     workers = workers or max(1, min(len(os.sched_getaffinity(0)), size // WORTH_A_PROCESS))
     damaged: dict[Shard, list[int]] = {}
     for shard in shards:

@@ -28,6 +28,7 @@ from roxxel_dist.settings.config import Config
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.step.optimizer import NamedOptimizer, Optimizer
 from roxxel_dist.train.step.step import BALANCE, LossFn
+from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.base import with_base, with_shape_of
 
 TOKENS = 65
@@ -227,7 +228,7 @@ def check_devices(mesh: Mesh | None) -> list[Any]:
         )
     if len(devices) < 2:
         raise UserError(
-            "one device has one layout alone: simulate several with devices=8, or with "
+            f"one device has one layout alone: simulate several with {argument('devices', 8)}, or with "
             "jax.config.update('jax_num_cpu_devices', 8) before the first array of a program"
         )
     return devices

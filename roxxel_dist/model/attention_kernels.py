@@ -22,6 +22,7 @@ from roxxel_dist.cluster.mesh import TENSOR, device_type, row_axes
 from roxxel_dist.cluster.program_cost import MEAN_TRIPS
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.layers import soft_cap
+from roxxel_dist.utils.voice import argument
 
 Kernel = Literal["xla", "cudnn", "splash"]
 LONGEST_WHOLE = 1024
@@ -97,7 +98,8 @@ def kernel_for(
         if begun:
             raise UserError(
                 f"the run began with attention {kernel}, which a resume keeps, and {rule}: resume it where that can "
-                f"run, or begin a new run at its checkpoint with fork=RUN@STEP and attention=xla"
+                f"run, or begin a new run at its checkpoint with {argument('fork', 'RUN@STEP')} and "
+                f"{argument('attention', 'xla')}"
             )
         raise UserError(f"attention is {kernel}: {rule}: {fix}")
     return kernel

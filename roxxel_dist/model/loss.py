@@ -18,6 +18,8 @@ from roxxel_dist.model.transformer import Transformer
 
 CHUNK_BYTES = 64_000_000
 """Of a device, for the float32 logits of a chunk where `loss_chunk` is auto."""
+END_NATS = "end_nats"
+"""Among the losses of a batch: those of end-of-text, which is no text, in sum."""
 LEAST_TOKENS = 2048
 """Of such a chunk on an accelerator, though they take more. Each chunk of C tokens reads and writes the gradient of the
 output's weights, 8 D V bytes in float32, beside its four products, 8 C D V FLOPs: on an H200 (4.8 TB/s, 989 TFLOP/s)
@@ -39,13 +41,14 @@ def next_token_loss(model: nnx.Module, batch: Any) -> jax.Array:
     return losses["loss"] + losses["balance_loss"] if "balance_loss" in losses else losses["loss"]
 
 
-def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
+def token_losses(model: nnx.Module, batch: Any, *, end: int | None = None) -> dict[str, jax.Array]:
     """{"loss": the mean cross-entropy as in `next_token_loss`, "row_loss": float32[B], the mean of each row}.
 
     With packed documents also "loss_weight": float32[], the number of tokens in the mean, which is its weight in
     gradient accumulation, and "row_weight": float32[B], the same of each row. With a `Transformer` with experts or
     `z_loss` also "balance_loss": float32[], which training adds to the loss: the balance of its experts, plus z_loss x
-    the mean of the squared logarithms of the softmax's sums.
+    the mean of the squared logarithms of the softmax's sums. With `end`, the id of end-of-text, also "end_nats":
+    float32[], the sum of the losses of that token, in the mean as all others.
 
     For a model of your own it is a loss that is cut as the phase's rows are. Where the model has two methods more, it
     makes the logits of some tokens at a time, as many as with `loss_chunk: auto`, and again in the backward pass:
@@ -55,7 +58,7 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
     Raises:
         ValueError: `states` returns something else.
     """
-    balance: dict[str, jax.Array] = {}
+    more: dict[str, jax.Array] = {}
     squares: list[jax.Array] = []
 
     def losses_of(targets_BxL: jax.Array, tokens_BxL: jax.Array, *packed: jax.Array) -> jax.Array:
@@ -65,7 +68,7 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
             return _losses_of_own(model, inputs, targets_BxL)
         x_BxLxD, of_experts, _ = model.states(*inputs)  # pyright: ignore[reportArgumentType]
         if model.config.has_second_loss:
-            balance["balance_loss"] = of_experts
+            more["balance_loss"] = of_experts
         losses_BxL, squares_BxL = losses_of_states(model.config, model.output, x_BxLxD, targets_BxL)
         if squares_BxL is not None:
             squares.append(model.config.z_loss * squares_BxL)
@@ -74,17 +77,21 @@ def token_losses(model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
     if not hasattr(batch, "tokens"):
         losses = losses_of(batch[:, 1:], batch[:, :-1])
         for of_tokens in squares:
-            balance["balance_loss"] += of_tokens.mean()
-        return {"loss": losses.mean(), "row_loss": losses.mean(1)} | balance
+            more["balance_loss"] += of_tokens.mean()
+        if end is not None:
+            more[END_NATS] = jnp.where(batch[:, 1:] == end, losses, 0).sum()
+        return {"loss": losses.mean(), "row_loss": losses.mean(1)} | more
     tokens, segments, positions = batch.tokens, batch.segments, batch.positions
     losses = losses_of(tokens[:, 1:], tokens[:, :-1], segments[:, :-1], positions[:, :-1])
     counted = segments[:, 1:] == segments[:, :-1]
     sums, counts = jnp.where(counted, losses, 0).sum(1), counted.sum(1)
     for of_tokens in squares:
-        balance["balance_loss"] += jnp.where(counted, of_tokens, 0).sum() / jnp.maximum(counts.sum(), 1)
+        more["balance_loss"] += jnp.where(counted, of_tokens, 0).sum() / jnp.maximum(counts.sum(), 1)
+    if end is not None:
+        more[END_NATS] = jnp.where(counted & (tokens[:, 1:] == end), losses, 0).sum()
     mean, rows = sums.sum() / jnp.maximum(counts.sum(), 1), sums / jnp.maximum(counts, 1)
     weights = {"loss_weight": jnp.float32(counts.sum()), "row_weight": jnp.float32(counts)}
-    return {"loss": mean, "row_loss": rows} | weights | balance
+    return {"loss": mean, "row_loss": rows} | weights | more
 
 
 def losses_of_tokens(model: nnx.Module, tokens_BxL: jax.Array) -> jax.Array:

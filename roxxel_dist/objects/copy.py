@@ -15,6 +15,7 @@ from roxxel_dist.objects.copy_record import RECORD, CopiedFile, CopyRecord
 from roxxel_dist.objects.errors import StoreError, StoreNotFoundError
 from roxxel_dist.objects.store import ObjectInfo, ObjectStore
 from roxxel_dist.objects.tree import BucketSource, Source, SourceFile, digest, is_same, source_file
+from roxxel_dist.utils.voice import argument
 
 THREADS = 4
 """Files at a time; a large file is sent in parallel parts."""
@@ -68,7 +69,7 @@ def copy_to_bucket(
             return
         if info is not None and not overwrite:
             url = store.url.join(file.name)
-            raise UserError(f"{url} exists with other content: choose another place, or give overwrite=True")
+            raise UserError(f"{url} exists with other content: choose another place, or give {argument('overwrite')}")
         absent.append(file)
 
     def send(file: SourceFile) -> None:

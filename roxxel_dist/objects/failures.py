@@ -63,7 +63,7 @@ NO_ADDRESS = Rule(
 NO_STORE = Rule(
     StoreError, "the server{at} does not support that{named}", "check that {endpoint} is the address of an object store"
 )
-LOST = "check the network and {endpoint}; a command with the option store_timeout=SECONDS waits longer"
+LOST = "check the network and {endpoint}; a larger store_timeout waits longer"
 
 
 def _rules(rule: Rule, codes: str) -> Iterable[tuple[str, Rule]]:

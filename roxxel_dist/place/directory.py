@@ -18,6 +18,7 @@ from roxxel_dist.data.files.atomic_dir import COMMIT, SUFFIX
 from roxxel_dist.data.files.discovery import is_tokens
 from roxxel_dist.objects.url import is_url
 from roxxel_dist.place.files import RUN_FILES, check_run_folder, has_begun, leftovers_of
+from roxxel_dist.utils.voice import argument
 
 CONFIG, TOKENIZER, DATA = "config.yaml", "tokenizer.json", "data"
 PREFLIGHT_STORE_S = 20.0
@@ -100,7 +101,9 @@ class RunDirectory:
         """Raises ValueError if the folder is no place for a run, or has one and `resume` is off."""
         check_run_folder(self.path, self._name)
         if not resume and (os.path.exists(self.path / CONFIG) or has_begun(self.path)):
-            raise UserError(f"{self._name} holds a run already: continue it with resume=True, or name another run_dir")
+            raise UserError(
+                f"{self._name} holds a run already: continue it with {argument('resume')}, or name another run_dir"
+            )
 
     def release(self) -> None:
         """Release the folder to others."""
@@ -211,7 +214,8 @@ def no_run(folder: Path, name: str = "") -> str:
     if is_run(folder) and not (folder / CONFIG).exists():
         return (
             f"{folder} has no {CONFIG}: a program of yours made its model and trained it with a Trainer, and no "
-            f"command can make that model. Use the model in that program, or train it with model=MODULE:FUNCTION. "
+            f"command can make that model. Use the model in that program, or train it with "
+            f"{argument('model', 'MODULE:FUNCTION')}. "
             f"`report`, `top` and `verify` read this run"
         )
     inside, beside = _runs_in(folder), _runs_in(folder.parent)

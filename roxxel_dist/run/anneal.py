@@ -17,6 +17,7 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.place.run_place import bucket_run
 from roxxel_dist.run.metadata import saved_config
 from roxxel_dist.settings.config import Config
+from roxxel_dist.utils.voice import argument
 
 
 def make_decay_branch(config: Config, trunk: CheckpointRef) -> None:
@@ -55,7 +56,7 @@ def make_decay_branch(config: Config, trunk: CheckpointRef) -> None:
     if config.phases not in (phases, saved_config(folder).get("phases")):
         raise UserError(
             f"phases is given, and a branch from {trunk} goes on with those of {trunk.run}: leave phases out, or begin "
-            f"a run with others (fork=RUN@STEP)"
+            f"a run with others ({argument('fork', 'RUN@STEP')})"
         )
     config.phases, config.lr_schedule, config.max_steps = phases, "wsd", None
     config.given |= {"phases", "lr_schedule"}

@@ -12,6 +12,7 @@ from roxxel_dist.place.directory import CONFIG, DATA, is_run, no_run
 from roxxel_dist.place.run_place import bucket_folder
 from roxxel_dist.run.curriculum import build_curriculum, open_data_sets
 from roxxel_dist.settings.config import RECORD, Config, load_yaml
+from roxxel_dist.utils.voice import argument
 
 SHOWN = 60
 
@@ -71,7 +72,7 @@ def describe_batch(source: str | Path, step: int, data_path: str | Path | None =
     elif data_path is None:
         data_path = config.primary_path(None) or recorded.get("data_path")
     if data_path is None or not is_tokens(data_path):
-        raise UserError(f"{named} does not say which shards it reads: name them with data_path=PATH")
+        raise UserError(f"{named} does not say which shards it reads: name them with {argument('data_path', 'PATH')}")
     with Roxxel(data_path, dtype=config.data_dtype, remote=config.part(RemoteConfig)) as data:
         saved = _metadata_of(newest)
         plan = build_curriculum(config, data)[0].plan(config.seed) if saved is None else Plan.from_state(saved.plan)

@@ -32,13 +32,15 @@ from roxxel_dist.run.metadata import RunMetadata, data_of, saved_config
 from roxxel_dist.run.record import kernel_begun_with
 from roxxel_dist.settings.config import RECORD, Config
 from roxxel_dist.settings.usage_errors import usage_errors
-from roxxel_dist.train.evaluator import Validation, gives_nats, summarize
+from roxxel_dist.train.evaluator import Validation, summarize
 from roxxel_dist.train.log.csv_jsonl import read_rows
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.state import TrainState, init_state
 from roxxel_dist.train.step.step import fetch, make_eval_step
 from roxxel_dist.train.task_scores import TaskScores, of_task
+from roxxel_dist.train.text_of_sets import TextOfSets, gives_nats, why_unknown
 from roxxel_dist.train.validation_rows import ValidationRows
+from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.base import load_base_params, open_checkpoint
 from roxxel_dist.weights.model import attention_kernel
 
@@ -58,7 +60,7 @@ class Evaluation:
     tasks: Mapping[str, Mapping[str, float]]
     """The scores of each evaluation task by its name: "acc" and "acc_norm", or "bits_per_byte"."""
     notes: tuple[str, ...]
-    """What people should know: choices of tasks that were cut."""
+    """What people should know: choices of tasks that were cut, and why a set has no bits per byte."""
     logged_val_loss: float | None
     """The logged val_loss of the step; None if the step was not validated."""
 
@@ -134,6 +136,7 @@ def evaluate(
             compiler = AotCompiler(_mesh(components))
             held.callback(compiler.close)
             state, hparams, evaluator, scores = _measures(components, sets, rows, found, plan, base, compiler)
+            unknown = why_unknown(sets, components.curriculum.primary_streamer, components.loss)
             evaluator.check(shape)
             evaluator.prepare(state, hparams, shape)
             scores.check(state, hparams)
@@ -151,7 +154,7 @@ def evaluate(
             losses=means,
             data=_by_data_set(means, evaluator.reads(shape)),
             tasks={task.name: of_task(task.name, of_tasks) for task in found},
-            notes=tuple(filter(None, (task.truncation for task in found))),
+            notes=(*filter(None, (task.truncation for task in found)), *unknown),
             logged_val_loss=next((row.get("val_loss") for row in rows if row.get("step") == step), None),
         )
 
@@ -211,7 +214,8 @@ def open_data(run: Path, saved: Mapping[str, Any], data_path: str | None, config
     if data is None:
         raise UserError(
             f"data_path is {path}: there are no shards. Put the data of {run} back, or name it with "
-            f"data_path=PATH; text becomes shards with `roxxel-dist data build TEXT --out DIR` and the run's tokenizer"
+            f"{argument('data_path', 'PATH')}; text becomes shards with `roxxel-dist data build TEXT --out DIR` "
+            f"and the run's tokenizer"
         )
     if (run / TOKENIZER).exists() and data.tokenizer_fingerprint is not None:
         known = Tokenizer.load(run / TOKENIZER).fingerprint
@@ -280,14 +284,17 @@ def _measures(
         load=None if base is None else functools.partial(load_base_params, base.at(options.init_from)),
     )
     dtype, sharding = jnp.bfloat16 if options.bf16_compute else None, batch_sharding(mesh)
+    train = components.curriculum.primary_streamer
+    model = split.merge(state.params, state.rest, hparams, training=False)
+    text = TextOfSets.of(sets, train, known=gives_nats(components.loss, model))
     evaluator = Validation(
         sets,
-        components.curriculum.primary_streamer,
-        make_eval_step(split, components.loss, dtype),
+        train,
+        make_eval_step(split, components.loss, dtype, text.end),
         compiler,
         sharding,
         dataclasses.replace(rows, eval_iters=options.eval_iters),
-        counts_bytes=gives_nats(components.loss, split.merge(state.params, state.rest, hparams, training=False)),
+        text=text,
     )
     return state, hparams, evaluator, TaskScores(tasks, split, compiler, sharding, plan.shapes, dtype)
 

@@ -51,6 +51,7 @@ from roxxel_dist.train.lr_finder import suggest, sweep, sweep_rates, sweep_strea
 from roxxel_dist.train.parts import Parts
 from roxxel_dist.train.resume import ResumePoint
 from roxxel_dist.train.step.optimizer import for_run
+from roxxel_dist.train.text_of_sets import why_unknown
 from roxxel_dist.utils.progress import Progress
 from roxxel_dist.weights.base import find_checkpoint, load_params, with_base, with_shape_of
 
@@ -169,7 +170,7 @@ class Experiment:
             arguments = (loop, run, path, components, past.saved, changed, message)
             on_primary("record", lambda: write_run_metadata(*arguments, name=str(bucket or run)))
             for line in filter(
-                None, (*(task.truncation for task in tasks), self._unchecked(run, past, components, path))
+                None, (*_of_validation(components, tasks), self._unchecked(run, past, components, path))
             ):
                 loop.held.log.text(line)
             self._run(loop, run, tokenizer, ids, bucket)
@@ -391,3 +392,9 @@ def _nothing_left_behind(directory: RunDirectory) -> Iterator[None]:
     except BaseException:
         discard()
         raise
+
+
+def _of_validation(components: RunComponents, tasks: Sequence[Task]) -> Iterator[str]:
+    """What people should know of the numbers of a validation: a line each; some are empty."""
+    yield from (task.truncation for task in tasks)
+    yield from why_unknown(components.validation, components.curriculum.primary_streamer, components.loss)

@@ -18,6 +18,7 @@ from roxxel_dist.place.run_place import local_run
 from roxxel_dist.run.metadata import RunMetadata, data_of, saved_config
 from roxxel_dist.run.record import forked_from
 from roxxel_dist.settings.config import RECORD, Config
+from roxxel_dist.utils.voice import argument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class Past:
             place = parent.run if parent and not saved else run
             raise UserError(
                 f"{place} is merged from checkpoints of {merged['run']} and has no moments to go on with: begin a new "
-                f"run with its weights (init_from={place})"
+                f"run with its weights ({argument('init_from', place)})"
             )
         return past
 
@@ -85,12 +86,12 @@ class Past:
         if resume and not self.config and path is None:
             near = difflib.get_close_matches(run.name, [file.parent.name for file in run.parent.glob(f"*/{CONFIG}")])
             hint = f"did you mean {run.parent / near[0]}?" if near else "check run_dir"
-            raise MissingFileError(f"there is no run {run}: {hint}; a new one needs data_path=PATH")
+            raise MissingFileError(f"there is no run {run}: {hint}; a new one needs {argument('data_path', 'PATH')}")
         if is_other_data and not is_tokens(path or ""):
             raise UserError(
                 f"data_path is {path}, and {run} was started with {RunMetadata.of(self.saved).data_path}: leave it "
                 f"out, or make shards of the text with the run's {TOKENIZER} and `roxxel-dist data build`, and amend "
-                f"the run with them (amend=True)"
+                f"the run with them ({argument('amend')})"
             )
         return path
 
@@ -102,6 +103,7 @@ def check_nothing_new(run: Path, config: Config, step: int, before: Mapping[str,
     changes = [f"{name} {old} -> {getattr(config, name, 'other data')}" for name, old in before.items()]
     raise UserError(
         f"{run} is finished after step {step}, and a change would do nothing ({', '.join(changes)}): leave it out. "
-        f"To continue, give a larger max_steps while its phases have steps left, or longer phases and amend=True. "
-        f"Or start a new run from a kept checkpoint with fork=RUN@STEP"
+        f"To continue, give a larger max_steps while its phases have steps left, or longer phases and "
+        f"{argument('amend')}. "
+        f"Or start a new run from a kept checkpoint with {argument('fork', 'RUN@STEP')}"
     )

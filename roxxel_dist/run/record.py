@@ -27,6 +27,7 @@ from roxxel_dist.train.loop import Loop
 from roxxel_dist.train.resume import ResumePoint, check_same_bits, max_steps_note
 from roxxel_dist.train.step.schedule import LrSchedule, scaling_note
 from roxxel_dist.train.validation_rows import validation_note
+from roxxel_dist.utils.voice import argument
 
 MB = 1e6
 FREE_MODEL_FIELDS = (
@@ -197,7 +198,7 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
     if kernel and not fork and config.model is None and config.attention not in ("auto", kernel):
         raise UserError(
             f"attention is {config.attention}, and {other} began with {kernel}: leave it as it was, or start a new "
-            f"run (at a checkpoint of this one with fork=RUN@STEP)"
+            f"run (at a checkpoint of this one with {argument('fork', 'RUN@STEP')})"
         )
     for name, before in changed_from(saved, config, with_base=True).items():
         value = getattr(config, name)
@@ -210,12 +211,13 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
             what = "depend on the number of devices" if not config.virtual_shards else "not be those of the run so far"
             raise UserError(
                 f"{name} is {value}, and {other} has {before}: from here on its bits would {what}. Leave it as it was, "
-                f"or accept that with amend=True"
+                f"or accept that with {argument('amend')}"
             )
         if name in fixed:
             raise UserError(
                 f"{name} is {value}, and {other} has {before}: leave it as it was, or "
-                f"start a new run" + (" (or change it from here on with amend=True)" if name in AMENDABLE else "")
+                f"start a new run"
+                + (f" (or change it from here on with {argument('amend')})" if name in AMENDABLE else "")
             )
         if name in dropouts and config.model is None and bool(value) != bool(before):
             raise UserError(
@@ -225,7 +227,8 @@ def check_resumable(saved: dict[str, Any], config: Config, *, amend: bool = Fals
         if name == "ema" and bool(value) != bool(before) and not (fork and value):
             raise UserError(
                 f"ema is {value}, and {other} has {before}: a resume cannot begin or end an average. Leave it "
-                f"as it was, begin one in a fork (fork=RUN@STEP), or start a new run (init_from=RUN)"
+                f"as it was, begin one in a fork ({argument('fork', 'RUN@STEP')}), or start a new run "
+                f"({argument('init_from', 'RUN')})"
             )
         lines.append(f"{name} {before} -> {value}")
     return lines
@@ -279,7 +282,7 @@ def forked_from(
         if saved and skip_steps is not None:
             raise UserError(
                 f"skip_steps leaves rows out in a new run, and {run} exists: begin one at a checkpoint of it with "
-                f"fork={run}@STEP and another run_dir"
+                f"{argument('fork', f'{run}@STEP')} and another run_dir"
             )
         return known, skipped if saved else skip_steps
     given = CheckpointRef.parse(fork)

@@ -6,28 +6,24 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from roxxel_dist.cluster.distributed import broadcast_from_primary, gather_to_primary, is_primary
+from roxxel_dist.cluster.distributed import broadcast_from_primary, is_primary
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.even_rows import SpreadRows
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.data.tokenizer.text_bytes import TextBytes
 from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.input.stream import Stream
-from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.train.step.compile import AotCompiler, batch_key
 from roxxel_dist.train.step.state import TrainState
-from roxxel_dist.train.step.step import BALANCE, WEIGHT, Hparams, LossFn
+from roxxel_dist.train.step.step import BALANCE, WEIGHT, Hparams
 from roxxel_dist.train.step.throughput import InflightThrottler
+from roxxel_dist.train.text_of_sets import BYTES, TextOfSets, bits_per_byte
 from roxxel_dist.train.validation_rows import ValidationBatch, ValidationRows
 
 HELD_OUT, TRAIN = "", "(training data)"
 """The names of the split held out of the training data, and of the training data; a user's set may be "train"."""
-BYTES = "bytes"
-"""Among the numbers of a batch: the bytes of text that it predicts; -1 where its ids are not all of the tokenizer."""
 EVAL_LIMIT_S = 3600.0
 """Seconds that the user's evaluation may take longer on rank 0 than on another rank."""
 
@@ -43,7 +39,7 @@ class Validation:
         sharding: of a batch.
         rows: which are read in each phase.
         blocks: the verified blocks of the files; None: nothing is verified.
-        counts_bytes: whether the bytes of text are counted too, of sets with a tokenizer.
+        text: how the bytes of text are counted; None: they are not.
     """
 
     def __init__(
@@ -56,14 +52,14 @@ class Validation:
         rows: ValidationRows,
         blocks: VerifiedBlocks | None = None,
         *,
-        counts_bytes: bool = False,
+        text: TextOfSets | None = None,
     ) -> None:
         filled = {name: data for name, data in sets.items() if data.num_tokens}
         self._sets = {**filled, TRAIN: train} if filled else {}
         self._evaluate, self._compiler = evaluate, compiler
         self._sharding, self._rows, self._blocks = sharding, rows, blocks
         self._streams: dict[tuple[str, ValidationBatch], Stream] = {}
-        self._counters = _byte_counters(self._sets) if filled and counts_bytes else {}
+        self._counters: dict[str, Any] = {} if text is None else text.counters()
 
     def check(self, *shapes: Shape) -> None:
         """Raises ValueError where a data set is too small for the batches of a phase."""
@@ -133,54 +129,13 @@ class Validation:
         return {name: (plan.total_steps, plan.tokens(plan.total_steps)) for name, plan in plans.items()}
 
 
-def _byte_counters(sets: Mapping[str, Roxxel]) -> dict[str, Any]:
-    """What counts the bytes of each set to validate on that has a tokenizer on every rank.
-
-    Sets have one vocabulary, or their losses would mean nothing: the tokenizer of the training data is theirs too.
-    """
-    found = {name: data.tokenizer or sets[TRAIN].tokenizer for name, data in sets.items() if name != TRAIN}
-    mine = json.dumps([name for name, tokenizer in found.items() if tokenizer is not None])
-    every = gather_to_primary("tokenizers", mine)
-    both = set(found).intersection(*map(json.loads, every))
-    known = json.loads(broadcast_from_primary("tokenizers", json.dumps(sorted(both))))
-    return {name: byte_counter(one.text_bytes) for name, one in found.items() if one is not None and name in known}
-
-
-def byte_counter(counts: TextBytes) -> Callable[[Any], jax.Array]:
-    """A jitted batch -> int32[], the bytes of the tokens that it predicts; -1 where an id is not in the table.
-
-    The batch is int32[B, L] or a `data.packing.Packed`, and predicts the tokens that `token_losses` counts.
-    """
-    inside, first, size = jnp.asarray(counts.inside), jnp.asarray(counts.first), len(counts.inside)
-
-    def count(batch: Any) -> jax.Array:
-        tokens = getattr(batch, "tokens", batch)
-        before, predicted = tokens[:, :-1], tokens[:, 1:]
-        here = jnp.minimum(predicted, size - 1)
-        found = jnp.where(before == counts.end, first[here], inside[here])
-        if hasattr(batch, "tokens"):
-            found = jnp.where(batch.segments[:, 1:] == batch.segments[:, :-1], found, 0)
-        return jnp.where((predicted < size).all(), found.sum(), -1)
-
-    return jax.jit(count)
-
-
-def gives_nats(loss_fn: LossFn, model: Any) -> bool:
-    """Whether a loss is the mean cross-entropy of the tokens, so that bits per byte follow from it.
-
-    A loss of the user's own may be anything, and `next_token_loss` of a model with experts has their loss in it.
-    """
-    has_second = getattr(getattr(model, "config", None), "has_second_loss", False)
-    return loss_fn is token_losses or (loss_fn is next_token_loss and not has_second)
-
-
 def summarize(losses: Mapping[str, list[dict[str, float]]]) -> dict[str, float]:
     """{"val_loss", "val_loss/<name>", "train_eval_loss", "val_bal", "val_bpb", "val_bpb/<name>"} of `Validation.run`.
 
     Losses are means over predicted tokens: with the loss l and the weight w of a batch (the tokens that it predicts),
     sum(w l) / sum(w). "val_loss" and "val_bal", the balance loss and 0 without one, are of all sets. Where nothing
-    is predicted, the mean is NaN. Bits per byte are sum(w l) / (ln 2 x the bytes of text that are predicted), where
-    these are counted: of all sets, and of each.
+    is predicted, the mean is NaN. Bits per byte, of all sets and of each, are the losses of the text's tokens, in bits,
+    over the bytes of text that they predict, where these are counted.
     """
     result, bits = {}, {}
     for name, batches in losses.items():
@@ -192,15 +147,6 @@ def summarize(losses: Mapping[str, list[dict[str, float]]]) -> dict[str, float]:
         return {}
     bits = {name: value for name, value in {"val_bpb": bits_per_byte(every), **bits}.items() if value is not None}
     return {"val_loss": _mean(every, "loss"), "val_bal": _mean(every, BALANCE), **result, **bits}
-
-
-def bits_per_byte(batches: Sequence[Mapping[str, float]]) -> float | None:
-    """The bits of some batches over the bytes of text that they predict; None where bytes are not known of all."""
-    if any(batch.get(BYTES, -1) < 0 for batch in batches):
-        return None
-    nats = math.fsum(batch["loss"] * batch[WEIGHT] for batch in batches if batch[WEIGHT] != 0)
-    size = sum(batch[BYTES] for batch in batches)
-    return nats / (math.log(2) * size) if size else math.nan
 
 
 def _mean(batches: Sequence[Mapping[str, float]], name: str) -> float:

@@ -10,7 +10,7 @@ from roxxel_dist.checkpoint.metadata import BLOCK_UPDATE
 from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.transformer import Transformer, TransformerBuilder
-from roxxel_dist.train.evaluator import Validation, gives_nats
+from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.exact.own_state import check_own_state
 from roxxel_dist.train.exact.step import make_sharded_steps
 from roxxel_dist.train.parts import Parts
@@ -21,6 +21,7 @@ from roxxel_dist.train.step.repeated_work import MOST, work_ratio
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import Metrics, check_vocabulary, make_eval_step, make_step
 from roxxel_dist.train.task_scores import TaskScores
+from roxxel_dist.train.text_of_sets import TextOfSets, gives_nats
 from roxxel_dist.train.validation_rows import ValidationRows
 
 
@@ -57,7 +58,9 @@ class Programs:
             compute_dtype=dtype,
             skip_bad=options.on_bad_step == "skip",
         )
-        self._evaluate: Any = make_eval_step(split, parts.loss_fn, dtype)
+        sets = parts.validation_sets, parts.training.primary_streamer
+        text = TextOfSets.of(*sets, known=gives_nats(parts.loss_fn, position.view.model))
+        self._evaluate: Any = make_eval_step(split, parts.loss_fn, dtype, text.end)
         evaluate: Any = self._evaluate
         if options.virtual_shards:
             step, evaluate = make_sharded_steps(
@@ -70,6 +73,7 @@ class Programs:
                 compute_dtype=dtype,
                 skip_bad=options.on_bad_step == "skip",
                 in_blocks=position.metadata.exact_update == BLOCK_UPDATE,
+                end=text.end,
             )
         self._step = step
         self._vocabulary: int | None = getattr(getattr(position.view.model, "config", None), "vocab_size", None)
@@ -78,14 +82,13 @@ class Programs:
         saved = position.metadata.validation or {"batches": (), "eval_iters": options.eval_iters}
         rows = ValidationRows.from_dict(saved).with_phases(position.plan.shapes)
         self.validation: Validation = Validation(
-            parts.validation_sets,
-            parts.training.primary_streamer,
+            *sets,
             evaluate,
             compiler,
             parts.sharding,
             rows,
             self.blocks,
-            counts_bytes=gives_nats(parts.loss_fn, position.view.model),
+            text=text,
         )
         self.tasks: TaskScores = TaskScores(
             parts.tasks,

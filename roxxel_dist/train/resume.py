@@ -38,6 +38,7 @@ from roxxel_dist.train.step.optimizer import NamedOptimizer, Optimizer, for_run,
 from roxxel_dist.train.step.schedule import LrSchedule, schedule_change
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.validation_rows import ValidationRows
+from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.base import (
     INITIALIZED_FROM,
     find_checkpoint,
@@ -186,7 +187,7 @@ class _RequestedRun:
             if was not in (None, now):
                 raise UserError(
                     f"{name} is {now or 0}, and the run in {self.folder} has {was}: from step {step + 1} on its bits "
-                    f"would be others. Leave it as it was, or accept that with amend=True"
+                    f"would be others. Leave it as it was, or accept that with {argument('amend')}"
                 )
 
     def _begun_with(self, saved: CheckpointMetadata) -> Plan:
@@ -208,7 +209,7 @@ class _RequestedRun:
                 raise UserError(
                     f"the run in {self.folder} is finished, and was made with another {name} ({old}, now {now[name]}), "
                     f"which would change nothing: put it back. To continue, give its phases more steps and "
-                    f"amend=True, or a larger max_steps. Or start a new run"
+                    f"{argument('amend')}, or a larger max_steps. Or start a new run"
                 )
 
     def fork(self, source: CheckpointRef, skip_steps: tuple[int, int] | None) -> ResumePoint:
@@ -259,7 +260,8 @@ class _RequestedRun:
             name = fields[0]
             raise UserError(
                 f"the run in {folder} was made with another {name} ({getattr(saved, name)}, now "
-                f"{self.fingerprint[name]}): put it back to resume, change it from step {step + 1} on with amend=True, "
+                f"{self.fingerprint[name]}): put it back to resume, change it from step {step + 1} on with "
+                f"{argument('amend')}, "
                 f"or start in a new run directory"
             )
         seed = self.options.seed
@@ -319,7 +321,7 @@ def check_same_bits(was: Mapping[str, Any], now: Mapping[str, Any], virtual_shar
     if other := determinism.changed(*map(determinism.without_topology, (was, now))):
         raise UserError(
             f"virtual_shards is {virtual_shards}, and here the bits of the run would be others: "
-            f"{'; '.join(other)}. Resume it where these are as they were, or accept that with amend=True"
+            f"{'; '.join(other)}. Resume it where these are as they were, or accept that with {argument('amend')}"
         )
 
 

@@ -14,6 +14,7 @@ from roxxel_dist.train.exporter import Exporter
 from roxxel_dist.train.log.base import CRASH_LIMIT_S
 from roxxel_dist.train.position import Position
 from roxxel_dist.train.resources import Resources
+from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.files import BEST, NEWEST
 
 WEIGHTS_LIMIT_S = 600.0
@@ -120,7 +121,7 @@ class Saves:
             self._store.wait()
         except SaveError as error:
             newest = self._store.latest_step()
-            raise SaveError(f"{error}, then continue the run from step {newest} with resume=True") from None
+            raise SaveError(f"{error}, then continue the run from step {newest} with {argument('resume')}") from None
         self.poll()
         if is_primary():
             self._requests.finish(self._position.step)

@@ -26,6 +26,7 @@ from roxxel_dist.data.tokenizer.tokenizer import TOKENIZER_FILE, TOKENIZER_NAMES
 from roxxel_dist.model.lora import LORA_A_SUFFIX, LORA_B_SUFFIX, adapter_shapes, merged, target_of
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.place.run_place import bucket_run, local_run
+from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.files import NEWEST, TensorFiles, has_tensors
 from roxxel_dist.weights.hf_folder import HfFolder, fields_of, is_hf_folder
 
@@ -176,7 +177,10 @@ def base_of(run: Path, metadata: CheckpointMetadata) -> BaseModelRef | None:
 
 def check_base(base: BaseModelRef) -> None:
     """Raises ValueError where the weights that adapters stand on are gone, or others."""
-    cure = f"put {base.checkpoint} back or, if it was moved, name its new place: resume with init_from=NEW_PLACE"
+    cure = (
+        f"put {base.checkpoint} back or, if it was moved, name its new place: resume with "
+        f"{argument('init_from', 'NEW_PLACE')}"
+    )
     try:
         now = fingerprint(base.checkpoint)
     except ValueError as error:
@@ -227,7 +231,7 @@ def with_base(config: Any) -> tuple[Any, str]:
     if config.init_from is None:
         raise UserError(
             "use_lora is True, and init_from names no run: adapters need trained weights, so add "
-            "init_from=RUN, or begin with the config of a run (RUN/config.yaml)"
+            f"{argument('init_from', 'RUN')}, or begin with the config of a run (RUN/config.yaml)"
         )
     return config, ""
 

@@ -121,8 +121,9 @@ def _of_checkpoint(checkpoint: Path) -> tuple[dict[str, np.ndarray], dict[str, n
         folder, older = checkpoint.parent, files.complete(checkpoint.parent)
         steps = [step for step in sorted(older, reverse=True) if step < int(checkpoint.name)]
         whole = next((step for step in steps if not check_checkpoint(folder / str(step), step)), None)
+        why = in_words(check_checkpoint(checkpoint, int(checkpoint.name))) or files.cause(error)
         hint = "no older one is complete" if whole is None else f"name step {whole}, the next older complete one"
-        raise UserError(f"the checkpoint {checkpoint} is damaged ({files.cause(error)}): {hint}") from error
+        raise UserError(f"the checkpoint {checkpoint} is damaged ({why}): {hint}") from error
 
 
 def _metadata_of_adapters(saved: Mapping[str, Any], params: Mapping[str, Any]) -> CheckpointMetadata:

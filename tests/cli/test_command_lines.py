@@ -2,13 +2,20 @@
 
 import ast
 import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 from command_lines import OPTION, SPAN, command_lines, complaint, is_option, listed_commands, problem
 from reader import ROOT
 
-from roxxel_dist.cli.arguments import as_flags
+from roxxel_dist import Roxxel
+from roxxel_dist.checkpoint.metadata import ResumeSpec
+from roxxel_dist.corpus.build import build
+from roxxel_dist.data.files.token_types import smallest_dtype
+from roxxel_dist.data.tokenizer.tokenizer import train_tokenizer
 from roxxel_dist.settings.config import FIELD_TYPES
+from roxxel_dist.utils.voice import argument, command_line
 
 FOLDERS = ("docs", "examples", "launch", "docker", "sweeps", "configs")
 TEXTS = [
@@ -115,17 +122,89 @@ def test_what_messages_name_is_there(path):
 
 
 @pytest.mark.parametrize(
-    ("message", "shown"),
+    ("words", "python", "terminal"),
     [
-        ("continue it with resume=True, or not", "continue it with --resume, or not"),
-        ("name it with data_path=PATH;", "name it with --data_path PATH;"),
-        ("with steps=1:9 and steps=10:12", "with --steps 1:9 and --steps 10:12"),
-        ("with fork=RUN@STEP and attention=xla", "with --fork RUN@STEP and --attention xla"),
-        ("slots=N, lr=3, NCCL_DEBUG=INFO, x.seed=N", "slots=N, lr=3, NCCL_DEBUG=INFO, x.seed=N"),
+        (("resume",), "resume=True", "--resume"),
+        (("data_path", "PATH"), "data_path=PATH", "--data_path PATH"),
+        (("vocab_size", 300), "vocab_size=300", "--vocab_size 300"),
+        (("eos", False), "eos=False", "--eos False"),
     ],
 )
-def test_a_terminal_sees_flags(message, shown):
-    assert as_flags(message) == shown
+def test_an_argument_is_named_as_its_reader_types_it(words, python, terminal):
+    assert argument(*words) == python
+    with command_line():
+        assert argument(*words) == terminal
+        with ThreadPoolExecutor() as pool, command_line():
+            assert pool.submit(argument, *words).result() == terminal
+        assert argument(*words) == terminal
+    assert argument(*words) == python
+
+
+def arguments_of(path):
+    """(line, the name) of each argument that a message of a module tells to give."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "argument":
+            (name, *_) = node.args
+            if isinstance(name, ast.Constant):
+                yield node.lineno, name.value
+
+
+OF_METHODS = {"steps", "passes", "seq_len", "batch_size"}
+"""Parameters of the methods of a `Roxxel`, which no command calls with what a user gives."""
+BY_PROGRAMS = {"block_size", "max_shard_bytes"}
+"""Parameters that no command has under this name."""
+
+
+def test_the_arguments_in_messages_are_flags_and_parameters():
+    found = [(path, *one) for path in PACKAGE.rglob("*.py") for one in arguments_of(path)]
+    assert len(found) > 40
+    for path, line, name in found:
+        assert name in BY_PROGRAMS | OF_METHODS or is_option(f"--{name}"), f"{path}:{line}: no command has --{name}"
+
+
+SPELLED = re.compile(r"(?<![\w.$(=-])([a-z_]+)=(?:True|[A-Z]{2,}|1\b)(?![^()]*\)\.)")
+"""A keyword in a message beside code: one that `argument` would write for its reader."""
+
+
+def test_no_message_spells_an_argument_for_one_kind_of_reader():
+    """But for what Python alone has, and for settings of other programs."""
+    flags = {name for name in FIELD_TYPES if is_option(f"--{name}")} | {"resume", "amend", "fork", "overwrite"}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {text}: write it with `argument`"
+        for path in PACKAGE.rglob("*.py")
+        for line, text in messages(path)
+        if " " in text
+        for name in SPELLED.findall(text)
+        if name in flags - OF_METHODS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_code_in_a_message_stays_code(is_terminal, tmp_path):
+    """What is damaged is replaced by a command or by a program: each is written as it is."""
+    (tmp_path / "a.rox").write_bytes(b"x" * 5000)
+    with command_line() if is_terminal else nullcontext(), pytest.raises(ValueError, match="ROXXEL03") as error:
+        Roxxel(tmp_path / "a.rox")
+    assert "Roxxel(PATH, overwrite=True).write(DOCUMENTS)" in str(error.value)
+    assert "`roxxel-dist data build TEXT --out DIR --overwrite`" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "python", "terminal"),
+    [
+        (lambda: smallest_dtype(0), "vocab_size=0: the", "--vocab_size 0: the"),
+        (lambda: train_tokenizer("byte", [], 3), "vocab_size=3: a byte", "--vocab_size 3: a byte"),
+        (lambda: ResumeSpec(fork=None, skip_steps=(1, 2)), "add fork=RUN@STEP", "add --fork RUN@STEP"),
+        (lambda: build("x", "y", workers=0), "workers=0: processes", "--workers 0: processes"),
+        (lambda: build("x", "y", val_fraction=2), "val_fraction=2: the", "--val_fraction 2: the"),
+        (lambda: build("x", "y", tokenizer="z"), "tokenizer=z: neither", "--tokenizer z: neither"),
+    ],
+)
+def test_messages_in_both_voices(call, python, terminal):
+    for said, voice in ((python, nullcontext()), (terminal, command_line())):
+        with voice, pytest.raises(ValueError, match=re.escape(said)):
+            call()
 
 
 KEYWORD = re.compile(r"(?<![\w.$-])([a-z_]+)=(?=True|False|None|[A-Z]{2,}|1\b)")

@@ -56,6 +56,24 @@ def test_the_same_again_does_nothing(corpus, tmp_path, capsys):
     assert files(corpus) == before
 
 
+def test_documents_that_are_there_already_are_counted(corpus, tmp_path, capsys):
+    """By their tokens, whatever file they come in: those of the build, and of an earlier append."""
+    lines = [text(0), text(7, 3), text(8, 3), "x" * len(text(7, 3)), text(7, 3)]
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in lines))
+    append(tmp_path / "new.jsonl", corpus).close()
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == "1 of these documents were there already: the data set has them twice now"
+    (tmp_path / "other.txt").write_text(text(8, 3))
+    append([tmp_path / "other.txt", tmp_path / "old.txt"], corpus).close()
+    assert capsys.readouterr().err.splitlines()[-1].startswith("2 of these documents were there already")
+    (tmp_path / "fresh.txt").write_text("fresh")
+    append(tmp_path / "fresh.txt", corpus).close()
+    assert "already" not in capsys.readouterr().err
+    np.save(tmp_path / "a.npy", np.frombuffer(b"fresh", np.uint8).astype(np.int64))
+    append(tmp_path / "a.npy", corpus).close()
+    assert "1 of these documents were there already" in capsys.readouterr().err
+
+
 def test_tokens_of_the_same_tokenizer_are_appended(corpus, tmp_path):
     with Roxxel(corpus) as data:
         tokenizer = tmp_path / "data" / "tokenizer.json"

@@ -172,17 +172,20 @@ def test_a_ready_made_tokenizer(texts, tmp_path):
 
 
 def test_what_no_pattern_takes_is_told(texts, tmp_path, capsys):
-    """What is hidden, excluded, or taken by its name is not counted."""
+    """A file that is named is not counted among those that are left out."""
     for name in ("a.log", "sub/b.log", "notes", "x.a1", "x.a2", "x.a3", ".c.log", "excluded/d.log"):
         (texts / name).parent.mkdir(exist_ok=True)
         (texts / name).write_text("left out")
     named = [texts, texts / "x.a3"]
     build(named, tmp_path / "out", tokenizer="byte", exclude=["excluded", "*.a2"])
     said = capsys.readouterr().err
-    told = "left out: 1 empty, 1 not UTF-8, 5 of other kinds: .log, .a1, .png, no ending)"
+    told = (
+        "left out: 1 empty, 1 not UTF-8, 5 of other kinds: .log, .a1, .png, no ending, 3 hidden: .c.log, .git, "
+        ".hidden.txt, 2 of installed packages or caches: __pycache__, site-packages, 2 excluded: excluded, x.a2)"
+    )
     assert f"5 text files, 503 B ({told}\n" in said
     build(named, tmp_path / "out", tokenizer="byte", include=["*.log"], overwrite=True)
-    assert "10 of other kinds: .txt, .a1, .a2, .md, ...)" in capsys.readouterr().err
+    assert "10 of other kinds: .txt, .a1, .a2, .md, ..., 3 hidden" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fraction", [0, 0.5])

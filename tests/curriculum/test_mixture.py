@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -5,7 +7,7 @@ from hypothesis import strategies as st
 
 from roxxel_dist import Curriculum, Phase, Roxxel
 from roxxel_dist.curriculum.mixture import BLOCK, Mixture
-from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.curriculum.plan import APART, Plan
 from roxxel_dist.curriculum.segments import Shape
 
 weights = st.lists(st.floats(1e-3, 1), min_size=1, max_size=6)
@@ -27,6 +29,26 @@ def test_shares_are_exact_at_every_block_end_and_at_the_end(shares, items, key):
         counts = np.bincount(chosen[:end], minlength=len(shares))
         assert np.abs(counts - exact * end).max() < 1
         assert np.array_equal(counts, blend.counts(end))
+
+
+@given(weights, st.integers(1, 5000), st.integers(0, 2**31))
+def test_blocks_are_what_the_pages_say(shares, items, key):
+    """64 items; 128, 256 and so on where a share is below 1/64. The last one has what fills none: less than one more.
+
+    So at the end of every block, and of all, each data set is within one item of its share; within a block it may be
+    further away.
+    """
+    blend = Mixture(shares, items, (key,))
+    least = min(shares) / sum(shares)
+    block = next(64 * 2**n for n in range(20) if 64 * 2**n * least >= 1)
+    assert blend.block == block
+    chosen, _ = blend.choose(0, items)
+    exact = np.asarray(shares) / sum(shares)
+    ends = [0, *range(block, items - block + 1, block), items] if items > block else [0, items]
+    assert max(np.diff(ends)) < 2 * block
+    for first, end in itertools.pairwise(ends):
+        assert np.abs(np.bincount(chosen[:end], minlength=len(shares)) - exact * end).max() <= 1 + 1e-9
+        assert np.abs(np.bincount(chosen[first:end], minlength=len(shares)) - exact * (end - first)).max() < 2
 
 
 @given(weights, st.integers(1, 1000), st.data())
@@ -109,6 +131,41 @@ def test_what_is_used_up_leaves_and_comes_back_in_the_next_pass(blend):
     text = plan.describe()
     assert "'code' is used up and leaves the blend" in text
     assert "all tokens of 'self', 'code', 'books' are read: the next pass begins" in text
+
+
+@pytest.mark.parametrize("blend", ["step", "row"])
+@pytest.mark.parametrize("order", ["spread", "apart"])
+def test_the_shares_that_a_plan_shows_are_those_it_reads(blend, order):
+    """Where a data set is used up, its share is not the one asked for, and the table has both."""
+    phase = shape(900, 8, 129, blend, self=0.3, code=0.4, books=0.3)
+    options = {} if order == "spread" else {"order": APART}
+    plan = Plan([phase], DATA, 5, **options)
+    rows = np.bincount(np.concatenate([plan.rows(step).dataset for step in range(900)]), minlength=3)
+    assert plan.rows_read(0, 900) == dict(zip(plan.datasets, rows.tolist(), strict=True))
+    first = plan.describe().splitlines()[1]
+    share = {name: f"{count / rows.sum():.0%}" for name, count in zip(plan.datasets, rows, strict=True)}
+    if order == "apart":
+        assert f"self 30%, code 40%, books 30% by {blend}" in first
+    else:
+        assert f"code {share['code']} (40% asked)" in first
+        assert f"self {share['self']} (30% asked)" in first
+
+
+def test_a_data_set_that_a_short_phase_never_reads_is_shown():
+    plan = Plan([shape(60, 8, 129, "step", self=0.9996, code=0.0004)], DATA, 5)
+    assert plan.rows_read(0, 60) == {"self": 480, "code": 0, "books": 0}
+    assert "self 100%, code nothing (0.04% asked) by step" in plan.describe()
+
+
+def test_rows_of_many_passes_are_counted_at_once():
+    long = Plan([shape(10**12, 4, 129, "row", self=0.3, code=0.4, books=0.3)], DATA, 5)
+    assert sum(long.rows_read(0, 10**12).values()) == 4 * 10**12
+    short, limited = (
+        Plan([shape(3000, 4, 129, "row", self=0.3, code=0.4, books=0.3)], DATA, 5, max_passes=limit)
+        for limit in (None, 999)
+    )
+    for first, stop in ((0, 3000), (7, 2990), (250, 251)):
+        assert short.rows_read(first, stop) == limited.rows_read(first, stop)
 
 
 REPEATING = {

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models
 
 from roxxel_dist import Roxxel
-from roxxel_dist.data.tokenizer.tokenizer import train_tokenizer
+from roxxel_dist.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from roxxel_dist.settings.config import Config
 from roxxel_dist.sweep.driver.logged_metric import check_of_trainings
 from roxxel_dist.sweep.space.sweep_file import sweep_of
@@ -30,6 +32,12 @@ def test_bits_per_byte_need_text(tmp_path):
         check({"name": "val_bpb"}, {"loss": "mine:loss"}, path)
     train_tokenizer("byte", []).save(path / "tokenizer.json")
     check({"name": "val_bpb"}, {}, path)
+    changing = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "</s>": 1}, unk_token="[UNK]"))
+    Tokenizer(changing).save(path / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"val_bpb needs the bytes of the text, and the shards in .*ids do not have"):
+        check({"name": "val_bpb"}, {}, path)
+    with pytest.raises(ValueError, match=r"val_bpb/code needs the bytes of the text"):
+        check({"name": "val_bpb/code"}, validation, path)
     (tmp_path / "text.txt").write_text("text gets a tokenizer")
     check({"name": "val_bpb"}, {}, tmp_path / "text.txt")
 

@@ -2,18 +2,23 @@
 
 import math
 
+import jax
 import numpy as np
+import optax
 import pytest
+import tokenizers
 from runs import model, rows, train
+from tokenizers import models, pre_tokenizers, trainers
 
 from roxxel_dist import Phase, Roxxel
 from roxxel_dist.corpus.build import build
 from roxxel_dist.curriculum.even_rows import SpreadRows
-from roxxel_dist.data.tokenizer.tokenizer import train_tokenizer
-from roxxel_dist.model.loss import next_token_loss, token_losses
-from roxxel_dist.train.evaluator import BYTES, TRAIN, summarize
+from roxxel_dist.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
+from roxxel_dist.model.loss import END_NATS, next_token_loss, token_losses
+from roxxel_dist.train.evaluator import TRAIN, summarize
+from roxxel_dist.train.text_of_sets import BYTES
 
-TEXTS = [f"{number} bottles of bière on the wall, 東京 🙂 " * (3 + number) for number in range(24)]
+TEXTS = [f"{number} bottles of bière on the wall, 東京 🙂 " * (1 + number % 4) for number in range(24)]
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +32,13 @@ def sets(tmp_path_factory):
     for kind in ("byte", "bpe"):
         train_tokenizer(kind, TEXTS, 320 if kind == "bpe" else None).save(folder / f"{kind}.json")
         made[kind] = build(folder / "in", folder / kind, tokenizer=folder / f"{kind}.json", progress=False)
+    lossy = tokenizers.Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    lossy.pre_tokenizer = pre_tokenizers.Whitespace()
+    lossy.train_from_iterator(TEXTS[:9], trainers.WordLevelTrainer(special_tokens=["[UNK]", "</s>"]))
+    Tokenizer(lossy, "</s>").save(folder / "words.json")
+    made["words"] = build(
+        folder / "in", folder / "words", tokenizer=folder / "words.json", eos_token="</s>", progress=False
+    )
     with Roxxel(folder / "ids_*.rox") as bare:
         bare.write((np.asarray(one) for one in made["byte"]), vocab_size=257, separator=256)
     return made | {"ids": Roxxel(folder / "ids_*.rox")}
@@ -36,26 +48,37 @@ def validated(data, path, phase, loss_fn=token_losses, **options):
     """The row of the first validation of a run."""
     vocabulary = data.vocab_size
     options = {"val_fraction": 0.3, "eval_iters": 3, "model": lambda: model(vocab_size=vocabulary)} | options
+    options["optimizer"] = optax.sgd(0.0)
     train(data, path, [phase], loss_fn=loss_fn, **options)
     return rows(path)[0]
 
 
+def nats_after(data):
+    """[V, V]: the loss of each token after each, of the model before its first step."""
+    vocabulary = data.vocab_size
+    logits = model(vocab_size=vocabulary)(np.arange(vocabulary)[None])[0]
+    return -np.asarray(jax.nn.log_softmax(logits), np.float64)
+
+
 def predicted(data, phase, iters):
-    """(tokens, bytes) that a validation predicts, by the definition."""
-    tokenizer = data.tokenizer
+    """(nats, bytes, ends) of the text that a validation predicts, by the definition."""
+    tokenizer, losses = data.tokenizer, nats_after(data)
     found = SpreadRows(data.ranges, phase.shape, iters)
-    tokens = size = 0
+    nats = size = ends = 0
     for step in range(found.total_steps):
         batch = found.rows(step)
         ids, counted = data.read(batch.offset, batch.seq_len), None
         if phase.packing == "documents":
             segments, _ = data.segments(batch.offset, batch.seq_len)
             counted = segments[:, 1:] == segments[:, :-1]
-        ids = ids[:, 1:].ravel() if counted is None else ids[:, 1:][counted]
-        tokens += len(ids)
+        counted = (ids[:, 1:] >= 0) if counted is None else counted
+        of_text = counted & (ids[:, 1:] != tokenizer.eos_id)
+        nats += losses[ids[:, :-1], ids[:, 1:]][of_text].sum()
+        ends += (counted & ~of_text).sum()
+        ids = ids[:, 1:][of_text]
         names = {number: name for name, number in tokenizer._inner.get_vocab().items()}
-        size += sum(len(names[number]) for number in ids.tolist() if number != tokenizer.eos_id)
-    return tokens, size
+        size += sum(len(names[number]) for number in ids.tolist())
+    return nats, size, ends
 
 
 @pytest.mark.parametrize(
@@ -70,22 +93,23 @@ def predicted(data, phase, iters):
 def test_the_bits_of_a_validation_over_its_bytes(sets, tmp_path, kind, packing):
     data, phase = sets[kind], Phase(2, 4, 33, packing=packing)
     row = validated(data, tmp_path, phase, loss_fn=next_token_loss)
-    tokens, size = predicted(data.split(0.3)[1], phase, 3)
-    assert row["val_bpb"] == pytest.approx(row["val_loss"] * tokens / math.log(2) / size, rel=1e-6)
-    if kind == "byte":  # an id is a byte, but for ends of documents
-        assert 0 <= tokens - size <= len(TEXTS)
+    nats, size, ends = predicted(data.split(0.3)[1], phase, 3)
+    assert row["val_bpb"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+    assert ends or packing == "contiguous"
 
 
-@pytest.mark.parametrize("kind", ["bpe", pytest.param("byte", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["bpe", "words", pytest.param("byte", marks=pytest.mark.long)])
 def test_the_bytes_of_a_whole_set_are_those_of_its_documents(sets, tmp_path, kind):
     """Named sets of one row each, which is all of them: the number is that of the text, but for its first token."""
     data = sets[kind]
     phase = Phase(1, 1, data.num_tokens)
     row = validated(data, tmp_path, phase, val_fraction=0.0, validation={"all": data, "again": data})
     first = data.tokenizer.text_bytes.first[data.read(np.zeros(1, np.int64), 1)[0, 0]]
-    size = sum(len(text.encode()) for text in TEXTS) - first
-    bits = row["val_loss/all"] * (data.num_tokens - 1) / math.log(2)
-    assert row["val_bpb/all"] == pytest.approx(bits / size, rel=1e-6)
+    size = sum(len(text.encode()) for text in TEXTS) - first * data.text_scale()
+    assert (data.text_scale() > 1.01) == (kind == "words")
+    ids = data.read(np.zeros(1, np.int64), data.num_tokens)[0]
+    nats = nats_after(data)[ids[:-1], ids[1:]][ids[1:] != data.tokenizer.eos_id].sum()
+    assert row["val_bpb/all"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
     assert row["val_bpb/all"] == row["val_bpb/again"] == pytest.approx(row["val_bpb"], rel=1e-9)
 
 
@@ -108,6 +132,7 @@ def test_where_the_text_is_not_known(sets, tmp_path):
         ({"v": [(1.0, 8, 16)], "w": [(2.0, 8, 8)]}, {"val_bpb": 1.0, "val_bpb/v": 0.5, "val_bpb/w": 2.0}),
         ({"v": [(1.0, 8, 16), (math.nan, 0, 0)]}, {"val_bpb": 0.5, "val_bpb/v": 0.5}),
         ({"": [(3.0, 2, 6)]}, {"val_bpb": 1.0}),
+        ({"v": [(1.0, 8, 4, 2.0), (1.0, 8, 4, 6.0)]}, {"val_bpb": 1.0, "val_bpb/v": 1.0}),
         ({"v": [(1.0, 8, 16)], "w": [(2.0, 8, None)]}, {"val_bpb/v": 0.5}),  # one without a tokenizer
         ({"v": [(1.0, 8, 16), (1.0, 8, -1)]}, {}),  # ids that its tokenizer does not know
         ({"v": [(1.0, 2, 0)]}, {"val_bpb": math.nan, "val_bpb/v": math.nan}),  # ends of documents alone
@@ -115,11 +140,12 @@ def test_where_the_text_is_not_known(sets, tmp_path):
     ],
 )
 def test_of_several_sets(batches, expected):
-    """(bits, weight, bytes) of each batch."""
+    """(bits, weight, bytes, and the nats of ends) of each batch."""
     losses = {
         name: [
-            {"loss": bits * math.log(2), "loss_weight": weight} | ({} if size is None else {BYTES: size})
-            for bits, weight, size in of_set
+            {"loss": bits * math.log(2), "loss_weight": weight, END_NATS: sum(ends) * math.log(2)}
+            | ({} if size is None else {BYTES: size})
+            for bits, weight, size, *ends in of_set
         ]
         for name, of_set in batches.items()
     }

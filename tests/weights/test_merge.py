@@ -230,6 +230,22 @@ def test_nothing_is_replaced_and_nothing_half_is_left(work, capsys):
     assert main(["merge", "run@2,4,8", "--out", "merged"]) == 0
 
 
+@pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
+def test_a_damaged_file_is_named_and_no_library_speaks(work, how, capsys):
+    """Where text is generated too: the largest file of the weights, in a line that people read."""
+    files = [path for path in (work / "run" / "checkpoints" / "8").rglob("*") if path.is_file()]
+    path = max(files, key=lambda file: file.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 :] = bytes(255 - one for one in data[len(data) // 2 :]) if how == "flipped" else b""
+    path.unlink() if how == "gone" else path.write_bytes(data)
+    assert main(["generate", "run", "--prompt", "x"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert path.name in said
+    assert said.count("\n") == 0
+    assert len(said) < 500
+    assert not [word for word in ("zarr", "OCDBT", "ocdbt.", "source") if word in said.replace("ocdbt.process", "")]
+
+
 def test_it_is_no_run_to_go_on_with(work, data, capsys):
     assert main(["merge", "run@2:8", "--out", "merged"]) == 0
     for words in (["--fork", "merged@8", "--run_dir", "new"], ["--run_dir", "merged", "--resume", "--max_steps", "9"]):

@@ -76,13 +76,26 @@ def find_shards(path: DataPath) -> list[Path]:
     return (
         Target.of(text).shards()
         or _glob(f"{prefix}*{ENDING}")
-        or _with_pairs([name for name in exact if name.exists()][:1])
+        or _with_pairs([name for name in exact if is_file(name)][:1])
         or _preferred(_glob(f"{prefix}*"))
     )
 
 
 def _glob(pattern: str) -> list[Path]:
-    return sorted(Path(name) for name in glob.glob(pattern, recursive=True) if os.path.isfile(name))
+    return sorted(path for name in glob.glob(pattern, recursive=True) if is_file(path := Path(name)))
+
+
+def is_file(path: Path) -> bool:
+    """Whether a path is a file. Raises ValueError for a broken link with the ending of a token file: that its tokens
+    are missing would show in no other way."""
+    if path.is_file():
+        return True
+    if path.suffix in ENDINGS and path.is_symlink() and not os.path.exists(path):
+        raise UserError(
+            f"{path} is a link to {os.readlink(path)}, which is not there: fetch the file (as with `git annex get` or "
+            "`dvc pull`), or remove the link"
+        )
+    return False
 
 
 def _preferred(paths: Iterable[Path]) -> list[Path]:
@@ -98,7 +111,7 @@ def _with_pairs(paths: Sequence[Path]) -> list[Path]:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    shards = _preferred(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file())
+    shards = _preferred(path for path in folder.iterdir() if not path.name.startswith(".") and is_file(path))
     splits = [path for path in shards if path.suffix != ENDING and path.stem in ("train", "val")]
     if not shards:
         splits = [path for path in (folder / "train", folder / "val") if any(path.glob(f"*{ENDING}"))]

@@ -16,11 +16,11 @@ All numbers are little-endian. T tokens of I bytes, D documents, B = ceil(T * I 
 begins at token 0 and the last ends at token T.
 """
 
-import dataclasses
 import hashlib
 import json
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -31,13 +31,17 @@ MAGIC = b"ROXXEL03"
 HEADER_BYTES = 4096
 FOOTER = struct.Struct("<q8s6q3Q8s")
 SIGNED_BYTES = FOOTER.size - 16
-REPLACE = "Build the data again, replace it with Roxxel(PATH, overwrite=True).write(DOCUMENTS), or take the file away"
+REPLACE = (
+    "Copy it again from where it is whole; or write it again: `roxxel-dist data build TEXT --out DIR --overwrite`, "
+    "in a program Roxxel(PATH, overwrite=True).write(DOCUMENTS)"
+)
 DTYPES = frozenset({"|u1", "<u2", "<u4", "<u8", "|i1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """The metadata of a shard: the fields of its JSON object, which has exactly these keys, sorted."""
+    """The metadata of a shard: the fields of its JSON object, which has exactly these keys, sorted; without the last
+    two where they are None."""
 
     tokens: int
     documents: int
@@ -53,6 +57,15 @@ class Metadata:
     """Tokens and documents in the shards before this one."""
     chain: str
     """blake2b-128 in hex of the previous shard's chain and of this shard's checksums and metadata."""
+    text_bytes: int | None = None
+    """UTF-8 bytes of the documents' texts; None where they are not known, or those of the tokens."""
+    counted_bytes: int | None = None
+    """The bytes of the same documents by the table of the tokenizer, which may change a text."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object."""
+        optional = ("text_bytes", "counted_bytes")
+        return {name: value for name, value in vars(self).items() if name not in optional or value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,15 +106,14 @@ def end_of_tokens(dtype: np.dtype, tokens: int) -> int:
 
 def chain_of(previous: str, metadata: Metadata, dtype: np.dtype, ends_checksum: int, sums_checksum: int) -> str:
     """The chain fingerprint of a shard whose predecessor has the chain `previous` ("" for the first)."""
-    fields = vars(metadata) | {"chain": previous}
+    fields = metadata.to_dict() | {"chain": previous}
     content = [dtype.str, ends_checksum, sums_checksum, fields]
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def pack_end(layout: Layout) -> bytes:
     """The metadata and the footer of a file."""
-    metadata = dataclasses.asdict(layout.metadata)
-    meta = json.dumps(metadata, sort_keys=True, separators=(",", ":")).encode("ascii")
+    meta = json.dumps(layout.metadata.to_dict(), sort_keys=True, separators=(",", ":")).encode("ascii")
     numbers = FOOTER.pack(
         layout.metadata.tokens,
         layout.dtype.str.encode("ascii"),

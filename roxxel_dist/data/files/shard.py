@@ -22,6 +22,7 @@ from roxxel_dist.data.files.format import (
     pack_end,
     parse,
 )
+from roxxel_dist.data.files.limits import LARGEST_BLOCK, check_range
 from roxxel_dist.data.files.reader import map_files
 from roxxel_dist.objects.url import ObjectUrl
 
@@ -208,8 +209,7 @@ class ShardSettings:
     tokenizer_fingerprint: str | None = None
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise UserError(f"block_size={self.block_size}: bytes a checksum, at least 1; 4096 is a good choice")
+        check_range("block_size", self.block_size, LARGEST_BLOCK, "bytes of a checksum")
 
 
 class ShardWriter:
@@ -224,6 +224,7 @@ class ShardWriter:
         self.settings = settings
         self.tokens: int = 0
         self._after = after
+        self._text_bytes = self._counted_bytes = 0
         self._ends = array("q")
         self._sums = array("Q")
         self._pending = bytearray()
@@ -238,8 +239,10 @@ class ShardWriter:
         """Bytes of tokens added so far, separators included."""
         return self.tokens * self.settings.dtype.itemsize
 
-    def add(self, document: np.ndarray) -> None:
-        """Append one document, [tokens] of the shard's dtype, and the separator."""
+    def add(self, document: np.ndarray, text_bytes: int = 0, counted_bytes: int = 0) -> None:
+        """Append one document, [tokens] of the shard's dtype, and the separator; see `Metadata` for its bytes."""
+        self._text_bytes += text_bytes
+        self._counted_bytes += counted_bytes
         for start in range(0, len(document), PIECE_TOKENS):
             self._add(np.ascontiguousarray(document[start : start + PIECE_TOKENS]).data.cast("B"))
         self._add(self._tail)
@@ -277,6 +280,8 @@ class ShardWriter:
             first_token=after.first_token + after.tokens if after else 0,
             first_document=after.first_document + after.documents if after else 0,
             chain="",
+            text_bytes=self._text_bytes or None,
+            counted_bytes=self._counted_bytes if self._text_bytes else None,
         )
         chain = chain_of(after.chain if after else "", metadata, dtype, ends_checksum, sums_checksum)
         layout = Layout(

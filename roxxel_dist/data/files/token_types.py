@@ -6,6 +6,7 @@ import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.format import DTYPES
+from roxxel_dist.utils.voice import argument
 
 
 def as_array(item: Any, number: int) -> np.ndarray:
@@ -26,7 +27,7 @@ def as_array(item: Any, number: int) -> np.ndarray:
 def smallest_dtype(vocab_size: int) -> np.dtype:
     """The smallest unsigned dtype that holds the ids 0 to `vocab_size - 1`."""
     if not 1 <= vocab_size <= 1 << 32:
-        raise UserError(f"vocab_size={vocab_size}: the number of token ids, from 1 to 2^32")
+        raise UserError(f"{argument('vocab_size', vocab_size)}: the number of token ids, from 1 to 2^32")
     return np.dtype(np.min_scalar_type(vocab_size - 1)).newbyteorder("<")
 
 
@@ -36,9 +37,9 @@ def storage_dtype(dtype: Any) -> np.dtype:
     try:
         stored = np.dtype(dtype).newbyteorder("<")
     except TypeError as error:
-        raise UserError(f"dtype={dtype}: no such dtype; {held}") from error
+        raise UserError(f"{argument('dtype', dtype)}: no such dtype; {held}") from error
     if stored.str not in DTYPES:
-        raise UserError(f"dtype={dtype}: {held}")
+        raise UserError(f"{argument('dtype', dtype)}: {held}")
     return stored
 
 
@@ -46,7 +47,8 @@ def cast_lossless(array: np.ndarray, dtype: np.dtype, vocab_size: int | None, nu
     """The same values in `dtype`; ValueError if one would change, or is not an id below `vocab_size`."""
     if vocab_size is not None and len(array) and not (array.min() >= 0 and array.max() < vocab_size):
         raise UserError(
-            f"document {number} has ids from {array.min()} to {array.max()}: with vocab_size={vocab_size} they are "
+            f"document {number} has ids from {array.min()} to {array.max()}: with "
+            f"{argument('vocab_size', vocab_size)} they are "
             f"0 to {vocab_size - 1}. Was it made with another tokenizer?"
         )
     if array.dtype == dtype:

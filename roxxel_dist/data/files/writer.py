@@ -5,12 +5,15 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.atomic_dir import FINISH_LIMIT_S, publish, staging, writing
 from roxxel_dist.data.files.discovery import Target
 from roxxel_dist.data.files.format import Metadata
+from roxxel_dist.data.files.limits import MOST_SHARD_BYTES, check_range
 from roxxel_dist.data.files.shard import DEFAULT_BLOCK_SIZE, ShardSettings, ShardWriter
 from roxxel_dist.data.files.slices import TokenFile, open_slices
 from roxxel_dist.data.files.token_types import as_array, cast_lossless, separator_value, smallest_dtype, storage_dtype
@@ -31,8 +34,8 @@ class WriteOptions:
     tokenizer_fingerprint: str | None = None
 
     def __post_init__(self) -> None:
-        if self.max_shard_bytes is not None and self.max_shard_bytes < 1:
-            raise UserError(f"max_shard_bytes={self.max_shard_bytes}: bytes of tokens a shard, at least 1, or None")
+        if self.max_shard_bytes is not None:
+            check_range("max_shard_bytes", self.max_shard_bytes, MOST_SHARD_BYTES, "bytes of tokens in a shard")
         if self.vocab_size is not None:
             smallest_dtype(self.vocab_size)
 
@@ -54,6 +57,16 @@ class WriteOptions:
         return replace(self, **existing)
 
 
+class TextDocument(NamedTuple):
+    """A document of a text that its tokenizer may change."""
+
+    tokens: np.ndarray
+    text_bytes: int
+    """UTF-8 bytes of the text."""
+    counted_bytes: int
+    """The bytes of the tokens by `TextBytes`."""
+
+
 def write_shards(
     folder: Path,
     name: Callable[[int], str],
@@ -69,7 +82,11 @@ def write_shards(
     is the last existing shard; `finished` is called with each complete shard. Returns the number of shards, 0 if there
     were no items; if an item is refused (ValueError), no shards are left.
     """
-    documents = ((number, as_array(item, number)) for number, item in enumerate(items))
+    documents = (
+        (number, as_array(item[0], number), item[1:]) if isinstance(item, TextDocument)
+        else (number, as_array(item, number), ())
+        for number, item in enumerate(items)
+    )  # fmt: skip
     first = next(documents, None)
     if first is None:
         return 0
@@ -89,7 +106,7 @@ def write_shards(
     written: list[Path] = []
     writer: ShardWriter | None = None
     try:
-        for number, raw in chain([first], documents):
+        for number, raw, sizes in chain([first], documents):
             document = cast_lossless(raw, dtype, options.vocab_size, number)
             size = (len(document) + per_document) * dtype.itemsize
             if writer is not None and limit is not None and writer.token_bytes + size > limit:
@@ -100,7 +117,7 @@ def write_shards(
                 path = folder / name(after.index + 1 if after else 0)
                 written.append(path)
                 writer = ShardWriter(path, settings, after=after)
-            writer.add(document)
+            writer.add(document, *sizes)
         if writer is not None:
             writer.finish()
             finished(written[-1])

@@ -3,6 +3,8 @@
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.utils.component import component
 
+MOST_GB, MOST_SECONDS = 1e9, 1e7
+
 
 @component
 class RemoteConfig:
@@ -19,6 +21,6 @@ class RemoteConfig:
     def __post_init__(self) -> None:
         if self.cache_dir == "":
             raise UserError("cache_dir is empty: name a folder, or leave it out")
-        for name in ("cache_gb", "store_timeout"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name} is {getattr(self, name)}: it must be above 0")
+        for name, most in (("cache_gb", MOST_GB), ("store_timeout", MOST_SECONDS)):
+            if not 0 < getattr(self, name) <= most:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be above 0, and at most {most:,.0f}")

@@ -8,7 +8,7 @@ For the document ends it also has the first number of each 64 KiB, and the cuts 
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +21,8 @@ import xxhash
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.format import FOOTER, HEADER_BYTES, Layout, checksum, npy_header, parse_end
 from roxxel_dist.data.files.shard import check_ends
+from roxxel_dist.data.files.writer import BUILD_FILE
+from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE
 from roxxel_dist.objects.store import ObjectInfo, ObjectStore
 
 INDEX = "shards.index"
@@ -86,6 +88,12 @@ def write_index(store: ObjectStore) -> str:
 def is_shard(key: str) -> bool:
     """Whether a key, relative to the prefix of a data set, is that of a shard."""
     return key.endswith(".rox") and "/" not in key and not key.startswith(".")
+
+
+def not_in_index(keys: Iterable[str]) -> list[str]:
+    """The keys, relative to the prefix of a data set, that its index leaves out; not those that belong beside it."""
+    beside = {INDEX, TOKENIZER_FILE, CONFIG_FILE, BUILD_FILE}
+    return sorted(key for key in keys if not is_shard(key) and key not in beside)
 
 
 def read_ends(store: ObjectStore, shards: Sequence[ObjectInfo]) -> list[ShardEntry]:

@@ -8,6 +8,7 @@ from roxxel_dist.data.remote.index import INDEX, write_index
 from roxxel_dist.objects.copy import Advance, Copied, copy_to_bucket
 from roxxel_dist.objects.store import ObjectStore
 from roxxel_dist.objects.tree import Source, SourceFile
+from roxxel_dist.utils.voice import argument
 
 
 def copy_data(
@@ -71,7 +72,9 @@ def _make_room(store: ObjectStore, names: set[str], folders: set[str], overwrite
     strange = sorted(key for key in there - names if key.endswith(ENDING) and folder_of(key) in folders)
     if strange and not overwrite:
         which = ", ".join(strange[:3])
-        raise UserError(f"{store.url} has another data set ({which}): choose another place, or give overwrite=True")
+        raise UserError(
+            f"{store.url} has another data set ({which}): choose another place, or give {argument('overwrite')}"
+        )
     if overwrite:
         store.delete(sorted(there & {f"{folder}/{INDEX}".lstrip("/") for folder in folders}))
         store.delete(strange)

@@ -40,6 +40,11 @@ class SentencePieceTokenizer(Tokenizer):
             raise UserError(f"{path}: not a SentencePiece model (it has no pieces). Put the right file there")
 
     @property
+    def is_lossless(self) -> bool:
+        """False: a normalizer is a part of most models."""
+        return False
+
+    @property
     def cuttable(self) -> bool:
         """False: a model may put something before every text."""
         return False
@@ -52,6 +57,10 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids."""
         return self._processor.Decode([int(number) for number in ids])
+
+    def decode_batch(self, ids: Sequence[list[int]]) -> list[str]:
+        """The text of each list of ids."""
+        return self._processor.Decode([list(map(int, one)) for one in ids]) if ids else []
 
     @property
     def ids(self) -> list[int]:
@@ -69,8 +78,8 @@ class SentencePieceTokenizer(Tokenizer):
         model, size = self._processor, self.vocab_size
         known = {n: 0 for n in range(size) if model.IsControl(n) or model.IsUnknown(n) or model.IsUnused(n)}
         known |= {n: 1 for n in range(size) if model.IsByte(n)}
-        end = self.eos_id if self._eos_token or model.eos_id() >= 0 else -1
-        return by_decoding(lambda ids: model.Decode(list(ids)), size, known | ({end: 0} if end >= 0 else {}), end)
+        end = self.end_id
+        return by_decoding(self.decode_batch, size, known | ({end: 0} if end >= 0 else {}), end)
 
     @property
     def text_start(self) -> list[int]:
@@ -87,6 +96,16 @@ class SentencePieceTokenizer(Tokenizer):
             shown = f"no piece {self._eos_token!r}" if self._eos_token else "no piece that ends a text"
             raise UserError(f"this SentencePiece model has {shown}. {NAME_THE_END}")
         return number
+
+    @property
+    def end_id(self) -> int:
+        """As `eos_id`; -1 where there is none."""
+        return self.eos_id if self._eos_token or self._processor.eos_id() >= 0 else -1
+
+    @property
+    def unknown_id(self) -> int:
+        """The id of an unknown character."""
+        return self._processor.unk_id()
 
     @property
     def eos_token(self) -> str:

@@ -19,6 +19,11 @@ class TextBytes(NamedTuple):
     end: int
     """The id of end-of-text, which the first token of a document follows; -1 where there is none."""
 
+    def of(self, ids: np.ndarray, separated: bool) -> int:
+        """The bytes of a document's ids [tokens]; where documents are not separated, no token counts as the first."""
+        first = self.first[ids[:1]] if separated else self.inside[ids[:1]]
+        return int(first.sum()) + int(self.inside[ids[1:]].sum(dtype=np.int64))
+
 
 def by_decoding(
     decode: Callable[[Sequence[list[int]]], Sequence[str]], size: int, known: Mapping[int, int], end: int

@@ -22,6 +22,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.tokenizer.text_bytes import TextBytes, by_decoding
+from roxxel_dist.utils.voice import argument
 
 Kind = Literal["char", "byte", "bpe"]
 EOS = "<|endoftext|>"
@@ -34,6 +35,8 @@ SMALLEST_BPE = 257
 BYTE_LEVEL = '"ByteLevel"'
 BYTE_FALLBACK, BYTE = '"ByteFallback"', re.compile("<0x[0-9A-F]{2}>")
 DEFAULT_BPE = 8192
+LARGEST_VOCABULARY = 1 << 22
+EVERY_CHARACTER = r"[\s\S]"
 
 
 LONGEST_WORD = 128
@@ -59,6 +62,11 @@ class Tokenizer:
         # The library does not save this setting in the file.
         inner.encode_special_tokens = True
         self._described: dict[str, Any] = json.loads(inner.to_str())
+        if (plain := _plain_end(self._described, self._end_token)) is not None:
+            # Else its letters in a text would become the id, and end a document in its middle.
+            plain["special"] = True
+            self._inner = inner = tokenizers.Tokenizer.from_str(json.dumps(self._described))
+            inner.encode_special_tokens = True
         self.kind: str = _kind(self._described)
         self._characters = frozenset(self._described["model"]["vocab"]) if self.kind == "char" else None
         if BYTE_FALLBACK in json.dumps(self._described["decoder"]):
@@ -73,6 +81,25 @@ class Tokenizer:
         plain = splitter.get("type") == "ByteLevel" and not splitter["add_prefix_space"] and splitter["use_regex"]
         ours = plain and self._described["model"]["type"] == "BPE" and not self._described["added_tokens"][1:]
         return self._described["normalizer"] is None and (ours or self.kind == "char")
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether its parts prove that every text comes back from its ids, and that `text_bytes` are those of the text.
+
+        So of own kinds, and of byte-level BPE without a normalizer, as GPT-2's and Llama 3's.
+        """
+        if self.kind == "char":
+            splitter = self._described["pre_tokenizer"] or {}
+            return self._described["normalizer"] is None and splitter.get("pattern") == {"Regex": EVERY_CHARACTER}
+        model = self._described["model"]
+        plain = self._described["normalizer"] is None and (self._described["decoder"] or {}).get("type") == "ByteLevel"
+        if not plain or model["type"] != "BPE" or not _keeps_text(self._described["pre_tokenizer"]):
+            return False
+        if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix") or model.get("byte_fallback"):
+            return False
+        added = [one for one in self._described["added_tokens"] if not one["special"]]
+        strips = any(one["lstrip"] or one["rstrip"] or one["normalized"] for one in added)
+        return not strips and set(_byte_letters()) <= model["vocab"].keys()
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without end-of-text.
@@ -135,10 +162,9 @@ class Tokenizer:
     @property
     def eos_token(self) -> str:
         """Name of the token that ends a document. ValueError if it has no token of the given or the usual names."""
+        if (name := self._end_token) is not None:
+            return name
         names = EOS_NAMES if self._eos_token is None else (self._eos_token,)
-        for name in names:
-            if self._inner.token_to_id(name) is not None:
-                return name
         raise UserError(f"this tokenizer has no end-of-text token: none of {', '.join(names)} is in it. {NAME_THE_END}")
 
     @property
@@ -149,21 +175,43 @@ class Tokenizer:
         return number
 
     @property
+    def _end_token(self) -> str | None:
+        """As `eos_token`; None where there is none."""
+        names = EOS_NAMES if self._eos_token is None else (self._eos_token,)
+        return next((name for name in names if self._inner.token_to_id(name) is not None), None)
+
+    @property
+    def end_id(self) -> int:
+        """As `eos_id`; -1 where there is none."""
+        name = self._end_token
+        return -1 if name is None else self._inner.token_to_id(name) or 0
+
+    @property
+    def unknown_id(self) -> int:
+        """The id of an unknown character or word; -1 where there is none."""
+        model = self._described["model"]
+        if model["type"] == "Unigram":
+            return -1 if model["unk_id"] is None else model["unk_id"]
+        number = self._inner.token_to_id(model["unk_token"]) if model.get("unk_token") else None
+        return -1 if number is None else number
+
+    @property
     def text_bytes(self) -> TextBytes:
         """The bytes of text that each id stands for."""
         names, size = self._inner.get_vocab(with_added_tokens=True), self.vocab_size
         added = {token["content"]: token["special"] for token in self._described["added_tokens"]}
         known = {names[name]: 0 for name, is_special in added.items() if is_special}
-        end = next((names[name] for name in (self._eos_token, *EOS_NAMES) if name in names), -1)
+        end = self.end_id
         if BYTE_LEVEL not in json.dumps(self._described["decoder"]):
             known |= dict.fromkeys(self._open - known.keys(), 1)
-            return by_decoding(self._decode_batch, size, known, end)
+            return by_decoding(self.decode_batch, size, known, end)
         lengths = np.zeros(size, np.int32)
         for name, number in names.items():  # a letter of a name is a byte; an added token is a text as it is
             lengths[number] = known.get(number, len(name.encode()) if name in added else len(name))
         return TextBytes(lengths, lengths, end)
 
-    def _decode_batch(self, ids: Sequence[list[int]]) -> list[str]:
+    def decode_batch(self, ids: Sequence[list[int]]) -> list[str]:
+        """The text of each list of ids, as `decode` gives it."""
         return self._inner.decode_batch(list(ids), skip_special_tokens=True)
 
     @property
@@ -215,6 +263,24 @@ class Tokenizer:
             raise UserError(f"{where}: not a tokenizer.json of the `tokenizers` library ({error})") from error
 
 
+def _plain_end(described: dict[str, Any], name: str | None) -> dict[str, Any] | None:
+    """The added token of this name, if it is not special."""
+    return next((one for one in described["added_tokens"] if one["content"] == name and not one["special"]), None)
+
+
+def _keeps_text(splitter: dict[str, Any] | None) -> bool:
+    """Whether a pre-tokenizer is byte-level and removes and adds nothing."""
+    steps = [] if splitter is None else splitter["pretokenizers"] if splitter["type"] == "Sequence" else [splitter]
+    kinds = [step["type"] for step in steps]
+    safe = all(
+        not step["add_prefix_space"] if step["type"] == "ByteLevel"
+        else step["behavior"] != "Removed" if step["type"] == "Split"
+        else step["type"] in ("Digits", "UnicodeScripts")
+        for step in steps
+    )  # fmt: skip
+    return safe and kinds.count("ByteLevel") == 1
+
+
 def _named_eos(path: Path) -> str | None:
     """The name of end-of-text in the files beside a tokenizer."""
     for name in (CONFIG_FILE, "special_tokens_map.json"):
@@ -242,11 +308,13 @@ def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int | None = N
     """
     if kind not in get_args(Kind):
         raise UserError(f"tokenizer={kind!r}: one of {', '.join(get_args(Kind))}")
+    check_vocabulary(vocab_size)
     if kind == "char":
         inner = _char(texts, vocab_size)
     elif vocab_size is not None and vocab_size < SMALLEST_BPE:
         raise UserError(
-            f"vocab_size={vocab_size}: a {kind} tokenizer has at least {SMALLEST_BPE} ids, 256 bytes and end-of-text"
+            f"{argument('vocab_size', vocab_size)}: a {kind} tokenizer has at least {SMALLEST_BPE} ids, 256 "
+            f"bytes and end-of-text"
         )
     else:
         inner = tokenizers.Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(_byte_letters())}, []))
@@ -262,6 +330,16 @@ def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int | None = N
         inner.train_from_iterator((piece for text in texts for piece in bounded(text)), trainer)
     inner.add_special_tokens([AddedToken(EOS, special=True, normalized=False)])
     return Tokenizer(inner)
+
+
+def check_vocabulary(vocab_size: int | None) -> None:
+    """Raises UserError for more ids than a tokenizer is trained for: its trainer takes memory for all of them at once,
+    and would end the process."""
+    if vocab_size is not None and vocab_size > LARGEST_VOCABULARY:
+        raise UserError(
+            f"{argument('vocab_size', vocab_size)}: a tokenizer to train has at most {LARGEST_VOCABULARY:,} ids; "
+            "32,000 to 256,000 are usual"
+        )
 
 
 def bounded(text: str) -> Iterator[str]:
@@ -286,11 +364,12 @@ def _char(texts: Iterable[str], vocab_size: int | None) -> tokenizers.Tokenizer:
         characters.update(text)
     if vocab_size is not None and vocab_size <= len(characters):
         raise UserError(
-            f"vocab_size={vocab_size}: the corpus has {len(characters)} characters, so a char tokenizer has "
+            f"{argument('vocab_size', vocab_size)}: the corpus has {len(characters)} characters, so a char "
+            f"tokenizer has "
             f"{len(characters) + 1} ids with end-of-text. Leave vocab_size out, or use tokenizer 'bpe'"
         )
     inner = tokenizers.Tokenizer(models.WordLevel({name: number for number, name in enumerate(sorted(characters))}))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(EVERY_CHARACTER), "isolated")
     inner.decoder = decoders.Fuse()
     return inner
 

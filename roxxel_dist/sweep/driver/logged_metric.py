@@ -50,3 +50,15 @@ def _check_text(
                 f"metric: {logged} needs the bytes of the text, and {path} has no tokenizer: put its tokenizer.json "
                 f"beside the shards, or use val_loss"
             )
+        name, sets = logged.partition("/")[2], fields.get("validation") or {}
+        places = {set_name: place for set_name, place in sets.items() if name in ("", set_name)} if sets else {"": path}
+        for place in places.values() if "validation" not in swept else ():
+            if not is_tokens(place):
+                continue
+            with Roxxel(place, dtype=config.data_dtype, remote=config.part(RemoteConfig)) as of_set:
+                if of_set.text_scale(data.tokenizer) is None:
+                    raise UserError(
+                        f"metric: {logged} needs the bytes of the text, and the shards in {place} do not have them: "
+                        f"their tokenizer may change a text. Build them of the text with `roxxel-dist data build`, or "
+                        f"use val_loss"
+                    )

@@ -194,7 +194,7 @@ class JournalWriter:
             if time.monotonic() >= end:
                 raise StoreTimeoutError(
                     f"write {self._store.url}: the lease of the study was not renewed for {self._lease.age_s:.0f} s: "
-                    "check the network, or raise store_timeout=SECONDS"
+                    "check the network, or give a larger store_timeout"
                 )
             time.sleep(LEASE_POLL_S)
         self._lease.check()

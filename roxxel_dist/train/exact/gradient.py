@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.model.loss import END_NATS
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.train.exact.packing import Packed, pack, wide
 from roxxel_dist.train.step.optimizer import Optimizer, for_model
@@ -63,6 +64,8 @@ class ShardPrograms:
     skip_bad: bool
     in_blocks: bool = True
     """Whether parameters are updated in blocks and groups, where the optimizer can; other bits than all together."""
+    end: int | None = None
+    """The id of end-of-text, whose losses a validation sums up too; see `token_losses`."""
 
     def sums(self, params: Leaves, rest: Leaves, hparams: Hparams, rows: Any, shard: jax.Array) -> tuple[Sums, Leaves]:
         """(the sums of a virtual shard, the counts of random streams after it) of its rows and its number, int32[]."""
@@ -131,15 +134,19 @@ class ShardPrograms:
     def losses(self, params: Leaves, rest: Leaves, hparams: Hparams, rows: Any) -> Packed:
         """The packed sums of the losses of a virtual shard, dropout off: see `mean_losses`."""
         model = self.split.merge(params, rest, hparams, training=False, dtype=self.compute_dtype)
-        loss = measure(self.loss_fn, model, rows)
+        loss = measure(self.loss_fn, model, rows, self.end)
         weight = jnp.float32(predicted(rows) if loss.weight is None else loss.weight)
         balance = weighted(jnp.float32(loss.scalars[BALANCE]), weight) if BALANCE in loss.scalars else None
-        return pack((weighted(jnp.float32(loss.loss), weight), weight, balance))
+        ends = None if self.end is None else jnp.float32(loss.scalars[END_NATS])
+        return pack((weighted(jnp.float32(loss.loss), weight), weight, balance, ends))
 
     def mean_losses(self, total: Packed) -> dict[str, jax.Array]:
-        """float32[] "loss", "loss_weight", and "balance_loss" if there is one, of the packed sums of all shards."""
+        """float32[] "loss", "loss_weight", "balance_loss" if there is one, and with `end` "end_nats", of the packed
+        sums of all shards."""
         loss, weight, *balance = total["float32"][0]
         means = {"loss": loss / divisor(weight), WEIGHT: weight}
+        if self.end is not None:
+            means[END_NATS] = balance.pop()
         return means | ({BALANCE: balance[0] / divisor(weight)} if balance else {})
 
 

@@ -179,11 +179,11 @@ class PiecePrograms:
 
     def losses(self, model: Model, shard: jax.Array, piece: Piece, x: jax.Array, balance: jax.Array) -> Packed:
         """The packed sums of the losses of a virtual shard, as `ShardPrograms.losses` gives them."""
-        own, function = self._function(LAST, model, shard, None, self._losses)
-        _, (loss, count, of_experts, *_) = function(own, x, balance, piece, shard)
+        own, function = self._function(LAST, model, shard, None, self._losses_and_ends)
+        (loss, count, of_experts, *_), ends = function(own, x, balance, piece, shard)
         if self.programs.loss_fn is next_token_loss:
-            return pack((loss + of_experts, count))
-        return pack((loss, count, of_experts) if self.config.has_second_loss else (loss, count))
+            return pack((loss + of_experts, count, ends))
+        return pack((loss, count, of_experts if self.config.has_second_loss else None, ends))
 
     def losses_back(
         self, model: Model, shard: jax.Array, piece: Piece, x: jax.Array, balance: jax.Array
@@ -196,7 +196,22 @@ class PiecePrograms:
     def _losses(self, model: Any, x: jax.Array, balance: jax.Array, piece: Piece, shard: jax.Array) -> tuple[Any, Any]:
         """(what is minimized, (sum of the losses, their count, that many times the balance loss, [rows] the first two
         at the place of the row)), float32."""
-        losses, squares = losses_of_states(model.config, model.output, model.final(x), piece.targets)
+        return self._sums(*self._of_tokens(model, x, piece), model, balance, piece, shard)
+
+    def _of_tokens(self, model: Any, x: jax.Array, piece: Piece) -> tuple[jax.Array, jax.Array | None]:
+        return losses_of_states(model.config, model.output, model.final(x), piece.targets)
+
+    def _losses_and_ends(self, model: Any, x: jax.Array, balance: jax.Array, piece: Piece, shard: jax.Array) -> Any:
+        """(what `_losses` found, the sum of the losses of end-of-text or None)."""
+        losses, squares = self._of_tokens(model, x, piece)
+        found, end = self._sums(losses, squares, model, balance, piece, shard)[1], self.programs.end
+        ends = None if end is None else jnp.where(piece.counted & (piece.targets == end), losses, 0).sum()
+        return found, ends
+
+    def _sums(
+        self, losses: jax.Array, squares: jax.Array | None, model: Any, balance: jax.Array, piece: Piece, shard: Any
+    ) -> tuple[Any, Any]:
+        """What `_losses` gives, of the losses of the tokens."""
         loss, count = jnp.where(piece.counted, losses, 0).sum(), jnp.float32(piece.counted.sum())
         of_experts = count * balance * (model.alpha_balance[...] if model.config.use_moe else 0.0)
         if squares is not None:

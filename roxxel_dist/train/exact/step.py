@@ -44,15 +44,16 @@ def make_sharded_steps(
     compute_dtype: Any = None,
     skip_bad: bool = False,
     in_blocks: bool = True,
+    end: int | None = None,
 ) -> "tuple[ShardedStep, ShardedEvaluation]":
     """What `make_step` and `make_eval_step` give, for an `AotCompiler` to compile: the same bits on any devices.
 
     `shards` is the number of virtual shards, at least that of the devices of `sharding`. It divides the rows of a
     batch, or these divide it; of each shard there are `grad_accum` micro-batches. Updates are `in_blocks` but in runs
-    that were begun without.
+    that were begun without. `end` is as for `make_eval_step`.
     """
     layout = Layout(shards, sharding)
-    programs = ShardPrograms(split, loss_fn, optimizer, shards, grad_accum, compute_dtype, skip_bad, in_blocks)
+    programs = ShardPrograms(split, loss_fn, optimizer, shards, grad_accum, compute_dtype, skip_bad, in_blocks, end)
     return ShardedStep(programs, layout), ShardedEvaluation(programs, layout)
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.utils.voice import argument
 
 MEMORY = 100
 """Steps over which the running mean looks back."""
@@ -155,5 +156,5 @@ def _way_back(first_bad: int, checkpoints: Sequence[int]) -> str:
         return f"The newest checkpoint is of step {good}, and is known to be good: go on from it with a smaller lr"
     return (
         f"The newest checkpoint that is known to be good is of step {good} ({ruined}): begin a new run there "
-        f"with fork=RUN@{good} and a smaller lr"
+        f"with {argument('fork', f'RUN@{good}')} and a smaller lr"
     )

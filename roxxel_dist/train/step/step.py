@@ -19,13 +19,14 @@ from roxxel_dist.cluster.mesh import fit_sharding, micro_batches
 from roxxel_dist.cluster.parameter_sharding import constrain_tokens, on_phase_mesh
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.model.loss import next_token_loss, token_losses
+from roxxel_dist.model.loss import END_NATS, next_token_loss, token_losses
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.step.average import Averaged, inner_state, schedule_free_average, update_average
 from roxxel_dist.train.step.bad_steps import LossMonitorState, update_monitor
 from roxxel_dist.train.step.optimizer import Optimizer, for_model, global_norm, updates_of
 from roxxel_dist.train.step.state import TrainState
+from roxxel_dist.utils.voice import argument
 
 LossFn = Callable[[Any, Any], Any]
 Hparams = dict[str, jax.Array]
@@ -79,15 +80,18 @@ class Loss(NamedTuple):
         return loss + jnp.float32(self.scalars[BALANCE]) if BALANCE in self.scalars else loss
 
 
-def measure(loss_fn: LossFn, model: Any, batch: Any) -> Loss:
-    """The result of a loss function for a batch, taken apart."""
+def measure(loss_fn: LossFn, model: Any, batch: Any, end: int | None = None) -> Loss:
+    """The result of a loss function for a batch, taken apart; `end` is that of `token_losses`, for a built-in loss."""
+    if end is not None and loss_fn is token_losses:
+        return unpack_loss(token_losses(model, batch, end=end))
     if loss_fn is not next_token_loss:
         if loss_fn is not token_losses:  # which cuts what it computes on, a token less than a row
             batch = jax.tree.map(lambda array: constrain_tokens(array)[0], batch)
         return unpack_loss(loss_fn(model, batch))
     # The same number, and its weight, which one number has no place for.
-    losses = token_losses(model, batch)
-    return Loss(losses["loss"] + losses.get(BALANCE, 0.0), {}, None, losses.get(WEIGHT))
+    losses = token_losses(model, batch, end=end)
+    ends = {END_NATS: losses[END_NATS]} if end is not None else {}
+    return Loss(losses["loss"] + losses.get(BALANCE, 0.0), ends, None, losses.get(WEIGHT))
 
 
 def unpack_loss(result: Any) -> Loss:
@@ -293,9 +297,10 @@ def predicted(batch: Any) -> int:
 
 
 def make_eval_step(
-    split: ModuleSplit, loss_fn: LossFn, compute_dtype: Any = None
+    split: ModuleSplit, loss_fn: LossFn, compute_dtype: Any = None, end: int | None = None
 ) -> Callable[[Leaves, Leaves, Hparams, Any], dict[str, jax.Array]]:
-    """A jitted (params, rest, hparams, batch) -> float32[] "loss", "loss_weight", and "balance_loss" if there is one.
+    """A jitted (params, rest, hparams, batch) -> float32[] "loss", "loss_weight", "balance_loss" if there is one, and
+    with `end` "end_nats", see `token_losses`.
 
     Dropout is off, and nothing is donated.
     """
@@ -303,8 +308,9 @@ def make_eval_step(
     def evaluate(params: Leaves, rest: Leaves, hparams: Hparams, batch: Any) -> dict[str, jax.Array]:
         params, rest, hparams = on_phase_mesh((params, rest, hparams))
         model = split.merge(params, rest, hparams, training=False, dtype=compute_dtype)
-        loss = measure(loss_fn, model, batch)
-        losses = {"loss": loss.loss} | {name: v for name, v in loss.scalars.items() if name == BALANCE}
+        loss = measure(loss_fn, model, batch, end)
+        kept = (BALANCE,) if end is None else (BALANCE, END_NATS)
+        losses = {"loss": loss.loss} | {name: v for name, v in loss.scalars.items() if name in kept}
         losses[WEIGHT] = jnp.float32(predicted(batch) if loss.weight is None else loss.weight)
         return jax.tree.map(jnp.float32, losses)
 
@@ -354,7 +360,7 @@ def check_vocabulary(
         return
     raise UserError(
         f"the model gives {form[-1]} logits per token, and the data {name!r} has {size} tokens: make it with "
-        f"vocab_size={size}, or train on data that was made with the model's tokenizer"
+        f"{argument('vocab_size', size)}, or train on data that was made with the model's tokenizer"
     )
 
 

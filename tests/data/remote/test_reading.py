@@ -9,7 +9,7 @@ from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.data.dataset import Roxxel, locate_token
 from roxxel_dist.data.files.discovery import NoShardsError, is_tokens
-from roxxel_dist.data.remote.index import INDEX
+from roxxel_dist.data.remote.index import INDEX, not_in_index
 from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.objects.store import ObjectStore
@@ -159,3 +159,10 @@ def test_what_was_fetched_ahead_needs_no_request(server, local, url, cache, docu
         assert remote.fetcher.waits == 0
         remote.segments(offsets, 900)
         assert (len(link.requests) == count) == documents
+
+
+def test_what_an_index_leaves_out():
+    beside = ["shards.index", "tokenizer.json", "tokenizer_config.json", "build.json"]
+    keys = ["shard_00000.rox", *beside, "val/shard_00000.rox", ".part.rox", "a.npy"]
+    assert not_in_index(keys) == [".part.rox", "a.npy", "val/shard_00000.rox"]
+    assert not_in_index(["shard_00000.rox", *beside]) == []
