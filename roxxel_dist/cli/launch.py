@@ -129,10 +129,10 @@ def device_counts(command: Sequence[str]) -> dict[str, Any]:
     if list(command[:1]) != ["train"]:
         return {}
     from roxxel_dist.cli.arguments import parse_train
-    from roxxel_dist.curriculum.phases import phases_of
+    from roxxel_dist.curriculum.phases import all_phases
 
     _, config = parse_train(list(command[1:]))
-    phases = [phase for given in config.phases or () for phase in phases_of(given)]
+    phases = all_phases(config.phases or ())
     batches = [phase.batch_size or 0 for phase in phases] or [config.batch_size]
     shards = config.virtual_shards
     if shards:  # any number of devices shares whole rows; the shards of rows that are cut are divided by the devices
