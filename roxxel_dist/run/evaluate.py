@@ -49,15 +49,16 @@ class Evaluation:
     run: Path
     step: int
     losses: Mapping[str, float]
-    """By the names of the log: "val_loss", "val_bal", "val_loss/<name>", "train_eval_loss", and where the text of the
-    tokens is known "val_bpb" and "val_bpb/<name>"."""
+    """By the names of the log: "val_loss", "val_bal", "val_loss/<name>", "train_eval_loss", where the text of the
+    tokens is known "val_bpb" and "val_bpb/<name>", and "val_<scalar>" of each scalar of a loss of the user's."""
     data: tuple[Mapping[str, Any], ...]
     """{"name", "metric", "loss", "perplexity", "bits_per_byte", "batches", "tokens"} of each data set, of all of them
-    if there are several, and of the training data; "bits_per_byte" is None where the text is not known."""
+    if there are several, and of the training data; "bits_per_byte" is None where the text is not known, and it
+    and "perplexity" with a loss that is not the mean cross-entropy of the tokens."""
     tasks: Mapping[str, Mapping[str, float]]
     """The scores of each evaluation task by its name: "acc" and "acc_norm", or "bits_per_byte"."""
     notes: tuple[str, ...]
-    """What people should know: choices of tasks that were cut."""
+    """What was not read of the data, choices of tasks that were cut, and what the tokenizer loses of texts."""
     logged_val_loss: float | None
     """The logged val_loss of the step; None if the step was not validated."""
 
@@ -125,7 +126,8 @@ def evaluate(
             if eval_iters is not None:
                 config = dataclasses.replace(config, eval_iters=eval_iters)
             config = _with_kernel(config, plan, saved)
-            found = open_tasks(config, _tokenizer(folder, data), tasks, "eval_tasks" if tasks is None else "--tasks")
+            tokenizer = _tokenizer(folder, data)
+            found = open_tasks(config, tokenizer, tasks, "eval_tasks" if tasks is None else "--tasks")
             components, sets = _components(config, data, plan, validation, folder, needed=not found)
             compiler = AotCompiler(_mesh(components))
             held.callback(compiler.close)
@@ -141,13 +143,14 @@ def evaluate(
         means = summarize(fetch(evaluator.run(state, hparams, shape)))
         of_tasks = scores.summarize(fetch(scores.run(state, hparams)))
         rows = read_rows(folder / METRICS)
+        notes = [*evaluator.remarks(shape), *(task.truncation for task in found), tokenizer.losses if tokenizer else ""]
         return Evaluation(
             run=checkpoint.run,
             step=step,
             losses=means,
-            data=_by_data_set(means, evaluator.reads(shape)),
+            data=_by_data_set(means, evaluator.reads(shape), evaluator.gives_nats),
             tasks={task.name: of_task(task.name, of_tasks) for task in found},
-            notes=tuple(filter(None, (task.truncation for task in found))),
+            notes=tuple(filter(None, notes)),
             logged_val_loss=next((row.get("val_loss") for row in rows if row.get("step") == step), None),
         )
 
@@ -282,7 +285,7 @@ def _measures(
         compiler,
         sharding,
         options.eval_iters,
-        counts_bytes=gives_nats(components.loss, split.merge(state.params, state.rest, hparams, training=False)),
+        in_nats=gives_nats(components.loss, split.merge(state.params, state.rest, hparams, training=False)),
     )
     return state, hparams, evaluator, TaskScores(tasks, split, compiler, sharding, plan.shapes, dtype)
 
@@ -301,7 +304,9 @@ def _mesh(components: RunComponents) -> Mesh:
     return components.mesh()
 
 
-def _by_data_set(losses: Mapping[str, float], reads: Mapping[str, tuple[int, int]]) -> tuple[dict[str, Any], ...]:
+def _by_data_set(
+    losses: Mapping[str, float], reads: Mapping[str, tuple[int, int]], in_nats: bool
+) -> tuple[dict[str, Any], ...]:
     """`Evaluation.data` from losses by logged name, and (batches, tokens) from `Validation.reads`."""
     if not reads:
         return ()
@@ -318,7 +323,7 @@ def _by_data_set(losses: Mapping[str, float], reads: Mapping[str, tuple[int, int
             "name": name,
             "metric": metric,
             "loss": losses[metric],
-            "perplexity": perplexity(losses[metric]),
+            "perplexity": perplexity(losses[metric]) if in_nats else None,
             "bits_per_byte": losses.get("val_bpb" + metric.removeprefix("val_loss")),
             "batches": batches,
             "tokens": tokens,

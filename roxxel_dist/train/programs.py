@@ -81,7 +81,7 @@ class Programs:
             parts.sharding,
             options.eval_iters,
             self.blocks,
-            counts_bytes=gives_nats(parts.loss_fn, position.view.model),
+            in_nats=gives_nats(parts.loss_fn, position.view.model),
         )
         self.tasks: TaskScores = TaskScores(
             parts.tasks,

@@ -4,6 +4,7 @@ Random streams are those of a shard: its number is folded into each key, and the
 one device, are the same everywhere. Running statistics are the mean over the shards.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ from roxxel_dist.train.exact.packing import Packed, pack, wide
 from roxxel_dist.train.step.optimizer import Optimizer, for_model
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import (
-    BALANCE,
     WEIGHT,
     Hparams,
     Loss,
@@ -130,17 +130,24 @@ class ShardPrograms:
 
     def losses(self, params: Leaves, rest: Leaves, hparams: Hparams, rows: Any) -> Packed:
         """The packed sums of the losses of a virtual shard, dropout off: see `mean_losses`."""
-        model = self.split.merge(params, rest, hparams, training=False, dtype=self.compute_dtype)
-        loss = measure(self.loss_fn, model, rows)
+        loss = self._evaluated(params, rest, hparams, rows)
         weight = jnp.float32(predicted(rows) if loss.weight is None else loss.weight)
-        balance = weighted(jnp.float32(loss.scalars[BALANCE]), weight) if BALANCE in loss.scalars else None
-        return pack((weighted(jnp.float32(loss.loss), weight), weight, balance))
+        scalars = [weighted(jnp.float32(value), weight) for _, value in sorted(loss.scalars.items())]
+        return pack((weighted(jnp.float32(loss.loss), weight), weight, scalars))
 
-    def mean_losses(self, total: Packed) -> dict[str, jax.Array]:
-        """float32[] "loss", "loss_weight", and "balance_loss" if there is one, of the packed sums of all shards."""
-        loss, weight, *balance = total["float32"][0]
+    def _evaluated(self, params: Leaves, rest: Leaves, hparams: Hparams, rows: Any) -> Loss:
+        model = self.split.merge(params, rest, hparams, training=False, dtype=self.compute_dtype)
+        return measure(self.loss_fn, model, rows)
+
+    def scalar_names(self, *args: Any) -> list[str]:
+        """The names of the scalars in `losses` of such (abstract) arguments, in their order."""
+        return sorted(jax.eval_shape(lambda *args: self._evaluated(*args).scalars, *args))
+
+    def mean_losses(self, total: Packed, names: Sequence[str]) -> dict[str, jax.Array]:
+        """float32[] "loss", "loss_weight", and the scalars with these names, of the packed sums of all shards."""
+        loss, weight, *scalars = total["float32"][0]
         means = {"loss": loss / divisor(weight), WEIGHT: weight}
-        return means | ({BALANCE: balance[0] / divisor(weight)} if balance else {})
+        return means | {name: value / divisor(weight) for name, value in zip(names, scalars, strict=True)}
 
 
 def fold_in_shard(rest: Leaves, shard: jax.Array) -> Leaves:
