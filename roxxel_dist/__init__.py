@@ -23,6 +23,7 @@ _WHERE = {
     "attention": "model.attend",
     "check_layouts": "layouts.check",
     "initialize": "cluster.distributed",
+    "load_run": "weights.load",
     "read_run": "view.read",
     "read_study": "view.read",
     "token_losses": "model.loss",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from roxxel_dist.view.read import read_run as read_run
     from roxxel_dist.view.read import read_study as read_study
     from roxxel_dist.weights.generator import Generator as Generator
+    from roxxel_dist.weights.load import load_run as load_run
 
 __all__ = [
     "Checkpointer",
@@ -66,6 +68,7 @@ __all__ = [
     "attention",
     "check_layouts",
     "initialize",
+    "load_run",
     "read_run",
     "read_study",
     "token_losses",
@@ -88,4 +91,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_WHERE])
+    return sorted(["__version__", *__all__])

@@ -36,11 +36,11 @@ def generation(report, target, fields):
 
     graphdef, state = nnx.split(nnx.eval_shape(evaluating))
     real, whole = numbers(jnp.float32), numbers(jnp.int32)
-    inputs = SamplingInputs(real, whole, real, numbers(jnp.int32, ROWS), whole, None)
+    inputs = SamplingInputs(real, whole, real, numbers(jnp.int32, ROWS), numbers(jnp.int32, 8), None)
     read = graphdef, placed(state), numbers(jnp.int32, ROWS, PROMPT), numbers(jnp.int32, ROWS), inputs
     with jax.set_mesh(mesh):
         running = placed(jax.eval_shape(partial(_prefill, graphdef), *read[1:]))
-    add = graphdef, placed(state), running, whole, inputs
+    add = graphdef, placed(state), running, numbers(jnp.int32, ROWS), inputs
     programs = {"reading prompts": (_prefill, read), "adding tokens": (_decode, add)}
     return {
         what: compiler.measure(what, mesh, jitted, args, one_device_flops(mesh, jitted, args))[0]

@@ -114,7 +114,7 @@ def _evaluation() -> Schema:
             "name": noted(str, "The data set; empty for the held-out part."),
             "metric": noted(str, "The name of the loss in the log."),
             "loss": noted(float, "Mean loss of a predicted token, in nats."),
-            "perplexity": noted(float, "exp(loss)."),
+            "perplexity": noted(float | None, "exp(loss); null with a loss of your own."),
             "bits_per_byte": noted(float | None, "Bits per byte of text; null where the text is not known."),
             "batches": noted(int, "Batches that were read."),
             "tokens": noted(int, "Tokens that were read."),
@@ -132,6 +132,7 @@ def _evaluation() -> Schema:
             ),
             "logged_val_loss": noted(float | None, "What the run logged at this step; null without a validation then."),
             "difference": noted(float | None, "val_loss minus the logged one."),
+            "notes": _list_of(of_type(str), "What was not read, and what was cut."),
         },
     )
     # Other losses of the log, such as "train_eval_loss", "val_bal" and "val_loss/NAME".
@@ -193,6 +194,7 @@ def _report() -> Schema:
         "train_loss": noted(float, "The last one."),
         "val_loss": noted(float, "The last one."),
         "val_bpb": noted(float, "The last one."),
+        "scalars": noted(Mapping[str, float], "The last value of each other number of the validation, by its name."),
         "best_val_loss": noted(float, "The smallest one."),
         "best_step": noted(int | None, "Its step."),
         "tokens_per_s": noted(float, "The median of the logged rows."),

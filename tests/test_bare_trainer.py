@@ -100,11 +100,85 @@ def test_only_its_program_trains_it(corpus, capsys):
     made.close()
     assert main(["train", "--run_dir", "run", "--resume"]) == 2
     name = os.path.basename(sys.argv[0])
-    assert f"run was trained by {name}, with a Trainer of parts: start that program again" in capsys.readouterr().err
+    by = f"run was trained by {name}, with a Trainer of parts: "
+    assert f"{by}it is finished after step 2. To train longer, start that program" in capsys.readouterr().err
+    os.remove("run/training_cursor.json")
+    assert main(["train", "--run_dir", "run", "--resume"]) == 2
+    assert f"{by}start that program again; it continues" in capsys.readouterr().err
+    assert main(["train", "--run_dir", "new", "--fork", "run@2"]) == 2
+    said = capsys.readouterr().err
+    assert f"{by}fork it in that program" in said
+    assert "or begin a run with its weights: init_from run@STEP" in said
     made = trainer(corpus)
     made.run()
     assert made.step == 4
     made.close()
+
+
+class Embedding(nnx.Module):
+    def __init__(self, size):
+        self.table = nnx.Embed(size, size, rngs=nnx.Rngs(0))
+
+    def __call__(self, tokens):
+        return self.table(tokens)
+
+
+def test_a_run_with_a_model_of_the_program_is_explained(corpus, capsys):
+    """No command can make its model: resume, fork and another run say so, and change nothing."""
+    curriculum = Curriculum(corpus, [Phase(steps=4, batch_size=4, seq_len=17)])
+    model, options = Embedding(corpus.vocab_size), {"log_every": 1, "eval_iters": 1, "checkpoint_every": 2}
+    made = Trainer(model, optax.sgd(0.1), curriculum, token_losses, "mine", mesh=make_mesh(n_devices=1), **options)
+    made.run()
+    made.close()
+    (made.parts.folder / "training_cursor.json").rename("cursor")
+    resume = ["train", "--run_dir", "mine", "--resume"]
+    by = "mine was trained by a program of yours, with a Trainer of parts: "
+    for words, message in (
+        (resume, by + "start that program again; it continues from the newest checkpoint. For a new run"),
+        ([*resume, "--data_path", "data"], by + "start that program again"),
+        ([*resume, "--data_path", "data", "--amend"], by + "start that program again"),
+        (["train", "--run_dir", "new", "--fork", "mine@2"], by + "fork it in that program, with Trainer(..., origin="),
+        (["train", "--run_dir", "new", "--anneal", "mine@2", "--decay_steps", "2"], by + "fork it in that"),
+        (["train", "--run_dir", "mine", "--data_path", "data"], "mine holds a run already: continue it with --resume"),
+    ):
+        assert main(words) == 2, words
+        assert message in capsys.readouterr().err, words
+    os.rename("cursor", "mine/training_cursor.json")
+    assert main([*resume, "--max_steps", "20"]) == 2
+    finished = "it is finished after step 4. To train longer, start that program again with a larger max_steps"
+    assert by + finished in capsys.readouterr().err
+    assert not os.path.exists("new")
+    trainer(corpus).run()
+    capsys.readouterr()
+    assert main(["report", "mine", "run"]) == 0
+    table = capsys.readouterr().out
+    assert "config:" not in table
+    assert "no config, as a program's Trainer made the model: mine" in table
+    assert len(table.splitlines()) < 30
+
+
+PARTS = (lambda: None, optax.sgd(0.1), None, token_losses, "run")
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (["run.yaml"], {}, r"'run.yaml' is a path, and .*: Trainer\(Config.from_yaml\('run.yaml'\)\), or of parts"),
+        ([], {"config": "run.yaml"}, r"'run.yaml' is a path"),
+        ([{"dim": 8}], {}, r"a dictionary is given, and .*: Trainer\(Config.from_dict\(fields\)\)"),
+        ([Config()], {"max_steps": 3}, "with a Config it takes nothing else: put other fields into the Config"),
+        ([], {}, r"model, optimizer, curriculum, loss_fn, save_path is not given: a trainer is Trainer\(config\), or"),
+        (PARTS[:3], {}, r"loss_fn, save_path is not given"),
+        ([*PARTS[:3], None, "run"], {}, r"loss_fn is None: it must be a function of \(model, batch\)"),
+        ([*PARTS[:3], "mypkg:loss", "run"], {}, r"loss_fn is 'mypkg:loss': it must be a function"),
+        ([*PARTS[:4], None], {}, "save_path is None: it must be the folder of the run"),
+        (PARTS, {"model": 1}, "model is given by place and by name"),
+        ([*PARTS, 3], {}, r"6 values are given by place, and Trainer\(model, .*\) has 5: name others"),
+    ],
+)
+def test_a_trainer_says_what_it_is_made_of(given, options, message):
+    with pytest.raises(TypeError, match=f"^Trainer: {message}"):
+        Trainer(*given, **options)
 
 
 def test_ctrl_c_in_fit_returns_a_result_that_says_so(corpus, tmp_path):

@@ -189,6 +189,31 @@ def test_a_word_keeps_its_space(tokenizer):
     assert added(tokenizer, "the quick", ids, whole[len(ids) :]) == " brown fox"
 
 
+LOSSES = {
+    "wordpiece": ("line ends", "capital letters", "signs", "emoji"),
+    "ends of words": ("line ends", "several spaces"),
+    "sentencepiece bpe": ("line ends", "tabs", "several spaces", "spaces at the end", "ligatures", "wide letters"),
+    "sentencepiece unigram": ("line ends", "ligatures"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_a_tokenizer_loses_of_texts_is_measured(tmp_path, name):
+    line = made(KINDS[name], tmp_path).losses
+    if name in ("byte", "bpe", "char", "llama 2"):
+        assert line == ""
+        return
+    about, _, lost = line.partition(": ")
+    assert about == "the tokenizer changes texts, which do not come back from its ids"
+    assert set(LOSSES.get(name, ("ligatures",))) <= set(lost.split(", "))
+
+
+def test_a_tokenizer_that_fails_for_unknown_words_loses_them():
+    words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}))
+    words.add_special_tokens(["</s>"])
+    assert "line ends" in Tokenizer(words).losses
+
+
 def test_any_ids(tokenizer):
     rng = np.random.default_rng(0)
     for prompt in ("", "the", "the quick ", " fox", "don", "The QUICK", "dog,\n"):
@@ -237,7 +262,7 @@ def test_every_way_of_generating(tmp_path, capsys, name):
         ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
         (new,) = generate_rows(
             generator.model, [ids], 12, max_context=64, sampling=Sampling(temperature=1.0), seeds=[3],
-            eos_id=tokenizer.eos_id,
+            stop_ids=[tokenizer.eos_id],
         )  # fmt: skip
         assert text == added(tokenizer, prompt, ids, new)
         assert "".join(generator.stream(prompt, 12, **options)) == text
@@ -306,7 +331,8 @@ def with_gap(tokenizer):
 @pytest.mark.parametrize("name", GAPS)
 def test_a_vocabulary_larger_than_the_tokenizers(tmp_path, name):
     tokenizer = made(GAPS[name], tmp_path)
-    generator = Generator(make_run(tmp_path / "run", tokenizer, vocab_size=2 * tokenizer.vocab_size))
+    run = make_run(tmp_path / "run", tokenizer, vocab_size=2 * tokenizer.vocab_size)
+    generator = Generator(run, say=lambda line: None)
     options = {"max_new_tokens": 60, "temperature": 50.0, "stop_at_eos": False}
     ids = tokenizer.encode("the")
     (new,) = generate_rows(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import roxxel_dist
+
 PACKAGE = Path(__file__).parent.parent / "roxxel_dist"
 # From the top of the house down: a file imports from its own room and from those below it.
 RANKS = [
@@ -239,3 +241,9 @@ def test_neither_launcher_nor_sweep_needs_jax():
         code = f"import sys, importlib; more = {more!r}\nfor name in {names!r}: importlib.import_module(name)\n{report}"
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert result.stdout.strip() == "", folder
+
+
+def test_the_package_shows_its_public_names_alone():
+    assert dir(roxxel_dist) == sorted([*roxxel_dist.__all__, "__version__"])
+    assert roxxel_dist._WHERE.keys() == set(roxxel_dist.__all__)
+    assert "load_run" in dir(roxxel_dist)

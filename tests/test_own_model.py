@@ -2,15 +2,17 @@
 
 import contextlib
 import json
+import re
 import shutil
 import sys
+from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
 from commands import TINY, losses, make_corpus, rows, run
 from flax import nnx
 
-from roxxel_dist import Config, Experiment
+from roxxel_dist import Config, Experiment, Transformer, load_run
 from roxxel_dist.cli import main
 from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.cluster.exit_codes import UserError
@@ -55,6 +57,8 @@ def check_whole(run_dir):
     assert list(found) == [1, 2, 3, 4, 5, 6]
     assert found[6]["train_loss"] < found[1]["train_loss"]
     assert 0 <= found[6]["accuracy"] <= 1
+    assert 0 <= found[6]["val_accuracy"] <= 1
+    assert "val_bpb" not in found[6], "a loss of the user's own may be anything"
     saved = load_yaml(run_dir / "config.yaml")
     assert (saved["model"], saved["model_args"]) == ("netpkg.net:build", {"width": 64})
 
@@ -92,7 +96,31 @@ def test_two_processes_train_it_and_resume_to_the_bit(work):
 
 def test_it_is_evaluated(here, capsys):
     assert main(["eval", "whole", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["difference"] == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["difference"], found["val_accuracy"]) == (0, rows(here / "whole")[6]["val_accuracy"])
+    assert {(row["perplexity"], row["bits_per_byte"]) for row in found["data"]} == {(None, None)}
+    assert "eval_iters is 1" in found["notes"][0]
+    assert main(["eval", "whole"]) == 0
+    table = capsys.readouterr().out
+    assert re.search(rf"val_accuracy +{found['val_accuracy']:.6f}\n", table)
+    assert re.search(r"held out +[0-9.]+ +- +- ", table), "no perplexity"
+    assert main(["eval", "whole@3,6"]) == 0
+    assert "val_accuracy" in capsys.readouterr().out
+    assert main(["report", "whole", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["scalars"] == {"val_accuracy": found["val_accuracy"]}
+    assert main(["report", "whole"]) == 0
+    assert re.search(r"val_accuracy +0\.", capsys.readouterr().out)
+
+
+def test_it_is_loaded_with_what_it_was_trained_with(here):
+    made = load_run("whole@3")
+    assert (made.step, made.config.model, type(made.model).__name__) == (3, "netpkg.net:build", "Recurrent")
+    assert made.tokenizer.decode(made.tokenizer.encode("import x")) == "import x"
+    assert made.model(np.ones((1, 5), np.int32)).shape == (1, 5, made.config.vocab_size)
+    with pytest.raises(UserError, match=r"is no Transformer: load it with roxxel_dist.load_run\('whole'\).model"):
+        Transformer.from_pretrained("whole")
+    with pytest.raises(FrozenInstanceError):
+        made.step = 4
 
 
 def test_it_generates(here, capsys):

@@ -66,7 +66,7 @@ def same_state(found, wanted, names):
 @pytest.fixture(scope="module")
 def trained(run):
     """The state of the newest checkpoint."""
-    state = state_of(load_run(run)[0])
+    state = state_of(load_run(run).model)
     check_counts(state, STEPS)
     assert state["norm.mean"].any()
     return state
@@ -86,17 +86,19 @@ def exported(run, folder, format, **options):
 
 
 WAYS = {
-    "load_run": lambda run, folder: load_run(run)[0],
-    "a step by name": lambda run, folder: load_run(f"{run}@{STEPS}")[0],
+    "load_run": lambda run, folder: load_run(run).model,
+    "a step by name": lambda run, folder: load_run(f"{run}@{STEPS}").model,
     "a generator": lambda run, folder: Generator(run, best=False).model,
-    "the newest file of weights": lambda run, folder: load_run(files_alone(run, folder / "w", NEWEST))[0],
-    "an export as msgpack": lambda run, folder: load_run(exported(run, folder / "x", "msgpack"))[0],
-    "an export as safetensors": lambda run, folder: load_run(exported(run, folder / "x", "safetensors"))[0],
-    "several files": lambda run, folder: load_run(exported(run, folder / "x", "safetensors", max_shard_size="1KB"))[0],
-    "bfloat16 parameters": lambda run, folder: load_run(exported(run, folder / "x", "msgpack", dtype="bfloat16"))[0],
-    "an export of an export": lambda run, folder: load_run(
-        exported(exported(run, folder / "x", "msgpack"), folder / "y", "safetensors")
-    )[0],
+    "the newest file of weights": lambda run, folder: load_run(files_alone(run, folder / "w", NEWEST)).model,
+    "an export as msgpack": lambda run, folder: load_run(exported(run, folder / "x", "msgpack")).model,
+    "an export as safetensors": lambda run, folder: load_run(exported(run, folder / "x", "safetensors")).model,
+    "several files": lambda run, folder: (
+        load_run(exported(run, folder / "x", "safetensors", max_shard_size="1KB")).model
+    ),
+    "bfloat16 parameters": lambda run, folder: load_run(exported(run, folder / "x", "msgpack", dtype="bfloat16")).model,
+    "an export of an export": lambda run, folder: (
+        load_run(exported(exported(run, folder / "x", "msgpack"), folder / "y", "safetensors")).model
+    ),
 }
 
 
@@ -114,7 +116,7 @@ def test_it_is_that_of_the_best_checkpoint(run, tmp_path):
         f"{run}@{step}",
         exported(run, tmp_path / "x", "msgpack", best=True),
     ):
-        check_counts(state_of(load_run(path, best=True)[0]), step)
+        check_counts(state_of(load_run(path, best=True).model), step)
 
 
 def test_the_text_is_that_of_the_run(run, tmp_path):
@@ -143,7 +145,7 @@ def continued(run, folder, model="own_model:build_stateful", data=None, **option
 
 
 def test_a_run_from_its_weights_begins_with_it(run, trained, tmp_path):
-    state = state_of(load_run(continued(run, tmp_path / "next", seed=5))[0])
+    state = state_of(load_run(continued(run, tmp_path / "next", seed=5)).model)
     check_counts(state, STEPS + 1)
     assert not np.allclose(state["norm.mean"], 0)
     np.testing.assert_array_equal(state["dropout.rngs.count"], 1, "random streams are new")
@@ -152,20 +154,20 @@ def test_a_run_from_its_weights_begins_with_it(run, trained, tmp_path):
 
 def test_adapters_stand_on_it(run, tmp_path):
     tuned = continued(run, tmp_path / "tuned", "own_model:build_adapted")
-    check_counts(state_of(load_run(tuned)[0]), STEPS + 1)
+    check_counts(state_of(load_run(tuned).model), STEPS + 1)
     again = continued(
         tuned, tmp_path / "again", data=run / "data"
     )  # the merged weights, and the state of the adapters' run
-    check_counts(state_of(load_run(again)[0]), STEPS + 2)
+    check_counts(state_of(load_run(again).model), STEPS + 2)
     out = exported(tuned, tmp_path / "x", "safetensors")
-    check_counts(state_of(load_run(out)[0]), STEPS + 1)
+    check_counts(state_of(load_run(out).model), STEPS + 1)
 
 
 def test_a_fork_and_a_resumed_run_go_on_with_it(run, tmp_path):
     fork = Experiment(Config(max_steps=3)).fit(run_dir=tmp_path / "fork", fork=f"{run}@2")
-    check_counts(state_of(load_run(fork)[0]), 3)
+    check_counts(state_of(load_run(fork).model), 3)
     Experiment(Config(max_steps=4)).fit(run_dir=fork, resume=True)
-    check_counts(state_of(load_run(fork)[0]), 4)
+    check_counts(state_of(load_run(fork).model), 4)
 
 
 def test_a_sweep_of_rates_begins_with_it(run):
@@ -224,14 +226,14 @@ def test_weights_without_it_are_refused(run, tmp_path, case):
 
 def test_random_streams_may_be_missing(run, trained, tmp_path):
     folder = spoiled(run, tmp_path / "w", lambda state: {k: v for k, v in state.items() if "dropout" not in k})
-    same_state(state_of(load_run(folder)[0]), trained, COUNTED)
+    same_state(state_of(load_run(folder).model), trained, COUNTED)
 
 
 def test_state_that_the_weights_do_not_have_is_new_with_a_line(run, tmp_path, capsys):
     wider = continued(run, tmp_path / "wider", "own_model:build_wider_state")
     line = f"{run}@{STEPS} has no kinds.a_cache.seen, more of this model's shape: what the model is made with is used"
     assert line in capsys.readouterr().out
-    state = state_of(load_run(wider)[0])
+    state = state_of(load_run(wider).model)
     np.testing.assert_array_equal(state["more"], [7, 7])
     np.testing.assert_array_equal(state["kinds.a_cache.seen"].astype(float), np.full((4, 1), 8))
     np.testing.assert_array_equal(state["listed.0.seen"], [STEPS + 1])

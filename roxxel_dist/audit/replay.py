@@ -274,7 +274,9 @@ class Watch:
         if theirs is None or step < self._interval.first:
             return
         mine = {name: value if math.isfinite(value) else None for name, value in row.items()} | {DIGEST: self._digest}
-        names = [*LOSSES, *(name for name in theirs if name.startswith(("val_loss/", "val_bpb")))]
+        validated = (name for name in theirs if name.startswith(("val_loss/", "val_bpb")))
+        scalars = (name for name in theirs if name.startswith("val_") and name in mine)  # not those of an eval_fn
+        names = [*dict.fromkeys((*LOSSES, *validated, *scalars))]
         names += [DIGEST] if self._with_digest else []
         other = [name for name in names if name in theirs and theirs[name] != mine.get(name)]
         if other:

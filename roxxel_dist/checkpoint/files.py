@@ -491,7 +491,7 @@ def shapes(tree: Any) -> dict[str, list[Any]]:
 def difference(saved: Mapping[str, list[Any]], wanted: Mapping[str, list[Any]], *, whole: bool) -> str:
     """The first thing in which a checkpoint differs from what shall be restored, or nothing.
 
-    Parameters alone may be restored in another type than they were trained in.
+    Parameters alone, where it is not `whole`, may be restored in another type than they were trained in.
     """
     for name, shape in wanted.items():
         if name not in saved:
@@ -499,7 +499,7 @@ def difference(saved: Mapping[str, list[Any]], wanted: Mapping[str, list[Any]], 
         there, end = saved[name], None if whole else -1
         if there[:end] != shape[:end]:
             return f"{name} is {there[-1]}{tuple(there[:-1])} in it and {shape[-1]}{tuple(shape[:-1])} here"
-    extra = [name for name in saved if name not in wanted] if whole else []
+    extra = [name for name in saved if name not in wanted]
     return f"it has {extra[0]}, which is not here" if extra else ""
 
 

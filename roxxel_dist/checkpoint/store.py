@@ -619,7 +619,11 @@ class CheckpointStore:
 
     def _check(self, step: int, like: Any, *, whole: bool) -> None:
         """Raises UserError where a checkpoint is of another model than `like`, or if `whole` of another optimizer."""
-        if wrong := files.difference(self._read(step)[0].shapes, files.shapes(like), whole=whole):
+        saved, wanted = self._read(step)[0].shapes, files.shapes(like)
+        if not whole:  # of a part that is read, each parameter is wanted
+            kinds = files.PARAMS if any(name.startswith(files.PARAMS) for name in wanted) else ()
+            saved = {name: shape for name, shape in saved.items() if name in wanted or name.startswith(kinds)}
+        if wrong := files.difference(saved, wanted, whole=whole):
             what, cure = ("model or optimizer", "config") if whole else ("model", "model fields")
             raise UserError(
                 f"the checkpoint of step {step} in {self.folder} is of another {what} ({wrong}): use the {cure} that "

@@ -138,7 +138,13 @@ def _parse_normalised(
         from_flags |= {"model_args"} if model_args else set()
         # A flag may turn off what the file turns on: the fields that go with it may stay in the file.
         from_file = chosen(base) & without_effect(base.to_dict()).keys()
-        check_effect(config, from_file | from_flags, from_flags)
+        names = from_file | from_flags
+        if config.init_from is not None and names & without_effect(config.to_dict()).keys():
+            from roxxel_dist.weights.base import with_shape_of
+
+            check_effect(with_shape_of(config), names, from_flags)  # what the base has may give them their effect
+        else:
+            check_effect(config, names, from_flags)
     return args, config
 
 

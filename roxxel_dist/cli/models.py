@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from typing import Any, Literal
 
 from roxxel_dist.cli.argument_types import Positional
@@ -84,6 +85,7 @@ def _as_json(evaluation: Any) -> dict[str, Any]:
         "tasks": evaluation.tasks,
         "logged_val_loss": logged,
         "difference": evaluation.difference,
+        "notes": evaluation.notes,
     }
     return plain({"run": evaluation.run, "step": step, **numbers})
 
@@ -97,7 +99,7 @@ class GenerateArgs:
     prompt: str = ""
     """The text to continue. If empty, the model starts a new document."""
     max_new_tokens: int = 200
-    """Maximum number of new tokens."""
+    """Maximum number of new tokens. A text also ends at max_context."""
     temperature: float = 0.8
     """Sampling temperature: 0 always takes the most likely token, 1 samples from the distribution of the model."""
     top_k: int = 0
@@ -106,6 +108,8 @@ class GenerateArgs:
     """Sample from the smallest set of most likely tokens with this total probability; 1 for all."""
     seed: int = 0
     """Random seed of the sampling."""
+    stop: list[str] | None = None
+    """Texts that end the text: it ends before the first of them."""
     num_samples: int = 1
     """Number of texts, sampled with this seed and the next seeds."""
     step: int | None = None
@@ -128,8 +132,12 @@ def generate(words: list[str]) -> int:
 
         initialize()
         enable_compilation_cache()
-        model = Generator(args.run_dir, best=args.best, step=args.step)
-        how = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+        notes: list[str] = []
+        model = Generator(args.run_dir, best=args.best, step=args.step, say=notes.append)
+        how: dict[str, Any] = {
+            name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")
+        }
+        how["stop"] = args.stop or ()
         if args.num_samples == 1:
             pieces = model.stream(args.prompt, seed=args.seed, **how)
             # The first one, before anything is shown: what is wrong with the arguments is found now.
@@ -141,6 +149,8 @@ def generate(words: list[str]) -> int:
             seeds = range(args.seed, args.seed + args.num_samples)
             for i, text in enumerate(model.generate([args.prompt] * args.num_samples, seed=seeds, **how)):
                 print(f"--- sample {i + 1}, seed {seeds[i]}\n{args.prompt}{text}", flush=True)
+        for line in notes:
+            print(f"roxxel-dist: {line}", file=sys.stderr, flush=True)
     return 0
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.checkpoint.metadata import CheckpointRef
-from roxxel_dist.run.report import UNKNOWN, Run, differences
+from roxxel_dist.run.report import UNKNOWN, Run, differences, scalar_names
 from roxxel_dist.train.log.timeline import SPENT
 from roxxel_dist.utils.display import aligned, counted, duration
 
@@ -32,6 +32,8 @@ def report_table(runs: Sequence[Run]) -> str:
     lines = [["", *(run.name for run in runs)]]
     for key, (title, form) in NUMBERS.items():
         lines.append([title, *(UNKNOWN if run[key] is None else form(run) for run in numbers)])
+    for name in dict.fromkeys(name for run in numbers for name in run["scalars"]):
+        lines.append([name, *(f"{run['scalars'][name]:.4f}" if name in run["scalars"] else UNKNOWN for run in numbers)])
     for kind in SPENT:
         lines.append([f"  {kind}", *(_share(kind, run.spent) for run in runs)])
     gaps = [
@@ -42,7 +44,9 @@ def report_table(runs: Sequence[Run]) -> str:
     if others := differences(runs):
         config = ["config:", *aligned([[name, *map(_short, values)] for name, values in others.items()], left=None)]
     else:
-        config = ["config: no field differs"] if len(runs) > 1 else []
+        config = ["config: no field differs"] if sum(bool(run.fields) for run in runs) > 1 else []
+    if len(runs) > 1 and (bare := [run.name for run in runs if not run.fields]):
+        config += [f"no config, as a program's Trainer made the model: {', '.join(bare)}"]
     return "\n".join([*aligned(lines, left=None), *(["", *gaps] if gaps else []), *(["", *config] if config else [])])
 
 
@@ -67,7 +71,7 @@ def evaluation_table(evaluation: "Evaluation") -> str:
     for row in evaluation.data:
         loss, batches, tokens = f"{row['loss']:.6f}", f"{row['batches']:,}", f"{row['tokens']:,}"
         bits = UNKNOWN if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.6f}"
-        rows.append([row["name"], loss, f"{row['perplexity']:,.2f}", bits, batches, tokens])
+        rows.append([row["name"], loss, _perplexity(row), bits, batches, tokens])
     logged, difference = evaluation.logged_val_loss, evaluation.difference
     if logged is None:
         log = f"the log has no val_loss of step {evaluation.step}"
@@ -76,10 +80,16 @@ def evaluation_table(evaluation: "Evaluation") -> str:
     else:
         log = f"val_loss is {evaluation.losses['val_loss']!r}, and {logged!r} in the log: {difference:+.3g}"
     data = [*aligned(rows), log] if evaluation.data else []
+    if scalars := scalar_names(evaluation.losses):
+        data += aligned([["scalar", "value"], *([name, f"{evaluation.losses[name]:.6f}"] for name in scalars)])
     tasks = [["task", "score", "value"]]
     tasks += [[name, key, f"{value:.4f}"] for name, scores in evaluation.tasks.items() for key, value in scores.items()]
     lines = [*data, *(aligned(tasks) if evaluation.tasks else []), *evaluation.notes]
     return "\n".join([f"{CheckpointRef(evaluation.run, None)}, step {evaluation.step}", *lines])
+
+
+def _perplexity(row: Mapping[str, Any]) -> str:
+    return UNKNOWN if row["perplexity"] is None else f"{row['perplexity']:,.2f}"
 
 
 def evaluations_table(evaluations: Sequence["Evaluation"]) -> str:
@@ -87,13 +97,14 @@ def evaluations_table(evaluations: Sequence["Evaluation"]) -> str:
     first = evaluations[0]
     metrics = sorted((row["metric"] for row in first.data), key=lambda name: name != "val_loss")  # that one first
     scores = [(task, key) for task, of_task in first.tasks.items() for key in of_task]
+    metrics += scalar_names(first.losses)
     head = ["step", *metrics, *(f"{task} {key}" for task, key in scores)]
     rows = [[*head[:2], "perplexity", *head[2:], "minus the log"] if metrics else head]
     for one in evaluations:
         cells = [f"{one.step:,}", *(f"{one.losses[name]:.6f}" for name in metrics)]
         cells += [f"{one.tasks[task][key]:.4f}" for task, key in scores]
         if metrics:
-            cells.insert(2, f"{next(row['perplexity'] for row in one.data if row['metric'] == 'val_loss'):,.2f}")
+            cells.insert(2, _perplexity(next(row for row in one.data if row["metric"] == "val_loss")))
             cells.append(UNKNOWN if one.difference is None else f"{one.difference:+.3g}" if one.difference else "0")
         rows.append(cells)
     return "\n".join([str(CheckpointRef(first.run, None)), *aligned(rows), *first.notes])

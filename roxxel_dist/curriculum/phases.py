@@ -53,6 +53,8 @@ class Phase:
     document ends. The rows are the same tokens either way."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.epochs, Mapping):
+            raise UserError(f"{self!r}: epochs is a mapping: the shares of data sets are weights={dict(self.epochs)}")
         if self.steps is None and self.epochs is None:
             raise UserError(f"{self!r}: give steps or epochs")
         if self.steps is not None and self.epochs is not None:
@@ -191,6 +193,18 @@ def phases_of(given: Phase | Mapping[str, Any]) -> list[Phase]:
     return [replace(phase, steps=count) for phase, count in zip(whole, counts, strict=True)]
 
 
+def all_phases(given: Sequence[Phase | Mapping[str, Any]]) -> list[Phase]:
+    """The phases of a curriculum, each as `phases_of` gives it; its ValueError gets the number of the phase."""
+    phases: list[Phase] = []
+    for number, one in enumerate(given, 1):
+        try:
+            phases += phases_of(one)
+        except UserError as error:
+            which = f"phase {number} of {len(given)}: " if len(given) > 1 else ""
+            raise UserError(which + (str(error).removeprefix("phases: ") if which else str(error))) from error
+    return phases
+
+
 class Curriculum:
     """Phases, one after another, over a data set.
 
@@ -235,7 +249,7 @@ class Curriculum:
                 )
         self.passes: Passes = passes
         self._order: int = ORDERS[passes]
-        self._given = [phase for given in phases for phase in phases_of(given)]
+        self._given = all_phases(phases)
         self.phases: tuple[Phase, ...] = self._with_steps(self._order)
         """With their steps; those that were given with epochs are new objects."""
 

@@ -55,7 +55,9 @@ class Task:
     text_bytes: int
     """Of all texts in UTF-8; 0 for questions."""
     truncated: int
-    """Choices whose context was cut on the left, so that they fit into max_context."""
+    """Choices that were cut on the left, so that they fit into max_context."""
+    unscored: int = 0
+    """Those of them whose first tokens are not scored: the choice alone is too long."""
 
     @property
     def truncation(self) -> str:
@@ -63,7 +65,8 @@ class Task:
         if not self.truncated:
             return ""
         count = f"{self.truncated:,} of {len(self.rows):,}"
-        return f"task {self.name}: {count} choices are too long for max_context, and cut on the left"
+        line = f"task {self.name}: {count} choices are too long for max_context, and cut on the left"
+        return line + (f"; of {self.unscored:,} the choice itself is cut, and scored in part" if self.unscored else "")
 
     def scores(self, losses: Sequence[float]) -> dict[str, float]:
         """The numbers of the task, from the loss of each row in nats: the sum over its scored tokens.
@@ -123,7 +126,7 @@ def find_tasks(patterns: Sequence[str], *, field: str = "eval_tasks") -> dict[st
 def _read(name: str, path: Path, tokenizer: Tokenizer, max_context: int) -> Task:
     rows: list[ScoredRow] = []
     questions: list[Question] = []
-    text_bytes = truncated = 0
+    text_bytes = truncated = unscored = 0
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
@@ -137,6 +140,7 @@ def _read(name: str, path: Path, tokenizer: Tokenizer, max_context: int) -> Task
                 pairs = [encode_pair(tokenizer, fields["context"], choice) for choice in fields["choices"]]
                 cut = [row_of(context, continuation, max_context) for context, continuation in pairs]
                 truncated += sum(len(row.tokens) < len(a) + len(b) for row, (a, b) in zip(cut, pairs, strict=True))
+                unscored += sum(row.scored < len(b) for row, (_, b) in zip(cut, pairs, strict=True))
                 rows += cut
                 lengths = tuple(len(choice.lstrip()) for choice in fields["choices"])
                 questions.append(Question(fields["answer"], lengths))
@@ -153,6 +157,7 @@ def _read(name: str, path: Path, tokenizer: Tokenizer, max_context: int) -> Task
         questions=tuple(questions),
         text_bytes=text_bytes,
         truncated=truncated,
+        unscored=unscored,
     )
 
 

@@ -6,7 +6,7 @@ one device (decode), with a cache of earlier tokens. Any other model reads the w
 The next token is the likeliest one (greedy), or drawn from the likeliest ones at a temperature.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
@@ -24,6 +24,9 @@ from roxxel_dist.model.kv_cache import Cache
 from roxxel_dist.model.transformer import Transformer
 
 MOST_INT, MOST_FLOAT = np.iinfo(np.int32).max, float(np.finfo(np.float32).max)
+NO_TOKEN = -1
+STOP_STEP = 8
+"""Stop ids are padded to a multiple of so many, so that other ones do not recompile a program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +65,8 @@ class SamplingInputs(NamedTuple):
     """float32[]"""
     seed_B: Any
     """int32[B]: of each row's draws."""
-    end: Any
-    """int32[]: the token that ends a row; below 0 for none."""
+    end_E: Any
+    """int32[E]: the tokens that end a row; those below 0 are none."""
     known_V: Any
     """bool[V]: the tokens to choose from; None for all."""
 
@@ -76,7 +79,7 @@ def known_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray | None:
 
 
 def sampling_inputs(
-    sampling: Sampling, seeds: Sequence[int], end: int | None, known_V: np.ndarray | None = None
+    sampling: Sampling, seeds: Sequence[int], stop_ids: Collection[int], known_V: np.ndarray | None = None
 ) -> SamplingInputs:
     """The options of a batch of rows.
 
@@ -88,12 +91,14 @@ def sampling_inputs(
             raise UserError(f"seed is {seed!r}: it must be at least 0 and below 2^31, a whole number")
     # Values above the range of the types have the same effect as the largest value.
     temperature, top_k = min(sampling.temperature, MOST_FLOAT), min(sampling.top_k, MOST_INT)
+    end_E = np.full(STOP_STEP * max(1, -(-len(stop_ids) // STOP_STEP)), NO_TOKEN, np.int32)
+    end_E[: len(stop_ids)] = sorted(stop_ids)
     return SamplingInputs(
         np.float32(temperature),
         np.int32(top_k),
         np.float32(sampling.top_p),
         np.asarray(seeds, np.int32),
-        np.int32(-1 if end is None else end),
+        end_E,
         known_V,
     )
 
@@ -130,7 +135,6 @@ def top_k_top_p_filter(scaled_BxV: jax.Array, inputs: SamplingInputs) -> jax.Arr
 WINDOW_STEP = 64
 LONG_PROMPT = 1024
 """Tokens. Longer prompts are read by all devices of this process, as training cuts long rows."""
-NO_TOKEN = -1
 
 
 def generate(
@@ -141,12 +145,12 @@ def generate(
     max_context: int,
     temperature: float = 0.8,
     seed: int = 0,
-    eos_id: int | None = None,
+    stop_ids: Collection[int] = (),
     known_V: np.ndarray | None = None,
 ) -> list[int]:
     """Continue one prompt with `generate_rows`."""
     sampling = Sampling(temperature=temperature)
-    options: Any = {"max_context": max_context, "eos_id": eos_id, "known_V": known_V}
+    options: Any = {"max_context": max_context, "stop_ids": stop_ids, "known_V": known_V}
     return generate_rows(model, [prompt], max_new_tokens, sampling=sampling, seeds=[seed], **options)[0]
 
 
@@ -158,7 +162,7 @@ def generate_rows(
     max_context: int,
     sampling: Sampling,
     seeds: Sequence[int],
-    eos_id: int | None = None,
+    stop_ids: Collection[int] = (),
     known_V: np.ndarray | None = None,
 ) -> list[list[int]]:
     """Continue several prompts; each result is the same as for that prompt alone.
@@ -169,12 +173,13 @@ def generate_rows(
 
     Args:
         model: an NNX module, int32[B, L] tokens to [B, L, vocabulary] logits; it is not changed.
-        prompts: token ids, at least one each; if they leave too little room for the answer, only the last are read.
-        max_new_tokens: at most this many are added to each.
+        prompts: token ids, at least one each. Of a prompt that leaves no room for a new token, only the last
+            max_context - 1 ids are read.
+        max_new_tokens: at most this many are added to each, and no more than fit into max_context behind the prompt.
         max_context: tokens that the model reads at most, prompt and answer together.
         sampling: how tokens are chosen.
         seeds: of the draws, one for each prompt.
-        eos_id: a row stops before this token.
+        stop_ids: a row stops before the first of these tokens.
         known_V: bool[V], the tokens to choose from, as `known_ids` gives them; None for all.
 
     Returns:
@@ -184,20 +189,22 @@ def generate_rows(
         ValueError: an argument breaks its rule.
     """
     kept = _check(model, prompts, max_new_tokens, max_context)
+    room = [min(max_new_tokens, max_context - len(row)) for row in kept]
     graphdef, state = _evaluating(model)
     if not isinstance(model, Transformer):
         rows = [
-            _uncached(
-                graphdef, state, row, max_new_tokens, max_context, sampling_inputs(sampling, [seed], eos_id, known_V)
-            )
-            for row, seed in zip(kept, seeds, strict=True)
+            _uncached(graphdef, state, row, count, max_context, sampling_inputs(sampling, [seed], stop_ids, known_V))
+            for row, count, seed in zip(kept, room, seeds, strict=True)
         ]
     else:
-        options = partial(sampling_inputs, sampling, end=eos_id, known_V=known_V)
+        options = partial(sampling_inputs, sampling, stop_ids=stop_ids, known_V=known_V)
         running, options = _begin(graphdef, state, kept, max_context, seeds, options)
-        running = _decode(graphdef, state, running, np.int32(max_new_tokens), options)
-        rows = np.asarray(running.new_BxC)[: len(kept), :max_new_tokens].tolist()
-    return rows if eos_id is None else [row[: row.index(eos_id)] if eos_id in row else row for row in rows]
+        until_B = np.zeros(running.done_B.shape, np.int32)
+        until_B[: len(room)] = room
+        new_BxC = np.asarray(_decode(graphdef, state, running, until_B, options).new_BxC)
+        rows = [row[:count].tolist() for row, count in zip(new_BxC, room, strict=False)]
+    ends = [next((i for i, token in enumerate(row) if token in stop_ids), len(row)) for row in rows]
+    return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
 
 def stream(
@@ -208,7 +215,7 @@ def stream(
     max_context: int,
     sampling: Sampling,
     seed: int = 0,
-    eos_id: int | None = None,
+    stop_ids: Collection[int] = (),
     known_V: np.ndarray | None = None,
 ) -> Iterator[int]:
     """The ids that `generate_rows` adds to one prompt, each as soon as it is computed. Same arguments and errors.
@@ -218,17 +225,17 @@ def stream(
     (kept,) = _check(model, [prompt], max_new_tokens, max_context)
     if not isinstance(model, Transformer):
         options: Any = {"max_context": max_context, "sampling": sampling, "seeds": [seed]}
-        options |= {"eos_id": eos_id, "known_V": known_V}
+        options |= {"stop_ids": stop_ids, "known_V": known_V}
         yield from generate_rows(model, [prompt], max_new_tokens, **options)[0]
         return
     graphdef, state = _evaluating(model)
-    options = partial(sampling_inputs, sampling, end=eos_id, known_V=known_V)
+    options = partial(sampling_inputs, sampling, stop_ids=stop_ids, known_V=known_V)
     running, inputs = _begin(graphdef, state, [kept], max_context, [seed], options)
-    for i in range(max_new_tokens):
+    for i in range(min(max_new_tokens, max_context - len(kept))):
         if i:
-            running = _decode(graphdef, state, running, np.int32(i + 1), inputs)
+            running = _decode(graphdef, state, running, np.full(1, i + 1, np.int32), inputs)
         token = int(running.token_B[0])
-        if token == eos_id:
+        if token in stop_ids:
             return
         yield token
 
@@ -237,16 +244,16 @@ def _check(model: Any, prompts: Sequence[Sequence[int]], count: int, max_context
     """The part of each prompt that is read."""
     if any(len(prompt) == 0 for prompt in prompts):
         raise UserError("the prompt is empty: give at least one token, such as the end-of-text token")
-    if not isinstance(count, Integral) or count < 1 or count >= max_context:
-        raise UserError(
-            f"max_new_tokens is {count!r}: it must be at least 1 and below max_context ({max_context}), a whole number"
-        )
+    if not isinstance(count, Integral) or count < 1:
+        raise UserError(f"max_new_tokens is {count!r}: it must be at least 1, a whole number")
+    if max_context < 2:
+        raise UserError(f"max_context is {max_context}: a prompt and a new token are 2 tokens at least")
     size = model.config.vocab_size if isinstance(model, Transformer) else None
     if size and (wrong := [token for prompt in prompts for token in prompt if not 0 <= token < size]):
         raise UserError(f"the prompt has the id {wrong[0]}: the ids of the model are 0 to {size - 1}")
     if isinstance(model, Transformer) and max_context > model.config.max_context:
         raise UserError(f"max_context is {max_context}: the model reads at most {model.config.max_context} tokens")
-    return [list(prompt)[-(max_context - count) :] for prompt in prompts]
+    return [list(prompt)[-(max_context - 1) :] for prompt in prompts]
 
 
 def _evaluating(model: Any) -> tuple[Any, Any]:
@@ -322,22 +329,26 @@ def _prefill(graphdef: Any, state: Any, prompt_BxL: Any, length_B: Any, inputs: 
     token_B = sample(model.logits(last_Bx1xD)[:, 0], read_B, inputs)
     new_BxC = jnp.full((batch, model.config.max_context), NO_TOKEN, jnp.int32).at[:, 0].set(token_B)
     return Running(
-        jnp.int32(1), token_B, (length_B == 0) | (token_B == inputs.end), new_BxC, cache._replace(count_B=None)
+        jnp.int32(1), token_B, (length_B == 0) | jnp.isin(token_B, inputs.end_E), new_BxC, cache._replace(count_B=None)
     )
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _decode(graphdef: Any, state: Any, running: Running, until: Any, inputs: SamplingInputs) -> Running:
-    """The state with `until` new tokens in each row, or fewer if all rows have ended."""
+def _decode(graphdef: Any, state: Any, running: Running, until_B: Any, inputs: SamplingInputs) -> Running:
+    """The state with `until_B` new tokens in each row, or fewer in one that has ended; others there do not count."""
 
     def add(running: Running) -> Running:
         drawn, token_B, done_B, new_BxC, cache = running
         # Merge copies inside the loop: NNX objects cannot cross jax's trace levels, and a layer may count its draws.
-        logits_Bx1xV, cache = nnx.merge(graphdef, state, copy=True)(token_B[:, None], cache=cache)
+        model = nnx.merge(graphdef, state, copy=True)
+        # A row that has filled max_context reads its last place again, and none beyond it.
+        cache = cache._replace(length_B=jnp.minimum(cache.length_B, model.config.max_context - 1))
+        logits_Bx1xV, cache = model(token_B[:, None], cache=cache)
         token_B = sample(logits_Bx1xV[:, 0], cache.length_B, inputs)
-        return Running(drawn + 1, token_B, done_B | (token_B == inputs.end), new_BxC.at[:, drawn].set(token_B), cache)
+        done_B |= jnp.isin(token_B, inputs.end_E)
+        return Running(drawn + 1, token_B, done_B, new_BxC.at[:, drawn].set(token_B), cache)
 
-    return jax.lax.while_loop(lambda running: (running.drawn < until) & ~running.done_B.all(), add, running)
+    return jax.lax.while_loop(lambda running: ((running.drawn < until_B) & ~running.done_B).any(), add, running)
 
 
 def _uncached(

@@ -18,7 +18,7 @@ from roxxel_dist.model.transformer import Transformer
 
 CHUNK_BYTES = 64_000_000
 """Of a device, for the float32 logits of a chunk where `loss_chunk` is auto."""
-END_NATS = "end_nats"
+END_NATS = "(end nats)"
 """Among the losses of a batch: those of end-of-text, which is no text, in sum."""
 LEAST_TOKENS = 2048
 """Of such a chunk on an accelerator, though they take more. Each chunk of C tokens reads and writes the gradient of the
@@ -47,7 +47,7 @@ def token_losses(model: nnx.Module, batch: Any, *, end: int | None = None) -> di
     With packed documents also "loss_weight": float32[], the number of tokens in the mean, which is its weight in
     gradient accumulation, and "row_weight": float32[B], the same of each row. With a `Transformer` with experts or
     `z_loss` also "balance_loss": float32[], which training adds to the loss: the balance of its experts, plus z_loss x
-    the mean of the squared logarithms of the softmax's sums. With `end`, the id of end-of-text, also "end_nats":
+    the mean of the squared logarithms of the softmax's sums. With `end`, the id of end-of-text, also `END_NATS`:
     float32[], the sum of the losses of that token, in the mean as all others.
 
     For a model of your own it is a loss that is cut as the phase's rows are. Where the model has two methods more, it

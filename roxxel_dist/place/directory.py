@@ -202,6 +202,14 @@ def is_run(folder: Path) -> bool:
     return (folder / CONFIG).is_file() or (folder / METRICS).is_file()
 
 
+def is_of_program(folder: Path) -> bool:
+    """Whether a folder has steps of a run whose model a program of the user's made: such a run has no config.yaml."""
+    rows = folder / METRICS
+    return not (folder / CONFIG).exists() and (
+        (rows.is_file() and rows.stat().st_size > 0) or any(folder.glob("checkpoints/[0-9]*/meta.json"))
+    )
+
+
 def no_run(folder: Path, name: str = "") -> str:
     """The message for a folder that is not a usable run: it suggests the closest run, or lists those beside it.
 

@@ -16,6 +16,7 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.place.run_place import bucket_run
 from roxxel_dist.run.metadata import saved_config
+from roxxel_dist.run.past import check_no_program
 from roxxel_dist.settings.config import Config
 from roxxel_dist.utils.voice import argument
 
@@ -30,6 +31,7 @@ def make_decay_branch(config: Config, trunk: CheckpointRef) -> None:
         ValueError: no such checkpoint, no `decay_steps`, other phases, or a rate that is not at its peak there.
     """
     metadata, folder = _metadata(trunk)
+    check_no_program(folder, saved_config(folder), new=True)
     if config.decay_steps is None:
         raise UserError(f"anneal is {trunk}, and decay_steps is not given: write how many steps the rate falls for")
     kind, settings = metadata.schedule.get("kind"), metadata.schedule.get("settings", {})

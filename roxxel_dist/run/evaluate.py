@@ -52,15 +52,17 @@ class Evaluation:
     run: Path
     step: int
     losses: Mapping[str, float]
-    """By the names of the log: "val_loss", "val_bal", "val_loss/<name>", "train_eval_loss", and where the text of the
-    tokens is known "val_bpb" and "val_bpb/<name>"."""
+    """By the names of the log: "val_loss", "val_bal", "val_loss/<name>", "train_eval_loss", where the text of the
+    tokens is known "val_bpb" and "val_bpb/<name>", and "val_<scalar>" of each scalar of a loss of the user's."""
     data: tuple[Mapping[str, Any], ...]
     """{"name", "metric", "loss", "perplexity", "bits_per_byte", "batches", "tokens"} of each data set, of all of them
-    if there are several, and of the training data; "bits_per_byte" is None where the text is not known."""
+    if there are several, and of the training data; "bits_per_byte" is None where the text is not known, and it
+    and "perplexity" with a loss that is not the mean cross-entropy of the tokens."""
     tasks: Mapping[str, Mapping[str, float]]
     """The scores of each evaluation task by its name: "acc" and "acc_norm", or "bits_per_byte"."""
     notes: tuple[str, ...]
-    """What people should know: choices of tasks that were cut, and why a set has no bits per byte."""
+    """What was not read of the data, choices of tasks that were cut, why a set has no bits per byte, and what the
+    tokenizer loses of texts."""
     logged_val_loss: float | None
     """The logged val_loss of the step; None if the step was not validated."""
 
@@ -131,7 +133,8 @@ def evaluate(
             if eval_iters is not None:
                 config = dataclasses.replace(config, eval_iters=eval_iters)
             config = _with_kernel(config, plan, saved)
-            found = open_tasks(config, _tokenizer(folder, data), tasks, "eval_tasks" if tasks is None else "--tasks")
+            tokenizer = _tokenizer(folder, data)
+            found = open_tasks(config, tokenizer, tasks, "eval_tasks" if tasks is None else "--tasks")
             components, sets = _components(config, data, plan, validation, folder, needed=not found)
             compiler = AotCompiler(_mesh(components))
             held.callback(compiler.close)
@@ -148,13 +151,14 @@ def evaluate(
         means = summarize(fetch(evaluator.run(state, hparams, shape)))
         of_tasks = scores.summarize(fetch(scores.run(state, hparams)))
         rows = read_rows(folder / METRICS)
+        notes = [*evaluator.remarks(shape), *(task.truncation for task in found), tokenizer.losses if tokenizer else ""]
         return Evaluation(
             run=checkpoint.run,
             step=step,
             losses=means,
-            data=_by_data_set(means, evaluator.reads(shape)),
+            data=_by_data_set(means, evaluator.reads(shape), evaluator.gives_nats),
             tasks={task.name: of_task(task.name, of_tasks) for task in found},
-            notes=(*filter(None, (task.truncation for task in found)), *unknown),
+            notes=(*filter(None, notes), *unknown),
             logged_val_loss=next((row.get("val_loss") for row in rows if row.get("step") == step), None),
         )
 
@@ -285,8 +289,8 @@ def _measures(
     )
     dtype, sharding = jnp.bfloat16 if options.bf16_compute else None, batch_sharding(mesh)
     train = components.curriculum.primary_streamer
-    model = split.merge(state.params, state.rest, hparams, training=False)
-    text = TextOfSets.of(sets, train, known=gives_nats(components.loss, model))
+    in_nats = gives_nats(components.loss, split.merge(state.params, state.rest, hparams, training=False))
+    text = TextOfSets.of(sets, train, known=in_nats)
     evaluator = Validation(
         sets,
         train,
@@ -295,6 +299,7 @@ def _measures(
         sharding,
         dataclasses.replace(rows, eval_iters=options.eval_iters),
         text=text,
+        in_nats=in_nats,
     )
     return state, hparams, evaluator, TaskScores(tasks, split, compiler, sharding, plan.shapes, dtype)
 
@@ -313,7 +318,9 @@ def _mesh(components: RunComponents) -> Mesh:
     return components.mesh()
 
 
-def _by_data_set(losses: Mapping[str, float], reads: Mapping[str, tuple[int, int]]) -> tuple[dict[str, Any], ...]:
+def _by_data_set(
+    losses: Mapping[str, float], reads: Mapping[str, tuple[int, int]], in_nats: bool
+) -> tuple[dict[str, Any], ...]:
     """`Evaluation.data` from losses by logged name, and (batches, tokens) from `Validation.reads`."""
     if not reads:
         return ()
@@ -330,7 +337,7 @@ def _by_data_set(losses: Mapping[str, float], reads: Mapping[str, tuple[int, int
             "name": name,
             "metric": metric,
             "loss": losses[metric],
-            "perplexity": perplexity(losses[metric]),
+            "perplexity": perplexity(losses[metric]) if in_nats else None,
             "bits_per_byte": losses.get("val_bpb" + metric.removeprefix("val_loss")),
             "batches": batches,
             "tokens": tokens,

@@ -293,8 +293,10 @@ class Experiment:
         other_data = {"data_path": RunMetadata.of(past.saved).data_path} if is_other_data else {}
         check_nothing_new(run, self.config, step, changed | other_data)
         if is_primary():
-            anew = f"to train again from step 1, remove {run} or name another run_dir"
-            print(f"this run is finished: its last step, {step}, is saved in {run}; {anew}", flush=True)
+            longer = "to train longer, give a larger --max_steps N while its phases have steps left, or longer phases"
+            anew = "to train again from step 1, name another --run_dir"
+            line = f"this run is finished: its last step, {step}, is saved in {run}; {longer} and --amend; {anew}"
+            print(line, flush=True)
         return True
 
     def _check_continuation(

@@ -24,12 +24,14 @@ def sample_text(config: Config, loop: Loop, tokenizer: Tokenizer | None, prompt:
     model, context = loop.state.local_model(), config.max_context
     if not is_primary():
         return ""
-    count, seed = min(SAMPLE_TOKENS, context // 2), config.seed
-    ends: Any = {"eos_id": tokenizer.eos_id, "known_V": known_ids(tokenizer.ids, config.vocab_size or 0)}
-    new = generate(model, prompt, count, max_context=context, seed=seed, **ends)
-    before = config.sample_prompt
+    ends: Any = {"stop_ids": [tokenizer.eos_id], "known_V": known_ids(tokenizer.ids, config.vocab_size or 0)}
+    new = generate(model, prompt, min(SAMPLE_TOKENS, context // 2), max_context=context, seed=config.seed, **ends)
+    before, cut = config.sample_prompt, len(prompt) - (context - 1)
     text = printable(before + "".join(pieces(tokenizer, new, before, prompt)))
-    return "\n".join(["a sample of the text that the model generates:", *text.split("\n")[:SAMPLE_LINES]])
+    what = (
+        f", which has not read the first {cut:,} tokens of sample_prompt (max_context is {context})" if cut > 0 else ""
+    )
+    return "\n".join([f"a sample of the text that the model generates{what}:", *text.split("\n")[:SAMPLE_LINES]])
 
 
 def draw_curve(run: Path) -> str:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from roxxel_dist.checkpoint.metadata import CheckpointRef
+from roxxel_dist.checkpoint.metadata import CheckpointRef, read_cursor
 from roxxel_dist.cluster.exit_codes import MissingFileError, UserError
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import absolute, is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
-from roxxel_dist.place.directory import CONFIG, TOKENIZER, check_still_there
+from roxxel_dist.place.directory import CONFIG, TOKENIZER, check_still_there, is_of_program
 from roxxel_dist.place.files import check_run_folder
 from roxxel_dist.place.run_place import local_run
 from roxxel_dist.run.metadata import RunMetadata, data_of, saved_config
@@ -48,16 +48,15 @@ class Past:
         if not in_bucket:
             check_run_folder(run)  # before a config there is read that is not of a run
         saved = saved_config(run) if resume else {}
+        if not in_bucket and resume:
+            check_no_program(run, saved, new=False)
         if in_bucket and saved and RECORD not in saved:
             raise UserError(f"run_dir has a {CONFIG} which no run made: name another prefix in the bucket")
         parent, skipped = forked_from(fork, skip_steps, saved, run)
         config = saved_config(local_run(parent.run)) if parent and not saved else saved
         past = cls(saved=saved, fork=parent, skip_steps=skipped, config=config)
-        if program := RunMetadata.of(past.config).program:
-            raise UserError(
-                f"{parent.run if parent and not saved else run} was trained by {program}, with a Trainer of parts: "
-                f"start that program again; it continues from the newest checkpoint"
-            )
+        if past.new_fork is not None:
+            check_no_program(local_run(past.new_fork.run), past.config, new=True)
         if merged := RunMetadata.of(past.config).merged_from:
             place = parent.run if parent and not saved else run
             raise UserError(
@@ -94,6 +93,38 @@ class Past:
                 f"the run with them ({argument('amend')})"
             )
         return path
+
+
+def check_no_program(run: Path, saved: Mapping[str, Any], *, new: bool) -> None:
+    """Raises UserError for a run that a program's `Trainer` of parts trains: that program alone has its parts.
+
+    Args:
+        run: its folder.
+        saved: its config, empty where its model is none of ours.
+        new: whether a new run is to begin from a checkpoint of it, rather than this one to go on.
+    """
+    program = RunMetadata.of(saved).program
+    if program is None and not is_of_program(run):
+        return
+    by = program or "a program of yours"
+    cursor = read_cursor(run)
+    if new:
+        how = (
+            f"fork it in that program, with Trainer(..., origin=ResumeSpec(fork=CheckpointRef(Path({str(run)!r}), STEP)"
+            f")) of roxxel_dist.checkpoint.metadata"
+        )
+        how += f"; or begin a run with its weights: init_from {run}@STEP" if saved else ""
+    elif cursor.get("finished"):
+        how = (
+            f"it is finished after step {cursor.get('step')}. To train longer, start that program again with a larger "
+            f"max_steps, or with longer phases and amend. For a new run, name another run_dir"
+        )
+    else:
+        how = (
+            "start that program again; it continues from the newest checkpoint. For a new run with `train`, name "
+            "another run_dir"
+        )
+    raise UserError(f"{run} was trained by {by}, with a Trainer of parts: {how}")
 
 
 def check_nothing_new(run: Path, config: Config, step: int, before: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from roxxel_dist.cluster.mesh import num_devices
 from roxxel_dist.data.files.discovery import absolute
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.param_count import count_by_module
-from roxxel_dist.place.directory import CONFIG, DATA, SUMMARY, TOKENIZER
+from roxxel_dist.place.directory import CONFIG, DATA, SUMMARY, TOKENIZER, is_of_program
 from roxxel_dist.place.run_place import local_run
 from roxxel_dist.run.components import RunComponents
 from roxxel_dist.run.metadata import EXACT_UPDATE, PACKAGES, RunMetadata, saved_config
@@ -294,6 +294,6 @@ def forked_from(
     if saved and skip_steps != skipped:
         was, now = ("{}:{}".format(*steps) if steps else None for steps in (skipped, skip_steps))
         raise UserError(f"skip_steps is {now}, and the run in {run} began with {was}: name another run_dir")
-    if not (local_run(given.run) / CONFIG).exists():
+    if not (local_run(given.run) / CONFIG).exists() and not is_of_program(local_run(given.run)):
         raise UserError(f"fork is {given}: {given.run} is not a run directory, it has no {CONFIG}")
     return given, skip_steps

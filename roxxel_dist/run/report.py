@@ -70,6 +70,7 @@ class Run:
             "steps": last.get("step"),
             "tokens": last.get("tokens"),
             **{metric: self.newest(metric) for metric in ("train_loss", "val_loss", "val_bpb")},
+            "scalars": {name: self.newest(name) for name in scalar_names(validations[-1] if validations else {})},
             "best_val_loss": best.get("val_loss"),
             "best_step": best.get("step"),
             "tokens_per_s": statistics.median(speeds) if speeds else None,
@@ -77,6 +78,12 @@ class Run:
             "goodput": self.spent["training"] / total if total else None,
             "spent": dict(self.spent),
         }
+
+
+def scalar_names(losses: Mapping[str, float]) -> list[str]:
+    """Of the numbers of a validation, those of the scalars that a loss function of the user's returns."""
+    usual = ("val_loss", "val_bpb", "val_bal")
+    return [name for name in losses if name.startswith("val_") and name.partition("/")[0] not in usual]
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
@@ -98,10 +105,15 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The fields in which the configs of some runs differ: a value for each run, `UNKNOWN` if it has no such field."""
-    names = dict.fromkeys(name for run in runs for name in run.fields)
+    """The fields in which the configs of some runs differ: a value for each run, `UNKNOWN` if it has no such field.
+
+    A run of a bare `Trainer` that has no config is not compared.
+    """
+    known = [run for run in runs if run.fields]
+    names = dict.fromkeys(name for run in known for name in run.fields)
     values = {name: [run.fields.get(name, UNKNOWN) for run in runs] for name in names}
-    return {name: of_runs for name, of_runs in values.items() if any(value != of_runs[0] for value in of_runs)}
+    first = {name: known[0].fields.get(name, UNKNOWN) for name in names}
+    return {name: values[name] for name in names if any(run.fields.get(name, UNKNOWN) != first[name] for run in known)}
 
 
 def read_fields(folder: Path) -> dict[str, Any]:
@@ -207,7 +219,9 @@ def draw_losses(runs: Sequence[Run], picture: Path) -> None:
                     )
             for tokens in run.phase_ends:
                 axes.axvline(tokens, color=colour, ls=":", lw=1)
-        axes.set(xlabel="tokens", ylabel="loss (nats a token)")
+        # The unit of a user's loss is unknown; a run of a bare Trainer does not say which loss it has.
+        in_nats = all(run.fields and run.fields.get("loss") is None for run in runs)
+        axes.set(xlabel="tokens", ylabel="loss (nats a token)" if in_nats else "loss")
         axes.legend(fontsize=8)
 
 

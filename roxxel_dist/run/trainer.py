@@ -1,6 +1,7 @@
 """The public Trainer: a run of parts that a program makes itself, or of a `Config`, which is `Experiment`'s."""
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -52,6 +53,46 @@ def _as(
         return call
 
     return decorate
+
+
+PARTS = ("model", "optimizer", "curriculum", "loss_fn", "save_path")
+
+
+def _check_parts(given: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Raises TypeError where a trainer is made neither of a `Config` nor of its five parts."""
+    order = f"Trainer({', '.join(PARTS)})"
+    if len(given) > len(PARTS):
+        raise TypeError(f"Trainer: {len(given)} values are given by place, and {order} has {len(PARTS)}: name others")
+    named = dict(zip(PARTS, given, strict=False))
+    if twice := named.keys() & options.keys():
+        raise TypeError(f"Trainer: {min(twice)} is given by place and by name: give it once")
+    first = given[0] if given else options.get("config", options.get("model"))
+    missing = [name for name in PARTS if name not in named and name not in options]
+    if missing and isinstance(first, str | os.PathLike):
+        raise TypeError(
+            f"Trainer: {os.fspath(first)!r} is a path, and a trainer is made of a Config: "
+            f"Trainer(Config.from_yaml({os.fspath(first)!r})), or of parts: {order}"
+        )
+    if missing and isinstance(first, Mapping):
+        raise TypeError(
+            f"Trainer: a dictionary is given, and a trainer is made of a Config: Trainer(Config.from_dict(fields)), or "
+            f"of parts: {order}"
+        )
+    if missing and isinstance(first, Config):
+        raise TypeError(
+            "Trainer: with a Config it takes nothing else: put other fields into the Config, and give data_path, "
+            "run_dir and resume to fit"
+        )
+    if missing:
+        raise TypeError(f"Trainer: {', '.join(missing)} is not given: a trainer is Trainer(config), or {order}")
+    loss = named.get("loss_fn", options.get("loss_fn"))
+    if not callable(loss):
+        raise TypeError(
+            f"Trainer: loss_fn is {loss!r}: it must be a function of (model, batch), such as roxxel_dist.token_losses"
+        )
+    path = named.get("save_path", options.get("save_path"))
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"Trainer: save_path is {path!r}: it must be the folder of the run")
 
 
 class Trainer:
@@ -120,6 +161,8 @@ class Trainer:
         given = [*parts, *options.values()]
         lone = given[0] if len(given) == 1 and set(options) <= {"config"} else None
         self._experiment = Experiment(lone) if isinstance(lone, Config) else None
+        if self._experiment is None:
+            _check_parts(parts, options)
         self._parts = None if self._experiment is not None else self._made_of(*parts, **options)
         self._loop: Loop | None = None
         self._is_open = False

@@ -170,10 +170,9 @@ class Config(_Copied):
             if part is not ModelConfig or values["model"] is None:  # ModelConfig does not describe a user-defined model
                 self.part(part)
         if values["phases"]:
-            from roxxel_dist.curriculum.phases import phases_of  # numpy: not for --help
+            from roxxel_dist.curriculum.phases import all_phases  # numpy: not for --help
 
-            for phase in values["phases"]:
-                phases_of(phase)
+            all_phases(values["phases"])
 
     def check_types(self, source: str = "") -> None:
         """Raises ValueError for the first value of another type than its field; `source` names its file in messages."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.input.stream import Stream
+from roxxel_dist.model.loss import END_NATS
 from roxxel_dist.train.step.compile import AotCompiler, batch_key
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import BALANCE, WEIGHT, Hparams
@@ -24,6 +26,9 @@ from roxxel_dist.train.validation_rows import ValidationBatch, ValidationRows
 
 HELD_OUT, TRAIN = "", "(training data)"
 """The names of the split held out of the training data, and of the training data; a user's set may be "train"."""
+NOT_SCALARS = frozenset({"loss", BALANCE, WEIGHT, BYTES, END_NATS})
+TAKEN = re.compile(r"val_(loss|bpb|bal)(/|$)")
+"""Names in the log that a scalar of a loss function of the user's does not get."""
 EVAL_LIMIT_S = 3600.0
 """Seconds that the user's evaluation may take longer on rank 0 than on another rank."""
 
@@ -40,6 +45,7 @@ class Validation:
         rows: which are read in each phase.
         blocks: the verified blocks of the files; None: nothing is verified.
         text: how the bytes of text are counted; None: they are not.
+        in_nats: whether the loss is the mean cross-entropy of tokens (`gives_nats`).
     """
 
     def __init__(
@@ -53,7 +59,9 @@ class Validation:
         blocks: VerifiedBlocks | None = None,
         *,
         text: TextOfSets | None = None,
+        in_nats: bool = False,
     ) -> None:
+        self.gives_nats: bool = in_nats
         filled = {name: data for name, data in sets.items() if data.num_tokens}
         self._sets = {**filled, TRAIN: train} if filled else {}
         self._evaluate, self._compiler = evaluate, compiler
@@ -128,25 +136,51 @@ class Validation:
         plans = {name: self._stream(name, shape).plan for name in self._sets}
         return {name: (plan.total_steps, plan.tokens(plan.total_steps)) for name, plan in plans.items()}
 
+    def remarks(self, shape: Shape) -> list[str]:
+        """Lines about what is not read of the sets to validate on, and about shorter rows than those of the phase."""
+        lines: list[str] = []
+        for name, data in self._sets.items():
+            if name == TRAIN:
+                continue
+            what, plan = f"validation {name!r}" if name else "the held-out data", self._stream(name, shape).plan
+            steps, there, (_, length) = plan.total_steps, data.num_tokens, plan.shape(0)
+            if length < shape.seq_len:
+                lines.append(f"{what}: its rows have {length} tokens, and not {shape.seq_len}: it has too few tokens")
+            if (read := plan.tokens(steps)) < there:
+                most = self._rows.eval_iters
+                why = f"eval_iters is {most}" if steps == most else "the rest fills no batch"
+                lines.append(f"{what}: {read:,} of {there:,} tokens are read ({why})")
+        return lines
+
 
 def summarize(losses: Mapping[str, list[dict[str, float]]]) -> dict[str, float]:
-    """{"val_loss", "val_loss/<name>", "train_eval_loss", "val_bal", "val_bpb", "val_bpb/<name>"} of `Validation.run`.
+    """{"val_loss", "val_loss/<name>", "train_eval_loss", "val_bal", "val_bpb", "val_bpb/<name>"} of `Validation.run`,
+    and {"val_<scalar>", "val_<scalar>/<name>"} of each scalar that the loss function returns.
 
     Losses are means over predicted tokens: with the loss l and the weight w of a batch (the tokens that it predicts),
-    sum(w l) / sum(w). "val_loss" and "val_bal", the balance loss and 0 without one, are of all sets. Where nothing
-    is predicted, the mean is NaN. Bits per byte, of all sets and of each, are the losses of the text's tokens, in bits,
-    over the bytes of text that they predict, where these are counted.
+    sum(w l) / sum(w). "val_loss", "val_bal", the balance loss and 0 without one, and scalars are of all sets. Where
+    nothing is predicted, the mean is NaN. Bits per byte, of all sets and of each, are the losses of the text's tokens,
+    in bits, over the bytes of text that they predict, where these are counted.
     """
-    result, bits = {}, {}
+    result, bits, scalars = {}, {}, dict[str, float]()
     for name, batches in losses.items():
         if name != HELD_OUT:
             result["train_eval_loss" if name == TRAIN else f"val_loss/{name}"] = _mean(batches, "loss")
             bits[f"val_bpb/{name}"] = bits_per_byte(batches)
+        if name not in (HELD_OUT, TRAIN):
+            scalars |= {f"{scalar}/{name}": value for scalar, value in _scalars(batches).items()}
     every = [batch for name, batches in losses.items() if name != TRAIN for batch in batches]
     if not every:
         return {}
     bits = {name: value for name, value in {"val_bpb": bits_per_byte(every), **bits}.items() if value is not None}
-    return {"val_loss": _mean(every, "loss"), "val_bal": _mean(every, BALANCE), **result, **bits}
+    scalars = {name: value for name, value in (_scalars(every) | scalars).items() if not TAKEN.match(name)}
+    return {"val_loss": _mean(every, "loss"), "val_bal": _mean(every, BALANCE), **result, **bits, **scalars}
+
+
+def _scalars(batches: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """{"val_<scalar>"}: the mean of each scalar that the loss function returns beside the loss."""
+    names = dict.fromkeys(name for batch in batches for name in batch if name not in NOT_SCALARS)
+    return {f"val_{name}": _mean(batches, name) for name in names}
 
 
 def _mean(batches: Sequence[Mapping[str, float]], name: str) -> float:

@@ -133,7 +133,9 @@ def make_row(
         row.setdefault("val_bal", 0.0)
     own = {**row, **more}
     # A step that was not validated has no "val_loss", and a loss function's own is none.
-    return own | {name: value for name, value in values.items() if name not in own and not OF_VALIDATION.match(name)}
+    taken = {f"val_{name}" for name in values}
+    names = (name for name in values if name not in own and name not in taken and not OF_VALIDATION.match(name))
+    return own | {name: values[name] for name in names}
 
 
 def loss_by_dataset(metrics: Metrics, dataset: Any, names: Sequence[str]) -> dict[str, float]:

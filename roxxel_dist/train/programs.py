@@ -59,7 +59,8 @@ class Programs:
             skip_bad=options.on_bad_step == "skip",
         )
         sets = parts.validation_sets, parts.training.primary_streamer
-        text = TextOfSets.of(*sets, known=gives_nats(parts.loss_fn, position.view.model))
+        in_nats = gives_nats(parts.loss_fn, position.view.model)
+        text = TextOfSets.of(*sets, known=in_nats)
         self._evaluate: Any = make_eval_step(split, parts.loss_fn, dtype, text.end)
         evaluate: Any = self._evaluate
         if options.virtual_shards:
@@ -89,6 +90,7 @@ class Programs:
             rows,
             self.blocks,
             text=text,
+            in_nats=in_nats,
         )
         self.tasks: TaskScores = TaskScores(
             parts.tasks,

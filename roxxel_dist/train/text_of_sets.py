@@ -21,7 +21,7 @@ from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 from roxxel_dist.model.loss import END_NATS, next_token_loss, token_losses
 from roxxel_dist.train.step.step import WEIGHT, LossFn
 
-BYTES = "bytes"
+BYTES = "(bytes)"
 """Among the numbers of a batch: the bytes of text that it predicts; -1 where its ids are not all of the tokenizer."""
 
 

@@ -57,7 +57,7 @@ def export_run(
         overwrite: replace the folder of an earlier export. A folder with any other file is never replaced.
 
     Returns:
-        A line that describes the written files.
+        A line that describes the written files, and one about what the tokenizer loses of texts.
 
     Raises:
         ValueError: there is no such model, the format cannot hold it, or the folder exists already.
@@ -85,7 +85,10 @@ def export_run(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     count, size = (sum(getattr(array, what) for array in params.values()) for what in ("size", "nbytes"))
-    return f"step {weights.step} of {run}: {count:,} parameters, {size / 1e6:,.1f} MB, in {out}"
+    lost = "" if weights.tokenizer is None else Tokenizer.load(weights.tokenizer).losses
+    return f"step {weights.step} of {run}: {count:,} parameters, {size / 1e6:,.1f} MB, in {out}" + (
+        f"\n{lost}" if lost else ""
+    )
 
 
 def _check_out(out: Path, overwrite: bool, *read: Path) -> None:

@@ -70,11 +70,20 @@ class TensorFiles:
         """Of the arrays, by name; empty of files that this program has not written."""
         self._folder: Path = folder
         with contextlib.ExitStack() as opened:
-            for path in _paths(folder):
+            paths, named = _paths(folder)
+            for path in paths:
                 file = opened.enter_context(_open(path))
-                self._file_of |= dict.fromkeys(file.keys(), file)
+                # A file may still have what the index names in another one, which has taken its place.
+                own = [name for name in file.keys() if named.get(name, path.name) == path.name]  # noqa: SIM118
+                if twice := self._file_of.keys() & set(own):
+                    raise UserError(f"{folder}: {min(twice)} is in {path.name} and in another file: remove one of them")
+                self._file_of |= dict.fromkeys(own, file)
                 self.bytes += path.stat().st_size
-                self.digests |= _digests_in(path, file)
+                digests = _digests_in(path, file)
+                self.digests |= {name: digests[name] for name in own if name in digests}
+            if missing := named.keys() - self._file_of.keys():
+                name = min(missing)
+                raise UserError(f"{folder}: {named[name]} has no {name}, by {INDEX} it has: put the right files back")
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -91,6 +100,10 @@ class TensorFiles:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every array, by its name."""
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
+
+    def kind_of(self, name: str) -> str:
+        """The type of an array, as safetensors calls it: "F32", "BF16"."""
+        return self._file_of[name].get_slice(name).get_dtype()
 
     def step(self) -> int | None:
         """The `step` that `write_tensors` wrote into the files; None for files of other programs."""
@@ -128,20 +141,24 @@ def has_tensors(folder: Path) -> bool:
     return (folder / WHOLE).is_file() or (folder / INDEX).is_file()
 
 
-def _paths(folder: Path) -> list[Path]:
-    if (folder / WHOLE).is_file():
-        return [folder / WHOLE]
-    index = folder / INDEX
+def _paths(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """(the files, in which of them each array is by their index)."""
+    index, whole = folder / INDEX, folder / WHOLE
+    if whole.is_file() and not index.is_file():
+        return [whole], {}
     if not index.is_file():
         raise UserError(f"{folder} has no weights: put {WHOLE}, or all files and their {INDEX}, there")
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        places = dict(json.loads(index.read_bytes())["weight_map"])
+        names = sorted(set(places.values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{index} is no index of safetensors ({error!r}): put the right file back") from error
+    if whole.is_file() and names != [WHOLE]:
+        raise UserError(f"{folder} has {WHOLE}, and {INDEX} names other files: remove the one that is not meant")
     for name in names:
         if not (folder / name).is_file():
             raise UserError(f"{folder} has no {name}, which {INDEX} names: put all files of the model there")
-    return [folder / name for name in names]
+    return [folder / name for name in names], places
 
 
 def _open(path: Path) -> Any:

@@ -1,6 +1,7 @@
 """Text from a trained model, whatever kind of folder it is in."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,18 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.tokenizer.tokenizer import Tokenizer
 from roxxel_dist.model.generate import Sampling, generate_rows, known_ids, stream
-from roxxel_dist.weights.hf_folder import is_hf_folder
+from roxxel_dist.weights.hf_folder import end_ids, is_hf_folder
 from roxxel_dist.weights.load import check_continues, load_run
 
 UNFINISHED = "\ufffd"
 """A tokenizer's output for bytes that are not a character, or not yet a whole one."""
+
+
+Say = Callable[[str], None]
+
+
+def _warn(line: str) -> None:
+    warnings.warn(line, stacklevel=3)
 
 
 class Generator:
@@ -26,6 +34,8 @@ class Generator:
         best: for a run, the checkpoint with the lowest val_loss, or the newest if none was validated. False: the
             newest.
         step: the checkpoint of this step instead.
+        say: called with a line about what its tokenizer loses of a text, tokens of a prompt that are not read, and
+            texts that end at max_context; by default it is a UserWarning.
 
     Attributes:
         model: the module, with dropout off.
@@ -33,6 +43,8 @@ class Generator:
         config: the `Config` of the run.
         step: of the checkpoint.
         start: the ids before each text: those of a Hugging Face folder's tokenizer, such as `<s>`; of a run none.
+        stop_ids: the ids that end a text: the tokenizer's end-of-text, and those that a Hugging Face folder names in
+            its generation_config.json, or else its config.json, as eos_token_id.
 
     Raises:
         ValueError: there is no such model, it has no tokenizer, or the user-defined model cannot continue a text.
@@ -43,14 +55,24 @@ class Generator:
     config: Any
     step: int
     start: list[int]
+    stop_ids: list[int]
 
-    def __init__(self, path: str | Path, best: bool = True, *, step: int | None = None) -> None:
-        self._path = str(path)
-        self.model, self.tokenizer, self.config, self.step = load_run(path, step, best=best)
+    def __init__(self, path: str | Path, best: bool = True, *, step: int | None = None, say: Say = _warn) -> None:
+        self._path, self._say = str(path), say
+        made = load_run(path, step, best=best)
+        if made.tokenizer is None:
+            raise UserError(
+                f"{path} has no tokenizer.json: it was trained on tokens alone, so there is no text to generate"
+            )
+        self.model, self.tokenizer, self.config, self.step = made.model, made.tokenizer, made.config, made.step
         check_continues(self.model, self.config)
         self._known_V = known_ids(self.tokenizer.ids, self.config.vocab_size)
-        # A run trains without such a token, whatever its tokenizer, so its model has not learned it.
-        self.start = self.tokenizer.text_start if is_hf_folder(Path(path)) else []
+        # A run trains without a first token, whatever its tokenizer, so its model has not learned it.
+        is_theirs = is_hf_folder(Path(path))
+        self.start = self.tokenizer.text_start if is_theirs else []
+        if lost := self.tokenizer.losses:
+            say(lost)
+        self.stop_ids = sorted({self.tokenizer.eos_id, *(end_ids(Path(path)) if is_theirs else ())})
 
     def __repr__(self) -> str:
         """The model's place, step and sizes."""
@@ -68,7 +90,9 @@ class Generator:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int | Sequence[int] = 0,
+        stop: str | Sequence[str] = (),
         stop_at_eos: bool = True,
+        truncate_prompt_tokens: int | None = None,
     ) -> str | list[str]:
         """Continue a prompt, or each of several; the result does not include the prompt.
 
@@ -76,16 +100,20 @@ class Generator:
         prompt back unchanged. An id that the tokenizer has no text for, as where the model's vocabulary is larger, is
         never drawn.
 
+        A text ends where it and its prompt are max_context tokens.
+
         Args:
             prompt: text; if it is empty, the start of a document. Each prompt of a list is continued as if it were
                 alone.
-            max_new_tokens: tokens to add at most; values above max_context - 1 count as that. If a prompt is too long
-                to leave room for them, only its last tokens are read.
+            max_new_tokens: tokens to add at most.
             temperature: 0 takes the likeliest token each time, 1 draws from the model's distribution.
             top_k: draw from this many of the likeliest tokens; 0 for all.
             top_p: draw from the fewest of the likeliest tokens that have this probability together; 1 for all.
             seed: of the draws: one for all prompts, so that equal prompts give equal texts, or one for each.
-            stop_at_eos: end a text at the model's end-of-text token.
+            stop: a text ends before the first of these texts in it.
+            stop_at_eos: end a text at the first of `stop_ids`.
+            truncate_prompt_tokens: read only this many tokens of a longer prompt, its last ones and `start`; by
+                default max_context - 1.
 
         Returns:
             A text for a text, a list for a list.
@@ -97,15 +125,23 @@ class Generator:
         seeds = _listed(seed) if isinstance(seed, Iterable) else [seed] * len(prompts)
         if len(seeds) != len(prompts):
             raise UserError(f"seed has {len(seeds)} numbers for {len(prompts)} prompts: give one each, or one for all")
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        sampling, stops = Sampling(temperature=temperature, top_k=top_k, top_p=top_p), _stop_texts(stop)
         if not prompts:
             return []
-        read = [self._ids(one) for one in prompts]
-        room, limits = self._room(max_new_tokens), self._limits(stop_at_eos)
-        rows = generate_rows(self.model, read, room, sampling=sampling, seeds=seeds, **limits)
-        texts = [
-            "".join(pieces(self.tokenizer, row, text, ids)) for row, text, ids in zip(rows, prompts, read, strict=True)
-        ]
+        ids = [self._ids(one) for one in prompts]
+        read, line = self._read(ids, truncate_prompt_tokens)
+        if line:
+            self._say(line)
+        rows = generate_rows(
+            self.model, read, max_new_tokens, sampling=sampling, seeds=seeds, **self._limits(stop_at_eos)
+        )
+        texts, ended = [], 0
+        for row, text, whole, kept in zip(rows, prompts, ids, read, strict=True):
+            added = "".join(pieces(self.tokenizer, row, text, whole))
+            texts.append("".join(before_stop([added], stops)))
+            ended += texts[-1] == added and self._is_full(len(kept), len(row), max_new_tokens)
+        if ended:
+            self._say(self._ended(ended, len(rows), max_new_tokens))
         return texts[0] if isinstance(prompt, str) else texts
 
     def stream(
@@ -117,36 +153,104 @@ class Generator:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
+        stop: str | Sequence[str] = (),
         stop_at_eos: bool = True,
+        truncate_prompt_tokens: int | None = None,
     ) -> Iterator[str]:
         """The text of `generate`, in pieces as they are generated; no piece ends within a character.
 
-        Arguments and errors are those of `generate`, for one prompt.
+        Arguments and errors are those of `generate`, for one prompt. What may begin a stop text is held back until it
+        is known not to.
 
         Returns:
             An iterator of pieces, which together are the text.
         """
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        read, room = self._ids(prompt), self._room(max_new_tokens)
-        ids = stream(self.model, read, room, sampling=sampling, seed=seed, **self._limits(stop_at_eos))
-        return pieces(self.tokenizer, ids, prompt, read)
+        sampling, stops = Sampling(temperature=temperature, top_k=top_k, top_p=top_p), _stop_texts(stop)
+        ids = self._ids(prompt)
+        [read], line = self._read([ids], truncate_prompt_tokens)
+        if line:
+            self._say(line)
+        new = stream(self.model, read, max_new_tokens, sampling=sampling, seed=seed, **self._limits(stop_at_eos))
+
+        def counted() -> Iterator[int]:
+            count = 0
+            for number in new:
+                count += 1
+                yield number
+            if self._is_full(len(read), count, max_new_tokens):
+                self._say(self._ended(1, 1, max_new_tokens))
+
+        return before_stop(pieces(self.tokenizer, counted(), prompt, ids), stops)
 
     def _ids(self, prompt: str) -> list[int]:
         if not isinstance(prompt, str):
             raise UserError(f"prompt is {prompt!r}: it must be a text, or a list of texts to generate")
         return [*self.start, *(self.tokenizer.encode(prompt) if prompt else [])] or [self.tokenizer.eos_id]
 
-    def _room(self, max_new_tokens: int) -> int:
-        # A value that is not a number is refused later, where it is used.
-        most = self.config.max_context - 1
-        return min(max_new_tokens, most) if isinstance(max_new_tokens, Integral) else max_new_tokens
+    def _read(self, prompts: Sequence[list[int]], asked: int | None) -> tuple[list[list[int]], str]:
+        """(the ids that are read of each prompt, a line about those that are not). The first id of a text is read."""
+        limit = self.config.max_context - 1
+        if asked is not None and (not isinstance(asked, Integral) or not len(self.start) < asked <= limit):
+            raise UserError(
+                f"truncate_prompt_tokens is {asked!r}: it must be above {len(self.start)} and at most {limit}, which "
+                f"is max_context - 1; a whole number"
+            )
+        most, line = limit if asked is None else int(asked), ""
+        if cut := [len(ids) - most for ids in prompts if len(ids) > most]:
+            which = f"the prompt has {len(prompts[0]):,} tokens"
+            if len(prompts) > 1:
+                which = f"{len(cut):,} of {len(prompts):,} prompts have too many tokens"
+            line = (
+                f"{which}: {sum(cut):,} at the beginning are not read, only the last {most:,} (max_context is "
+                f"{self.config.max_context:,})"
+            )
+        begin = min(len(self.start), most - 1)
+        return [ids if len(ids) <= most else [*ids[:begin], *ids[begin - most :]] for ids in prompts], line
+
+    def _is_full(self, prompt: int, new: int, asked: int) -> bool:
+        """Whether a text ended because max_context has no place for another token."""
+        return new < asked and prompt + new >= self.config.max_context
+
+    def _ended(self, count: int, texts: int, asked: int) -> str:
+        which = "the text" if texts == 1 else f"{count:,} of {texts:,} texts"
+        return (
+            f"{which} ended at max_context, {self.config.max_context:,} tokens with the prompt, before "
+            f"max_new_tokens, {asked:,}"
+        )
 
     def _limits(self, stop_at_eos: bool) -> dict[str, Any]:
         return {
             "max_context": self.config.max_context,
-            "eos_id": self.tokenizer.eos_id if stop_at_eos else None,
+            "stop_ids": self.stop_ids if stop_at_eos else (),
             "known_V": self._known_V,
         }
+
+
+def _stop_texts(stop: str | Sequence[str]) -> list[str]:
+    stops = _listed(stop)
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise UserError(f"stop has {text!r}: it must be a text that is not empty, or a list of such texts")
+    return stops
+
+
+def before_stop(parts: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
+    """The pieces of a text, up to the first of some stop texts in it, which may lie across several pieces."""
+    held = ""
+    for part in parts:
+        held += part
+        if found := [place for place in (held.find(stop) for stop in stops) if place >= 0]:
+            if end := min(found):
+                yield held[:end]
+            return
+        # The longest end that is the beginning of a stop text.
+        longest = min(len(held), max((len(stop) - 1 for stop in stops), default=0))
+        keep = next((n for n in range(longest, 0, -1) if any(stop.startswith(held[-n:]) for stop in stops)), 0)
+        if len(held) > keep:
+            yield held[: len(held) - keep]
+        held = held[len(held) - keep :]
+    if held:
+        yield held
 
 
 def _listed(value: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from roxxel_dist.model.huggingface import Tensors, put_together, tensors_of, the
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.weights.files import TensorFiles
 
-HF_CONFIG = "config.json"
+HF_CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 THEIRS = {
     "dim": "hidden_size", "n_heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
     "head_size": "head_dim", "num_blocks": "num_hidden_layers", "hidden_dim": "intermediate_size",
@@ -26,8 +26,17 @@ THEIRS = {
     "attn_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping",
 }  # fmt: skip
 """Our names of fields to theirs, where they differ."""
-NEEDLESS = ("rotary_emb.inv_freq",)
-"""Tensors of old files that are not needed: they follow from the config."""
+NEEDLESS = (
+    "rotary_emb.inv_freq", "rotary_emb.original_inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached",
+    "attn.masked_bias",
+)  # fmt: skip
+"""Ends of the names of buffers in old files: tables of positions and masks, which the config gives."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ADAPTER = "adapter_config.json"
+KINDS = ("BF16", "F16", "F32", "F64")
+"""Types of numbers that safetensors calls so."""
+COMPARED = 1 << 24
+"""Numbers of two tensors that are compared at a time."""
 
 
 def is_hf_folder(folder: Path) -> bool:
@@ -43,9 +52,35 @@ def fields_of(folder: Path) -> dict[str, Any]:
     return _fields(folder / HF_CONFIG, _config_of(folder))
 
 
+def end_ids(folder: Path) -> list[int]:
+    """The ids that end a text: `eos_token_id` of generation_config.json or, where that has none, of config.json.
+
+    Raises ValueError where it is neither an id of the model's vocabulary nor a list of such ids.
+    """
+    config = _config_of(folder)
+    size = config.get("vocab_size")
+    for name in (GENERATION_CONFIG, HF_CONFIG):
+        values = config if name == HF_CONFIG else _object_in(folder / name) if (folder / name).is_file() else {}
+        ids = values.get("eos_token_id")
+        if ids is None:
+            continue
+        ids = ids if isinstance(ids, list) else [ids]
+        for number in ids:
+            if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < (size or number + 1):
+                raise UserError(
+                    f"{folder / name}: eos_token_id has {number!r}: it must be an id below vocab_size ({size}), or a "
+                    f"list of such ids"
+                )
+        return ids
+    return []
+
+
 def _config_of(folder: Path) -> dict[str, Any]:
     """The contents of `config.json`."""
-    path = folder / HF_CONFIG
+    return _object_in(folder / HF_CONFIG)
+
+
+def _object_in(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_bytes())
     except ValueError as error:
@@ -79,7 +114,17 @@ class HfFolder(TensorFiles):
         values = _config_of(folder)
         config = ModelConfig(**_fields(folder / HF_CONFIG, values))
         self.tensors: dict[str, Tensors] = tensors_of(config, values["model_type"])
+        if (folder / ADAPTER).is_file():
+            raise UserError(
+                f"{folder} has {ADAPTER}: its adapters are for other weights, and are not read here. Merge them (in "
+                f"peft: merge_and_unload), or remove their files to use the weights without them"
+            )
+        self._is_tied = config.weight_tying
         super().__init__(folder)
+        there = self.shapes()
+        if self._is_tied and HEAD in there and EMBEDDING not in there:  # of two names for one, a file may have either
+            table = self.tensors["embedding.embedding"]
+            self.tensors["embedding.embedding"] = table._replace(names=(HEAD,))
         try:
             self._check_files()
         except BaseException:
@@ -136,7 +181,30 @@ class HfFolder(TensorFiles):
             if there.get(name) != shape:
                 shape_there = "not there" if name not in there else f"{there[name]}"
                 raise UserError(f"{self._folder}: {name} is {shape_there}, and must be {shape} by its {HF_CONFIG}")
-        tied = {"lm_head.weight"}  # may be stored although it is the embedding
+            if (kind := self.kind_of(name)) not in KINDS:
+                raise UserError(
+                    f"{self._folder}: {name} is {kind}: it must be one of {', '.join(KINDS)}, so use the weights "
+                    f"before they were quantized"
+                )
+        tied = {HEAD} if self._is_tied and HEAD in there and HEAD not in wanted else set[str]()
         extra = [name for name in sorted(there.keys() - wanted.keys() - tied) if not name.endswith(NEEDLESS)]
         if extra:
-            raise UserError(f"{self._folder}: there is no place for {', '.join(extra[:5])} in the Transformer")
+            more = f" and {len(extra) - 5} more" if len(extra) > 5 else ""
+            raise UserError(f"{self._folder}: there is no place for {', '.join(extra[:5])}{more} in the Transformer")
+        if tied and not self._has_equal(HEAD, EMBEDDING):
+            raise UserError(
+                f"{self._folder}: {HEAD} differs from {EMBEDDING}, and by its {HF_CONFIG} they are one "
+                f"(tie_word_embeddings): set tie_word_embeddings to false there to use both, or remove {HEAD}"
+            )
+
+    def _has_equal(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same numbers, whatever their types."""
+        shape = self.shapes()[one]
+        if shape != self.shapes()[other]:
+            return False
+        step = max(1, COMPARED // max(1, shape[1]))
+        pairs = (
+            [np.asarray(self.read(name, (slice(i, min(i + step, shape[0])),)), np.float32) for name in (one, other)]
+            for i in range(0, shape[0], step)
+        )
+        return all(np.array_equal(first, second) for first, second in pairs)

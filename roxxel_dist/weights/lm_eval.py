@@ -113,17 +113,19 @@ class _RoxxelDist(TemplateLM):
         given = (options.get(name) for name in ("max_gen_toks", "max_new_tokens", "max_tokens"))
         count = next((int(number) for number in given if number is not None), NEW_TOKENS)
         temperature = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
-        texts = self._made.generate(
-            prompts,
-            min(count, self.max_length // 2),
-            temperature=temperature,
-            top_k=int(options.get("top_k") or 0),
-            top_p=float(options.get("top_p") or 1.0),
-        )
         until = options.get("until") or []
-        for end in filter(None, [until] if isinstance(until, str) else until):
-            texts = [text.split(end)[0] for text in texts]
-        return list(texts)
+        room = min(count, self.max_length // 2)  # the harness cuts a prompt that leaves too little
+        return list(
+            self._made.generate(
+                prompts,
+                room,
+                temperature=temperature,
+                top_k=int(options.get("top_k") or 0),
+                top_p=float(options.get("top_p") or 1.0),
+                stop=[text for text in ([until] if isinstance(until, str) else until) if text],
+                truncate_prompt_tokens=self.max_length - room,
+            )
+        )
 
 
 def _score(graphdef: Any, state: Any, tokens_BxL: jax.Array, scored_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:

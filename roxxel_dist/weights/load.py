@@ -177,14 +177,36 @@ def _of_hugging_face(folder: Path) -> Weights:
     return Weights(config=config, params=params, state={}, step=0, tokenizer=tokenizer, folders=(folder,))
 
 
-def load_run(run_dir: str | Path, step: int | None = None, *, best: bool = False) -> tuple[Any, Tokenizer, Any, int]:
-    """(model with dropout off, tokenizer, Config, step) of a run; arguments and errors are those of `weights_of`."""
-    weights = weights_of(run_dir, step=step, best=best)
-    if weights.tokenizer is None:
-        raise UserError(
-            f"{run_dir} has no tokenizer.json: it was trained on tokens alone, so there is no text to generate"
-        )
-    return model_of(weights, run_dir), Tokenizer.load(weights.tokenizer), weights.config, weights.step
+@dataclass(frozen=True, kw_only=True)
+class LoadedRun:
+    """A trained model, and what it was trained with."""
+
+    model: Any
+    """The `nnx.Module`, with dropout off, on the first device."""
+    tokenizer: Tokenizer | None
+    """Text to ids and back; None if the model was trained on tokens alone."""
+    config: Config
+    """The fields of the run, with the size of its vocabulary."""
+    step: int
+    """Optimizer steps done; 0 for a Hugging Face model, and for files without a step."""
+
+
+def load_run(run: str | Path, step: int | None = None, *, best: bool = False) -> LoadedRun:
+    """The model of a run, of an export, or of a Hugging Face folder, ready to be called; also a model of your own.
+
+    A function of yours that makes the model (`model: MODULE:FUNCTION`) is imported, from the current folder too.
+
+    Args:
+        run: the folder, or RUN@STEP.
+        step: the checkpoint of this step; by default the newest.
+        best: the checkpoint with the lowest val_loss; the newest if none was validated.
+
+    Raises:
+        ValueError: the folder has no model, no weights, or none of that step; or its module cannot be imported.
+    """
+    weights = weights_of(run, step=step, best=best)
+    tokenizer = None if weights.tokenizer is None else Tokenizer.load(weights.tokenizer)
+    return LoadedRun(model=model_of(weights, run), tokenizer=tokenizer, config=weights.config, step=weights.step)
 
 
 def load_transformer(path: str | Path, *, best: bool = True) -> Any:
@@ -193,7 +215,7 @@ def load_transformer(path: str | Path, *, best: bool = True) -> Any:
     if weights.config.model is not None:
         raise UserError(
             f"{path} has model {weights.config.model!r}, which is no Transformer: load it with "
-            f"roxxel_dist.weights.load.load_run, from the folder that has that module"
+            f"roxxel_dist.load_run({str(path)!r}).model, from the folder that has that module"
         )
     return model_of(weights, path)
 
@@ -231,7 +253,8 @@ def _state_of(weights: Weights, like: Leaves, needed: Collection[str], path: str
         )
     like = {name: leaf for name, leaf in like.items() if name in weights.state}
     stored = jax.eval_shape(files.keys_to_data, like)
-    if wrong := files.difference(files.shapes(weights.state), files.shapes(stored), whole=False):
+    known = {name: array for name, array in weights.state.items() if name in stored}
+    if wrong := files.difference(files.shapes(known), files.shapes(stored), whole=False):
         raise UserError(f"the weights in {path} are of another model than its config ({wrong}): put the right back")
     return {name: jnp.asarray(weights.state[name], stored[name].dtype) for name in like}
 

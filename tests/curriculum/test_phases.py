@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from roxxel_dist import Curriculum, Phase, Plan, Roxxel
+from roxxel_dist import Config, Curriculum, Phase, Plan, Roxxel
 from roxxel_dist.cluster.exit_codes import UserError
 
 
@@ -32,6 +32,31 @@ def test_positional_order_is_steps_batch_seq_len_epochs():
 def test_errors_name_field_value_and_rule(fields, message):
     with pytest.raises(ValueError, match=message):
         Phase(**fields)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"steps": 3, "batch_size": -4, "seq_len": 33}, r"^phase 2 of 3: Phase\(.*: batch_size is -4, and must be"),
+        ({"steps": 3, "batch": 4}, "^phase 2 of 3: 'batch' is not a field of a phase"),
+        ({"steps": 3, "batch_size": [8, 4], "seq_len": 33}, r"^phase 2 of 3: batch_size is \[8, 4\]: the sizes of a"),
+        (3, "^phase 2 of 3: 3 is not a phase"),
+    ],
+)
+def test_an_error_in_one_of_several_phases_has_its_number(corpus, wrong, message):
+    right = {"steps": 3, "batch_size": 4, "seq_len": 33}
+    with pytest.raises(ValueError, match=message):
+        Curriculum(corpus, [right, wrong, right])
+    if isinstance(wrong, dict):
+        with pytest.raises(ValueError, match=message):
+            Config(phases=[right, wrong, right]).validate()
+    with pytest.raises(ValueError, match=r"^(Phase\(|phases: )"):
+        Curriculum(corpus, [wrong])
+
+
+def test_shares_in_the_place_of_epochs():
+    with pytest.raises(ValueError, match=r"epochs is a mapping: the shares of data sets are weights=\{'self': 1.0\}"):
+        Phase(100, 16, 33, {"self": 1.0})
 
 
 @pytest.mark.parametrize("make", [Phase, lambda **fields: Phase.of(fields)])

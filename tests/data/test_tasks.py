@@ -41,7 +41,12 @@ def test_what_is_too_long_is_cut_on_the_left(tmp_path):
     task = read(written(tmp_path, "q.jsonl", GOOD, long), max_context=5)
     assert [(bytes(row.tokens), row.scored) for row in task.rows[2:]] == [(b"defghi", 1), (b"klmnop", 5)]
     assert task.truncated == 2
-    assert task.truncation == "task q: 2 of 4 choices are too long for max_context, and cut on the left"
+    assert task.truncation == (
+        "task q: 2 of 4 choices are too long for max_context, and cut on the left; of 1 the choice itself is cut, and "
+        "scored in part"
+    )
+    task = read(written(tmp_path, "r.jsonl", {**long, "choices": ["i", "j"]}), max_context=5)
+    assert task.truncation == "task r: 2 of 2 choices are too long for max_context, and cut on the left"
 
 
 def test_each_byte_of_a_text_is_scored_once(tmp_path):

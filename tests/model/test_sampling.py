@@ -18,7 +18,7 @@ def draws(one):
 
 def shares(**options):
     """How often each token is drawn, of many places of one row."""
-    one = sampling_inputs(Sampling(**{"temperature": 1.0, **options}), [3], None)
+    one = sampling_inputs(Sampling(**{"temperature": 1.0, **options}), [3], ())
     return np.bincount(draws(one), minlength=5) / DRAWS
 
 
@@ -46,7 +46,7 @@ def test_shares_of_tokens(options, expected):
 
 
 def test_a_row_draws_by_its_seed_and_place_alone():
-    one, other = (sampling_inputs(Sampling(temperature=1.0), seeds, None) for seeds in ([7], [1, 7, 7]))
+    one, other = (sampling_inputs(Sampling(temperature=1.0), seeds, ()) for seeds in ([7], [1, 7, 7]))
     rows = jnp.stack([LOGITS[::-1], LOGITS, LOGITS])
     draw_rows = jax.jit(sample)
     for place in range(20):
@@ -74,11 +74,11 @@ def test_values_out_of_bounds(options, message):
 @pytest.mark.parametrize("seed", [-1, 2**31, 2.5, "3"])
 def test_a_seed_out_of_bounds(seed):
     with pytest.raises(ValueError, match=rf"seed is {seed!r}: it must be at least 0"):
-        sampling_inputs(Sampling(), [seed], None)
+        sampling_inputs(Sampling(), [seed], ())
 
 
 def test_more_than_the_types_hold_is_the_most_that_they_do():
-    one = sampling_inputs(Sampling(temperature=1e39, top_k=10**20), [np.int64(2**31 - 1)], None)
+    one = sampling_inputs(Sampling(temperature=1e39, top_k=10**20), [np.int64(2**31 - 1)], ())
     assert np.isfinite(one.temperature)
     assert (one.top_k, one.seed_B.tolist()) == (2**31 - 1, [2**31 - 1])
     assert np.all(shares(temperature=1e39, top_k=10**20) > 0.17), "all tokens are as likely"

@@ -203,12 +203,14 @@ def test_draws_follow_the_seed_and_stop_at_the_end():
     one, same, other = (generate(model, [1], 40, max_context=64, temperature=1.0, seed=s) for s in (1, 1, 2))
     assert one == same != other
     end = one[10]
-    assert generate(model, [1], 40, max_context=64, temperature=1.0, seed=1, eos_id=end) == one[: one.index(end)]
+    assert generate(model, [1], 40, max_context=64, temperature=1.0, seed=1, stop_ids=[end]) == one[: one.index(end)]
 
 
 def test_generation_refuses_what_cannot_be():
-    for words, message in (([], "prompt is empty"), ([1], "max_new_tokens is 64")):
+    for words, count, message in (([], 5, "prompt is empty"), ([1], 0, "max_new_tokens is 0: it must be at least 1")):
         with pytest.raises(ValueError, match=message):
-            generate(build(), words, 64, max_context=64)
+            generate(build(), words, count, max_context=64)
+    with pytest.raises(ValueError, match="max_context is 1: a prompt and a new token are 2 tokens"):
+        generate(build(), [1], 5, max_context=1)
     with pytest.raises(ValueError, match="temperature is -1"):
         generate(build(), [1], 5, max_context=64, temperature=-1)

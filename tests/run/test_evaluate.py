@@ -163,9 +163,10 @@ def test_the_newest_and_the_best(made, capsys):
     assert lines[0] == f"{run}, step 4"
     assert lines[1].split() == ["data", "loss", "perplexity", "bits", "per", "byte", "batches", "tokens"]
     assert lines[2].split()[:3] == ["held", "out", f"{wanted[4]['val_loss']:.6f}"]
-    assert lines[-1] == "val_loss is the same as in the log, to the last bit"
+    assert lines[-2] == "val_loss is the same as in the log, to the last bit"
+    assert lines[-1] == "the held-out data: 408 of 1,523 tokens are read (eval_iters is 3)"
     assert main(["eval", f"{run}@3"]) == 0
-    assert capsys.readouterr().out.endswith("the log has no val_loss of step 3\n")
+    assert "\nthe log has no val_loss of step 3\n" in capsys.readouterr().out
 
 
 def test_a_row_for_each_checkpoint_of_a_range(made, capsys):
@@ -176,7 +177,8 @@ def test_a_row_for_each_checkpoint_of_a_range(made, capsys):
     assert [one["step"] for one in evaluated(capsys, f"{run}@7,1")] == [1, 7]
     capsys.readouterr()
     assert main(["eval", f"{run}@3:4"]) == 0
-    head, titles, third, fourth = capsys.readouterr().out.splitlines()
+    head, titles, third, fourth, note = capsys.readouterr().out.splitlines()
+    assert "tokens are read (eval_iters is 3)" in note
     assert head == str(run)
     assert titles.split("  ")[-1].strip() == "minus the log"
     assert titles.split()[:4] == ["step", "val_loss", "perplexity", "train_eval_loss"]
@@ -235,6 +237,15 @@ def test_other_data_and_batches(work, capsys):
     assert fewer["val_loss"] != own["val_loss"]
     assert fewer["difference"] == fewer["val_loss"] - own["val_loss"]
     assert fewer["data"][0]["batches"] == 1
+    there = fewer["notes"][0].split()[5]
+    read = f"{fewer['data'][0]['tokens']:,}"
+    assert fewer["notes"] == [f"the held-out data: {read} of {there} tokens are read (eval_iters is 1)"]
+    many = evaluated(capsys, "run@4", "--eval_iters", 1000)
+    rest = int(there.replace(",", "")) - many["data"][0]["tokens"]
+    assert 0 < rest < 16 * 33 + 33
+    assert many["notes"] == [
+        f"the held-out data: {many['data'][0]['tokens']:,} of {there} tokens are read (the rest fills no batch)"
+    ]
     other = evaluated(capsys, "run@4", "--validation", "{third: third_*.rox, data: data_*.rox}")
     assert [row["name"] for row in other["data"]] == ["third", "data", "all of them", "training data"]
     assert other["train_eval_loss"] == own["train_eval_loss"]

@@ -78,7 +78,8 @@ def of_tasks(found):
 
 def by_hand(run):
     """The scores from the logits of the model as it is loaded, which is the average, a row at a time."""
-    model, tokenizer, _, _ = load_run(run)
+    made = load_run(run)
+    model, tokenizer = made.model, made.tokenizer
 
     def log_likelihood(context, continuation):
         ids = [*(tokenizer.encode(context) or [tokenizer.eos_id]), *tokenizer.encode(continuation)]
@@ -166,7 +167,8 @@ def test_the_table_and_other_tasks(made, capsys, tmp_path):
     (tmp_path / "long.jsonl").write_text(json.dumps(long))
     capsys.readouterr()
     assert main(["eval", str(made / "run"), "--tasks", str(tmp_path / "long.jsonl")]) == 0
-    *_, head, acc, acc_norm, note = capsys.readouterr().out.splitlines()
+    *_, head, acc, acc_norm, unread, note = capsys.readouterr().out.splitlines()
+    assert unread.startswith("the held-out data: ")
     assert head.split() == ["task", "score", "value"]
     assert (acc.split()[:2], acc_norm.split()[:2]) == (["long", "acc"], ["long", "acc_norm"])
     assert note == "task long: 2 of 2 choices are too long for max_context, and cut on the left"

@@ -45,4 +45,9 @@ def test_bits_per_byte_need_text(tmp_path):
 def test_a_set_without_validation_text():
     with pytest.raises(ValueError, match=r"val_bpb/math is the validation of the data set 'math', and `val"):
         check({"name": "mean_bpb", "weights": {"code": 1, "math": 1}}, {"validation": {"code": "c"}}, None)
+    own = {"loss": "mine:loss", "validation": {"code": "c"}}
+    with pytest.raises(ValueError, match=r"val_contrastive/math is the validation of the data set 'math', and `val"):
+        check({"name": "val_contrastive/math"}, own, None)
+    check({"name": "val_contrastive/code"}, own, None)
+    check({"name": "val_contrastive"}, {"loss": "mine:loss"}, None)
     check({"name": "val_loss/math"}, {}, None, {"validation": {"values": [{"math": "a"}, {"math": "b"}]}})

@@ -20,6 +20,8 @@ def test_a_loss_functions_own_numbers_are_no_validation():
     scalars = {"loss": 2.0, "val_loss": 1.0, "val_loss/code": 1.0, "train_eval_loss": 1.0, "step": 9.0, "accuracy": 0.5}
     row = make_row(3, scalars, {}, {"lr": 0.1})
     assert row == {"step": 3, "train_loss": 2.0, "train_bal": 0.0, "lr": 0.1, "accuracy": 0.5}
+    twice = make_row(3, {"loss": 2.0, "accuracy": 0.5, "val_accuracy": 0.6}, {}, {})
+    assert "val_accuracy" not in twice, "that is the name of the first one in a validation"
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,22 @@ def test_what_it_may_not_return():
         unpack_loss((jnp.float32(1), {}, jnp.float32(2)))
 
 
+@pytest.mark.parametrize(
+    ("result", "value", "name"),
+    [
+        ({"loss": jnp.float32(1), "what": "hello"}, "'hello'", "'what'"),
+        ((jnp.float32(1), {"what": None}), "None", "'what'"),
+        ((jnp.float32(1), [1.0]), r"\[1.0\]", "'aux'"),
+        ({"loss": jnp.float32(1), "parts": {"a": 1.0}}, r"\{'a': 1.0\}", "'parts'"),
+        ({"loss": jnp.float32(1), "row_loss": [1.0]}, r"\[1.0\]", "'row_loss'"),
+        ("1.0", "'1.0'", "'loss'"),
+    ],
+)
+def test_a_value_that_is_no_number_is_named(result, value, name):
+    with pytest.raises(ValueError, match=f"the loss function returned {value} as {name}: each value must be a number"):
+        unpack_loss(result)
+
+
 def test_every_scalar_of_the_loss_reaches_the_metrics():
     def loss_fn(model, batch):
         loss = next_token_loss(model, batch)

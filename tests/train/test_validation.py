@@ -48,6 +48,20 @@ def test_a_validation_is_a_mean_over_the_tokens_that_are_predicted(batches, expe
     assert summarize(losses) == pytest.approx(expected, nan_ok=True)
 
 
+def test_scalars_of_a_loss_are_means_by_its_weights():
+    """Of all sets, and of each; the names of the built-in numbers are theirs."""
+    batch = {"loss": 1.0, "loss_weight": 1, "acc": 0.0, "bpb": 7.0, "bal": 7.0, "bytes": 9.0, "loss/x": 3.0}
+    other = {"loss": 2.0, "loss_weight": 3, "acc": 1.0, "bpb": 7.0, "bal": 7.0, "bytes": 9.0, "loss/x": 3.0}
+    found = summarize({"v": [batch, other], "w": [other], TRAIN: [batch]})
+    assert found["val_acc"] == pytest.approx(6 / 7)
+    assert {name for name in found if "acc" in name} == {"val_acc", "val_acc/v", "val_acc/w"}
+    assert (found["val_acc/v"], found["val_acc/w"], found["val_bytes"]) == (0.75, 1.0, 9.0)
+    assert {name for name in found if "bpb" in name or "bal" in name} == {"val_bal"}
+    assert found["val_bal"] == 0.0
+    assert "val_loss/x" not in found
+    assert {name for name in summarize({HELD_OUT: [batch]}) if "acc" in name} == {"val_acc"}
+
+
 def test_text_is_said_and_a_dictionary_is_logged(corpus, tmp_path):
     """At every `eval_every`, without data to validate on too; the state is the one after that step."""
     seen = []

@@ -85,12 +85,26 @@ def build(config, rngs):
     return Net(config.vocab_size, rngs)
 
 
+def loss(model, batch):
+    """Two scalars beside it, whose names come before and after those of the built-in numbers."""
+    logits, targets = model(batch[:, :-1]), batch[:, 1:]
+    mean = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    return {"loss": mean, "accuracy": (logits.argmax(-1) == targets).mean(), "twice": 2 * mean}
+
+
 def test_an_own_model_with_micro_batches_on_1_and_2_devices(data, tmp_path):
     fields = SMALL | {
         "model": f"{__name__}:build", "phases": [{"steps": 3, "batch_size": 16, "seq_len": 17}], "grad_accum": 2,
+        "loss": f"{__name__}:loss",
     }  # fmt: skip
+    scalars = []
     for count in (1, 2):
-        Experiment(Config(**fields, n_devices=count)).fit(data / "one.rox", tmp_path / f"on-{count}")
+        run = Experiment(Config(**fields, n_devices=count)).fit(data / "one.rox", tmp_path / f"on-{count}")
+        row = json.loads((run / "metrics.jsonl").read_text().splitlines()[2])
+        assert row["val_twice"] == pytest.approx(2 * row["val_loss"], rel=1e-6)
+        assert 0 <= row["val_accuracy"] <= 1
+        scalars.append([row[name] for name in ("val_twice", "val_accuracy", "twice", "accuracy")])
+    assert scalars[0] == scalars[1]
     assert hash_of(tmp_path / "on-1") == hash_of(tmp_path / "on-2")
 
 

@@ -22,7 +22,7 @@ from roxxel_dist.weights import export
 from roxxel_dist.weights.base import INITIALIZED_FROM
 from roxxel_dist.weights.export import export_run
 from roxxel_dist.weights.files import BEST, NEWEST, read_weights, write_weights
-from roxxel_dist.weights.generator import pieces
+from roxxel_dist.weights.generator import before_stop, pieces
 
 PROMPTS = ["def f(x):", "x", "return x + 1  # and much more than that"]
 
@@ -68,9 +68,13 @@ def test_numbers_of_numpy(generator):
         ({"prompt": 5}, "prompt is 5: it must be a text, or a list of texts"),
         ({"prompt": None}, "prompt is None: it must be a text"),
         ({"prompt": ["x", 1]}, "prompt is 1: it must be a text"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5: it must be at least 1 .*, a whole number"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5: it must be at least 1, a whole number"),
         ({"max_new_tokens": "5"}, "max_new_tokens is '5': it must be"),
         ({"seed": 1.5}, "seed is 1.5: it must be at least 0"),
+        ({"stop": ""}, "stop has '': it must be a text that is not empty"),
+        ({"stop": ["x", 3]}, "stop has 3: it must be a text"),
+        ({"truncate_prompt_tokens": 64}, r"truncate_prompt_tokens is 64: .* at most 63, which is max_context - 1"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0: it must be above 0"),
     ],
     ids=str,
 )
@@ -99,13 +103,114 @@ def test_ids_that_the_model_does_not_have(generator):
 def test_it_stops_at_the_end_of_a_text(generator):
     whole = generation.generate(generator.model, [0], 30, max_context=64, temperature=1.0, seed=3)
     end = whole[4]
-    cut = generation.generate(generator.model, [0], 30, max_context=64, temperature=1.0, seed=3, eos_id=end)
+    cut = generation.generate(generator.model, [0], 30, max_context=64, temperature=1.0, seed=3, stop_ids=[end])
     assert cut == whole[: whole.index(end)]
-    options = {"max_context": 64, "sampling": generation.Sampling(temperature=1.0), "eos_id": end}
+    options = {"max_context": 64, "sampling": generation.Sampling(temperature=1.0), "stop_ids": [end]}
     assert list(generation.stream(generator.model, [0], 30, seed=3, **options)) == cut
     # Three rows: what is compiled for the tests above.
     rows = generation.generate_rows(generator.model, [[0], [1], [2]], 30, seeds=[3, 3, 3], **options)
     assert rows[0] == cut
+
+
+LONG = "".join(chr(ord("a") + i % 23) for i in range(70))
+"""70 tokens of bytes, and the model of these tests reads 64."""
+
+
+@pytest.mark.parametrize(
+    ("prompts", "asked", "lengths", "lines"),
+    [
+        ([LONG[:50]], 200, [14], ["the text ended at max_context, 64 tokens with the prompt, before max_new_tokens"]),
+        ([LONG[:63]], 1, [1], []),
+        ([LONG[:63]], 2, [1], ["the text ended at max_context"]),
+        ([LONG[:64]], 5, [1], ["the prompt has 64 tokens: 1 at the beginning are not read, only the last 63", "ended"]),
+        ([LONG, "x", LONG[:60]], 20, [1, 20, 4], ["1 of 3 prompts have too many tokens: 7 at ", "2 of 3 texts ended"]),
+        (["x"], 63, [63], []),
+        (["x"], 64, [63], ["the text ended at max_context"]),
+    ],
+    ids=["default", "room", "no room", "too long", "several", "whole", "one more"],
+)
+def test_a_prompt_is_read_whole_and_the_text_ends_at_max_context(
+    generator, monkeypatch, prompts, asked, lengths, lines
+):
+    options = {"temperature": 0, "stop_at_eos": False}
+    monkeypatch.setattr(generator, "_say", (said := []).append)
+    rows = generator.generate(prompts, asked, **options)
+    assert [len(line) > 0 for line in said] == [True] * len(lines)
+    assert all(part in line for part, line in zip(lines, said, strict=True)), said
+    for prompt, row, length in zip(prompts, rows, lengths, strict=True):
+        ids = list(prompt.encode())[-63:]
+        new = by_hand(generator, ids, length)
+        assert row == "".join(pieces(generator.tokenizer, new, prompt, list(prompt.encode())))
+        said.clear()
+        assert "".join(generator.stream(prompt, asked, **options)) == row
+        assert len(said) == (len(prompt) > 63) + (length < asked)
+
+
+def test_a_row_that_is_full_does_not_change_others(tmp_path):
+    fields = {"pos_encoding": "learned", "use_moe": True, "n_experts": 4, "top_k_mlp": 2}
+    generator = Generator(make_run(tmp_path / "run", num_blocks=1, **fields), say=lambda line: None)
+    options = {"max_new_tokens": 60, "temperature": 0, "stop_at_eos": False}
+    rows = generator.generate([LONG[:63], "x", LONG[:40]], **options)
+    assert rows == [generator.generate(prompt, **options) for prompt in (LONG[:63], "x", LONG[:40])]
+
+
+def by_hand(generator, ids, count):
+    """Greedy tokens without a cache."""
+    ids = list(ids)
+    for _ in range(count):
+        window = np.zeros((1, 64), np.int32)
+        window[0, : len(ids)] = ids
+        ids.append(int(FORWARD(generator.model, window)[0, len(ids) - 1].argmax()))
+    return ids[-count:]
+
+
+FORWARD = nnx.jit(lambda model, tokens: model(tokens))
+
+
+def test_two_prompts_with_the_same_end_and_the_default_length_have_different_texts(generator):
+    with pytest.warns(UserWarning, match="2 of 2 texts ended at max_context"):
+        one, other = generator.generate(["def f(x): x ", "zzz "], temperature=0, stop_at_eos=False)
+    assert one[:20] != other[:20]
+    with pytest.warns(
+        UserWarning, match="the prompt has 70 tokens: 30 at the beginning are not read, only the last 40"
+    ):
+        cut = generator.generate(LONG, 8, temperature=0, truncate_prompt_tokens=40)
+    assert cut == generator.generate(LONG[-40:], 8, temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "stops", "expected"),
+    [
+        (["abc", "def"], [], "abcdef"),
+        (["abc", "def"], ["cd"], "ab"),
+        (["abc", "def"], ["de", "cd"], "ab"),
+        (["a", "a", "a", "b"], ["aab"], "a"),
+        (["x\n", "\n", "y"], ["\n\n"], "x"),
+        (["x\n"], ["\n\n"], "x\n"),
+        (["stop"], ["stop"], ""),
+        ([], ["stop"], ""),
+        (["ab", "ac"], ["abad"], "abac"),
+    ],
+)
+def test_a_text_ends_before_the_first_stop_text(parts, stops, expected):
+    found = list(before_stop(iter(parts), stops))
+    assert "".join(found) == expected
+    assert "" not in found
+
+
+def test_stop_texts_and_stop_ids(generator, monkeypatch):
+    whole = generator.generate("x", 30, temperature=1.0, seed=3, stop_at_eos=False)
+    end = whole[6:8]
+    cut = whole[: whole.index(end)]
+    options = {"temperature": 1.0, "seed": 3, "stop_at_eos": False}
+    assert generator.generate(["x", "y"], 30, stop=[end, "never"], **options)[0] == cut
+    assert "".join(generator.stream("x", 30, stop=end, **options)) == cut
+    ids = generation.generate(generator.model, [ord("x")], 30, max_context=64, temperature=1.0, seed=3)
+    monkeypatch.setattr(generator, "stop_ids", [ids[9], ids[6], 256])
+    shorter = generator.generate("x", 30, temperature=1.0, seed=3)
+    assert shorter == "".join(generator.stream("x", 30, temperature=1.0, seed=3))
+    first = min(ids.index(ids[9]), ids.index(ids[6]))
+    assert shorter == "".join(pieces(generator.tokenizer, ids[:first], "x", [ord("x")]))
 
 
 def test_the_model_stays_as_it_was(generator):

@@ -39,6 +39,12 @@ LARGEST_VOCABULARY = 1 << 22
 EVERY_CHARACTER = r"[\s\S]"
 
 
+SAMPLES = {
+    "line ends": "a\nb", "tabs": "a\tb", "several spaces": "a  b", "spaces at the end": "a ", "capital letters": "aB",
+    "accents": "\u00e9", "separate accents": "e\u0301", "ligatures": "\ufb01", "wide letters": "\uff21",
+    "signs": "a-b, (c)!", "letters of other alphabets": "\u0436\u6f22", "emoji": "\U0001f642",
+}  # fmt: skip
+"""Texts that some tokenizers change, by the name of the loss."""
 LONGEST_WORD = 128
 """Characters of a word when a tokenizer is trained; longer ones are cut."""
 _LONG_RUN = re.compile(rf"\S{{{LONGEST_WORD + 1},}}|\s{{{LONGEST_WORD + 1},}}")
@@ -209,6 +215,24 @@ class Tokenizer:
         for name, number in names.items():  # a letter of a name is a byte; an added token is a text as it is
             lengths[number] = known.get(number, len(name.encode()) if name in added else len(name))
         return TextBytes(lengths, lengths, end)
+
+    @property
+    def losses(self) -> str:
+        """A line about what a text lacks when it comes back from its ids, measured on some texts; empty for nothing.
+
+        A normalizer, such as one that lowercases or that SentencePiece has by default, changes a text before it becomes
+        ids. A `char` tokenizer refuses what it does not know.
+        """
+        if self.kind == "char" or self.is_lossless:
+            return ""
+        lost = [what for what, text in SAMPLES.items() if not self._gives_back(text)]
+        return f"the tokenizer changes texts, which do not come back from its ids: {', '.join(lost)}" if lost else ""
+
+    def _gives_back(self, text: str) -> bool:
+        try:
+            return self.decode(self.encode(text)) == text
+        except Exception:  # the library raises bare Exception for what some models do not know
+            return False
 
     def decode_batch(self, ids: Sequence[list[int]]) -> list[str]:
         """The text of each list of ids, as `decode` gives it."""

@@ -166,7 +166,7 @@ def _check_rows(budget: PassBudget) -> None:
 def _check_validation(sweep: Sweep, config: Any) -> None:
     """Raises UserError where the metric is measured on text of one data set alone."""
     metric = sweep.metric
-    if not config.validation and metric.startswith(("val_loss", "val_bpb", "mean_")):
+    if not config.validation and metric.startswith(("val_", "mean_")):
         others = ", ".join(name for spec in sweep.data.mixtures[:1] for name in spec.bounds if name != "self")
         raise UserError(
             f"metric.name: {metric} would be measured on the held-out part of self alone, which has no text of "

@@ -24,7 +24,7 @@ def check_of_trainings(sweep: Sweep, fields: Mapping[str, Any], config: Config, 
     swept = {parameter.path[-1] for parameter in sweep.space.parameters}
     for logged in sweep.logged or (sweep.metric,):
         kind, _, name = logged.partition("/")
-        if kind not in ("val_loss", "val_bpb"):
+        if not kind.startswith("val_"):
             continue
         sets = fields.get("validation") or {}
         if name and name not in sets and "validation" not in swept:

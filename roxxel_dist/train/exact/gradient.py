@@ -4,6 +4,7 @@ Random streams are those of a shard: its number is folded into each key, and the
 one device, are the same everywhere. Running statistics are the mean over the shards.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from roxxel_dist.train.exact.packing import Packed, pack, wide
 from roxxel_dist.train.step.optimizer import Optimizer, for_model
 from roxxel_dist.train.step.state import TrainState
 from roxxel_dist.train.step.step import (
-    BALANCE,
     WEIGHT,
     Hparams,
     Loss,
@@ -133,21 +133,33 @@ class ShardPrograms:
 
     def losses(self, params: Leaves, rest: Leaves, hparams: Hparams, rows: Any) -> Packed:
         """The packed sums of the losses of a virtual shard, dropout off: see `mean_losses`."""
-        model = self.split.merge(params, rest, hparams, training=False, dtype=self.compute_dtype)
-        loss = measure(self.loss_fn, model, rows, self.end)
+        loss = self._evaluated(params, rest, hparams, rows)
         weight = jnp.float32(predicted(rows) if loss.weight is None else loss.weight)
-        balance = weighted(jnp.float32(loss.scalars[BALANCE]), weight) if BALANCE in loss.scalars else None
+        scalars = [weighted(jnp.float32(loss.scalars[name]), weight) for name in _means(loss.scalars)]
         ends = None if self.end is None else jnp.float32(loss.scalars[END_NATS])
-        return pack((weighted(jnp.float32(loss.loss), weight), weight, balance, ends))
+        return pack((weighted(jnp.float32(loss.loss), weight), weight, scalars, ends))
 
-    def mean_losses(self, total: Packed) -> dict[str, jax.Array]:
-        """float32[] "loss", "loss_weight", "balance_loss" if there is one, and with `end` "end_nats", of the packed
-        sums of all shards."""
-        loss, weight, *balance = total["float32"][0]
+    def _evaluated(self, params: Leaves, rest: Leaves, hparams: Hparams, rows: Any) -> Loss:
+        model = self.split.merge(params, rest, hparams, training=False, dtype=self.compute_dtype)
+        return measure(self.loss_fn, model, rows, self.end)
+
+    def scalar_names(self, *args: Any) -> list[str]:
+        """The names of the scalars in `losses` of such (abstract) arguments, in their order."""
+        return _means(jax.eval_shape(lambda *args: self._evaluated(*args).scalars, *args))
+
+    def mean_losses(self, total: Packed, names: Sequence[str]) -> dict[str, jax.Array]:
+        """float32[] "loss", "loss_weight", the scalars with these names, and with `end` the sum `END_NATS`, of the
+        packed sums of all shards."""
+        loss, weight, *scalars = total["float32"][0]
         means = {"loss": loss / divisor(weight), WEIGHT: weight}
         if self.end is not None:
-            means[END_NATS] = balance.pop()
-        return means | ({BALANCE: balance[0] / divisor(weight)} if balance else {})
+            means[END_NATS] = scalars.pop()
+        return means | {name: value / divisor(weight) for name, value in zip(names, scalars, strict=True)}
+
+
+def _means(scalars: Mapping[str, Any]) -> list[str]:
+    """The names of those that are means, in order."""
+    return sorted(name for name in scalars if name != END_NATS)
 
 
 def fold_in_shard(rest: Leaves, shard: jax.Array) -> Leaves:

@@ -30,7 +30,7 @@ from roxxel_dist.train.exact.update import Totals, WholeUpdate
 from roxxel_dist.train.step.compile import Compile, CompileForEach
 from roxxel_dist.train.step.optimizer import Optimizer
 from roxxel_dist.train.step.state import TrainState, init_state, placed_state
-from roxxel_dist.train.step.step import Hparams, LossFn, Metrics
+from roxxel_dist.train.step.step import BALANCE, Hparams, LossFn, Metrics
 
 
 def make_sharded_steps(
@@ -313,16 +313,18 @@ class ShardedEvaluation:
             model = Model(params, rest, hparams)
             losses = CompiledLongEvaluation.compiled(programs, layout, model, batch, compile_one, for_each)
             exchange = losses.reduction.exchange
+            others = exchange.like["float32"].shape[1] - 2 - (programs.end is not None)
+            names = [BALANCE][:others]  # no loss of the user's own is cut so
         else:
             rows, part = RowCutter.compiled(layout, batch, for_each)
             args = params, rest, hparams, part
-            total = jax.eval_shape(programs.losses, *args)
+            total, names = jax.eval_shape(programs.losses, *args), programs.scalar_names(*args)
             exchange = Exchange.compiled(layout, total, total, compile_one, for_each)
             reduction = Reduction.compiled(layout, total, exchange, for_each)
             losses = RowEvaluation(rows, for_each(jax.jit(programs.losses), args, layout.devices), reduction)
 
         def mean_losses(total: Packed) -> dict[str, jax.Array]:
-            return programs.mean_losses(exchange.unpack(total))
+            return programs.mean_losses(exchange.unpack(total), names)
 
         mean = for_each(jax.jit(mean_losses), (exchange.kept,), layout.devices[:1])[0]
         return CompiledEvaluation(layout, gather, losses, mean, HparamCopies(layout))

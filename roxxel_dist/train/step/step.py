@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -100,7 +101,7 @@ def unpack_loss(result: Any) -> Loss:
 
     Raises UserError where it is none of these, or the loss or its weight is not a scalar.
     """
-    loss, aux = result, {}
+    loss, aux = result, dict[Any, Any]()
     if isinstance(result, Mapping):
         if "loss" not in result:
             raise UserError(
@@ -117,6 +118,12 @@ def unpack_loss(result: Any) -> Loss:
         aux = aux if isinstance(aux, Mapping) else {"aux": aux}
     if loss is None:
         raise UserError("the loss function returned None: end it with `return loss`")
+    for name, value in {"loss": loss, **aux}.items():
+        if not isinstance(value, jax.Array | np.ndarray | np.generic | int | float):
+            raise UserError(
+                f"the loss function returned {value!r} as {str(name)!r}: each value must be a number or an array, so "
+                f"leave out what is none"
+            )
     if jnp.shape(loss) != ():
         raise UserError(
             f"the loss function returned an array of shape {jnp.shape(loss)}: take its mean, a loss is one number"
@@ -299,8 +306,8 @@ def predicted(batch: Any) -> int:
 def make_eval_step(
     split: ModuleSplit, loss_fn: LossFn, compute_dtype: Any = None, end: int | None = None
 ) -> Callable[[Leaves, Leaves, Hparams, Any], dict[str, jax.Array]]:
-    """A jitted (params, rest, hparams, batch) -> float32[] "loss", "loss_weight", "balance_loss" if there is one, and
-    with `end` "end_nats", see `token_losses`.
+    """A jitted (params, rest, hparams, batch) -> float32[] "loss", "loss_weight", each scalar of the loss function, and
+    with `end` the sum `END_NATS`, see `token_losses`.
 
     Dropout is off, and nothing is donated.
     """
@@ -309,10 +316,8 @@ def make_eval_step(
         params, rest, hparams = on_phase_mesh((params, rest, hparams))
         model = split.merge(params, rest, hparams, training=False, dtype=compute_dtype)
         loss = measure(loss_fn, model, batch, end)
-        kept = (BALANCE,) if end is None else (BALANCE, END_NATS)
-        losses = {"loss": loss.loss} | {name: v for name, v in loss.scalars.items() if name in kept}
-        losses[WEIGHT] = jnp.float32(predicted(batch) if loss.weight is None else loss.weight)
-        return jax.tree.map(jnp.float32, losses)
+        weight = jnp.float32(predicted(batch) if loss.weight is None else loss.weight)
+        return jax.tree.map(jnp.float32, {**loss.scalars, "loss": loss.loss, WEIGHT: weight})
 
     return jax.jit(evaluate)
 
