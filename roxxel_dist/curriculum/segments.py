@@ -226,6 +226,16 @@ class Shape:
     """"documents": rows come with the document that each token is of. It changes no row."""
 
     @property
+    def tokens(self) -> int:
+        """Tokens that a step reads."""
+        return self.batch_size * self.seq_len
+
+    @property
+    def predicted_tokens(self) -> int:
+        """Tokens that a step computes: the last one of a row is predicted, and no input."""
+        return self.batch_size * (self.seq_len - 1)
+
+    @property
     def items_per_step(self) -> int:
         """How many items the mixture counts in a step: one for the step itself, or one per row."""
         return self.batch_size if self.blend == "row" else 1

@@ -108,7 +108,7 @@ class RunState:
     restarts: tuple[Restart, ...] = ()
     """The restarts of its newest job."""
     spent: Mapping[str, float]
-    """Seconds by kind, from `time_spent`, of the last `spent_s` seconds of the timeline."""
+    """Seconds by kind, from `time_spent`, of the newest part of the timeline that is read."""
     checkpoints: tuple[CheckpointState, ...] = ()
     updated: float = 0.0
     """The time of the last row."""
@@ -137,7 +137,7 @@ class RunState:
         left, end = 0, self.last_step or self.phases[-1].last
         for phase in self.phases:
             steps = max(0, min(phase.last, end) - max(self.step, phase.first - 1))
-            left += steps * phase.batch_size * phase.seq_len
+            left += steps * phase.batch_size * (phase.seq_len - 1)  # a speed is of inputs: the last of a row is none
         return left / rate
 
     @property

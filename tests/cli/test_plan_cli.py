@@ -161,7 +161,7 @@ def test_a_plan_as_text_and_as_json(work, capsys):
     for line in (
         "1  1 to 4           8 x 17     544",
         "8 cpu device(s), simulated",
-        "0.5 s for 544 tokens at 1,000 tokens/s",
+        "0.5 s for 512 computed tokens at 1,000 tokens/s",
     ):
         assert line in text
     for name in ("embedding.embedding", "blocks.attention.qkv.kernel", "norm.scale"):

@@ -114,8 +114,11 @@ class PhaseEstimate:
     blend: str
     packing: str
     tokens: int
+    """That its steps read."""
+    predicted_tokens: int
+    """That its steps compute: of each row all but one."""
     flops_per_token: float
-    """Floating-point operations of a step for a token, forward and backward."""
+    """Floating-point operations of a step for a computed token, forward and backward."""
     flops: float
     """Of all its steps."""
     layout: BatchLayout
@@ -142,6 +145,9 @@ class RunEstimate:
     phases: tuple[PhaseEstimate, ...]
     steps: int
     tokens: int
+    """That its steps read."""
+    predicted_tokens: int
+    """That its steps compute: of each row all but one. Speeds are of these."""
     flops: float
     notes: tuple[str, ...]
     datasets: Mapping[str, Mapping[str, float]]
@@ -170,7 +176,7 @@ class RunEstimate:
     """Memory of a device in bytes, if known."""
     seconds: float | None
     tokens_per_s: float | None
-    """Given, or measured."""
+    """Given, or measured: computed tokens."""
     speed: str
     """Where the time comes from."""
     problems: tuple[str, ...]
@@ -362,6 +368,7 @@ def _estimate(
         phases=tuple(phases),
         steps=last,
         tokens=plan.tokens(last),
+        predicted_tokens=plan.predicted_tokens(last),
         flops=sum(phase.flops for phase in phases),
         notes=tuple(notes),
         datasets=_datasets(plan, last),
@@ -423,12 +430,14 @@ def _phase_on_mesh(
     """The estimate of a phase; `speeds` are tokens and FLOPs in a second, of which one is known or none."""
     first, stop = span
     tokens_per_s, flops_per_s = speeds
-    shape, tokens = plan.segment(stop - 1).shape, plan.tokens(stop) - plan.tokens(first)
+    shape = plan.segment(stop - 1).shape
+    computed = plan.predicted_tokens(stop) - plan.predicted_tokens(first)
+    flops_per_token = flops_of(shape.seq_len - 1)
     shards = components.options.virtual_shards
     layout = batch_layout(sharding, shape.batch_size, shape.seq_len, components.grad_accum, shards)
-    flops, seconds = tokens * flops_of(shape.seq_len), None
+    flops, seconds = computed * flops_per_token, None
     if tokens_per_s:
-        seconds = tokens / tokens_per_s
+        seconds = computed / tokens_per_s
     elif flops_per_s:
         seconds = flops / (flops_per_s * layout.pieces * layout.together)
     return _phase(
@@ -437,8 +446,9 @@ def _phase_on_mesh(
         span,
         layout,
         processes,
-        tokens=tokens,
-        flops_per_token=flops_of(shape.seq_len),
+        tokens=plan.tokens(stop) - plan.tokens(first),
+        predicted_tokens=computed,
+        flops_per_token=flops_per_token,
         flops=flops,
         seconds=seconds,
         memory=memory,
