@@ -121,6 +121,8 @@ times that of adamw. Found on settings that are not those of benchmarks/lr_finde
 """
 RISE = 0.5
 """The loss has diverged once it has risen again by this share of its earlier fall."""
+SPIKE = 5
+"""Steps around one whose median loss stands for its own, where the slope is looked for."""
 LEAST_RISE = 0.1
 """The same as a share of the first loss, for a loss that never fell."""
 NOISES = 4.0
@@ -153,11 +155,15 @@ class SmoothedLoss:
     It begins at 0, and the share of that 0 is divided out (the bias correction of Adam, Kingma & Ba 2015, arXiv
     1412.6980): the first value is the first loss, and a constant loss stays what it is. A step costs the same at any
     length, as the mean and its first, last and lowest values are all that is kept.
+
+    It has diverged once it stayed far above its lowest value for as many steps as it looks back, so that a few bad
+    batches are no divergence.
     """
 
     def __init__(self, num_steps: int) -> None:
         self._past, self._mean, self._share = 1 - AVERAGED / num_steps, 0.0, 1.0
         self._first = self._last = self._lowest = math.nan
+        self._above, self._patience = 0, max(1, round(num_steps / AVERAGED))
 
     def add(self, loss: float) -> float:
         """The smoothed loss with this one, of the next step."""
@@ -167,15 +173,19 @@ class SmoothedLoss:
         if math.isnan(self._first):
             self._first = self._lowest = self._last
         self._lowest = min(self._lowest, self._last)
+        rise = max(RISE * (self._first - self._lowest), LEAST_RISE * abs(self._first))
+        self._above = self._above + 1 if self._last - self._lowest > rise else 0
         return self._last
 
     @property
+    def steps_above(self) -> int:
+        """How many steps until now it was far above its lowest value."""
+        return self._above
+
+    @property
     def has_diverged(self) -> bool:
-        """Whether it is no number, or has climbed far above its lowest value."""
-        if not math.isfinite(self._last):
-            return True
-        rise = max(RISE * (self._first - self._lowest), LEAST_RISE * abs(self._first))
-        return self._last - self._lowest > rise
+        """Whether it is no number, or was far above its lowest value for long."""
+        return not math.isfinite(self._last) or self._above >= self._patience
 
 
 def smooth(losses: Iterable[float], num_steps: int) -> list[float]:
@@ -184,14 +194,21 @@ def smooth(losses: Iterable[float], num_steps: int) -> list[float]:
 
 
 def until_divergence(losses: Iterable[float], num_steps: int) -> list[float]:
-    """The losses up to the first that is no number, without it, or that makes the smoothed loss diverge."""
+    """The losses up to the first that is no number, without it, or where the smoothed loss began to diverge."""
     smoothed, found = SmoothedLoss(num_steps), list[float]()
     for loss in itertools.takewhile(math.isfinite, losses):
         found.append(loss)
         smoothed.add(loss)
         if smoothed.has_diverged:
-            break
+            return found[: len(found) - smoothed.steps_above + 1]
     return found
+
+
+def without_spikes(losses: Sequence[float]) -> list[float]:
+    """At each loss the median of the `SPIKE` losses around it: one or two bad batches leave no trace."""
+    half, last = SPIKE // 2, max(len(losses) - SPIKE, 0)
+    begins = (min(max(step - half, 0), last) for step in range(len(losses)))
+    return [statistics.median(losses[begin : begin + SPIKE]) for begin in begins]
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int, optimizer: str = "adamw") -> float:
@@ -209,10 +226,10 @@ def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int, opt
             f"{rates[max(len(usable) - 1, 0)]:.2e}: use a smaller min_lr"
         )
     usable = until_divergence(usable, num_steps)
-    curve = smooth(usable, num_steps)
+    curve = smooth(without_spikes(usable), num_steps)
     lowest = curve.index(min(curve))
     noise = statistics.median(abs(after - before) for before, after in itertools.pairwise(usable))
-    start = statistics.fmean(usable[: max(1, len(usable) // AVERAGED)])
+    start = statistics.fmean(without_spikes(usable)[: max(1, len(usable) // AVERAGED)])
     if lowest == 0 or start - curve[lowest] <= max(NOISES * noise, LEAST_FALL * abs(start)):
         raise UserError(
             f"the loss did not fall between learning rates of {rates[0]:.2e} and {rates[len(usable) - 1]:.2e}: use a "

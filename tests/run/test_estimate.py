@@ -237,7 +237,7 @@ def test_passes_are_what_the_rows_read(corpus, tmp_path):
 def test_a_run_that_max_steps_ends(corpus):
     found = estimate(Config(**SMALL, max_steps=3), corpus_path(corpus), SIMULATED)
     assert (found.steps, found.tokens, len(found.phases)) == (3, 3 * 8 * 17, 1)
-    assert found.notes == ("max_steps ends the run after step 3 of 7",)
+    assert found.notes == ("max_steps ends the run after step 3 of 7; the learning rate follows all 7",)
 
 
 def test_max_steps_makes_no_run_longer(corpus):

@@ -42,7 +42,6 @@ from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase
 from roxxel_dist.run.metadata import data_of, saved_config
 from roxxel_dist.run.record import check_resumable, kernel_begun_with, updates_in_blocks
 from roxxel_dist.run.report import read_runs
-from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.exact.layout import can_cut_rows, check_shapes
@@ -333,7 +332,7 @@ def _estimate(
             else on_target(target, steps, plan, [stop - 1 for _, stop in phase_spans], batches, validation)
         )
     notes += filter(None, [scaling_note(components.optimizer.config, plan.shapes)])
-    notes += _max_steps_notes(plan, last, options)
+    notes += filter(None, [max_steps_note(plan, options)])
     with usage_errors():
         speed, tokens_per_s, flops_per_s = _speed(request, mesh, bf16=options.bf16_compute or options.use_bf16)
 
@@ -493,11 +492,6 @@ def _phase(
         score_bytes=_score_bytes(shape, layout, components),
         **costs,
     )
-
-
-def _max_steps_notes(plan: Plan, last: int, options: LoopOptions) -> list[str]:
-    ends = f"max_steps ends the run after step {last:,} of {plan.total_steps:,}"
-    return [ends] * (last < plan.total_steps) + list(filter(None, [max_steps_note(plan, options)]))
 
 
 def _memory_limit(mesh: Mesh, request: EstimateRequest, target: TargetCompiler | None) -> int | None:
