@@ -181,8 +181,8 @@ class Experiment:
 
         A short training from the beginning, whose rate grows by the same factor at each step (Smith 2017, arXiv
         1506.01186); it ends early if the loss diverges. The result is the rate at which the smoothed loss falls
-        fastest; with sgd and muon a third of the rate at its lowest point. It makes or reads no run directory, and does
-        not change the `lr` of this experiment.
+        fastest; with sgd and muon the one where nine tenths of its fall are done. It makes or reads no run
+        directory, and does not change the `lr` of this experiment.
 
         Args:
             data_path: a text file, a folder of text, or shards.

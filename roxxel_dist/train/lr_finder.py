@@ -112,8 +112,8 @@ WINDOW = 8
 Of the widths tried, with sweeps of 50 to 200 steps over 4 to 6 decades, these two came closest to the best rate; the
 difference between neighbours, or a mean over a fixed number of steps, picks out noise in long and short sweeps.
 """
-BELOW_LOWEST: Mapping[str, float] = {"sgd": 3.0, "muon": 3.0}
-"""Optimizers whose suggestion is the rate at the lowest smoothed loss, divided by this.
+FALLEN: Mapping[str, float] = {"sgd": 0.9, "muon": 0.9}
+"""Optimizers whose suggestion is the rate at which the smoothed loss has done this share of its fall.
 
 Their best rates are near those at which a training becomes unstable. The best rates of the others, which divide by the
 size of a gradient, are far below these, where the loss falls fastest: with one and the same curve, that of muon was ten
@@ -214,7 +214,7 @@ def without_spikes(losses: Sequence[float]) -> list[float]:
 def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int, optimizer: str = "adamw") -> float:
     """The rate at which the smoothed loss falls most steeply by the logarithm of the rate, before its lowest point.
 
-    With sgd and muon it is a third of the rate at this lowest point (`BELOW_LOWEST`).
+    With sgd and muon it is the rate at which nine tenths of the fall to this point are done (`FALLEN`).
 
     Rates and losses are one a step, rates evenly spaced by their logarithm, of a sweep of `num_steps` that may have
     stopped early. What comes after the loss diverged is left out. Raises ValueError where the loss did not fall.
@@ -235,9 +235,9 @@ def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int, opt
             f"the loss did not fall between learning rates of {rates[0]:.2e} and {rates[len(usable) - 1]:.2e}: use a "
             f"smaller min_lr if it rose, a larger max_lr if it did not move"
         )
-    if optimizer in BELOW_LOWEST:
-        below = rates[lowest] / BELOW_LOWEST[optimizer]
-        return max((rate for rate in rates if rate <= below), default=rates[0])
+    if optimizer in FALLEN:
+        level = curve[0] - FALLEN[optimizer] * (curve[0] - curve[lowest])
+        return next(rate for rate, value in zip(rates, curve, strict=False) if value <= level)
     slopes = _slopes(curve, max(1, round(num_steps / WINDOW)))[: lowest + 1]
     return rates[slopes.index(min(slopes))]
 
