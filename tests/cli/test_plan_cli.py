@@ -172,7 +172,7 @@ def test_a_plan_as_text_and_as_json(work, capsys):
     found = json.loads(capsys.readouterr().out)
     summary = json.loads((work / "run" / "model_summary.json").read_text())
     assert (found["parameters"], found["steps"], found["tokens"]) == (summary["parameters"], 4, 4 * 8 * 17)
-    assert found["seconds"] == 0.544
+    assert found["seconds"] == 0.512
     assert len(found["arrays"]) == text.count("  float32  ")
 
 
