@@ -121,6 +121,9 @@ times that of adamw. Found on settings that are not those of benchmarks/lr_finde
 """
 RISE = 0.5
 """The loss has diverged once it has risen again by this share of its earlier fall."""
+LAG = 3
+"""Steps between a rate and the fall that is due to it: a loss is measured before the update of its step, and momentum
+spreads an update over the steps that follow. It is a number of steps, so short sweeps need it most."""
 SPIKE = 5
 """Steps around one whose median loss stands for its own, where the slope is looked for."""
 LEAST_RISE = 0.1
@@ -154,7 +157,7 @@ class SmoothedLoss:
 
     It begins at 0, and the share of that 0 is divided out (the bias correction of Adam, Kingma & Ba 2015, arXiv
     1412.6980): the first value is the first loss, and a constant loss stays what it is. A step costs the same at any
-    length, as the mean and its first, last and lowest values are all that is kept.
+    length: only the mean and its first, last and lowest values are kept.
 
     It has diverged once it stayed far above its lowest value for as many steps as it looks back, so that a few bad
     batches are no divergence.
@@ -212,9 +215,10 @@ def without_spikes(losses: Sequence[float]) -> list[float]:
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int, optimizer: str = "adamw") -> float:
-    """The rate at which the smoothed loss falls most steeply by the logarithm of the rate, before its lowest point.
+    """The rate `LAG` steps before the smoothed loss falls most steeply by the logarithm of the rate.
 
-    With sgd and muon it is the rate at which nine tenths of the fall to this point are done (`FALLEN`).
+    That is looked for before its lowest point. With sgd and muon it is the rate at which nine tenths of the fall to
+    this point are done (`FALLEN`).
 
     Rates and losses are one a step, rates evenly spaced by their logarithm, of a sweep of `num_steps` that may have
     stopped early. What comes after the loss diverged is left out. Raises ValueError where the loss did not fall.
@@ -239,7 +243,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int, opt
         level = curve[0] - FALLEN[optimizer] * (curve[0] - curve[lowest])
         return next(rate for rate, value in zip(rates, curve, strict=False) if value <= level)
     slopes = _slopes(curve, max(1, round(num_steps / WINDOW)))[: lowest + 1]
-    return rates[slopes.index(min(slopes))]
+    return rates[max(slopes.index(min(slopes)) - LAG, 0)]
 
 
 def _slopes(values: Sequence[float], half: int) -> list[float]:

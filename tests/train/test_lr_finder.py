@@ -66,7 +66,7 @@ def test_smoothing_is_the_weighted_mean_of_what_was():
 @pytest.mark.parametrize("at", [40, 60, 80])
 def test_the_suggestion_is_where_the_loss_falls_most_steeply(at, noise):
     found = RATES.index(suggest(RATES, curve(at=at, noise=noise), 100))
-    assert at - 3 <= found <= at + 12  # the running mean looks back
+    assert at - 6 <= found <= at + 9  # the running mean looks back
 
 
 @pytest.mark.parametrize(
