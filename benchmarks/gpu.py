@@ -69,14 +69,15 @@ def speed(data: Roxxel, model: ModelConfig, batch: int, steps: int, folder: Path
     parameters = sum(leaf.size for leaf in trainer.state.params.values())
     with conversions(lambda: trainer.step) as converted:
         ((mine, bare),) = take_turns(trainer, block, block // 2, [time.perf_counter])
-    flops = trainer.state.model.flops_per_token(model.max_context)
+    inputs = model.max_context - 1  # of a row: its last token is none
+    flops = trainer.state.model.flops_per_token(inputs)
     trainer.close()
     logged = {done - 1 for done in range(total + 1) if done in (1, total) or done % LOG_EVERY == 0}
     between = [step for step in converted if not {step, step - 1} & logged and step < total - 1]
     yield Result(what="parameters", against="millions", measured=parameters / 1e6)
     yield Result(what="a step of the trainer", against="ms", measured=1000 * mine)
-    yield Result(what="tokens", against="thousands a second", measured=batch * model.max_context / mine / 1000)
-    used = mfu(batch * model.max_context / mine, flops, jax.devices()[:1])
+    yield Result(what="tokens", against="thousands a second", measured=batch * inputs / mine / 1000)
+    used = mfu(batch * inputs / mine, flops, jax.devices()[:1])
     if used is not None:
         yield Result(what="model FLOPs utilisation", against="of the peak", measured=used, target=0.40)
     yield Result(

@@ -59,7 +59,7 @@ def test_every_option_with_every_value(path):
         (["launch", "local", "--detach=maybe", "--", "true"], "--detach maybe: must be True or False"),
         (["launch", "slurm", "--print", "--nodes", "9" * 40, "--", "true"], "must be at most 1,000,000"),
         (["launch", "k8s", "--image", "i", "--hosts", "2", "--cpu", "inf", "--", "true"], "--cpu inf: write an amount"),
-        (["find-lr", "--num_steps", "9" * 40], "a curve needs at least 10 steps, and at most 1,000,000"),
+        (["find-lr", "--num_steps", "9" * 40], "a curve needs at least 10 steps, and at most 10,000"),
     ],
 )  # fmt: skip
 def test_slips_that_went_through(words, named, capfd):

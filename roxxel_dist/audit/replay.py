@@ -23,7 +23,6 @@ from roxxel_dist.cluster.distributed import initialize, initialize_alone
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import simulate_devices
 from roxxel_dist.cluster.xla_flags import CPU_DEVICES
-from roxxel_dist.curriculum.phases import phases_of
 from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.run.components import RunComponents, build_components
 from roxxel_dist.run.evaluate import open_data
@@ -165,7 +164,8 @@ def loop_of(run: RunRecord, interval: Interval, watch: "Watch", *, last: int) ->
     saved = {**interval.segment.config, RECORD: run.saved.get(RECORD, {})}
     config = Config.from_dict({name: value for name, value in saved.items() if name != RECORD})
     if interval.segment.is_exact:
-        config = dataclasses.replace(config, n_devices=_devices_for(config), fsdp_devices=0)
+        devices = min(config.virtual_shards, jax.device_count())
+        config = dataclasses.replace(config, n_devices=devices, fsdp_devices=0)
     with contextlib.ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="roxxel-audit-")))
         data = held.enter_context(open_data(run.folder, saved, None, config))
@@ -208,13 +208,6 @@ def loop_of(run: RunRecord, interval: Interval, watch: "Watch", *, last: int) ->
         loop = Loop.open(parts)
         held.callback(loop.close)
         yield components, loop
-
-
-def _devices_for(config: Config) -> int:
-    """As many devices of this process as virtual shards can have; a power of two where a phase cuts its rows."""
-    count = min(config.virtual_shards, jax.device_count())
-    rows = [phase.batch_size or 0 for given in config.phases or () for phase in phases_of(given)] or [config.batch_size]
-    return count if min(rows) >= config.virtual_shards else 1 << (count.bit_length() - 1)
 
 
 def replay(run: RunRecord, interval: Interval, advance: Callable[[int], None] = lambda more: None) -> Finding:

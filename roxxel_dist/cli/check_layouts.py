@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import sys
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,10 @@ from roxxel_dist.settings.usage_errors import usage_errors
 
 if TYPE_CHECKING:
     from roxxel_dist.layouts.check import LayoutResult
+    from roxxel_dist.layouts.compare import Difference
 
+MUCH = 0.9
+"""How wrong a gradient is at least, as a share of the one that is most wrong, to be named first."""
 SHOWN = 4
 """Differences of a layout that are printed, after the first ones of each kind."""
 
@@ -70,17 +74,23 @@ def _lines(result: "LayoutResult") -> list[str]:
     """A line for a layout, and one for each difference that is shown."""
     head = f"{result.layout:<8} {result.status.upper() if result.status == 'differs' else result.status}: {result.text}"
     shown, kinds = list[str](), set[str]()
+    gradients = _by_guilt([each for each in result.differences if each.kind == "gradient"])
     for each in result.differences:
-        # The first gradient in the order of the backward pass says the most; the others follow from it.
-        if each.kind not in kinds or (each.kind not in ("gradient", "loss") and len(shown) < SHOWN):
+        if each.kind == "gradient" and each.kind not in kinds:
+            shown.append(f"  {gradients[0]}")
+        elif each.kind not in kinds or (each.kind not in ("gradient", "loss") and len(shown) < SHOWN):
             shown.append(f"  {each}")
         kinds.add(each.kind)
-    gradients = [each.name for each in result.differences if each.kind == "gradient"]
     if len(gradients) > 1:
-        shown.append(
-            f"  and {len(gradients) - 1} more gradients, in the order of the backward pass: {_few(gradients[1:])}"
-        )
+        shown.append(f"  and {len(gradients) - 1} more gradients: {_few([each.name for each in gradients[1:]])}")
     return [head, *shown]
+
+
+def _by_guilt(gradients: "list[Difference]") -> "list[Difference]":
+    """Those that are wrong by much, in the order of the backward pass, as the others follow from the first of them; and
+    then those that are wrong by little: a small part of the step that goes back through the mistake."""
+    most = max((each.share for each in gradients if math.isfinite(each.share)), default=0.0)
+    return sorted(gradients, key=lambda each: each.share < MUCH * most)
 
 
 def _few(names: list[str]) -> str:

@@ -170,9 +170,10 @@ def _compute(run: RunEstimate) -> list[str]:
 def _time(run: RunEstimate) -> list[str]:
     if run.seconds is None:
         return [run.speed]
-    speed = run.tokens_per_s or run.tokens / run.seconds
+    speed = run.tokens_per_s or run.predicted_tokens / run.seconds
     by_phase = ", ".join(f"phase {phase.phase} {duration(phase.seconds or 0.0)}" for phase in run.phases)
+    work = f"{run.predicted_tokens:,} computed tokens at {speed:,.0f} tokens/s ({run.speed})"
     return [
-        f"{duration(run.seconds)} for {run.tokens:,} tokens at {speed:,.0f} tokens/s ({run.speed}): {by_phase}",
+        f"{duration(run.seconds)} for {work}: {by_phase}",
         "steps alone: validations, saves and compilations come on top",
     ]

@@ -10,7 +10,7 @@ text, and a step is found by one bisection, however far it is and whatever the d
 import bisect
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -288,9 +288,17 @@ class Plan:
 
     def tokens(self, step: int) -> int:
         """How many tokens the steps before `step` read."""
+        return self._sum(step, lambda shape: shape.tokens)
+
+    def predicted_tokens(self, step: int) -> int:
+        """How many tokens the steps before `step` compute: of each row all but one."""
+        return self._sum(step, lambda shape: shape.predicted_tokens)
+
+    def _sum(self, step: int, of: Callable[[Shape], int]) -> int:
+        """The sum of a number of each step before `step`, by its shape."""
         ends = [*(amendment.from_step for amendment in self.amendments[1:]), step]
         spans = zip(self.amendments, ends, strict=True)
-        return sum(_tokens(a.shapes, a.from_step, min(end, step)) for a, end in spans if a.from_step < step)
+        return sum(_sum(a.shapes, a.from_step, min(end, step), of) for a, end in spans if a.from_step < step)
 
     def rows_read(self, first: int, stop: int) -> dict[str, int]:
         """How many rows of each data set the steps [first, stop) read, both counted from 0.
@@ -399,14 +407,14 @@ def _shares(shape: Shape, rows: Mapping[str, int]) -> Iterator[str]:
         yield f"{name} {asked}" if is_near or asked == read else f"{name} {read} ({asked} asked)"
 
 
-def _tokens(shapes: Sequence[Shape], low: int, high: int) -> int:
-    """Tokens of the steps [low, high) of some phases."""
-    first = tokens = 0
+def _sum(shapes: Sequence[Shape], low: int, high: int, of: Callable[[Shape], int]) -> int:
+    """The sum of a number of each of the steps [low, high) of some phases, by its shape."""
+    first = total = 0
     for shape in shapes:
         stop = first + shape.steps
-        tokens += max(0, min(stop, high) - max(first, low)) * shape.batch_size * shape.seq_len
+        total += max(0, min(stop, high) - max(first, low)) * of(shape)
         first = stop
-    return tokens
+    return total
 
 
 def _events(plan: Plan) -> list[tuple[int, str]]:

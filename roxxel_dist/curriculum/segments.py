@@ -227,8 +227,13 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a batch."""
+        """Tokens that a step reads."""
         return self.batch_size * self.seq_len
+
+    @property
+    def predicted_tokens(self) -> int:
+        """Tokens that a step computes: the last one of a row is predicted, and no input."""
+        return self.batch_size * (self.seq_len - 1)
 
     @property
     def items_per_step(self) -> int:

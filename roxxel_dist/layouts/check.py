@@ -1,10 +1,11 @@
 """`check_layouts`: one step of a model and a loss in every layout, against one device."""
 
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -15,7 +16,9 @@ import numpy as np
 from flax import nnx
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.layouts.compare import Difference, differences
+from roxxel_dist.layouts.compare import Difference, difference_in_noise, differences, differences_in_count
+from roxxel_dist.layouts.device_count import as_process
+from roxxel_dist.layouts.draws import draw_lines
 from roxxel_dist.layouts.initial import InitialCheck
 from roxxel_dist.layouts.layout import (
     OWN_MESH,
@@ -27,11 +30,12 @@ from roxxel_dist.layouts.layout import (
     layout_of_mesh,
     single,
 )
-from roxxel_dist.layouts.one_step import GRADIENT, StepProgram, Weights, initial_weights
+from roxxel_dist.layouts.noise import THREEFRY
+from roxxel_dist.layouts.one_step import GRADIENT, LOSS, Outcome, StepProgram, Weights, initial_weights
 from roxxel_dist.layouts.order import backward_order, coarsest
 from roxxel_dist.layouts.reference import Reference, ReferencePrograms
 from roxxel_dist.layouts.subject import Subject, check_devices, of_config, without_balance
-from roxxel_dist.layouts.trace import loss_jaxpr
+from roxxel_dist.layouts.trace import first_inputs, loss_jaxpr, text_of
 from roxxel_dist.layouts.update import UpdateCheck
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.run.layout_mark import mark_checked, own_code
@@ -44,6 +48,12 @@ from roxxel_dist.train.step.step import BALANCE
 
 AHEAD = 2
 """Layouts that are traced before the first one is computed, while the compiler works on what is traced."""
+PROCESSES = "processes"
+UNSEEN = (
+    "not looked at: several processes at work, types narrower than float32, later steps, evaluation, and the noise of "
+    "accum, packing and virtual, which draw anew for each part"
+)
+"""What no check looks at, in a line."""
 Status = Literal["agrees", "differs", "left out", "failed"]
 
 
@@ -142,12 +152,22 @@ class _Truth:
     programs: ReferencePrograms
     order: list[str]
     """Parameters as the backward pass finishes them."""
+    lines: dict[str, list[str]]
+    """Random stream -> the lines of the user's code that draw from it."""
     reference: Reference | None = None
+    with_noise: dict[tuple[str, ...], Reference] = field(default_factory=dict)
+    """By the streams that draw."""
 
     def measured(self) -> Reference:
         """Measured once."""
         self.reference = self.reference or self.programs.run()
         return self.reference
+
+    def measured_with(self, streams: tuple[str, ...]) -> Reference:
+        """With the noise of these streams; measured once."""
+        if streams not in self.with_noise:
+            self.with_noise[streams] = self.programs.run_with_noise(streams, self.measured().terms)
+        return self.with_noise[streams]
 
 
 @dataclass(frozen=True)
@@ -168,6 +188,7 @@ class _Check:
         self._has_balance = self._even = False
         self._truths: dict[tuple[BatchName, bool], _Truth] = {}
         self._notes: list[str] = []
+        self._of_processes: LayoutResult | None = None
         self._initials: InitialCheck | None = None
         self._updates: UpdateCheck | None = None
 
@@ -182,13 +203,20 @@ class _Check:
         coming = map(self._begun, names)
         begun = deque(islice(coming, AHEAD))
         main.measured()
-        results = list[LayoutResult]()
+        results = [self._of_processes] if self._of_processes is not None else []
+        for result in results:
+            self._done(result)
         while begun:
             begun.extend(islice(coming, 1))
             result = self._result(begun.popleft())
             if result is not None:
                 results.append(result)
                 self._done(result)
+        if self._weights.other_kinds:
+            self._notes.append(
+                f"the keys of the model are of {', '.join(self._weights.other_kinds)}: its noise was compared with "
+                f"{THREEFRY}, and that of {self._weights.other_kinds[0]} may depend on the devices"
+            )
         self._notes += [truth.reference.note for truth in self._truths.values() if truth.reference is not None]
         batch = jax.tree.leaves(self._batch("rows"))[0]
         return LayoutReport(
@@ -197,7 +225,7 @@ class _Check:
             rows=batch.shape[0],
             seq_len=batch.shape[1],
             devices=len(self._devices),
-            notes=tuple(note for note in dict.fromkeys(self._notes) if note),
+            notes=(*(note for note in dict.fromkeys(self._notes) if note), UNSEEN),
             seconds=time.perf_counter() - start,
         )
 
@@ -237,16 +265,58 @@ class _Check:
             is_main, loss = key == ("rows", True), subject.loss if balanced else without_balance(subject.loss)
             trace = partial(loss_jaxpr, subject.model, loss, layout, self._weights, rows)
             jaxpr = trace()
-            if subject.is_own and is_main and str(jaxpr) != str(trace()):
-                raise UserError(
-                    "the loss is random by itself: two traces of it differ, so it has numbers of Python's random, of "
-                    "numpy or of a counter of its own. Draw noise from keys of the model's nnx.Rngs"
-                )
+            if subject.is_own and is_main:
+                self._compare_processes(trace, jaxpr)
             programs = ReferencePrograms.compiled(
                 subject.model, loss, layout, self._weights, rows, unit=coarsest(jaxpr), in_float64=is_main
             )
-            self._truths[key] = _Truth(programs, backward_order(jaxpr, sorted(self._weights.params)))
+            self._truths[key] = _Truth(
+                programs,
+                backward_order(jaxpr, sorted(self._weights.params)),
+                draw_lines(jaxpr, first_inputs(self._weights), self._weights.keys),
+            )
         return self._truths[key]
+
+    def _compare_processes(self, trace: Callable[[], Any], jaxpr: Any) -> None:
+        """Compare the loss as a process alone traces it with that of the second of two.
+
+        Raises UserError where two traces of the same process differ.
+        """
+        first = text_of(jaxpr)
+        with as_process(1, 2):
+            second = text_of(trace())
+        if second == first:
+            return
+        if text_of(trace()) != first:
+            raise UserError(
+                "the loss is random by itself: two traces of it differ, so it has numbers of Python's random, of "
+                "numpy or of a counter of its own. Draw noise from keys of the model's nnx.Rngs"
+            )
+        with as_process(0, 2):
+            if text_of(trace()) == second:
+                self._notes.append(
+                    "model or loss ask for jax.process_count(): whether a step of several processes is that of one "
+                    "was not looked at"
+                )
+                return
+        self._of_processes = LayoutResult(
+            layout=PROCESSES,
+            text="the loss as the first of two processes traces it, and as the second",
+            status="differs",
+            differences=(
+                Difference(
+                    what=PROCESSES,
+                    ratio=None,
+                    angle_deg=None,
+                    share=math.inf,
+                    distance=math.inf,
+                    bound=0.0,
+                    is_number=True,
+                    meaning="they compute different programs: model or loss ask for jax.process_index(). All processes "
+                    "must compute the same; for noise fold in the index of the row",
+                ),
+            ),
+        )
 
     def _balanced(self, layout: Layout) -> bool:
         """Whether a layout is compared with its balance loss: that is of the tokens of a call, not of a whole step."""
@@ -285,7 +355,8 @@ class _Check:
         except Exception as error:
             return _not_computed(layout, error)
         found, largest = differences(outcome, reference, layout, order, self._weights.streams)
-        found = [*self._of_start(layout, order), *found, *self._of_update(layout, order)]
+        start, update = self._of_start(layout, order), self._of_update(layout, order)
+        found = [*start, *found, *self._of_noise(begun, outcome, without=not found), *update]
         whole = layout.divides_parameters and not begun.program.divides_parameters
         return LayoutResult(
             layout=layout.name,
@@ -295,6 +366,34 @@ class _Check:
             compared=len(outcome.values),
             largest=largest,
         )
+
+    def _of_noise(self, begun: _Begun, outcome: Outcome, *, without: bool) -> list[Difference]:
+        """The random streams that draw other numbers in a layout; `without`: whether it agrees without noise."""
+        layout, truth = begun.layout, begun.truth
+        reference = truth.measured()
+        of_count = differences_in_count(outcome, reference, layout)
+        streams = tuple(sorted(name for name in outcome.drawn if outcome.drawn[name] or reference.drawn.get(name)))
+        if not streams or not layout.has_same_noise:
+            return of_count
+        if not without:
+            self._notes.append(f"the noise of {layout.name} was not compared, as it differs without noise")
+            return of_count
+        together = self._with_noise(begun, streams)
+        if together is None:
+            return []  # what another layout draws and does not use, or draws in other pieces, is no mistake
+        each = {name: self._with_noise(begun, (name,)) for name in streams} if len(streams) > 1 else {}
+        guilty = {name: found for name, found in each.items() if found is not None}
+        in_words = {difference.name: difference for difference in of_count}
+        return [
+            in_words.get(name) or difference_in_noise(name, truth.lines.get(name, []), *found)
+            for name, found in (guilty or dict.fromkeys(streams, together)).items()
+        ]
+
+    def _with_noise(self, begun: _Begun, streams: tuple[str, ...]) -> tuple[Difference, float, float] | None:
+        """(the first result that differs with the noise of these streams, the loss, the loss on one device)."""
+        reference, outcome = begun.truth.measured_with(streams), begun.program.run(noise=streams)
+        found, _ = differences(outcome, reference, begun.layout, begun.truth.order, self._weights.streams)
+        return (found[0], float(outcome.values[LOSS]), float(reference.exact[LOSS])) if found else None
 
     def _of_start(self, layout: Layout, order: Sequence[str]) -> list[Difference]:
         """What differs in the weights before the step, of a model of the user's own that is made in the layout."""

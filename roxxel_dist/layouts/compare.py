@@ -26,6 +26,8 @@ ABOUT, APART = 0.1, 1.5
 """The same for a single number, and how far from 1 such a factor is at least."""
 SAME_DIRECTION_DEG = 1.0
 LITTLE_DEG = 30.0
+MOST_LINES = 3
+"""That are named of a stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,8 @@ class Difference:
     """<layout, reference> / <reference, reference>: how many times the reference it is; None where that is 0."""
     angle_deg: float | None
     """Between the two, as vectors over all elements."""
+    share: float
+    """The distance as a share of the reference's norm: how wrong it is; infinite where that is 0."""
     distance: float
     """Euclidean, from the reference."""
     bound: float
@@ -65,7 +69,7 @@ class Difference:
         """In one line."""
         numbers = []
         if self.ratio is not None:
-            numbers.append(f"{self.ratio:.5g} x")
+            numbers.append(ratio_in_words(self.ratio))
         if self.angle_deg is not None and not self.is_number:
             numbers.append(f"angle {self.angle_deg:.2g}°")
         return f"{self.what}: {', '.join(numbers)}{': ' if numbers else ''}{self.meaning}"
@@ -77,7 +81,7 @@ def differences(
     """(all results that differ, the largest distance of one that agrees in bounds).
 
     They come as the step makes them: the loss and its scalars, the gradients in the `order` of the backward pass, the
-    state, the random streams.
+    state.
     """
     names = [name for name in outcome.values if name in reference.exact and not name.startswith(GRADIENT)]
     before = [name for name in names if not name.startswith(STATE)]
@@ -85,8 +89,7 @@ def differences(
     if not layout.calls_once:
         # Each part is a call of its own, so a stream has counted further, and so has any integer that counts calls.
         state = [name for name in state if name in reference.error and name.removeprefix(STATE) not in streams]
-    found, worst = compared([*before, *(GRADIENT + name for name in order), *state], outcome, reference, layout)
-    return found + _of_streams(outcome, reference, layout), worst
+    return compared([*before, *(GRADIENT + name for name in order), *state], outcome, reference, layout)
 
 
 def compared(
@@ -134,11 +137,17 @@ def _difference(
         what=name,
         ratio=ratio,
         angle_deg=angle,
+        share=share_of(distance, norm(exact)),
         distance=distance,
         bound=bound,
         is_number=here.size == 1,
         meaning=meaning,
     )
+
+
+def share_of(distance: float, size: float) -> float:
+    """A distance as a share of a norm; infinite where that is 0."""
+    return distance / size if size else math.inf
 
 
 def ratio_and_angle(here: np.ndarray, exact: np.ndarray) -> tuple[float | None, float | None]:
@@ -220,7 +229,7 @@ def _factors(what: str, parts: int) -> list[tuple[float, str]]:
     ]
 
 
-def _of_streams(outcome: Outcome, reference: Reference, layout: Layout) -> list[Difference]:
+def differences_in_count(outcome: Outcome, reference: Reference, layout: Layout) -> list[Difference]:
     """Streams of which a layout draws other numbers of different elements."""
     found = list[Difference]()
     if layout.batch != layout.truth:
@@ -229,18 +238,59 @@ def _of_streams(outcome: Outcome, reference: Reference, layout: Layout) -> list[
         there = reference.drawn.get(name, 0)
         if here == there or (here > there and not layout.calls_once):
             continue
-        ratio = here / there if there else None
-        shared = "the same noise is used on several parts: fold the index of the part into the key"
+        shared = "the same noise is used on several parts: fold the index of the part's rows into the key"
         apart = "copies that should have the same noise draw their own: give all devices that share rows one key"
         found.append(
-            Difference(
-                what=STREAM + name,
-                ratio=ratio,
-                angle_deg=None,
+            _of_stream(
+                name,
+                f"{shared if here < there else apart} ({here:,} different elements, {there:,} on one device)",
+                ratio=here / there if there else None,
                 distance=float(abs(here - there)),
-                bound=0.0,
-                is_number=True,
-                meaning=f"{shared if here < there else apart} ({here:,} different elements, {there:,} on one device)",
             )
         )
     return found
+
+
+def difference_in_noise(name: str, lines: Sequence[str], first: Difference, here: float, there: float) -> Difference:
+    """A stream whose draws depend on the layout.
+
+    Args:
+        name: of the stream.
+        lines: where it is drawn from, as "net.py:12".
+        first: the first result that differs with this noise, and does not without.
+        here: the loss with it.
+        there: the loss with it on one device.
+    """
+    place = f" ({', '.join(lines[:MOST_LINES])}{', …' if len(lines) > MOST_LINES else ''})" if lines else ""
+    apart = f"the loss with them is {', on one device '.join(_two_numbers(here, there))}"
+    return _of_stream(
+        name,
+        f"its draws{place} depend on the layout: {apart if here != there else f'{first.what} differs'}. Draw the whole "
+        f"array with one key, or fold in the index of the row, and not that of the device or the number of devices",
+        ratio=None,
+        distance=first.distance,
+    )
+
+
+def _of_stream(name: str, meaning: str, *, ratio: float | None, distance: float) -> Difference:
+    return Difference(
+        what=STREAM + name,
+        ratio=ratio,
+        angle_deg=None,
+        share=abs(ratio - 1) if ratio is not None else math.inf,
+        distance=distance,
+        bound=0.0,
+        is_number=True,
+        meaning=meaning,
+    )
+
+
+def _two_numbers(one: float, other: float) -> tuple[str, str]:
+    """Both with as many digits as show that they differ."""
+    digits = next((digits for digits in range(6, 17) if f"{one:.{digits}g}" != f"{other:.{digits}g}"), 17)
+    return f"{one:.{digits}g}", f"{other:.{digits}g}"
+
+
+def ratio_in_words(ratio: float) -> str:
+    """A ratio with as many digits as show that it is not 1."""
+    return f"{_two_numbers(ratio, 1.0)[0] if 0.9 < ratio < 1.1 else format(ratio, '.5g')} x"

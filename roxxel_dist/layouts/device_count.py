@@ -1,4 +1,4 @@
-"""The devices that jax has, for code that asks jax for them and not the mesh."""
+"""The devices and processes that jax has, for code that asks jax for them and not the mesh."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -21,11 +21,24 @@ def devices_of(mesh: Mesh) -> Iterator[None]:
     if len(own) == jax.device_count():
         yield
         return
-    before = {name: getattr(jax, name) for name in (*LISTS, *COUNTS)}
-    after: dict[str, Any] = {name: lambda *args, **options: list(own) for name in LISTS}
-    after |= {name: lambda *args, **options: len(own) for name in COUNTS}
+    functions: dict[str, Any] = {name: lambda *args, **options: list(own) for name in LISTS}
+    with _replaced(functions | {name: lambda *args, **options: len(own) for name in COUNTS}):
+        yield
+
+
+@contextlib.contextmanager
+def as_process(index: int, count: int) -> Iterator[None]:
+    """Within, jax says that this process is the one of this index, of so many."""
+    functions = {"process_index": lambda *args, **options: index, "process_count": lambda *args, **options: count}
+    with _replaced(functions):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(functions: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: getattr(jax, name) for name in functions}
     try:
-        _set(after)
+        _set(functions)
         yield
     finally:
         _set(before)

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
-from roxxel_dist.layouts.compare import INITIAL, Difference, ratio_and_angle
+from roxxel_dist.layouts.compare import INITIAL, Difference, ratio_and_angle, share_of
 from roxxel_dist.layouts.device_count import devices_of
 from roxxel_dist.layouts.layout import Layout
 from roxxel_dist.layouts.reference import norm, wide
@@ -51,6 +51,7 @@ def _difference(what: str, here: np.ndarray, there: np.ndarray) -> Difference:
         what=what,
         ratio=ratio,
         angle_deg=angle,
+        share=share_of(norm(here - there), norm(there)),
         distance=norm(here - there),
         bound=NEAR * norm(there),
         is_number=here.size == 1,

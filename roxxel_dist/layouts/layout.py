@@ -16,9 +16,9 @@ NAMES = ("rows", "tokens", "fsdp", "tensor", "accum", "packing", "virtual")
 OWN_MESH = "mesh"
 """The layout of a mesh with axes of the user's own."""
 MICRO_BATCHES = 4
-BatchName = Literal["rows", "few rows", "documents", "packed"]
-"""Of which batch a step is: rows that the devices divide; fewer rows than devices; documents, each a row of its own;
-the same documents packed into rows."""
+BatchName = Literal["rows", "few rows", "rows of shards", "documents", "packed"]
+"""Of which batch a step is: rows that the devices divide; fewer rows than devices; a row for each virtual shard;
+documents, each a row of its own; the same documents packed into rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,11 @@ class Layout:
     def calls_once(self) -> bool:
         """Whether the model is called once with the whole batch, and not once for each part of it."""
         return self.grad_accum == 1 and not self.virtual_shards
+
+    @property
+    def has_same_noise(self) -> bool:
+        """Whether its noise must be that of the reference: parts that are calls of their own draw anew."""
+        return self.calls_once and self.batch == self.truth
 
     @property
     def divides_parameters(self) -> bool:
@@ -85,8 +90,6 @@ def layout_of(name: str, devices: Sequence[Any]) -> Layout | str:
     count = len(devices)
     if name == "tensor" and count % 2:
         return f"2 does not divide {count} devices"
-    if name == "virtual" and count & (count - 1):
-        return f"{count} devices are no power of two"
     if name == OWN_MESH:
         return "the mesh has the axes of make_mesh: rows, fsdp and tensor are compared"
     return _OF_DEVICES[name](devices)
@@ -124,11 +127,20 @@ def _packing(devices: Sequence[Any]) -> Layout:
     return _on(make_mesh(devices=devices[:1]), "packing", text, batch="packed", truth="documents", sizes=sizes)
 
 
+def virtual_shards(devices: int) -> int:
+    """Virtual shards for so many devices: the next power of two."""
+    return 1 << (devices - 1).bit_length()
+
+
 def _virtual(devices: Sequence[Any]) -> Layout:
-    """On two devices: it is the same to the bit on any number, and each takes a compilation."""
-    count, pair = len(devices), make_mesh(devices=devices[:2])
-    text, sizes = f"{count} virtual shards on 2 devices", {"virtual shards": count, "devices": 2}
-    return _on(pair, "virtual", text, virtual_shards=count, sizes=sizes)
+    """On two devices, or on three where the shards are more than the devices, so that these have unequal numbers: it is
+    the same to the bit on any number, and each takes a compilation."""
+    shards = virtual_shards(len(devices))
+    batch: BatchName = "rows" if shards == len(devices) else "rows of shards"
+    used = 2 if shards == len(devices) else 3
+    text, sizes = f"{shards} virtual shards on {used} devices", {"virtual shards": shards, "devices": used}
+    mesh = make_mesh(devices=devices[:used])
+    return _on(mesh, "virtual", text, batch=batch, truth=batch, virtual_shards=shards, sizes=sizes)
 
 
 _OF_DEVICES = {

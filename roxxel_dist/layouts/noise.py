@@ -1,14 +1,17 @@
-"""Random keys whose noise is always the same, and that are remembered: so that keys are compared, and not noise.
+"""Random keys whose noise is switched on and off: so that a step is compared without noise, and then with it.
 
-A layout may draw its noise in another way and be right: each micro-batch, each virtual shard and each device that adds
-its own index to the key draws anew. So every draw from such a key gives the same constant bits, and the numbers of all
-layouts are comparable. What was drawn is counted instead: the elements that a step draws from one stream by different
-keys. A layout that draws fewer uses the same noise twice; one that draws more has copies with noise of their own.
+Without it every draw from such a key gives the same constant bits, so what differs is not the noise. What was drawn is
+remembered: the elements that a step draws from one stream by different keys. Each micro-batch and each virtual shard
+draws anew, by keys of its own, so there only this number is compared: a layout that draws fewer uses the same noise
+twice; one that draws more has copies with noise of their own.
+
+Where one call has the whole batch, noise must be the same on any devices, and the step is run again with it: all of it,
+or that of some streams. A key has the switch in itself, so one compiled program serves all of these runs.
 """
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -19,7 +22,9 @@ from jax.extend.random import define_prng_impl
 from roxxel_dist.model.split import Leaves
 
 KEY_WORDS = 2
-"""Of a threefry key; the word behind them is the number of the stream, which derived keys keep."""
+"""Of a threefry key. Behind them are the switch (0: constant bits) and the number of the stream, which derived keys
+keep."""
+SWITCH = 2
 THREEFRY = "threefry2x32"
 
 _drawn: set[tuple[tuple[int, ...], int]] = set()
@@ -30,27 +35,29 @@ def _plain(words: Any) -> jax.Array:
     return jax.random.wrap_key_data(words[..., :KEY_WORDS], impl=THREEFRY)
 
 
-def _with_stream(key: jax.Array, stream: Any) -> jax.Array:
+def _with_rest(key: jax.Array, rest: Any) -> jax.Array:
     data = jax.random.key_data(key)
-    return jnp.concatenate([data, jnp.broadcast_to(stream, (*data.shape[:-1], 1))], axis=-1)
+    return jnp.concatenate([data, jnp.broadcast_to(rest, (*data.shape[:-1], 2))], axis=-1)
 
 
 def _seed(seed: Any) -> jax.Array:
-    return _with_stream(jax.random.key(seed, impl=THREEFRY), jnp.zeros((1,), jnp.uint32))
+    return _with_rest(jax.random.key(seed, impl=THREEFRY), jnp.zeros((2,), jnp.uint32))
 
 
 def _split(words: Any, shape: tuple[int, ...]) -> jax.Array:
-    return _with_stream(jax.random.split(_plain(words), shape), words[KEY_WORDS:])
+    return _with_rest(jax.random.split(_plain(words), shape), words[KEY_WORDS:])
 
 
 def _fold_in(words: Any, data: Any) -> jax.Array:
-    return _with_stream(jax.random.fold_in(_plain(words), data), words[KEY_WORDS:])
+    return _with_rest(jax.random.fold_in(_plain(words), data), words[KEY_WORDS:])
 
 
 def _random_bits(words: Any, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
-    """A quarter of the range: a uniform number is 0.25, so dropout keeps what it keeps with a probability above it."""
+    """The constant is a quarter of the range: as a uniform number 0.25, so dropout keeps what it keeps more often."""
     jax.debug.callback(_remember, words, math.prod(shape))
-    return jnp.full(shape, 1 << (bit_width - 2), jnp.dtype(f"uint{bit_width}"))
+    dtype = jnp.dtype(f"uint{bit_width}")
+    noise = jax.random.bits(_plain(words), shape, dtype)
+    return jnp.where(words[SWITCH] != 0, noise, jnp.full(shape, 1 << (bit_width - 2), dtype))
 
 
 def _remember(words: Any, size: Any) -> None:
@@ -59,7 +66,7 @@ def _remember(words: Any, size: Any) -> None:
 
 
 COUNTED: Any = define_prng_impl(
-    key_shape=(KEY_WORDS + 1,),
+    key_shape=(KEY_WORDS + 2,),
     seed=_seed,
     split=_split,
     random_bits=_random_bits,
@@ -76,16 +83,28 @@ def is_key(leaf: Any) -> bool:
 
 
 def counted_keys(rest: Leaves) -> dict[str, np.ndarray]:
-    """name -> uint32[..., 3], the data of counted keys, for each array of keys in the state of a module.
+    """name -> uint32[..., 4], the data of counted keys, for each array of keys in the state of a module; without noise.
 
     The number of the stream is its place in the order of names.
     """
     found: dict[str, np.ndarray] = {}
     for number, name in enumerate(sorted(name for name, leaf in rest.items() if is_key(leaf))):
         words = np.asarray(jax.random.key_data(rest[name]))[..., :KEY_WORDS]
-        stream = np.broadcast_to(np.uint32(number), (*words.shape[:-1], 1))
-        found[name] = np.concatenate([words, stream], axis=-1)
+        end = np.broadcast_to(np.array([0, number], np.uint32), (*words.shape[:-1], 2))
+        found[name] = np.concatenate([words, end], axis=-1)
     return found
+
+
+def other_kinds(rest: Leaves) -> list[str]:
+    """The kinds of random numbers of a module that are not compared: those of keys that are not threefry's."""
+    return sorted({str(jax.random.key_impl(leaf)) for leaf in rest.values() if is_key(leaf)} - {THREEFRY})
+
+
+def with_noise(words: np.ndarray) -> np.ndarray:
+    """The data of the same counted keys, switched on."""
+    changed = words.copy()
+    changed[..., SWITCH] = 1
+    return changed
 
 
 def wrap(words: Any) -> jax.Array:
@@ -100,7 +119,7 @@ def forget() -> None:
         _drawn.clear()
 
 
-def drawn(names: Mapping[str, Any]) -> dict[str, int]:
+def drawn(names: Collection[str]) -> dict[str, int]:
     """name of a stream -> elements drawn by different keys since `forget`; a key counts once for each size."""
     jax.effects_barrier()
     order, totals = sorted(names), dict.fromkeys(names, 0)

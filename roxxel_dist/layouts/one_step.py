@@ -3,7 +3,7 @@
 What comes out is read from every device, so that copies of an array which differ are seen.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from roxxel_dist.cluster.mesh import device_type, fit_sharding, one_device
 from roxxel_dist.cluster.xla_flags import RUN_ONCE
 from roxxel_dist.layouts.device_count import devices_of
 from roxxel_dist.layouts.layout import Layout, everywhere
-from roxxel_dist.layouts.noise import counted_keys, drawn, forget, is_key, wrap
+from roxxel_dist.layouts.noise import counted_keys, drawn, forget, is_key, other_kinds, with_noise, wrap
 from roxxel_dist.model.split import ModuleSplit
 from roxxel_dist.train.exact.layout import DeviceStates
 from roxxel_dist.train.exact.step import make_sharded_steps
@@ -62,6 +62,8 @@ class Weights:
     """Which of the rest are random keys."""
     streams: frozenset[str]
     """Which of the rest are random keys, or count what was drawn by them."""
+    other_kinds: tuple[str, ...]
+    """The kinds of random numbers that threefry's stand for in the step, such as "rbg"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,14 @@ def initial_weights(model: nnx.Module | Callable[[], nnx.Module], layout: Layout
     rest = {name: keys[name] if name in keys else np.array(leaf) for name, leaf in state.rest.items()}
     numbers = {name: np.array(leaf) for name, leaf in hparams.items()} | {SPIKE_FACTOR: np.zeros((), np.float32)}
     streams = split.rest.streams | frozenset(keys)
-    return Weights(params=params, rest=rest, hparams=numbers, keys=frozenset(keys), streams=streams)
+    return Weights(
+        params=params,
+        rest=rest,
+        hparams=numbers,
+        keys=frozenset(keys),
+        streams=streams,
+        other_kinds=tuple(other_kinds(state.rest)),
+    )
 
 
 @dataclass(frozen=True)
@@ -150,9 +159,10 @@ class StepProgram:
         """Whether a parameter is cut over devices."""
         return not all(leaf.sharding.is_fully_replicated for leaf in self.state.params.values())
 
-    def run(self, params: Mapping[str, np.ndarray] | None = None) -> Outcome:
-        """One step, from other parameters if they are given."""
+    def run(self, params: Mapping[str, np.ndarray] | None = None, *, noise: Collection[str] = ()) -> Outcome:
+        """One step, from other parameters if they are given; `noise` names the random streams that draw theirs."""
         values: dict[str, Any] = {**self.weights.rest, **(params or self.weights.params)}
+        values |= {name: with_noise(self.weights.rest[name]) for name in noise}
 
         def place(name: str, like: Any) -> jax.Array:
             if is_key(like):
@@ -269,7 +279,7 @@ def _outcome(state: TrainState, metrics: Any, weights: Weights) -> Outcome:
         values[name] = each[0]
         if len(each) > 1:
             copies[name] = each
-    return Outcome(values=values, copies=copies, drawn=drawn(dict.fromkeys(weights.keys)))
+    return Outcome(values=values, copies=copies, drawn=drawn(weights.keys))
 
 
 def copies_of(array: jax.Array) -> list[np.ndarray]:

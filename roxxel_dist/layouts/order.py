@@ -46,7 +46,7 @@ def _walk(jaxpr: Any, holds: Mapping[Any, list[str]], place: Place, first: dict[
         if not any(of(atom) for atom in eqn.invars):
             continue
         here = (*place, number)
-        inner = [(sub, eqn.invars[len(eqn.invars) - len(sub.invars) :]) for sub in _inner(eqn)]
+        inner = [(sub, eqn.invars[len(eqn.invars) - len(sub.invars) :]) for sub in inner_jaxprs(eqn)]
         for sub, atoms in inner:
             results = _walk(sub, {var: of(atom) for var, atom in zip(sub.invars, atoms, strict=False)}, here, first)
             for var, names in zip(eqn.outvars, results, strict=False):
@@ -62,7 +62,7 @@ def _walk(jaxpr: Any, holds: Mapping[Any, list[str]], place: Place, first: dict[
     return [of(atom) for atom in jaxpr.outvars]
 
 
-def _inner(eqn: Any) -> list[Any]:
+def inner_jaxprs(eqn: Any) -> list[Any]:
     """The jaxprs inside an equation that take the last of its inputs, all of them in most."""
     found: list[Any] = []
     for value in eqn.params.values():

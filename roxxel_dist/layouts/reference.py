@@ -21,7 +21,7 @@ of itself: by 1/n at the least, where one term of n is lost.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +127,13 @@ class ReferencePrograms:
             else:
                 return _in_float64(near, first, exact, samples)
         return _with_note(near, f"no float64 run ({why}): bounds are of float32 runs alone") if why else near
+
+    def run_with_noise(self, streams: Collection[str], terms: int) -> Reference:
+        """The reference of a step in which these random streams draw; x* is the run as it is."""
+        program, params = self.program, self.program.weights.params
+        first = program.run(noise=streams)
+        others = [program.run(moved(params, self.unit, seed), noise=streams) for seed in range(SAMPLES)]
+        return of_samples(first.values, [first, *others], self.unit, terms, first.drawn)
 
 
 def _first_line(error: Exception) -> str:

@@ -20,7 +20,7 @@ from roxxel_dist.curriculum.phases import Curriculum, Phase
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.input.stream import Stream
-from roxxel_dist.layouts.layout import BatchName, few_rows
+from roxxel_dist.layouts.layout import BatchName, few_rows, virtual_shards
 from roxxel_dist.model.loss import next_token_loss, token_losses
 from roxxel_dist.model.transformer import Transformer, TransformerBuilder
 from roxxel_dist.run.components import build_components, open_corpus, temporary_folder
@@ -92,7 +92,8 @@ class Subject:
     def batch(self, name: BatchName, devices: int, seq_len: int | None, *, even: bool) -> Any:
         """The rows of a step, int32[B, L], or a `Packed` of three such arrays; numpy.
 
-        There are two rows for each device. The few rows are the first ones of them. Packed rows have two documents
+        There are two rows for each device, or one for each virtual shard. The few rows are the first ones. Packed
+        rows have two documents
         each, which are tokens of the corpus, and a token that belongs to neither, so that the inputs of both batches
         are the same tokens: one document is three times as long as the other, or as long where they must be `even`.
         """
@@ -103,6 +104,8 @@ class Subject:
                 return rows
             case "few rows":
                 return jax.tree.map(lambda array: array[: few_rows(devices)], rows)
+            case "rows of shards":
+                return self._rows(virtual_shards(devices), length, self.shape.packing)
             case _:
                 tokens = np.asarray(jax.tree.leaves(rows)[0])
                 return packed_rows(tokens, even=even) if name == "packed" else rows_of_documents(tokens, even=even)

@@ -1,5 +1,6 @@
 """The loss of a model as jax traces it on one device; nothing is computed."""
 
+import re
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from roxxel_dist.train.step.step import LossFn, measure
 
 
 def loss_jaxpr(model: Any, loss_fn: LossFn, layout: Layout, weights: Weights, batch: Any) -> Any:
-    """The jaxpr of the minimized loss; its first inputs are the parameters, in the order of their names."""
+    """The jaxpr of the minimized loss; its first inputs are named by `first_inputs`."""
     with jax.set_mesh(layout.mesh), devices_of(layout.mesh):
         module = nnx.eval_shape(buildable(model))
         split, _, rest, _ = split_module(module)
@@ -28,3 +29,13 @@ def loss_jaxpr(model: Any, loss_fn: LossFn, layout: Layout, weights: Weights, ba
         hparams = {name: jnp.asarray(value) for name, value in weights.hparams.items()}
         args = weights.params, rest, hparams, batch
         return jax.make_jaxpr(loss_of)(*jax.tree.map(shape, args)).jaxpr
+
+
+def first_inputs(weights: Weights) -> list[str]:
+    """The names of the first inputs of `loss_jaxpr`: the parameters, and then the rest of the state, each sorted."""
+    return [*sorted(weights.params), *sorted(weights.rest)]
+
+
+def text_of(jaxpr: Any) -> str:
+    """A jaxpr as text, without the addresses of functions, which are others in each trace."""
+    return re.sub(r"0x[0-9a-f]+", "", str(jaxpr))

@@ -138,7 +138,7 @@ def broken_rule(
                 "cuDNN has no soft cap of scores (attn_softcap)",
                 "use auto or xla, or leave attn_softcap out",
             ),
-            (not packed, "cuDNN knows no documents within a row", "use packing contiguous, or xla"),
+            (not packed, "cuDNN is not used for documents within a row", "use packing contiguous, or xla"),
             # Decision 11.
             (
                 not is_deterministic(),

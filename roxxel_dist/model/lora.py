@@ -2,7 +2,7 @@
 
 A is [in, r] and B is [r, out] with a small r, so that A B has a fraction of W's numbers. B begins as zeros: the first
 step uses W alone. If a model has any `LoRAParam`, only these are trained, and all other parameters are frozen (see
-`train.step.state.split_module`).
+`model.split.split_module`).
 """
 
 import math

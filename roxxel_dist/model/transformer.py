@@ -313,7 +313,7 @@ class Transformer(nnx.Module):
         or without one over the whole row. Of the experts, only parameters that a token uses count.
 
         Args:
-            length: tokens of its row.
+            length: inputs of its row: one less than `seq_len`.
         """
         parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
         parameters -= self.blocks.feedforward.inactive_params  # of all layers

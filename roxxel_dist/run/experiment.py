@@ -183,13 +183,14 @@ class Experiment:
 
         A short training from the beginning, whose rate grows by the same factor at each step (Smith 2017, arXiv
         1506.01186); it ends early if the loss diverges. The result is the rate at which the smoothed loss falls
-        fastest. It makes or reads no run directory, and does not change the `lr` of this experiment.
+        fastest; with sgd and muon the one where nine tenths of its fall are done. It makes or reads no run
+        directory, and does not change the `lr` of this experiment.
 
         Args:
             data_path: a text file, a folder of text, or shards.
             min_lr: rate of the first step.
             max_lr: rate of the last step.
-            num_steps: at least 10, at most 1,000,000.
+            num_steps: at least 10, at most 10,000.
 
         Returns:
             The rate; the rates that were tried; the loss at each of them.
@@ -225,7 +226,7 @@ class Experiment:
                     done=done,
                 )
             rates = rates[: len(losses)]
-            return suggest(rates, losses, num_steps), rates, losses
+            return suggest(rates, losses, num_steps, self.config.optimizer), rates, losses
 
     def _bucket(self, run_dir: str | Path | None, local_dir: str | Path | None) -> BucketRun | None:
         """The run in a bucket, if `run_dir` is an address; None for a folder."""

@@ -4,7 +4,6 @@ Decision 6.
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +28,7 @@ from roxxel_dist.train.programs import Programs
 from roxxel_dist.train.resources import Resources
 from roxxel_dist.train.resume import ResumePoint
 from roxxel_dist.train.saves import Saves
-from roxxel_dist.train.step.bad_steps import BadStep, BadStepMonitor
+from roxxel_dist.train.step.bad_steps import UNKNOWN, BadStep, BadStepMonitor, known_good
 from roxxel_dist.train.step.batch_layout import batch_layout
 from roxxel_dist.train.step.digest_chain import DigestChain
 from roxxel_dist.train.step.state import TrainView
@@ -184,7 +183,7 @@ class Loop:
 
             # 6: count the step, and note its metrics where they are due.
             self.throttler.add(metrics.scalars["loss"])
-            self._timer.step(math.prod(plan.shape(step)))
+            self._timer.step(plan.shape_at(step).predicted_tokens)
             progress.finish(done)
             saves.poll()
             if due("log", done) or due("eval", done):
@@ -282,7 +281,9 @@ class Loop:
         position.rewind(bad, held, self.programs.like)
         self._chain = DigestChain(held.compiler, position.metadata.digest, position.step)
         self.deferred.drop()
-        held.log.text(f"{bad}\ngoing back to step {position.step}; the rows of step {bad.step} are left out")
+        step = position.step
+        doubt = "" if known_good(bad.step, (step,)) else UNKNOWN
+        held.log.text(f"{bad}\ngoing back to step {step}{doubt}; the rows of step {bad.step} are left out")
         held.log.rewind(position.step)
 
     def _end(self, at_the_end: Callable[[], None] | None) -> None:

@@ -6,7 +6,7 @@ A state of its own and one compiled program; the rate is read off the smoothed l
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def sweep(
         program = programs.get("step")
     finally:
         programs.close()
-    losses: list[float] = []
+    losses, smoothed = list[float](), SmoothedLoss(len(rates))
     waiting = None
     for rate in rates:
         batch = next(stream)  # read while the devices work on the step before
@@ -95,7 +95,8 @@ def sweep(
         in_flight.add(metrics.scalars["loss"])
         if waiting is not None:  # the step before: every rank has the same number, so all stop at the same step
             losses.append(fetch(waiting))
-            if diverged(losses, len(rates)):
+            smoothed.add(losses[-1])
+            if smoothed.has_diverged:
                 in_flight.wait_for_all()
                 return losses
         waiting = metrics.scalars["loss"]
@@ -111,8 +112,20 @@ WINDOW = 8
 Of the widths tried, with sweeps of 50 to 200 steps over 4 to 6 decades, these two came closest to the best rate; the
 difference between neighbours, or a mean over a fixed number of steps, picks out noise in long and short sweeps.
 """
+FALLEN: Mapping[str, float] = {"sgd": 0.9, "muon": 0.9}
+"""Optimizers whose suggestion is the rate at which the smoothed loss has done this share of its fall.
+
+Their best rates are near those at which a training becomes unstable. The best rates of the others, which divide by the
+size of a gradient, are far below these, where the loss falls fastest: with one and the same curve, that of muon was ten
+times that of adamw. Found on settings that are not those of benchmarks/lr_finder.py.
+"""
 RISE = 0.5
 """The loss has diverged once it has risen again by this share of its earlier fall."""
+LAG = 3
+"""Steps between a rate and the fall that is due to it: a loss is measured before the update of its step, and momentum
+spreads an update over the steps that follow. It is a number of steps, so short sweeps need it most."""
+SPIKE = 5
+"""Steps around one whose median loss stands for its own, where the slope is looked for."""
 LEAST_RISE = 0.1
 """The same as a share of the first loss, for a loss that never fell."""
 NOISES = 4.0
@@ -121,7 +134,8 @@ LEAST_FALL = 1e-3
 """Nor did one that fell by less than this share of itself."""
 FEWEST = 10
 """Steps that say anything at all."""
-MOST = 1_000_000
+MOST = 10_000
+"""Steps of a sweep: beyond it a curve gets no smoother, and each step is one of training."""
 
 
 def sweep_rates(min_lr: float, max_lr: float, num_steps: int) -> list[float]:
@@ -138,33 +152,73 @@ def sweep_rates(min_lr: float, max_lr: float, num_steps: int) -> list[float]:
     return [min_lr * (max_lr / min_lr) ** (step / (num_steps - 1)) for step in range(num_steps)]
 
 
-def smooth(losses: Sequence[float], num_steps: int) -> list[float]:
-    """The running mean, with weights that decay into the past, of losses of a sweep of `num_steps` or its beginning.
+class SmoothedLoss:
+    """The running mean, with weights that decay into the past, of the losses of a sweep of `num_steps`.
 
     It begins at 0, and the share of that 0 is divided out (the bias correction of Adam, Kingma & Ba 2015, arXiv
-    1412.6980): the first value is the first loss, and a constant loss stays what it is.
+    1412.6980): the first value is the first loss, and a constant loss stays what it is. A step costs the same at any
+    length: only the mean and its first, last and lowest values are kept.
+
+    It has diverged once it stayed far above its lowest value for as many steps as it looks back, so that a few bad
+    batches are no divergence.
     """
-    past = 1 - AVERAGED / num_steps
-    mean, result = 0.0, []
-    for count, loss in enumerate(losses, 1):
-        mean = past * mean + (1 - past) * loss
-        result.append(mean / (1 - past**count))
-    return result
+
+    def __init__(self, num_steps: int) -> None:
+        self._past, self._mean, self._share = 1 - AVERAGED / num_steps, 0.0, 1.0
+        self._first = self._last = self._lowest = math.nan
+        self._above, self._patience = 0, max(1, round(num_steps / AVERAGED))
+
+    def add(self, loss: float) -> float:
+        """The smoothed loss with this one, of the next step."""
+        self._mean = self._past * self._mean + (1 - self._past) * loss
+        self._share *= self._past
+        self._last = self._mean / (1 - self._share)
+        if math.isnan(self._first):
+            self._first = self._lowest = self._last
+        self._lowest = min(self._lowest, self._last)
+        rise = max(RISE * (self._first - self._lowest), LEAST_RISE * abs(self._first))
+        self._above = self._above + 1 if self._last - self._lowest > rise else 0
+        return self._last
+
+    @property
+    def steps_above(self) -> int:
+        """How many steps until now it was far above its lowest value."""
+        return self._above
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether it is no number, or was far above its lowest value for long."""
+        return not math.isfinite(self._last) or self._above >= self._patience
 
 
-def diverged(losses: Sequence[float], num_steps: int) -> bool:
-    """Whether the last loss is no number, or the smoothed loss has climbed far above its lowest value."""
-    if not losses:
-        return False
-    if not math.isfinite(losses[-1]):
-        return True
-    curve = smooth(losses, num_steps)
-    lowest = min(curve)
-    return curve[-1] - lowest > max(RISE * (curve[0] - lowest), LEAST_RISE * abs(curve[0]))
+def smooth(losses: Iterable[float], num_steps: int) -> list[float]:
+    """The smoothed losses of a sweep of `num_steps`, or of its beginning."""
+    return list(map(SmoothedLoss(num_steps).add, losses))
 
 
-def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int) -> float:
-    """The rate at which the smoothed loss falls most steeply by the logarithm of the rate, before its lowest point.
+def until_divergence(losses: Iterable[float], num_steps: int) -> list[float]:
+    """The losses up to the first that is no number, without it, or where the smoothed loss began to diverge."""
+    smoothed, found = SmoothedLoss(num_steps), list[float]()
+    for loss in itertools.takewhile(math.isfinite, losses):
+        found.append(loss)
+        smoothed.add(loss)
+        if smoothed.has_diverged:
+            return found[: len(found) - smoothed.steps_above + 1]
+    return found
+
+
+def without_spikes(losses: Sequence[float]) -> list[float]:
+    """At each loss the median of the `SPIKE` losses around it: one or two bad batches leave no trace."""
+    half, last = SPIKE // 2, max(len(losses) - SPIKE, 0)
+    begins = (min(max(step - half, 0), last) for step in range(len(losses)))
+    return [statistics.median(losses[begin : begin + SPIKE]) for begin in begins]
+
+
+def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int, optimizer: str = "adamw") -> float:
+    """The rate `LAG` steps before the smoothed loss falls most steeply by the logarithm of the rate.
+
+    That is looked for before its lowest point. With sgd and muon it is the rate at which nine tenths of the fall to
+    this point are done (`FALLEN`).
 
     Rates and losses are one a step, rates evenly spaced by their logarithm, of a sweep of `num_steps` that may have
     stopped early. What comes after the loss diverged is left out. Raises ValueError where the loss did not fall.
@@ -175,25 +229,40 @@ def suggest(rates: Sequence[float], losses: Sequence[float], num_steps: int) -> 
             f"the loss was good for {len(usable)} steps only, up to a learning rate of "
             f"{rates[max(len(usable) - 1, 0)]:.2e}: use a smaller min_lr"
         )
-    ends = (count for count in range(1, len(usable) + 1) if diverged(usable[:count], num_steps))
-    usable = usable[: next(ends, len(usable))]
-    curve = smooth(usable, num_steps)
+    usable = until_divergence(usable, num_steps)
+    curve = smooth(without_spikes(usable), num_steps)
     lowest = curve.index(min(curve))
     noise = statistics.median(abs(after - before) for before, after in itertools.pairwise(usable))
-    start = statistics.fmean(usable[: max(1, len(usable) // AVERAGED)])
+    start = statistics.fmean(without_spikes(usable)[: max(1, len(usable) // AVERAGED)])
     if lowest == 0 or start - curve[lowest] <= max(NOISES * noise, LEAST_FALL * abs(start)):
         raise UserError(
             f"the loss did not fall between learning rates of {rates[0]:.2e} and {rates[len(usable) - 1]:.2e}: use a "
             f"smaller min_lr if it rose, a larger max_lr if it did not move"
         )
-    half = max(1, round(num_steps / WINDOW))
-    slopes = [_slope(curve[max(step - half, 0) : step + half + 1]) for step in range(lowest + 1)]
-    return rates[slopes.index(min(slopes))]
+    if optimizer in FALLEN:
+        level = curve[0] - FALLEN[optimizer] * (curve[0] - curve[lowest])
+        return next(rate for rate, value in zip(rates, curve, strict=False) if value <= level)
+    slopes = _slopes(curve, max(1, round(num_steps / WINDOW)))[: lowest + 1]
+    return rates[max(slopes.index(min(slopes)) - LAG, 0)]
 
 
-def _slope(values: Sequence[float]) -> float:
-    """The slope a step of the line through some values, by least squares."""
-    return statistics.linear_regression(range(len(values)), values).slope
+def _slopes(values: Sequence[float], half: int) -> list[float]:
+    """At each value the slope a step of the line, by least squares, through those up to `half` before and behind it.
+
+    By sums over all values before, so that a value costs the same at any `half`; they are of differences to the first
+    value, which keeps their digits.
+    """
+    count = len(values)
+    first = values[0]
+    sums = list(itertools.accumulate((value - first for value in values), initial=0.0))
+    moments = list(itertools.accumulate((at * (value - first) for at, value in enumerate(values)), initial=0.0))
+    found = list[float]()
+    for step in range(count):
+        begin, end = max(step - half, 0), min(step + half + 1, count)
+        size, middle = end - begin, (begin + end - 1) / 2
+        spread = size * (size * size - 1) / 12  # the sum of squared distances of so many whole numbers to their mean
+        found.append((moments[end] - moments[begin] - middle * (sums[end] - sums[begin])) / spread)
+    return found
 
 
 def plot_sweep(

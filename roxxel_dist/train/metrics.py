@@ -29,8 +29,8 @@ OF_VALIDATION = re.compile(r"val_(loss|bpb)(/|$)|val_bal$|train_eval_loss$|task/
 class MetricsLogger:
     """Makes rows of the metrics of steps, and records of the progress of the run.
 
-    `start_step` counts the steps done before this process began; `flops_per_token` is (tokens a row) -> FLOPs of a
-    training step, for a token; `devices` are those of the mesh, of all processes.
+    `start_step` counts the steps done before this process began; `flops_per_token` is (inputs a row) -> FLOPs of a
+    training step, for one of them; `devices` are those of the mesh, of all processes.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class MetricsLogger:
         speed = self._timer.report()
         more = speed | {"phase": plan.phase(done - 1) + 1, "tokens": plan.tokens(done)} | peak_memory_gb()
         length = plan.shape(done - 1)[1]
-        if speed and (used := mfu(speed["tokens_per_s"], self._flops(length), self._devices)) is not None:
+        if speed and (used := mfu(speed["tokens_per_s"], self._flops(length - 1), self._devices)) is not None:
             more["mfu"] = used
         if metrics.row_loss is not None:
             more |= loss_by_dataset(metrics, plan.rows(done - 1).dataset, plan.datasets)
@@ -106,7 +106,7 @@ class MetricsLogger:
             return
         self._next_update = now + SHOW_EVERY_S
         speed = self._timer.tokens_per_s
-        left = plan.tokens(self._last_step) - plan.tokens(done)
+        left = plan.predicted_tokens(self._last_step) - plan.predicted_tokens(done)
         self._log.status(
             {
                 "step": done,

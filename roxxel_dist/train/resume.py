@@ -337,8 +337,10 @@ def last_step(plan: Plan, options: LoopOptions) -> int:
 
 
 def max_steps_note(plan: Plan, options: LoopOptions) -> str:
-    """The note that `max_steps` asks for more steps than the run has: it can shorten a run, not lengthen it."""
+    """The note that `max_steps` ends a run before its phases do, or cannot make it longer; empty for neither."""
     wanted, steps = options.max_steps or 0, plan.total_steps
+    if 0 < wanted < steps:
+        return f"max_steps ends the run after step {wanted:,} of {steps:,}; the learning rate follows all {steps:,}"
     if wanted <= steps:
         return ""
     return f"max_steps is {wanted:,}, and the phases end after {steps:,}: give them more epochs, or steps, for more"

@@ -147,7 +147,7 @@ class RunState:
         left, end = 0, self.last_step or self.phases[-1].last
         for phase in self.phases:
             steps = max(0, min(phase.last, end) - max(self.step, phase.first - 1))
-            left += steps * phase.batch_size * phase.seq_len
+            left += steps * phase.batch_size * (phase.seq_len - 1)  # a speed is of inputs: the last of a row is none
         return left / rate
 
     @property

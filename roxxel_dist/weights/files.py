@@ -8,7 +8,7 @@ A model's parameters in one file:
 
 in flax's msgpack format: `flax.serialization.msgpack_restore(path.read_bytes())` gives it back, as NumPy arrays of the
 type that the run trained in (bfloat16 stays bfloat16). The names are those of the checkpoint, and of
-`train.step.state.split_module`. "state" has what a model of the user's has beside its parameters, such as running
+`model.split.split_module`. "state" has what a model of the user's has beside its parameters, such as running
 statistics, and its random keys as integers; it is left out where there is none.
 
 Arrays by name in one file of safetensors, or in several that an index tells of, as Hugging Face has them:

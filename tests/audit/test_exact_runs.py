@@ -8,7 +8,9 @@ from commands import run as command
 from flips import Flip, audit, flipping, truth
 
 from roxxel_dist import Config, Experiment
+from roxxel_dist.audit import replay
 from roxxel_dist.audit.record import RunRecord, Segment
+from roxxel_dist.train.parts import Parts
 
 FIELDS = {
     "virtual_shards": 4, "fsdp": True, "n_devices": 2, "dim": 192, "log_every": 2, "eval_every": 4,
@@ -60,6 +62,22 @@ def test_steps_after_amended_shards_are_audited_from_the_checkpoint_before(train
     Experiment(Config(**fields | changed)).fit(run_dir=run, resume=True, amend=True)
     code, text = audit(capsys, run, "--steps", "4:6")
     assert (code, text[: len(EQUAL)]) == (0, EQUAL.replace("6 steps", "3 steps")), text
+
+
+@pytest.mark.long
+def test_a_run_with_cut_rows_is_audited_on_three_devices(trained, capsys, monkeypatch):
+    phases = [{"steps": 2, "batch_size": 4, "seq_len": 9}, {"steps": 2, "batch_size": 2, "seq_len": 17}]
+    run, sizes = trained(**FIELDS | {"dim": 16, "fsdp": False, "phases": phases}), []
+
+    def noted(*args, mesh, **fields):
+        sizes.append(mesh.size)
+        return Parts(*args, mesh=mesh, **fields)
+
+    monkeypatch.setattr(replay, "Parts", noted)
+    monkeypatch.setattr(jax, "device_count", lambda: 3)
+    code, text = audit(capsys, run)
+    assert (code, text[: len(EQUAL)]) == (0, EQUAL.replace("6 steps", "4 steps")), text
+    assert sizes == [3]
 
 
 @pytest.mark.cluster

@@ -161,7 +161,7 @@ def test_a_plan_as_text_and_as_json(work, capsys):
     for line in (
         "1  1 to 4           8 x 17     544",
         "8 cpu device(s), simulated",
-        "0.5 s for 544 tokens at 1,000 tokens/s",
+        "0.5 s for 512 computed tokens at 1,000 tokens/s",
     ):
         assert line in text
     for name in ("embedding.embedding", "blocks.attention.qkv.kernel", "norm.scale"):
@@ -172,7 +172,7 @@ def test_a_plan_as_text_and_as_json(work, capsys):
     found = json.loads(capsys.readouterr().out)
     summary = json.loads((work / "run" / "model_summary.json").read_text())
     assert (found["parameters"], found["steps"], found["tokens"]) == (summary["parameters"], 4, 4 * 8 * 17)
-    assert found["seconds"] == 0.544
+    assert found["seconds"] == 0.512
     assert len(found["arrays"]) == text.count("  float32  ")
 
 

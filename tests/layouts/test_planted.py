@@ -24,7 +24,7 @@ PLANTED = {
     "batch_norm": ("model", "accum", "rows", ("state", "batch_norm.mean"), None, "changes the state anew"),
     "local_average": ("model", "rows", "packing", ("state", "average"), None, "copies on the devices differ"),
     "shared_dropout": ("model", "rows", "accum", ("stream", "noise.noise.key"), 1 / 8, "same noise"),
-    "unshared_dropout": ("model", "tensor", "rows", ("stream", "noise.noise.key"), 2, "draw their own"),
+    "unshared_dropout": ("model", "tensor", "accum", ("stream", "noise.noise.key"), 2, "draw their own"),
     "missing_psum_backward": ("model", "tensor", "rows", ("gradient", "blocks.1.down.kernel"), 1 / 2, "psum"),
     "wrong_gather": ("model", "tensor", "rows", ("gradient", HEAD), None, "a part is missing"),
     "stopped_gradient": ("model", "tensor", "rows", ("gradient", FIRST_UP), 0, "stop_gradient"),

@@ -8,6 +8,7 @@ from jax.sharding import AxisType, Mesh
 from layouts.planted import double_psum, one_copy, sound
 
 from roxxel_dist import Curriculum, Phase, Roxxel, Trainer, UserError, check_layouts
+from roxxel_dist.cluster.mesh import make_mesh
 
 
 @pytest.fixture
@@ -42,6 +43,21 @@ def test_a_difference_on_the_mesh_of_make_mesh(trainer):
     (result,) = check_layouts(bad, layouts=["rows"]).results
     assert result.first_gradient.ratio == pytest.approx(8)
     assert [each.name for each in result.differences if each.kind == "update"] == ["head.bias"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "text"),
+    [
+        (2, "2 virtual shards on 2 devices"),
+        (3, "4 virtual shards on 3 devices"),
+        pytest.param(5, "8 virtual shards on 3 devices", marks=pytest.mark.long),
+        pytest.param(6, "8 virtual shards on 3 devices", marks=pytest.mark.long),
+        pytest.param(7, "8 virtual shards on 3 devices", marks=pytest.mark.long),
+    ],
+)
+def test_virtual_shards_of_any_number_of_devices(trainer, devices, text):
+    (result,) = check_layouts(trainer(mesh=make_mesh(devices=jax.devices()[:devices])), layouts=["virtual"]).results
+    assert (result.status, result.text) == ("agrees", text)
 
 
 def test_one_device_has_one_layout(trainer):

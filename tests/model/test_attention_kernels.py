@@ -236,7 +236,7 @@ TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5e")
         ("cudnn", VOLTA, {}, False, "cuDNN needs compute capability 8.0, and this is a Tesla V100"),
         ("cudnn", OTHER, {}, False, "cuDNN needs compute capability 8.0, and this is a MI300"),
         ("cudnn", HOPPER, {"bf16": False}, False, "cuDNN computes in bfloat16"),
-        ("cudnn", HOPPER, {"packed": True}, False, "cuDNN knows no documents within a row"),
+        ("cudnn", HOPPER, {"packed": True}, False, "cuDNN is not used for documents within a row"),
         ("cudnn", HOPPER, {"whole_rows": False}, False, "cuDNN needs whole rows on each device"),
         ("cudnn", HOPPER, {}, True, "deterministic is true, and XLA does not run cuDNN's deterministic backward pass"),
         ("cudnn", TPU, {}, False, "cuDNN is for GPUs, and the devices here are tpu"),

@@ -97,11 +97,12 @@ def test_a_text_has_the_tokens_that_training_makes_of_it(run):
 def test_a_run_is_planned_with_its_data_and_speed(run):
     found = estimate(Config.from_yaml(run / "config.yaml"), None, EstimateRequest(run=run))
     measured = np.median([row["tokens_per_s"] for row in rows(run) if "tokens_per_s" in row])
-    assert found.seconds == pytest.approx(found.tokens / measured)
+    assert found.seconds == pytest.approx(found.predicted_tokens / measured)
     assert sum(phase.seconds for phase in found.phases) == pytest.approx(found.seconds)
     assert str(run) in found.speed
     given = estimate(Config(**ONE, tokenizer_type="byte"), None, EstimateRequest(run=run, tokens_per_s=100.0))
-    assert given.seconds == given.tokens / 100
+    assert given.seconds == given.predicted_tokens / 100
+    assert given.predicted_tokens * 17 == given.tokens * 16
     assert "at 100 tokens/s (given)" in table(given)
 
 
@@ -193,8 +194,8 @@ def test_a_phase_ends_where_the_run_does(corpus):
     request = EstimateRequest(devices=8, processes=4, tokens_per_s=100.0)
     found = estimate(config, corpus_path(corpus), request).phases[1]
     assert (found.phase, found.first_step, found.steps, found.batch_size, found.seq_len) == (2, 5, 1, 16, 17)
-    assert (found.tokens, found.flops) == (16 * 17, found.flops_per_token * 16 * 17)
-    assert (found.rows_a_process, found.seconds) == (4, 16 * 17 / 100)
+    assert (found.tokens, found.flops) == (16 * 17, found.flops_per_token * 16 * 16)
+    assert (found.rows_a_process, found.seconds) == (4, 16 * 16 / 100)
 
 
 def test_the_devices_that_repeat_the_work_of_others_are_told(corpus):
@@ -230,13 +231,13 @@ def test_passes_are_what_the_rows_read(corpus, tmp_path):
     for name, tokens in zip(plan.datasets, read, strict=True):
         assert found.datasets[name]["passes"] == pytest.approx(tokens / found.datasets[name]["tokens"], abs=0.05)
     assert found.phases[0].weights == {"self": 0.75, "more": 0.25}
-    assert found.flops == pytest.approx(found.tokens * found.phases[0].flops_per_token)
+    assert found.flops == pytest.approx(found.predicted_tokens * found.phases[0].flops_per_token)
 
 
 def test_a_run_that_max_steps_ends(corpus):
     found = estimate(Config(**SMALL, max_steps=3), corpus_path(corpus), SIMULATED)
     assert (found.steps, found.tokens, len(found.phases)) == (3, 3 * 8 * 17, 1)
-    assert found.notes == ("max_steps ends the run after step 3 of 7",)
+    assert found.notes == ("max_steps ends the run after step 3 of 7; the learning rate follows all 7",)
 
 
 def test_max_steps_makes_no_run_longer(corpus):

@@ -125,13 +125,19 @@ def test_going_back_leaves_the_rows_out(corpus, tmp_path):
     assert (made.plan.rows(5).offset == plain.rows(5).offset).all()
     used = {int(offset) for step in range(14) for offset in made.plan.rows(step).offset}
     assert not used & {int(offset) for offset in plain.rows(6).offset}
-    assert "the rows of step 7 are left out" in told(tmp_path / "run")
+    assert "going back to step 4; the rows of step 7 are left out" in told(tmp_path / "run")
     # Started again after its end or in its midst, it follows the same plan.
     train(corpus, tmp_path / "cut", PHASES, loss_fn=loss_fn, on_bad_step="rewind", max_steps=10)
     train(corpus, tmp_path / "cut", PHASES, loss_fn=loss_fn, on_bad_step="rewind")
     # The running digest is that of the steps which count.
     assert [row["digest"] for row in rows(tmp_path / "cut")] == [row["digest"] for row in rows(tmp_path / "run")]
     assert {s: x for s, x, _ in losses(tmp_path / "cut")} == {s: x for s, x, _ in losses(tmp_path / "run")}
+
+
+def test_going_back_to_a_step_that_is_not_known_to_be_good_says_so(corpus, tmp_path):
+    """The only checkpoint is of the step before the bad one: nothing shows that its update was good."""
+    train(corpus, tmp_path, PHASES, loss_fn=poisoned(corpus, PHASES, 2), on_bad_step="rewind")
+    assert "going back to step 1 (its weights may be ruined, as no step after it went well" in told(tmp_path)
 
 
 def test_a_rewind_holds_one_state_and_is_in_the_checkpoint_at_once(corpus, tmp_path, monkeypatch):

@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 from runs import PHASES, train
@@ -7,7 +9,9 @@ from roxxel_dist.train import metrics as report
 from roxxel_dist.train.log.base import LogQueue
 from roxxel_dist.train.metrics import loss_by_dataset, make_row
 from roxxel_dist.train.step.bad_steps import LossMonitorState
+from roxxel_dist.train.step.state import TrainView
 from roxxel_dist.train.step.step import Metrics
+from roxxel_dist.train.step.throughput import StepTimer
 
 
 def test_a_row_begins_with_what_the_csv_promises():
@@ -49,7 +53,7 @@ def test_the_time_that_is_left_is_that_of_the_tokens_that_are_left(corpus, tmp_p
     timed = [record for record in shown if record["eta_s"]]
     assert timed
     for record in timed:
-        left = (PHASES[0].steps - record["step"]) * PHASES[0].batch_size * PHASES[0].seq_len
+        left = (PHASES[0].steps - record["step"]) * PHASES[0].batch_size * (PHASES[0].seq_len - 1)
         assert record["eta_s"] == pytest.approx(left / record["tokens_per_s"])
 
 
@@ -59,3 +63,16 @@ def test_mfu_counts_the_devices_of_the_mesh(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "mfu", lambda speed, flops, devices: counted.append(len(devices)))
     train(corpus, tmp_path, PHASES[:1], mesh=make_mesh(4))
     assert set(counted) == {4}
+
+
+def test_speed_and_mfu_count_what_is_computed(corpus, tmp_path, monkeypatch):
+    """The last token of a row is predicted and no input: `tokens` counts it, as it is read, and a speed does not."""
+    steps, lengths, phase = [], [], PHASES[0]
+    begun = StepTimer.step
+    monkeypatch.setattr(StepTimer, "step", lambda timer, tokens: (steps.append(tokens), begun(timer, tokens)))
+    monkeypatch.setattr(TrainView, "flops_per_token", lambda _: lambda length: lengths.append(length) or 1.0)
+    train(corpus, tmp_path, PHASES[:1])
+    assert set(steps) == {phase.batch_size * (phase.seq_len - 1)}
+    assert set(lengths) == {phase.seq_len - 1}
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["tokens"] == phase.steps * phase.batch_size * phase.seq_len

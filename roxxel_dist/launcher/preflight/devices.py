@@ -1,6 +1,6 @@
 """Are the accelerators of the hosts right, and as fast as the others? What to ask of which host, and the judgement.
 
-A device is slow if its best time is larger than `FACTORS` times the median of the others of its kind, on whatever host,
+A device is slow if its best time is larger than `FACTOR` times the median of the others of its kind, on whatever host,
 and stays so when it is measured again. It is wrong if a sum of integers is not exact.
 """
 

@@ -43,7 +43,6 @@ from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetPhase
 from roxxel_dist.run.metadata import data_of, saved_config
 from roxxel_dist.run.record import check_resumable, kernel_begun_with, updates_in_blocks
 from roxxel_dist.run.report import read_runs
-from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.train.evaluator import Validation
 from roxxel_dist.train.exact.layout import can_cut_rows, check_shapes
@@ -118,8 +117,11 @@ class PhaseEstimate:
     blend: str
     packing: str
     tokens: int
+    """That its steps read."""
+    predicted_tokens: int
+    """That its steps compute: of each row all but one."""
     flops_per_token: float
-    """Floating-point operations of a step for a token, forward and backward."""
+    """Floating-point operations of a step for a computed token, forward and backward."""
     flops: float
     """Of all its steps."""
     layout: BatchLayout
@@ -146,6 +148,9 @@ class RunEstimate:
     phases: tuple[PhaseEstimate, ...]
     steps: int
     tokens: int
+    """That its steps read."""
+    predicted_tokens: int
+    """That its steps compute: of each row all but one. Speeds are of these."""
     flops: float
     notes: tuple[str, ...]
     datasets: Mapping[str, Mapping[str, float]]
@@ -180,7 +185,7 @@ class RunEstimate:
     """Memory of a device in bytes, if known."""
     seconds: float | None
     tokens_per_s: float | None
-    """Given, or measured."""
+    """Given, or measured: computed tokens."""
     speed: str
     """Where the time comes from."""
     problems: tuple[str, ...]
@@ -341,7 +346,7 @@ def _estimate(
             else on_target(target, steps, plan, [stop - 1 for _, stop in phase_spans], batches, validation)
         )
     notes += filter(None, [scaling_note(schedule_of(optimizer, plan.total_steps), plan.shapes)])
-    notes += _max_steps_notes(plan, last, options)
+    notes += filter(None, [max_steps_note(plan, options)])
     with usage_errors():
         speed, tokens_per_s, flops_per_s = _speed(request, mesh, bf16=options.bf16_compute or options.use_bf16)
 
@@ -376,6 +381,7 @@ def _estimate(
         phases=tuple(phases),
         steps=last,
         tokens=plan.tokens(last),
+        predicted_tokens=plan.predicted_tokens(last),
         flops=sum(phase.flops for phase in phases),
         notes=tuple(notes),
         datasets=_datasets(plan, last),
@@ -440,12 +446,14 @@ def _phase_on_mesh(
     """The estimate of a phase; `speeds` are tokens and FLOPs in a second, of which one is known or none."""
     first, stop = span
     tokens_per_s, flops_per_s = speeds
-    shape, tokens = plan.segment(stop - 1).shape, plan.tokens(stop) - plan.tokens(first)
+    shape = plan.segment(stop - 1).shape
+    computed = plan.predicted_tokens(stop) - plan.predicted_tokens(first)
+    flops_per_token = flops_of(shape.seq_len - 1)
     shards = components.options.virtual_shards
     layout = batch_layout(sharding, shape.batch_size, shape.seq_len, components.grad_accum, shards)
-    flops, seconds = tokens * flops_of(shape.seq_len), None
+    flops, seconds = computed * flops_per_token, None
     if tokens_per_s:
-        seconds = tokens / tokens_per_s
+        seconds = computed / tokens_per_s
     elif flops_per_s:
         seconds = flops / (flops_per_s * layout.pieces * layout.together)
     return _phase(
@@ -454,8 +462,9 @@ def _phase_on_mesh(
         span,
         layout,
         processes,
-        tokens=tokens,
-        flops_per_token=flops_of(shape.seq_len),
+        tokens=plan.tokens(stop) - plan.tokens(first),
+        predicted_tokens=computed,
+        flops_per_token=flops_per_token,
         flops=flops,
         seconds=seconds,
         memory=memory,
@@ -500,11 +509,6 @@ def _phase(
         score_bytes=_score_bytes(shape, layout, components),
         **costs,
     )
-
-
-def _max_steps_notes(plan: Plan, last: int, options: LoopOptions) -> list[str]:
-    ends = f"max_steps ends the run after step {last:,} of {plan.total_steps:,}"
-    return [ends] * (last < plan.total_steps) + list(filter(None, [max_steps_note(plan, options)]))
 
 
 def _memory_limit(mesh: Mesh, request: EstimateRequest, target: TargetCompiler | None) -> int | None:

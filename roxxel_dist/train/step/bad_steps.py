@@ -19,6 +19,8 @@ MEMORY = 100
 WARM = 20
 """Good steps before a loss can be called a spike: the first ones fall too fast to compare."""
 NAMED_ROWS = 3
+UNKNOWN = " (its weights may be ruined, as no step after it went well: no checkpoint is known to be good)"
+"""What a rewind says of such a checkpoint."""
 MOST_SKIPPED = 20
 """Bad steps in a row that are skipped before the run ends: nothing is learned any more."""
 

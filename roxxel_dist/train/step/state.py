@@ -354,7 +354,7 @@ class TrainView:
         return {name: self._hparams[name] for name in self._split.frozen.names}
 
     def flops_per_token(self) -> Callable[[int], float]:
-        """(tokens a row) -> floating-point operations of a step, for a token: as the module says, or 6 a parameter."""
+        """(inputs a row) -> floating-point operations of a step for one, as the module says, or 6 a parameter."""
         usual = 6.0 * sum(leaf.size for leaf in self.params.values())
         usual += 4.0 * sum(leaf.size for leaf in self.frozen.values())  # there is no gradient of them
         # Asked for at every row, and a module may walk through all of its parameters to answer.

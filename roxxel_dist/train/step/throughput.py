@@ -60,7 +60,7 @@ class StepTimer:
         self._steps = self._tokens = 0
 
     def step(self, tokens: int) -> None:
-        """One step of `tokens` tokens was begun."""
+        """One step was begun that computes `tokens` tokens: of each row all but one, as the last is no input."""
         self._steps += 1
         self._tokens += tokens
         self._finished_at = None
@@ -81,7 +81,7 @@ class StepTimer:
             self._paused_at = None
 
     def report(self) -> dict[str, float]:
-        """{"ms_per_step", "tokens_per_s"} since the last report; empty where no step was timed."""
+        """{"ms_per_step", "tokens_per_s" (computed)} since the last report; empty where no step was timed."""
         if not self._steps:
             return {}
         end = self._finished_at or self._paused_at or time.perf_counter()

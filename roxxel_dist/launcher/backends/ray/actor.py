@@ -1,6 +1,6 @@
 """What runs inside the Ray actor of a node: it starts programs there, and carries their bytes.
 
-The class travels to the node as source of its own (`cluster.make_actor`), so that Ray's workers need no
+The class travels to the node as source of its own (`backend._make_actor`), so that Ray's workers need no
 roxxel_dist: this file imports the standard library and Ray alone. Each method may wait; the actor has threads for it.
 """
 
