@@ -35,6 +35,10 @@ def main(argv: Sequence[str]) -> int:
             from roxxel_dist.cluster.versions import check_versions
 
             check_versions()
+            if "XLA_FLAGS" in os.environ:
+                from roxxel_dist.cluster.xla_flags import check_flags
+
+                check_flags()
         return _dispatch("", COMMANDS, lambda word: resolve_name(COMMANDS[word]), words)
     except (UserError, FileSystemError) as error:
         from roxxel_dist.cli.arguments import as_flags

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from roxxel_dist.cli.parser import HELP, parse
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.platforms import why_no_devices
 from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output.console import info, printable
 from roxxel_dist.settings.usage_errors import usage_errors
@@ -183,4 +184,6 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
     placements(job, working_hosts(job, backend.hosts), "", backend.environment)  # the GPUs of a host must divide
     if backend.is_local and job.log_dir.parent.is_file():
         raise UserError(f"run_dir is {job.log_dir.parent}, a file: name a folder")
+    if backend.is_local and job.program.reports_steps and (why := why_no_devices(job.jax_environment(os.environ))):
+        raise UserError(why)
     return job

@@ -123,10 +123,10 @@ def generate(words: list[str]) -> int:
         if args.best and args.step is not None:
             raise UserError("--best and --step name two checkpoints: use one of the two")
         from roxxel_dist.cluster.determinism import enable_compilation_cache
-        from roxxel_dist.cluster.distributed import initialize
+        from roxxel_dist.cluster.distributed import make_devices
         from roxxel_dist.weights.generator import Generator
 
-        initialize()
+        make_devices()
         enable_compilation_cache()
         model = Generator(args.run_dir, best=args.best, step=args.step)
         how = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
