@@ -41,7 +41,7 @@ def why_no_devices(environ: Mapping[str, str]) -> str | None:
 def why_no_platform(platforms: str, environ: Mapping[str, str]) -> str | None:
     """Why a platform of `platforms`, as JAX_PLATFORMS names them, is not there; None where nothing is known against it.
 
-    jax must find each that is named, and takes the first one. A platform of a plugin that is not known here is not judged.
+    jax must find each that is named, and takes the first one. One of a plugin that is not known here is not judged.
     """
     if not platforms:
         return None
