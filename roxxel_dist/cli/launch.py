@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from roxxel_dist.launcher.job.spec import JobSpec
 
 MOST = 1_000_000
-"""Hosts, processes, devices, restarts or ports of a job, at most."""
+"""Hosts, restarts or ports of a job, at most."""
+MOST_OF_HOST = {"nprocs": 4096, "procs_per_host": 4096, "gpus_per_host": 1024, "devices_per_proc": 1024}
+"""What one machine may be asked for, at most."""
 ONE_LAUNCHER = ("exec", "ray", "slurm", "ssh")
 """Backends whose launcher starts the ranks of all hosts, so that there is one launcher a job."""
 
@@ -117,8 +119,9 @@ def _check_counts(options: Any) -> None:
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         is_count = isinstance(value, int) or (isinstance(value, float) and field.name not in of_job)
-        if is_count and not abs(value) <= MOST:  # so neither nan nor inf
-            raise UserError(f"--{field.name.replace('_', '-')} {value}: must be at most {MOST:,}")
+        most = MOST_OF_HOST.get(field.name, MOST)
+        if is_count and not abs(value) <= most:  # so neither nan nor inf
+            raise UserError(f"--{field.name.replace('_', '-')} {value}: must be at most {most:,}")
 
 
 def device_counts(command: Sequence[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from roxxel_dist.settings.global_batch import GLOBAL, MEANING, with_global_batch
 from roxxel_dist.settings.training import ExperimentConfig, LoopOptions, OptimizerConfig
 from roxxel_dist.settings.values import as_choice, fits, is_text, type_name, with_numbers
 from roxxel_dist.utils.component import DocWithFields, component
+from roxxel_dist.utils.limits import MOST_WHOLE
 
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
 """Keys of a config file whose value may be a mapping of fields."""
@@ -166,10 +167,12 @@ class Config(_Copied):
     def check_types(self, source: str = "") -> None:
         """Raises ValueError for the first value of another type than its field; `source` names its file in messages."""
         for name, value in self.to_dict().items():
+            place = f"{source}: " if source else ""
             if not fits(value, FIELD_TYPES[name]):
-                place = f"{source}: " if source else ""
                 cure = f": write [{value}]" if isinstance(value, dict) and fits([], FIELD_TYPES[name]) else ""
                 raise UserError(f"{place}{name} is {value!r}: it must be {type_name(FIELD_TYPES[name])}{cure}")
+            if isinstance(value, int) and abs(value) > MOST_WHOLE and not takes_fractions(name):
+                raise UserError(f"{place}{name} is {value}: it must be at most {MOST_WHOLE:,}")
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name, as plain values for YAML."""
