@@ -26,7 +26,7 @@ def preview(run: SweepRun) -> str:
         if not samples:
             raise UserError(str(error)) from error
     for sample in samples if run.program is None and run.server is None else ():
-        check_data(run.trial_config(sample), run.data_path)
+        check_data(run.trial_config(sample), run.data_path, trial=True)
     where = f"the Ray cluster at {options.ray_address}" if options.ray_address else "a private Ray on this machine"
     return "\n".join(
         [

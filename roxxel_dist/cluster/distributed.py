@@ -86,10 +86,10 @@ def make_devices() -> None:
         if "ROXXEL_COORDINATOR" in os.environ:  # it may be another rank's fault, or be over at a restart
             raise
         first = str(error).splitlines()[0].partition(" (set JAX_PLATFORMS")[0].partition(" (you may need")[0]
-        raise UserError(
-            f"jax cannot make its devices: {first}: see that the driver is loaded and no other process has the device, "
-            f"or set JAX_PLATFORMS=cpu for the CPU"
-        ) from error
+        cure = "see that the driver is loaded and no other process has the device, or set JAX_PLATFORMS=cpu for the CPU"
+        if "gpu" in platforms.split(","):  # jax takes it for every kind of GPU, and needs all of them
+            cure = "JAX_PLATFORMS has gpu: name the kind, as cuda or rocm"
+        raise UserError(f"jax cannot make its devices: {first}: {cure}") from error
 
 
 def initialize_alone() -> None:

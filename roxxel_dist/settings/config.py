@@ -6,6 +6,7 @@ freely: the components check the values when they are taken out of it with `part
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, get_type_hints
@@ -351,9 +352,17 @@ def flat_fields(values: Mapping[str, Any], source: str = "config") -> dict[str, 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
     """The closest match for a name among known names, if there is one."""
-    if (meant := ALIASES.get(name)) in known:
+    meant = next((field for alias, field in ALIASES.items() if _letters(alias) == _letters(name)), None)
+    if meant in known:
         return meant
+    if same := [each for each in known if _letters(each) == _letters(name)]:
+        return same[0]
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.55)), None)
+
+
+def _letters(name: str) -> str:
+    """A name without its separators: learningrate is learning_rate, and batch-size batchSize."""
+    return re.sub(r"[_\W]", "", name).lower()
 
 
 def unknown(name: str, known: list[str], what: str) -> str:
