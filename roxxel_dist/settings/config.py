@@ -164,6 +164,9 @@ class Config(_Copied):
 
             for phase in values["phases"]:
                 phases_of(phase)
+        for name, value in values.items():
+            if isinstance(value, int) and abs(value) > MOST_WHOLE and not takes_fractions(name):
+                raise UserError(f"{name} is {value}: it must be at most {MOST_WHOLE:,}")
 
     def check_types(self, source: str = "") -> None:
         """Raises ValueError for the first value of another type than its field; `source` names its file in messages."""
@@ -172,8 +175,6 @@ class Config(_Copied):
             if not fits(value, FIELD_TYPES[name]):
                 cure = f": write [{value}]" if isinstance(value, dict) and fits([], FIELD_TYPES[name]) else ""
                 raise UserError(f"{place}{name} is {value!r}: it must be {type_name(FIELD_TYPES[name])}{cure}")
-            if isinstance(value, int) and abs(value) > MOST_WHOLE and not takes_fractions(name):
-                raise UserError(f"{place}{name} is {value}: it must be at most {MOST_WHOLE:,}")
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name, as plain values for YAML."""

@@ -1,4 +1,4 @@
-"""What can be known without jax is said before jax is imported, by `train` and by a launch on this machine."""
+"""Mistakes that can be known without jax are one line before its import, of `train` and of a launch on this machine."""
 
 import subprocess
 import sys

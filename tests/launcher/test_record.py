@@ -435,6 +435,6 @@ def test_a_launch_does_not_wait_for_the_disks_of_other_runs(state: Path) -> None
         assert {job.run_id for job in index.entries()} == {job.run_id for job in fresh}
     most = 2 * (index.READERS + 2 * 3) + 1
     assert threading.active_count() - before <= most, "not one for each job"
-    for _ in range(20):  # whoever reads is let go
+    for _ in range(20):  # the readers end
         with os.fdopen(os.open("silent", os.O_RDWR), "w"):
             time.sleep(0.01)

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from roxxel_dist.launcher.host import vendor
-from roxxel_dist.launcher.host.process_tree import die_with_parent
+from roxxel_dist.launcher.host import process_tree, vendor
 
 MODULE = "roxxel_dist.cluster.device_check"
 DEVICES_S, TOOL_S, COMMAND_S = 60.0, 20.0, 60.0
@@ -118,7 +117,9 @@ class HostChecks:
             env |= {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": shape}
             env |= {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost", "CLOUD_TPU_TASK_ID": "0"}
         env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        program = f"import {MODULE} as check; check.main(check.{find})"
+        # It asks itself to end with this process: a fork of one that uses jax may hang, and has a warning.
+        program = f"from {process_tree.__name__} import die_with_parent; die_with_parent(); "
+        program += f"import {MODULE} as check; check.main(check.{find})"
         self._start("devices", [sys.executable, "-P", "-c", program], DEVICES_S, env)
 
     def _start(self, name: str, argv: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> None:
@@ -131,7 +132,7 @@ class HostChecks:
                 stderr=out,
                 env={**self._env, **(env or {}), "LC_ALL": "C"} if name != "command" else self._env,
                 start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509 - a system call, no lock
+                preexec_fn=None if name == "devices" else process_tree.die_with_parent,  # noqa: PLW1509 - no lock
             )
         except OSError as error:
             os.close(out)
