@@ -68,26 +68,29 @@ def open_streams() -> None:
                 stream.reconfigure(errors="backslashreplace")  # a locale with ASCII only
             if os.isatty(number):
                 setattr(sys, name, _over(Terminal(number, "w", closefd=False), stream))
-            elif number == 1 and not stat.S_ISFIFO(os.fstat(number).st_mode):
+            elif stat.S_IFMT(os.fstat(number).st_mode) in (stat.S_IFREG, stat.S_IFCHR):
                 setattr(sys, name, _over(Output(number, "w", closefd=False), stream))
 
 
 def _over(raw: io.FileIO, stream: Any) -> io.TextIOWrapper:
     """A text stream as Python's own over the same file, which is written to by way of `raw`."""
     is_terminal = os.isatty(raw.fileno())
-    lines = {"line_buffering": is_terminal, "write_through": stream.write_through}
+    lines = {"line_buffering": is_terminal or stream.line_buffering, "write_through": stream.write_through}
     whole: Any = io.BufferedWriter(raw) if is_terminal or not stream.write_through else raw  # as `python -u` has it
     return io.TextIOWrapper(whole, stream.encoding, stream.errors, **lines)
 
 
 class Output(io.FileIO):
-    """Standard output. Who writes to it knows an error of it from one of a file of his own."""
+    """Standard output or error as a file. An error of the first is known from one of another file; what the second
+    cannot take is dropped, and the exit code stays."""
 
     def write(self, data: Any, /) -> int:
         """As `FileIO.write`; raises OutputError."""
         try:
             return super().write(data) or 0
         except OSError as error:
+            if self.fileno() != 1:
+                return memoryview(data).nbytes
             raise OutputError(error.errno, error.strerror) from error
 
 

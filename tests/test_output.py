@@ -43,3 +43,12 @@ def test_a_reader_that_has_left_is_141(run: Path, words: list[str]) -> None:
         assert process.stderr is not None
         process.stdout.close()  # before it writes
         assert (process.wait(120), process.stderr.read()) == (141, b"")
+
+
+@pytest.mark.parametrize(("words", "code"), [(["train", "--data_path", "nowhere"], 2), (["ps", "--all"], 0)])
+def test_messages_that_cannot_be_written_change_no_code(run: Path, words: list[str], code: int) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command(*words), cwd=run, env=environment(), stdout=subprocess.PIPE, stderr=full, check=False
+        )
+    assert done.returncode == code
