@@ -124,7 +124,7 @@ WHOLE = [name for name, hint in FIELD_TYPES.items() if set(typing.get_args(hint)
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_whole_number_of_a_config(name: str) -> None:
     for value in (MOST_WHOLE + 1, 10**20, -(10**20)):
-        with pytest.raises(UserError, match=rf"{name} is {value}: it must be "):
+        with pytest.raises(UserError, match=str(value)):  # by a rule of its own, or by the ceiling of all
             Config.from_dict({name: value}).validate()
 
 
