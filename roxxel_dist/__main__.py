@@ -10,10 +10,12 @@ if not RANK and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 import errno
 import io
 import select
+import stat
 import sys
 from typing import Any
 
 from roxxel_dist.cluster import interrupt
+from roxxel_dist.cluster.exit_codes import OutputError
 from roxxel_dist.cluster.exit_guard import limit_the_end
 from roxxel_dist.launcher.host.garbage import collect_seldom
 
@@ -38,7 +40,7 @@ def main() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
         code = 128 + signal.SIGPIPE  # `| head` has read enough; the output was cut
     except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
+        if not isinstance(error, OutputError) and (error.errno != errno.ENOSPC or error.filename is not None):
             raise
         print(f"roxxel-dist: the output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -65,10 +67,31 @@ def open_streams() -> None:
             if stream.encoding.lower() != "utf-8":
                 stream.reconfigure(errors="backslashreplace")  # a locale with ASCII only
             if os.isatty(number):
-                lines = {"line_buffering": True, "write_through": stream.write_through}
-                whole = io.BufferedWriter(Terminal(number, "w", closefd=False))
-                text = io.TextIOWrapper(whole, stream.encoding, stream.errors, **lines)
-                setattr(sys, name, text)
+                setattr(sys, name, _over(Terminal(number, "w", closefd=False), stream))
+            elif stat.S_IFMT(os.fstat(number).st_mode) in (stat.S_IFREG, stat.S_IFCHR):
+                setattr(sys, name, _over(Output(number, "w", closefd=False), stream))
+
+
+def _over(raw: io.FileIO, stream: Any) -> io.TextIOWrapper:
+    """A text stream as Python's own over the same file, which is written to by way of `raw`."""
+    is_terminal = os.isatty(raw.fileno())
+    lines = {"line_buffering": is_terminal or stream.line_buffering, "write_through": stream.write_through}
+    whole: Any = io.BufferedWriter(raw) if is_terminal or not stream.write_through else raw  # as `python -u` has it
+    return io.TextIOWrapper(whole, stream.encoding, stream.errors, **lines)
+
+
+class Output(io.FileIO):
+    """Standard output or error as a file. An error of the first is known from one of another file; what the second
+    cannot take is dropped, and the exit code stays."""
+
+    def write(self, data: Any, /) -> int:
+        """As `FileIO.write`; raises OutputError."""
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if self.fileno() != 1:
+                return memoryview(data).nbytes
+            raise OutputError(error.errno, error.strerror) from error
 
 
 class Terminal(io.FileIO):

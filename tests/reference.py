@@ -1,6 +1,7 @@
 """The reference pages, from the program and its docstrings: `make reference` writes them into docs/reference/.
 
-They are not committed. Of each there is a page in `reference_pages/`, in which `<!-- generated: NAME -->` becomes text.
+They are committed, for readers of a clone; `test_project_files.py` compares. Of each there is a page in
+`reference_pages/`, in which `<!-- generated: NAME -->` becomes text.
 NAME is `cli` (the help of every command), `config` (a table of every field), `json` (a row for each schema of
 `json_schemas.py`), or the dotted name of a function or class (its signature and docstring). With the path of an
 `llms.txt` it writes a list of all pages there.

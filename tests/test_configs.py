@@ -12,10 +12,10 @@ from reader import ROOT
 
 from roxxel_dist import Config, Roxxel
 from roxxel_dist.cli import main
+from roxxel_dist.curriculum.segments import check_batches
 from roxxel_dist.run.components import build_components, open_corpus, temporary_folder
 from roxxel_dist.run.estimate.abstract_steps import abstract_train_state
 from roxxel_dist.settings.config import load_yaml
-from roxxel_dist.train.step.step import check_batches
 from roxxel_dist.weights.base import with_base
 
 pytestmark = [pytest.mark.xdist_group("configs"), pytest.mark.timeout(900)]

@@ -8,10 +8,10 @@ from commands import run as command
 
 from roxxel_dist import Config, Experiment
 from roxxel_dist.cli import main
+from roxxel_dist.curriculum.segments import check_batches
 from roxxel_dist.run.curriculum import build_curriculum
 from roxxel_dist.settings.config import RECORD, load_yaml
 from roxxel_dist.settings.global_batch import MEANING, predates, with_global_batch
-from roxxel_dist.train.step.step import check_batches
 
 PHASES = [{"steps": 2, "batch_size": 6, "seq_len": 17}]
 SMALL = {

@@ -72,13 +72,7 @@ EXCEPTIONS = OF_TRAIN | {
 }
 # Of the standard library alone, they and what they import; `test_alone` runs the launcher with nothing else.
 OF_CLUSTER = (
-    "awake_clock",
-    "device_counts",
-    "durable",
-    "exit_codes",
-    "extras",
-    "file_lock",
-    "free_memory",
+    *("awake_clock", "device_counts", "durable", "exit_codes", "extras", "file_lock", "free_memory", "platforms"),
     "process_stat",
     "progress",
 )

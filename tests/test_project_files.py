@@ -1,9 +1,12 @@
-"""CITATION.cff and the issue templates: what hosting sites read of the project."""
+"""CITATION.cff, the issue templates, the reference and links between pages: what hosting sites show of a clone."""
 
 import json
 import re
+import subprocess
 import tomllib
+from pathlib import Path
 
+import reference
 import yaml
 from reader import ROOT
 
@@ -72,3 +75,39 @@ def test_the_mistakes_of_the_mutants_can_be_made():
         assert (ROOT / mutant["file"]).read_text().count(mutant["old"]) == 1, mutant
         assert mutant["old"] != mutant["new"]
         assert all((ROOT / test.partition("::")[0]).exists() for test in mutant["tests"]), mutant["tests"]
+
+
+def committed() -> set[str]:
+    """The files that a clone has, by their paths in it, and their folders."""
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = {path for path in done.stdout.splitlines() if (ROOT / path).exists()}
+    return files | {str(folder) for path in files for folder in Path(path).parents}
+
+
+def test_the_reference_is_what_the_program_says(tmp_path):
+    """`make reference` writes it."""
+    reference.write(tmp_path)
+    made = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    there = {name: (reference.FOLDER / name) for name in made}
+    missing = [name for name, path in there.items() if str(path.relative_to(ROOT)) not in committed()]
+    assert not missing, "run `make reference`, and commit them"
+    old = [name for name, path in there.items() if path.read_text() != made[name]]
+    assert not old, "run `make reference`, and commit what it changes"
+    assert {path.name for path in (reference.FOLDER / "schemas").iterdir()} == {Path(n).name for n in made if "/" in n}
+
+
+def test_every_link_between_files_leads_to_one_of_a_clone():
+    files = committed()
+    pages = [path for path in files if path.endswith(".md") and not path.startswith("tests/")]
+    dead = []
+    for page in pages:
+        text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+        links = re.findall(r"\]\(<?([^)\s>]+)|(?:src|href|srcset)=\"([^\"]+)\"", re.sub(r"`[^`]*`", "", text))
+        for link in filter(None, (markdown or html for markdown, html in links)):
+            if re.match(r"[a-z]+:|#|//", link):
+                continue
+            target = (ROOT / page).parent.joinpath(link.partition("#")[0]).resolve()
+            if not target.is_relative_to(ROOT) or str(target.relative_to(ROOT)) not in files:
+                dead.append(f"{page}: {link}")
+    assert pages
+    assert not dead

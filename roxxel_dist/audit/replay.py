@@ -19,7 +19,7 @@ from roxxel_dist.checkpoint.files import read_named
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, META, ResumeSpec
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster import determinism
-from roxxel_dist.cluster.distributed import initialize, initialize_alone
+from roxxel_dist.cluster.distributed import initialize_alone, make_devices
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import simulate_devices
 from roxxel_dist.cluster.xla_flags import CPU_DEVICES
@@ -141,7 +141,7 @@ def prepare(run: RunRecord, interval: Interval, devices: int | None) -> None:
     determinism.pin_threads(was.get("pjrt_nproc"))
     if on_cpu and was.get("distributed", was.get("processes", 1) > 1):
         initialize_alone()
-    initialize()
+    make_devices()
     determinism.enable_compilation_cache()
     now = determinism.numerics_fingerprint()
     if exact:

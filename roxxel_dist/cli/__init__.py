@@ -42,6 +42,10 @@ def _run(words: list[str]) -> int:
             from roxxel_dist.cluster.versions import check_versions
 
             check_versions()
+            if "XLA_FLAGS" in os.environ:
+                from roxxel_dist.cluster.xla_flags import check_flags
+
+                check_flags()
         return _dispatch("", COMMANDS, lambda word: resolve_name(COMMANDS[word]), words)
     except (UserError, FileSystemError) as error:
         info(str(error))

@@ -85,6 +85,21 @@ def parse_train(words: list[str]) -> tuple[TrainArgs, Any]:
     return _parse_normalised(TrainArgs, words, "train", next(saved, None))
 
 
+def check_training(args: TrainArgs, config: Config) -> None:
+    """Raises ValueError where a new training would refuse its data sets, blends or phases. jax is not imported.
+
+    A run that goes on has its own data and phases, which are compared when they are known.
+    """
+    if args.resume or args.fork or args.anneal or attempt_number():
+        return
+    from roxxel_dist.run.curriculum import check_data
+
+    path = config.primary_path(args.data_path)
+    if path is None:
+        raise UserError("no data: name a text file, a folder or shards with --data_path PATH")
+    check_data(config, path)
+
+
 def _of_branch(words: list[str], given: dict[str, str]) -> list[str]:
     """The words of a decay branch with its schedule. Raises UserError for flags that it cannot have."""
     for name in ("fork", "skip_steps", "amend", "max_steps", "phases"):

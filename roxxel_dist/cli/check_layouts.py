@@ -11,6 +11,7 @@ from roxxel_dist.cli.arguments import ConfigArgs, parse_config
 from roxxel_dist.cluster.exit_codes import EXIT_FAILED, UserError
 from roxxel_dist.launcher.output.console import printable
 from roxxel_dist.settings.usage_errors import usage_errors
+from roxxel_dist.utils.limits import MOST_WHOLE
 
 if TYPE_CHECKING:
     from roxxel_dist.layouts.check import LayoutResult
@@ -43,8 +44,8 @@ def check_layouts(words: list[str]) -> int:
     """Check that one step is the same in every layout of the devices."""
     with usage_errors():
         args, config = parse_config(CheckLayoutsArgs, words, "check-layouts")
-        if args.seq_len is not None and args.seq_len < 2:
-            raise UserError(f"--seq_len is {args.seq_len}: it must be at least 2")
+        if args.seq_len is not None and not 2 <= args.seq_len <= MOST_WHOLE:
+            raise UserError(f"--seq_len is {args.seq_len}: it must be at least 2, and at most {MOST_WHOLE:,}")
     names = None if args.layouts is None else [name.strip() for name in args.layouts.split(",")]
     from roxxel_dist.layouts.check import as_json
     from roxxel_dist.layouts.check import check_layouts as check

@@ -12,7 +12,7 @@ from roxxel_dist.cli.parser import parse
 from roxxel_dist.launcher.backends import BACKENDS
 
 GROUPS = {"data": cli.DATA, "launch": BACKENDS}
-FLAG = re.compile(r"^  (--[\w-]+)(?: ([\w|]+))?", re.MULTILINE)
+FLAG = re.compile(r"^  (--[\w-]+)(?: (\S+))?", re.MULTILINE)
 SCRIPT = """\
 # Completion for roxxel-dist. In ~/.bashrc or ~/.zshrc: eval "$(roxxel-dist completion SHELL)"
 _roxxel_dist() {{

@@ -74,7 +74,7 @@ def doctor(words: list[str]) -> int:
         if command[:1] == ["train"]:
             parse_train(command[1:])
         backend = backend_of(args)
-        checks = DeviceChecks(mode=args.check_devices, command=args.preflight, pending={*backend.hosts})
+        checks = DeviceChecks(mode=args.check_devices, command=args.preflight, pending={*backend.hosts}, lists=True)
         report = check_hosts(needs, backend, backend.hosts, port=args.port, devices=checks)
         for host, why in report.suspects.items():
             failed_hosts.remember(backend, host, why)
@@ -123,7 +123,7 @@ def requirements(args: DoctorArgs, command: tuple[str, ...]) -> "Requirements":
     )
     needs = requirements_of(job, {}, writes=True)
     shared, data_path = needs.shared or bool(run_dir), args.data_path or needs.data_path
-    return dataclasses.replace(needs, shared=shared, data_path=data_path)
+    return dataclasses.replace(needs, shared=shared, data_path=data_path, jax=needs.jax or {})
 
 
 def _as_text(report: "PreflightReport", hosts: int) -> str:

@@ -3,14 +3,15 @@
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roxxel_dist.cli.parser import HELP, parse
+from roxxel_dist.cli.parser import HELP, nearest, parse
 from roxxel_dist.cluster.device_counts import DeviceNeeds
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.platforms import why_no_devices
 from roxxel_dist.launcher.backends import BACKENDS
 from roxxel_dist.launcher.output.console import info, printable
 from roxxel_dist.settings.usage_errors import usage_errors
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from roxxel_dist.launcher.job.spec import JobSpec
 
 MOST = 1_000_000
-"""Hosts, processes, devices, restarts or ports of a job, at most."""
+"""Hosts, restarts or ports of a job, at most."""
+MOST_OF_HOST = {"nprocs": 4096, "procs_per_host": 4096, "gpus_per_host": 1024, "devices_per_proc": 1024}
+"""What one machine may be asked for, at most."""
 ONE_LAUNCHER = ("exec", "ray", "slurm", "ssh")
 """Backends whose launcher starts the ranks of all hosts, so that there is one launcher a job."""
 
@@ -85,12 +88,13 @@ def _with_our_name(word: str, kind: Any) -> str:
 
 def start(options: "Options", job: "JobSpec", backend: "Backend") -> int:
     """Start a job, detach it, or print what would be started; the exit code."""
+    if backend.is_local and job.total == job.nprocs:  # other hosts may have the data, and this one not
+        with usage_errors():
+            check_command(job.command)
     if options.dry_run:
         from roxxel_dist.launcher.control.dry_run import as_text, describe
 
         with usage_errors():  # the port may be in use
-            if backend.is_local and job.total == job.nprocs:  # other hosts may have the data, and this one not
-                check_training(job.command)
             print(json.dumps(describe(job, backend), indent=2) if options.json else printable(as_text(job, backend)))
         return 0
     if not options.detach:
@@ -117,8 +121,20 @@ def _check_counts(options: Any) -> None:
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         is_count = isinstance(value, int) or (isinstance(value, float) and field.name not in of_job)
-        if is_count and not abs(value) <= MOST:  # so neither nan nor inf
-            raise UserError(f"--{field.name.replace('_', '-')} {value}: must be at most {MOST:,}")
+        most = MOST_OF_HOST.get(field.name, MOST)
+        if is_count and not abs(value) <= most:  # so neither nan nor inf
+            raise UserError(f"--{field.name.replace('_', '-')} {value}: must be at most {most:,}")
+
+
+def _check_program(word: str, path: str | None) -> None:
+    """Raises UserError for a program that is not on this machine, before anything is made for the job."""
+    from roxxel_dist.launcher.host.worker import PYTHON, SUBCOMMANDS
+
+    if "/" in word or word in {*PYTHON, *SUBCOMMANDS} or word.endswith(".py") or shutil.which(word, path=path):
+        return
+    near = nearest(word, [*SUBCOMMANDS])
+    hint = f"did you mean {near!r}?" if near else "check the first word after `--`, or give its full path"
+    raise UserError(f"program not found: {word!r}; {hint}")
 
 
 def device_counts(command: Sequence[str]) -> dict[str, DeviceNeeds]:
@@ -134,22 +150,12 @@ def device_counts(command: Sequence[str]) -> dict[str, DeviceNeeds]:
     return {"device_needs": parse_train(list(command[1:]))[1].device_needs}
 
 
-def check_training(command: Sequence[str]) -> None:
+def check_command(command: Sequence[str]) -> None:
     """Raises ValueError where a `train` command would refuse its data sets, blends or phases; looks at no other."""
-    if list(command[:1]) != ["train"]:
-        return
-    from roxxel_dist.cli.arguments import parse_train
-    from roxxel_dist.place.directory import CONFIG
-    from roxxel_dist.run.curriculum import check_data
-    from roxxel_dist.run.metadata import data_of, saved_config
+    if list(command[:1]) == ["train"]:
+        from roxxel_dist.cli.arguments import check_training, parse_train
 
-    args, config = parse_train(list(command[1:]))
-    path = config.primary_path(args.data_path)
-    if path is None and args.run_dir is not None and os.path.exists(os.path.join(args.run_dir, CONFIG)):
-        path = data_of(saved_config(Path(args.run_dir)), Path(args.run_dir))
-    if path is None and not (args.resume or args.fork):
-        raise UserError("no data: name a text file, a folder or shards with --data_path PATH")
-    check_data(config, path)
+        check_training(*parse_train(list(command[1:])))
 
 
 def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backend") -> "JobSpec":
@@ -177,4 +183,8 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
     placements(job, working_hosts(job, backend.hosts), "", backend.environment)  # the GPUs of a host must divide
     if backend.is_local and job.log_dir.parent.is_file():
         raise UserError(f"run_dir is {job.log_dir.parent}, a file: name a folder")
+    if backend.is_local:
+        _check_program(command[0], {**os.environ, **job.env}.get("PATH"))
+    if backend.is_local and job.program.reports_steps and (why := why_no_devices(job.jax_environment(os.environ))):
+        raise UserError(why)
     return job

@@ -12,6 +12,9 @@ from roxxel_dist.settings.config import parse_yaml
 from roxxel_dist.settings.usage_errors import usage_errors
 from roxxel_dist.utils.display import plain
 
+MOST_SAMPLES = 10_000
+"""Texts of one `generate`: they are one batch."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalArgs:
@@ -122,15 +125,15 @@ def generate(words: list[str]) -> int:
     """Continue a text with a trained model."""
     args = parse(GenerateArgs, words, "generate")
     with usage_errors():
-        if args.num_samples < 1:
-            raise UserError(f"--num_samples is {args.num_samples}: it must be at least 1")
+        if not 1 <= args.num_samples <= MOST_SAMPLES:
+            raise UserError(f"--num_samples is {args.num_samples}: it must be from 1 to {MOST_SAMPLES:,}, in one batch")
         if args.best and args.step is not None:
             raise UserError("--best and --step name two checkpoints: use one of the two")
         from roxxel_dist.cluster.determinism import enable_compilation_cache
-        from roxxel_dist.cluster.distributed import initialize
+        from roxxel_dist.cluster.distributed import make_devices
         from roxxel_dist.weights.generator import Generator
 
-        initialize()
+        make_devices()
         enable_compilation_cache()
         notes: list[str] = []
         model = Generator(args.run_dir, best=args.best, step=args.step, say=notes.append)

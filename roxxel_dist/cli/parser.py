@@ -19,6 +19,8 @@ T = TypeVar("T")
 HELP = frozenset({"-h", "--help"})
 DURATION = re.compile(r"(\d+(?:\.\d*)?)(s|sec|m|min|h|d)")
 UNITS_S = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+LONGEST_S = 10 * 365 * 86_400.0
+"""The longest time of an option: clocks of the system take no times of 1e20 s."""
 BOOLEANS = {"true": True, "false": False}
 REMOVED = {
     "launch": {"replace_slow": "leave it out: it compared CPU times, which say nothing about an accelerator"},
@@ -288,12 +290,15 @@ class _Arguments:
             if kind is bool and word.lower() in BOOLEANS:
                 return BOOLEANS[word.lower()]
             if kind is float and in_seconds and (match := DURATION.fullmatch(word)):
-                return float(match[1]) * UNITS_S[match[2]]
+                word = str(float(match[1]) * UNITS_S[match[2]])
             if kind in (int, float):
                 try:
-                    return kind(word)
+                    number = kind(word)
                 except ValueError:
                     continue
+                if kind is float and in_seconds and LONGEST_S < number < float("inf"):
+                    raise UserError(f"{flag} {word}: must be at most {LONGEST_S:,.0f} seconds, ten years")
+                return number
             if kind is str:
                 return word
         what = "a number of seconds, or a time such as 5m" if float in kinds and in_seconds else _what(kinds)

@@ -27,7 +27,7 @@ def preview(run: SweepRun) -> str:
             raise UserError(str(error)) from error
     configs = [run.trial_config(sample) for sample in samples] if run.program is None and run.server is None else []
     for config in configs:
-        check_data(config, run.data_path)
+        check_data(config, run.data_path, trial=True)
     where = f"the Ray cluster at {options.ray_address}" if options.ray_address else "a private Ray on this machine"
     return "\n".join(
         [

@@ -66,7 +66,11 @@ def top(words: list[str]) -> int:
 
         from roxxel_dist.view import live
 
-        console = Console(emoji=False, highlight=False, markup=False)
+        class Screen(Console):
+            def on_broken_pipe(self) -> None:  # rich would end with 1, without a word
+                raise BrokenPipeError
+
+        console = Screen(emoji=False, highlight=False, markup=False)
         is_once = args.once or console.is_dumb_terminal or not (console.is_terminal and sys.stdin.isatty())
         states = [read(item, brief=len(watched.items) > 1) for item in watched.items] if is_once else []
     if is_once:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from roxxel_dist.checkpoint.metadata import CheckpointRange, CheckpointRef
 from roxxel_dist.cli.argument_types import Positional
-from roxxel_dist.cli.arguments import ConfigArgs, parse_config, parse_train, steps_to_skip
+from roxxel_dist.cli.arguments import ConfigArgs, check_training, parse_config, parse_train, steps_to_skip
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_PREFLIGHT, UserError
 from roxxel_dist.cluster.extras import pip_install
@@ -22,6 +22,8 @@ def train(words: list[str]) -> int:
     with usage_errors():
         args, config = parse_train(words)
         skipped = steps_to_skip(args.skip_steps)
+        if "ROXXEL_COORDINATOR" not in os.environ:  # the launcher has looked, or another host has the data
+            check_training(args, config)
     if args.anneal and CheckpointRange.parse(args.anneal):
         from roxxel_dist.cli.sweep import anneal
 

@@ -181,7 +181,7 @@ def measure() -> Mapping[str, Any]:
             times[name], is_right = check(device, work)
             wrong += [] if is_right else [name]
         found.append({"device": place, "times": times, "wrong": wrong})
-    answer: dict[str, Any] = {"platform": devices[0].platform, "kind": devices[0].device_kind, "devices": found}
+    answer: dict[str, Any] = {**names(), "devices": found}
     if len(devices) > 1:
         answer["sum"], wrong_places = check_sum(devices, work)
         for place in wrong_places:
@@ -189,11 +189,17 @@ def measure() -> Mapping[str, Any]:
     return answer | {"seconds": time.perf_counter() - begun}
 
 
-def main() -> int:
-    """Print what `measure` finds."""
+def names() -> Mapping[str, Any]:
+    """What the devices of this process are."""
+    devices = jax.local_devices()
+    return {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
+
+
+def main(find: Callable[[], Mapping[str, Any]] = measure) -> int:
+    """Print what `measure`, or `names`, finds."""
     if devices := os.environ.get("ROXXEL_LOCAL_DEVICES"):
         jax.config.update("jax_num_cpu_devices", int(devices))
-    print(json.dumps(measure()), flush=True)
+    print(json.dumps(find()), flush=True)
     return 0
 
 

@@ -14,8 +14,9 @@ from collections.abc import Callable
 import jax
 
 from roxxel_dist.cluster.determinism import pin_threads
-from roxxel_dist.cluster.exit_codes import LostRankError
+from roxxel_dist.cluster.exit_codes import LostRankError, UserError
 from roxxel_dist.cluster.jax_private import key_value_store
+from roxxel_dist.cluster.platforms import why_no_platform
 
 INIT_TIMEOUT_S = 300
 LISTENER_LIMIT_S, CONNECT_LIMIT_S, LISTENER_PAUSE_S = 30.0, 5.0, 0.02
@@ -65,6 +66,30 @@ def initialize() -> None:
     except RuntimeError as error:
         if "before any JAX" not in str(error):  # a process that has used its devices is alone already
             raise
+
+
+def make_devices() -> None:
+    """Join the other processes of this job, and have jax make its devices: the first call of it in any command.
+
+    Raises:
+        UserError: a platform that JAX_PLATFORMS names is not there; or, in a process that no launcher has started, jax
+            cannot use the accelerator.
+        PortTakenError, RuntimeError: as `initialize`; or the accelerator of a rank failed.
+    """
+    initialize()
+    platforms = str(jax.config.jax_platforms or "")  # pyright: ignore[reportAttributeAccessIssue]
+    if why := why_no_platform(platforms, os.environ):
+        raise UserError(why)
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        if "ROXXEL_COORDINATOR" in os.environ:  # it may be another rank's fault, or be over at a restart
+            raise
+        first = str(error).splitlines()[0].partition(" (set JAX_PLATFORMS")[0].partition(" (you may need")[0]
+        cure = "see that the driver is loaded and no other process has the device, or set JAX_PLATFORMS=cpu for the CPU"
+        if "gpu" in platforms.split(","):  # jax takes it for every kind of GPU, and needs all of them
+            cure = "JAX_PLATFORMS has gpu: name the kind, as cuda or rocm"
+        raise UserError(f"jax cannot make its devices: {first}: {cure}") from error
 
 
 def initialize_alone() -> None:

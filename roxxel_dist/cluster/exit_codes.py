@@ -74,6 +74,10 @@ class MissingFileError(FileNotFoundError, UserError):
     """A file or folder that the user named is not there."""
 
 
+class OutputError(OSError):
+    """The standard output cannot be written, as on a full disk: no mistake in the command."""
+
+
 class FileSystemError(RuntimeError):
     """In a later attempt of a job, files cannot be reached that its first attempt needed too."""
 

@@ -22,6 +22,8 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.process_stat import STARTED, STATE, stat
 
 POLL_S = 0.1
+READERS_S, READER_PAUSE_S = 5.0, 0.02
+"""Who only asks whether a lock is held shares it for a moment: so long, and so often, a process that wants it tries."""
 
 _unlocked: set[Path] = set()
 """Folders without locks for which the warning was already shown."""
@@ -39,7 +41,7 @@ def take_lock(path: Path, log: Callable[[str], None] = print_line) -> int | None
 
     If the file system has no locks, it warns once, and the process named in the file holds the lock while it lives on
     this host. The holder may remove the file, or give the lock back with `release_lock`. Raises OSError if the file
-    cannot be made or written.
+    cannot be made or written, UserError where a process that only looks at it does not let go of it.
     """
     while True:
         try:
@@ -196,11 +198,19 @@ def is_lock_of(lock: int, path: Path) -> bool:
 
 
 def _lock(lock: int, path: Path, log: Callable[[str], None]) -> bool:
-    for _ in range(2):
+    end = time.monotonic() + READERS_S
+    while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            time.sleep(0.05)  # perhaps it was a process in `is_held`
+            if not _only_read(lock):
+                return False
+            if time.monotonic() >= end:
+                raise UserError(
+                    f"{path} is looked at by {_readers(path)} for more than {READERS_S:g} s, and nothing can be "
+                    f"written beside it meanwhile: end that process (`lslocks` lists it)"
+                ) from None
+            time.sleep(READER_PAUSE_S)
         except OSError as error:
             if error.errno == errno.ESTALE:
                 return True
@@ -218,4 +228,26 @@ def _lock(lock: int, path: Path, log: Callable[[str], None]) -> bool:
             return not lives
         else:
             return True
-    return False
+
+
+def _only_read(lock: int) -> bool:
+    """Whether those who keep a lock from this process share it, as `is_held` does: none of them writes."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    return True
+
+
+def _readers(path: Path) -> str:
+    """The processes of this host that share the lock of a file, for people."""
+    found: list[str] = []
+    with suppress(OSError):
+        status = path.stat()
+        place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+            words = line.split()
+            if words[1] == "FLOCK" and words[5] == place:
+                found.append(words[4])
+    return f"process {', '.join(found)}" if found else "another process"

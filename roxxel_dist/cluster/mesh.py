@@ -19,6 +19,8 @@ DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 that compute on the same rows together."""
 TOKENS = "tokens"
 """The axis of a `phase_mesh` that the tokens of a row are cut over."""
+MOST_SIMULATED = 1024
+"""Devices that a CPU simulates: each has threads of its own, and XLA needs 7 s of CPU time to make 4,096 of them."""
 
 
 def make_mesh(n_devices: int = 0, *, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
@@ -141,10 +143,13 @@ def simulate_devices(count: int) -> None:
     """Have jax make so many CPU devices and no others. It comes before jax makes its first device.
 
     Raises:
-        ValueError: fewer than 1, or jax has made others already.
+        ValueError: fewer than 1, more than `MOST_SIMULATED`, or jax has made others already.
     """
-    if count < 1:
-        raise UserError(f"devices is {count}: it must be at least 1")
+    if not 1 <= count <= MOST_SIMULATED:
+        raise UserError(
+            f"devices is {count}: it must be from 1 to {MOST_SIMULATED:,}, for each is simulated on this CPU; "
+            f"`plan --target` compiles for more"
+        )
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:  # it has made them, and another number of them was set

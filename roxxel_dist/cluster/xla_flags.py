@@ -1,8 +1,12 @@
 """Every flag and compiler option of XLA that this package sets. XLA ends a process that has a flag it does not know, so
 each is tried with each jaxlib: tests/cluster/test_xla_flags.py."""
 
+import os
+import re
 from importlib.metadata import version
 
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.platforms import why_bad_flags
 from roxxel_dist.cluster.versions import number
 
 CPU_DEVICES = "xla_force_host_platform_device_count"
@@ -20,3 +24,15 @@ RUN_ONCE = UNOPTIMIZED | {"xla_cpu_parallel_codegen_split_count": 1}
 """For a program of a CPU that runs a few times: it takes half of that again."""
 if number(version("jaxlib")) < (0, 11, 1):  # a later one has fusion emitters in any case
     RUN_ONCE |= {"xla_cpu_use_fusion_emitters": False}
+
+
+def check_flags() -> None:
+    """Raises UserError where XLA would end this process for its XLA_FLAGS. Those of a rank its launcher has tried."""
+    if "ROXXEL_COORDINATOR" in os.environ:
+        return
+    table = SAVE_MEMORY | RUN_ONCE | {DETERMINISTIC: True}
+    known = {f"--{name}={value}".lower() for name, value in table.items()}
+    flags = os.environ.get("XLA_FLAGS", "").lower().split()
+    strange = [flag for flag in flags if flag not in known and not re.fullmatch(rf"--{CPU_DEVICES}=\d{{1,4}}", flag)]
+    if strange and (why := why_bad_flags(os.environ)):
+        raise UserError(why)

@@ -14,6 +14,7 @@ from roxxel_dist.curriculum.plan import Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.units import APART, LARGE_UNITS, SPREAD, rows_in_a_pass
+from roxxel_dist.utils.limits import MOST_WHOLE
 
 Passes = Literal["together", "apart"]
 ORDERS: Mapping[str, int] = {"together": SPREAD, "apart": APART}
@@ -68,6 +69,8 @@ class Phase:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise UserError(f"{self!r}: {name} is {value!r}, and must be a whole number of at least {least}")
+            if value is not None and value > MOST_WHOLE:
+                raise UserError(f"{self!r}: {name} is {value!r}, and must be at most {MOST_WHOLE:,}")
         is_number = isinstance(self.epochs, int | float) and not isinstance(self.epochs, bool)
         if self.epochs is not None and not (is_number and 0 < self.epochs < 1e9):
             raise UserError(f"{self!r}: epochs is {self.epochs!r}, and must be a number above 0 and below 1e9")

@@ -11,7 +11,7 @@ data set: units of a pass, and their windows in a keyed order. `SegmentBuilder` 
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -409,3 +409,16 @@ class SegmentBuilder:
             allocations=tuple(allocations),
             before=dict(self.cursors),
         )
+
+
+def check_batches(shapes: Iterable[Shape], grad_accum: int) -> None:
+    """Raises ValueError for a phase whose batch gradient accumulation does not divide.
+
+    A batch of fewer rows than micro-batches has one row in each: a curriculum may end in one long row.
+    """
+    for i, shape in enumerate(shapes):
+        if shape.batch_size % min(grad_accum, shape.batch_size):
+            raise UserError(
+                f"phase {i + 1}: batch_size is {shape.batch_size}, which is not a multiple of grad_accum "
+                f"({grad_accum}): use a multiple of {grad_accum}"
+            )

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from roxxel_dist.cluster.determinism import enable_compilation_cache, pin_threads
+from roxxel_dist.cluster.distributed import make_devices
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.jax_private import backends_are_initialized
 from roxxel_dist.cluster.mesh import simulate_devices
@@ -172,6 +173,8 @@ def of_config(config: Config, data_path: str | Path | None, devices: int) -> Ite
         if not backends_are_initialized():
             pin_threads(THREADS * devices)
         changes["attention"] = "xla" if config.attention in ("cudnn", "splash") else config.attention
+    else:
+        make_devices()
     config = dataclasses.replace(config, **changes)
     path = config.primary_path(data_path)
     with temporary_folder(path, "check-layouts") as folder, open_corpus(config, path, folder) as data:

@@ -31,6 +31,7 @@ NOT_FETCHED = ("profile/", "plots/")
 """Folders of a run that training never reads again, so they are not fetched; nor are hidden files."""
 AT_ONCE = 16 << 20
 """Bytes of a file that are read into memory to be sent or fetched, so that it is one state of it."""
+PIECE = 1 << 20
 THREADS = 8
 TRAINED, READ = "runs", "read"
 """Below the cache: the folders of runs that are trained, and of those that are only read."""
@@ -44,6 +45,15 @@ def state_of(path: Path) -> FileState:
     """Raises OSError."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns
+
+
+def begins_with(path: Path, beginning: Path) -> bool:
+    """Whether a file has the bytes of another one at its beginning. Raises OSError."""
+    with path.open("rb") as file, beginning.open("rb") as other:
+        while expected := other.read(PIECE):
+            if file.read(len(expected)) != expected:
+                return False
+    return True
 
 
 class BucketFolder:
@@ -148,8 +158,7 @@ class BucketFolder:
             if info.key.startswith(f"{DATA}/") and path.is_file() and path.stat().st_size == info.size:
                 return state_of(path)  # shards prove themselves
             if info.size > AT_ONCE:
-                self._store.download(info.key, path)
-                return state_of(path)
+                return self._pull_large(info.key, path)
             data = self._store.read(info.key)
             here = path.read_bytes() if path.is_file() else None
             if here == data:
@@ -160,3 +169,19 @@ class BucketFolder:
             return state_of(path)
         path.unlink(missing_ok=True)
         return None
+
+    def _pull_large(self, key: str, path: Path) -> FileState | None:
+        """As `_pull`, for a file that is not read into memory: the object lies beside the local one meanwhile."""
+        if not path.is_file():
+            self._store.download(key, path)
+            return state_of(path)
+        fetched = path.with_name(f".{path.name}.fetched")
+        try:
+            self._store.download(key, fetched)
+            if self._read_only or not begins_with(path, fetched):
+                fetched.replace(path)
+            elif path.stat().st_size > fetched.stat().st_size:
+                return None
+        finally:
+            fetched.unlink(missing_ok=True)
+        return state_of(path)

@@ -1,17 +1,20 @@
 """The curriculum of a Config, over the training part of the data, and its named data sets. No jax."""
 
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.curriculum.phases import Curriculum, Phase
+from roxxel_dist.curriculum.phases import Curriculum, Phase, phases_of
+from roxxel_dist.curriculum.segments import check_batches
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import NoShardsError, is_tokens
 from roxxel_dist.data.remote.config import RemoteConfig
 from roxxel_dist.data.verify import check_sampled_ids
 from roxxel_dist.settings.config import Config
+from roxxel_dist.settings.training import OptimizerConfig
 
 SetField = Literal["datasets", "validation"]
 
@@ -33,18 +36,26 @@ def build_curriculum(config: Config, data: Roxxel) -> tuple[Curriculum, Roxxel]:
     return curriculum, held_out
 
 
-def check_data(config: Config, data_path: str | Path | None) -> None:
+def check_data(config: Config, data_path: str | Path | None, *, trial: bool = False) -> None:
     """Raises what a training of `config` would raise of its data sets, blends and phases. Nothing is written.
 
     For what shows a training before it runs, without jax. Text is looked for and not read, so that neither its length
-    nor its vocabulary is known. Phases on the weights of `init_from` are not compared with their context.
+    nor its vocabulary is known. Phases on the weights of `init_from` are not compared with their context. In a `trial`
+    of a sweep, which shortens its warm-up, that is not compared with the length of the run.
     """
     path = config.primary_path(data_path)
     for field in ("datasets", "validation"):
         shard_paths(config, field)
+    phases = [phase for given in config.phases or () for phase in phases_of(given)]
+    batches = phases or [Phase(epochs=config.epochs, batch_size=config.batch_size, seq_len=config.max_context + 1)]
+    check_batches([phase.shape for phase in batches], config.grad_accum)
+    if phases and all(phase.steps for phase in phases) and not trial:
+        config.part(OptimizerConfig).settings(sum(phase.steps or 0 for phase in phases))
     if path is None or not is_tokens(path):
         if path is not None and not Path(path).exists():
             raise UserError(f"data_path {path}: no such file or folder: check the path")
+        if path is not None and Path(path).is_dir() and not any(files for _, _, files in os.walk(path)):
+            raise UserError(f"data_path {path}: there is no file in this folder: name text files, or a folder of them")
         return
     with ExitStack() as held:
         data = held.enter_context(Roxxel(path, dtype=config.data_dtype, remote=config.part(RemoteConfig)))
@@ -52,6 +63,8 @@ def check_data(config: Config, data_path: str | Path | None) -> None:
         if config.init_from is None:
             curriculum, _ = build_curriculum(config, data)
             curriculum.plan(config.seed)
+            if not trial:
+                config.part(OptimizerConfig).settings(curriculum.total_steps)
             sets |= curriculum.mix_streamers
         size = config.vocab_size or data.vocab_size
         if config.init_from is None and size is not None:

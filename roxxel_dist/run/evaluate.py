@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from roxxel_dist.checkpoint.metadata import BaseModelRef, CheckpointRange, CheckpointRef
 from roxxel_dist.checkpoint.store import CheckpointStore
 from roxxel_dist.cluster import determinism
-from roxxel_dist.cluster.distributed import initialize
+from roxxel_dist.cluster.distributed import make_devices
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding, make_mesh
 from roxxel_dist.curriculum.plan import Plan
@@ -115,7 +115,7 @@ def evaluate(
             determinism.make_deterministic()
     # As in the run: the size of XLA's thread pool decides bits.
     determinism.pin_threads(RunMetadata.of(saved).pjrt_nproc)
-    initialize()
+    make_devices()
     determinism.enable_compilation_cache()
     with contextlib.ExitStack() as held:
         with usage_errors():
@@ -179,7 +179,7 @@ def evaluate_range(run: str | Path, **options: Any) -> list[Evaluation]:
     if options.get("best"):
         raise UserError(f"RUN is {named}, and --best takes the step with the lowest val_loss: use one of the two")
     with usage_errors():
-        initialize()
+        make_devices()
         with open_checkpoint("RUN", CheckpointRef(named.run, None)) as (store, _):
             steps = named.among(store.steps())
     return [evaluate(str(CheckpointRef(named.run, step)), **options) for step in steps]

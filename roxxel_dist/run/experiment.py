@@ -11,7 +11,7 @@ from pathlib import Path
 from roxxel_dist.checkpoint.metadata import ResumeSpec, read_cursor
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.determinism import make_deterministic, pin_for_run, pin_threads
-from roxxel_dist.cluster.distributed import barrier, broadcast_from_primary, initialize, is_primary
+from roxxel_dist.cluster.distributed import barrier, broadcast_from_primary, is_primary, make_devices
 from roxxel_dist.cluster.exit_codes import UserError, attempt_number
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import absolute, check_local, is_tokens
@@ -130,7 +130,7 @@ class Experiment:
         # The size of XLA's thread pool decides bits, and must be known before jax makes its first device.
         with usage_errors():
             pin_for_run(self.config.virtual_shards, RunMetadata.of(past.config).pjrt_nproc)
-        initialize()
+        make_devices()
         named = broadcast_from_primary("run directory", str(run_dir or default_run_dir()))
         run = Path(named) if bucket is None else bucket.folder  # may differ between hosts
         if resume and not amend and self._was_finished(run, past, is_other_data):
@@ -205,7 +205,7 @@ class Experiment:
             if self.config.deterministic:
                 make_deterministic()
             pin_threads()
-            initialize()
+            make_devices()
             folder = held.enter_context(temporary_folder(data_path, "find-lr"))
             components = build_components(self.config, held.enter_context(open_corpus(self.config, data_path, folder)))
             options, grad_accum = components.options, components.grad_accum

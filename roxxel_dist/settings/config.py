@@ -24,6 +24,7 @@ from roxxel_dist.settings.global_batch import GLOBAL, MEANING, with_global_batch
 from roxxel_dist.settings.training import ExperimentConfig, LoopOptions, OptimizerConfig
 from roxxel_dist.settings.values import EXPONENT, as_choice, fits, is_text, type_name, with_numbers
 from roxxel_dist.utils.component import DocWithFields, component
+from roxxel_dist.utils.limits import MOST_WHOLE
 
 SECTIONS = ("model", "attention", "moe", "mla", "lora", "data", "train", "loop", "optimizer")
 """Keys of a config file whose value may be a mapping of fields."""
@@ -173,12 +174,15 @@ class Config(_Copied):
             from roxxel_dist.curriculum.phases import all_phases  # numpy: not for --help
 
             all_phases(values["phases"])
+        for name, value in values.items():
+            if isinstance(value, int) and abs(value) > MOST_WHOLE and not takes_fractions(name):
+                raise UserError(f"{name} is {value}: it must be at most {MOST_WHOLE:,}")
 
     def check_types(self, source: str = "") -> None:
         """Raises ValueError for the first value of another type than its field; `source` names its file in messages."""
         for name, value in self.to_dict().items():
+            place = f"{source}: " if source else ""
             if not fits(value, FIELD_TYPES[name]):
-                place = f"{source}: " if source else ""
                 cure = f": write [{value}]" if isinstance(value, dict) and fits([], FIELD_TYPES[name]) else ""
                 raise UserError(f"{place}{name} is {value!r}: it must be {type_name(FIELD_TYPES[name])}{cure}")
 
@@ -366,9 +370,17 @@ def flat_fields(values: Mapping[str, Any], source: str = "config") -> dict[str, 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
     """The closest match for a name among known names, if there is one."""
-    if (meant := ALIASES.get(name)) in known:
+    meant = next((field for alias, field in ALIASES.items() if _letters(alias) == _letters(name)), None)
+    if meant in known:
         return meant
+    if same := [each for each in known if _letters(each) == _letters(name)]:
+        return same[0]
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.55)), None)
+
+
+def _letters(name: str) -> str:
+    """A name without its separators: learningrate is learning_rate, and batch-size batchSize."""
+    return re.sub(r"[_\W]", "", name).lower()
 
 
 def unknown(name: str, known: list[str], what: str) -> str:

@@ -4,7 +4,7 @@ import contextlib
 import errno
 from collections.abc import Iterator
 
-from roxxel_dist.cluster.exit_codes import FileSystemError, UserError, attempt_number
+from roxxel_dist.cluster.exit_codes import FileSystemError, OutputError, UserError, attempt_number
 from roxxel_dist.objects.errors import StoreError
 
 CURES = {
@@ -42,7 +42,7 @@ def usage_errors() -> Iterator[None]:
     """
     try:
         yield
-    except FileSystemError:
+    except (FileSystemError, OutputError):
         raise
     except UserError as error:
         if attempt_number() and _is_away(error):

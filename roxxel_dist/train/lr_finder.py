@@ -19,13 +19,14 @@ from roxxel_dist.cluster.determinism import enable_compilation_cache
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import batch_sharding, scalars_on
 from roxxel_dist.curriculum.phases import Curriculum
+from roxxel_dist.curriculum.segments import check_batches
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.step.compile import AotCompiler
 from roxxel_dist.train.step.optimizer import LONG, InitialState, NamedOptimizer
 from roxxel_dist.train.step.state import init_state
-from roxxel_dist.train.step.step import SPIKE_FACTOR, LossFn, check_batches, fetch, make_step
+from roxxel_dist.train.step.step import SPIKE_FACTOR, LossFn, fetch, make_step
 from roxxel_dist.train.step.throughput import InflightThrottler
 from roxxel_dist.utils.display import figure
 

@@ -4,7 +4,6 @@ Merged weights stand in for a decay of the rate: what a constant rate has gather
 much as it would under a lower one (Tian et al. 2025, "WSM", arXiv 2507.17634).
 """
 
-import contextlib
 import dataclasses
 import shutil
 import tempfile
@@ -20,6 +19,7 @@ from roxxel_dist.checkpoint import files
 from roxxel_dist.checkpoint.digests import read_verified
 from roxxel_dist.checkpoint.metadata import CHECKPOINTS, CheckpointMetadata, CheckpointRange, CheckpointRef, MetaFile
 from roxxel_dist.cluster import interrupt
+from roxxel_dist.cluster.distributed import make_devices
 from roxxel_dist.cluster.durable import make_folder, sync_folder
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.data.files.discovery import absolute, check_local, is_tokens
@@ -151,9 +151,11 @@ def _write(
     metadata = CheckpointMetadata.from_dict(saved.meta)
     metadata = dataclasses.replace(metadata, adapter_scales=None, base=None, digest="")
     state = {"params": dict(params)} | ({"rest": files.below(files.REST, rest)} if rest else {})
-    device = None
-    with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may leave the host out
+    try:
         device = jax.devices("cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS may leave the host out
+        make_devices()
+        device = None
     placed = jax.device_put(state, device)
     files.write_alone(folder / CHECKPOINTS / str(step), placed, MetaFile(shapes, metadata.to_dict(), None))
 

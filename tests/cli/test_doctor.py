@@ -16,7 +16,7 @@ def test_this_machine(tmp_path):
     *lines, last = result.stdout.splitlines()
     assert {line.split()[0] for line in lines} <= {"ok", "warning"}
     checks = [line.split()[1] for line in lines]
-    assert {"devices", "disk", "versions", "code", "data", "port"} == set(checks)
+    assert {"devices", "disk", "versions", "code", "data", "port", "jax"} == set(checks)
     assert last.startswith("1 host: 0 errors, ")
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
@@ -36,6 +36,23 @@ def test_what_is_wrong_is_69(tmp_path):
     assert people.returncode == 69
     assert "error    devices" in people.stdout
     assert people.stdout.splitlines()[-1].startswith("1 host: 1 error, ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("JAX_PLATFORMS", "cuda", "JAX_PLATFORMS is cuda, and this jax has cpu"),
+        ("XLA_FLAGS", "--xla_unheard_of=1", "--xla_unheard_of=1 is no flag of it"),
+        ("PJRT_NAMES_AND_LIBRARY_PATHS", "foo:/lib/no.so", "the check of its devices ended with code 1"),
+    ],
+)
+def test_devices_that_jax_cannot_make_are_an_error(tmp_path, name, value, shown):
+    more = {"JAX_PLATFORMS": "cpu" if name == "XLA_FLAGS" else "foo", name: value}
+    result = run("doctor", cwd=tmp_path, **more)
+    assert result.returncode == 69, result.stdout
+    assert "1 host: 1 error, " in result.stdout
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("error")]
+    assert shown in line
 
 
 def test_a_host_that_is_not_there(tmp_path):

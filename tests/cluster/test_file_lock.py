@@ -3,13 +3,19 @@
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from roxxel_dist.cluster import file_lock
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.file_lock import holder, is_held, take_lock, wait_for_lock
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.place.directory import RunDirectory
@@ -126,6 +132,83 @@ def test_a_holder_that_did_not_say_who_it_is_is_another_process(tmp_path):
     assert holder(tmp_path / "absent") == "another process"
     (tmp_path / "empty").touch()
     assert holder(tmp_path / "empty") == "another process"
+
+
+@pytest.fixture
+def shared():
+    """A file whose lock a process of another user shares for so many seconds; (the file, that process)."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # below `tmp_path` no other user comes
+    folder.chmod(0o755)
+    started = []
+
+    def share(seconds):
+        path = folder / ".lock"
+        file_lock.release_lock(file_lock.take_lock(path))
+        other = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+        started.append(subprocess.Popen(["flock", "-s", "-F", path, "sleep", str(seconds)], **other))
+        with path.open("rb+") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return path, started[-1]
+                fcntl.flock(file, fcntl.LOCK_UN)
+                assert started[-1].poll() is None
+                time.sleep(0.01)
+
+    yield share
+    for process in started:
+        process.kill()
+        process.wait()
+    shutil.rmtree(folder)
+
+
+def test_who_only_looks_keeps_nobody_from_writing(shared):
+    path, _ = shared(0.5)
+    lock = file_lock.take_lock(path)
+    assert lock is not None, "it tries again"
+    assert file_lock.is_held(path, unknown=False)
+    file_lock.release_lock(lock)
+
+
+def test_who_never_ends_to_look_is_named(shared, monkeypatch):
+    monkeypatch.setattr(file_lock, "READERS_S", 0.2)
+    path, process = shared(1000)
+    with pytest.raises(UserError, match=f"is looked at by process {process.pid} for more than"):
+        file_lock.take_lock(path)
+    process.kill()
+    process.wait()
+    file_lock.release_lock(file_lock.take_lock(path))
+
+
+def test_many_who_look_and_many_who_write(tmp_path):
+    """Each writer gets it in turn, and never two."""
+    path, inside, held = tmp_path / ".lock", [0], []
+    end = threading.Event()
+
+    def look():
+        while not end.is_set():
+            file_lock.is_held(path, unknown=False)
+
+    def write():
+        for _ in range(5):
+            while (lock := file_lock.take_lock(path)) is None:
+                time.sleep(0.001)
+            inside[0] += 1
+            held.append(inside[0])
+            inside[0] -= 1
+            file_lock.release_lock(lock)
+
+    lookers = [threading.Thread(target=look) for _ in range(4)]
+    writers = [threading.Thread(target=write) for _ in range(3)]
+    for thread in (*lookers, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    end.set()
+    for thread in lookers:
+        thread.join()
+    assert held == [1] * 15
 
 
 def test_a_file_system_without_locks_is_told_of_once_a_folder(tmp_path, monkeypatch, capsys):

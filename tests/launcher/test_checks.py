@@ -200,12 +200,15 @@ def test_what_a_job_wants() -> None:
     wanted = requirements_of(
         job("train", "--run-dir=x", "--data-path", "a", "--data_path=b", "--resume"), {}, writes=False
     )
-    assert wanted == Requirements(run_dir="x", shared=True, data_path="b", resume=True)
+    assert wanted == Requirements(run_dir="x", shared=True, data_path="b", resume=True, jax={})
     assert not requirements_of(job("train", "--resume", "False"), {}, writes=False).resume
     assert requirements_of(job("train", "--resume=True"), {}, writes=False).resume
     assert requirements_of(job("train"), {}, writes=False).run_dir == str(Path("runs/run_r"))
     other = requirements_of(job("python", "a.py", "--data_path", "b", devices_per_proc=2), {}, writes=False)
     assert other == Requirements(platforms="cpu")
+    of_jax = job("train", devices_per_proc=2, env={"XLA_FLAGS": "--a", "HOME": "x"})
+    assert requirements_of(of_jax, {}, writes=False).jax == {"XLA_FLAGS": "--a", "JAX_PLATFORMS": "cpu"}
+    assert of_jax.jax_environment({"JAX_PLATFORMS": "cuda"})["JAX_PLATFORMS"] == "cuda"
     assert requirements_of(job("true"), {}, writes=True).run_dir == str(Path("runs/run_r"))
     outer = {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert requirements_of(job("true", gpus_per_host=2), outer, writes=False).visible == "0,1"
@@ -214,11 +217,11 @@ def test_what_a_job_wants() -> None:
 
 
 def test_what_somebody_wants_by_hand() -> None:
-    assert requirements(DoctorArgs(), ()) == Requirements(run_dir="runs/run_new")
+    assert requirements(DoctorArgs(), ()) == Requirements(run_dir="runs/run_new", jax={})
     told = requirements(DoctorArgs(run_dir="x", gpus_per_host=2), ("train", "--data_path", "a"))
-    assert told == Requirements(run_dir="x", shared=True, data_path="a", gpus_per_host=2)
+    assert told == Requirements(run_dir="x", shared=True, data_path="a", gpus_per_host=2, jax={})
     told = requirements(DoctorArgs(data_path="b"), ("train", "--run_dir", "y"))
-    assert told == Requirements(run_dir="y", shared=True, data_path="b")
+    assert told == Requirements(run_dir="y", shared=True, data_path="b", jax={})
 
 
 def test_words_of_a_command() -> None:

@@ -13,15 +13,18 @@ from typing import Any
 
 import psutil
 import pytest
+from commands import wait_for
 from hosts import Cluster
 from machines import PATH
 
 import roxxel_dist
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.launcher.backends.local import LocalBackend
+from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.program import log_dir_for
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.preflight.run import PreflightReport, check_job_hosts
+from roxxel_dist.launcher.transport import pool as pool_module
 from roxxel_dist.launcher.transport.pool import HostPool
 from roxxel_dist.launcher.transport.questions import HostQuestions, Interrupted
 
@@ -179,6 +182,26 @@ def test_a_silent_host_has_a_limit() -> None:
         assert set(answers) == {"a"}
         assert "did not answer within 3 s" in questions.unreachable["b"]
         assert set(questions.ask({host: {"ask": "nothing"} for host in hosts})) == {"a"}  # it is not waited for again
+
+
+def test_what_fails_in_a_heartbeat_ends_no_heartbeat(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without them each agent would end its ranks."""
+    monkeypatch.setattr(pool_module, "HEARTBEAT_S", 0.01)
+    with HostPool(Children({"a": {}, "b": {}})) as pool:
+        first, second = (pool.connect(host) for host in "ab")
+        first.started = second.started = True
+        monkeypatch.setattr(first, "_outbox", None)  # a TypeError at each heartbeat of it
+        sent: list[Message] = []
+        send = second.send
+        monkeypatch.setattr(second, "send", lambda *messages: (sent.extend(messages), send(*messages)))
+        pool._begin_heartbeat()
+        wait_for(lambda: len(sent) > 3)
+        monkeypatch.undo()
+    assert {message["type"] for message in sent} == {"alive"}
+    said = capfd.readouterr().err
+    assert said.count("no heartbeat was sent to host a (TypeError(") == 1, said
 
 
 def test_a_signal_breaks_it_off() -> None:

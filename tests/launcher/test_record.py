@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -414,3 +415,26 @@ def test_a_run_directory_that_does_not_answer_holds_up_no_list(tmp_path: Path, s
     assert result.stdout == "codes 0 0\n\n", result.stderr
     assert f"1 jobs are left out: their file system does not answer, such as at {dead.readlink()}" in result.stderr
     assert dead.is_symlink()
+
+
+def test_a_launch_does_not_wait_for_the_disks_of_other_runs(state: Path) -> None:
+    """A pipe without a writer is read as a file of a server that is gone: never."""
+    folder = index.folder()
+    folder.mkdir(parents=True)
+    os.mkfifo("silent")
+    for number in range(3):
+        (folder / f"20260102_03040{number}.0123456789abcdef").symlink_to(os.path.abspath("silent"))
+    fresh = [enter(f"fresh-{number}", f"runs/{number}") for number in range(40)]
+    before = threading.active_count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index, "ANSWER_LIMIT_S", 3600.0)
+        with JobRecorder(spec(), LocalBackend()):
+            pass  # it would be an hour
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index, "ANSWER_LIMIT_S", 1.0)
+        assert {job.run_id for job in index.entries()} == {job.run_id for job in fresh}
+    most = 2 * (index.READERS + 2 * 3) + 1
+    assert threading.active_count() - before <= most, "not one for each job"
+    for _ in range(20):  # the readers end
+        with os.fdopen(os.open("silent", os.O_RDWR), "w"):
+            time.sleep(0.01)

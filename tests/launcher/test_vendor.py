@@ -10,6 +10,7 @@ import pytest
 from roxxel_dist.launcher.host import host_checks
 from roxxel_dist.launcher.host.host_checks import HostChecks
 from roxxel_dist.launcher.host.vendor import gpu_problems, nvlink_problems, tpu_problems
+from roxxel_dist.launcher.preflight import devices
 
 # The launcher is in this process, where other tests may have used jax, which warns of a fork beside its threads.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
@@ -273,9 +274,24 @@ def test_a_tool_that_fails_beside_gpus_that_compute_is_a_warning(
 ) -> None:
     monkeypatch.setattr(host_checks, "MODULE", "gpus_that_compute")
     monkeypatch.setattr(host_checks, "TOOL_S", 0.5)
-    (tmp_path / "gpus_that_compute.py").write_text("""def main(): print('{"platform": "gpu", "devices": []}')""")
+    of_gpu = """measure = None; main = lambda find: print('{"platform": "gpu", "devices": []}')"""
+    (tmp_path / "gpus_that_compute.py").write_text(of_gpu)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert [tuple(problem) for problem in collected(tmp_path, script)["problems"]] == [("warning", said)]
+
+
+def test_gpus_that_jax_does_not_use_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_cpu = """names = measure = None; main = lambda find: print('{"platform": "cpu", "kind": "cpu", "count": 1}')"""
+    (tmp_path / "of_cpu.py").write_text(of_cpu)
+    monkeypatch.setattr(host_checks, "MODULE", "of_cpu")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for platforms, unused in (("", "1 GPUs"), ("cpu", None)):
+        env = {"PATH": str(tmp_path), "JAX_PLATFORMS": platforms}
+        found = collected(tmp_path, "exit 1", env=env, lists=True)["devices"]
+        assert found.get("unused") == unused
+        texts = [one.text for one in devices._unused("a", found)]
+        assert bool(texts) == bool(unused)
+        assert all("a: it has 1 GPUs, and jax uses the CPU: " in text and "[cuda12]" in text for text in texts)
 
 
 def test_without_the_tool_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,6 +161,14 @@ def test_a_program_finds_signals_as_a_shell_would_give_them(tmp_path: Path, work
     [
         (["no_such_program", "x"], 127, "program not found: 'no_such_program'"),
         (["./plain"], 126, "cannot run './plain': Permission denied; make it executable"),
+        (["./folder"], 126, "cannot run './folder': it is a folder"),
+        (["./dangling"], 126, "cannot run './dangling': it is a link to "),
+        (["./windows"], 126, "cannot run './windows': its lines end as on Windows (CR LF)"),
+        (["./gone"], 126, "cannot run './gone': its first line names '/no/such/bash', which is not there"),
+        (["./refused"], 126, "cannot run './refused': Permission denied; its first line names './plain'"),
+        (["./words"], 126, "cannot run './words': it is no program, and its first line names none"),
+        (["./foreign"], 126, "cannot run './foreign': it is there, and the loader that it names is not"),
+        (["./no/such"], 127, "program not found: './no/such'"),
         (["python", "no_such.py"], 2, "script not found: 'no_such.py'"),
         (["no_such.py"], 2, "script not found: 'no_such.py'"),
         (["python", "-m", "no.such.module"], 2, "module not found: 'no.such.module'"),
@@ -170,6 +178,13 @@ def test_what_is_not_there_is_one_clear_line(
     command: list[str], code: int, message: str, tmp_path: Path, worker: Worker
 ) -> None:
     (tmp_path / "plain").write_text("no program")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    loader = Path(os.path.realpath("/bin/true")).read_bytes().replace(b"/lib64/ld-linux", b"/lib64/xx-linux")
+    scripts = {"windows": b"#!/bin/bash\r\ntrue\r\n", "gone": b"#!/no/such/bash -e\n", "refused": b"#! ./plain\n"}
+    for name, content in (scripts | {"words": b"words\n", "foreign": loader}).items():
+        (tmp_path / name).write_bytes(content)
+        (tmp_path / name).chmod(0o755)
     done = worker(*command, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.startswith(f"roxxel-dist: {message}")

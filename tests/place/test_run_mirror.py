@@ -10,6 +10,7 @@ from commands import wait_for
 from roxxel_dist.cluster.progress import Progress
 from roxxel_dist.objects.errors import StoreTimeoutError
 from roxxel_dist.objects.store import ObjectStore
+from roxxel_dist.place import bucket_folder
 from roxxel_dist.place import mirror as run_mirror
 from roxxel_dist.place.bucket_folder import BucketFolder
 from roxxel_dist.place.mirror import RunMirror
@@ -177,3 +178,31 @@ def test_rows_are_put_back_after_a_cleaner(tmp_path, name):
         log.rewind(1)
         assert path.read_text() == before
     log.close()
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("local", "sent", "kept", "read"),
+    [
+        (b"rows\n", b"rows\n", b"rows\n", b"rows\n"),
+        (b"rows\nmore\n", b"rows\n", b"rows\nmore\n", b"rows\n"),
+        (b"rows\n", b"rows\nmore\n", b"rows\nmore\n", b"rows\nmore\n"),
+        (b"other\nand more\n", b"rows\n", b"rows\n", b"rows\n"),
+        (b"rowS\n", b"rows\n", b"rows\n", b"rows\n"),
+        (None, b"rows\n", b"rows\n", b"rows\n"),
+    ],
+    ids=["the same", "grown here", "grown there", "another one, and longer", "another one", "not here"],
+)
+def test_a_file_that_has_grown_here_is_the_newer_one(store, tmp_path, monkeypatch, large, local, sent, kept, read):
+    monkeypatch.setattr(bucket_folder, "AT_ONCE", 2 if large else 1 << 20)
+    store.write("config.yaml", b"dim: 8\n")
+    store.write("logs/rank-0.log", sent)
+    for read_only, expected in ((False, kept), (True, read)):
+        of_run = BucketFolder(str(store.url), tmp_path / f"local-{read_only}", read_only=read_only)
+        log = of_run.folder / "logs" / "rank-0.log"
+        log.parent.mkdir(parents=True)
+        if local is not None:
+            log.write_bytes(local)
+        of_run.pull()
+        assert log.read_bytes() == expected
+        assert os.listdir(log.parent) == ["rank-0.log"]

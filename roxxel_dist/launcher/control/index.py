@@ -22,6 +22,8 @@ UNREPORTED_S = 60 * 24 * 3600.0
 MAX_LISTED = 10
 ANSWER_LIMIT_S = 5.0
 """Seconds that the file systems of all run directories have to give their records."""
+READERS, PATIENCE_S = 8, 0.05
+"""Threads that read records; if none was read for so long, there is one more."""
 
 
 def entries() -> list[JobRecord]:
@@ -40,20 +42,30 @@ def entries() -> list[JobRecord]:
 def _linked(links: Iterable[Path]) -> dict[Path, JobRecord | None]:
     """The records of links, None where there is none; without the links whose targets do not answer in time.
 
-    Each is read by a thread of its own: one that waits for a network file system whose server is gone cannot be ended.
+    Threads read them: one that waits for a network file system whose server is gone cannot be ended. There is one more
+    for each that waits.
     """
     jobs: dict[Path, JobRecord | None] = {}
+    pending = list(links)
+    threads: list[threading.Thread] = []
 
-    def work(link: Path) -> None:
-        job = None
-        with contextlib.suppress(OSError):  # no link
-            job = read(Path(os.readlink(link)))
-        jobs[link] = job
+    def work() -> None:
+        while pending:
+            with contextlib.suppress(IndexError):  # another thread has the last one
+                link, job = pending.pop(), None
+                with contextlib.suppress(OSError):  # no link
+                    job = read(Path(os.readlink(link)))
+                jobs[link] = job
 
-    threads = [threading.Thread(target=work, args=(link,), daemon=True) for link in links]
-    for thread in threads:
-        thread.start()
     end = time.monotonic() + ANSWER_LIMIT_S
+    while pending and time.monotonic() < end:
+        for _ in range(1 if threads else READERS):
+            threads.append(threading.Thread(target=work, daemon=True))
+            threads[-1].start()
+        known = -1
+        while pending and len(jobs) > known:
+            known = len(jobs)
+            threads[-1].join(PATIENCE_S)
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     return dict(jobs)
@@ -100,6 +112,16 @@ def forget(*, over_s: float = 0.0, unreported_s: float = FORGOTTEN_S) -> list[Jo
                 path.unlink()
                 forgotten += [job] if job else []
     return forgotten
+
+
+def forget_old() -> None:
+    """Forget what is over for a week, in a thread: a start does not wait for the disks of other runs."""
+
+    def work() -> None:
+        with contextlib.suppress(OSError):
+            forget(over_s=KEPT_S, unreported_s=UNREPORTED_S)
+
+    threading.Thread(target=work, daemon=True).start()
 
 
 def find(name: str) -> JobRecord:

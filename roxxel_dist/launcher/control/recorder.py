@@ -13,7 +13,7 @@ from typing import Any, Self
 from roxxel_dist.cluster.durable import write_file
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.file_lock import release_lock, take_lock
-from roxxel_dist.launcher.control.index import KEPT_S, UNREPORTED_S, enter, forget
+from roxxel_dist.launcher.control.index import enter, forget_old
 from roxxel_dist.launcher.control.record import (
     KEPT_RESTARTS,
     JobRecord,
@@ -89,8 +89,7 @@ class JobRecorder:
         except OSError as error:
             self._unusable = error  # preflight reports it
         self.update(state="starting")
-        with contextlib.suppress(OSError):
-            forget(over_s=KEPT_S, unreported_s=UNREPORTED_S)
+        forget_old()
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from roxxel_dist.launcher.host import vendor
-from roxxel_dist.launcher.host.process_tree import die_with_parent
+from roxxel_dist.launcher.host import process_tree, vendor
 
 MODULE = "roxxel_dist.cluster.device_check"
 DEVICES_S, TOOL_S, COMMAND_S = 60.0, 20.0, 60.0
@@ -84,7 +83,7 @@ class HostChecks:
 
     Args:
         question: `mode` (auto, on, off), `env` for all programs, `devices` (simulated ones, or None) and `command`
-            (the user's, or None).
+            (the user's, or None); `lists` where jax is to make its devices, also where they are not checked.
         info: the facts of this host.
     """
 
@@ -92,15 +91,18 @@ class HostChecks:
         self._programs: dict[str, Program] = {}
         self._problems: dict[str, str] = {}
         self._env = {**os.environ, **question["env"]}
-        mode = question["mode"]
+        mode, self._info = question["mode"], info
         platforms = self._env.get("JAX_PLATFORMS") or info["platforms"] or ""
         has_devices = bool(info["gpus"] or info["tpus"]) and platforms.split(",")[0] != "cpu"
         self._tpus = info["tpus"] if has_devices else 0
+        self._has_devices = has_devices
         if mode == "on" or (mode == "auto" and has_devices):
-            self._start_devices(question["devices"])
+            self._start_devices(question["devices"], "measure")
             if has_devices and info["gpus"] and shutil.which("nvidia-smi", path=self._env.get("PATH")):
                 self._start("nvidia-smi", ["nvidia-smi", "-q", "-x"], TOOL_S)
                 self._start("nvlink", ["nvidia-smi", "nvlink", "-s"], TOOL_S)
+        elif question.get("lists") and info.get("no_devices") is None:
+            self._start_devices(question["devices"], "names")
         if question["command"] is not None:
             self._start("command", ["/bin/sh", "-c", question["command"]], COMMAND_S)
 
@@ -108,14 +110,17 @@ class HostChecks:
         """Whether there is anything to collect."""
         return bool(self._programs or self._problems)
 
-    def _start_devices(self, simulated: int | None) -> None:
+    def _start_devices(self, simulated: int | None, find: str) -> None:
         env = {"PJRT_NPROC": str(simulated or 1)} if simulated or not self._tpus else {}
         env |= {"ROXXEL_LOCAL_DEVICES": str(simulated)} if simulated else {}
         if shape := CHIPS.get(self._tpus):  # else one host of a slice waits for all others
             env |= {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": shape}
             env |= {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost", "CLOUD_TPU_TASK_ID": "0"}
         env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        self._start("devices", [sys.executable, "-P", "-c", f"import {MODULE}; {MODULE}.main()"], DEVICES_S, env)
+        # It asks itself to end with this process: a fork of one that uses jax may hang, and has a warning.
+        program = f"from {process_tree.__name__} import die_with_parent; die_with_parent(); "
+        program += f"import {MODULE} as check; check.main(check.{find})"
+        self._start("devices", [sys.executable, "-P", "-c", program], DEVICES_S, env)
 
     def _start(self, name: str, argv: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> None:
         out = os.memfd_create(name)
@@ -127,7 +132,7 @@ class HostChecks:
                 stderr=out,
                 env={**self._env, **(env or {}), "LC_ALL": "C"} if name != "command" else self._env,
                 start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509 - a system call, no lock
+                preexec_fn=None if name == "devices" else process_tree.die_with_parent,  # noqa: PLW1509 - no lock
             )
         except OSError as error:
             os.close(out)
@@ -161,7 +166,10 @@ class HostChecks:
         if program.code == 0:
             lines = [line for line in program.text().splitlines() if line.startswith("{")]
             with contextlib.suppress(ValueError, IndexError):
-                return dict(json.loads(lines[-1]))
+                found = dict(json.loads(lines[-1]))
+                counts = {"GPUs": self._info["gpus"] or 0, "TPU chips": self._info["tpus"]}
+                unused = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+                return found | ({"unused": unused} if self._has_devices and found["platform"] == "cpu" else {})
         return {"why": f"the check of its devices ended with code {program.code}: {program.last_line()}"}
 
     def _vendor(self, *, compute: bool) -> list[vendor.Problem]:

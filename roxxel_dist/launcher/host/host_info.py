@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.file_lock import boot_id
+from roxxel_dist.cluster.platforms import why_no_devices
 from roxxel_dist.launcher.host.installed import versions
 from roxxel_dist.launcher.job.program import host_checks
 
@@ -33,11 +34,13 @@ def gather(question: HostInfo) -> HostInfo:
     this host, and `compare` also asks for values to compare between hosts (versions, code, data).
     """
     run_dir, data_path, resume = (question[name] for name in ("run_dir", "data_path", "resume"))
+    jax = question.get("jax")
     info: HostInfo = accelerators() | {
         "machine": f"{boot_id() or socket.gethostname()} {os.readlink('/proc/self/ns/net')}",
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "tpu_lock": tpu_lock(LOCK),
         "cores": os.cpu_count() or 1,
+        "no_devices": None if jax is None else why_no_devices({**os.environ, **jax}),
         "run_dir": folder(run_dir, is_run=question["shared"]) if run_dir is not None else None,
     }
     if question["compare"]:

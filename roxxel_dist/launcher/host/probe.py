@@ -92,7 +92,8 @@ _checks: list["HostChecks"] = []
 def _start_checks(question: Message, info: Message, held: ExitStack) -> bool:
     """Start what checks this host; whether there is anything. It ends with `held`."""
     has_devices = question["mode"] == "auto" and (info["gpus"] or info["tpus"])
-    if question["mode"] != "on" and not has_devices and question["command"] is None:
+    lists = question.get("lists", False)
+    if question["mode"] != "on" and not has_devices and question["command"] is None and not lists:
         return False
     from roxxel_dist.launcher.host.host_checks import HostChecks  # late: most starts need none
 

@@ -182,13 +182,11 @@ def _replace(command: list[str]) -> NoReturn:
         signal.signal(name, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
-    except FileNotFoundError:
-        info(f"program not found: {command[0]!r}; check the first word after `--`, or give its full path")
-        _leave(NOT_FOUND)
     except OSError as error:
-        hint = "check the file" if os.access(command[0], os.X_OK) else "make it executable (chmod +x)"
-        info(f"cannot run {command[0]!r}: {error.strerror}; {hint}")
-        _leave(NOT_RUNNABLE)
+        from roxxel_dist.launcher.host.program_file import why_not_started  # late: seldom needed
+
+        info(why := why_not_started(command[0], error))
+        _leave(NOT_FOUND if why.startswith("program not found") else NOT_RUNNABLE)
 
 
 def _run(program: Callable[[], None]) -> None:

@@ -64,7 +64,7 @@ def rank_environment(
     }
     if job.devices_per_proc is not None:
         own["ROXXEL_LOCAL_DEVICES"] = str(job.devices_per_proc)
-        own["JAX_PLATFORMS"] = caller.get("JAX_PLATFORMS") or "cpu"
+        own["JAX_PLATFORMS"] = job.jax_environment(outer)["JAX_PLATFORMS"]
     if reached and job.program.reports_steps:
         own[REACHED_ENV] = str(reached)
     return {**job.env, **own}

@@ -19,6 +19,7 @@ from roxxel_dist.cluster.exit_codes import (
     STATUS_ENV,
     UserError,
 )
+from roxxel_dist.cluster.platforms import VARIABLES
 from roxxel_dist.launcher.job.claims import claim
 from roxxel_dist.launcher.job.program import Program, program_of
 
@@ -32,6 +33,7 @@ CONTRACT = (
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 DeviceCheckMode = Literal["auto", "on", "off"]
 LEAST_LEASE_S = 10.0
+LAST_PORT = 65_535
 """A host that is cut off alone lives as long."""
 
 
@@ -131,6 +133,15 @@ class JobSpec(MemberOptions, HostOptions, JobOptions):
         """What is known of the command."""
         return program_of(self.command)
 
+    def jax_environment(self, outer: Mapping[str, str]) -> dict[str, str]:
+        """What decides which devices jax makes in a rank, beside the variables of its host; `outer`: the launcher's,
+        where ranks inherit them."""
+        given = {**outer, **self.env}
+        chosen = {name: given[name] for name in VARIABLES if name in given}
+        if self.devices_per_proc is not None:
+            chosen["JAX_PLATFORMS"] = given.get("JAX_PLATFORMS") or "cpu"
+        return chosen
+
     @property
     def total(self) -> int:
         """Ranks of the whole job."""
@@ -156,7 +167,12 @@ class JobSpec(MemberOptions, HostOptions, JobOptions):
             raise UserError(f"--notify {self.notify!r}: name a shell command, such as --notify 'cat >> events'")
         if not RUN_ID.fullmatch(self.run_id):
             raise UserError(f"--run-id {self.run_id!r}: use letters, digits and . _ - (it names a folder)")
-        last_port = 65535 - self.max_restarts  # each restart takes the next one
+        last_port = LAST_PORT - self.max_restarts  # each restart takes the next one
+        if self.port is not None and last_port < 1 and self.max_restarts <= sys.float_info.max:
+            raise UserError(
+                f"--max-restarts {self.max_restarts} and --port {self.port}: each restart takes the next port, and the "
+                f"last one is {LAST_PORT}: leave --port out to take a free one each time, or use fewer restarts"
+            )
         positive, finite = sys.float_info.min, sys.float_info.max
         for name, least, largest, rule in (
             ("nprocs", 1, finite, "at least 1; leave it out for one process"),

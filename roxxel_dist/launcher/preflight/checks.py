@@ -38,6 +38,8 @@ class Requirements:
     """CUDA_VISIBLE_DEVICES, if it is set for all ranks."""
     platforms: str | None = None
     """JAX_PLATFORMS, where the job sets it."""
+    jax: Mapping[str, str] | None = None
+    """Of a job that uses jax: the variables that it sets of those that decide which devices jax makes."""
     code: str | None = None
     """The hash of the launcher's own code, where hosts must have the same."""
     compare: bool = True
@@ -58,6 +60,7 @@ def requirements_of(job: JobSpec, outer: Mapping[str, str], *, writes: bool) -> 
         gpus_per_host=job.gpus_per_host,
         visible={**outer, **job.env}.get("CUDA_VISIBLE_DEVICES"),
         platforms=job.env.get("JAX_PLATFORMS") or ("cpu" if job.devices_per_proc else None),
+        jax=job.jax_environment(outer) if program.reports_steps else None,
     )
 
 
@@ -95,7 +98,7 @@ class CheckResult:
 
 def run_checks(requirements: Requirements, hosts: Hosts) -> list[CheckResult]:
     """The findings that need no further question."""
-    checks = [_devices, tpu_locks, _disk, _versions, _data, _one_machine]
+    checks = [_devices, _jax, tpu_locks, _disk, _versions, _data, _one_machine]
     if not are_one_machine(hosts):
         checks.append(own_names)
     return [result for check in checks for result in check(requirements, hosts)]
@@ -153,6 +156,13 @@ def _devices(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
     yield from errors or [
         _same("warning", "devices", hosts, groups, "the number of devices", "use hosts that are alike")
     ]
+
+
+def _jax(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:
+    """Hosts on which jax cannot make the devices that the job asks for."""
+    for why, names in _groups(hosts, lambda info: info.get("no_devices")).items():
+        if why is not None:
+            yield CheckResult("error", "jax", tuple(names), f"{named(names)}: {why}")
 
 
 def tpu_locks(requirements: Requirements, hosts: Hosts) -> Iterator[CheckResult]:

@@ -11,9 +11,10 @@ from glob import glob
 from statistics import median
 from typing import Any, Protocol
 
+from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.job.spec import DeviceCheckMode, JobSpec
-from roxxel_dist.launcher.preflight.checks import CheckResult
+from roxxel_dist.launcher.preflight.checks import CheckResult, named
 
 FACTOR, FACTOR_OF_CPU = 1.5, 4.0
 """Slower than the median of the others by this factor is slow. CPUs have other programs beside the check."""
@@ -73,6 +74,8 @@ class DeviceChecks:
     pending: set[str]
     env: Mapping[str, str] = field(default_factory=dict)
     simulated: int | None = None
+    lists: bool = False
+    """Whether jax makes its devices on each host, also on those whose devices are not checked."""
     measured: dict[str, Measured] = field(default_factory=dict)
     """By host: the next ones are compared with them."""
     failed: dict[str, list[CheckResult]] = field(default_factory=dict)
@@ -89,7 +92,8 @@ class DeviceChecks:
         """What a host is asked for; None if nothing."""
         if not self.wanted or host not in self.pending:
             return None
-        return {"mode": self.mode, "command": self.command, "env": dict(self.env), "devices": self.simulated}
+        asked = {"mode": self.mode, "command": self.command, "env": dict(self.env), "devices": self.simulated}
+        return asked | ({"lists": True} if self.lists and self.mode != "off" else {})
 
     def needed_by(self, infos: Mapping[str, Mapping[str, Any]]) -> bool:
         """Whether there is anything to say of these hosts, of which some run their checks."""
@@ -104,14 +108,17 @@ class DeviceChecks:
             if why := answer.get("devices", {}).get("why"):
                 results[host].append(_broken(host, why))
             elif "devices" in answer:
-                self.measured[host] = figures(answer["devices"])
-                results[host] += _wrong(host, answer["devices"])
+                results[host] += _unused(host, answer["devices"])
+                if "devices" in answer["devices"]:
+                    self.measured[host] = figures(answer["devices"])
+                    results[host] += _wrong(host, answer["devices"])
         for result in unlike(self.measured, list(answers)):
             results[result.hosts[0]].append(result)
         measured = [host for host in answers if host in self.measured and not results[host]]
         for host, found in self._slow(questions, measured).items():
             results[host] += found
-        _excuse_all(results, answers)
+        if not self.lists:
+            _excuse_all(results, answers)
         for host in answers:
             self.pending.discard(host)
             if any(result.suspect for result in results[host]):
@@ -123,7 +130,8 @@ class DeviceChecks:
         known = [result for host in hosts if host not in results for result in self.failed.get(host, ())]
         found = [result for host in results for result in results[host]]
         good = [host for host in measured if not results[host]]
-        return [*found, *known, *([self._good(good)] if good else [])]
+        listed = _listed(answers) if self.lists else []
+        return [*found, *known, *listed, *([self._good(good)] if good else [])]
 
     def _slow(self, questions: Questions, hosts: Sequence[str]) -> dict[str, list[CheckResult]]:
         """The slow devices of these hosts, which are all measured again before one of them is named."""
@@ -234,6 +242,25 @@ def _wrong(host: str, answer: Mapping[str, Any]) -> list[CheckResult]:
         for work in device["wrong"]
     ]
     return [CheckResult("error", DEVICE, (host,), text, suspect=True) for text in texts]
+
+
+def _unused(host: str, answer: Mapping[str, Any]) -> list[CheckResult]:
+    """A warning where jax uses the CPU of a host that has accelerators, without a word of JAX_PLATFORMS."""
+    if not (unused := answer.get("unused")):
+        return []
+    extra = pip_install("tpu" if "GPU" not in unused else "cuda12")
+    text = f"{host}: it has {unused}, and jax uses the CPU: {extra}, or set JAX_PLATFORMS=cpu if the CPU is meant"
+    return [CheckResult("warning", DEVICE, (host,), text)]
+
+
+def _listed(answers: Mapping[str, Message]) -> list[CheckResult]:
+    """Which devices jax has made, on which hosts."""
+    groups: dict[str, list[str]] = {}
+    for host, answer in answers.items():
+        if "count" in (found := answer.get("devices", {})):
+            kind = "" if found["kind"] == found["platform"] else f" ({found['kind']})"
+            groups.setdefault(f"jax makes {found['count']} {found['platform']} device(s){kind}", []).append(host)
+    return [CheckResult("ok", "jax", tuple(hosts), f"{text} on {named(hosts)}") for text, hosts in groups.items()]
 
 
 def _broken(host: str, why: str) -> CheckResult:

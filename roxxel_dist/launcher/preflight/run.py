@@ -97,6 +97,8 @@ def check_job_hosts(
     requirements = requirements_of(job, backend.environment, writes=is_here)
     if len(hosts) == 1:  # nothing to compare it with, and `train` says itself what it cannot read
         requirements = replace(requirements, data_path=None, compare=not is_here)
+    if backend.is_local:  # `launch` has looked before it made the job
+        requirements = replace(requirements, jax=None)
     return check_hosts(requirements, backend, hosts, port=port, pool=pool, busy=busy, devices=devices)
 
 

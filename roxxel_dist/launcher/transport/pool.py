@@ -19,6 +19,7 @@ from roxxel_dist.launcher.host.protocol import Decoder, Message, Outbox
 from roxxel_dist.launcher.job.backend import Backend, RemoteProcess
 from roxxel_dist.launcher.job.placement import Placement
 from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.output.logs import LineSplitter
 from roxxel_dist.launcher.policy.hang import STILL_S
 from roxxel_dist.launcher.policy.outcome import HostLost, how
@@ -330,11 +331,17 @@ class HostPool:
 
     def _beat(self) -> None:
         """Tell agents, in a thread, that their controller lives: its loop may have to wait, for a disk for instance."""
+        said = ""
         while not self._ending.wait(HEARTBEAT_S):
             for link in tuple(self.all):
-                is_quiet = self._lease_s is not None and self._looked - link.last_seen > QUIET_S
-                if link.started and not link.lost and not link.waiting and not is_quiet:
-                    link.send({"type": "alive", "at": time.monotonic()})
+                try:
+                    is_quiet = self._lease_s is not None and self._looked - link.last_seen > QUIET_S
+                    if link.started and not link.lost and not link.waiting and not is_quiet:
+                        link.send({"type": "alive", "at": time.monotonic()})
+                except Exception as error:  # without heartbeats every agent would end its ranks
+                    if repr(error) != said:
+                        said = repr(error)
+                        info(f"no heartbeat was sent to host {link.host} ({said}); the next one is sent in any case")
 
     @property
     def done(self) -> bool:

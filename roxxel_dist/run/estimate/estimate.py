@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from roxxel_dist.checkpoint.metadata import CheckpointMetadata
 from roxxel_dist.cluster.accelerators import peak_flops
 from roxxel_dist.cluster.determinism import enable_compilation_cache, make_deterministic, pin_for_run
-from roxxel_dist.cluster.distributed import initialize
+from roxxel_dist.cluster.distributed import make_devices
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.extras import pip_install
 from roxxel_dist.cluster.mesh import batch_sharding, simulate_devices
@@ -232,7 +232,7 @@ def estimate(
                 simulate_devices(request.devices)
             pin_for_run(config.virtual_shards, None)
         if compiler is None:
-            initialize()
+            make_devices()
         with usage_errors():
             devices, here = request.devices, jax.device_count() if compiler is None else len(compiler.devices)
             if devices and here != devices:

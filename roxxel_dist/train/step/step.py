@@ -4,7 +4,7 @@ The model's leaves travel as dictionaries from a parameter's name to its array (
 into a module again while tracing. Numbers that a sweep may change are inputs of the program (`hparams`), not constants.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -221,19 +221,6 @@ def apply_gradient(
     row_loss, row_weight = jax.tree.map(jnp.float32, (loss.row_loss, loss.row_weight))
     metrics = Metrics(scalars, row_loss, row_weight, health)
     return TrainState(state.step + 1, params, rest, opt_state, health), metrics
-
-
-def check_batches(shapes: Sequence[Shape], grad_accum: int) -> None:
-    """Raises ValueError for a phase whose batch gradient accumulation does not divide.
-
-    A batch of fewer rows than micro-batches has one row in each: a curriculum may end in one long row.
-    """
-    for i, shape in enumerate(shapes):
-        if shape.batch_size % micro_batches(grad_accum, shape.batch_size):
-            raise UserError(
-                f"phase {i + 1}: batch_size is {shape.batch_size}, which is not a multiple of grad_accum "
-                f"({grad_accum}): use a multiple of {grad_accum}"
-            )
 
 
 def accumulate(
