@@ -3,7 +3,8 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from roxxel_dist.cli.parser import HELP, parse
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends import BACKENDS
+from roxxel_dist.launcher.job.environment import is_secret
 from roxxel_dist.launcher.output.console import info, printable
 from roxxel_dist.settings.usage_errors import usage_errors
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from roxxel_dist.launcher.job.backend import Backend, Command, Options
     from roxxel_dist.launcher.job.spec import JobSpec
 
+DOLLAR = re.compile(r"\$(\w+|\{\w+\})")
 MOST = 1_000_000
 """Hosts, processes, devices, restarts or ports of a job, at most."""
 ONE_LAUNCHER = ("exec", "ray", "slurm", "ssh")
@@ -140,6 +143,15 @@ def device_counts(command: Sequence[str]) -> dict[str, Any]:
     return {"micro_batches": tuple(rows // min(config.grad_accum, rows) for rows in batches)}
 
 
+def _warn_of_dollars(variables: Mapping[str, str], path: str) -> None:
+    """A file for a shell is no --env-from: nothing in it is expanded."""
+    if found := [name for name, value in variables.items() if DOLLAR.search(value) and not is_secret(name)]:
+        info(
+            f"warning: --env-from {path}: {found[0]}={variables[found[0]]} stays as it stands, for no shell reads the "
+            f"file; write the value itself, or use --env {found[0]} for that of this shell"
+        )
+
+
 def check_training(command: Sequence[str]) -> None:
     """Raises ValueError where a `train` command would refuse its data sets, blends or phases; looks at no other."""
     if list(command[:1]) != ["train"]:
@@ -168,6 +180,8 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
 
     if options.json and not options.dry_run:
         raise UserError("--json prints what would run: give it with --dry-run")
+    if options.env_from:
+        _warn_of_dollars(read_env_file(options.env_from), options.env_from)
     counts = device_counts(command)
     shared = {field.name for field in dataclasses.fields(JobSpec)} - {"env", "nprocs", "run_id"}
     run_id = options.run_id or new_run_id(index.knows)
