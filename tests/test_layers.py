@@ -69,7 +69,10 @@ EXCEPTIONS = OF_TRAIN | {
     ("roxxel_dist.launcher.job.placement", "roxxel_dist.launcher.host.worker"),
 }
 # Of the standard library alone, they and what they import; `test_alone` runs the launcher with nothing else.
-OF_CLUSTER = ("awake_clock", "durable", "exit_codes", "extras", "file_lock", "free_memory", "process_stat", "progress")
+OF_CLUSTER = (
+    "awake_clock", "durable", "exit_codes", "extras", "file_lock", "free_memory", "process_stat", "progress",
+    "stop_requests",
+)  # fmt: skip
 LAUNCHER_NEEDS = {f"roxxel_dist.cluster.{name}" for name in OF_CLUSTER}
 # A rank joins the others before the user's program begins.
 IN_A_RANK = ("roxxel_dist.launcher.host.worker", "roxxel_dist.cluster.distributed")

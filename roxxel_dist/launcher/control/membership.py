@@ -29,6 +29,8 @@ AGAIN_S = 0.5
 SWAP_S = 10.0
 """A host that is to leave stays so long for the first look at those that are to join: one restart does for both."""
 END_S = 2.0
+DEPART_S = 120.0
+"""A host that a system has asked to end is not used again sooner: clouds and schedulers end it within two minutes."""
 
 
 class Inbox:
@@ -118,6 +120,7 @@ class Membership:
         self._notes: list[str] = []
         self._reported = set[str]()
         self._leaves_since: float | None = None
+        self._departs: dict[str, float] = {}  # until when a host is on its way out, by the launcher's clock
 
     def __enter__(self) -> Self:
         if self._inbox is not None:
@@ -168,7 +171,8 @@ class Membership:
         selector, change = self._selector, self._change()
         if (candidates := self._candidates) is not None:
             members = {*selector.members} & {*self._hosts}
-            lost = [host for host in self._lost if host in members]
+            now = time.monotonic()
+            lost = [host for host in self._lost if host in members and now >= self._departs.get(host, 0.0)]
             candidates.watch(lost, change.newcomers)
             if candidates.spares and not candidates.ready:  # else `follow` takes them in, behind these
                 selector.change(joins=candidates.spares)
@@ -212,6 +216,10 @@ class Membership:
         self._selector.change((*joins, *(host for host in spares if host in wanted)), leaves)
         self._candidates, self._leaves_since = None, None
         return joins
+
+    def departs(self, hosts: Sequence[str]) -> None:
+        """These hosts are about to end: they are not looked at for a while, although they answer."""
+        self._departs.update(dict.fromkeys(hosts, time.monotonic() + DEPART_S))
 
     def grown(self, hosts: Sequence[str], *, failed: bool) -> None:
         """These hosts were taken in, as `LookHistory.grown`."""
