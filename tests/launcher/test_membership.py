@@ -177,6 +177,27 @@ def test_a_list_that_fails_again_and_again_is_named_once(tmp_path: Path, monkeyp
     assert (inbox.faults.empty(), inbox.lists.empty()) == (True, True)
 
 
+def test_a_mistake_in_a_thread_is_said_and_the_thread_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "AGAIN_S", 0.01)
+    (tmp_path / "list").write_text("a\n")
+    job = JobSpec(command=("true",), nprocs=1, run_id="x", log_dir=tmp_path / "logs", hosts_from=str(tmp_path / "list"))
+    looks: list[int] = []
+
+    def fails(_: object) -> list[Any]:
+        looks.append(1)
+        raise KeyError("machine")
+
+    monkeypatch.setattr(membership.member_requests, "read", fails)
+    with membership.Inbox(job, ["a"]) as inbox:
+        assert "could not be read: KeyError('machine')" in inbox.faults.get(timeout=30)
+        seen = len(looks)
+        end = time.monotonic() + 30
+        while len(looks) == seen and time.monotonic() < end:
+            time.sleep(0.01)
+        assert len(looks) > seen
+        assert inbox.faults.empty()
+
+
 def test_another_name_of_a_host_does_not_join(local: LocalJob) -> None:
     local.start("a")
     assert local.up(0, 1) == ["a"]

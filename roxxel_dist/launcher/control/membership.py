@@ -70,19 +70,29 @@ class Inbox:
     def _watch(self) -> None:
         member_requests.clear(self._folder)  # of a launch before
         while not self._end.wait(AGAIN_S):
-            for request in member_requests.read(self._folder):
-                self.requests.put(request)
-            if self._source is not None and time.monotonic() >= self._due:
-                self._read(self._source)
+            try:
+                self._look()
+            except Exception as error:  # the thread would end, and with it all joins
+                self._fail(f"lists and requests could not be read: {error!r}")
+
+    def _look(self) -> None:
+        for request in member_requests.read(self._folder):
+            self.requests.put(request)
+        if self._source is not None and time.monotonic() >= self._due:
+            self._read(self._source)
+
+    def _fail(self, why: str) -> None:
+        """Have people read this, once."""
+        about = NUMBERS.sub("", why)
+        if about not in self._known and not self._end.is_set():
+            self._known.add(about)
+            self.faults.put(why)
 
     def _read(self, source: HostSource) -> None:
         try:
             hosts = source.read()[0]
         except UserError as error:
-            about = NUMBERS.sub("", str(error))
-            if about not in self._known and not self._end.is_set():
-                self._known.add(about)
-                self.faults.put(str(error))
+            self._fail(str(error))
             hosts = self._held
         if hosts == self._seen:
             self._held = hosts
