@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,8 +17,10 @@ from elastic import elastic
 from hosts import Cluster
 from ranks import is_waiting_spare
 
+from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control import membership
 from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.preflight import candidates
 
 # The command of a list is started in this process, where other tests may have used jax, which warns of a fork.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
@@ -196,6 +199,32 @@ def test_a_mistake_in_a_thread_is_said_and_the_thread_goes_on(tmp_path: Path, mo
             time.sleep(0.01)
         assert len(looks) > seen
         assert inbox.faults.empty()
+
+
+def test_a_mistake_in_a_look_at_hosts_is_said_and_they_are_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Any] = []
+
+    def fails(_: object, hosts: Any) -> None:
+        looks.append(hosts)
+        raise KeyError("machine")
+
+    monkeypatch.setattr(candidates.Candidates, "_look_at", fails)
+    monkeypatch.setattr(candidates, "LOOK_MOST_S", 0.01)
+    job = JobSpec(command=("true",), nprocs=1, run_id="x", log_dir=tmp_path / "logs")
+    running = candidates.Running(
+        hosts=("a",), port=None, accepted=(), plan=lambda _: None, grows_with=lambda _: False, machines={}
+    )  # fmt: skip
+    warm: Any = SimpleNamespace(hosts=())
+    with candidates.Candidates(job, LocalBackend(), running, candidates.LookHistory(), warm) as looking:
+        looking.watch((), ("b",))
+        end = time.monotonic() + 30
+        while len(looks) < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert len(looks) >= 3
+        (said,) = looking.notes()
+    assert said == "a look at b failed, and is repeated later: KeyError('machine')"
 
 
 def test_another_name_of_a_host_does_not_join(local: LocalJob) -> None:
