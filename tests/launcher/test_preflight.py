@@ -322,10 +322,6 @@ WALLS = {
         ("h1", "tcp dport 7777-7790 drop", ""),
         "port", ("h1",), r"h2, h3 do not reach h1 at 10\.77\.0\.1:7777 ", "pass TCP port 7777",
     ),
-    "packets of full size are lost on their way in": (
-        ("h2", "tcp dport != 22 tcp sport != 22 meta length > 1000 drop", ""),
-        "network", ("h2",), r"h1, h3 do not reach h2 at 10\.77\.0\.2:\d+", "64 KiB do not within 5 s): packets of full",
-    ),
 }  # fmt: skip
 
 

@@ -182,18 +182,29 @@ def connect_ms(address: str, port: int, nonce: str) -> float:
     """
     begun, took = time.monotonic(), None
     try:
-        with socket.create_connection((address, port), CONNECT_S) as connection, connection.makefile("rb") as words:
-            if words.read(len(nonce)) != nonce.encode():
+        with socket.create_connection((address, port), CONNECT_S) as connection:
+            if _received(connection, len(nonce), begun + CONNECT_S) != nonce.encode():
                 raise OSError("somebody else answers there")
-            took = (time.monotonic() - begun) * 1000
+            took, end = (time.monotonic() - begun) * 1000, time.monotonic() + CONNECT_S
             connection.sendall(b".")
-            is_whole = words.read(len(BULK)) == BULK
+            is_whole = _received(connection, len(BULK), end) == BULK
             connection.sendall(BULK)
-            if not is_whole or words.read(1) != b".":
+            if not is_whole or _received(connection, 1, end) != b".":
                 raise OSError("it closes the connection before all is sent")
     except TimeoutError:
         raise OSError(f"no answer within {CONNECT_S:g} s" if took is None else STUCK) from None
     return took
+
+
+def _received(connection: socket.socket, count: int, end: float) -> bytes:
+    """So many bytes, or fewer where the other side closes. Raises TimeoutError at `end`, though some may trickle in."""
+    data = bytearray()
+    while len(data) < count:
+        connection.settimeout(max(0.001, end - time.monotonic()))
+        if not (part := connection.recv(count - len(data))):
+            break
+        data += part
+    return bytes(data)
 
 
 def local_addresses(towards: list[str]) -> list[str]:
