@@ -2,16 +2,28 @@
 
 import os
 import signal
+import sys
 
 RANK = "ROXXEL_PROCESS_ID" in os.environ
-if not RANK and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `begin`: a KeyboardInterrupt in these imports is a traceback
+
+
+def _leave(number: int, _: object) -> None:
+    """End for a signal that comes while nothing has begun. The first process of a container needs a handler for it."""
+    os._exit(128 + number)
+
+
+if not RANK:  # until `begin`, and again until the launcher listens
+    if os.environ.get("ENVIRONMENT") == "BATCH" and sys.argv[1:3] == ["launch", "slurm"]:
+        # SLURM's request waits until somebody listens: the job is to be queued again, not to fail.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU])
+    for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(_number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(_number, _leave)
 
 import errno
 import io
 import select
 import stat
-import sys
 from typing import Any
 
 from roxxel_dist.cluster import interrupt
@@ -25,7 +37,7 @@ def main() -> None:
     open_streams()  # first: files that are opened later must not get the numbers of the standard streams
     collect_seldom()
     if not RANK:  # the launcher ends its ranks
-        interrupt.begin()
+        interrupt.begin(_leave)
     from roxxel_dist.cli import main as run
 
     code = 1

@@ -20,6 +20,8 @@ from hosts import CONTROLLER, Cluster
 from machines import PATH
 
 LIMIT_S = 60.0
+GRACE_S = 20
+"""What a job of the partition `low` has between the signal and the end when one of `high` preempts it."""
 GPUS = 4
 """Of each node, for SLURM to count and hand out; their devices are as /dev/null."""
 PACKAGES = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"}
@@ -49,7 +51,11 @@ MessageTimeout=5
 KillWait=3
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 {nodes}
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=low Nodes=ALL MaxTime=INFINITE State=UP GraceTime={grace}
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
 """
 
 
@@ -98,7 +104,11 @@ class Slurm:
             for name in self.hosts.names
         )
         conf = CONF.format(
-            controller=CONTROLLER, address=self.hosts.address(CONTROLLER), folder=self._folder, nodes="\n".join(nodes)
+            controller=CONTROLLER,
+            address=self.hosts.address(CONTROLLER),
+            folder=self._folder,
+            nodes="\n".join(nodes),
+            grace=GRACE_S,
         )
         (self._folder / "slurm.conf").write_text(conf)
         for number in range(GPUS):

@@ -17,6 +17,8 @@ from roxxel_dist.objects.errors import StoreError, StoreTimeoutError
 from roxxel_dist.utils.display import aligned
 from roxxel_dist.utils.voice import command_line
 
+NO_THREAD = "can't start new thread"
+"""What Python says where ulimit -u, or the pids.max of a container, is used up."""
 Command = Callable[[list[str]], int]
 
 
@@ -53,6 +55,11 @@ def _run(words: list[str]) -> int:
     except StoreError as error:
         info(str(error))
         return EXIT_FILES if isinstance(error, StoreTimeoutError) else EXIT_FAILED
+    except RuntimeError as error:
+        if str(error) != NO_THREAD:
+            raise
+        info("no thread can be started: you have as many processes here as are allowed; end some, or raise `ulimit -u`")
+        return EXIT_FAILED
     except KeyboardInterrupt:
         return 130
 
@@ -85,6 +92,7 @@ def _check_text(words: list[str]) -> None:
                 "the working directory is gone (deleted, or replaced by a new one of its name): change to one that is "
                 'there, as with `cd "$PWD"`'
             ) from error
+        os.chdir("/")  # a run is named by its id, or by a whole path
     for text in (*words, folder):
         try:
             text.encode()

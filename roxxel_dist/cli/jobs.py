@@ -17,7 +17,7 @@ from roxxel_dist.cluster.file_lock import holding_process
 from roxxel_dist.cluster.folder_lock import LOCK
 from roxxel_dist.launcher.control import index
 from roxxel_dist.launcher.control.record import JobRecord
-from roxxel_dist.launcher.jobs import tail
+from roxxel_dist.launcher.jobs import queued, tail
 from roxxel_dist.launcher.jobs.members import change_hosts
 from roxxel_dist.launcher.jobs.stop import stop as stop_job
 from roxxel_dist.launcher.output.console import info, printable
@@ -62,7 +62,7 @@ def ps(words: list[str]) -> int:
             forgotten = index.forget()
             names = f": {', '.join(job.run_id for job in forgotten)}" if forgotten else ""
             info(f"{len(forgotten)} jobs removed from the list{names}")
-        jobs = index.entries()
+        jobs = [queued.look(job) for job in index.entries()]
     recent = time.time() - index.FORGOTTEN_S
     shown = [job for job in jobs if args.all or not job.is_over or (job.state == "lost" and job.updated > recent)]
     if args.json:
@@ -124,7 +124,7 @@ def logs(words: list[str]) -> int:
             raise UserError(f"--rank {args.rank}: run {job.run_id} has the ranks 0 to {job.nprocs - 1}")
         log = job.launcher_log if args.launcher else Path(job.log_dir, f"rank-{args.rank}.log")
         if not log.exists() and (job.is_over or not args.follow):
-            _report_end(job)
+            _report_end(queued.look(job))
             others = ", ".join(sorted(path.name for path in log.parent.glob("*.log")))
             raise UserError(
                 f"{log} is not there: nothing was printed{'' if job.is_over else ' yet'}, or it was moved"
@@ -156,7 +156,9 @@ def attach(words: list[str]) -> int:
     """Follow a job to its end."""
     args = parse(AttachArgs, words, "attach")
     with usage_errors():
-        job = _find(args.run, "attach")
+        job = queued.look(_find(args.run, "attach"))
+        if job.is_queued:
+            info(f"run {job.run_id} waits in the queue of SLURM (job {job.slurm_job}): its lines come when it runs")
         try:
             job = _show(job, job.launcher_log if job.detached else Path(job.log_dir, "rank-0.log"), LINES, follow=True)
         except KeyboardInterrupt:
@@ -182,6 +184,9 @@ def stop(words: list[str]) -> int:
     args = parse(StopArgs, words, "stop")
     with usage_errors():
         job = _find(args.run, "stop")
+        if job.is_queued and (job := queued.cancel(job)).is_over:
+            info(f"run {job.run_id} had not begun: SLURM job {job.slurm_job} is cancelled")
+            return 0
         limit = job.grace + SLACK_S if args.timeout is None else args.timeout
         try:
             job = stop_job(job, kill=args.kill, timeout_s=limit)
@@ -244,7 +249,7 @@ def _find(name: str, command: str) -> JobRecord:
         raise
     if run is not None and trainer and job.is_over and name != job.run_id:
         raise UserError(_not_launched(run, command, trainer))
-    if command != "stop" or job.is_over or job.is_here:  # the files of a job are where its record is
+    if command != "stop" or job.is_over or job.is_queued or job.is_here:  # the files of a job are where its record is
         return job
     if job.slurm_job:
         raise UserError(
@@ -274,6 +279,12 @@ def _clock(when: float) -> str:
 def _report_end(job: JobRecord) -> None:
     if not job.is_over and not job.path.exists():
         info(f"run {job.run_id} was not started, or its run directory was deleted: there is no record of it")
+    elif job.is_queued:
+        info(f"run {job.run_id} waits in the queue of SLURM (`squeue -j {job.slurm_job}`)")
+    elif job.state == "lost" and job.slurm_job and not job.ran:
+        info(
+            f"run {job.run_id} never began, and SLURM job {job.slurm_job} is gone: `sacct -j {job.slurm_job}` says why"
+        )
     elif job.state == "lost":
         info(f"run {job.run_id} is lost: its launcher (pid {job.controller.pid}) was killed, and its ranks with it")
     elif job.state == "ended":

@@ -3,8 +3,9 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from roxxel_dist.cluster.device_counts import DeviceNeeds
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.platforms import why_no_devices
 from roxxel_dist.launcher.backends import BACKENDS
+from roxxel_dist.launcher.job.environment import is_secret
 from roxxel_dist.launcher.output.console import info, printable
 from roxxel_dist.settings.usage_errors import usage_errors
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from roxxel_dist.launcher.job.backend import Backend, Command, Options
     from roxxel_dist.launcher.job.spec import JobSpec
 
+DOLLAR = re.compile(r"\$(\w+|\{\w+\})")
 MOST = 1_000_000
 """Hosts, restarts or ports of a job, at most."""
 MOST_OF_HOST = {"nprocs": 4096, "procs_per_host": 4096, "gpus_per_host": 1024, "devices_per_proc": 1024}
@@ -150,6 +153,15 @@ def device_counts(command: Sequence[str]) -> dict[str, DeviceNeeds]:
     return {"device_needs": parse_train(list(command[1:]))[1].device_needs}
 
 
+def _warn_of_dollars(variables: Mapping[str, str], path: str) -> None:
+    """A file for a shell is no --env-from: nothing in it is expanded."""
+    if found := [name for name, value in variables.items() if DOLLAR.search(value) and not is_secret(name)]:
+        info(
+            f"warning: --env-from {path}: {found[0]}={variables[found[0]]} stays as it stands, for no shell reads the "
+            f"file; write the value itself, or use --env {found[0]} for that of this shell"
+        )
+
+
 def check_command(command: Sequence[str]) -> None:
     """Raises ValueError where a `train` command would refuse its data sets, blends or phases; looks at no other."""
     if list(command[:1]) == ["train"]:
@@ -168,6 +180,8 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
 
     if options.json and not options.dry_run:
         raise UserError("--json prints what would run: give it with --dry-run")
+    if options.env_from:
+        _warn_of_dollars(read_env_file(options.env_from), options.env_from)
     counts = device_counts(command)
     shared = {field.name for field in dataclasses.fields(JobSpec)} - {"env", "nprocs", "run_id"}
     run_id = options.run_id or new_run_id(index.knows)

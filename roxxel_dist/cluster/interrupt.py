@@ -20,17 +20,22 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CLEANUP_LIMIT_S = 1.0
 """How long taking away may last: a disk that hangs does not keep the process."""
 
+_before: dict[int, Any] = {}
 _cleanups: list[Callable[[], Any]] = []
 _leaving = threading.Lock()
 _active = threading.Event()
 
 
-def begin() -> None:
-    """Handle the signals from here on; those that are ignored (`nohup`) stay ignored. For a command's main thread."""
+def begin(*before: Any) -> None:
+    """Handle the signals from here on; those that are ignored (`nohup`) stay ignored. For a command's main thread.
+
+    `before`: handlers in whose place these are, beside Python's own; `end` restores them.
+    """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     for number in SIGNALS:
-        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+        if (handler := signal.getsignal(number)) in (signal.SIG_DFL, signal.default_int_handler, *before):
+            _before[number] = signal.default_int_handler if number == signal.SIGINT else handler
             signal.signal(number, _on_signal)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # written to while the main thread is in C, too
     threading.Thread(target=_watch, args=(read_end,), name="roxxel-signals", daemon=True).start()
@@ -39,14 +44,14 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Restore Python's handlers: for a command that sets handlers."""
+    """Restore the handlers of before, for SIGINT Python's own: for a command that sets handlers."""
     if not _active.is_set():
         return
     _active.clear()
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         if signal.getsignal(number) is _on_signal:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(number, _before[number])
 
 
 def active() -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -11,19 +12,22 @@ import jax
 
 from roxxel_dist.cluster import interrupt
 from roxxel_dist.cluster.exit_codes import SCHEDULER_SIGNALS, STATUS_ENV
+from roxxel_dist.cluster.stop_requests import in_batch_job, kills
 
 _stop, _stepped = threading.Event(), threading.Event()
+_requests: list[tuple[int, float]] = []
 
 
 @contextlib.contextmanager
 def watching_for_stop() -> Iterator[None]:
     """Within it SIGTERM, SIGHUP, Ctrl-C and the signals of batch systems (SIGUSR1, SIGUSR2, SIGXCPU) ask the training
-    loop to stop after the step in hand; another Ctrl-C kills.
+    loop to stop after the step in hand; another Ctrl-C kills (`stop_requests.kills`).
 
     A command that has done no step yet has nothing to save: it ends at once. A SIGHUP that is ignored (`nohup`) stays
     so.
     """
     _stop.clear()
+    _requests.clear()
     _stepped.clear()
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -37,7 +41,9 @@ def watching_for_stop() -> Iterator[None]:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    again = number == signal.SIGINT and _stop.is_set()
+    now = time.monotonic()
+    again = number == signal.SIGINT and kills(number, _requests, now, batch_job=in_batch_job())
+    _requests.append((number, now))
     if interrupt.active() and (again or not (_stepped.is_set() or jax.process_count() > 1)):
         interrupt.leave(number)
     if again:

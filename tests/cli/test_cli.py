@@ -271,6 +271,19 @@ def test_bytes_that_are_no_utf_8(tmp_path, words):
     )
 
 
+def test_a_machine_that_starts_no_thread(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "roxxel-dist" / "jobs").mkdir(parents=True)
+    (tmp_path / "roxxel-dist" / "jobs" / "x.0123456789abcdef").symlink_to(tmp_path / "gone")
+
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", start)
+    assert main(["ps"]) == 1
+    assert "no thread can be started: you have as many processes here as are allowed" in capsys.readouterr().err
+
+
 GONE = "the working directory is gone (deleted, or replaced by a new one of its name): change to one that is there"
 
 
@@ -281,6 +294,7 @@ GONE = "the working directory is gone (deleted, or replaced by a new one of its 
         (("launch", "ssh", "--hosts", "a", "--dry-run", "--", "true"), 2),
         (("train", "--data_path", "x"), 2),
         (("ps",), 0),
+        (("stop", "x"), 2),
         (("launch", "--help"), 0),
     ],
 )
@@ -289,7 +303,10 @@ def test_a_working_directory_that_is_gone(tmp_path, monkeypatch, capsys, words, 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert (main(list(words)), GONE in capsys.readouterr().err) == (code, code == 2)
+    assert main(list(words)) == code
+    said = capsys.readouterr().err
+    assert (GONE in said) == (code == 2 and words[0] != "stop")
+    assert "No such file" not in said
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -2,10 +2,13 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import psutil
 import pytest
 from ranks import is_waiting_spare, write_namesakes
 
+from roxxel_dist.cluster import stop_requests
 from roxxel_dist.launcher.control.report import saved
 from roxxel_dist.launcher.policy.outcome import AttemptResult, HostLost, RankExit, is_drain
 
@@ -103,6 +107,7 @@ def test_the_request_reaches_the_program_and_not_its_workers(
         ("launcher", signal.SIGXCPU),
         ("steps", signal.SIGUSR1),
         ("steps", signal.SIGUSR2),
+        ("steps", signal.SIGTERM),
     ],
 )
 def test_signals_of_batch_systems_are_requests(where: str, number: int, launch: Launch, tmp_path: Path) -> None:
@@ -114,7 +119,131 @@ def test_signals_of_batch_systems_are_requests(where: str, number: int, launch: 
         os.kill(pid, number)
     code, _, err = job.wait()
     assert code == 42, err
-    assert f"{signal.Signals(number).name}: the ranks get 30 s to save and exit" in err
+    assert re.search(rf"{signal.Signals(number).name}( at \S+)?: the ranks get 30 s to save and exit", err)
+
+
+SAVES = (
+    "trap 'sleep 1; touch saved.$ROXXEL_PROCESS_ID; exit 42' TERM; touch up.$ROXXEL_PROCESS_ID; "
+    "while :; do sleep .1; done"
+)
+TERM, HUP, INT, USR1 = signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1
+
+
+@pytest.mark.parametrize(
+    ("numbers", "tree"),
+    [([TERM, HUP], False), ([TERM, HUP], True), ([HUP, TERM], True), ([INT, TERM], False), ([INT, INT], False),
+     ([USR1, TERM], False), ([TERM, TERM], True)],
+    ids=lambda value: "+".join(number.name for number in value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_two_signals_of_a_system_are_one_request(
+    numbers: list[signal.Signals], tree: bool, launch: Launch, tmp_path: Path
+) -> None:
+    """To the launcher, or, as systemd stops a session, to each process of the tree."""
+    job = launch("bash", "-c", SAVES, nprocs=2)
+    job.marks("up.*", 2)
+    asked = [job.process.pid, *(job.family()["all"] if tree else [])]
+    for number in numbers:
+        for pid in asked:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        time.sleep(0.02)
+    code, _, err = job.wait()
+    assert (code, len(list(tmp_path.glob("saved.*")))) == (42, 2), err
+    assert "killing" not in err
+
+
+@pytest.mark.skipif(shutil.which("timeout") is None, reason="GNU timeout is not here")
+def test_the_request_of_gnu_timeout_is_one(tmp_path: Path) -> None:
+    """It signals the launcher, and then its own process group, in which the launcher is."""
+    words = ["timeout", "--signal=TERM", "4", sys.executable, "-m", "roxxel_dist", "launch", "local", "--nprocs", "2"]
+    done = subprocess.run(
+        [*words, "--", "bash", "-c", SAVES],
+        cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 124, done.stderr
+    assert "every rank saved and exited (42)" in done.stderr
+
+
+def test_a_person_repeats_a_request_to_kill(launch: Launch, tmp_path: Path) -> None:
+    job = launch("bash", "-c", "trap 'touch asked' TERM; touch up; while :; do sleep .1; done", nprocs=1)
+    job.marks("up", 1)
+    job.process.send_signal(INT)
+    job.marks("asked", 1)
+    time.sleep(stop_requests.FORWARD_S)
+    job.process.send_signal(INT)
+    code, _, err = job.wait()
+    assert code == 130, err
+    assert "Ctrl-C or stop again: killing the ranks" in err
+
+
+PHASES = (
+    "trap 'sleep 1; touch saved.$ROXXEL_PROCESS_ID; exit 42' TERM; touch up.$ROXXEL_PROCESS_ID.$ROXXEL_ATTEMPT; "
+    "[ $ROXXEL_ATTEMPT = 0 ] || exit 0; while :; do sleep .1; done"
+)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("flags", "ranks_after", "words"),
+    [
+        (["--min-hosts", "1"], 1, "going on without h2: 1 of 2 devices"),
+        ([], 2, "the job needs h2: it starts again there"),
+        (["--max-restarts", "0"], 0, "SIGTERM at h2: the ranks get 30 s to save and exit"),
+    ],
+    ids=["elastic", "all needed", "no restarts"],
+)
+def test_sigterm_at_an_agent_is_a_preemption_of_its_host(
+    flags: list[str], ranks_after: int, words: str, cluster: Callable[..., Any], until: Callable[..., None],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """As an init system signals the processes of a host that goes down: all ranks save, not those there alone."""
+    hosts = cluster(2)
+    launch = ["launch", "ssh", "--hosts", "h1,h2", "--ssh-config", hosts.ssh_config, *flags]
+    job = hosts.popen(
+        [sys.executable, "-m", "roxxel_dist", *launch, "--", "bash", "-c", PHASES],
+        cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    until(lambda: len(list(tmp_path.glob("up.*.0"))) == 2, "the ranks")
+    agents = [pid for pid in hosts.processes("h2") if "launcher.host.agent" in " ".join(psutil.Process(pid).cmdline())]
+    for pid in agents:
+        os.kill(pid, TERM)
+    until(lambda: len(list(tmp_path.glob("saved.*"))) == 2, "both saves")
+    if ranks_after == 2:  # the machine goes down, and comes back
+        for pid in hosts.processes("h2"):
+            with suppress(psutil.NoSuchProcess):
+                if "launcher.host" in " ".join(psutil.Process(pid).cmdline()):
+                    os.kill(pid, signal.SIGKILL)
+    out, _ = job.communicate(timeout=120)
+    assert job.returncode == (0 if ranks_after else 42), out
+    assert len(list(tmp_path.glob("up.*.1"))) == ranks_after, out
+    assert words in out
+    assert "restart 1 of" not in out, "a preemption counts for nothing"
+
+
+EARLY = """
+import os, runpy, signal, sys
+class Sends:  # SIGTERM to this process when it comes to an import
+    def __init__(self, name):
+        self.name = name
+    def find_spec(self, name, *_):
+        if name == self.name:
+            self.name = ""
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.meta_path.insert(0, Sends(sys.argv[1]))
+sys.argv[1:] = "launch local --nprocs 1 -- touch started".split()
+runpy.run_module("roxxel_dist", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize(
+    "module", ["roxxel_dist.cluster.interrupt", "roxxel_dist.cli", "roxxel_dist.launcher.control.supervisor"]
+)
+def test_the_first_process_of_a_container_hears_a_request_from_its_first_moment_on(module: str, tmp_path: Path) -> None:
+    """The kernel drops signals for which that process has no handler."""
+    words = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", EARLY, module]
+    done = subprocess.run(words, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert (done.returncode, (tmp_path / "started").exists()) == (143, False), done.stderr
 
 
 def test_a_rank_that_a_batch_system_has_ended_was_preempted(launch: Launch, tmp_path: Path) -> None:

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from roxxel_dist.launcher.job.environment import assignments, masked, masked_words, read_env_file, shell_line
+from roxxel_dist.launcher.job.environment import (
+    assignments,
+    direct,
+    masked,
+    masked_words,
+    read_env_file,
+    shell_line,
+    suspects,
+)
 
 
 def test_variables_are_taken_as_they_stand_and_the_last_counts() -> None:
@@ -92,3 +100,37 @@ def test_secrets_within_the_text_of_a_word_and_in_other_spellings() -> None:
 
 def test_a_line_for_a_shell() -> None:
     assert shell_line({"B": "x y", "A_KEY": "s"}, ["p", "a b", "$c"]) == "env 'A_KEY=***' 'B=x y' p 'a b' '$c'"
+
+
+@pytest.mark.parametrize(
+    ("given", "direct_to"),
+    [
+        ({}, None),
+        ({"NO_PROXY": "x", "no_proxy": "y", "HTTP_PROXY": "http://p:1"}, None),  # gRPC reads small letters alone
+        ({"http_proxy": "http://p:1"}, "10.0.0.1"),
+        ({"https_proxy": "http://p:1"}, "10.0.0.1"),
+        ({"grpc_proxy": "http://p:1"}, "10.0.0.1"),
+        ({"http_proxy": ""}, None),
+        ({"http_proxy": "http://p:1", "no_proxy": "a,.b"}, "a,.b,10.0.0.1"),
+        ({"http_proxy": "http://p:1", "no_proxy": "a", "no_grpc_proxy": "c"}, "c,10.0.0.1"),
+        ({"http_proxy": "http://p:1", "no_grpc_proxy": "10.0.0.1"}, "10.0.0.1"),
+    ],
+)
+def test_the_coordinator_is_reached_without_a_proxy(given: dict[str, str], direct_to: str | None) -> None:
+    found = direct({"ROXXEL_COORDINATOR": "10.0.0.1:4321", **given})
+    assert found == ({} if direct_to is None else {"no_grpc_proxy": direct_to})
+
+
+def test_the_coordinator_with_an_ipv6_address_is_too() -> None:
+    assert direct({"ROXXEL_COORDINATOR": "[fd00::1]:4", "http_proxy": "p"}) == {"no_grpc_proxy": "fd00::1"}
+
+
+def test_what_may_part_ranks_is_shown_without_secrets() -> None:
+    given = {
+        "http_proxy": "http://me:pw@p:1", "NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth1", "HOME": "/root",
+        "NCCL_AUTH_TOKEN": "hush", "GRPC_VERBOSITY": "", "HTTPS_PROXY": "http://q:2", "MY_NCCL_X": "1",
+    }  # fmt: skip
+    assert suspects(given) == {
+        "GLOO_SOCKET_IFNAME": "eth1", "HTTPS_PROXY": "http://q:2", "NCCL_AUTH_TOKEN": "***",
+        "NCCL_SOCKET_IFNAME": "eth0", "http_proxy": "http://***@p:1",
+    }  # fmt: skip

@@ -26,6 +26,15 @@ HERE = "env NAME={host}"
 """The hosts of most tests are this machine: a command that takes the words of a program."""
 
 
+CLOSED = ("kex_exchange_identification: Connection closed by remote host", "Connection closed by UNKNOWN port 65535")
+"""What ssh says at last, whatever has ended its ProxyCommand."""
+
+
+def ends(*lines: str) -> str:
+    """A client that counts its tries, and ends with these lines on stderr."""
+    return script(f"echo >> tries; printf '%s\\n' {shlex.join(lines)} >&2; exit 255")
+
+
 def script(text: str) -> str:
     """A `--via` that is a script of a shell; `"$@"` are the words of the program, without the host's name."""
     return f"sh -c {shlex.quote(text)} {{host}}"
@@ -86,6 +95,55 @@ CAME_BACK: dict[str, tuple[str, str | None]] = {
         script("echo 'error: You must be logged in to the server (Unauthorized)' >&2; exit 1"),
         r"\(Unauthorized\); who runs --via has to log in again",
     ),
+    "a ProxyCommand whose login is over": (
+        ends("Error: the SSO session has expired; run aws sso login", *CLOSED),
+        r"run aws sso login; who runs --via has",
+    ),
+    "a ProxyCommand that is not there": (
+        ends("sh: 1: exec: nc: not found", *CLOSED),
+        r"exec: nc: not found; a ProxyCommand or a bastion .*`ssh b` shows it",
+    ),
+    "a ProxyCommand of several lines": (
+        ends("", "An error occurred (TargetNotConnected) when calling StartSession:", "i-1 is not connected.", *CLOSED),
+        r"\(TargetNotConnected\) .*: \| i-1 is not connected",
+    ),
+    "a bastion that is away": (
+        ends("ssh: connect to host jump port 22: No route to host", *CLOSED),
+        r"jump port 22: No route to host; a ProxyC",
+    ),
+    "a bastion that takes no key": (
+        ends("me@jump: Permission denied (publickey).", *CLOSED), r"\(publickey\)\.; nobody",
+    ),
+    "a key that is new": (
+        ends("No ED25519 host key is known for b and you have requested strict checking.",
+             "Host key verification failed."),
+        r"No ED25519 host key is known for b .*; log in once by hand",
+    ),
+    "a key that has changed": (
+        ends("@@@@@@", "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", "Offending key in /r/known_hosts:3",
+             "  remove with:", "  ssh-keygen -f '/r/known_hosts' -R 'b'", "Host key verification failed."),
+        r"it HAS CHANGED; if a new machine has its name or address: ssh-keygen -f '/r/known_hosts' -R 'b'",
+    ),
+    "a key that has changed, by another ssh": (
+        ends("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", "Host key verification failed."),
+        r"ssh-keygen -R b",
+    ),
+    "a proxy that wants a password": (
+        ends("Via proxy:3128 -> b:22", "HTTP return code: 407 Proxy Authentication Required", *CLOSED),
+        r"Via proxy:3128 .* \| HTTP return code: 407 Proxy Authentication Required; a ProxyCommand",
+    ),
+    "a key that a bastion does not know": (
+        ends("Host key verification failed.", *CLOSED), r"failed\.; log in once by hand",
+    ),
+    "advice of a new ssh": (
+        ends("** WARNING: connection is not using a post-quantum key exchange algorithm.", "no luck"), r"no luck",
+    ),
+    "no room": (ends("mktemp: failed to create file: No space left on device"), r"; make room on that host"),
+    "no memory": (ends("bash: fork: Cannot allocate memory"), r"; that host has no memory left"),
+    "killed there": (
+        script("echo 'command terminated with exit code 137' >&2; exit 137"),
+        r"is memory short, or a limit .*\(code 137\)",
+    ),
     "no rights": (
         script("echo 'Error from server (Forbidden): pods \"x\" is forbidden' >&2; exit 1"),
         r"is forbidden; who runs --via needs the rights",
@@ -107,7 +165,13 @@ CAME_BACK: dict[str, tuple[str, str | None]] = {
     "words joined by spaces": (script('exec sh -c "$*"'), r"words came through a shell; .* write \{command\} in --via"),
     "a text where words are due": ("env NAME={host} {command}", r"this command takes words, and no text"),
     "no folder": (script('cd /; unset OLDPWD; set -- "$@"; "$1" "$2" "cd /no/where"'), r"/no/where; name a work"),
-    "garbage in its middle": (script('"$@" | sed -u "2s/^/garbage /"'), r"'garbage .* is no message of roxxel-dist"),
+    "words before each line": (script('"$@" | sed -u "s/^/b: /"'), None),  # as clush has it
+    "words behind each line": (script('"$@" | sed -u "s/$/ [ok]/"'), None),
+    "lines between": (script("\"$@\" | sed -u 's/^/hello\\n/; s/$/\\n{\"id\":9,\"type\":\"done\",\"code\":1}/'"), None),
+    "JSON of a cloud's client": (script("echo '{\"code\":401,\"message\":\"expired\"}'; \"$@\""), None),
+    "JSON with our keys": (script("echo '{\"id\":1,\"type\":\"gone\",\"entry\":1,\"code\":0}'; \"$@\""), None),
+    "JSON alone": (script("echo '{\"code\":401,\"message\":\"expired\"}'; exit 1"), r'\{"code":401.*\(code 1\)'),
+    "garbage in its middle": (script('"$@" | sed -u "2s/,/garbage/"'), r"'.* is no message of roxxel-dist"),
     "what is not text": (script("head -c 300 /dev/zero; echo; exit 1"), r"code 1"),
     "megabytes first": (script('seq 300000; "$@"'), None),
 }  # fmt: skip
@@ -125,6 +189,7 @@ def test_what_comes_back_is_said_in_one_line(case: str, tmp_path: Path, cli: Cal
     *_, line, more = done.stderr.splitlines()
     assert re.search(f"^roxxel-dist: host b cannot be used: .*{said}", line), line
     assert len(line) < 1100  # a character may need four of the terminal
+    assert not (tmp_path / "tries").exists() or (tmp_path / "tries").stat().st_size == 1, "a repeat mends nothing"
     assert "not started: correct what is above" in more
 
 
@@ -277,6 +342,29 @@ def test_where_the_host_and_the_program_go(via: str, start: list[str], count: in
     folder, _, python = program.partition(" && exec ")
     assert shlex.split(folder) == ["cd", "/it's {host} {command}"]
     assert shlex.split(python)[0] == "/my py/python"
+
+
+@pytest.mark.parametrize(
+    ("directory", "python", "text"),
+    [
+        ("~", "~/v/bin/python", "cd ~ && exec ~/v/bin/python -u"),
+        ("~/my work", "python3", "cd ~/'my work' && exec python3 -u"),
+        ("/a/~b", "/x y", "cd '/a/~b' && exec '/x y' -u"),
+        ("~/$(x)", "python3", "cd ~/'$(x)' && exec"),
+    ],
+)
+def test_the_home_of_a_host_is_that_there(directory: str, python: str, text: str) -> None:
+    backend = ExecBackend(["a"], "sh -c {command} {host}", python=python, directory=directory)
+    assert text in backend.argv("a", "module")[2]
+
+
+def test_a_value_that_only_a_shell_would_expand_is_warned_of(cli: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "e").write_text("export PATH=/opt/x:$PATH\nMY_TOKEN=a$b\nPRICE=5$\n")
+    done = cli(
+        "launch", "exec", "--hosts", "a", "--via", HERE, "--env-from", "e", "--dry-run", "--", "true", cwd=tmp_path
+    )
+    assert "warning: --env-from e: PATH=/opt/x:$PATH stays as it stands" in done.stderr
+    assert done.stderr.count("warning") == 1
 
 
 def test_how_often_the_job_was_started(cli: Callable[..., Any], tmp_path: Path) -> None:

@@ -339,6 +339,17 @@ def test_threads_are_the_same_on_all_nodes(printed: Callable[..., str]) -> None:
     ("words", "said"),
     [
         (["--hosts", "0"], "--hosts 0: must be at least 1"),
+        *(
+            (["--name", name], f"--name '{re.escape(name)}': use at most 42 small letters")
+            for name in ("My_Name", "9lives", "x.", "-x", "x-", "", "a" * 43)
+        ),
+        (["--namespace", "A"], "--namespace 'A': use at most 63 small letters"),
+        (["--secret", "My_Keys"], "--secret 'My_Keys': use small letters"),
+        (["--volume", "My_Claim:/x"], "--volume 'My_Claim': use small letters"),
+        (["--image", ""], "--image '': name an image"),
+        (["--image", "a b"], "--image 'a b': name an image"),
+        (["--cpu", "0"], "--cpu 0: write an amount"),
+        (["--memory", "0.0Gi"], "--memory 0.0Gi: write an amount"),
         (["--volume", "claim"], "--volume 'claim': write CLAIM:/path"),
         (["--tpu", "v5"], "--tpu and --topology belong together"),
         (["--tpu", "v5", "--topology", "4"], "--topology '4': write for example 4x4"),

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,8 +17,10 @@ from elastic import elastic
 from hosts import Cluster
 from ranks import is_waiting_spare
 
+from roxxel_dist.launcher.backends.local import LocalBackend
 from roxxel_dist.launcher.control import membership
 from roxxel_dist.launcher.job.spec import JobSpec
+from roxxel_dist.launcher.preflight import candidates
 
 # The command of a list is started in this process, where other tests may have used jax, which warns of a fork.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
@@ -200,6 +203,53 @@ def test_a_list_that_fails_again_and_again_is_named_once(tmp_path: Path, monkeyp
             time.sleep(0.01)
     assert "failed (exit code 1): E1127 08:00:0" in inbox.faults.get_nowait()
     assert (inbox.faults.empty(), inbox.lists.empty()) == (True, True)
+
+
+def test_a_mistake_in_a_thread_is_said_and_the_thread_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "AGAIN_S", 0.01)
+    (tmp_path / "list").write_text("a\n")
+    job = JobSpec(command=("true",), nprocs=1, run_id="x", log_dir=tmp_path / "logs", hosts_from=str(tmp_path / "list"))
+    looks: list[int] = []
+
+    def fails(_: object) -> list[Any]:
+        looks.append(1)
+        raise KeyError("machine")
+
+    monkeypatch.setattr(membership.member_requests, "read", fails)
+    with membership.Inbox(job, ["a"]) as inbox:
+        assert "could not be read: KeyError('machine')" in inbox.faults.get(timeout=30)
+        seen = len(looks)
+        end = time.monotonic() + 30
+        while len(looks) == seen and time.monotonic() < end:
+            time.sleep(0.01)
+        assert len(looks) > seen
+        assert inbox.faults.empty()
+
+
+def test_a_mistake_in_a_look_at_hosts_is_said_and_they_are_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Any] = []
+
+    def fails(_: object, hosts: Any) -> None:
+        looks.append(hosts)
+        raise KeyError("machine")
+
+    monkeypatch.setattr(candidates.Candidates, "_look_at", fails)
+    monkeypatch.setattr(candidates, "LOOK_MOST_S", 0.01)
+    job = JobSpec(command=("true",), nprocs=1, run_id="x", log_dir=tmp_path / "logs")
+    running = candidates.Running(
+        hosts=("a",), port=None, accepted=(), plan=lambda _: None, grows_with=lambda _: False, machines={}
+    )  # fmt: skip
+    warm: Any = SimpleNamespace(hosts=())
+    with candidates.Candidates(job, LocalBackend(), running, candidates.LookHistory(), warm) as looking:
+        looking.watch((), ("b",))
+        end = time.monotonic() + 30
+        while len(looks) < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert len(looks) >= 3
+        (said,) = looking.notes()
+    assert said == "a look at b failed, and is repeated later: KeyError('machine')"
 
 
 def test_another_name_of_a_host_does_not_join(local: LocalJob) -> None:

@@ -141,6 +141,21 @@ def test_a_launcher_that_is_asked_to_end_saves_and_one_that_is_lost_resumes(pods
     assert launch.wait(60) == 0, pods.said()
 
 
+AGENT = "trap 'sleep 1; touch saved; exit' TERM; touch up; while :; do sleep .1; done"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_pod_that_is_to_end_tells_its_agents_and_waits_for_them(tmp_path: Path) -> None:
+    """Its first process alone gets SIGTERM."""
+    (tmp_path / "agent").write_text(AGENT)
+    (tmp_path / "begin").write_text(
+        "sh agent roxxel_dist.launcher.host.agent &\n(until [ -e up ]; do sleep .1; done; kill 1) &\n"
+    )
+    words = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", f". ./begin; {WAIT[2]}"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, (tmp_path / "saved").exists()) == (143, True), done.stderr
+
+
 def test_a_pod_that_waits_ends_by_sigterm_and_not_with_the_code_of_success() -> None:
     """0 would be the end of its Job, after which no pod is made anew."""
     waits = subprocess.Popen(WAIT, start_new_session=True)

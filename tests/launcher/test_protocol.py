@@ -43,16 +43,33 @@ def test_an_outbox_never_waits_and_loses_nothing() -> None:
     os.close(writes)
 
 
-NOISE = [b"", b"Welcome\n", b"Welcome \x1b[1m", b"\n\n", b'{"a": 1}\n', b"[1]\nnull\n", b"\xff\xfe\r\n", b"{\n"]
+NOISE = [
+    b"Welcome\n", b"Welcome \x1b[1m", b"\n\n", b'{"a": 1}\n', b"[1]\nnull\n", b"\xff\xfe\r\n", b"{\n",
+    b'{"code":401,"message":"token expired"}\n', b'{"id":1,"type":"error","entry":null}\n',
+    b'{"type":"gone","code":0}\n', b'{"n":"","type":"done"}\n', b"h1: ", b"[1] 05:48:24 [SUCCESS] ",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("noise", NOISE)
-def test_what_start_up_files_print_before_the_first_message_is_left_out(noise: bytes) -> None:
-    line = encode({"id": 1, "text": "x"})
+def test_what_others_print_before_between_and_beside_messages_is_no_message(noise: bytes) -> None:
+    """Start-up files of a shell, their background processes, and clients: JSON with everyday keys too."""
+    sent = [{"id": 1, "text": "x"}, {"type": "progress", "records": []}]
+    data = b"".join(noise + encode(message, "5e7") for message in sent) + noise
     for size in (1, 3, 1000):
-        decoder, data, got = Decoder(after_noise=True), noise + line, []
+        decoder, got = Decoder("5e7"), []
         for start in range(0, len(data), size):
             got += decoder.feed(data[start : start + size])
-        assert got == [{"id": 1, "text": "x"}]
-    with pytest.raises(ValueError, match="no message"):
-        decoder.feed(b"Welcome\n")
+        assert got == sent
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"n":"5e7","type":"lines","text":"cut o\n', "is no message"),  # another process printed in the middle of it
+        (b'{"nonce":"5e7","ask":"facts","id":1}\n', "it sends back what it is sent"),
+        (b'{"n":"5e7","id":1}\r\n', "a terminal is in between"),
+    ],
+)
+def test_a_damaged_channel_is_named(line: bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Decoder("5e7").feed(line)

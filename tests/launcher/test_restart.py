@@ -73,6 +73,12 @@ DONE, REQUESTED, PREEMPTED, INFRA, USER = Cause
         ((-9, -9), {"hang": HANG}, INFRA),
         ((), {"lost": LOST}, INFRA),
         ((1,), {"lost": LOST}, INFRA),  # the connections to that host broke
+        ((), {"lost": LOST, "hosts": 2, "cut": {LOST.host, "other"}}, PREEMPTED),  # what all go through was replaced
+        ((), {"lost": LOST, "hosts": 3, "cut": {LOST.host, "other"}}, INFRA),
+        ((), {"lost": LOST, "hosts": 1, "cut": {LOST.host}}, INFRA),  # the host, or its link
+        ((), {"lost": LOST, "departing": [LOST.host]}, PREEMPTED),  # it went before its ranks had saved
+        ((), {"lost": LOST, "departing": ["other"]}, INFRA),
+        ((143, -9), {"grows": "h2 was asked to end", "departing": ["h2"]}, PREEMPTED),
         ((42, 42), {"requested": 2}, REQUESTED),
         ((-15, -15), {"requested": 15}, REQUESTED),
         ((-9, -6), {"requested": 15}, REQUESTED),

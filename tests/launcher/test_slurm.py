@@ -142,6 +142,70 @@ def test_the_signal_before_the_time_limit_queues_the_job_again(desk: Callable[[]
     assert listed == [["first", "ended", "0"]], "a run directory has one record, of its newest launch"
 
 
+PREEMPTED = (
+    "trap 'touch asked; sleep 6; touch saved.$ROXXEL_PROCESS_ID; exit 42' TERM; "
+    "touch up.$ROXXEL_PROCESS_ID.$ROXXEL_ATTEMPT; [ $ROXXEL_ATTEMPT = 0 ] || exit 0; while :; do sleep .2; done"
+)
+
+
+@pytest.mark.cluster
+def test_a_preemption_with_a_grace_time_is_a_request_at_its_begin(desk: Callable[[], Desk]) -> None:
+    """SLURM signals the steps then, and the launcher only when the grace time is over, some seconds before SIGKILL."""
+    here = desk()
+    low = ["--slurm-partition", "low", "--run-id", "low", "--grace", 2]  # less than SLURM leaves, and a save takes
+    job = here.launch("--nodes", 2, *low, "--", "bash", "-c", PREEMPTED)
+    here.up(2)
+    words = ["sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"]
+    urgent = here.slurm.run(*words, "--wrap=sleep 2", cwd=here.folder).stdout.strip()
+    here.until((here.folder / "asked").exists, "the request")
+    here.until(lambda: len(list(here.folder.glob("saved.*"))) == 2, "both saves")
+    here.slurm.wait(urgent, "COMPLETED")
+    ended = here.slurm.wait(job, "COMPLETED", limit=200)
+    assert ended["Restarts"] == "1", ended
+    log = here.log()
+    assert re.search(r"SIGTERM at h\d: the ranks get 1[0-5](\.\d)? s to save and exit", log), log
+    assert "every rank saved and exited (42)" in log
+    assert f"job {job} is queued again (requeue 1 of 100)" in log
+
+
+@pytest.mark.cluster
+def test_a_job_in_the_queue_is_listed_followed_and_stopped(desk: Callable[[], Desk]) -> None:
+    here = desk()
+    here.slurm.run("scontrol", "update", "nodename=h1", "state=drain", "reason=test")
+    words = ["--nodes", 2, "--", "bash", "-c", "echo it runs"]
+    first = here.launch("--run-id", "first", *words)
+    (listed,) = json.loads(here.look("ps", "--json").stdout)
+    assert (listed["run_id"], listed["state"], listed["slurm_job"]) == ("first", "queued", first)
+    assert "waits in the queue of SLURM" in here.look("logs", "first").stderr
+    stopped = here.look("stop", "first")
+    assert (stopped.returncode, f"SLURM job {first} is cancelled" in stopped.stderr) == (0, True), stopped.stderr
+    assert here.slurm.wait(first, "CANCELLED")
+    second = here.launch("--run-id", "second", *words)
+    here.slurm.run("scancel", second)  # by hand
+    here.slurm.wait(second, "CANCELLED")
+    gone = here.look("attach", "second")
+    assert (gone.returncode, "never began, and SLURM job" in gone.stderr) == (1, True), gone.stderr
+    third = here.launch("--run-id", "third", *words)
+    attached = here.slurm.popen(
+        sys.executable, "-m", "roxxel_dist", "attach", "third", cwd=here.folder, stdout=-1, stderr=-1
+    )
+    here.slurm.run("scontrol", "update", "nodename=h1", "state=resume")
+    out, err = attached.communicate(timeout=120)
+    assert attached.returncode == 0, err
+    assert b"it runs" in out
+    here.slurm.wait(third, "COMPLETED")
+
+
+@pytest.mark.cluster
+def test_scancel_of_the_steps_with_a_signal_is_a_request(desk: Callable[[], Desk]) -> None:
+    here = desk()
+    job = here.launch("--nodes", 2, "--run-id", "steps", "--max-requeues", 0, "--", "bash", "-c", PREEMPTED)
+    here.up(2)
+    here.slurm.run("scancel", "--signal=TERM", job)
+    here.until(lambda: len(list(here.folder.glob("saved.*"))) == 2, "both saves")
+    assert here.slurm.wait(job, "FAILED")["ExitCode"] == "42:0"
+
+
 @pytest.mark.cluster
 def test_a_cancelled_job_does_not_come_back(desk: Callable[[], Desk]) -> None:
     two = desk()

@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from roxxel_dist.launcher.backends.slurm.allocation import Allocation, current_allocation, requeue
-from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend, step_environment
+from roxxel_dist.launcher.backends.slurm.backend import SlurmBackend, left_of, step_environment
 from roxxel_dist.launcher.backends.slurm.launch import Options, hide_secrets, script
 from roxxel_dist.launcher.control.supervisor import JobResult
 
@@ -238,3 +239,17 @@ def test_when_a_job_is_queued_again(result: JobResult, state: str, restarts: int
 def test_an_interactive_job_is_never_queued_again() -> None:
     inside = Allocation(job_id="7", nodelist="n1", batch=False, restarts=0, node="")
     assert not requeue(JobResult(code=42, requested=TERM), inside, 3, "RUNNING").again
+
+
+@pytest.mark.parametrize(
+    ("told", "left"),
+    [
+        ("EndTime=2026-11-28T08:56:27 PreemptEligibleTime=2026-11-28T08:56:04 PreemptTime=2026-11-28T08:56:07", 17.0),
+        ("EndTime=2027-11-28T08:56:04 PreemptEligibleTime=2026-11-28T08:56:04 PreemptTime=None", None),
+        ("EndTime=2026-11-28T08:56:00 PreemptTime=2026-11-28T08:55:00", 0.0),
+        ("EndTime=Unknown PreemptTime=2026-11-28T08:55:00", None),
+        ("", None),  # slurmctld does not answer
+    ],
+)
+def test_the_time_that_a_preemption_leaves(told: str, left: float | None) -> None:
+    assert left_of(told, datetime(2026, 11, 28, 8, 56, 10)) == left

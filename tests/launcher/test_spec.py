@@ -86,6 +86,12 @@ def test_gpus_that_do_not_divide_or_are_not_there() -> None:
         visible_gpus(4, 3, 0)
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=7 allows 1: use --gpus-per-host 1"):
         visible_gpus(2, 1, 0, "7")
+    for outer, words in (
+        ("-1", "'-1' is no GPU"), ("all", "'all' is no GPU"), ("0-1", "'0-1' is no GPU"), ("NoDevFiles", "is no GPU"),
+        ("0,0", "names a GPU twice"), ("GPU-a,GPU-a", "names a GPU twice"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"CUDA_VISIBLE_DEVICES={outer}: .*{words}"):
+            visible_gpus(2, 2, 0, outer)
     with pytest.raises(ValueError, match="allows 0"):
         visible_gpus(2, 1, 0, "")
     with pytest.raises(ValueError, match=r"--gpus-per-host 2 and --devices-per-proc 4: .*leave one of the two out"):

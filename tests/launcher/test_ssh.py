@@ -365,7 +365,11 @@ def test_a_host_that_is_not_who_it_was_is_refused(ssh: Callable[[int], Ssh]) -> 
     result = one.run("--", "touch", "x")
     assert result.returncode == 69
     assert "host h1 cannot be used: " in result.stderr
-    assert "Host key verification failed" in result.stderr
+    assert (
+        "Host key verification failed: it HAS CHANGED; if a new machine has its name or address: ssh-keygen "
+        in result.stderr
+    )
+    assert " -R " in result.stderr
     assert list(one.folder.iterdir()) == []
 
 
@@ -450,6 +454,14 @@ CONFIGS = {
     "another user": ("Host h2\n User nobody2\n", "use a key without a passphrase, or an ssh-agent"),
     "another key": ("Host h2\n IdentityFile /dev/null\n IdentitiesOnly yes\n", None),  # files add up
     "no such name": ("Host h2\n HostName nowhere.invalid\n", "write names as ssh takes them"),
+    "a host that is a tunnel": ("Host *\n SessionType none\n StdinNull yes\n ForkAfterAuthentication yes\n", None),
+    "a ProxyCommand that fails": (
+        "Host h2\n ProxyCommand sh -c 'echo the login is over >&2; exit 255'\n",
+        "host h2 cannot be used: the login is over; ",
+    ),
+    "a ProxyCommand that is not there": (
+        "Host h2\n ProxyCommand nosuch %h %p\n", "not found; a ProxyCommand or a bastion of ssh's configuration",
+    ),
     "an unknown word": ("Host h2\n Potr 22\n", "Bad configuration option: potr"),
 }  # fmt: skip
 
@@ -479,6 +491,8 @@ BASHRC = {
     "prints": ("echo Welcome", None),
     "prints no whole line": (r"printf 'Welcome \033[1m'", None),
     "prints JSON": ("echo '{\"a\": 1}'", None),
+    "prints JSON with our keys": (r"""echo '{"id":1,"type":"gone","entry":0,"code":401,"message":"expired"}'""", None),
+    "prints JSON for a while": (r"""(for i in {1..9}; do echo '{"type":"done"}'; sleep .1; done) &""", None),
     "prints to stderr": ("echo Welcome >&2", None),
     "prints when it ends": ("trap 'echo bye' EXIT", None),
     "stops at errors": ("set -eu", None),

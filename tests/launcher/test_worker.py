@@ -86,6 +86,14 @@ def test_a_module_with_options_of_the_interpreter(tmp_path: Path, worker: Worker
     assert (path, name) == (str(tmp_path), "__main__")
 
 
+@pytest.mark.parametrize("option", ["-S", "-SE", "-uS"])
+def test_a_python_without_its_packages_is_run_as_it_is_and_named(option: str, tmp_path: Path, worker: Worker) -> None:
+    (tmp_path / "show.py").write_text("import sys; print(sys.argv, sys.flags.no_site)")
+    done = worker("python", option, "show.py", "x", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "['show.py', 'x'] 1\n"), done.stderr
+    assert f"python {option} hides the installed packages: jax.distributed is not set up" in done.stderr
+
+
 def test_every_path_of_this_python_is_this_python(tmp_path: Path, worker: Worker) -> None:
     (tmp_path / "show.py").write_text("import sys; print(__name__, 'roxxel_dist.cluster.distributed' in sys.modules)")
     (tmp_path / "bin").mkdir()

@@ -22,8 +22,9 @@ from roxxel_dist.launcher.backends.ssh import BOOTING, REFUSAL
 from roxxel_dist.launcher.backends.ssh import HINTS as SSH_HINTS
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.job import backend as base
-from roxxel_dist.launcher.job.placement import python_words
+from roxxel_dist.launcher.job.placement import python_words, shell_text
 from roxxel_dist.launcher.transport.near_end import start_near
+from roxxel_dist.launcher.transport.words import causes
 
 PLACE, TEXT = "{host}", "{command}"
 NOT_WORDS = "its words came through a shell"
@@ -58,6 +59,9 @@ HINTS: base.Hints = (
     ("pod does not exist", "it starts, or has ended: `kubectl describe pod` says why"),
     ("does not have a host assigned", "its pod waits for a node: `kubectl describe pod` says why"),
     ("is not valid for pod", "name a container of the pod in --via (-c NAME)"),
+    ("expired", "who runs --via has to log in again"),
+    ("Reauthentication", "who runs --via has to log in again (gcloud auth login)"),
+    ("OCI runtime exec failed", "the container runs, and cannot start the program: its words are in the line"),
     ("(Unauthorized)", "who runs --via has to log in again"),
     ("(Forbidden)", "who runs --via needs the rights to do it (pods/exec)"),
     ("not a TTY", "leave -t out of --via"),
@@ -98,7 +102,7 @@ class ExecBackend(NamedBackend):
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:
         """The command that `start` runs here."""
-        program = f"cd {shlex.quote(self.directory)} && exec {shlex.join(python_words(self.python, module, *words))}"
+        program = shell_text(self.directory, python_words(self.python, module, *words))
         client = [word.replace(PLACE, host) for word in self._words]
         if TEXT in self.via:
             return [word.replace(TEXT, program) for word in client]
@@ -114,7 +118,7 @@ class ExecBackend(NamedBackend):
 
     def is_refusal(self, stderr: Sequence[str]) -> bool:
         """Whether a server, or a bastion before it, had no room for the connection."""
-        return any(REFUSAL.search(line) or BUSY.search(line) for line in stderr)
+        return any(REFUSAL.search(line) or BUSY.search(line) for line in causes(stderr) or stderr)
 
     def is_starting(self, stderr: Sequence[str]) -> bool:
         """Whether a server or an engine knows the pod or container, which does not run; or a machine is booting."""

@@ -2,12 +2,12 @@
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,8 +15,9 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.launcher.backends.hosts import NamedBackend, NamedHosts, check_hosts
 from roxxel_dist.launcher.host.process_tree import HEARTBEAT_TIMEOUT_S
 from roxxel_dist.launcher.job import backend as base
-from roxxel_dist.launcher.job.placement import python_words
+from roxxel_dist.launcher.job.placement import python_words, shell_text
 from roxxel_dist.launcher.transport.near_end import start_near
+from roxxel_dist.launcher.transport.words import causes
 
 OPTIONS = (
     "BatchMode=yes",  # a launcher cannot answer a question
@@ -29,6 +30,8 @@ OPTIONS = (
     "RequestTTY=no",
     "PermitLocalCommand=no",  # what it prints would be in the channel
 )
+OPTIONS_SINCE_8_7 = ("SessionType=default", "StdinNull=no", "ForkAfterAuthentication=no")
+"""Those of a host that is only a tunnel; an older ssh has no such settings, and would end."""
 REFUSAL = re.compile(
     r"(kex|ssh)_exchange_identification: |Connection (closed|reset) by|Exceeded MaxStartups"
     r"|Not allowed at this time|open failed: (resource shortage|administratively prohibited)"
@@ -78,8 +81,9 @@ class SshBackend(NamedBackend):
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:
         """The ssh that `start` runs. The remote shell gets everything quoted."""
-        remote = f"cd {shlex.quote(self.directory)} && exec {shlex.join(python_words(self.python, module, *words))}"
-        options = [word for option in OPTIONS for word in ("-o", option)]
+        remote = shell_text(self.directory, python_words(self.python, module, *words))
+        given = OPTIONS + OPTIONS_SINCE_8_7 * (_version() >= (8, 7))
+        options = [word for option in given for word in ("-o", option)]
         config = () if self.config is None else ("-F", self.config)
         return ["ssh", *config, "-T", *options, "--", host, remote]
 
@@ -94,11 +98,22 @@ class SshBackend(NamedBackend):
 
     def is_refusal(self, stderr: Sequence[str]) -> bool:
         """Whether sshd, or a bastion before it, has closed the connection for want of room."""
-        return any(REFUSAL.search(line) for line in stderr)
+        return any(REFUSAL.search(line) for line in causes(stderr) or stderr)
 
     def is_starting(self, stderr: Sequence[str]) -> bool:
         """Whether the machine is booting."""
         return any(BOOTING in line for line in stderr)
+
+
+@cache
+def _version() -> tuple[int, int]:
+    """Of OpenSSH on this machine; (0, 0) where it does not say."""
+    try:
+        said = subprocess.run(["ssh", "-V"], capture_output=True, text=True, check=False, timeout=5).stderr
+    except (OSError, subprocess.TimeoutExpired):
+        return 0, 0
+    found = re.search(r"OpenSSH_(\d+)\.(\d+)", said)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from roxxel_dist.cluster.exit_codes import EXIT_USAGE, OK_CODES, USAGE_S
 from roxxel_dist.cluster.progress import Record
+from roxxel_dist.cluster.stop_requests import AGAIN, in_batch_job, kills
 from roxxel_dist.launcher.control.members import WAIT_S, Imported, MemberHangs, MemberSources
 from roxxel_dist.launcher.control.membership import Membership
 from roxxel_dist.launcher.control.record import RankProcess
@@ -31,6 +32,8 @@ AFTER_DUMP_S = 0.1
 STACK = "most recent call first"
 """In the first line of the stack of a thread, as faulthandler writes it."""
 CHECK_S = 0.25
+END_S = 5.0
+"""Of the time that a system leaves a host: for the ends of launcher and agents."""
 START_S = 600.0
 """Ranks of a program that reports no steps are taken for started then."""
 
@@ -48,6 +51,8 @@ class StackDump:
     stacks: dict[int, list[str]] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
     listening: set[int] = field(default_factory=set)
+    suspects: dict[str, str] = field(default_factory=dict)
+    """Variables of ranks that may keep them from each other."""
 
     def add(self, rank: int, lines: Sequence[str]) -> None:
         """Add lines of a rank, except those before its first stack."""
@@ -55,6 +60,13 @@ class StackDump:
         start = 0 if rank in self.stacks else next(starts, None)
         if start is not None:
             self.stacks.setdefault(rank, []).extend(lines[start:])
+
+    def answer(self, ranks: Sequence[tuple[int, str, bool]], suspects: Mapping[str, str]) -> None:
+        """Take in what an agent has asked its ranks."""
+        self.hosts_left -= 1
+        self.stopped |= {rank for rank, state, _ in ranks if state in "Tt"}  # as in /proc
+        self.listening |= {rank for rank, _, listens in ranks if listens}
+        self.suspects.update(suspects)
 
     @property
     def complete(self) -> bool:
@@ -97,10 +109,14 @@ class Attempt:
     _silent_since: float | None = None
     """Since when no host has sent anything; None while any does."""
     _looked: float = 0.0
+    _said: set[str] = field(default_factory=set)
+    """What agents have noted."""
+    _requests: list[tuple[int, float]] = field(default_factory=list)
+    """Signals that asked for the end, and when."""
 
     def run(self, placed: Sequence[Placement]) -> AttemptResult:
         """Start all, watch until all have ended, and return what happened."""
-        self._result = AttemptResult(exits=self._exits)
+        self._result = AttemptResult(exits=self._exits, hosts=len(placed))
         self._code: dict[str, Imported] = {}
         self._begun = time.monotonic()
         self._detector = HangDetector(self.job.step_timeout, self.times)
@@ -127,18 +143,14 @@ class Attempt:
         match event:
             case HostLost():
                 self._on_lost(host, event)
-            case str():
-                self.console.print([f"{host.host}: {event}"])
+            case str() | {"type": "note"}:
+                self._tell(host, event)
             case {"type": "lines", "rank": rank, "time": when, "text": text}:
-                lines = text.split("\n")
-                self.logs.write(rank, host.host, when, lines)
-                self.console.lines(rank, when, lines)
-                if self._dump is not None:
-                    self._dump.add(rank, lines)
+                self._on_lines(host, rank, when, text.split("\n"))
             case {"type": "started", "rank": rank, "pid": pid}:
                 self._running[rank] = RankProcess(rank=rank, host=host.host, pid=pid, step=0)
-            case {"type": "signal", "number": number} if self._result.requested is None:
-                self._on_signal(number)  # a batch system may have asked the processes of all hosts
+            case {"type": "signal", "number": number}:
+                self._on_host_signal(host.host, number)
             case {"type": "saved"}:
                 self._change_hosts()
             case {"type": "status", "rank": rank, "record": record}:
@@ -147,15 +159,30 @@ class Attempt:
                 self._on_progress({rank: Record(**values) for rank, values in records})
             case {"type": "code", "files": files}:
                 self._on_code(host, files)
-            case {"type": "dumped", "ranks": ranks} if self._dump is not None:
-                self._dump.hosts_left -= 1
-                self._dump.stopped |= {rank for rank, state, _ in ranks if state in "Tt"}  # as in /proc
-                self._dump.listening |= {rank for rank, _, listens in ranks if listens}
+            case {"type": "dumped", **values} if self._dump is not None:
+                self._dump.answer(**values)
             case {"type": "exit", **values}:
                 self._on_exit(RankExit(host=host.host, **values))
 
+    def _on_lines(self, host: HostConnection, rank: int, when: float, lines: list[str]) -> None:
+        self.logs.write(rank, host.host, when, lines)
+        if self.job.step_timeout is not None:
+            self._detector.hear(time.monotonic())
+        self.console.lines(rank, when, lines)
+        if self._dump is not None:
+            self._dump.add(rank, lines)
+
+    def _tell(self, host: HostConnection, said: Message | str) -> None:
+        """Show a line of a client, or what an agent has noted, which each host may say."""
+        text = said if isinstance(said, str) else said["text"]
+        if isinstance(said, str) or text not in self._said:
+            self._said.add(text)
+            self.console.print([f"{host.host}: {text}"])
+
     def _on_lost(self, host: HostConnection, event: HostLost) -> None:
         self._result.gone_by[event.host] = event.gone_by
+        if event.by_link:
+            self._result.cut.add(event.host)
         if not self._has_ended(host):
             self._result.lost = self._result.lost or event
         for rank in host.ranks:
@@ -239,18 +266,43 @@ class Attempt:
         if self._deadline is None and self.job.exit_timeout and not self._result.late and not is_drain(self._result):
             self._deadline = time.monotonic() + self.job.exit_timeout
 
-    def _on_signal(self, number: int) -> None:
+    def _on_signal(self, number: int, host: str = "") -> None:
+        """Follow a request; `host` handed it on, and may have more time than --grace."""
         names: dict[int, str] = {signal.SIGINT: "Ctrl-C or stop", signal.SIGQUIT: "Ctrl-\\ or stop --kill"}
-        name = names.get(number) or signal.Signals(number).name
+        name = (names.get(number) or signal.Signals(number).name) + f" at {host}" * bool(host)
         again = self._result.requested is not None
         self._result.requested = self._result.requested or number
         self._deadline = None
-        if again or number == signal.SIGQUIT:
+        if (again or number == signal.SIGQUIT) and kills(
+            number, self._requests, time.monotonic(), batch_job=in_batch_job()
+        ):
             self.console.info(f"{name}{' again' * again}: killing the ranks")
             self._kill()
-        else:
-            self.console.info(f"{name}: the ranks get {self.job.grace:g} s to save and exit; a second one kills them")
-            self.pool.order({"type": "stop", "grace": self.job.grace}, within=self.job.grace)
+        elif not again:
+            grace = max(self.job.grace, ((host and self.pool.backend.left_s(host)) or 0.0) - END_S)
+            self.console.info(f"{name}: the ranks get {round(grace, 1):g} s to save and exit; {AGAIN}")
+            self.pool.order({"type": "stop", "grace": grace}, within=grace)
+        self._requests.append((number, time.monotonic()))  # only now: what came meanwhile is of the same moment
+
+    def _on_host_signal(self, host: str, number: int) -> None:
+        """Follow a signal to an agent: a system ends the job (its batch system), or that host alone."""
+        result = self._result
+        if result.requested is not None or host in result.departing:
+            return  # it tells all processes of a host, or all hosts, and the launcher too
+        if number != signal.SIGTERM or self.membership is None or self.pool.backend.ends_with(host):
+            self._on_signal(number, host)
+            return
+        is_ending = self._is_ending()
+        result.departing.append(host)
+        if is_ending:
+            return
+        grace = max(self.job.grace, (self.pool.backend.left_s(host) or 0.0) - END_S)
+        self.console.info(
+            f"SIGTERM at {host}: that host is to end; the ranks get {round(grace, 1):g} s to save and exit"
+        )
+        result.grows = f"host {host} was asked to end (SIGTERM)"
+        self._deadline = None
+        self.pool.order({"type": "stop", "grace": grace}, within=grace)
 
     def _on_clock(self, now: float) -> None:
         self._note_silence(now)
@@ -347,6 +399,7 @@ class Attempt:
             hang, self._result.hang_host = self.members.first(hang, self._result.hang_host)
             self._result.hang = hang
         self._result.stack = dump.stacks.get(hang.rank, ())
+        self._result.suspects = dump.suspects
         self._kill()
 
     def _end_late(self, dump: StackDump) -> None:

@@ -29,6 +29,8 @@ AGAIN_S = 0.5
 SWAP_S = 10.0
 """A host that is to leave stays so long for the first look at those that are to join: one restart does for both."""
 END_S = 2.0
+DEPART_S = 120.0
+"""A host that a system has asked to end is not used again sooner: clouds and schedulers end it within two minutes."""
 
 
 class Inbox:
@@ -68,19 +70,29 @@ class Inbox:
     def _watch(self) -> None:
         member_requests.clear(self._folder)  # of a launch before
         while not self._end.wait(AGAIN_S):
-            for request in member_requests.read(self._folder):
-                self.requests.put(request)
-            if self._source is not None and time.monotonic() >= self._due:
-                self._read(self._source)
+            try:
+                self._look()
+            except Exception as error:  # the thread would end, and with it all joins
+                self._fail(f"lists and requests could not be read: {error!r}")
+
+    def _look(self) -> None:
+        for request in member_requests.read(self._folder):
+            self.requests.put(request)
+        if self._source is not None and time.monotonic() >= self._due:
+            self._read(self._source)
+
+    def _fail(self, why: str) -> None:
+        """Have people read this, once."""
+        about = NUMBERS.sub("", why)
+        if about not in self._known and not self._end.is_set():
+            self._known.add(about)
+            self.faults.put(why)
 
     def _read(self, source: HostSource) -> None:
         try:
             hosts = source.read()[0]
         except UserError as error:
-            about = NUMBERS.sub("", str(error))
-            if about not in self._known and not self._end.is_set():
-                self._known.add(about)
-                self.faults.put(str(error))
+            self._fail(str(error))
             hosts = self._held
         if hosts == self._seen:
             self._held = hosts
@@ -118,6 +130,7 @@ class Membership:
         self._notes: list[str] = []
         self._reported = set[str]()
         self._leaves_since: float | None = None
+        self._departs: dict[str, float] = {}  # until when a host is on its way out, by the launcher's clock
 
     def __enter__(self) -> Self:
         if self._inbox is not None:
@@ -168,7 +181,8 @@ class Membership:
         selector, change = self._selector, self._change()
         if (candidates := self._candidates) is not None:
             members = {*selector.members} & {*self._hosts}
-            lost = [host for host in self._lost if host in members]
+            now = time.monotonic()
+            lost = [host for host in self._lost if host in members and now >= self._departs.get(host, 0.0)]
             candidates.watch(lost, change.newcomers)
             if candidates.spares and not candidates.ready:  # else `follow` takes them in, behind these
                 selector.change(joins=candidates.spares)
@@ -212,6 +226,10 @@ class Membership:
         self._selector.change((*joins, *(host for host in spares if host in wanted)), leaves)
         self._candidates, self._leaves_since = None, None
         return joins
+
+    def departs(self, hosts: Sequence[str]) -> None:
+        """These hosts are about to end: they are not looked at for a while, although they answer."""
+        self._departs.update(dict.fromkeys(hosts, time.monotonic() + DEPART_S))
 
     def grown(self, hosts: Sequence[str], *, failed: bool) -> None:
         """These hosts were taken in, as `LookHistory.grown`."""

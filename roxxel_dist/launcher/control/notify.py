@@ -80,6 +80,9 @@ class Notifier:
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
         self._said: set[str] = set()
+        self._is_over = False
+        self.said_late: bool = False
+        """Whether a problem was shown after the event `end`."""
 
     def send(
         self,
@@ -112,6 +115,7 @@ class Notifier:
             words=" ".join(words.split()),
         )
         self._count += 1
+        self._is_over = event == "end"
         text = json.dumps(dataclasses.asdict(message)) + "\n"
         thread = threading.Thread(target=self._run, args=(text,), name="notify", daemon=True)
         self._threads.append(thread)
@@ -190,4 +194,5 @@ class Notifier:
         """Show each problem once."""
         if problem not in self._said:
             self._said.add(problem)
+            self.said_late = self._is_over
             self._info(f"--notify: {problem}")

@@ -18,8 +18,9 @@ from roxxel_dist.cluster.file_lock import is_held, process_record
 from roxxel_dist.cluster.process_stat import STARTED, STATE, stat
 from roxxel_dist.launcher.job.spec import RUN_ID
 
-State = Literal["starting", "running", "restarting", "stopping", "ended", "lost"]
-"""`lost`: the controller was killed. It is what a reader finds; no record says so."""
+State = Literal["queued", "starting", "running", "restarting", "stopping", "ended", "lost"]
+"""`queued`: a batch system has the job, and has not started it. `lost`: the controller was killed; it is what a reader
+finds, and no record says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +125,11 @@ class JobRecord:
         return self.state in ("ended", "lost")
 
     @property
+    def is_queued(self) -> bool:
+        """Whether it has no launcher yet."""
+        return self.state == "queued"
+
+    @property
     def is_here(self) -> bool:
         """Whether the controller is a process of this machine."""
         return self.controller.host == socket.gethostname()
@@ -131,7 +137,7 @@ class JobRecord:
     @property
     def is_known(self) -> bool:
         """Whether this machine sees that the state is so now: locks may not reach from another one to here."""
-        return self.is_over or self.is_here or is_held(lock_of(self.path), unknown=False)
+        return self.is_over or self.is_queued or self.is_here or is_held(lock_of(self.path), unknown=False)
 
     def line(self, command: str) -> str:
         """What a person types, here, for `command` of this job."""
@@ -183,7 +189,7 @@ def read(path: Path) -> JobRecord | None:
             record = from_values(json.loads(path.read_text(encoding="utf-8")), str(path.parent))
         except (OSError, ValueError, TypeError, KeyError):
             return None
-        if record.is_over or not record.is_here or is_held(lock_of(path), unknown=True):
+        if record.is_over or record.is_queued or not record.is_here or is_held(lock_of(path), unknown=True):
             return record
         if was_lost:
             return replace(record, state="lost", ranks=())

@@ -85,7 +85,8 @@ class JobRecorder:
                 raise UserError(_goes_on(path))
             self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
             with contextlib.suppress(FileNotFoundError, ValueError):
-                self._before = path.read_text(encoding="utf-8")
+                before = read(path)
+                self._before = None if before and before.is_queued else path.read_text(encoding="utf-8")
         except OSError as error:
             self._unusable = error  # preflight reports it
         self.update(state="starting")
@@ -102,6 +103,17 @@ class JobRecorder:
             os.close(self._folder)
         if self._lock is not None:
             release_lock(self._lock)
+
+    def queue(self) -> None:
+        """Enter the job as one that a batch system has, and is to start."""
+        self.entry = replace(self.entry, state="queued")
+        path = self.entry.path
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if (lock := take_lock(lock_of(path))) is not None:  # else another one's job goes on there
+                write_file(path, json.dumps(asdict(self.entry)) + "\n", sync=False)
+                enter(self.entry)
+                release_lock(lock)
 
     def _withdraw(self, logs: int) -> None:
         path = self.entry.path

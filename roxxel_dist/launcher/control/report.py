@@ -1,6 +1,6 @@
 """The report when an attempt is over: which rank, where, why, and where to read more."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from roxxel_dist.cluster.exit_codes import (
@@ -15,7 +15,16 @@ from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import NOISE_PREFIXES
 from roxxel_dist.launcher.output.logs import Logs
 from roxxel_dist.launcher.policy.hang import Hang
-from roxxel_dist.launcher.policy.outcome import AttemptResult, LateRank, RankExit, exit_code, first_failure, how
+from roxxel_dist.launcher.policy.outcome import (
+    AttemptResult,
+    LateRank,
+    RankExit,
+    exit_code,
+    first_failure,
+    how,
+    is_cut_off,
+)
+from roxxel_dist.launcher.transport.words import shortened
 
 STACK_LINES = 60
 MOST_STACKS = 3
@@ -37,7 +46,7 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
         text = f"stopped on request; {saved(result)}"
     elif result.hang is not None and code == EXIT_HANG:
         rank = result.hang.rank
-        before = [f"roxxel-dist: {hang_report(result.hang, result.hang_host)}"]
+        before = [f"roxxel-dist: {hang_report(result.hang, result.hang_host)}", *environment_report(result.suspects)]
         if result.stack:
             text = f"stack of rank {rank}; its log is {logs.path(rank)}; the logs have the stacks of the others too:"
             return [*before, f"roxxel-dist: {text}", *result.stack[-STACK_LINES:]]
@@ -59,7 +68,7 @@ def report_of(job: JobSpec, result: AttemptResult, logs: Logs) -> list[str]:
     elif result.lost is not None:
         for end in [end for end in result.exits if end.code not in OK_CODES and not end.killed_by_us][:1]:
             before = failure_report(end, logs.tail(end.rank), logs.path(end.rank))
-        text = result.lost.text
+        text = ("no host is to blame, for the connections to all ended: " * is_cut_off(result)) + result.lost.text
     elif result.late:
         return [f"roxxel-dist: {late_report(result, job.exit_timeout)}", *late_stacks(result, logs)]
     else:
@@ -152,6 +161,14 @@ def late_stacks(result: AttemptResult, logs: Logs) -> list[str]:
     return lines
 
 
+def environment_report(suspects: Mapping[str, str]) -> list[str]:
+    """What the environment of ranks that hang holds which may keep them from each other; no line for nothing."""
+    if not suspects:
+        return []
+    shown = ", ".join(f"{name}={shortened(value)}" for name, value in suspects.items())
+    return [f"roxxel-dist: the environment of the ranks can part them: {shown}"]
+
+
 def hang_report(hang: Hang, host: str) -> str:
     """The rank that is stuck, and where."""
     in_step = hang.activity == "step"
@@ -160,6 +177,8 @@ def hang_report(hang: Hang, host: str) -> str:
     if hang.absent:
         where = "it has not come to jax.distributed.initialize, where others wait for it"
         flag = "that of 'join'"
+    elif not hang.activity:
+        where, flag = "no rank has printed a line", "--step-timeout sets it for a program that reports no steps"
     phase = f", phase {hang.phase}" if hang.phase else ""
     guess = f"; {hang.tied} ranks stand there and none is behind, so it may be another" if hang.tied > 1 else ""
     if hang.alone:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
+from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT, OK_CODES
 from roxxel_dist.launcher.control.attempt import Attempt
 from roxxel_dist.launcher.control.members import MemberHangs, MemberSources
-from roxxel_dist.launcher.control.membership import Membership
+from roxxel_dist.launcher.control.membership import DEPART_S, Membership
 from roxxel_dist.launcher.control.notify import Notifier
 from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.control.report import first_words, report_of
@@ -20,7 +20,7 @@ from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.launcher.job.spec import JobSpec
 from roxxel_dist.launcher.output.console import Console
 from roxxel_dist.launcher.output.logs import Logs
-from roxxel_dist.launcher.policy.hang import StepTimes
+from roxxel_dist.launcher.policy.hang import LEAST_S, StepTimes
 from roxxel_dist.launcher.policy.outcome import AttemptResult
 from roxxel_dist.launcher.policy.restart import (
     AttemptSummary,
@@ -75,6 +75,7 @@ def supervise(job: JobSpec, backend: Backend, recorder: JobRecorder) -> JobResul
             if notifier is not None:
                 notifier.send("end", controller.last_words, code=result.code)
                 notifier.close(signals.wait)
+                controller.repeat_failure(notifier)
         recorder.end(result.code)  # only now: `attach` and `logs` stop reading then
     return result
 
@@ -129,10 +130,7 @@ class _Controller:
         )
 
     def _run(self, pool: HostPool) -> JobResult:
-        if self.job.warm_spares == "on" and not self.job.is_restartable:
-            self.console.info(
-                "--warm-spares on: there is no restart that would use them (--max-restarts), so none are kept"
-            )
+        self._explain_flags()
         membership = self._membership
         newcomers = tuple if membership is None else membership.newcomers
         selector = HostSelector(self.job, self.backend, self.signals, self.console, pool, newcomers)
@@ -178,7 +176,41 @@ class _Controller:
                 selector.devices.pending.add(last.host)
             if decision.set_aside:
                 selector.set_aside(decision.set_aside)
+            self._let_go(result.departing, pool, selector)
             if numbers := self.signals.wait(decision.wait):
+                raise StoppedError(numbers[0])
+
+    def _explain_flags(self) -> None:
+        job = self.job
+        if job.warm_spares == "on" and not job.is_restartable:
+            self.console.info(
+                "--warm-spares on: there is no restart that would use them (--max-restarts), so none are kept"
+            )
+        if job.step_timeout is not None and not job.program.reports_steps:
+            self.console.info(
+                f"--step-timeout {job.step_timeout:g}: the limit of a step, if the program reports steps; if not, no "
+                f"rank may print a line for {max(job.step_timeout, LEAST_S):g} s"
+            )
+
+    def _let_go(self, departing: Sequence[str], pool: HostPool, selector: HostSelector) -> None:
+        """Go on without hosts that a system has asked to end; wait for the end of those that the job needs."""
+        needed = []
+        for host in departing:
+            if selector.can_do_without(host):
+                selector.leave_out([host])
+            else:
+                needed.append(host)
+        if self._membership is not None:
+            self._membership.departs(departing)
+        if not needed:
+            return
+        self.console.info(
+            f"the job needs {', '.join(needed)}: it starts again there when the host has ended and is back, or is "
+            f"still there in {DEPART_S:g} s"
+        )
+        end = time.monotonic() + DEPART_S
+        while pool.are_connected(needed) and (left := end - time.monotonic()) > 0:
+            if pool.is_woken(min(left, 1.0)) and (numbers := self.signals.take()):
                 raise StoppedError(numbers[0])
 
     def _tell(self, decision: Decision, result: AttemptResult, report: Sequence[str]) -> None:
@@ -256,6 +288,11 @@ class _Controller:
         """Whether another failure would be followed by another attempt."""
         failures = sum(is_failure(attempt, self.job.restart_on) for attempt in self._attempts)
         return self.job.is_restartable and failures < self.job.max_restarts
+
+    def repeat_failure(self, notifier: Notifier) -> None:
+        """Say the failure of the last attempt again, where a line about --notify has come behind it."""
+        if notifier.said_late and self._reports and self._reports[-1] and self._attempts[-1].code not in OK_CODES:
+            self.console.print(self._reports[-1][:1])
 
     def _tell_first_cause(self) -> None:
         """After failed restarts, report the first failure again."""

@@ -3,9 +3,9 @@
 One thread, one epoll, and no blocking call: pidfds report the ends of ranks, orders and output come by pipe, and other
 processes do the killing (`process_tree`). epoll returns descriptors in the order in which they became ready, and a rank
 that runs Python reports its failure before its connections close, so the first reported failure is the first one. The
-agent takes orders from its stdin alone (signals do nothing once it has ranks). When that ends, or is silent for longer
-than the heartbeat timeout, the controller is lost: the agent ends, and with it the ranks. Where no host receives from
-the controller, ranks live on for the job's lease (`lease`). Decision 24.
+agent takes orders from its stdin alone, and hands a system's requests to end on to the controller (HANDED_ON). When
+stdin ends, or is silent for longer than the heartbeat timeout, the controller is lost: the agent ends, and with it the
+ranks. Where no host receives from the controller, ranks live on for the job's lease (`lease`). Decision 24.
 """
 
 import json
@@ -28,18 +28,17 @@ from roxxel_dist.cluster.exit_codes import (
     EXIT_USAGE,
     MEMORY_ENV,
     OK_CODES,
-    SCHEDULER_SIGNALS,
     STACK_SIGNAL,
     USAGE_S,
 )
 from roxxel_dist.cluster.process_stat import is_ending
 from roxxel_dist.launcher.host import memory_folder
 from roxxel_dist.launcher.host.lease import Lease
-from roxxel_dist.launcher.host.process_tree import NOT_FOLLOWED, beat, go_on_under_guard, remove
-from roxxel_dist.launcher.host.protocol import Decoder, Message, Outbox, take_stdout
+from roxxel_dist.launcher.host.process_tree import HANDED_ON, NOT_FOLLOWED, beat, go_on_under_guard, remove
+from roxxel_dist.launcher.host.protocol import NONCE, Decoder, Message, Outbox, take_stdout
 from roxxel_dist.launcher.host.rank import Program, Rank, start_rank, why_not_started
 from roxxel_dist.launcher.host.spares import Spare, Spares, last_words
-from roxxel_dist.launcher.job.environment import misleads
+from roxxel_dist.launcher.job.environment import PROXIES, direct, misleads, suspects
 from roxxel_dist.launcher.job.spec import CONTRACT
 
 
@@ -105,12 +104,13 @@ class Agent:
         memory: str | None = None,
         heartbeat_timeout_s: float = math.inf,
         asked: deque[int] | None = None,
+        nonce: str = "",
     ) -> None:
         self._asked = deque[int]() if asked is None else asked  # signals of a batch system, for the controller
         self._inbox = inbox
         self._orders = deque[Message]()
         self._held = ExitStack()  # what questions hold until ranks start: a port, a file
-        self._outbox = Outbox(channel)
+        self._outbox = Outbox(channel, nonce)
         self._heartbeat = heartbeat
         self._progress_file = folder / "progress"
         self._folders = [str(folder), *([] if memory is None else [memory])]
@@ -118,6 +118,7 @@ class Agent:
         self._progress, self._total = -1, 0  # the descriptor and how many ranks the job has, from `start` on
         self._ranks: list[Rank] = []
         self._programs: dict[int, Program] = {}
+        self._suspects: dict[str, str] = {}  # variables of the ranks that may keep them from others
         self._spares = Spares(self._folders, watch=self._watch_spare, end=self._drop_spare, note=self.note)
         self._dropped: list[Rank] = []  # killed, not gone perhaps, and no ranks any more
         self._noted = set[str]()
@@ -264,6 +265,7 @@ class Agent:
         self._stale = self._warms = False
         self._progress = progress.create(self._progress_file, self._total)
         self._programs = self._programs_of(order)
+        self._note_environment()
         for number, program in self._programs.items():
             if (rank := self._take_spare(number, program) or self._start_rank(number, program)) is None:
                 break
@@ -273,10 +275,17 @@ class Agent:
 
     def _programs_of(self, order: Message) -> dict[int, Program]:
         base = {name: value for name, value in os.environ.items() if name not in CONTRACT and not misleads(name)}
-        return {
-            placed["rank"]: Program(order["command"], {**base, **placed["env"], **self._own})
-            for placed in order["ranks"]
-        }
+        envs = {placed["rank"]: {**base, **placed["env"], **self._own} for placed in order["ranks"]}
+        return {rank: Program(order["command"], {**env, **direct(env)}) for rank, env in envs.items()}
+
+    def _note_environment(self) -> None:
+        env = next((program.env for program in self._programs.values()), {})
+        self._suspects = suspects(env)
+        if names := [name for name in PROXIES if env.get(name)]:
+            self.note(
+                f"{', '.join(names)} is set: ranks reach jax's coordinator without the proxy "
+                f"(no_grpc_proxy={env['no_grpc_proxy']})"
+            )
 
     def _warm(self, order: Message) -> None:
         """Start spares for ranks that may come here; `_tell_warm` says when they are ready."""
@@ -392,7 +401,7 @@ class Agent:
         """Have every rank that can write the stacks of its threads to its log."""
         records = self._records()
         dumps = [(rank.number, *ask_for_stack(records[rank.number].pid, rank.tree.pid)) for rank in self._alive()]
-        self._outbox.send({"type": "dumped", "ranks": dumps})
+        self._outbox.send({"type": "dumped", "ranks": dumps, "suspects": self._suspects})
 
     def _alive(self) -> list[Rank]:
         return [rank for rank in self._ranks if rank.code is None]
@@ -557,26 +566,27 @@ def main() -> None:
     heartbeat_timeout_s = float(sys.argv[1]) if len(sys.argv) > 1 else math.inf
     asked = deque[int]()
     for number in NOT_FOLLOWED:  # handlers, not SIG_IGN: the ranks would inherit that
-        signal.signal(number, lambda number, _: asked.append(number) if number in SCHEDULER_SIGNALS else None)
+        signal.signal(number, lambda number, _: asked.append(number) if number in HANDED_ON else None)
     channel, inbox = take_stdout(), Decoder()
     if not select.select([0], [], [], None if heartbeat_timeout_s == math.inf else heartbeat_timeout_s)[0]:
         sys.exit(SILENCE.format(heartbeat_timeout_s))
     orders = inbox.read(0)
+    nonce = orders[0].get(NONCE, "") if orders else ""
     if orders and "ask" in orders[0]:
         from roxxel_dist.launcher.host.probe import answer_all  # only ranks on other hosts need it
 
-        orders = answer_all(orders, inbox, channel)
+        orders = answer_all(orders, inbox, channel, nonce)
     if not orders or orders[0].get("type") == "leave":
         return
     folder = Path(tempfile.mkdtemp(prefix="roxxel-"))  # in TMPDIR, where it is set
     key = orders[0].get("key")
     memory = memory_folder.new_path() if key is not None else None
     folders = [str(folder), *([] if memory is None else [memory])]
-    heartbeat = go_on_under_guard(folders, heartbeat_timeout_s + SLACK_S, channel)
+    heartbeat = go_on_under_guard(folders, heartbeat_timeout_s + SLACK_S, channel, nonce)
     try:
         if memory is not None and key is not None:  # only now that the guard would remove it
             memory = memory_folder.make(memory, key)
-        agent = Agent(inbox, channel, heartbeat, folder, memory, heartbeat_timeout_s, asked)
+        agent = Agent(inbox, channel, heartbeat, folder, memory, heartbeat_timeout_s, asked, nonce)
         if key is not None and memory is None:
             agent.note(
                 f"no folder can be made in {memory_folder.SHARED_MEMORY}: nothing is kept in memory for restarts"

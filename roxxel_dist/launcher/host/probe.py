@@ -19,11 +19,14 @@ LIFE_S = 600
 """From one question to the next: 300 hosts are asked 32 at a time, and each may take a minute. It also ends a probe
 behind a cut link."""
 CONNECT_S = 5.0
+BULK = b"roxxel-dist" * 6000
+"""As much as a rank sends at once: a path may lose packets of full size, and pass all small ones."""
+STUCK = f"small packets pass, and {len(BULK) // 1024} KiB do not within {CONNECT_S:g} s"
 AT_ONCE = 32
 """Connections that a host tries at the same time."""
 
 
-def answer_all(questions: list[Message], inbox: Decoder, channel: int) -> list[Message]:
+def answer_all(questions: list[Message], inbox: Decoder, channel: int, nonce: str) -> list[Message]:
     """Answer these questions and all that follow, until there is another order.
 
     Returns that order and those behind it; nothing where stdin has ended.
@@ -35,7 +38,7 @@ def answer_all(questions: list[Message], inbox: Decoder, channel: int) -> list[M
             while questions and "ask" in questions[0]:
                 signal.alarm(LIFE_S)
                 try:
-                    os.write(channel, encode(answer(questions.pop(0), held)))
+                    os.write(channel, encode(answer(questions.pop(0), held), nonce))
                 except BrokenPipeError:
                     return []
                 questions = questions or inbox.read(0)
@@ -124,16 +127,31 @@ def _listen(address: str, port: int, nonce: str, held: ExitStack) -> int:
                 connection, _ = server.accept()
             except OSError:
                 return
-            with connection, suppress(OSError):
-                connection.settimeout(1)
-                connection.sendall(nonce.encode())
-                connection.recv(1)  # the other side closes first: then no closed connection lingers on this port
+            try:
+                threading.Thread(target=_serve, args=(connection, nonce), daemon=True).start()
+            except RuntimeError:  # no thread can be started: the others wait
+                _serve(connection, nonce)
 
     reporter = threading.Thread(target=report, daemon=True)
     reporter.start()
     held.callback(reporter.join, 2)  # until it has gone the port is in use
     held.callback(server.shutdown, socket.SHUT_RDWR)  # wakes it
     return server.getsockname()[1]
+
+
+def _serve(connection: socket.socket, nonce: str) -> None:
+    """Say the nonce, and carry as much as ranks do in both directions."""
+    with connection, suppress(OSError):
+        connection.settimeout(2 * CONNECT_S)
+        connection.sendall(nonce.encode())
+        if not connection.recv(1):  # the nonce alone is there: what gets stuck from here on is what is large
+            return
+        connection.sendall(BULK)
+        left = len(BULK)
+        while left > 0 and (data := connection.recv(left)):
+            left -= len(data)
+        connection.sendall(b".")
+        connection.recv(1)  # the other side closes first: then no closed connection lingers on this port
 
 
 def _connect_all(places: list[tuple[str, int]], nonce: str) -> list[float | str]:
@@ -159,15 +177,35 @@ def _connect_all(places: list[tuple[str, int]], nonce: str) -> list[float | str]
 
 
 def connect_ms(address: str, port: int, nonce: str) -> float:
-    """Milliseconds until the probe that listens there said its nonce. Raises OSError where it does not."""
-    begun = time.monotonic()
+    """Milliseconds until the probe that listens there said its nonce.
+
+    Raises OSError where it does not, or does not take or give as much as ranks send at once.
+    """
+    begun, took = time.monotonic(), None
     try:
-        with socket.create_connection((address, port), CONNECT_S) as connection, connection.makefile("rb") as words:
-            if words.read(len(nonce)) != nonce.encode():
+        with socket.create_connection((address, port), CONNECT_S) as connection:
+            if _received(connection, len(nonce), begun + CONNECT_S) != nonce.encode():
                 raise OSError("somebody else answers there")
+            took, end = (time.monotonic() - begun) * 1000, time.monotonic() + CONNECT_S
+            connection.sendall(b".")
+            is_whole = _received(connection, len(BULK), end) == BULK
+            connection.sendall(BULK)
+            if not is_whole or _received(connection, 1, end) != b".":
+                raise OSError("it closes the connection before all is sent")
     except TimeoutError:
-        raise OSError(f"no answer within {CONNECT_S:g} s") from None
-    return (time.monotonic() - begun) * 1000
+        raise OSError(f"no answer within {CONNECT_S:g} s" if took is None else STUCK) from None
+    return took
+
+
+def _received(connection: socket.socket, count: int, end: float) -> bytes:
+    """So many bytes, or fewer where the other side closes. Raises TimeoutError at `end`, though some may trickle in."""
+    data = bytearray()
+    while len(data) < count:
+        connection.settimeout(max(0.001, end - time.monotonic()))
+        if not (part := connection.recv(count - len(data))):
+            break
+        data += part
+    return bytes(data)
 
 
 def local_addresses(towards: list[str]) -> list[str]:

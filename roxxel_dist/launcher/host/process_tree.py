@@ -43,9 +43,12 @@ HEARTBEAT_TIMEOUT_S = 10.0
 """For agents that a cut link can part from their launcher."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.5
 NOT_FOLLOWED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""Requests to leave, which guards, keepers and agents do not follow: they end with the ranks."""
+"""Requests to leave, which guards, keepers and agents do not follow themselves: they end with the ranks."""
+HANDED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Those of a system that ends this host, or the whole job: guard and agent hand them on to the controller. Not SIGHUP
+and SIGINT: a connection or a terminal ends, and the controller has its own."""
 STOP, STOP_GROUP, KILL = b"stop", b"stop group", b"kill"
-GONE = b'\n{"type":"gone","code":%d}\n'
+GONE = b'\n{"n":"%s","type":"gone","code":%d}\n'
 """The last word of a guard: nothing is left of its agent. It may follow a line that the agent has not ended."""
 SHELL = re.compile(r"(a|ba|da|z|k|mk|fi|c|tc)?sh[-0-9.]*|busybox")
 """Programs that do not pass SIGTERM on to the programs that they run."""
@@ -380,13 +383,13 @@ def _keep(control: socket.socket, child: int, linger_s: float) -> bool:
     return order != b""
 
 
-def go_on_under_guard(folders: Sequence[str], limit_s: float = math.inf, channel: int = 1) -> int:
+def go_on_under_guard(folders: Sequence[str], limit_s: float = math.inf, channel: int = 1, nonce: str = "") -> int:
     """Go on as the child of a guard, which keeps this process's number; returns the descriptor that `beat` writes to.
 
     The guard does nothing until this process is gone, or has not beaten for `limit_s` seconds and is killed. Then it
-    kills all processes that are left, removes `folders`, says so in `channel` (GONE), closes `channel` and stderr, and
-    ends with the same exit code, or 128 + s for signal s. If the guard is killed, the keepers of this process's trees
-    remain, which notice its end.
+    kills all processes that are left, removes `folders`, says so in `channel` (GONE, with `nonce`), closes it and
+    stderr, and ends with the same exit code, or 128 + s for signal s. If the guard is killed, the keepers of this
+    process's trees remain, which notice its end.
     """
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
@@ -397,10 +400,13 @@ def go_on_under_guard(folders: Sequence[str], limit_s: float = math.inf, channel
         try:
             for number in NOT_FOLLOWED:
                 signal.signal(number, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)  # until the guard can hand them on
+            for number in HANDED_ON:  # an ignored one would not wait
+                signal.signal(number, signal.SIG_DFL)
             _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             os.dup2(reads, 0)
             os.dup2(channel, 1)
-            os.execv(sys.executable, [sys.executable, "-P", "-S", __file__, str(child), str(limit_s), *folders])
+            os.execv(sys.executable, [sys.executable, "-P", "-S", __file__, str(child), str(limit_s), nonce, *folders])
         finally:
             os._exit(127)
     os.close(reads)
@@ -415,8 +421,11 @@ def beat(heartbeat: int) -> None:
         os.write(heartbeat, b".")
 
 
-def _guard(child: int, limit_s: float, folders: Sequence[str]) -> NoReturn:
+def _guard(child: int, limit_s: float, nonce: str, folders: Sequence[str]) -> NoReturn:
     tree = Subreaper(child)
+    for number in HANDED_ON:  # SLURM may signal the process group of the step alone, in which the agent is not
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
     wait_s = None if limit_s == math.inf else limit_s
     while select.select([0], [], [], wait_s)[0] and os.read(0, 1 << 16):
         pass
@@ -427,11 +436,11 @@ def _guard(child: int, limit_s: float, folders: Sequence[str]) -> NoReturn:
     code = code if code >= 0 else 128 - code  # of an end by a signal ssh would make that of a broken connection
     if is_empty:
         with suppress(OSError):  # the channel may be closed, or full
-            os.write(1, GONE % code)
+            os.write(1, GONE % (nonce.encode(), code))
     os._exit(code)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "keep":
         _run_spawned_keeper(float(sys.argv[2]), sys.argv[3:])
-    _guard(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])
+    _guard(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4:])

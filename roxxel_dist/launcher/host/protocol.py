@@ -1,5 +1,6 @@
 """The messages of the controller and a program on a host: one JSON object a line, over its stdin and stdout.
 
+The first order to a program has a `nonce`, and each of its messages begins with it (`n`).
 Before the start: questions of preflight with `ask`, each with an answer, see `preflight.probe`
 To the agent:  warm (command, ranks, key, spares: for a host that is to join) ·
                start (command, ranks: [{rank, env}], total, key, spares, lease) · stop (grace) · kill (after) · dump ·
@@ -9,7 +10,8 @@ From the agent: warm (why: no rank can run here; empty where spares are ready, o
                 progress (records: [[rank, record]], those that changed; usage: [[rank, usage]], of the same moment;
                 echo: `at` of the newest heartbeat; every half second, also where none did) · note (text, for people) ·
                 code (files: [[rank, module, path, checksum]], each content of a module once) ·
-                dumped (ranks: [[rank, state, listens]]) · exit (rank, pid, code, killed_by_us, step) · done
+                dumped (ranks: [[rank, state, listens]], suspects: variables that may part them) ·
+                exit (rank, pid, code, killed_by_us, step) · done
 From its guard: gone (code, when the agent has ended, and all that it had started; a client may have another code)
 """
 
@@ -20,12 +22,14 @@ from typing import Any
 from roxxel_dist.cluster.exit_codes import UserError
 
 Message = dict[str, Any]
-FIRST = frozenset({"id", "type", "entry", "code"})
-"""A program's first message has one of these: an answer, a message of an agent, or that of a detached controller."""
+NONCE = "nonce"
+"""In the first order of a link: its program begins each of its messages with these letters, which no other one has."""
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message, nonce: str = "") -> bytes:
     """One line of ASCII; what an argument holds that is not Unicode survives as an escaped surrogate."""
+    if nonce:
+        message = {"n": nonce, **message}
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
@@ -33,17 +37,20 @@ class Decoder:
     """Puts messages together from the pieces in which they arrive.
 
     Args:
-        after_noise: what stands before the first message is left out: start-up files of a shell may print.
+        nonce: of a program on a host: the letters with which its messages begin. All else is left out, before, between
+            and beside them: start-up files of a shell and clients print, JSON too.
     """
 
-    def __init__(self, *, after_noise: bool = False) -> None:
+    def __init__(self, nonce: str = "") -> None:
         self._rest: list[bytes] = []
-        self._after_noise = after_noise
+        self._begin = f'{{"n":"{nonce}"'.encode() if nonce else b""
+        self._order = f'"{NONCE}":"{nonce}"'.encode()
+        self._is_first = True
         self.noise: str = ""
         """The last line that was left out."""
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that `data` completes. Raises ValueError for a line that is no JSON object."""
+        """The messages that `data` completes. Raises ValueError for a line that is no JSON object, or is damaged."""
         head, newline, rest = data.rpartition(b"\n")
         if not newline:
             self._rest.append(rest)
@@ -54,19 +61,31 @@ class Decoder:
         for line in block.split(b"\n"):
             if not line:
                 continue
-            message = _parse(line[max(line.find(b'{"'), 0) :] if self._after_noise else line)
-            if message is not None and (not self._after_noise or message.keys() & FIRST):
-                if self._after_noise and line.endswith(b"\r"):
-                    raise UserError(
-                        "lines come back with CR LF: a terminal is in between; start it without one (no -t)"
-                    )
-                self._after_noise = False
-                messages.append(message)
-            elif self._after_noise:
-                self.noise = line.decode(errors="replace").strip() or self.noise
-            else:
+            start = line.find(self._begin)
+            if self._begin and start < 0:
+                self._leave_out(line)
+                continue
+            message = _parse(line[start:] if self._begin else line)
+            if message is None:
                 raise UserError(f"{line[:80].decode(errors='replace')!r} is no message of roxxel-dist")
+            if self._begin:
+                del message["n"]
+                self._refuse_terminal(line)
+            self._is_first = False
+            messages.append(message)
         return messages
+
+    def _leave_out(self, line: bytes) -> None:
+        """Take note of a line that is no message. Raises ValueError for an order that comes back."""
+        if self._is_first and self._order in line:
+            self._refuse_terminal(line)
+            last = f" (its last line: {self.noise[:80]})" if self.noise else ""
+            raise UserError(f"it sends back what it is sent{last}: no program runs there")
+        self.noise = line.decode(errors="replace").strip() or self.noise
+
+    def _refuse_terminal(self, line: bytes) -> None:
+        if self._is_first and line.endswith(b"\r"):
+            raise UserError("lines come back with CR LF: a terminal is in between; start it without one (no -t)")
 
     def read(self, fd: int) -> list[Message]:
         """Wait for messages from a descriptor; none at its end."""
@@ -76,9 +95,13 @@ class Decoder:
         return []
 
 
+_json = json.JSONDecoder()
+
+
 def _parse(line: bytes) -> Message | None:
+    """The object with which a line begins; clients may print something behind it."""
     try:
-        message = json.loads(line)
+        message, _ = _json.raw_decode(line.decode())
     except ValueError:
         return None
     return message if isinstance(message, dict) else None
@@ -92,10 +115,14 @@ def take_stdout() -> int:
 
 
 class Outbox:
-    """Messages on their way out through a descriptor, without ever waiting for the reader."""
+    """Messages on their way out through a descriptor, without ever waiting for the reader.
 
-    def __init__(self, fd: int) -> None:
+    `nonce`: as the reader expects it.
+    """
+
+    def __init__(self, fd: int, nonce: str = "") -> None:
         self.fd = fd
+        self._nonce = nonce
         self._bytes = bytearray()
         os.set_blocking(fd, False)
 
@@ -104,7 +131,7 @@ class Outbox:
 
     def send(self, message: Message) -> None:
         """Queue a message; `flush` moves it."""
-        self._bytes += encode(message)
+        self._bytes += encode(message, self._nonce)
 
     def flush(self) -> None:
         """Write as much as the reader has room for. If the reader is gone, drop everything."""

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,15 @@ class Rank:
     taken_by: float = 0.0  # when it must have confirmed
 
 
+def _begin() -> None:
+    """End with the keeper; and ignore SIGHUP, which says that a terminal is gone, and a rank has none.
+
+    systemd sends it right behind SIGTERM, to each process of a session, and would kill what saves.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    die_with_parent()
+
+
 def start_rank(number: int, program: Program, folders: Sequence[str], pass_fds: tuple[int, ...] = ()) -> Rank:
     """Start a rank in its own session, with one pipe for its output, and one for its messages to the agent.
 
@@ -78,7 +88,7 @@ def start_rank(number: int, program: Program, folders: Sequence[str], pass_fds: 
             env=env,
             pass_fds=(pipe_write, *pass_fds),
             start_new_session=True,
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - a system call; its keeper has one thread
+            preexec_fn=_begin,  # noqa: PLW1509 - system calls; its keeper has one thread
         )
 
     try:

@@ -50,6 +50,8 @@ JOINING = ("roxxel_dist.cluster.distributed",)
 """Modules that are imported before any program that runs in this process."""
 LINGER_S = 1.0
 """How long a rank that has failed waits for its agent to end it."""
+HIDES = re.compile(r"-[bBdEhiIOPqsuvx]*S[a-zA-Z]*")
+"""Options of Python without site-packages (-S, alone or among others)."""
 NOT_FOUND = 127
 NOT_RUNNABLE = 126
 
@@ -108,6 +110,9 @@ def _python(words: list[str]) -> None:
     target = words[len(options) :]
     others = [word for word in options if word != "-u"]
     if not target or target[0] in ("-", "-c") or (target[0] == "-m" and len(target) == 1):
+        _replace([sys.executable, *words])
+    elif hiding := [word for word in others if HIDES.fullmatch(word)]:
+        info(f"python {hiding[0]} hides the installed packages: jax.distributed is not set up for it")
         _replace([sys.executable, *words])
     elif others:  # only a new interpreter can follow them; it comes back here without
         _replace([sys.executable, "-u", "-P", *others, "-m", "roxxel_dist.launcher.host.worker", "python", *target])

@@ -52,13 +52,16 @@ class HostSource(Protocol):
 
 Hints = tuple[tuple[str, str], ...]
 """Words in the last line of a program that did not start, and what a person can do."""
+PROGRAM_FIX = "install roxxel-dist there, or name the Python that has it with --python"
 HINTS: Hints = (
+    ("No space left", "make room on that host"),
+    ("Cannot allocate memory", "that host has no memory left: end what uses it, or raise the limit of its container"),
     ("cd:", "name a working directory that is there with --directory"),
     ("heard nothing from the launcher", "does a start-up file there (~/.bashrc) read its standard input?"),
-    ("No module named", "install roxxel-dist there, or name the Python that has it with --python"),
-    (": not found", "install roxxel-dist there, or name the Python that has it with --python"),
-    ("command not found", "install roxxel-dist there, or name the Python that has it with --python"),
-    ("No such file", "install roxxel-dist there, or name the Python that has it with --python"),
+    ("No module named", PROGRAM_FIX),
+    (": not found", PROGRAM_FIX),
+    ("command not found", PROGRAM_FIX),
+    ("No such file", PROGRAM_FIX),
 )
 
 
@@ -111,6 +114,14 @@ class Backend(ABC):
     def is_broken_link(self, code: int) -> bool:
         """Whether a near end that ended so has lost its connection, which says nothing of the program there."""
         return False
+
+    def ends_with(self, host: str) -> bool:
+        """Whether a system that asks this host to end asks the whole job."""
+        return False
+
+    def left_s(self, host: str) -> float | None:
+        """Seconds until a system that asks this host to end kills what is left there; None where that is not known."""
+        return None
 
     def check_joining(self, hosts: Sequence[str]) -> None:
         """Raises UserError for hosts that cannot be some of this backend's, by their names."""

@@ -13,6 +13,11 @@ STEP = re.compile(r"SLURM_(PROCID|LOCALID|NODEID|NNODES|NPROCS|GTIDS|NTASKS|STEP
 OF_LOGIN = ("SSH_CLIENT", "SSH2_CLIENT", "SSH_CONNECTION", "SSH_TTY")
 """Variables of an ssh session: by them a bash takes each `bash -c` for a new login, and reads ~/.bashrc again, whose
 variables then replace those that the user gave to the ranks."""
+PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""By these gRPC, and with it jax's coordinator, is reached through a proxy, also on this machine."""
+SUSPECTS = re.compile(r"(?i:(https?|grpc|all|no|no_grpc)_proxy)|(NCCL|GLOO|UCX|FI)_\w+")
+"""Variables that decide how ranks find and reach each other."""
+LOGIN_IN_URL = re.compile(r"//[^/@\s]*@")
 ENDS = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$")
 """Endings of name parts of variables and flags with secret values: API_KEY matches, TOKENIZER does not."""
 INSIDE = re.compile(r"\b([A-Za-z_][A-Za-z0-9_]*)=('[^']*'|\"[^\"]*\"|[^\s;&|]+)")
@@ -68,6 +73,24 @@ def _pair(word: str, where: str) -> tuple[str, str]:
 def misleads(name: str) -> bool:
     """Whether a host's variable describes the agent to a rank that would take it for itself."""
     return name in OF_LOGIN or STEP.fullmatch(name) is not None
+
+
+def direct(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variable by which a rank reaches jax's coordinator without the proxy in its environment; {} without one.
+
+    gRPC reads `no_grpc_proxy` in place of `no_proxy`, and neither in capitals.
+    """
+    if not any(environment.get(name) for name in PROXIES):
+        return {}
+    known = environment.get("no_grpc_proxy") or environment.get("no_proxy") or ""
+    host = environment.get("ROXXEL_COORDINATOR", "").rpartition(":")[0].strip("[]")
+    return {"no_grpc_proxy": ",".join(dict.fromkeys(filter(None, (*known.split(","), host))))}
+
+
+def suspects(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a rank that may keep it from the others, without secrets."""
+    found = {name: value for name, value in sorted(environment.items()) if value and SUSPECTS.fullmatch(name)}
+    return {name: LOGIN_IN_URL.sub(f"//{MASK}@", value) for name, value in masked(found).items()}
 
 
 def is_secret(name: str) -> bool:

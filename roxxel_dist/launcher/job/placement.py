@@ -1,6 +1,8 @@
 """Which hosts work, which rank runs on which of them, and what its environment is."""
 
 import os
+import re
+import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -8,6 +10,9 @@ from dataclasses import dataclass, replace
 
 from roxxel_dist.cluster.exit_codes import EXIT_SLACK_S, EXIT_TIMEOUT_ENV, REACHED_ENV, STATUS_ENV, UserError
 from roxxel_dist.launcher.job.spec import JobSpec
+
+GPU = re.compile(r"\d+|(GPU|MIG)-\S+")
+"""A device in CUDA_VISIBLE_DEVICES: its number, or its UUID."""
 
 
 def visible_gpus(gpus: int, procs: int, index: int, outer: str | None = None) -> str:
@@ -22,6 +27,13 @@ def visible_gpus(gpus: int, procs: int, index: int, outer: str | None = None) ->
             f"divides {gpus}"
         )
     names = [name.strip() for name in outer.split(",") if name.strip()] if outer is not None else None
+    wrong = [name for name in names or () if not GPU.fullmatch(name)]
+    if wrong or len(names or ()) != len({*(names or ())}):
+        what = f"{wrong[0]!r} is no GPU" if wrong else "it names a GPU twice"
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES={outer}: {what}; write numbers or UUIDs, each once, with commas between them, as in "
+            "0,1, or unset the variable"
+        )
     if names is not None and len(names) < gpus:
         raise UserError(
             f"--gpus-per-host {gpus}, but CUDA_VISIBLE_DEVICES={outer} allows {len(names)}: use --gpus-per-host "
@@ -209,6 +221,19 @@ def python_words(python: str, module: str, *words: str) -> list[str]:
     -P: the working folder is the user's, and its `queue.py` or `random.py` is not the standard library's.
     """
     return [python, "-u", "-P", "-m", module, *words]
+
+
+def shell_text(directory: str, words: Sequence[str]) -> str:
+    """The text for a shell on a host that runs a program in a folder. `~/` before either is the home there."""
+    program, *rest = words
+    return f"cd {_path(directory)} && exec {_path(program)} {shlex.join(rest)}"
+
+
+def _path(path: str) -> str:
+    """A path for a shell, quoted but for `~/` at its beginning."""
+    if path == "~":
+        return path
+    return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") and path != "~/" else shlex.quote(path)
 
 
 def coordinator_port(port: int | None, address: str = "127.0.0.1") -> int:

@@ -53,7 +53,10 @@ class SignalPipe:
         except BlockingIOError:
             return []
         if self._stays and signal.SIGTSTP in numbers:
-            self._info("Ctrl-Z is not followed: hosts that hear nothing from here for long end their ranks")
+            self._info(
+                "Ctrl-Z is not followed, nor a suspension by SLURM: hosts that hear nothing from here for long end "
+                "their ranks"
+            )
         # The descriptor has the number of every signal for which the program has a handler.
         return [number for number in numbers if number in self._before and number != signal.SIGTSTP]
 

@@ -1,5 +1,6 @@
 """The lines of one run in a log, as they come."""
 
+import math
 import os
 import re
 import select
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from roxxel_dist.launcher.control.record import JobRecord, read
+from roxxel_dist.launcher.jobs.queued import ASK_S, look
 from roxxel_dist.launcher.output.console import printable
 
 PAUSE_MS = 100
@@ -105,11 +107,14 @@ def follow(lines: Iterator[bytes | None], job: JobRecord) -> JobRecord:
 
     Raises BrokenPipeError when the reader of stdout is gone.
     """
+    asked = -math.inf  # a batch system that has the job
     reader = select.poll()
     reader.register(sys.stdout.fileno(), 0)  # only to learn that its reader is gone
     while True:
         record = read(job.path)  # before the log: the last output must not be missed
         show(iter(lambda: next(lines), None))
+        if record is not None and record.is_queued and time.monotonic() >= asked + ASK_S:
+            asked, record = time.monotonic(), look(record)
         if record is None or record.is_over:
             return record or job
         if reader.poll(PAUSE_MS):

@@ -115,6 +115,12 @@ class HangDetector:
             before.since = now
         before.record = record
 
+    def hear(self, now: float) -> None:
+        """A rank has printed something: where none reports anything, it is the one sign that they go on."""
+        if self.step_timeout is not None and self._is_mute:
+            for seen in self._seen.values():
+                seen.since = now
+
     def forget(self, rank: int) -> None:
         """This rank has ended."""
         self._seen.pop(rank, None)
@@ -148,7 +154,14 @@ class HangDetector:
         return max(LEAST_S, TIMES * max(usual, self._first.get(record.phase, 0.0) if first else 0.0))
 
     def _limit_of(self, seen: _Seen) -> float:
+        if self._is_mute and self.step_timeout is not None:
+            return max(self.step_timeout, LEAST_S)  # the start of a program that will report steps may take as long
         return self.limit(seen.record, first=seen.is_in_first_step)
+
+    @property
+    def _is_mute(self) -> bool:
+        """Whether no rank has reported a thing: the program may be one that never does."""
+        return not any(seen.record.entered or seen.record.activity for seen in self._seen.values())
 
     def check(self, now: float) -> Hang | None:
         """The rank that everybody waits for, when its time is over. To be asked every second or so."""

@@ -2,7 +2,7 @@
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roxxel_dist.cluster.exit_codes import (
@@ -52,6 +52,8 @@ class HostLost:
     """The host is out of reach; an agent that ended by itself leaves a host that can be used."""
     gone_by: float = 0.0
     """When its ranks have ended, wherever they are, by the launcher's clock; 0: they have."""
+    by_link: bool = False
+    """The near end of its connection ended, so nothing is known of the host."""
     died: bool = False
     """The agent ended before its ranks: no rank can have caused that."""
 
@@ -100,6 +102,10 @@ class AttemptResult:
     """Those ranks, in order."""
     lost: HostLost | None = None
     """The first agent that was lost before its ranks had ended."""
+    hosts: int = 0
+    """How many had ranks."""
+    cut: set[str] = field(default_factory=set)
+    """Hosts whose connection ended here."""
     gone_by: dict[str, float] = field(default_factory=dict)
     """Of each host that was lost: when its ranks have ended, wherever they are (`HostLost.gone_by`)."""
     failed: float = 0.0
@@ -109,12 +115,21 @@ class AttemptResult:
     hang_host: str = ""
     stack: Sequence[str] = ()
     """Of the rank that hung."""
+    suspects: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the ranks that may keep them from each other."""
     differs: CodeDiffers | None = None
     """Two ranks ran different sources; all were killed."""
     reached: int = 0
     """The largest step that any rank had entered."""
+    departing: list[str] = field(default_factory=list)
+    """Hosts whose system asked them to end while the job goes on: a preemption, a reboot."""
     grows: str = ""
     """All were asked to save and leave, because hosts join or leave the job: how it goes on, in words for people."""
+
+
+def is_cut_off(result: AttemptResult) -> bool:
+    """Whether the connections of all hosts ended: what they all go through, such as an API server, was replaced."""
+    return 1 < result.hosts == len(result.cut)
 
 
 def is_drain(result: AttemptResult) -> bool:

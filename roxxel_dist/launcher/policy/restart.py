@@ -19,7 +19,7 @@ from roxxel_dist.cluster.exit_codes import (
     EXIT_USAGE,
     SCHEDULER_SIGNALS,
 )
-from roxxel_dist.launcher.policy.outcome import AttemptResult, as_code, exit_code, first_failure
+from roxxel_dist.launcher.policy.outcome import AttemptResult, as_code, exit_code, first_failure, is_cut_off
 
 EXIT_GIVEN_UP = 75
 """Restarts were made and used up."""
@@ -99,9 +99,10 @@ def classify(result: AttemptResult) -> Cause:
         return Cause.REQUESTED
     if code == 0:
         return Cause.DONE
-    if result.hang is not None or result.lost is not None or result.differs is not None:
+    is_preempted = result.lost is not None and (result.lost.host in result.departing or is_cut_off(result))
+    if result.hang is not None or (result.lost is not None and not is_preempted) or result.differs is not None:
         return Cause.INFRASTRUCTURE
-    if result.grows:  # however a program ends that is asked to
+    if result.grows or is_preempted:  # however a program ends that is asked to
         return Cause.PREEMPTED
     if (failure := first_failure(result)) is not None:
         code = as_code(failure.code)
@@ -127,7 +128,7 @@ def summary(result: AttemptResult, *, seconds: float, counts: bool) -> AttemptSu
         reached=result.reached,
         counts=counts or result.reached > 0,
         seconds=seconds,
-        changes_hosts=bool(result.grows),
+        changes_hosts=bool(result.grows) and not result.departing,
     )
 
 

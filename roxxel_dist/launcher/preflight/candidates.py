@@ -185,8 +185,16 @@ class Candidates:
                     self._look_at(due)
                 except Interrupted:
                     return
+                except Exception as error:  # the thread would end, and with it all looks
+                    self._note_mistake(due, error)
             if self._warm.hosts:
                 self._tend()
+
+    def _note_mistake(self, hosts: Sequence[str], error: Exception) -> None:
+        """Say that a look has failed by a mistake of this program, and look again later."""
+        with self._lock:
+            self._due |= dict.fromkeys(self._due.keys() & {*hosts}, time.monotonic() + LOOK_MOST_S)
+        self._tell(", ".join(hosts), f"a look at {', '.join(hosts)} failed, and is repeated later: {error!r}")
 
     def _tend(self) -> None:
         """Let go of agents on hosts that are not to join any more, and of hosts whose agents are lost."""

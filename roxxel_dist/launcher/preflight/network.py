@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from roxxel_dist.launcher.host.probe import STUCK
 from roxxel_dist.launcher.host.protocol import Message
 from roxxel_dist.launcher.preflight.checks import (
     CheckResult,
@@ -212,6 +213,11 @@ def _text(failures: Sequence[Failure], hosts: Hosts, addresses: Addresses, port:
         fix = (
             f"{info['name']!r}, the own name of {place.host}, means this address, and ranks on CPU (Gloo) are found by "
             f"it: have /etc/hosts on {place.host} say `{next(iter(routes), 'its address')} {info['name']}` instead"
+        )
+    elif STUCK in whys:
+        fix = (
+            "packets of full size are lost between them: give their interfaces one MTU that all of the path carries "
+            f"(`ping -M do -s 1472 {place.address}` finds it), or have firewalls pass ICMP's `fragmentation needed`"
         )
     else:
         low, high = info["ports"] or (32768, 60999)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from roxxel_dist.cluster.exit_codes import EXIT_PREFLIGHT, UserError
-from roxxel_dist.launcher.host.protocol import Decoder, Message, Outbox
+from roxxel_dist.launcher.host.protocol import NONCE, Decoder, Message, Outbox
 from roxxel_dist.launcher.job.backend import Backend, RemoteProcess
 from roxxel_dist.launcher.job.placement import Placement
 from roxxel_dist.launcher.job.spec import JobSpec
@@ -23,7 +23,16 @@ from roxxel_dist.launcher.output.console import info
 from roxxel_dist.launcher.output.logs import LineSplitter
 from roxxel_dist.launcher.policy.hang import STILL_S
 from roxxel_dist.launcher.policy.outcome import HostLost, how
-from roxxel_dist.launcher.transport.words import ANOTHER_SHELL, ASIDE, ASKED, question_in, shortened
+from roxxel_dist.launcher.transport.words import (
+    ANOTHER_SHELL,
+    ASIDE,
+    ASKED,
+    CLOSED,
+    MOST_CAUSES,
+    causes,
+    question_in,
+    shortened,
+)
 
 CHUNK = 1 << 20
 AGENT_END_S = 10.0
@@ -90,7 +99,8 @@ class HostConnection:
     """The number of the last question sent to it."""
     answered: int = 0
     """That of the last question that it has answered."""
-    decoder: Decoder = field(default_factory=lambda: Decoder(after_noise=True))
+    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+    """With which its messages begin."""
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=STDERR_LINES))
     """The last lines of its stderr: those of ssh, or of a program that could not start."""
 
@@ -104,6 +114,8 @@ class HostConnection:
         self.fd: int = stdout.fileno()
         self.error_fd: int = stderr.fileno()
         self._outbox = Outbox(self.order_fd)
+        self._is_new = True
+        self.decoder: Decoder = Decoder(self.nonce)
         self._lines = LineSplitter()
         self._lock = threading.Lock()
 
@@ -118,7 +130,8 @@ class HostConnection:
             if self._streams[0].closed:
                 return
             for message in messages:
-                self._outbox.send(message)
+                self._outbox.send({**message, NONCE: self.nonce} if self._is_new else message)
+                self._is_new = False
             self._outbox.flush()
 
     @property
@@ -132,6 +145,12 @@ class HostConnection:
         """The last line of its stderr, but for what clients say in any case; or ""."""
         return next((line.strip() for line in reversed(self.stderr) if not ASIDE.search(line)), "")
 
+    @property
+    def first_causes(self) -> str:
+        """Why its client did not connect, where that closed the connection for a reason that it gave before; or ""."""
+        lines = [line for line in self.stderr if not ASIDE.search(line)]
+        return " | ".join(causes(lines)[-MOST_CAUSES:]) if lines and CLOSED.search(lines[-1]) else ""
+
     def messages(self, data: bytes) -> Iterator[Message]:
         """The messages that this piece of its output completes. Raises ValueError for what no single agent sends."""
         for message in self.decoder.feed(data):
@@ -139,8 +158,6 @@ class HostConnection:
                 self.gone = int(message["code"])
                 return
             self.ready = True
-            if "ask" in message:
-                raise UserError(f"it sends back what it is sent{self.last_words}: no program runs there")
             if "id" in message and message["id"] <= self.answered:  # one program answers in order
                 raise UserError("more than one program answers: what reaches this host must reach no other one too")
             self.answered = message.get("id", self.answered)
@@ -238,6 +255,21 @@ class HostPool:
     def is_connected(self, host: str) -> bool:
         """Whether there is a program on a host."""
         return host in self._by_host
+
+    def are_connected(self, hosts: Collection[str]) -> bool:
+        """Whether any of these hosts still sends."""
+        now = time.monotonic()
+        links = [link for link in self.all if link.host in hosts]
+        return any(not link.lost and now - link.last_seen <= SILENT_S for link in links)
+
+    def is_woken(self, wait_s: float) -> bool:
+        """Take what comes within so many seconds while no rank runs; whether `wake` was among it."""
+        woken = False
+        for link, event in self.ready(wait_s):
+            woken = woken or link is None
+            if link is not None and isinstance(event, Exception):
+                self.forget(link)
+        return woken
 
     def connect(self, host: str) -> HostConnection:
         """The program on a host, which is started where it does not run. Raises OSError where it cannot be."""
@@ -375,7 +407,7 @@ class HostPool:
             else:
                 if isinstance(event, dict):
                     self._take_note(link, event)
-                yield link, event["text"] if isinstance(event, dict) and event.get("type") == "note" else event
+                yield link, event
         yield from self._silent(time.monotonic())
 
     def silence(self, now: float) -> float:
@@ -467,7 +499,7 @@ class HostPool:
             return self._lose(link, text, EXIT_PREFLIGHT, with_host=True, gone=not is_broken)
         if is_broken:
             text = f"the connection to host {link.host} broke ({how(code)}){reason}; the agent there kills its ranks"
-            return self._lose(link, text)
+            return self._lose(link, text, by_link=True)
         text = f"the agent on host {link.host} ended before its ranks ({how(code)}){reason}; they were killed"
         return self._lose(link, text, 128 - code if code < 0 else EXIT_LOST, died=True, gone=True)
 
@@ -479,6 +511,7 @@ class HostPool:
         *,
         with_host: bool = False,
         died: bool = False,
+        by_link: bool = False,
         gone: bool = False,
     ) -> HostLost:
         self.forget(link)
@@ -490,6 +523,7 @@ class HostPool:
             last_seen=link.last_seen,
             with_host=with_host,
             died=died,
+            by_link=by_link,
             gone_by=gone_by,
         )
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from roxxel_dist.launcher.host.protocol import Message
-from roxxel_dist.launcher.job.backend import Backend
+from roxxel_dist.launcher.job.backend import PROGRAM_FIX, Backend
 from roxxel_dist.launcher.transport.pool import PROBE_END_S, SILENT_S, HostConnection, HostPool
-from roxxel_dist.launcher.transport.words import shortened
+from roxxel_dist.launcher.transport.words import KEY_COMMAND, shortened
 
 ANSWER_S = 60.0
 """How long a host may take to an answer before the start, its connection included."""
@@ -22,6 +22,9 @@ REFUSALS = 8
 """So many in a row, and the host counts as unreachable: about 17 s."""
 LEAVE_S = 0.3
 """How long a program that does not answer as an agent does may take to end by itself, before its client is killed."""
+CHANGED = "HAS CHANGED"
+"""In what ssh says of a host key that is another one than in known_hosts."""
+EXIT_KILLED = 137
 _numbers = itertools.count(1)
 """Of the questions of this process: an answer to one that was broken off may come late."""
 
@@ -138,7 +141,7 @@ class HostQuestions:
                 link.hang_up()
                 link.wait(LEAVE_S)
             self._give_up(link, why)
-        elif isinstance(event, dict) and "type" not in event and event.pop("id", None) in (None, link.question):
+        elif isinstance(event, dict) and "type" not in event and event.pop("id", None) == link.question:
             turn.answers[link.host] = event | {"received": time.time()}
             self._room += 1 / self._room  # as many more in each round, until a connection is refused
         else:
@@ -175,8 +178,17 @@ class HostQuestions:
 
 
 def _why_it_ended(link: HostConnection, backend: Backend) -> str:
-    """Why a program ended that should have answered: the last line of its stderr, with what to do."""
+    """Why a program ended that should have answered: what its client said first, or last, with what to do."""
     code = link.wait(PROBE_END_S)
-    why = link.last_error or link.decoder.noise or f"nothing was said: {backend.login}"
-    hint = next((hint for words, hint in backend.hints if words in why), "")
+    first = link.first_causes
+    why = first or link.last_error or link.decoder.noise or f"nothing was said: {backend.login}"
+    everything = "\n".join([*link.stderr, why])
+    hint = next((hint for words, hint in backend.hints if words in (why if not first else everything)), "")
+    if CHANGED in everything:
+        remove = next((line.strip() for line in link.stderr if KEY_COMMAND.search(line)), f"ssh-keygen -R {link.host}")
+        why, hint = f"Host key verification failed: it {CHANGED}", f"if a new machine has its name or address: {remove}"
+    elif first and (not hint or hint == PROGRAM_FIX):
+        hint = f"a ProxyCommand or a bastion of ssh's configuration says so; `ssh {link.host}` shows it too"
+    elif not hint and code == EXIT_KILLED:
+        hint = "it was killed there: is memory short, or a limit of the container too low?"
     return f"{shortened(why)}{'; ' if hint else ''}{hint} (code {'unknown' if code is None else code})"

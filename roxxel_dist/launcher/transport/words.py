@@ -1,6 +1,7 @@
 """What clients, shells and pagers say instead of an agent, as far as it is understood."""
 
 import re
+from collections.abc import Iterable
 
 MOST = 240
 """Characters of a line that a message quotes."""
@@ -12,9 +13,19 @@ ASIDE = re.compile(
     r"|^Default(ed|ing) container |^Use 'kubectl describe |^kubectl exec .* is DEPRECATED|^Unable to use a TTY"
     r"|^[IW]\d{4} \d\d:\d\d:\d\d\.\d+ |^Warning: Permanently added "
     r"|^Using ssh batch size of |^SSH: Attempting to connect |-{2}troubleshoot\b|^Recommendation: To check "
-    r"|^Or, to investigate "
+    r"|^Or, to investigate |^\*\* |^debug\d: "
 )
 """What ssh, kubectl, gcloud and others say beside what is wrong, or where nothing is."""
+HOST_KEY = "Host key verification failed."
+CLOSED = re.compile(
+    r"^(kex|ssh)_exchange_identification: |^banner exchange: |^Connection (closed|reset) by |^Connection to \S+ closed"
+    r"|^ssh_dispatch_run_fatal: |^client_loop: |^Disconnected from |^Received disconnect |^stdio forwarding failed"
+    rf"|^{HOST_KEY}$"
+)
+"""What ssh says at last, whatever has ended a connection that it could not make: why is in the lines before."""
+KEY_COMMAND = re.compile(r"^\s*ssh-keygen -f .* -R .*")
+"""How ssh says that an old key of a host is removed."""
+MOST_CAUSES = 3
 QUESTION = re.compile(
     r"(pass(word|phrase|code)\b[^:]*: *|\((yes/no|y/n)\b[^)]*\)\S* *|\[y/n\]:? *|-+ ?more ?-+.*|\(END\).*"
     r"|press .*\b(enter|return|any key)\b.*)$",
@@ -22,6 +33,13 @@ QUESTION = re.compile(
 )
 """A line without an end that waits for a person: a password, a yes, a pager."""
 ANOTHER_SHELL = "a start-up file (~/.bashrc) must not start another shell where the login has no terminal"
+
+
+def causes(lines: Iterable[str]) -> list[str]:
+    """Of the lines of a client that did not connect, those that say why; they may be those of a ProxyCommand."""
+    said = [line.strip() for line in lines if not ASIDE.search(line) and not line.startswith("@")]
+    found = [line for line in said if line and not CLOSED.search(line)]
+    return found or [line for line in said if line == HOST_KEY]
 
 
 def question_in(data: bytes) -> str:

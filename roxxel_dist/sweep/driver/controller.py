@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_PREFLIGHT
+from roxxel_dist.cluster.stop_requests import in_batch_job, kills
 from roxxel_dist.launcher.job.signals import SignalPipe
 from roxxel_dist.sweep.driver.decisions import STEPS_SPENT, Decisions, Event
 from roxxel_dist.sweep.driver.options import SweepOptions
@@ -71,6 +72,8 @@ class Controller:
     log: Callable[[str], None]
     _queue: deque[tuple[int, int, int]] = field(init=False, default_factory=deque)
     """(trial, attempt, losses) to be run before any new one."""
+    _requests: list[tuple[int, float]] = field(init=False, default_factory=list)
+    """Signals that asked for the end, and when."""
     _hours_spent: bool = field(init=False, default=False)
     _ending: Ending | None = field(init=False, default=None)
     """Why running trials were asked to end."""
@@ -292,10 +295,11 @@ class Controller:
 
     def _take_signal(self) -> bool:
         """Follow Ctrl-C and SIGTERM: trials end and save. True: asked again; they die with this process."""
-        if not self.signals.take():
-            return False
-        if self._ending is not None:
-            return True
+        numbers = self.signals.take()
+        again = [kills(number, self._requests, time.monotonic(), batch_job=in_batch_job()) for number in numbers]
+        self._requests += [(number, time.monotonic()) for number in numbers]
+        if self._ending is not None or not numbers:
+            return any(again)
         count = len(self.executor.running)
         self.log(f"asked to end: {counted(count, 'running trial')} will save and end; Ctrl-C again kills them")
         self._drain(

@@ -16,8 +16,16 @@ CONTROLLER, HOSTS = "controller", "hosts"
 """The replicated jobs: that of the first host, which has the launcher, and those of the others."""
 CONTAINER = "host"
 VIA = f"kubectl exec -i job/{{host}} -c {CONTAINER} --"
-WAIT = ["sh", "-c", f"trap 'exit {128 + signal.SIGTERM}' TERM; sleep infinity & wait"]
-"""What a pod does that waits; an exit code of 0 would be the end of its Job."""
+AGENTS = 'grep -ls "launcher.host.[a]gent" /proc/[0-9]*/cmdline'
+ASK_AGENTS = f"for p in $({AGENTS}); do p=${{p#/proc/}}; kill -TERM ${{p%/*}}; done; while {AGENTS}; do sleep 1; done"
+WAIT = [
+    "sh",
+    "-c",
+    f"trap '[ $$ = 1 ] && {{ {ASK_AGENTS}; }} >/dev/null 2>&1; exit {128 + signal.SIGTERM}' TERM; "
+    "sleep infinity & wait",
+]
+"""What a pod does that waits. Kubernetes signals it alone: it tells the agents of its pod, whose ranks save, and ends
+with them, or by a SIGKILL. An exit code of 0 would be the end of its Job."""
 FOR_EVER = 2**31 - 1
 """Pods of a host that may fail, one after the other: the launcher says when it has been enough."""
 KILLED = sorted(128 + number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV))

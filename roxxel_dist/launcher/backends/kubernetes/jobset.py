@@ -33,6 +33,11 @@ LEAVE_S = 15
 """Seconds beyond the grace until Kubernetes kills a pod: the launcher's own end."""
 AMOUNT = re.compile(r"\d{1,15}(?:\.\d{1,9})?(?:[eE]\d{1,2}|m|k|[MGTPE]|[KMGTPE]i)?")
 """Of a resource: a number, and a power of ten or of two."""
+LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+"""What Kubernetes takes as names of jobs, and as those of claims and secrets."""
+MOST_LETTERS = 63 - len("-controller-0-0-abcde")
+"""Of a name, so that those of its pods are names of hosts too."""
 TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
 
 
@@ -123,6 +128,7 @@ class JobSetSpec:
         for option, count in (("--hosts", self.options.hosts), ("--procs-per-host", self.options.procs_per_host)):
             if count < 1:
                 raise UserError(f"{option} {count}: must be at least 1")
+        self._check_names()
         self._check_hosts()
         self._check_secrecy()
         self._check_run_dir()
@@ -134,6 +140,25 @@ class JobSetSpec:
         """(claim, path) of each volume."""
         pairs = [volume.partition(":") for volume in self.options.volume]
         return [(claim, path) for claim, _, path in pairs]
+
+    def _check_names(self) -> None:
+        """An API server takes no others; the pods' own names, with an end for each, have 63 letters at most."""
+        options = self.options
+        for option, name, most in (("--name", self.name, MOST_LETTERS), ("--namespace", options.namespace, 63)):
+            if name is not None and (not LABEL.fullmatch(name) or len(name) > most):
+                raise UserError(
+                    f"{option} {name!r}: use at most {most} small letters, digits and -, a letter first and no - at "
+                    "the end, as Kubernetes does"
+                )
+        for option, names in (
+            ("--secret", options.secret),
+            ("--volume", [claim for claim, _ in self.mounts]),
+        ):
+            for name in names:
+                if not SUBDOMAIN.fullmatch(name) or len(name) > 253:
+                    raise UserError(f"{option} {name!r}: use small letters, digits, - and . as Kubernetes does")
+        if not options.image.strip() or options.image.split() != [options.image]:
+            raise UserError(f"--image {options.image!r}: name an image, such as registry/trainer:1")
 
     def _check_hosts(self) -> None:
         """Options of a launcher that sees all hosts need one."""
@@ -189,7 +214,7 @@ class JobSetSpec:
     def _check_amounts(self) -> None:
         for name in ("cpu", "memory"):
             amount = getattr(self.options, name)
-            if amount is not None and not AMOUNT.fullmatch(amount):
+            if amount is not None and (not AMOUNT.fullmatch(amount) or not re.search("[1-9]", amount)):
                 raise UserError(f"--{name} {amount}: write an amount as Kubernetes has it, such as 8, 500m or 64Gi")
 
     def _check_tpu(self) -> None:

@@ -4,10 +4,12 @@ Decision 26.
 """
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from datetime import datetime
 from typing import ClassVar
 
 from roxxel_dist.cluster.exit_codes import UserError
@@ -27,6 +29,8 @@ OPTIONS = (
     "--kill-on-bad-exit=0",
     "--quiet",
 )
+ASK_S = 3.0
+"""SLURM's time for an answer while ranks wait to be asked."""
 KEPT = ("SLURM_CONF", "SLURM_JWT")
 
 
@@ -71,8 +75,7 @@ class SlurmBackend(base.Backend):
 
     def argv(self, host: str, module: str, *words: str) -> list[str]:
         """The srun that `start` runs."""
-        job_id = self.job_id if self.grow is None else self.grow.jobs.get(host, self.job_id)
-        step = ["srun", f"--jobid={job_id}", f"--nodelist={host}", *OPTIONS, f"--job-name={module}"]
+        step = ["srun", f"--jobid={self._job_of(host)}", f"--nodelist={host}", *OPTIONS, f"--job-name={module}"]
         step += ["--cpu-bind=none"] if self.binds else []
         program = python_words(self.python, module, *words)
         if self.container is None:
@@ -85,6 +88,23 @@ class SlurmBackend(base.Backend):
         inside = ["apptainer", "exec", *(["--nv"] if self.gpus else []), f"--pwd={self.directory}"]
         return [*step, *inside, *(f"--bind={mount}" for mount in mounts), self.container, *program]
 
+    def ends_with(self, host: str) -> bool:
+        """Whether it is a node of the job itself: SLURM signals all of them, and then queues or cancels the job."""
+        return self.grow is None or host not in self.grow.jobs
+
+    def left_s(self, host: str) -> float | None:
+        """Seconds until the end of its job, where SLURM preempts it with a GraceTime."""
+        words = ["scontrol", "show", "job", "-o", self._job_of(host)]
+        try:
+            told = subprocess.run(words, capture_output=True, text=True, check=False, timeout=ASK_S).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return left_of(told, datetime.now())
+
+    def _job_of(self, host: str) -> str:
+        """The job that a node belongs to."""
+        return self.job_id if self.grow is None else self.grow.jobs.get(host, self.job_id)
+
     def check_joining(self, hosts: Sequence[str]) -> None:
         """Raises UserError for a host that is no node of the job, and of none that joins it."""
         known = {*self.hosts, *(() if self.grow is None else self.grow.jobs)}
@@ -94,6 +114,16 @@ class SlurmBackend(base.Backend):
     def start(self, host: str, module: str, *words: str) -> "subprocess.Popen[bytes]":
         """Start `python -m MODULE WORDS` on a node."""
         return start_near(self.argv(host, module, *words), step_environment(os.environ))
+
+
+def left_of(told: str, now: datetime) -> float | None:
+    """Seconds from `now` to the end of a job that is being preempted, by what scontrol shows of it; or None."""
+    fields = dict(re.findall(r"\b(PreemptTime|EndTime)=(\S+)", told))
+    try:
+        datetime.fromisoformat(fields["PreemptTime"])
+        return max(0.0, (datetime.fromisoformat(fields["EndTime"]) - now).total_seconds())
+    except (KeyError, ValueError):
+        return None
 
 
 def check_container(container: str | None, runtime: str | None, mounts: Sequence[str]) -> None:

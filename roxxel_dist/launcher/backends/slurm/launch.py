@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, SCHEDULER_SIGNALS, UserError
+from roxxel_dist.cluster.exit_codes import EXIT_FAILED, EXIT_PREFLIGHT, UserError
 from roxxel_dist.launcher.backends.slurm.allocation import (
     Allocation,
     binds_cpus,
@@ -23,6 +22,7 @@ from roxxel_dist.launcher.backends.slurm.allocation import (
 )
 from roxxel_dist.launcher.backends.slurm.backend import KEPT, SlurmBackend, check_container
 from roxxel_dist.launcher.backends.slurm.grow import LEAVE_S, GrowJobs, options_from, options_of
+from roxxel_dist.launcher.control.recorder import JobRecorder
 from roxxel_dist.launcher.job import backend as base
 from roxxel_dist.launcher.job.environment import is_secret, masked_words
 from roxxel_dist.launcher.job.flags import split_flags
@@ -136,8 +136,6 @@ class Options(base.Options, SlurmOptions):
             if self.detach:
                 raise UserError("--detach: a submitted job does not need it, and one in an allocation ends with it")
         allocation = current_allocation(os.environ)
-        if allocation is not None and allocation.batch:  # SLURM's request may come before anybody listens: it waits
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, *SCHEDULER_SIGNALS])
         if self.print or allocation is None:
             return _submit(self, request)
         return _run(self, request, allocation)
@@ -253,6 +251,9 @@ def _submit(options: Options, request: base.LaunchRequest) -> int:
     if message:
         print(printable(message), file=sys.stderr)
     print(job_id, flush=True)
+    backend = SlurmBackend("", [f"node {number}" for number in range(count)])
+    moved = dataclasses.replace(job, log_dir=log.parent)
+    JobRecorder(moved, backend, detached=True, slurm_job=job_id).queue()
     info(f"run {job.run_id} is SLURM job {job_id} (`squeue -j {job_id}`, `scancel {job_id}`)")
     info(f"when it runs: `roxxel-dist attach {job.run_id}`; its lines are in {request.passed.get('output') or log}")
     return 0
