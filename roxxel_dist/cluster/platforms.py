@@ -39,9 +39,10 @@ def why_no_devices(environ: Mapping[str, str]) -> str | None:
 
 
 def why_no_platform(platforms: str, environ: Mapping[str, str]) -> str | None:
-    """Why a platform of `platforms`, as JAX_PLATFORMS names them, is not there; None where nothing is known against it.
+    """Why jax does not start with `platforms`, as JAX_PLATFORMS names them; None where nothing is known against them.
 
-    jax must find each that is named, and takes the first one. One of a plugin that is not known here is not judged.
+    jax must find each that is named, but for cuda beside others, and takes the first one that is there. One of a plugin
+    that is not known here is not judged.
     """
     if not platforms:
         return None
@@ -49,8 +50,8 @@ def why_no_platform(platforms: str, environ: Mapping[str, str]) -> str | None:
     if not set(names) <= there:
         there = _installed(environ)
     head = f"JAX_PLATFORMS is {platforms}"
-    unset = "leave out what is not there" if names[0] == "cpu" else "unset it (JAX_PLATFORMS=cpu for the CPU)"
-    for name in names:
+    unset = "unset it (JAX_PLATFORMS=cpu for the CPU)"
+    for name in names if len(names) == 1 else [name for name in names if name != "cuda"]:
         found = there & {*PLUGINS} if name == "gpu" else there & {name}
         if not found and not (OTHERS in there and name not in KNOWN):
             install = f"install it: {pip_install(EXTRAS[name])}, or " if name in EXTRAS else ""

@@ -38,8 +38,11 @@ NAMES = [
     ("rocm", (), {}, ["this jax has cpu: unset it"]),
     ("foo", (), {}, ["JAX_PLATFORMS is foo", "unset it"]),
     ("CUDA", (), {}, ["JAX_PLATFORMS is CUDA"]),
-    ("cuda,cpu", (), {}, ["JAX_PLATFORMS is cuda,cpu", "[cuda12]"]),
-    ("cpu,cuda", (), {}, ["leave out what is not there"]),
+    ("cuda,cpu", (), {}, None),  # jax goes on with the CPU
+    ("cpu,cuda", (), {}, None),
+    ("cuda,tpu", (), {}, ["JAX_PLATFORMS is cuda,tpu", "[tpu]"]),
+    ("tpu,cpu", (), {}, ["JAX_PLATFORMS is tpu,cpu", "[tpu]"]),
+    ("cpu,foo", (), {}, ["JAX_PLATFORMS is cpu,foo"]),
     ("cpu, tpu", (), {}, ["JAX_PLATFORMS is cpu, tpu"]),
     ("tpu", ("xla_cuda12",), {}, ["this jax has cpu, cuda"]),
     ("cuda", ("xla_rocm7",), {}, ["this jax has cpu, rocm", "[cuda12]"]),
