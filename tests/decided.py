@@ -19,7 +19,7 @@ def check_decisions(events: Sequence[dict[str, Any]], given: dict[str, Any] | Sw
 
     for event in events:
         kind = event["event"]
-        told = {name: value for name, value in event.items() if name not in ("time", "seconds", "more")}
+        told = {name: value for name, value in event.items() if name not in ("time", "awake", "seconds", "more")}
         if kind in ("pause", "stop"):
             assert told in due, f"{told} was not due"
             due.remove(told)

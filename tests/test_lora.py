@@ -89,9 +89,9 @@ def test_what_is_written_down(work):
 def test_it_is_evaluated_loaded_and_merged(work, capsys):
     assert main(["eval", str(work / "tuned"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["val_loss"] == rows(work / "tuned")[16]["val_loss"]
-    model, *_, step = load_run(work / "tuned")
-    plain, *_ = load_run(work / "base")
-    assert step == 16
+    tuned, plain = load_run(work / "tuned"), load_run(work / "base").model
+    model = tuned.model
+    assert tuned.step == 16
     parts, params, _, frozen = split_module(model)
     base, weights, rest, settings = split_module(plain)
     for name, array in weights.items():

@@ -90,11 +90,15 @@ def check_training(args: TrainArgs, config: Config) -> None:
 
     A run that goes on has its own data and phases, which are compared when they are known.
     """
-    if args.resume or args.fork or args.anneal or attempt_number():
-        return
+    if not (args.resume or args.fork or args.anneal or attempt_number()):
+        check_new_run(config, args.data_path)
+
+
+def check_new_run(config: Config, data_path: str | None) -> None:
+    """Raises ValueError where a run of this config and data would be refused. jax is not imported."""
     from roxxel_dist.run.curriculum import check_data
 
-    path = config.primary_path(args.data_path)
+    path = config.primary_path(data_path)
     if path is None:
         raise UserError("no data: name a text file, a folder or shards with --data_path PATH")
     check_data(config, path)

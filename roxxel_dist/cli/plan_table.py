@@ -9,7 +9,7 @@ from roxxel_dist.model.attention_kernels import LONGEST_WHOLE
 from roxxel_dist.run.estimate.estimate import PhaseEstimate, RunEstimate
 from roxxel_dist.utils.display import aligned, duration, size
 
-NAMES = 8
+NAMES = 3
 """Arrays of a group that are named; --arrays and --json name all."""
 
 
@@ -19,7 +19,7 @@ def table(run: RunEstimate, *, every_array: bool = False) -> str:
         "phases": [run.description, *run.notes],
         "data": _data(run),
         "model": _model(run),
-        "optimizer": _optimizer(run, every_array),
+        "optimizer": _optimizer(run),
         "devices": _devices(run),
         "memory of each device": _memory(run),
         **({} if run.target is None else {f"compiled for {run.target}": _on_devices(run)}),
@@ -48,12 +48,12 @@ def _model(run: RunEstimate) -> list[str]:
     return aligned(rows)
 
 
-def _optimizer(run: RunEstimate, every_array: bool) -> list[str]:
+def _optimizer(run: RunEstimate) -> list[str]:
     rows = [["", "parameters", "weight decay", "arrays"]]
     for group in run.updates:
         count = len(group.arrays)
         how = f"{group.matrices:,} matrices in " if group.matrices else ""
-        shown = group.arrays if every_array else group.arrays[:NAMES]
+        shown = group.arrays[:NAMES]  # all of them with --json
         more = f" and {count - len(shown)} more" if count > len(shown) else ""
         decay = {True: "yes", False: "no", None: "its own"}[group.weight_decay]
         named = f"{how}{count} array{'s' * (count > 1)}: {', '.join(shown)}{more}"

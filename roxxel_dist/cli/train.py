@@ -8,7 +8,14 @@ from pathlib import Path
 
 from roxxel_dist.checkpoint.metadata import CheckpointRange, CheckpointRef
 from roxxel_dist.cli.argument_types import Positional
-from roxxel_dist.cli.arguments import ConfigArgs, check_training, parse_config, parse_train, steps_to_skip
+from roxxel_dist.cli.arguments import (
+    ConfigArgs,
+    check_new_run,
+    check_training,
+    parse_config,
+    parse_train,
+    steps_to_skip,
+)
 from roxxel_dist.cli.parser import parse
 from roxxel_dist.cluster.exit_codes import EXIT_DRAINED, EXIT_FAILED, EXIT_PREFLIGHT, UserError
 from roxxel_dist.cluster.extras import pip_install
@@ -148,6 +155,8 @@ def plan(words: list[str]) -> int:
         args, config = parse_config(
             PlanArgs, words[1:] if run else words, "plan", saved if os.path.exists(saved) else None
         )
+        if run is None:
+            check_new_run(config, args.data_path)
     # A look at a device that is at work elsewhere must not take its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from pathlib import Path

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.amend import longest_window
-from roxxel_dist.curriculum.plan import Plan
+from roxxel_dist.curriculum.plan import ENDLESS, Plan
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.units import APART, LARGE_UNITS, SPREAD, rows_in_a_pass
@@ -69,7 +69,7 @@ class Phase:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise UserError(f"{self!r}: {name} is {value!r}, and must be a whole number of at least {least}")
-            if value is not None and value > MOST_WHOLE:
+            if value is not None and value > MOST_WHOLE and value != ENDLESS:
                 raise UserError(f"{self!r}: {name} is {value!r}, and must be at most {MOST_WHOLE:,}")
         is_number = isinstance(self.epochs, int | float) and not isinstance(self.epochs, bool)
         if self.epochs is not None and not (is_number and 0 < self.epochs < 1e9):

@@ -31,7 +31,13 @@ from roxxel_dist.model.config import AttentionKernel
 from roxxel_dist.model.loss import token_losses
 from roxxel_dist.model.split import split_module
 from roxxel_dist.model.user_code import import_function, is_function
-from roxxel_dist.run.curriculum import build_curriculum, check_vocabularies, open_data_sets, shard_paths
+from roxxel_dist.run.curriculum import (
+    build_curriculum,
+    check_vocabularies,
+    open_data_sets,
+    shard_paths,
+    vocabulary_size,
+)
 from roxxel_dist.run.optimizer import build_optimizer
 from roxxel_dist.settings.config import Config
 from roxxel_dist.settings.training import LoopOptions
@@ -108,7 +114,7 @@ def build_components(
     the devices.
     """
     config = with_shape_of(config)
-    vocab_size = _vocab_size(config, data)
+    vocab_size = vocabulary_size(config, data)
     config = dataclasses.replace(config, vocab_size=vocab_size)
     config.validate()
     curriculum, held_out = build_curriculum(config, data)
@@ -155,18 +161,6 @@ def open_tasks(
             f"beside the shards, or leave {field} out"
         )
     return read_tasks(named, tokenizer, config.max_context, field=field)
-
-
-def _vocab_size(config: Config, data: Roxxel) -> int:
-    size = config.vocab_size or data.vocab_size
-    if size is None:
-        raise UserError("the shards do not say how large their vocabulary is: give vocab_size=N")
-    if data.vocab_size is not None and size < data.vocab_size:
-        raise UserError(
-            f"vocab_size is {size}, but the data has {data.vocab_size} tokens: leave it out, or use at least "
-            f"{data.vocab_size}"
-        )
-    return size
 
 
 def open_corpus(

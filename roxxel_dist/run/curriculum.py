@@ -66,9 +66,21 @@ def check_data(config: Config, data_path: str | Path | None, *, trial: bool = Fa
             if not trial:
                 config.part(OptimizerConfig).settings(curriculum.total_steps)
             sets |= curriculum.mix_streamers
-        size = config.vocab_size or data.vocab_size
-        if config.init_from is None and size is not None:
-            check_vocabularies(sets, size)
+        if config.init_from is None:
+            check_vocabularies(sets, vocabulary_size(config, data))
+
+
+def vocabulary_size(config: Config, data: Roxxel) -> int:
+    """Token ids of the model. Raises UserError where nothing says them, or the data has more."""
+    size = config.vocab_size or data.vocab_size
+    if size is None:
+        raise UserError("the shards do not say how large their vocabulary is: give vocab_size=N")
+    if data.vocab_size is not None and size < data.vocab_size:
+        raise UserError(
+            f"vocab_size is {size}, but the data has {data.vocab_size} tokens: leave it out, or use at least "
+            f"{data.vocab_size}"
+        )
+    return size
 
 
 def check_vocabularies(sets: Mapping[str, Roxxel], vocab_size: int) -> None:

@@ -53,6 +53,7 @@ from roxxel_dist.train.resume import ResumePoint
 from roxxel_dist.train.step.optimizer import for_run
 from roxxel_dist.train.text_of_sets import why_unknown
 from roxxel_dist.utils.progress import Progress
+from roxxel_dist.utils.voice import argument
 from roxxel_dist.weights.base import find_checkpoint, load_params, with_base, with_shape_of
 
 LAST_WORDS_LIMIT_S = 1800.0
@@ -294,9 +295,12 @@ class Experiment:
         other_data = {"data_path": RunMetadata.of(past.saved).data_path} if is_other_data else {}
         check_nothing_new(run, self.config, step, changed | other_data)
         if is_primary():
-            longer = "to train longer, give a larger --max_steps N while its phases have steps left, or longer phases"
-            anew = "to train again from step 1, name another --run_dir"
-            line = f"this run is finished: its last step, {step}, is saved in {run}; {longer} and --amend; {anew}"
+            longer = (
+                f"to train longer, give a larger {argument('max_steps', 'N')} while its phases have steps left, or "
+                f"longer phases and {argument('amend')}"
+            )
+            anew = f"to train again from step 1, name another {argument('run_dir', 'PATH')}"
+            line = f"this run is finished: its last step, {step}, is saved in {run}; {longer}; {anew}"
             print(line, flush=True)
         return True
 

@@ -38,7 +38,7 @@ def test_a_damaged_file_is_replaced_as_its_message_says(tmp_path, damage, place)
         Roxxel(target)
     assert str(path) in str(refused.value)
     if damage != "another kind":
-        assert "replace it with Roxxel(PATH, overwrite=True).write(DOCUMENTS)" in str(refused.value)
+        assert "in a program Roxxel(PATH, overwrite=True).write(DOCUMENTS)" in str(refused.value)
     Roxxel(target, overwrite=True).write([b"new"])
     assert [document.tobytes() for document in Roxxel(target)] == [b"new"]
 

@@ -213,7 +213,7 @@ def test_a_damaged_or_empty_file_is_replaced_when_that_is_asked_for(tmp_path):
     path = tmp_path / "a.rox"
     for content in (b"", b"not a shard", bytes(6000)):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"replace it with Roxxel\(PATH, overwrite=True\)\.write"):
+        with pytest.raises(ValueError, match=r"in a program Roxxel\(PATH, overwrite=True\)\.write"):
             Roxxel(path)
         data = Roxxel(path, overwrite=True)
         assert path.read_bytes() == content, "nothing is replaced before it is written"

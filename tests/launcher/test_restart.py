@@ -146,6 +146,7 @@ CRASHES = [failure(0, step) for step in (5, 6, 7, 8)]
         ([failure(0, 0, code=77), failure(1, 4_000), failure(1, 8_000), failure(0, 0)], 99, True, 0, "restart 4 of 99"),
         ([failure(0, 5), failure(0, 5, 6)], 9, False, 137, "rank 0 failed in step 5"),  # the others may be a step ahead
         ([failure(0, 5, 9)] * 2, 9, False, 137, "rank 0 failed in step 5"),
+        ([PREEMPTION, failure(0, 6, 6), failure(0, 6, 7)], 9, False, 137, "rank 0 failed in step 6"),
         ([failure(0, 5), failure(1, 80_000), failure(0, 5)], 9, True, 0, "restart 3 of 9"),
         ([failure(0, 5), failure(1, 80_000), failure(0, 5), failure(0, 5)], 9, False, 137, "rank 0 failed in step 5"),
         ([failure(1, 80_000)] + [failure(0, 0)] * 5, 9, True, 0, "restart 6 of 9, in 60 s"),

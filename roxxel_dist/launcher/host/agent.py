@@ -284,7 +284,7 @@ class Agent:
         if names := [name for name in PROXIES if env.get(name)]:
             self.note(
                 f"{', '.join(names)} is set: ranks reach jax's coordinator without the proxy "
-                f"(no_grpc_proxy={env['no_grpc_proxy']})"
+                f"(no_grpc_proxy is {env['no_grpc_proxy']})"
             )
 
     def _warm(self, order: Message) -> None:

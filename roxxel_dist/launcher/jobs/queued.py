@@ -1,6 +1,7 @@
 """Jobs that a batch system has and has not started: what is known of them, and their end."""
 
 import json
+import signal
 import subprocess
 import time
 from dataclasses import asdict, replace
@@ -11,7 +12,8 @@ from roxxel_dist.launcher.control.record import JobRecord
 
 ASK_S = 10.0
 """How long one answer of SLURM may take."""
-EXIT_CANCELLED = 143
+CANCELLED = 128 + signal.SIGTERM
+"""The exit code of a job that never ran: as of one that SLURM ends."""
 
 
 def look(job: JobRecord) -> JobRecord:
@@ -35,7 +37,7 @@ def cancel(job: JobRecord) -> JobRecord:
     now = look(job)
     if now.state != "lost":
         return now
-    ended = replace(now, state="ended", code=EXIT_CANCELLED, ended=time.time())
+    ended = replace(now, state="ended", code=CANCELLED, ended=time.time())
     write_file(job.path, json.dumps(asdict(ended)) + "\n", sync=False)
     return ended
 

@@ -188,10 +188,14 @@ def _after_failure(
     by_rank = [attempt for attempt in failures if attempt.rank is not None]
     same_host = [attempt for attempt in by_rank if last.host and attempt.host == last.host]
     replaced = last.host if last.rank is not None and len(same_host) > 1 and can_replace(last.host) else ""
-    recent = [attempt for attempt in _since_new_step(attempts) if is_failure(attempt, restart_on)]
-    again = [attempt for attempt in recent if (attempt.rank, attempt.step) == (last.rank, last.step)]
+    again = any(
+        is_failure(attempt, restart_on)
+        and (attempt.rank, attempt.step) == (last.rank, last.step)
+        and not _came_to_new_step(attempts, number)
+        for number, attempt in enumerate(attempts[:-1])
+    )
     can_start = not last.step and any(attempt.reached for attempt in attempts)
-    if last.counts and last.rank is not None and len(again) > 1 and not (replaced or can_start):
+    if last.counts and last.rank is not None and again and not (replaced or can_start):
         place = f"in step {last.step}" if last.step else "before its first step"
         why = (
             f"not started again: rank {last.rank} failed {place} in an earlier attempt too, so a restart would not help"
@@ -207,16 +211,13 @@ def _after_failure(
     return Decision(again=True, wait=wait, why=why, set_aside=replaced)
 
 
-def _since_new_step(attempts: Sequence[AttemptSummary]) -> Sequence[AttemptSummary]:
-    """The last attempts, from the one that came to the newest step on.
+def _came_to_new_step(attempts: Sequence[AttemptSummary], number: int) -> bool:
+    """Whether one of the attempts after this one came to a new step.
 
-    One step more is no new one: the others may or may not enter the next step before they notice a rank that fails.
+    One step more is none: the others may or may not enter the next step before they notice a rank that fails.
     """
-    begin, newest = 0, attempts[0].reached
-    for number, attempt in enumerate(attempts):
-        if attempt.reached > newest + 1:
-            begin, newest = number, attempt.reached
-    return attempts[begin:]
+    before = max(attempt.reached for attempt in attempts[: number + 1])
+    return max(attempt.reached for attempt in attempts[number + 1 :]) > before + 1
 
 
 def _idle(attempts: Sequence[AttemptSummary]) -> int:
