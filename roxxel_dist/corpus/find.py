@@ -199,8 +199,9 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
     if found.broken:
         first, count = found.broken[0], len(found.broken)
         many = f" ({count} links are broken)" if count > 1 else ""
+        gone = "leads back to itself" if os.path.islink(os.path.realpath(first)) else "is not there"
         raise UserError(
-            f"{first} is a link to {os.readlink(first)}, which is not there{many}: fetch the file (as with `git annex "
+            f"{first} is a link to {os.readlink(first)}, which {gone}{many}: fetch the file (as with `git annex "
             f"get` or `dvc pull`), remove the link, or build without it: {argument('exclude', first.name)}"
         )
     shown, left_out = ", ".join(map(str, paths)), found.counts()

@@ -88,7 +88,7 @@ def test_links(tmp_path, name):
     [
         (["c/gone.txt"], "gone.txt is a link to /nowhere, which is not there: fetch"),
         (["c/gone.txt", "c/sub/x.jsonl"], "gone.txt is a link to /nowhere, which is not there (2 links are broken)"),
-        (["c/sub/loop.md"], "loop.md is a link to"),
+        (["c/sub/loop.md"], "loop.md is a link to loop.md, which leads back to itself: fetch"),
     ],
 )
 def test_a_broken_link_to_a_text_is_an_error(tmp_path, links, shown):
