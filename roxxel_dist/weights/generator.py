@@ -237,7 +237,7 @@ def _stop_texts(stop: str | Sequence[str]) -> list[str]:
 def before_stop(parts: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
     """The pieces of a text, up to the first of some stop texts in it, which may lie across several pieces.
 
-    The first one is that which begins first, whatever the pieces: where one may begin before another that is whole, it
+    The first one begins before the others, whatever the pieces: where one may begin before another that is whole, it
     is waited for.
     """
 
