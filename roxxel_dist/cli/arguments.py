@@ -138,6 +138,8 @@ def _parse_normalised(
         values = saved.to_dict()
         if flags.get("config"):
             del values["max_steps"]  # a config without one trains to the end of its phases
+        if flags.get("lr_schedule", "wsd") != "wsd":
+            values["decay_steps"] = None  # of the run's wsd, as in `with_defaults`
         base = base.with_defaults(values)
         base.of_run = base.of_run if flags.get("config") else saved.of_run
     args = parse(kind, words, command, default=kind(fields=base), normalised=True)

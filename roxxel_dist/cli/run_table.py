@@ -104,7 +104,8 @@ def evaluations_table(evaluations: Sequence["Evaluation"]) -> str:
         cells = [f"{one.step:,}", *(f"{one.losses[name]:.6f}" for name in metrics)]
         cells += [f"{one.tasks[task][key]:.4f}" for task, key in scores]
         if metrics:
-            cells.insert(2, _perplexity(next(row for row in one.data if row["metric"] == "val_loss")))
+            # One validation set with a name has a row of its own, and no row of all of them.
+            cells.insert(2, _perplexity(next((row for row in one.data if row["metric"] == "val_loss"), one.data[0])))
             cells.append(UNKNOWN if one.difference is None else f"{one.difference:+.3g}" if one.difference else "0")
         rows.append(cells)
     return "\n".join([str(CheckpointRef(first.run, None)), *aligned(rows), *first.notes])

@@ -62,10 +62,11 @@ def build(
 
     Args:
         paths: text files, which are always included, and folders, which are walked in sorted order, links too. Hidden
-            files and folders, `__pycache__` and installed packages are left out, and so are empty files and files that
-            are not UTF-8; all are counted. A link to a text file that is not there is an error. A text file is one
-            document. JSON lines (`.jsonl`, `.jsonl.gz`), Parquet files and folders saved by Hugging Face `datasets`
-            have many. Or any path that `Roxxel` opens, whose documents are copied unchanged.
+            files and folders, `__pycache__`, installed packages and the files of data sets in these folders are left
+            out, and so are empty files and files that are not UTF-8; all are counted. A link to a text file that is not
+            there is an error. A text file is one document. JSON lines (`.jsonl`, `.jsonl.gz`), Parquet files and
+            folders saved by Hugging Face `datasets` have many. Or any path that `Roxxel` opens, whose documents are
+            copied unchanged.
         out: the folder to fill with `tokenizer.json`, `shard_00000.rox` and so on, and `build.json`. If it is inside an
             input folder, it is not read. In a bucket (`s3://…`) each shard is sent when it is complete, and the index
             of the data set last; until then the files are in the cache of `remote`.

@@ -5,25 +5,31 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from roxxel_dist.cluster.exit_codes import MissingFileError, UserError
 from roxxel_dist.corpus.documents import TEXT_FILES, TextFile, how_to_convert, kind_of, saved_data_set, text_file
+from roxxel_dist.data.files.discovery import ENDING
+from roxxel_dist.data.files.writer import BUILD_FILE
+from roxxel_dist.data.tokenizer.tokenizer import CONFIG_FILE, TOKENIZER_FILE
 from roxxel_dist.utils.display import size
 from roxxel_dist.utils.voice import argument
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 TABLES = (".csv", ".tsv", ".json")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+SAVED = frozenset({"state.json", "dataset_info.json"})
+"""Beside the Arrow files of `save_to_disk` of Hugging Face `datasets`."""
 SHOWN = 4
 OTHERS = "of other kinds"
 HIDDEN, INSTALLED, EXCLUDED = "hidden", "of installed packages or caches", "excluded"
 SECOND_NAMES, FOLDERS_AGAIN = "second names of a file", "links to a folder that is read"
 AROUND, BROKEN, NO_FILES = "links to a folder around it", "broken links", "that are no files (pipes, devices)"
-REASONS = (OTHERS, HIDDEN, INSTALLED, EXCLUDED, SECOND_NAMES, FOLDERS_AGAIN, AROUND, BROKEN, NO_FILES)
+OF_DATA_SETS = "of data sets, which are built alone"
+REASONS = (OTHERS, HIDDEN, INSTALLED, EXCLUDED, OF_DATA_SETS, SECOND_NAMES, FOLDERS_AGAIN, AROUND, BROKEN, NO_FILES)
 """Why a file or a folder is not read, in the order of the message."""
 
 
@@ -98,8 +104,11 @@ class _Found:
             folder, prefix = stack.pop()
             entered.add(os.path.realpath(folder))
             files, folders = self._look(folder, prefix, count=True)
+            of_data_set = _of_data_set({path.name for path, _ in files})
             for path, relative in files:
-                if _matches(path.name, self.include, ignore_case=self.include is TEXT_FILES):
+                if path.name in of_data_set:
+                    self.passed_by[OF_DATA_SETS].append(path)
+                elif _matches(path.name, self.include, ignore_case=self.include is TEXT_FILES):
                     self.add(path, relative)
                 else:
                     self.passed_by[OTHERS].append(path)
@@ -190,8 +199,9 @@ def find_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
     if found.broken:
         first, count = found.broken[0], len(found.broken)
         many = f" ({count} links are broken)" if count > 1 else ""
+        gone = "leads back to itself" if os.path.islink(os.path.realpath(first)) else "is not there"
         raise UserError(
-            f"{first} is a link to {os.readlink(first)}, which is not there{many}: fetch the file (as with `git annex "
+            f"{first} is a link to {os.readlink(first)}, which {gone}{many}: fetch the file (as with `git annex "
             f"get` or `dvc pull`), remove the link, or build without it: {argument('exclude', first.name)}"
         )
     shown, left_out = ", ".join(map(str, paths)), found.counts()
@@ -243,6 +253,15 @@ def _read(found: _Found, shown: str, left_out: list[str]) -> Corpus:
         tuple(f"{count} {suffix}" for suffix, count in sorted(tables.items())),
         tuple(copies),
     )
+
+
+def _of_data_set(names: Set[str]) -> Set[str]:
+    """The files of a folder, by their names, that are a data set of ours or of `datasets`: its JSON is no text."""
+    if tokens := {name for name in names if name.endswith(ENDING)}:
+        return tokens | (names & {TOKENIZER_FILE, CONFIG_FILE, BUILD_FILE})
+    if names >= SAVED:
+        return SAVED | {name for name in names if name.endswith(".arrow")}
+    return {"dataset_dict.json"} & names
 
 
 def _mode(path: Path) -> int | None:

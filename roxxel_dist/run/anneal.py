@@ -18,6 +18,7 @@ from roxxel_dist.place.run_place import bucket_run
 from roxxel_dist.run.metadata import saved_config
 from roxxel_dist.run.past import check_no_program
 from roxxel_dist.settings.config import Config
+from roxxel_dist.train.step.schedule import LrSchedule
 from roxxel_dist.utils.voice import argument
 
 
@@ -25,7 +26,8 @@ def make_decay_branch(config: Config, trunk: CheckpointRef) -> None:
     """Turn the config of a run that is forked at `trunk` into that of a decay branch.
 
     After the checkpoint's step the phases of the run go on for `decay_steps` steps, while the rate falls to a hundredth
-    of `lr`. Then it ends. Where the run has fewer steps left, its last phase is made longer.
+    of `lr`. Then it ends. Where the run has fewer steps left, its last phase is made longer. Unless they are given,
+    `lr` and `lr_scaling` are those of the checkpoint: the run may have been amended with others after it.
 
     Raises:
         ValueError: no such checkpoint, no `decay_steps`, other phases, or a rate that is not at its peak there.
@@ -60,22 +62,36 @@ def make_decay_branch(config: Config, trunk: CheckpointRef) -> None:
             f"phases is given, and a branch from {trunk} goes on with those of {trunk.run}: leave phases out, or begin "
             f"a run with others ({argument('fork', 'RUN@STEP')})"
         )
+    if config.of_run is not None and Path(config.of_run[0]).samefile(folder):  # else the branch is there, with its own
+        schedule = LrSchedule.from_dict(metadata.schedule, config.lr_scaling)
+        assert schedule is not None
+        if not config.given & {"lr", "lr_scaling"}:
+            scaling: Any = schedule.scaling
+            config.lr, config.lr_scaling = schedule.settings["lr"], scaling
     config.phases, config.lr_schedule, config.max_steps = phases, "wsd", None
-    config.given |= {"phases", "lr_schedule"}
 
 
 def branches_of(config: Config, named: str) -> list[CheckpointRef]:
     """The checkpoints that RUN@A:B or RUN@A,B,C names, each of which can be a branch with this config.
 
-    Raises ValueError where one cannot, as `make_decay_branch` does.
+    The config takes the rate of the checkpoints. Raises ValueError where one cannot be a branch, as `make_decay_branch`
+    does, and where they have several rates.
     """
     several = CheckpointRange.parse(named)
     assert several is not None
     bucket = bucket_run(several.run)
     kept = steps_of(several.run / CHECKPOINTS) if bucket is None else bucket.checkpoints.saved(read_only=True)
     branches = [CheckpointRef(several.run, step) for step in several.among(kept)]
+    rates: dict[tuple[float, Any], CheckpointRef] = {}
     for branch in branches:
-        make_decay_branch(copy.deepcopy(config), branch)
+        make_decay_branch(made := copy.deepcopy(config), branch)
+        rates.setdefault((made.lr, made.lr_scaling), branch)
+    if len(rates) > 1:
+        shown = ", ".join(f"{rate:g} with lr_scaling {scaling} at {one}" for (rate, scaling), one in rates.items())
+        raise UserError(
+            f"anneal is {named}: lr was changed between these steps ({shown}): name those of one rate, or lr"
+        )
+    config.lr, config.lr_scaling = next(iter(rates))
     return branches
 
 

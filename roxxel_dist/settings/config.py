@@ -106,8 +106,13 @@ class Config(_Copied):
         return f"Config({', '.join(f'{name}={value!r}' for name, value in values if value != DEFAULTS[name])})"
 
     def with_defaults(self, values: Mapping[str, Any]) -> Self:
-        """The same settings, and the same fields given, with `values` instead of the defaults of the other fields."""
+        """The same settings, and the same fields given, with `values` instead of the defaults of the other fields.
+
+        Of `values` with a wsd, another lr_schedule that is given does not take decay_steps.
+        """
         defaults = {name: value for name, value in values.items() if name in FIELD_TYPES and name not in self.given}
+        if "lr_schedule" in self.given and self.lr_schedule != "wsd":
+            defaults.pop("decay_steps", None)
         return dataclasses.replace(self, defaults={**self.defaults, **defaults}, **defaults)
 
     def with_absolute_paths(self) -> Self:

@@ -235,21 +235,28 @@ def _stop_texts(stop: str | Sequence[str]) -> list[str]:
 
 
 def before_stop(parts: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
-    """The pieces of a text, up to the first of some stop texts in it, which may lie across several pieces."""
-    held = ""
+    """The pieces of a text, up to the first of some stop texts in it, which may lie across several pieces.
+
+    The first one begins before the others, whatever the pieces: where one may begin before another that is whole, it
+    is waited for.
+    """
+
+    def first(text: str) -> int:
+        return min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))
+
+    held, longest = "", max(map(len, stops), default=1)
     for part in parts:
         held += part
-        if found := [place for place in (held.find(stop) for stop in stops) if place >= 0]:
-            if end := min(found):
-                yield held[:end]
+        end = first(held)
+        # Where a stop text may begin that is not whole yet.
+        begins = range(max(0, len(held) - longest + 1), end)
+        kept = next((place for place in begins if any(stop.startswith(held[place:]) for stop in stops)), end)
+        if kept:
+            yield held[:kept]
+        if kept == end < len(held):
             return
-        # The longest end that is the beginning of a stop text.
-        longest = min(len(held), max((len(stop) - 1 for stop in stops), default=0))
-        keep = next((n for n in range(longest, 0, -1) if any(stop.startswith(held[-n:]) for stop in stops)), 0)
-        if len(held) > keep:
-            yield held[: len(held) - keep]
-        held = held[len(held) - keep :]
-    if held:
+        held = held[kept:]
+    if held := held[: first(held)]:
         yield held
 
 

@@ -88,7 +88,7 @@ def test_links(tmp_path, name):
     [
         (["c/gone.txt"], "gone.txt is a link to /nowhere, which is not there: fetch"),
         (["c/gone.txt", "c/sub/x.jsonl"], "gone.txt is a link to /nowhere, which is not there (2 links are broken)"),
-        (["c/sub/loop.md"], "loop.md is a link to"),
+        (["c/sub/loop.md"], "loop.md is a link to loop.md, which leads back to itself: fetch"),
     ],
 )
 def test_a_broken_link_to_a_text_is_an_error(tmp_path, links, shown):
@@ -165,6 +165,36 @@ def test_the_reason_where_nothing_is_read(tmp_path, make, message):
     make(tmp_path / "c")
     with pytest.raises(UserError, match=re.escape(message)):
         corpus(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("names", "read", "left_out"),
+    [
+        pytest.param(
+            ["t/shard_00000.rox", "t/tokenizer.json", "t/build.json", "t/tokenizer_config.json", "t/notes.json"],
+            ["a.txt", "t/notes.json"],
+            ("4 of data sets, which are built alone: build.json, shard_00000.rox, tokenizer.json, ",),
+            id="ours",
+        ),
+        pytest.param(
+            ["d/state.json", "d/dataset_info.json", "d/data-00000-of-00001.arrow", "d/more.txt"],
+            ["a.txt", "d/more.txt"],
+            ("3 of data sets, which are built alone: data-00000-of-00001.arrow, dataset_info.json, state.json",),
+            id="of datasets",
+        ),
+        pytest.param(["d/dataset_dict.json"], ["a.txt"], ("1 of data sets, ",), id="several of datasets"),
+        pytest.param(
+            ["m/tokenizer.json", "m/state.json"], ["a.txt", "m/state.json", "m/tokenizer.json"], (), id="none"
+        ),
+        pytest.param(["x.arrow"], ["a.txt"], ("1 of other kinds: .arrow",), id="arrow alone"),
+    ],
+)
+def test_a_data_set_in_a_corpus_is_no_text(tmp_path, names, read, left_out):
+    """Its tokenizer alone would be thousands of words of JSON."""
+    found = corpus(made(tmp_path, "c/a.txt", *(f"c/{name}" for name in names)))
+    assert names_of(found) == read
+    assert len(found.left_out) == len(left_out)
+    assert all(one.startswith(wanted) for one, wanted in zip(found.left_out, left_out, strict=True))
 
 
 def test_what_cannot_be_listed_is_an_error(tmp_path, monkeypatch):

@@ -1,16 +1,20 @@
 """`train --anneal`: decay branches of a run, one alone, and several as the trials of a study."""
 
 import json
+import re
+import shutil
 
 import pytest
+import yaml
 from commands import run
 from corpora import write_corpus
 
 from roxxel_dist import Config, Experiment
 from roxxel_dist.checkpoint.metadata import CheckpointRef
 from roxxel_dist.cli import main
+from roxxel_dist.cli.arguments import parse_train
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.run.anneal import make_decay_branch
+from roxxel_dist.run.anneal import branches_of, make_decay_branch
 from roxxel_dist.settings.config import load_yaml
 from roxxel_dist.sweep.study.folder import read_study
 
@@ -104,6 +108,52 @@ def test_a_branch_has_no_phases_of_its_own(work):
     config = Config(**SMALL | {"lr_schedule": "wsd", "decay_steps": 2, "phases": [{**SMALL["phases"][0], "steps": 9}]})
     with pytest.raises(UserError, match="phases is given, and a branch from trunk@4 goes on with those of trunk"):
         make_decay_branch(config, CheckpointRef.parse("trunk@4"))
+
+
+@pytest.fixture
+def amended(work):
+    """A run whose lr and lr_scaling were changed after the checkpoints of the trunk."""
+    (work / "amended").mkdir()
+    (work / "amended" / "checkpoints").symlink_to(work / "trunk" / "checkpoints")
+    config = load_yaml(work / "trunk" / "config.yaml")
+    config["lr"], config["lr_scaling"] = 0.5, "linear"
+    (work / "amended" / "config.yaml").write_text(yaml.safe_dump(config))
+    return work
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        pytest.param("", (1e-2, "none"), id="that of the checkpoint"),
+        pytest.param("--lr 0.02", (0.02, "linear"), id="as given"),
+        pytest.param("--lr 0.5", (0.5, "linear"), id="given as it is now"),
+        pytest.param("--lr_scaling sqrt", (0.5, "sqrt"), id="another scaling"),
+        pytest.param("--run_dir end --resume", (0.03, "none"), id="of a branch that is resumed"),
+    ],
+)
+def test_a_branch_begins_at_the_rate_of_its_checkpoint(amended, words, expected):
+    branch = ["--anneal", "amended@4", "--decay_steps", "4"]
+    if "--resume" in words:
+        (amended / "end" / "checkpoints").mkdir(parents=True)
+        config = parse_train([*branch, "--lr", "0.03", "--lr_scaling", "none"])[1]
+        make_decay_branch(config, CheckpointRef.parse("amended@4"))
+        config.save_yaml(amended / "end" / "config.yaml")
+    config = parse_train([*branch, *words.split()])[1]
+    make_decay_branch(config, CheckpointRef.parse("amended@4"))
+    assert (config.lr, config.lr_scaling) == expected
+
+
+def test_several_branches_have_one_rate(amended):
+    config = parse_train(["--anneal", "amended@4,6", "--decay_steps", "4"])[1]
+    assert len(branches_of(config, "amended@4,6")) == 2
+    assert (config.lr, config.lr_scaling) == (1e-2, "none")
+    shutil.copytree(amended / "trunk" / "checkpoints", amended / "changed" / "checkpoints", symlinks=True)
+    shutil.copy(amended / "amended" / "config.yaml", amended / "changed")
+    meta = next((amended / "changed" / "checkpoints" / "6").rglob("meta*.json"))
+    meta.write_text(re.sub(r'"lr": ?0\.01\b', '"lr": 0.5', meta.read_text()))
+    config = parse_train(["--anneal", "changed@4,6", "--decay_steps", "4"])[1]
+    with pytest.raises(UserError, match="changed@4,6: lr was changed between these steps"):
+        branches_of(config, "changed@4,6")
 
 
 def test_a_rate_that_decays_already_does_not_fall_again(place, tmp_path):

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from runs import rows, saved
 
 from roxxel_dist import Roxxel
 from roxxel_dist.cli import main
-from roxxel_dist.run.evaluate import perplexity
+from roxxel_dist.cli.run_table import evaluations_table
+from roxxel_dist.run.evaluate import Evaluation, perplexity
 
 SMALL = {
     "dim": 16,
@@ -294,6 +296,22 @@ def test_a_run_that_validates_on_nothing(work, capsys):
         capsys, "mine", "--best"
     )
     assert evaluated(capsys, "mine", "--validation", "{other: other_*.rox}")["val_loss"] > 3
+
+
+@pytest.mark.parametrize("names", [["held out"], ["code"], ["code", "books"]])
+def test_a_table_of_checkpoints_has_the_perplexity_of_val_loss(names):
+    """One set with a name has no row of all sets."""
+    metrics = ["val_loss"] if names == ["held out"] else [f"val_loss/{name}" for name in names]
+    metrics += ["val_loss"] if len(names) > 1 else []
+    losses = dict.fromkeys([*metrics, "val_loss", "train_eval_loss"], 2.0)
+    data = tuple(
+        {"metric": name, "perplexity": 7.5 if "val" in name else 9.0} for name in [*metrics, "train_eval_loss"]
+    )
+    one = Evaluation(run=Path("r"), step=4, losses=losses, data=data, tasks={}, notes=(), logged_val_loss=2.0)
+    _, titles, line = evaluations_table([one]).splitlines()
+    cells = dict(zip(titles.replace("minus the log", "difference").split(), line.split(), strict=True))
+    assert (cells["perplexity"], cells["difference"]) == ("7.50", "0")
+    assert titles.split()[1:3] == ["val_loss/code" if names == ["code"] else "val_loss", "perplexity"]
 
 
 def test_the_perplexity_of_a_large_loss():

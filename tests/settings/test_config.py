@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Literal, get_args, get_origin
 
 import pytest
+import yaml
 
 from roxxel_dist import Config
 from roxxel_dist.cli.arguments import parse_train
@@ -38,6 +39,27 @@ def test_it_knows_which_fields_were_given(tmp_path):
     assert Config.from_yaml(tmp_path / "c.yaml").given == {"lr"}
     full = config.with_defaults({"lr": 1.0, "epochs": 7, "record": {}})
     assert (full.lr, full.epochs, full.given) == (3e-4, 7, config.given)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, ("wsd", 30)),
+        ({"lr_schedule": "wsd"}, ("wsd", 30)),
+        ({"lr_schedule": "constant"}, ("constant", None)),
+        ({"lr_schedule": "wsd", "decay_steps": 5}, ("wsd", 5)),
+        ({"decay_steps": 5}, ("wsd", 5)),
+    ],
+)
+def test_another_schedule_does_not_take_the_decay_of_wsd(tmp_path, fields, expected):
+    run = {"lr_schedule": "wsd", "decay_steps": 30}
+    of_file = Config(**fields).with_defaults(run)
+    of_file.validate()
+    assert (of_file.lr_schedule, of_file.decay_steps) == expected
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(run))
+    words = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+    config = parse_train(["--fork", f"{tmp_path}@4", *words])[1].with_defaults(run)  # as `fit` has it
+    assert (config.lr_schedule, config.decay_steps) == expected
 
 
 COPIES = {

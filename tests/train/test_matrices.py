@@ -76,12 +76,14 @@ def test_which_optimizer_updates_what(name, optimizer):
 
 
 def test_what_is_not_known_of_an_optimizer_and_a_model_of_ones_own():
-    """A convolution has axes that nothing explains: it is no matrix, and is decayed. Stacked vectors are not."""
+    """A convolution has axes that nothing explains: it is no matrix, and is decayed. Stacked vectors are not; nor are
+    biases with two axes, as Flax's attention has."""
 
     class Net(nnx.Module):
         def __init__(self):
             self.conv = nnx.Param(jnp.zeros((3, 3, 4, 4)))
             self.gains = nnx.Param(jnp.ones((5, 4)), **{STACKED: 1})
+            self.key_bias = nnx.Param(jnp.zeros((2, 4)))
             self.heads = nnx.Param(jnp.zeros((5, 4, 2, 3)), **{STACKED: 1, COLUMN_AXES: 2})
 
     split, params, _, _ = split_module(Net())
@@ -89,10 +91,12 @@ def test_what_is_not_known_of_an_optimizer_and_a_model_of_ones_own():
         array: (group.optimizer, group.weight_decay, group.matrices)
         for group in groups_of("muon", params, split.params.matrices, {}) for array in group.arrays
     }  # fmt: skip
-    assert by_name == {"conv": ("adamw", True, 0), "gains": ("adamw", False, 0), "heads": ("muon", True, 5)}
-    assert decayed(params, split.params.matrices) == {"conv": True, "gains": False, "heads": True}
+    not_decayed = {"gains": ("adamw", False, 0), "key_bias": ("adamw", False, 0)}
+    assert by_name == {"conv": ("adamw", True, 0), "heads": ("muon", True, 5), **not_decayed}
+    decays = {"conv": True, "gains": False, "heads": True, "key_bias": False}
+    assert decayed(params, split.params.matrices) == decays
     (own,) = groups_of("module:build", params, {}, {})
-    assert (own.optimizer, own.weight_decay, len(own.arrays)) == ("module:build", None, 3)
+    assert (own.optimizer, own.weight_decay, len(own.arrays)) == ("module:build", None, 4)
 
 
 LAYERS, COUNT, DIM, HIDDEN = 2, 3, 16, 5

@@ -190,12 +190,17 @@ def test_two_prompts_with_the_same_end_and_the_default_length_have_different_tex
         (["stop"], ["stop"], ""),
         ([], ["stop"], ""),
         (["ab", "ac"], ["abad"], "abac"),
+        (["cb", "cab"], ["cbca", "b"], ""),
+        (["cb", "cc"], ["cbca", "b"], "c"),
+        (["cb"], ["cbca", "b"], "c"),
+        (["b", "cabb", "abcb"], ["ba", "bbab"], "bca"),
     ],
 )
 def test_a_text_ends_before_the_first_stop_text(parts, stops, expected):
-    found = list(before_stop(iter(parts), stops))
-    assert "".join(found) == expected
-    assert "" not in found
+    for pieces_of_it in (parts, ["".join(parts)], list("".join(parts))):  # the same in whatever pieces
+        found = list(before_stop(iter(pieces_of_it), stops))
+        assert "".join(found) == expected
+        assert "" not in found
 
 
 def test_stop_texts_and_stop_ids(generator, monkeypatch):

@@ -123,7 +123,8 @@ def groups_of(
     for name, leaf in params.items():
         path = (jax.tree_util.DictKey(name),)
         part = muon_part(matrices, path, leaf) if optimizer == "muon" else optimizer
-        key = part, _is_weight(matrices, path, leaf), matrices.get(name, Matrix()).count(leaf) > 0
+        is_weight = _is_weight(matrices, path, leaf)  # a bias with several axes, as of attention in Flax, is no matrix
+        key = part, is_weight, is_weight and matrices.get(name, Matrix()).count(leaf) > 0
         # An optimizer of the user's gets arrays as they are.
         found.setdefault((part, None, False) if is_function(optimizer) else key, []).append(name)
     if frozen:
