@@ -24,7 +24,7 @@ MISTAKES = [
         "warmup_steps is 100000: it must",
     ),
     (["--data_path", "data", "--phases", "[{steps: 5, batch_size: 2, seq_len: 99}]"], "phase 1: seq_len is 99"),
-    (["--data_path", "data", "--phases", "[{steps: 5000, batch_size: 64, seq_len: 33}]"], "phase"),
+    (["--data_path", "data", "--phases", "[{steps: 5, batch_size: 640, seq_len: 33}]"], "phase 1"),
     (["--data_path", "text.txt", "--learningrate", "3"], "did you mean --lr?"),
 ]
 PROGRAM = """
