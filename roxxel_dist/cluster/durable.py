@@ -35,6 +35,9 @@ def write_file(path: Path, data: bytes | str, *, sync: bool = True) -> None:
     After a power failure the file holds what it held before or all of `data`; without `sync`, which a disk of many
     clients makes slow, that is so after a kill of the writer alone. Such a writer leaves `.NAME.*.tmp` beside it.
     """
+    if path.parent == Path("/dev") or (path.exists() and not path.is_file() and not path.is_dir()):
+        path.write_bytes(data.encode() if isinstance(data, str) else data)  # a device or a pipe is never replaced
+        return
     # Not the process's id: on a shared disk two containers may have the same.
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     data = data.encode() if isinstance(data, str) else data

@@ -29,6 +29,7 @@ NVIDIA = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 PARSE_S = 60.0
 PARSE = "from jaxlib import xla_client; xla_client.CompileOptions().executable_build_options.debug_options"
 """A program that has XLA read its flags, in a fifth of the time that jax takes to make a device."""
+NO_DEVICE = re.compile(r"--xla_force_host_platform_device_count=(?:-\d+|0+)(?!\S)")
 FATAL = re.compile(r"^[EF]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] (?:Check failed: .* )?(.+)$", re.MULTILINE)
 """A line that XLA logs before it ends the process."""
 
@@ -83,7 +84,12 @@ def why_bad_flags(environ: Mapping[str, str]) -> str | None:
 
     Only XLA knows its flags, so a process that has them is started, once for each value.
     """
-    flags = environ.get("XLA_FLAGS", "").strip()
+    given = environ.get("XLA_FLAGS", "")
+    flags = given.strip()
+    if given and not flags:
+        return f"XLA_FLAGS is {given!r}, which XLA takes for the name of a file: unset it"
+    if (count := NO_DEVICE.search(flags)) is not None:
+        return f"XLA_FLAGS is {flags!r}, and {count[0]} leaves no device: use 1 or more, or leave it out"
     return _why_refused(flags) if flags else None
 
 

@@ -33,6 +33,7 @@ def check_flags() -> None:
     table = SAVE_MEMORY | RUN_ONCE | {DETERMINISTIC: True}
     known = {f"--{name}={value}".lower() for name, value in table.items()}
     flags = os.environ.get("XLA_FLAGS", "").lower().split()
-    strange = [flag for flag in flags if flag not in known and not re.fullmatch(rf"--{CPU_DEVICES}=\d{{1,4}}", flag)]
-    if strange and (why := why_bad_flags(os.environ)):
+    count = re.compile(rf"--{CPU_DEVICES}=[1-9]\d{{0,3}}")
+    strange = [flag for flag in flags if flag not in known and not count.fullmatch(flag)]
+    if (strange or not flags) and (why := why_bad_flags(os.environ)):
         raise UserError(why)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -147,18 +148,16 @@ def _read_rows(path: Path) -> tuple[list[dict[str, float]], dict[str, list[dict[
     with contextlib.closing(JsonlReader(path)) as reader:
         for row in reader.objects():
             row.pop(DIGEST, None)
-            rows.append({name: value for name, value in row.items() if _is_finite(value)})
-            for name in row:
+            numbers = {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
+            rows.append({name: value for name, value in numbers.items() if value is not None and _is_finite(value)})
+            for name in numbers:
                 if name not in rows[-1]:
                     gaps.setdefault(name, []).append(rows[-1])
     return rows, gaps
 
 
-def _is_finite(value: Any) -> bool:
-    try:
-        return value is not None and math.isfinite(value)
-    except OverflowError:
-        return False
+def _is_finite(value: float) -> bool:
+    return abs(value) <= sys.float_info.max
 
 
 def no_pictures() -> str:

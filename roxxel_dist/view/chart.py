@@ -53,12 +53,13 @@ def _dots(
 ) -> list[tuple[int, int]]:
     """(column, row) of each dot: the points, and the line between neighbours."""
     (left, right), (low, high) = span, values
+    scale = 1.0 if math.isfinite(high - low) else 0.5  # of what is wider than a float can say
     dots: list[tuple[int, int]] = []
     for step, value in curve:
         if not math.isfinite(value):
             continue
         x = round((step - left) / max(1, right - left) * (columns - 1))
-        y = round((high - value) / ((high - low) or 1.0) * (rows - 1))
+        y = round((high * scale - value * scale) / ((high * scale - low * scale) or 1.0) * (rows - 1))
         if dots and (count := max(abs(x - dots[-1][0]), abs(y - dots[-1][1]))) > 1:
             (x0, y0), part = dots[-1], range(1, count)
             dots += [(x0 + round((x - x0) * i / count), y0 + round((y - y0) * i / count)) for i in part]

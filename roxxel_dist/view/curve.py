@@ -5,6 +5,7 @@ depends on its rows, and not on when they were read.
 """
 
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -215,7 +216,7 @@ def _is_finite(values: Sequence[Any]) -> bool:
 def step_of(row: Mapping[str, object]) -> int | None:
     """The step of a row; None if it has none."""
     step = row.get("step")
-    return int(step) if isinstance(step, int | float) and math.isfinite(step) else None
+    return int(step) if isinstance(step, int | float) and abs(step) <= sys.float_info.max else None
 
 
 def number_of(value: object) -> float | None:

@@ -169,7 +169,10 @@ def _numbers(row: Mapping[str, float], best: float | None) -> Text:
         "ram_gb": lambda value: f"RAM {value:.2f} GB",
         "lr": lambda value: f"lr {value:.3g}",
     }
-    return Text("  ".join(form(row[name]) for name, form in forms.items() if name in row) or "no row yet")
+    return Text(
+        "  ".join(form(row[name]) for name, form in forms.items() if name in row)
+        or ("no loss yet" if row else "no row yet")
+    )
 
 
 def _gaps(run: RunState) -> list[Text]:

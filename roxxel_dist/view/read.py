@@ -1,5 +1,6 @@
 """Runs and studies for programs and notebooks: `roxxel_dist.read_run` and `roxxel_dist.read_study`."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,8 @@ WIDTH = 80
 class Columns(Mapping[str, np.ndarray]):
     """A table as a mapping: arrays of one length by name, in the order of the rows.
 
-    Columns of numbers are float64, with NaN for missing values; others are object arrays, with None.
+    Columns of numbers are float64, with NaN for missing values; others are object arrays, with None, and so are those
+    with a whole number that no float64 is.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -54,11 +56,18 @@ class Columns(Mapping[str, np.ndarray]):
 
 
 def _column(values: Sequence[Any]) -> np.ndarray:
-    if all(value is None or isinstance(value, int | float) for value in values):
+    if all(value is None or _is_float(value) for value in values):
         return np.array([np.nan if value is None else value for value in values], np.float64)
     column = np.empty(len(values), object)
     column[:] = values
     return column
+
+
+def _is_float(value: Any) -> bool:
+    """Whether it is a number that float64 keeps."""
+    return isinstance(value, float) or (
+        isinstance(value, int) and abs(value) <= sys.float_info.max and int(float(value)) == value
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,7 +76,9 @@ def test_a_platform_that_is_not_there(
 
 FLAGS = [
     ("", None),
-    ("  ", None),
+    ("  ", "takes for the name of a file: unset it"),
+    ("--xla_force_host_platform_device_count=0", "count=0 leaves no device"),
+    ("--xla_force_host_platform_device_count=-3 --xla_dump_to=/tmp", "count=-3 leaves no device"),
     ("--xla_force_host_platform_device_count=2", None),
     ("--xla_unheard_of=1", "--xla_unheard_of=1 is no flag of it"),
     ("--xla_dump_to=/tmp --xla_unheard_of", "(--xla_unheard_of is no flag of it)"),

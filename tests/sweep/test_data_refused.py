@@ -75,6 +75,7 @@ BAD_EXTRAS: dict[str, tuple[Any, str]] = {
         {"parameters": {"phase_end.1": {"min": 0.1, "max": 0.9}}, "phase_ends": {1: [0.5, 0.9]}},
         "phase_ends: the parameter 'phase_end.1' has the name of what phase_ends searches",
     ),
+    "a tiny step": ({"phase_ends": {1: [0.1, 0.4, 1e-12]}}, "values, and 10,000 are the maximum"),
     "ends that fall": ({"phase_ends": {1: [0.9, 0.5]}}, "phase_ends.1: [0.9, 0.5]: the first number must be below"),
     "ends that cannot increase": (
         {"phase_ends": {1: [0.5, 0.9], 2: [0.2, 0.5]}},

@@ -133,3 +133,22 @@ def test_integers_of_64_bits() -> None:
     assert found.quantile(0.5) == 2**62
     assert found.count is None
     assert distribution({"min": 0, "max": 2**53 - 1}).count == 2**53
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"distribution": "q_uniform", "min": -1e308, "max": 1e308, "q": 1e300},  # max - min is no float
+        {"distribution": "q_log_uniform_values", "min": 1e-300, "max": 1e300, "q": 1e-5},  # nor is max / min
+        {"distribution": "q_log_uniform", "min": -400, "max": 400, "q": 0.5},
+        {"distribution": "q_uniform", "min": -0.3, "max": 0.4, "q": 0.1},
+        {"distribution": "q_log_uniform_values", "min": 3, "max": 300, "q": 7},
+    ],
+    ids=lambda spec: f"{spec['min']} to {spec['max']} by {spec['q']}",
+)
+def test_a_grid_finds_each_multiple_of_a_wide_range(spec: dict[str, Any]) -> None:
+    one = distribution(spec)
+    count = min(one.count or 0, 40)
+    assert count > 1
+    found = [one.quantile(one.grid_point(number)) for number in range(count)]
+    assert found == sorted(set(found))

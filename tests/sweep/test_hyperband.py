@@ -24,6 +24,8 @@ def poor(rule, sign, values, running):
         ({"min_iter": 3}, 100, [3, 9, 27, 81]),
         ({"min_iter": 1, "eta": 1.5}, 6, [1, 1, 2, 3, 5]),
         ({"min_iter": 3}, 0, []),
+        ({"max_iter": 27, "s": 10**9}, 99, [1, 3, 9]),
+        ({"max_iter": 1e300, "s": 2}, 99, []),
     ],
 )
 def test_bands_are_those_of_wandb(rule, longest, expected):

@@ -2,6 +2,7 @@ import pytest
 from trials import program, task
 
 from roxxel_dist import Config
+from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.sweep.driver import run, sweep_run
 from roxxel_dist.sweep.driver.options import SweepOptions
 from roxxel_dist.sweep.trial import trial
@@ -45,6 +46,24 @@ def test_the_task_of_a_trial_of_several_hosts_takes_nothing_and_its_launcher_all
 def test_what_cannot_be_dealt_is_refused(rules, given, said):
     with pytest.raises(ValueError, match=said):
         share(rules, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("cpus_per_trial", float("nan"), "--cpus_per_trial nan: must be more than 0, and finite"),
+        ("cpus_per_trial", float("inf"), "--cpus_per_trial inf: must be more than 0, and finite"),
+        ("workers", 10**9, "--workers 1000000000: must be at most 10,000"),
+        ("procs_per_host", 10**20, "must be at most 10,000"),
+        ("gpus_per_trial", 10**9, "must be at most 1,000,000"),
+        ("max_trial_time", "1e20", "--max_trial_time 1e20: write seconds"),
+        ("max_trial_time", "", "--max_trial_time has no value"),
+        ("max_trial_time", "3651d", "up to 3650d"),
+    ],
+)
+def test_numbers_that_no_machine_takes_are_refused(name, value, said):
+    with pytest.raises(UserError, match=said):
+        SweepOptions(**{name: value})
 
 
 KILLED = "import os, signal; open('starts', 'a').write('x'); os.kill(os.getpid(), signal.SIGKILL)"

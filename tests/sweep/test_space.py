@@ -159,6 +159,9 @@ def test_a_formula_that_cannot_be_worked_out_makes_a_point_infeasible() -> None:
             "min_iter: 0 must be a number above 0",
         ),
         ("command:", "early_terminate: {type: hyperband, min_iter: x}\ncommand:", "min_iter: 'x' must be a number"),
+        ("  dim:\n", "  1:\n", "the name of a parameter is read as 1, which is no text: write it in quotes"),
+        ("  dim:\n", "  ~:\n", "the name of a parameter is read as None"),
+        ("  dim:\n", "  '':\n", "the name of a parameter is empty"),
         ("program: train_sweep.py", "program: 5", "sweep.yaml, line 1: program: 5 must be a text"),
         (
             "command:\n  - ${env}\n  - ${program}\n  - ${args}",

@@ -145,7 +145,10 @@ SHORT = ["--max_steps", "600", "--eval_every", "100"]
             SHORT,
             "from validation 7 on",
         ),
-        ("early_terminate: {type: hyperband, min_iter: 6}", SHORT, None),
+        ("early_terminate: {type: hyperband, min_iter: 10000000000}", SHORT, "validation 1,000,000,000 or later on"),
+        ("early_terminate: {type: hyperband, max_iter: 1.0e300, s: 1000000000}", SHORT, "1,000,000,000 or later on"),
+        ("early_terminate: {type: hyperband, min_iter: 6}", SHORT, "from validation 6 on, and a trial has 6"),
+        ("early_terminate: {type: hyperband, min_iter: 5}", SHORT, None),
         ("early_terminate: {type: hyperband, min_iter: 300}", [], None),
         ("metric: {name: val_loss, goal: maximize}", [], "the worst model wins: write goal: minimize"),
         ("metric: {name: tokens_per_s, goal: maximize}", [], None),
@@ -155,7 +158,7 @@ def test_what_cannot_be_meant_is_said(dry: Dry, text: str, words: list[str], sai
     code, out, err = dry(f"{text}\nparameters: {{dim: {{values: [32, 64]}}}}\n", "--count", "1", *words)
     assert code == 0, err
     if said is None:
-        assert "early_terminate judges" not in out
+        assert "early_terminate ends" not in out
         assert "wins" not in out
     else:
         assert said in out

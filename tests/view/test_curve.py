@@ -301,7 +301,18 @@ def test_another_file_is_read_from_its_beginning(tmp_path, size, in_place):
 
 
 @pytest.mark.parametrize(
-    "junk", [b"\0\0\0\n", b"{torn\n", b"[1]\n", b"\xff\n", b"3\n", b"\n", b'{"step": "x"}\n', b'{"step": null}\n']
+    "junk",
+    [
+        b'{"step": 1' + b"0" * 400 + b"}\n",
+        b"\0\0\0\n",
+        b"{torn\n",
+        b"[1]\n",
+        b"\xff\n",
+        b"3\n",
+        b"\n",
+        b'{"step": "x"}\n',
+        b'{"step": null}\n',
+    ],
 )
 def test_lines_that_are_no_rows_are_passed_over(tmp_path, junk):
     run = write(tmp_path / "run", rows_of(40))
@@ -322,3 +333,14 @@ def test_spikes_to_both_sides_of_zero_are_kept():
     values[7000], values[9000] = -50.0, 30.0
     points = dict(points_of(curve_of([*enumerate(values)])))
     assert (points[7000], points[9000]) == (-50.0, 30.0)
+
+
+def test_a_curve_wider_than_a_float_can_say_is_drawn():
+    assert len(chart([[(0, 1e308), (1, 0.0), (2, -1e308)]], 40, 8)) == 8
+
+
+def test_a_report_leaves_texts_in_a_log_out(tmp_path):
+    run = write(tmp_path / "run", [{"step": 1, "note": "a", "train_loss": 1.0}, {"step": 2, "note": "b", "x": None}])
+    (found,) = read_runs([str(run)])
+    assert found.rows == [{"step": 1, "train_loss": 1.0}, {"step": 2}]
+    assert list(found.gaps) == ["x"]

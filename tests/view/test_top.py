@@ -32,6 +32,7 @@ from roxxel_dist.train.log.timeline import read_timeline
 from roxxel_dist.view import items
 from roxxel_dist.view.frame import Look, frame
 from roxxel_dist.view.items import Watched, read
+from roxxel_dist.view.read import Columns
 from roxxel_dist.view.run import RunReader
 from roxxel_dist.view.tail import Tail
 from roxxel_dist.view.web.sections import sections
@@ -347,3 +348,23 @@ def test_a_stopped_rank_and_a_restart_are_seen_in_a_terminal(tmp_path):
         subprocess.run([*tmux, "kill-server"], env=env, capture_output=True)
         job.send_signal(signal.SIGQUIT)
         job.wait(LIMIT_S)
+
+
+@pytest.mark.parametrize("values", [[2**64 + 1, 1, None], [10**30 + 1, 1.5], [2**53, 2**53 + 1]], ids=str)
+def test_a_column_keeps_whole_numbers_that_no_float_is(values):
+    column = Columns([{"n": value} for value in values])["n"]
+    assert column.dtype == object
+    assert column.tolist() == values
+    assert Columns([{"n": 2**53}, {"n": None}])["n"].dtype == float
+
+
+def test_what_has_no_number_yet_says_so(tmp_path, capsys):
+    run, study = tmp_path / "run", made_study(tmp_path, count=1)
+    run.mkdir()
+    (run / "config.yaml").write_text("dim: 32\n")
+    (run / "metrics.jsonl").write_text('{"step": 3, "accuracy": 0.5}\n')
+    (study / "journal.jsonl").write_text((study / "journal.jsonl").read_text().split("\n")[0] + "\n")
+    assert [main(["top", str(run), "--once"]), main(["report", str(study)])] == [0, 0]
+    said = capsys.readouterr().out
+    assert "no loss yet" in said
+    assert "0 trial(s); random" in said

@@ -9,7 +9,7 @@ from roxxel_dist.settings.effect import chosen, without_effect
 from roxxel_dist.settings.global_batch import predates
 from roxxel_dist.sweep.driver.sweep_run import SweepRun, field_of
 from roxxel_dist.sweep.schedulers import PAUSING
-from roxxel_dist.sweep.schedulers.hyperband import bands
+from roxxel_dist.sweep.schedulers.hyperband import FAR, bands
 from roxxel_dist.sweep.space.sweep_file import (
     MEANS,
     PER_TOKEN,
@@ -111,16 +111,17 @@ def metric_notes(run: SweepRun) -> list[str]:
 
 
 def rung_notes(run: SweepRun, configs: Sequence[Config]) -> list[str]:
-    """A line where `early_terminate` judges no trial, by the configs of some of them."""
+    """A line where `early_terminate` ends no trial before its last validation, by the configs of some of them."""
     rule = run.sweep.early_terminate
     if rule is None or run.program is not None or rule.get("type") in REMOVED_RULES:
         return []
     counts = [count for config in configs if (count := _validations(config)) is not None]
-    if not counts or len(counts) < len(configs) or (first := bands(rule)[0]) <= (longest := max(counts)):
+    first = next(iter(bands(rule)), FAR)
+    if not counts or len(counts) < len(configs) or first < (longest := max(counts)):
         return []
     return [
-        f"early_terminate judges no trial: it does so from validation {first} on, and a trial has {longest}: use a "
-        f"smaller one, or a smaller eval_every"
+        f"early_terminate ends no trial early: it judges from validation {first:,}{' or later' * (first == FAR)} on, "
+        f"and a trial has {longest:,}: use a smaller one, or a smaller eval_every"
     ]
 
 

@@ -17,6 +17,9 @@ LEAST = {
     "count": 1, "workers": 1, "hosts_per_trial": 1, "procs_per_host": 1, "gpus_per_trial": 1, "max_failures": 1,
     "max_retries": 0, "max_steps_total": 1, "confirm": 1,
 }  # fmt: skip
+MOST = {"workers": 10_000, "hosts_per_trial": 100_000, "procs_per_host": 10_000, "gpus_per_trial": 1_000_000}
+"""More than any cluster takes: a sweep would begin them all."""
+LONGEST_S = 10 * 365 * 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +98,12 @@ class SweepOptions:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"--{name} {value}: must be at least {least}")
-        if self.cpus_per_trial is not None and self.cpus_per_trial <= 0:
-            raise UserError(f"--cpus_per_trial {self.cpus_per_trial:g}: must be more than 0")
+        for name, most in MOST.items():
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise UserError(f"--{name} {value}: must be at most {most:,}")
+        if self.cpus_per_trial is not None and not 0 < self.cpus_per_trial < float("inf"):
+            raise UserError(f"--cpus_per_trial {self.cpus_per_trial:g}: must be more than 0, and finite")
         if self.max_hours is not None and not 0 < self.max_hours < float("inf"):
             raise UserError(f"--max_hours {self.max_hours:g}: must be more than 0, and finite")
         if self.ray_address is not None:
@@ -114,8 +121,11 @@ class SweepOptions:
                 f"--gpus_per_trial {self.gpus_per_trial} is not a multiple of --procs_per_host x --hosts_per_trial, "
                 f"{self.procs_per_trial}: use a multiple"
             )
-        if self.max_time_s is not None and not 0 < self.max_time_s < float("inf"):
-            raise UserError(f"--max_trial_time {self.max_trial_time}: write seconds, or such as 90m, 2h or 1d")
+        if self.max_time_s is not None and not 0 < self.max_time_s <= LONGEST_S:
+            raise UserError(
+                f"--max_trial_time {self.max_trial_time or 'has no value'}: write seconds, or such as 90m, 2h or 1d, "
+                f"up to 3650d"
+            )
 
     @property
     def folder(self) -> Path:

@@ -28,7 +28,7 @@ STATES: dict[TrialState, str] = {
 def counts(study: Study) -> str:
     """How many trials there are of each kind."""
     parts = [f"{count} {STATES[state]}" for state, count in study.counts().items()]
-    return f"{len(study.history.trials)} trial(s): {', '.join(parts)}"
+    return f"{len(study.history.trials)} trial(s){': ' * bool(parts)}{', '.join(parts)}"
 
 
 def varied(study: Study) -> list[str]:

@@ -16,9 +16,11 @@ from roxxel_dist.sweep.study.journal import History
 
 ETA = 3
 MAX_BANDS = 100
+FAR = 1_000_000_000
+"""Reports: no trial has so many."""
 
 
-def bands(rule: Mapping[str, Any], longest: float = 1e9) -> list[int]:
+def bands(rule: Mapping[str, Any], longest: float = FAR) -> list[int]:
     """The iterations at which trials are judged, in order, up to that of the longest trial.
 
     Args:
@@ -33,7 +35,7 @@ def bands(rule: Mapping[str, Any], longest: float = 1e9) -> list[int]:
         raise UserError(f"early_terminate.eta: {eta} must be more than 1")
     if "max_iter" in rule:
         levels, level = [], rule["max_iter"]
-        for _ in range(int(rule["s"])):
+        for _ in range(min(int(rule["s"]), MAX_BANDS)):
             level /= eta
             levels.insert(0, level)
     else:

@@ -20,6 +20,7 @@ SHARE, END = "mixture.", "phase_end."
 MIXTURE_KEYS = ("phases", "datasets", "max_passes", "step")
 SHARE_KEYS = ("min", "max")
 ROUNDING = 1e-9
+MOST_ENDS = 10_000
 Refuse = Callable[[Sequence[str], str], ValueError]
 """Makes an error about a key of the file, by its path and what is wrong."""
 
@@ -188,6 +189,8 @@ def _phase_ends(given: Any, refuse: Refuse) -> dict[int, Parameter]:
         if step and not step[0] < high - low + ROUNDING:
             raise refuse(path, f"{span!r}: the third number must be at most {high - low:g}, the width")
         count = int((high - low) / step[0] + ROUNDING) + 1 if step else 0
+        if count > MOST_ENDS:
+            raise refuse(path, f"{span!r}: so small a step gives {count:,} values, and {MOST_ENDS:,} are the maximum")
         kind = {"values": [round(low + turn * step[0], 9) for turn in range(count)]} if step else None
         kind = kind or {"distribution": "uniform", "min": float(low), "max": float(high)}
         ends[phase], spans[phase] = Parameter(path=(f"{END}{phase}",), distribution=distribution(kind)), (low, high)

@@ -337,13 +337,14 @@ def _quantized(base: str, numbers: Numbers, step: float) -> tuple[int, Callable[
         return None
     low, high = (CONTINUOUS[base][1](u, numbers) for u in ENDS)
     first, last = round(low / step), round(high / step)
-    width = high - low if base == "uniform" else math.log(high / low) if low else 0.0
-    if not width and first != last:
+    # A uniform range may be wider than a float can say, but half of it is not; and so may high / low, but no logarithm.
+    scale = (lambda value: value / 2) if base == "uniform" else math.log
+    if first != last and not (low < high and (low or base == "uniform")):
         return None
 
     def unit(number: int) -> float:
         value = min(max((first + number) * step, low), high)
-        return (value - low if base == "uniform" else math.log(value / low)) / width if width else 0.0
+        return (scale(value) - scale(low)) / (scale(high) - scale(low)) if first != last else 0.0
 
     return last - first + 1, unit
 

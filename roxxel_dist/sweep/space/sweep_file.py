@@ -317,6 +317,9 @@ def _check_unread(content: Mapping[str, Any], metric: Mapping[str, Any], locator
 def _parameters(specs: Mapping[str, Any], path: tuple[str, ...], locator: YamlLocator) -> Iterator[Parameter]:
     for key, spec in specs.items():
         here = (*path, str(key))
+        if locator.strict and not (isinstance(key, str) and key.strip()):
+            why = "is empty" if isinstance(key, str) else f"is read as {key!r}, which is no text: write it in quotes"
+            raise locator.error(here, f"the name of a parameter {why}")
         if not isinstance(spec, Mapping):
             raise locator.error(here, f"{spec!r} must be a mapping: for one value write `{key}: {{value: {spec}}}`")
         if set(spec) == {"parameters"} and isinstance(spec["parameters"], Mapping):
