@@ -39,7 +39,6 @@ def test_a_recipe_builds_the_same_model_each_time_and_its_loss_reads_a_batch(cor
     ("fields", "message"),
     [
         ({"vocab_size": 400}, "vocab_size is 400, but the data has 500 tokens"),
-        ({"warmup_steps": 10**6}, "warmup_steps is 1000000: it must be below"),
         ({"phases": [{"steps": 3, "batch_size": 2, "seq_len": 18}]}, "phase 1: seq_len is 18"),
     ],
 )
