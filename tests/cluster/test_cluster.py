@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from roxxel_dist.cluster import determinism, distributed, preemption
 from roxxel_dist.cluster.exit_codes import LostRankError
 from roxxel_dist.cluster.mesh import make_mesh, num_devices, replicate, shard_batch
 from roxxel_dist.cluster.progress import Progress, create, read
+from roxxel_dist.cluster.stop_requests import FORWARD_S
 
 
 def test_a_mesh_over_all_devices_or_some():
@@ -74,6 +76,8 @@ def test_a_request_to_stop_lasts_as_long_as_the_loop():
         assert not preemption.stop_requested()
         os.kill(os.getpid(), signal.SIGINT)
         assert preemption.stop_requested()
+        signal.raise_signal(signal.SIGINT)  # at once: a wrapper passes on what the terminal has sent already
+        time.sleep(2 * FORWARD_S)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
