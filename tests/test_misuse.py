@@ -110,7 +110,7 @@ def folder(tmp_path_factory):
         (["sweep", "--sweep_config", "open.yaml"], "open.yaml: not valid YAML: line 3, column 1"),
         (["sweep", "--sweep_config", LONG], "File name too long"),
         (["data", "build", "corpus.txt", "--out", LONG], "File name too long"),
-        (["data", "build", "odd.bin", "--out", "new", "--dtype", "nope"], "dtype=nope"),
+        (["data", "build", "odd.bin", "--out", "new", "--dtype", "nope"], "--dtype nope"),
         (["data", "append", "corpus.txt", "--out", "x", "--tokenizer", "t.json"], "leave --tokenizer out"),
         (["data", "build", "empty.txt", "--out", "new"], "empty.txt: nothing to build from: 1 file is empty: name "),
         (["data", "build", "noise", "--out", "new"], "nothing to build from: 1 file is not UTF-8 text: name text"),

@@ -81,7 +81,7 @@ LOOKS = {
     "data verify run/data": 0,
     "plan run": 0,
     "plan --config tiny.yaml --data_path run/data": 0,
-    "find-lr --config tiny.yaml --data_path run/data --num_steps 10": 0,
+    "find-lr --config tiny.yaml --data_path run/data --num_steps 60": 0,
     "sweep --config tiny.yaml --data_path text.txt --sweep_config grid.yaml --dry_run": 0,
     "sweep --study study --dry_run": 0,
     "launch local --nprocs 2 --dry-run -- train --config tiny.yaml --data_path text.txt --run_dir run": 0,
@@ -99,7 +99,7 @@ LOOKS = {
 """Command lines that look at what is there, and their exit codes; OUT is a path elsewhere."""
 TOUCHES = {
     "plan --config tiny.yaml --data_path text.txt": 0,
-    "find-lr --config tiny.yaml --data_path text.txt --num_steps 10": 0,
+    "find-lr --config tiny.yaml --data_path text.txt --num_steps 60": 0,
     "doctor --run_dir run": 0,
     f"{TRAIN} --data_path text.txt --run_dir run": 2,
     f"{TRAIN} --data_path run/data --run_dir study": 2,

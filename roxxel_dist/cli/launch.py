@@ -197,7 +197,7 @@ def job_of(options: "Options", nprocs: int, command: list[str], backend: "Backen
     placements(job, working_hosts(job, backend.hosts), "", backend.environment)  # the GPUs of a host must divide
     if backend.is_local and job.log_dir.parent.is_file():
         raise UserError(f"run_dir is {job.log_dir.parent}, a file: name a folder")
-    if backend.is_local:
+    if backend.is_local and not options.dry_run:
         _check_program(command[0], {**os.environ, **job.env}.get("PATH"))
     if backend.is_local and job.program.reports_steps and (why := why_no_devices(job.jax_environment(os.environ))):
         raise UserError(why)

@@ -53,7 +53,7 @@ def _dots(
 ) -> list[tuple[int, int]]:
     """(column, row) of each dot: the points, and the line between neighbours."""
     (left, right), (low, high) = span, values
-    scale = 1.0 if math.isfinite(high - low) else 0.5  # of what is wider than a float can say
+    scale = 1.0 if math.isfinite(high - low) else 0.5  # the width may be more than a float can say
     dots: list[tuple[int, int]] = []
     for step, value in curve:
         if not math.isfinite(value):
