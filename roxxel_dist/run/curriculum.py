@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roxxel_dist.cluster.exit_codes import UserError
-from roxxel_dist.curriculum.phases import Curriculum, Phase, phases_of
+from roxxel_dist.curriculum.phases import Curriculum, Phase, all_phases
 from roxxel_dist.curriculum.segments import check_batches
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.data.files.discovery import NoShardsError, is_tokens
@@ -46,7 +46,7 @@ def check_data(config: Config, data_path: str | Path | None, *, trial: bool = Fa
     path = config.primary_path(data_path)
     for field in ("datasets", "validation"):
         shard_paths(config, field)
-    phases = [phase for given in config.phases or () for phase in phases_of(given)]
+    phases = all_phases(config.phases or ())
     batches = phases or [Phase(epochs=config.epochs, batch_size=config.batch_size, seq_len=config.max_context + 1)]
     check_batches([phase.shape for phase in batches], config.grad_accum)
     if phases and all(phase.steps for phase in phases) and not trial:
