@@ -1,3 +1,6 @@
+import itertools
+import math
+import re
 from types import SimpleNamespace
 
 import jax
@@ -5,14 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from own_model import Attending
 
 from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
 from roxxel_dist.cluster.traced_flops import traced_flops
 from roxxel_dist.data.packing import Packed
+from roxxel_dist.model import cross_entropy as entropy
 from roxxel_dist.model import loss as loss_module
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.loss import auto_chunks, token_losses
+from roxxel_dist.model.loss import auto_chunks, next_token_loss, token_losses
 from roxxel_dist.model.split import cast, split_module
 from roxxel_dist.model.transformer import Transformer
 from roxxel_dist.run.estimate.abstract_steps import memory_analysis
@@ -72,6 +79,129 @@ def test_chunks_give_the_same_numbers(chunk, fields):
             np.testing.assert_allclose(found[name], value, rtol=2e-6, err_msg=name)
         for name, leaf in gradients.items():
             np.testing.assert_allclose(chunked[name], leaf, atol=1e-6, err_msg=name)
+
+
+def by_hand(x_BxLxD, matrix, targets, weights, z_loss, cap):
+    """Of float64 numbers: (the sum, the losses, the gradients of the states and of the matrix [vocabulary, width])."""
+    x, w = np.asarray(x_BxLxD, np.float64), np.asarray(matrix, np.float64)
+    raw = x @ w.T
+    logits = cap * np.tanh(raw / cap) if cap else raw
+    most = logits.max(-1, keepdims=True)
+    sums = np.log(np.exp(logits - most).sum(-1)) + most[..., 0]
+    losses = sums - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    d = np.exp(logits - sums[..., None]) * (1 + 2 * z_loss * sums)[..., None] - np.eye(len(w))[targets]
+    d *= weights[..., None] * (1 - (logits / cap) ** 2 if cap else 1)
+    of_matrix = np.einsum("blv,bld->vd", d, x)
+    return (weights * (losses + z_loss * sums**2)).sum(), losses, d @ w, of_matrix
+
+
+@pytest.mark.parametrize("passes", ["one", "three"])
+def test_losses_and_gradients_are_those_by_hand(monkeypatch, passes):
+    """Float64 by numpy: tied or not, with z-loss, a soft cap, weights of 0, in chunks or not, of large logits too; by
+    the one pass of GPUs, and by that of others."""
+    platform = "gpu" if passes == "one" else "cpu"
+    monkeypatch.setattr(entropy, "device_type", lambda mesh: SimpleNamespace(platform=platform))
+    random, wrong = np.random.default_rng(0), []
+    targets = random.integers(0, 40, (3, 10))
+    weights = np.float32(random.random((3, 10)) * (random.random((3, 10)) < 0.7))
+    for tied, z_loss, cap, chunks, scale in itertools.product(
+        [True, False], [0.0, 0.01], [None, 3.0], [0, 3, 10], [0.3, 30.0]
+    ):
+        x, matrix = np.float32(scale * random.standard_normal((3, 10, 8))), np.float32(random.standard_normal((40, 8)))
+        head = entropy.ProductHead(tied=tied, cap=cap)
+
+        def total(x, matrix, head=head, chunks=chunks, z_loss=z_loss, tied=tied):
+            arrays = [matrix if tied else matrix.T]
+            return entropy.weighted_cross_entropy(head, arrays, x, targets, weights, chunks, z_loss=z_loss)
+
+        def plain(x, matrix, head=head, chunks=chunks, z_loss=z_loss, tied=tied):
+            found = entropy.cross_entropy(head, [matrix if tied else matrix.T], x, targets, chunks)
+            return (weights * (found.losses + z_loss * found.log_sums**2)).sum(), found
+
+        expected = by_hand(x, matrix, targets, weights, z_loss, cap)
+        for way in (total, plain):
+            (value, found), gradients = jax.value_and_grad(way, (0, 1), has_aux=True)(x, matrix)
+            for name, one, other in zip(
+                ("sum", "losses", "of x", "of the matrix"), (value, found.losses, *gradients), expected, strict=True
+            ):
+                error = np.abs(np.asarray(one, np.float64) - other).max() / np.abs(other).max()
+                if not error < 3e-6 * max(scale, 1):  # logits of 200 are off by as much
+                    wrong.append((way.__name__, name, tied, z_loss, cap, chunks, scale, error))
+    assert not wrong
+
+
+@pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
+def test_a_logit_that_is_no_number_is_seen(monkeypatch, odd):
+    """As by `jax.nn.logsumexp`: what masks a word with -inf is fine, anything else makes the loss no number."""
+    logits = jnp.zeros((2, 5)).at[0, 3].set(odd)
+    found = [entropy.losses_of_logits(logits, jnp.array([1, 1])).losses]
+    monkeypatch.setattr(entropy, "device_type", lambda mesh: SimpleNamespace(platform="gpu"))
+    found.append(entropy.losses_of_logits(logits, jnp.array([1, 1])).losses)
+    assert [bool(jnp.isfinite(losses[0])) for losses in found] == [odd == -np.inf] * 2
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-6)
+
+
+def test_a_single_number_of_the_losses_has_its_own_gradient():
+    """What a loss of one's own makes of `token_losses`: its mean of some rows, without the second loss."""
+    tokens, _ = batches()
+    parts, params, rest, settings = taken(z_loss=0.1, weight_tying=False, loss_chunk=17)
+
+    def gradient(pick):
+        def loss(params):
+            return pick(token_losses(parts.merge(params, rest, settings, training=True), tokens))
+
+        return jax.grad(loss)(params)["head.kernel"]
+
+    both = gradient(lambda found: found["loss"] + found["balance_loss"])
+    apart = gradient(lambda found: found["loss"]), gradient(lambda found: found["balance_loss"])
+    np.testing.assert_allclose(both, sum(apart), atol=1e-6)
+    np.testing.assert_allclose(gradient(lambda found: found["row_loss"].mean()), apart[0], atol=1e-6)
+    assert min(float(jnp.abs(one).max()) for one in apart) > 1e-4
+
+
+@pytest.mark.parametrize("devices", ["8 of fsdp", "tensor", "tokens"])
+def test_the_head_is_sent_once(devices):
+    """In its own type, and its gradient in float32: no loop holds a collective."""
+    mesh = {
+        "8 of fsdp": lambda: make_mesh(fsdp=8),
+        "tensor": lambda: make_mesh(fsdp=4, tensor=2),
+        "tokens": lambda: phase_mesh(make_mesh(fsdp=8), 4),
+    }[devices]()
+    parts, params, rest, settings = taken(vocab_size=8192, dim=64, loss_chunk=16, z_loss=1e-3)
+    shardings = {name: NamedSharding(mesh, P()) for name in params}
+    shardings["embedding.embedding"] = NamedSharding(
+        mesh, P(None, ("fsdp", "tokens") if devices == "tokens" else "fsdp")
+    )
+    tokens = jax.random.randint(jax.random.key(0), (8 if devices != "tokens" else 4, 24), 0, 8192)
+
+    def loss(params, tokens):
+        return next_token_loss(parts.merge(cast(params, jnp.bfloat16), rest, settings, training=True), tokens)
+
+    with jax.set_mesh(mesh):
+        step = jax.jit(jax.value_and_grad(loss), in_shardings=(shardings, None), out_shardings=(None, shardings))
+        text = step.lower(params, tokens).compile().as_text()
+        value, gradients = step(params, tokens)
+    expected, of_all = jax.jit(jax.value_and_grad(loss))(params, tokens)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    off = jnp.linalg.norm(jax.device_get(gradients["embedding.embedding"]) - of_all["embedding.embedding"])
+    assert off < 0.02 * jnp.linalg.norm(of_all["embedding.embedding"])
+    inside = [
+        line
+        for body in loop_bodies(text)
+        for line in body
+        if re.search(r" (all-gather|all-reduce|reduce-scatter)", line)
+    ]
+    large = [
+        line for line in inside if math.prod(map(int, re.findall(r"\d+", re.search(r"\[([\d,]*)\]", line)[1]))) > 8192
+    ]
+    assert not large
+
+
+def loop_bodies(text):
+    """The lines of each computation that is the body of a loop."""
+    names = set(re.findall(r"body=%?([\w.-]+)", text))
+    blocks = re.split(r"\n(?=%|ENTRY)", text)
+    return [block.splitlines() for block in blocks if block.split(" ")[0].lstrip("%") in names]
 
 
 def test_gradients_of_bfloat16_are_added_up_in_float32():
@@ -176,9 +306,11 @@ def test_states_of_another_shape_are_refused():
         step(params)
 
 
-def test_chunks_of_an_accelerator_have_a_least_number_of_tokens(monkeypatch):
+@pytest.mark.parametrize(("platform", "of_32"), [("gpu", 7), ("tpu", 16)])
+def test_chunks_of_an_accelerator_have_a_least_number_of_tokens(monkeypatch, platform, of_32):
     assert auto_chunks(32, 1024, 50_304) == 104  # of 64 MB on a CPU
-    monkeypatch.setattr("roxxel_dist.model.loss.device_type", lambda mesh: SimpleNamespace(platform="gpu"))
-    assert auto_chunks(32, 1024, 50_304) == 32 * 1024 // 2048
+    monkeypatch.setattr("roxxel_dist.model.loss.device_type", lambda mesh: SimpleNamespace(platform=platform))
+    assert auto_chunks(32, 1024, 50_304) == of_32  # of 1 GiB on a GPU
+    assert auto_chunks(32, 1024, 256_000) == 32 * 1024 // 2048
     assert auto_chunks(1, 2048, 50_304) == auto_chunks(32, 1024, 256) == 0
-    assert auto_chunks(32, 1024, 1024) == 3  # of 64 MB, which are more tokens
+    assert auto_chunks(32, 1024, 1024) == (0 if platform == "gpu" else 3)  # of 64 MB, which are more tokens

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from roxxel_dist.model.attention_kernels import Scores, blocked_backward, blocked_forward, scores_of
 from roxxel_dist.model.config import ModelConfig
-from roxxel_dist.model.loss import losses_of_states, next_token_loss
+from roxxel_dist.model.cross_entropy import Losses
+from roxxel_dist.model.loss import losses_of_states, minimized_of_states, next_token_loss
 from roxxel_dist.model.pieces import RowCut, after_attention, before_attention, only_block
 from roxxel_dist.model.split import Leaves
 from roxxel_dist.train.exact.gradient import ShardPrograms, Sums, fold_in_shard, random_counts
@@ -196,28 +197,29 @@ class PiecePrograms:
     def _losses(self, model: Any, x: jax.Array, balance: jax.Array, piece: Piece, shard: jax.Array) -> tuple[Any, Any]:
         """(what is minimized, (sum of the losses, their count, that many times the balance loss, [rows] the first two
         at the place of the row)), float32."""
-        return self._sums(*self._of_tokens(model, x, piece), model, balance, piece, shard)
-
-    def _of_tokens(self, model: Any, x: jax.Array, piece: Piece) -> tuple[jax.Array, jax.Array | None]:
-        return losses_of_states(model.config, model.output, model.final(x), piece.targets)
+        weights = jnp.float32(piece.counted)
+        total, found = minimized_of_states(model.config, model.output, model.final(x), piece.targets, weights)
+        of_experts = self._of_experts(model, balance, weights.sum())
+        return total + of_experts, self._sums(found, of_experts, piece, shard)
 
     def _losses_and_ends(self, model: Any, x: jax.Array, balance: jax.Array, piece: Piece, shard: jax.Array) -> Any:
         """(what `_losses` found, the sum of the losses of end-of-text or None)."""
-        losses, squares = self._of_tokens(model, x, piece)
-        found, end = self._sums(losses, squares, model, balance, piece, shard)[1], self.programs.end
-        ends = None if end is None else jnp.where(piece.counted & (piece.targets == end), losses, 0).sum()
-        return found, ends
+        found = losses_of_states(model.config, model.output, model.final(x), piece.targets)
+        of_experts = self._of_experts(model, balance, jnp.float32(piece.counted.sum()))
+        sums, end = self._sums(found, of_experts, piece, shard), self.programs.end
+        ends = None if end is None else jnp.where(piece.counted & (piece.targets == end), found.losses, 0).sum()
+        return sums, ends
 
-    def _sums(
-        self, losses: jax.Array, squares: jax.Array | None, model: Any, balance: jax.Array, piece: Piece, shard: Any
-    ) -> tuple[Any, Any]:
-        """What `_losses` gives, of the losses of the tokens."""
-        loss, count = jnp.where(piece.counted, losses, 0).sum(), jnp.float32(piece.counted.sum())
-        of_experts = count * balance * (model.alpha_balance[...] if model.config.use_moe else 0.0)
-        if squares is not None:
-            of_experts += model.config.z_loss * jnp.where(piece.counted, squares, 0).sum()
+    def _of_experts(self, model: Any, balance: jax.Array, count: jax.Array) -> jax.Array:
+        return count * balance * (model.alpha_balance[...] if model.config.use_moe else 0.0)
+
+    def _sums(self, found: Losses, of_experts: jax.Array, piece: Piece, shard: jax.Array) -> tuple[jax.Array, ...]:
+        """What `_losses` found, of the losses of the tokens."""
+        loss, count = jnp.where(piece.counted, found.losses, 0).sum(), jnp.float32(piece.counted.sum())
+        if self.config.z_loss:
+            of_experts += self.config.z_loss * jnp.where(piece.counted, jnp.square(found.log_sums), 0).sum()
         row = jnp.arange(self.rows) == shard // self.cut.shards
-        return loss + of_experts, (loss, count, of_experts, jnp.where(row, loss, 0), jnp.where(row, count, 0))
+        return loss, count, of_experts, jnp.where(row, loss, 0), jnp.where(row, count, 0)
 
     def named(self, sums: Mapping[str, Any], params: Leaves) -> dict[str, Any]:
         """The sums of all uses of (abstract) parameters by name: "first", "before" and "after" are gradients, "last"

@@ -20,7 +20,7 @@ from roxxel_dist.cluster.mesh import fit_sharding, micro_batches
 from roxxel_dist.cluster.parameter_sharding import constrain_tokens, on_phase_mesh
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
-from roxxel_dist.model.loss import END_NATS, next_token_loss, token_losses
+from roxxel_dist.model.loss import END_NATS, minimized_losses, next_token_loss, token_losses
 from roxxel_dist.model.split import Leaves, ModuleSplit
 from roxxel_dist.settings.training import LoopOptions
 from roxxel_dist.train.step.average import Averaged, inner_state, schedule_free_average, update_average
@@ -83,14 +83,12 @@ class Loss(NamedTuple):
 
 def measure(loss_fn: LossFn, model: Any, batch: Any, end: int | None = None) -> Loss:
     """The result of a loss function for a batch, taken apart; `end` is that of `token_losses`, for a built-in loss."""
-    if end is not None and loss_fn is token_losses:
-        return unpack_loss(token_losses(model, batch, end=end))
+    if loss_fn is token_losses:  # which cuts what it computes on, a token less than a row
+        return unpack_loss(minimized_losses(model, batch, end=end))
     if loss_fn is not next_token_loss:
-        if loss_fn is not token_losses:  # which cuts what it computes on, a token less than a row
-            batch = jax.tree.map(lambda array: constrain_tokens(array)[0], batch)
-        return unpack_loss(loss_fn(model, batch))
+        return unpack_loss(loss_fn(model, jax.tree.map(lambda array: constrain_tokens(array)[0], batch)))
     # The same number, and its weight, which one number has no place for.
-    losses = token_losses(model, batch, end=end)
+    losses = minimized_losses(model, batch, end=end)
     ends = {END_NATS: losses[END_NATS]} if end is not None else {}
     return Loss(losses["loss"] + losses.get(BALANCE, 0.0), ends, None, losses.get(WEIGHT))
 
