@@ -122,6 +122,12 @@ def is_deterministic() -> bool:
     return bool(given) and not given[-1].lower().endswith(("=false", "=0"))
 
 
+PROGRAMS = "programs"
+"""In a fingerprint: the version of roxxel-dist that was the first to compute a step as this one does, to the bit."""
+FIRST_PROGRAMS, NEWEST_PROGRAMS = "roxxel-dist 0.1.0", "roxxel-dist 0.2.0"
+"""Of fingerprints that do not say; of this version, whose gradient of the loss is made in the forward pass."""
+
+
 def numerics_fingerprint() -> dict[str, Any]:
     """All that can change the last bits of a loss, besides config and data; plain values, to be kept with a run.
 
@@ -134,6 +140,7 @@ def numerics_fingerprint() -> dict[str, Any]:
     model = re.search(r"^model name\s*: *(.+)", info, re.MULTILINE)  # its instructions decide how sums are split
     cpu = f"{platform.machine()} {model[1].strip() if model else 'CPU'}"
     return {
+        PROGRAMS: NEWEST_PROGRAMS,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "libtpu_init_args": os.environ.get("LIBTPU_INIT_ARGS", ""),
         "pjrt_nproc": int(threads) if threads else None,
@@ -164,6 +171,8 @@ def without_topology(bits: Mapping[str, Any]) -> dict[str, Any]:
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """A line for each entry of two fingerprints that differs; what only one of the two has is left out."""
+    if saved and PROGRAMS in now:
+        saved = {PROGRAMS: FIRST_PROGRAMS, **saved}
     return [f"{name}: {saved[name]!r} -> {now[name]!r}" for name in now if name in saved and saved[name] != now[name]]
 
 

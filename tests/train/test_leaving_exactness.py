@@ -76,6 +76,8 @@ CASES = {
     "other accumulation": ({}, ("--grad_accum", "2"), "grad_accum is 2, and the run to resume has 1: from here on its"),
     "other devices": ({"devices": {"TPU v9": 2}}, (), "bits of the run would be others: devices: ['TPU v9'] ->"),
     "other jax": ({"jax": "0.1.2"}, (), "bits of the run would be others: jax: '0.1.2' ->"),
+    "another loss": ({"programs": "roxxel-dist 0.1.0"}, (), "bits of the run would be others: programs: 'roxxel-dist "
+                     "0.1.0' -> 'roxxel-dist 0.2.0'. Resume it where these are as they were"),
     "other flags": ({"xla_flags": "--xla_fast=1"}, (), "bits of the run would be others: xla_flags: '--xla_fast=1'"),
 }  # fmt: skip
 
