@@ -12,6 +12,7 @@ from flax import nnx
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import TENSOR, device_type, row_shards, token_shards
 from roxxel_dist.cluster.parameter_sharding import constrain_batch, constrain_tokens
+from roxxel_dist.cluster.step_parts import HEAD_AND_LOSS
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.layers import logits_of
 from roxxel_dist.model.transformer import Transformer
@@ -106,6 +107,7 @@ def losses_of_tokens(model: nnx.Module, tokens_BxL: jax.Array) -> jax.Array:
     return losses_of_states(model.config, model.output, x_BxLxD, targets_BxL)[0]
 
 
+@jax.named_scope(HEAD_AND_LOSS)
 def losses_of_states(
     config: ModelConfig, output: Any, x_BxLxD: jax.Array, targets_BxL: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -144,6 +146,7 @@ def _losses_of_own(model: Any, inputs: list[jax.Array], targets_BxL: jax.Array) 
     return _by_chunks(model, logits, x_BxLxD, targets_BxL, count)
 
 
+@jax.named_scope(HEAD_AND_LOSS)
 def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """float32[B, L] for logits of any dtype: in bfloat16 the sum over a vocabulary loses its small terms."""
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
@@ -199,6 +202,7 @@ class _Head:
         return [id(atom) in used for atom in jaxpr.invars[: len(leaves)]]
 
 
+@jax.named_scope(HEAD_AND_LOSS)
 def _by_chunks(
     module: nnx.Module,
     logits: Callable[[Any, jax.Array], jax.Array],
