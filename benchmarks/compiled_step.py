@@ -102,7 +102,7 @@ def main() -> int:
     parser.add_argument("fields", nargs="*", metavar="FIELD=VALUE")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--hlo", default="")
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     given = {name: _value(text) for name, _, text in (field.partition("=") for field in asked.fields)}
     rows, length = given.pop("rows", 32), given.pop("length", 1025)
     target = parse_target(asked.target)

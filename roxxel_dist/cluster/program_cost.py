@@ -111,8 +111,9 @@ class Kernel(NamedTuple):
     """An instruction that a device runs as one program, and what one launch of it does."""
 
     name: str
-    path: str
-    """Where it was traced: transformations and `jax.named_scope`s, such as "jit(step)/jvp(mlp)/dot_general"."""
+    paths: tuple[str, ...]
+    """Where it was traced: transformations and `jax.named_scope`s, such as "jit(step)/jvp(mlp)/dot_general". Of several
+    instructions that are one kernel, what tells most of it comes first."""
     flops: float
     bytes_accessed: float
     sent_bytes: float
@@ -278,28 +279,31 @@ class _Analysis:
                 kind = each.opcode.removesuffix("-start")
                 if kind in COLLECTIVES:  # those of a `shard_map` have one channel together
                     self._collective(found, where, each, kind, set())
-        if each.opcode not in FREE:
+        is_free = each.opcode in FREE or 'custom_call_target="AllocateBuffer"' in each.rest
+        if not is_free:
             found.bytes_accessed = self._bytes(where, each)
-        if each.opcode not in FREE or found.collectives:
+        if not is_free or found.collectives:
             sent = sum(found.collectives.values())
             own = found.flops, found.bytes_accessed, sent, found.network_bytes
-            found.kernels.append(Kernel(each.name, self._path(where, each), *own, 1))
+            found.kernels.append(Kernel(each.name, self._paths(where, each), *own, 1))
         return found
 
-    def _path(self, where: str, each: Instruction) -> str:
-        """Where a kernel was traced: of a fusion, its largest matrix product if it has one; of a copy that the compiler
-        added, what it copies."""
+    def _paths(self, where: str, each: Instruction) -> tuple[str, ...]:
+        """Where a kernel was traced: of a fusion, its largest matrix product if it has one, then the whole, then its
+        other parts; of a copy that the compiler added, what it copies, and of a parameter, what takes the copy."""
         called = each.called() if each.opcode == "fusion" else []
         inner = [(name, part) for name in called for part in self.computations[name]]
         products = ((self._product(name, part), name, part) for name, part in inner)
         flops, name, largest = max(products, key=lambda found: found[0], default=(0.0, "", each))
-        if flops:
-            return self._path(name, largest)
-        found = next(filter(None, (part.path for part in (each, *(part for _, part in inner)))), "")
+        first = self._paths(name, largest) if flops else ()
+        found = *first, *(part.path for part in (each, *(part for _, part in inner)) if part.path)
         if found or not each.operands:
             return found
         copied = self._by_name[where].get(each.operands[0])
-        return "" if copied is None else self._path(where, copied)
+        if copied is not None and copied.opcode != "parameter" and (found := self._paths(where, copied)):
+            return found
+        takers = (other.path for other in self.computations[where] if each.name in other.operands)
+        return tuple(path for path in takers if path)
 
     def _product(self, where: str, each: Instruction) -> float:
         """FLOPs of an instruction within a fusion."""

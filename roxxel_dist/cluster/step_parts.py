@@ -4,6 +4,7 @@ A model or a loss function of your own may name its parts so too. Profiles show 
 """
 
 import re
+from collections.abc import Sequence
 
 EMBEDDING = "embedding"
 ATTENTION = "attention"
@@ -21,9 +22,14 @@ PARTS = (EMBEDDING, ATTENTION, MLP, EXPERTS, NORMS, HEAD_AND_LOSS, OPTIMIZER, CA
 BACKWARD = " backward"
 
 
-def part_of(path: str) -> str:
-    """The part of an instruction by its path, such as "jit(step)/jvp(mlp)/mul"; with " backward" for what
-    differentiation transposed, computed again included."""
-    path = path.split(";", maxsplit=1)[0]  # XLA joins the paths of equal instructions
-    found = [word for word in re.findall(r"[\w.-]+", path) if word in PARTS]
-    return (found[-1] if found else OTHER) + (BACKWARD if "transpose(" in path else "")
+def part_of(paths: Sequence[str]) -> str:
+    """The part of a kernel by the paths of its instructions, such as "jit(step)/jvp(mlp)/mul": of the first that names
+    one; with " backward" for what differentiation transposed, what is computed again for it included."""
+    # XLA joins the paths of equal instructions.
+    named = [(path, words) for path in paths if (words := _parts_in(path.split(";", maxsplit=1)[0]))]
+    path, words = named[0] if named else (next(iter(paths), ""), [OTHER])
+    return words[-1] + (BACKWARD if "transpose(" in path else "")
+
+
+def _parts_in(path: str) -> list[str]:
+    return [word for word in re.findall(r"[\w.-]+", path) if word in PARTS]
