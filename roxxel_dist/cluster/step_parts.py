@@ -32,4 +32,5 @@ def part_of(paths: Sequence[str]) -> str:
 
 
 def _parts_in(path: str) -> list[str]:
-    return [word for word in re.findall(r"[\w.-]+", path) if word in PARTS]
+    # A word in quotes is a key of the arguments.
+    return [word for word in re.findall(r"(?<![\w.'-])[\w.-]+", path) if word in PARTS]

@@ -20,6 +20,7 @@ from roxxel_dist.cluster.step_parts import part_of
         (["jit(step)/jvp()/transpose", "jit(step)/jvp(casts)/transpose"], "casts"),
         (["jit(step)/jvp()/dot_product_attention_fwd", ""], "other"),  # a word that only contains a name
         (["state.params['embedding.embedding']"], "other"),
+        (["params[\\'blocks\\'][0][\\'attention\\'][\\'qkv\\']"], "other"),
         (["jit(step)/transpose(jvp())/add"], "other backward"),
         ([], "other"),
     ],
