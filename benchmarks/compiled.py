@@ -1,20 +1,24 @@
-"""What the compilers of accelerators make of a training step: the FLOPs of all devices together over those of one.
+"""What the compilers of accelerators make of a training step, beside a step of flax and optax alone, and MaxText's.
 
     python benchmarks/compiled.py [--quick] [--json FILE]
 
-`roxxel-dist plan --target` compiles each step with the environments of `make tpu` and `make cuda`; no accelerator is
-needed, and nothing is run. A step has as many rows as devices.
+Steps of the sizes that are trained: bytes that a device reads and writes and sends, kernels, and the time of them all
+at the limit of the device. Then the FLOPs of all devices together over those of one, with as many rows as devices. The
+environments of `make tpu` and `make cuda` compile; no accelerator is needed, and nothing is run. MaxText is asked where
+.cache/maxtext has it, an environment of Python 3.12 with `pip install 'maxtext[tpu]'`.
 """
 
+import itertools
 import json
+import math
 import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from measure import Lines, Result, flags
@@ -31,6 +35,43 @@ LEAST_DEVICES = {"124M": 1, "1.3B": 4}
 """Parameters and moments of 1.3B take 16 GB, as much as a v5e chip has."""
 OPTIONS = {"bf16_compute": True, "fsdp": True, "scan_layers": True, "gradient_checkpointing": True, "val_fraction": 0}
 AT_MOST = 1.05
+MAXTEXT = ENVIRONMENTS / "maxtext" / "bin" / "python"
+
+
+class Step(NamedTuple):
+    """A training step as it is run: rows of 1,024 computed tokens or more, 32 x 1,024 of them on a GPU."""
+
+    target: str
+    rows: int
+    length: int = 1025
+    fields: Mapping[str, Any] = {}
+    plain: Mapping[str, Any] | None = None
+    """What differs in the step that it is held against; None: nothing."""
+    bytes: float | None = None
+    """At most so many times those of the plain step."""
+    flops: float | None = None
+
+
+CUT = {"fsdp": True}
+PACKED = {"phase": {"packing": "documents"}}
+LARGE = MODELS["1.3B"] | CUT | {"scan_layers": True, "gradient_checkpointing": True}
+EXPERTS = {"use_moe": True, "n_experts": 8, "top_k_mlp": 2}
+STEPS = {
+    "124M cut to 2 blocks, 32 x 1,024": Step("h200:1x1", 32, fields={"num_blocks": 2}, bytes=0.85),
+    "124M cut to 4 blocks, 64 x 1,024 on 8, fsdp": Step("h100:1x8", 64, fields={"num_blocks": 4} | CUT, bytes=1.0),
+    "124M, 32 x 1,024": Step("h200:1x1", 32, bytes=1.0),
+    "124M, 256 x 1,024 on 8, fsdp": Step("h100:1x8", 256, fields=CUT, bytes=1.0),
+    "124M, 2,048 x 1,024 on 64, fsdp": Step("h100:8x8", 2048, fields=CUT, bytes=1.0),
+    "124M, 1 x 32,768": Step("h200:1x1", 1, 32_769, {"max_context": 32_768}, bytes=1.0),
+    "124M, 32 x 1,024, packed": Step("h200:1x1", 32, fields=PACKED, plain={}, bytes=1.1),
+    "124M with 8 experts, 2 chosen, 32 x 1,024": Step(
+        "h200:1x1", 32, fields=EXPERTS, plain={"hidden_dim": 2 * 2048}, flops=1.3
+    ),
+    "1.3B, 64 x 2,048 on 8, fsdp": Step("h100:1x8", 64, 2049, LARGE, bytes=1.0),
+    "124M, 16 x 1,024 on 4, fsdp": Step("v5e:2x2", 16, fields=CUT, bytes=1.0),
+}
+QUICK_STEPS = 2
+"""The first ones are quick to compile: less than half a minute each."""
 
 
 def main() -> int:
@@ -39,6 +80,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         tokens = np.random.default_rng(0).integers(0, 50_000, 1 << 21).astype(np.uint16)
         np.save(Path(folder, "tokens.npy"), tokens)
+        for name, step in itertools.islice(STEPS.items(), QUICK_STEPS if asked.quick else None):
+            report.add(f"{step.target}: {name}", partial(beside_others, name, step))
         for target, count in TARGETS.items():
             if asked.quick and target not in QUICK:
                 continue
@@ -46,6 +89,66 @@ def main() -> int:
                 if count >= LEAST_DEVICES[name]:
                     report.add(f"{target}, {name}", partial(compiled, Path(folder), target, count, name))
     return report.end()
+
+
+def beside_others(name: str, step: Step) -> Iterable[Result]:
+    """A step of ours against the plain one, and MaxText's on a TPU."""
+    python = ENVIRONMENTS / COMPILERS[step.target.split(":", maxsplit=1)[0]] / "bin" / "python"
+    what, peer = f"{step.target}, {name}", "x flax and optax alone"
+    if not python.exists():
+        yield Result(what=f"{what}: bytes", against=peer, measured=None, target=step.bytes, at_most=True)
+        return
+    program = Path(__file__).parent / "compiled_step.py"
+    shape = step.target, f"rows={step.rows}", f"length={step.length}"
+    ours = figures(python, program, *shape, *words(step.fields))
+    fields = step.fields if step.plain is None else step.plain
+    plain = figures(python, program, "--plain", *shape, *words(fields))
+    note = f"{shown(ours)}; plain {shown(plain)}"
+    yield Result(
+        what=f"{what}: bytes", against=peer, measured=ours["bytes"] / plain["bytes"], target=step.bytes, at_most=True,
+        note=note,
+    )  # fmt: skip
+    yield Result(
+        what=f"{what}: FLOPs", against=peer, measured=ours["flops"] / plain["flops"], target=step.flops, at_most=True,
+    )  # fmt: skip
+    if plain["sent"]:
+        yield Result(what=f"{what}: bytes sent", against=peer, measured=ours["sent"] / plain["sent"])
+    yield Result(what=f"{what}: time at the limit of the device", against="ms", measured=ours["roofline_ms"])
+    if step.target.startswith("v5e"):
+        yield from beside_maxtext(what, step, ours)
+
+
+def beside_maxtext(what: str, step: Step, ours: Mapping[str, Any]) -> Iterable[Result]:
+    """The same model, as MaxText trains it on as many chips."""
+    chips = math.prod(int(size) for size in step.target.partition(":")[2].split("x"))
+    result = partial(Result, what=f"{what}: bytes", against="x MaxText")
+    if not MAXTEXT.exists():
+        yield result(measured=None)
+        return
+    words = str(chips), "124M", str(step.rows // chips)
+    theirs = figures(MAXTEXT, Path(__file__).parent / "compiled_maxtext.py", *words)
+    yield result(measured=ours["bytes"] / theirs["bytes"], note=f"MaxText {shown(theirs)}")
+
+
+def words(fields: Mapping[str, Any]) -> list[str]:
+    """Fields of a configuration for a command line."""
+    return [f"{name}={json.dumps(value)}" for name, value in fields.items()]
+
+
+def figures(python: Path, *command: Any) -> dict[str, Any]:
+    """What a program prints as JSON in its last line."""
+    done = subprocess.run([python, *command], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["ended without a word"])[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def shown(found: Mapping[str, Any]) -> str:
+    """The figures of a step in words."""
+    return (
+        f"{found['bytes'] / 1e9:.1f} GB, {found['flops'] / 1e12:.2f} TFLOP, {found['sent'] / 1e6:.0f} MB sent, "
+        f"{found['launches']:.0f} kernels, {found['roofline_ms']:.1f} ms, {found['peak_bytes'] / 1e9:.1f} GB of memory"
+    )
 
 
 def compiled(folder: Path, target: str, count: int, name: str) -> Iterable[Result]:

@@ -1,4 +1,4 @@
-"""The models of `compiled.py`, compiled by MaxText's own train_compile: FLOPs of a chip and its memory.
+"""The models of `compiled.py`, compiled by MaxText's own train_compile: what a chip computes, reads, writes and sends.
 
     python benchmarks/compiled_maxtext.py CHIPS MODEL [ROWS]     such as 256 1.3B
 
@@ -7,6 +7,7 @@ of a chip (1). The FLOPs are counted as `plan --target` counts them.
 """
 
 import importlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ os.environ |= {
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from roxxel_dist.cluster.program_cost import program_cost
+from roxxel_dist.run.estimate.step_costs import costs_of, roofline_seconds
 
 MODELS = {
     "124M": {
@@ -55,9 +57,13 @@ def main() -> int:
     fields = OPTIONS | MODELS[model] | {"compile_topology": f"v5e-{chips}", "per_device_batch_size": rows}
     train_compile.main(["train_compile", str(config), *(f"{name}={value}" for name, value in fields.items())])
     memory = compiled[0].memory_analysis()
-    used = memory.temp_size_in_bytes + memory.argument_size_in_bytes
-    flops = program_cost(compiled[0].as_text(), [0] * chips).flops
-    print(f"MaxText, {model}, v5e x {chips}, {rows} row(s) a chip: {flops:.4g} FLOPs and {used / 1e9:.2f} GB of a chip")
+    cost = program_cost(compiled[0].as_text(), [0] * chips)
+    found = {
+        "flops": cost.flops, "bytes": cost.bytes_accessed, "sent": sum(cost.collectives.values()),
+        "launches": cost.launches, "roofline_ms": 1000 * roofline_seconds(costs_of(cost, "TPU v5 lite")),
+        "peak_bytes": memory.temp_size_in_bytes + memory.argument_size_in_bytes,
+    }  # fmt: skip
+    print(json.dumps(found))
     return 0
 
 

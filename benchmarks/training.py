@@ -75,7 +75,7 @@ class Bare:
 
     def __init__(self, trainer: Observed) -> None:
         loop = trainer.loop
-        self._program = loop.enter_phase(0)
+        self.program = loop.enter_phase(0)
         self._state = jax.tree.map(jnp.copy, loop.position.state)
         self._hparams = loop.position.hparams
         self._batch = next(loop.programs.stream_from(0))
@@ -85,7 +85,7 @@ class Bare:
         """So many steps, to the end of the last."""
         for _ in range(steps):
             self._throttler.wait_for_next()
-            self._state, metrics = self._program(self._state, self._hparams, self._batch)
+            self._state, metrics = self.program(self._state, self._hparams, self._batch)
             self._throttler.add(metrics.scalars["loss"])
         self._throttler.wait_for_all()
 

@@ -8,7 +8,7 @@ from roxxel_dist.checkpoint.digests import DigestTable, files_below
 
 KINDS = ("flip", "truncation", "zeroed page", "missing file", "swapped file", "old meta")
 PAGE = 4096
-CLOCKED = ("ms_per_step", "per_s", "time", "ram", "memory", "mfu")
+CLOCKED = ("ms_per_step", "per_s", "time", "ram", "memory", "mfu", "hfu")
 
 
 def damage(checkpoints, step, kind, seed):

@@ -80,6 +80,13 @@ def test_a_name_is_a_kind_and_a_shape(name):
     assert (target.kind, "x".join(map(str, target.shape)), target.is_gpu) == (kind, shape, kind in GPUS)
 
 
+def test_costs_need_a_target(work, capsys):
+    assert main([*WORDS, "--costs"]) == 2
+    assert "costs is True, and there is no target: give --target too" in capsys.readouterr().err
+    assert main([*WORDS, "--costs", "--target", "v5"]) == 2
+    assert "target is 'v5', which is not known" in capsys.readouterr().err
+
+
 def test_a_target_has_its_own_devices(work, capsys):
     with pytest.raises(UserError, match="target is v5e:2x2, and devices is 8: leave one out"):
         EstimateRequest(target="v5e:2x2", devices=8)
@@ -174,6 +181,14 @@ def test_a_tpu_slice(work):
         assert step["bound_seconds"].keys() == {"compute", "memory", "links"}
         assert min(step["bound_seconds"].values()) > 0
         assert step["compile_seconds"] > 0
+        parts = {part["part"]: part for part in step["costs"]}
+        assert {"embedding", "attention", "mlp", "norms", "head_and_loss"} <= set(parts)
+        assert step["roofline_seconds"] * 1000 == pytest.approx(sum(part["milliseconds"] for part in parts.values()))
+        assert step["roofline_seconds"] >= max(step["bound_seconds"].values())
+        assert sum(part["flops"] for part in parts.values()) == pytest.approx(step["flops_per_device"])
+        assert sum(part["sent_bytes"] for part in parts.values()) == pytest.approx(sum(step["collectives"].values()))
+        assert parts.get("other", {"milliseconds": 0})["milliseconds"] < 0.1 * 1000 * step["roofline_seconds"]
+    assert "optimizer" in {part["part"] for part in phase["target"]["costs"]}
     assert phase["target"]["flops_per_device"] * 4 == pytest.approx(phase["flops"] / phase["steps"], rel=0.1)
     assert {"all-gather", "all-reduce"} & set(phase["target"]["collectives"])
     assert all(whole > 0 for whole in phase["target"]["gathered"].values())

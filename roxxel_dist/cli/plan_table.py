@@ -7,14 +7,16 @@ from typing import Any
 from roxxel_dist.cluster.accelerators import accelerator
 from roxxel_dist.model.attention_kernels import LONGEST_WHOLE
 from roxxel_dist.run.estimate.estimate import PhaseEstimate, RunEstimate
+from roxxel_dist.run.estimate.step_costs import largest
 from roxxel_dist.utils.display import aligned, duration, size
 
 NAMES = 3
 """Arrays of a group that are named; --arrays and --json name all."""
 
 
-def table(run: RunEstimate, *, every_array: bool = False) -> str:
-    """A whole estimate in sections; with `every_array` each parameter has a line."""
+def table(run: RunEstimate, *, every_array: bool = False, every_part: bool = False) -> str:
+    """A whole estimate in sections; with `every_array` each parameter has a line, and with `every_part` each part of a
+    target's training steps."""
     sections = {
         "phases": [run.description, *run.notes],
         "data": _data(run),
@@ -23,6 +25,7 @@ def table(run: RunEstimate, *, every_array: bool = False) -> str:
         "devices": _devices(run),
         "memory of each device": _memory(run),
         **({} if run.target is None else {f"compiled for {run.target}": _on_devices(run)}),
+        **({"costs, each kernel at the limit of the device": _costs(run)} if every_part else {}),
         "sharding": _sharding(run, every_array),
         "compute": _compute(run),
         "time": _time(run),
@@ -129,6 +132,30 @@ def _on_devices(run: RunEstimate) -> list[str]:
         *sent,
         f"at least: the longest of computing, memory and links by public figures{figures}; a real step takes longer",
     ]
+
+
+def _costs(run: RunEstimate) -> list[str]:
+    """Where the time of the training steps would go, by part."""
+    lines: list[str] = []
+    for phase in run.phases:
+        step = phase.target
+        if step is None or step.roofline_seconds is None:
+            lines.append(f"phase {phase.phase}: nothing is known")
+            continue
+        whole = 1000 * step.roofline_seconds
+        rows = [[f"phase {phase.phase}", "ms", "", "limit", "TFLOP", "bytes", "sent", "kernels"]]
+        for of in step.costs:
+            figures = f"{of.milliseconds:.3f}", f"{of.milliseconds / whole:.0%}", of.limit, f"{of.flops / 1e12:.3f}"
+            rows.append([of.part, *figures, size(of.bytes), size(of.sent_bytes), f"{of.launches:,.0f}"])
+        flops, data, sent, kernels = (
+            sum(getattr(of, name) for of in step.costs) for name in ("flops", "bytes", "sent_bytes", "launches")
+        )
+        rows.append(["all", f"{whole:.3f}", "", "", f"{flops / 1e12:.3f}", size(data), size(sent), f"{kernels:,.0f}"])
+        lines += [*aligned(rows), largest(step.costs)]
+        if known := accelerator(run.device_kind):
+            most = phase.flops / phase.steps / run.devices / (step.roofline_seconds * known.tera_flops * 1e12)
+            lines.append(f"so the MFU is at most {most:.2f}: a real kernel takes longer, and most wait for one another")
+    return lines
 
 
 def _scores(phase: PhaseEstimate) -> str:

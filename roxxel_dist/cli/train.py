@@ -143,6 +143,8 @@ class PlanArgs(ConfigArgs):
     """Memory of a device, in GB of 10^9 bytes. Default: the value that the device reports."""
     arrays: bool = False
     """One line for every array of parameters: its shape and its sharding."""
+    costs: bool = False
+    """With --target: where the time of a training step would go, by part: milliseconds, FLOPs, bytes, kernels."""
     json: bool = False
     """Print JSON instead of text."""
 
@@ -155,6 +157,11 @@ def plan(words: list[str]) -> int:
         args, config = parse_config(
             PlanArgs, words[1:] if run else words, "plan", saved if os.path.exists(saved) else None
         )
+        if args.costs and args.target is None:
+            raise UserError(
+                "costs is True, and there is no target: give --target too, such as v5e:4x4 or h100:1x8, because its "
+                "compiler says what a step does"
+            )
         if run is None:
             check_new_run(config, args.data_path)
     # A look at a device that is at work elsewhere must not take its memory.
@@ -191,7 +198,7 @@ def plan(words: list[str]) -> int:
             fields = dataclasses.asdict(result)
             print(json.dumps(fields if args.arrays else fields | {"arrays": None}, indent=2))
         else:
-            print(table(result, every_array=args.arrays))
+            print(table(result, every_array=args.arrays, every_part=args.costs))
         sys.stdout.flush()
     if result.problems:
         raise UserError("\n".join(result.problems))

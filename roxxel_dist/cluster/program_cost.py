@@ -94,11 +94,32 @@ class Instruction:
         """The numbers of an attribute in braces."""
         return [int(n) for n in re.findall(r"\d+", self.attribute(name) or "")]
 
+    @cached_property
+    def path(self) -> str:
+        """Its `op_name`: where it was traced; "" for what the compiler added."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
+        return found[1] if found else ""
+
     def called(self) -> list[str]:
         """The computations of a fusion, a call, a loop or a conditional."""
         names = ("calls", "body", "to_apply", "true_computation", "false_computation", "branch_computations")
         found = [self.attribute(name) or "" for name in names]
         return [name for text in found for name in re.findall(r"[\w.-]+", text)]
+
+
+class Kernel(NamedTuple):
+    """An instruction that a device runs as one program, and what one launch of it does."""
+
+    name: str
+    paths: tuple[str, ...]
+    """Where it was traced: transformations and `jax.named_scope`s, such as "jit(step)/jvp(mlp)/dot_general". Of several
+    instructions that are one kernel, what tells most of it comes first."""
+    flops: float
+    bytes_accessed: float
+    sent_bytes: float
+    network_bytes: float
+    """Of these, what its share of its host's network sends."""
+    launches: float
 
 
 @dataclass
@@ -117,6 +138,13 @@ class ProgramCost:
     """Type of each array that is gathered, whole -> bytes."""
     has_open_loops: bool = False
     """Whether there is a loop whose trips only the data decides."""
+    kernels: list[Kernel] = field(default_factory=list)
+    """Those of a loop once, with all their launches."""
+
+    @property
+    def launches(self) -> float:
+        """Of all kernels, collectives among them."""
+        return sum(kernel.launches for kernel in self.kernels)
 
     def add(self, other: "ProgramCost", times: float = 1.0) -> None:
         """Add another cost, so many times."""
@@ -127,6 +155,7 @@ class ProgramCost:
             self.collectives[kind] += times * count  # pyright: ignore[reportArgumentType]
         self.gathered |= other.gathered
         self.has_open_loops |= other.has_open_loops
+        self.kernels += [kernel._replace(launches=times * kernel.launches) for kernel in other.kernels]
 
 
 def program_cost(text: str, hosts: Sequence[int]) -> ProgramCost:
@@ -214,8 +243,7 @@ class _Analysis:
     def _add(self, total: ProgramCost, where: str, each: Instruction, trips: float, channels: set[Any]) -> None:
         match each.opcode:
             case "while":
-                scope = re.search(r'op_name="([^"]*)/while"', each.rest)
-                mean = mean_trips(scope[1]) if scope else None
+                mean = mean_trips(each.path.removesuffix("/while"))
                 found = self._trips(where, each) if mean is None else mean
                 count = (trips + 1) / 2 if found is None else float(found)
                 total.has_open_loops |= found is None
@@ -226,9 +254,16 @@ class _Analysis:
             case "call" | "call-start" | "async-start":  # newer TPUs start collectives on their SparseCores by a call
                 for name in each.called():
                     total.add(self.cost(name, trips, channels))
+            case _:
+                total.add(self._kernel(where, each, trips, channels))
+
+    def _kernel(self, where: str, each: Instruction, trips: float, channels: set[Any]) -> ProgramCost:
+        """Of an instruction that runs no computation as a part of the program."""
+        found = ProgramCost()
+        match each.opcode:
             case "fusion":
                 for name in each.called():
-                    total.flops += self.cost(name, trips).flops
+                    found.flops += self.cost(name, trips).flops
                     # Where a collective overlaps with computing, each fusion on its way names it, also those of loops
                     # that run meanwhile: it is one by its channel. A TPU adds and scatters at once, in a fusion of that
                     # name.
@@ -237,15 +272,45 @@ class _Analysis:
                         if kind in COLLECTIVES:
                             scatters = name.startswith("all-reduce-scatter")
                             kind = "reduce-scatter" if kind == "all-reduce" and scatters else kind
-                            self._collective(total, name, inner, kind, channels)
+                            self._collective(found, name, inner, kind, channels)
             case "dot" | "convolution" | "custom-call" | "ragged-dot":
-                total.flops += self._flops(where, each)
+                found.flops = self._flops(where, each)
             case _:
                 kind = each.opcode.removesuffix("-start")
                 if kind in COLLECTIVES:  # those of a `shard_map` have one channel together
-                    self._collective(total, where, each, kind, set())
-        if each.opcode not in FREE:
-            total.bytes_accessed += self._bytes(where, each)
+                    self._collective(found, where, each, kind, set())
+        is_free = each.opcode in FREE or 'custom_call_target="AllocateBuffer"' in each.rest
+        if not is_free:
+            found.bytes_accessed = self._bytes(where, each)
+        if not is_free or found.collectives:
+            sent = sum(found.collectives.values())
+            own = found.flops, found.bytes_accessed, sent, found.network_bytes
+            found.kernels.append(Kernel(each.name, self._paths(where, each), *own, 1))
+        return found
+
+    def _paths(self, where: str, each: Instruction) -> tuple[str, ...]:
+        """Where a kernel was traced: of a fusion, its largest matrix product if it has one, then the whole, then its
+        other parts; of a copy that the compiler added, what it copies, and of a parameter, what takes the copy."""
+        called = each.called() if each.opcode == "fusion" else []
+        inner = [(name, part) for name in called for part in self.computations[name]]
+        products = ((self._product(name, part), name, part) for name, part in inner)
+        flops, name, largest = max(products, key=lambda found: found[0], default=(0.0, "", each))
+        first = self._paths(name, largest) if flops else ()
+        found = *first, *(part.path for part in (each, *(part for _, part in inner)) if part.path)
+        if found or not each.operands:
+            return found
+        copied = self._by_name[where].get(each.operands[0])
+        if copied is not None and copied.opcode != "parameter" and (found := self._paths(where, copied)):
+            return found
+        takers = (other.path for other in self.computations[where] if each.name in other.operands)
+        return tuple(path for path in takers if path)
+
+    def _product(self, where: str, each: Instruction) -> float:
+        """FLOPs of an instruction within a fusion."""
+        if each.opcode == "fusion":
+            return sum(self.cost(name, 1).flops for name in each.called())
+        is_product = each.opcode in ("dot", "convolution", "custom-call", "ragged-dot")
+        return self._flops(where, each) if is_product else 0.0
 
     def _trips(self, where: str, loop: Instruction) -> int | None:
         """How often a loop runs; None where only the data decides.

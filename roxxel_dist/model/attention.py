@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
+from roxxel_dist.cluster.step_parts import ATTENTION
 from roxxel_dist.model.attend import attend
 from roxxel_dist.model.attention_kernels import Scores, scores_of
 from roxxel_dist.model.config import AttentionKernel, ModelConfig, QKNorm
@@ -81,6 +82,7 @@ class Attention(nnx.Module):
         self.out: nnx.LinearGeneral = out_projection(config, n_heads * size, rngs)
         self.gate: Gate | None = Gate(config, rngs) if config.no_sink else None
 
+    @jax.named_scope(ATTENTION)
     def __call__(
         self, x_BxLxD: jax.Array, metadata: AttentionMetadata, cache: LayerCache | None = None
     ) -> tuple[jax.Array, LayerCache | None]:

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import DATA, FSDP, TENSOR, TOKENS, device_type, row_axes, row_shards, token_shards
 from roxxel_dist.cluster.parameter_sharding import FSDP_MIN_SIZE
+from roxxel_dist.cluster.step_parts import HEAD_AND_LOSS
 from roxxel_dist.model.layers import Embedding, soft_cap, unrounded_product
 
 Arrays = list[jax.Array]
@@ -134,6 +135,7 @@ class ModuleHead:
 Head = ProductHead | ModuleHead
 
 
+@jax.named_scope(HEAD_AND_LOSS)
 def cross_entropy(head: Head, arrays: Arrays, x_BxLxD: jax.Array, targets_BxL: jax.Array, chunks: int) -> Losses:
     """The losses of tokens, with gradients of each of them; the backward pass computes the logits again, if they are
     cut.
@@ -164,6 +166,7 @@ def cross_entropy(head: Head, arrays: Arrays, x_BxLxD: jax.Array, targets_BxL: j
     return _on_devices(local, arrays, (x_BxLxD, targets_BxL))
 
 
+@jax.named_scope(HEAD_AND_LOSS)
 def losses_of_logits(logits: jax.Array, targets: jax.Array) -> Losses:
     """Of logits of any dtype: in bfloat16 the sum over a vocabulary loses its small terms."""
     return Losses(*_of_logits(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), targets))
@@ -186,6 +189,7 @@ def _of_logits_jvp(primals: Any, tangents: Any) -> Any:
     return (losses, log_sums), (d_log_sums - d_targets, d_log_sums)
 
 
+@jax.named_scope(HEAD_AND_LOSS)
 def weighted_cross_entropy(
     head: Head,
     arrays: Arrays,

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
+from roxxel_dist.cluster.step_parts import ATTENTION
 from roxxel_dist.model.attend import attend
 from roxxel_dist.model.attention import Gate, out_projection
 from roxxel_dist.model.attention_kernels import Scores, scores_of
@@ -53,6 +54,7 @@ class LatentAttention(nnx.Module):
         self.out: nnx.LinearGeneral = out_projection(config, heads, rngs)
         self.gate: Gate | None = Gate(config, rngs) if config.no_sink else None
 
+    @jax.named_scope(ATTENTION)
     def __call__(
         self, x_BxLxD: jax.Array, metadata: AttentionMetadata, cache: LayerCache | None = None
     ) -> tuple[jax.Array, LayerCache | None]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
+from roxxel_dist.cluster.step_parts import MLP
 from roxxel_dist.model.config import ACTIVATIONS, ModelConfig
 from roxxel_dist.model.lora import linear
 
@@ -33,6 +34,7 @@ class FeedForward(nnx.Module):
         self.gate_up: nnx.LinearGeneral = linear(config, "mlp", config.dim, (count, hidden), axes, init, rngs)
         self.down: nnx.LinearGeneral = linear(config, "mlp", hidden, config.dim, (TENSOR, FSDP), init_out, rngs)
 
+    @jax.named_scope(MLP)
     def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[B, L, dim] to [B, L, dim], and a float32[] 0, the balance loss without experts (see `MixtureOfExperts`)."""
         return self.down(self.activate(self.gate_up(x_BxLxD))), jnp.zeros((), jnp.float32)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.mesh import FSDP, TENSOR, device_type
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES
+from roxxel_dist.cluster.step_parts import EXPERTS
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, STACKED
 from roxxel_dist.model.lora import ADAPTER, ExpertsAdapter
@@ -190,6 +191,7 @@ class MixtureOfExperts(nnx.Module):
         spent = self.gate_up.get_value().size + self.down.get_value().size  # only shapes when a run is planned
         return spent // self.n_experts * (self.n_experts - self.top_k)
 
+    @jax.named_scope(EXPERTS)
     def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[B, L, dim] to [B, L, dim], and float32[]: the balance of this call's tokens, see `balance_of`."""
         x_NxD = x_BxLxD.reshape(-1, x_BxLxD.shape[-1])

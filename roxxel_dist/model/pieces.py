@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from roxxel_dist.cluster.step_parts import ATTENTION
 from roxxel_dist.model.attention_kernels import Blocks, Labels, block_of
 from roxxel_dist.model.layers import DynamicScalar
 from roxxel_dist.model.transformer import Block
@@ -79,7 +80,8 @@ def before_attention(block: Block, x_NxCxD: jax.Array, position_NxC: jax.Array) 
     """Queries [N, 1, G, H / G, C, K], keys [N, 1, G, C, K] and values [N, 1, G, C, V] of a shard, as in
     `attention_kernels`; and [N, C, D] the normed input, where the attention has a gate that needs it, else None."""
     normed = block.attention_input(x_NxCxD)
-    q, k, v = block.attention.heads(normed, position_NxC)
+    with jax.named_scope(ATTENTION):
+        q, k, v = block.attention.heads(normed, position_NxC)
     q = q.reshape(*k.shape[:3], -1, q.shape[-1])
     return *(jnp.moveaxis(each, 1, -2)[:, None] for each in (q, k, v)), None if block.attention.gate is None else normed
 

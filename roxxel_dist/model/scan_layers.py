@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from roxxel_dist.cluster.step_parts import CASTS
 from roxxel_dist.model.cut_attention import RESIDUALS
 from roxxel_dist.model.kv_cache import AttentionMetadata, Layer, LayerCache
 from roxxel_dist.model.layers import STACKED, DynamicScalar
@@ -138,6 +139,7 @@ def layer_of(blocks: Any, index: int) -> Any:
     return nnx.merge(graphdef, shared, jax.tree.map(lambda leaf: leaf[index : index + 1], layers), copy=True)
 
 
+@jax.named_scope(CASTS)
 def _unstacked(state: Any, count: int) -> list[Any]:
     """The state of each layer."""
     leaves, tree = jax.tree.flatten(state)

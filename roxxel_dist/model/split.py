@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, Axes
+from roxxel_dist.cluster.step_parts import CASTS
 from roxxel_dist.model.layers import COLUMN_AXES, FULL_PRECISION, STACKED, DynamicScalar
 from roxxel_dist.model.lora import LoRAParam, scales_of
 
@@ -153,6 +154,7 @@ def _split(model: nnx.Module) -> Any:
     return graphdef, trained, frozen, hparams, rest
 
 
+@jax.named_scope(CASTS)
 def cast(params: Mapping[str, Any], dtype: Any, uncast: Collection[str] = ()) -> dict[str, Any]:
     """Floating parameters as `dtype`, but for those of `uncast`; all as they are for None."""
     if dtype is None:

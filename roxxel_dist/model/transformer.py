@@ -12,6 +12,7 @@ from flax import nnx
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, constrain_batch
+from roxxel_dist.cluster.step_parts import ATTENTION, EMBEDDING, HEAD_AND_LOSS, NORMS
 from roxxel_dist.model.attention import Attention
 from roxxel_dist.model.config import ModelConfig, NormPosition
 from roxxel_dist.model.kv_cache import AttentionMetadata, Cache, Layer, LayerCache, empty_cache, prepare
@@ -53,6 +54,7 @@ class Block(nnx.Module):
         mixed_BxLxD, cache = self.attention(self.attention_input(x_BxLxD), metadata, cache)
         return *self._feed(x_BxLxD, mixed_BxLxD), cache
 
+    @jax.named_scope(NORMS)
     def attention_input(self, x_BxLxD: jax.Array) -> jax.Array:
         """[B, L, dim]: what attention reads of a block's input."""
         return x_BxLxD if self.norm_position == "after" else self.attention_norm(x_BxLxD)
@@ -61,22 +63,25 @@ class Block(nnx.Module):
         self, x_BxLxD: jax.Array, mixed_BxLxHxK: jax.Array, normed_BxLxD: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """[B, L, dim] and the balance, from the input, what the heads gathered, and with a gate the normed input."""
-        return self._feed(x_BxLxD, self.attention.finish(mixed_BxLxHxK, normed_BxLxD))
+        with jax.named_scope(ATTENTION):
+            mixed_BxLxD = self.attention.finish(mixed_BxLxHxK, normed_BxLxD)
+        return self._feed(x_BxLxD, mixed_BxLxD)
 
     def _feed(self, x_BxLxD: jax.Array, mixed_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         after = self.norm_position != "before"
-        if after:
-            mixed_BxLxD = self.post_attention_norm(mixed_BxLxD)
-        x_BxLxD = x_BxLxD + self._drop(mixed_BxLxD)
-        y_BxLxD, balance = self.feedforward(
-            x_BxLxD if self.norm_position == "after" else self.feedforward_norm(x_BxLxD)
-        )
-        if after:
-            y_BxLxD = self.post_feedforward_norm(y_BxLxD)
-        return constrain_batch(x_BxLxD + self._drop(y_BxLxD)), balance
+        x_BxLxD = self._added(x_BxLxD, mixed_BxLxD, self.post_attention_norm if after else None)
+        y_BxLxD, balance = self.feedforward(self._feedforward_input(x_BxLxD))
+        x_BxLxD = self._added(x_BxLxD, y_BxLxD, self.post_feedforward_norm if after else None)
+        return constrain_batch(x_BxLxD), balance
 
-    def _drop(self, x_BxLxD: jax.Array) -> jax.Array:
-        return x_BxLxD if self.dropout is None else self.dropout(x_BxLxD)
+    @jax.named_scope(NORMS)
+    def _feedforward_input(self, x_BxLxD: jax.Array) -> jax.Array:
+        return x_BxLxD if self.norm_position == "after" else self.feedforward_norm(x_BxLxD)
+
+    @jax.named_scope(NORMS)
+    def _added(self, x_BxLxD: jax.Array, y_BxLxD: jax.Array, norm: Norm | None) -> jax.Array:
+        y_BxLxD = y_BxLxD if norm is None else norm(y_BxLxD)
+        return x_BxLxD + (y_BxLxD if self.dropout is None else self.dropout(y_BxLxD))
 
 
 class HasModelConfig(Protocol):
@@ -240,6 +245,7 @@ class Transformer(nnx.Module):
         """The output layer: the embedding if it is tied, otherwise a separate matrix."""
         return self.embedding if self.config.weight_tying else self.head
 
+    @jax.named_scope(HEAD_AND_LOSS)
     def logits(self, x_BxLxD: jax.Array) -> jax.Array:
         """Logits of states.
 
@@ -285,11 +291,13 @@ class Transformer(nnx.Module):
 
         return load_transformer(path, best=best)
 
+    @jax.named_scope(NORMS)
     def final(self, x_BxLxD: jax.Array) -> jax.Array:
         """The input of `logits`, of the output of the last block: normalized, and scaled for the width."""
         x_BxLxD = self.norm(x_BxLxD)
         return x_BxLxD if self.output_scale == 1 else x_BxLxD * self.output_scale
 
+    @jax.named_scope(EMBEDDING)
     def embed(self, tokens_BxL: jax.Array, position_L: jax.Array) -> jax.Array:
         """[B, L, dim]: the input of the first block."""
         x_BxLxD = self.embedding(tokens_BxL)

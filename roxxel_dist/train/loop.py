@@ -5,7 +5,7 @@ Decision 6.
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -60,7 +60,11 @@ class Loop:
         self._chain, self._timer = chain, StepTimer()
         self._verification = Verification(programs.blocks, every_step=process_count() > 1)
         flops, devices = position.view.flops_per_token(), parts.mesh.devices.flat
-        self._metrics = MetricsLogger(held.log, self._timer, position.last_step, position.step, flops, devices)
+        self._keys: dict[int, Hashable] = {}  # by phase
+        computed = self._computed_flops
+        self._metrics = MetricsLogger(
+            held.log, self._timer, position.last_step, position.step, flops, devices, computed
+        )
         monitor = BadStepMonitor(held.log.text, skip=parts.options.on_bad_step == "skip")
         self.deferred: DeferredMetrics = DeferredMetrics(
             position, self._verification, monitor, self.saves.steps, self._metrics
@@ -212,6 +216,7 @@ class Loop:
         held.timeline.layout = "" if layout.is_plain else str(layout)
         self._metrics.log_phase(plan, step, layout, grad_accum, shards)
         key, begun = self.programs.compile_phase(step), time.perf_counter()
+        self._keys[plan.phase(step)] = key
         if waits := not held.compiler.ready(key):  # it was not compiled ahead
             self._wait_for_devices()
         with contextlib.nullcontext() if held.compiler.shared(key) else held.progress.doing("compile"):
@@ -224,6 +229,11 @@ class Loop:
             if warning := self.programs.repeated_work(step, program):
                 held.log.text(warning)
         return program
+
+    def _computed_flops(self, phase: int) -> float | None:
+        """What the devices compute together in a step of a phase; None where it is not known."""
+        flops = self.held.compiler.flops(self._keys.get(phase))
+        return None if flops is None else flops * self.parts.mesh.size
 
     def _evaluate_and_save(self, step: int, metrics: Metrics, *, save: bool, copy: bool) -> bool:
         """Evaluate; then write the row, which has the losses; then save, never ahead of the row.

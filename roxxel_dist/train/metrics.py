@@ -30,7 +30,8 @@ class MetricsLogger:
     """Makes rows of the metrics of steps, and records of the progress of the run.
 
     `start_step` counts the steps done before this process began; `flops_per_token` is (inputs a row) -> FLOPs of a
-    training step, for one of them; `devices` are those of the mesh, of all processes.
+    training step, for one of them; `devices` are those of the mesh, of all processes; `computed_flops` is (phase, from
+    0) -> FLOPs that they compute in a step together, None where that is not known.
     """
 
     def __init__(
@@ -41,10 +42,11 @@ class MetricsLogger:
         start_step: int,
         flops_per_token: Callable[[int], float],
         devices: Iterable[Any],
+        computed_flops: Callable[[int], float | None],
     ) -> None:
         self._log, self._timer = log, timer
         self._last_step, self._start_step = last_step, start_step
-        self._flops, self._devices = flops_per_token, list(devices)
+        self._flops, self._computed, self._devices = flops_per_token, computed_flops, list(devices)
         self._loss: Any = None
         self._next_update = 0.0
 
@@ -52,10 +54,13 @@ class MetricsLogger:
         """Log the (fetched) metrics of a step, `done` from 1, and the `losses` of the validation after it."""
         self._loss = metrics.scalars["loss"]
         speed = self._timer.report()
-        more = speed | {"phase": plan.phase(done - 1) + 1, "tokens": plan.tokens(done)} | peak_memory_gb()
-        length = plan.shape(done - 1)[1]
-        if speed and (used := mfu(speed["tokens_per_s"], self._flops(length - 1), self._devices)) is not None:
-            more["mfu"] = used
+        phase, (rows, length) = plan.phase(done - 1), plan.shape(done - 1)
+        more = speed | {"phase": phase + 1, "tokens": plan.tokens(done)} | peak_memory_gb()
+        computed = self._computed(phase)
+        flops = {"mfu": self._flops(length - 1), "hfu": computed and computed / (rows * (length - 1))}
+        for name, per_token in flops.items() if speed else ():
+            if per_token and (used := mfu(speed["tokens_per_s"], per_token, self._devices)) is not None:
+                more[name] = used
         if metrics.row_loss is not None:
             more |= loss_by_dataset(metrics, plan.rows(done - 1).dataset, plan.datasets)
         digest = "" if metrics.digest is None else in_hex(metrics.digest)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from roxxel_dist.checkpoint.metadata import BLOCK_UPDATE
+from roxxel_dist.cluster.accelerators import peak_flops
 from roxxel_dist.data.verify import VerifiedBlocks
 from roxxel_dist.input.stream import Stream
 from roxxel_dist.model.transformer import Transformer, TransformerBuilder
@@ -134,6 +135,9 @@ class Programs:
         position, batch = self._position, self.stream_from(step).abstract()
         key = batch_key(batch)
         self._compiler.prepare(key, self._step, self.like, position.hparams, batch)
+        known = all(peak_flops(device.device_kind) for device in self._parts.mesh.devices.flat)
+        if known and not self._parts.options.virtual_shards:
+            self._compiler.count_flops(key)
         self.prepare_validation(step)
         return key
 

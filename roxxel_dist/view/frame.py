@@ -165,6 +165,7 @@ def _numbers(row: Mapping[str, float], best: float | None) -> Text:
         "ms_per_step": lambda value: f"{value:.0f} ms/step",
         "tokens_per_s": lambda value: f"{scaled(value)} tokens/s",
         "mfu": lambda value: f"MFU {value:.1%}",
+        "hfu": lambda value: f"HFU {value:.1%}",
         "vram_gb": lambda value: f"VRAM {value:.2f} GB",
         "ram_gb": lambda value: f"RAM {value:.2f} GB",
         "lr": lambda value: f"lr {value:.3g}",

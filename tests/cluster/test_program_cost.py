@@ -328,3 +328,53 @@ def test_splash_attention_has_half_of_all_pairs_or_those_of_its_window():
     assert splash_flops("splash_mha_fwd", [(1, 4, 1), (1, 4, 1), q, q, q]) == whole / 2
     part = (*q[:2], q[2] // 4, q[3])  # of a cut row a device has the keys of all, and half of its pairs with them
     assert splash_flops("splash_mha_fwd", [part, q, q]) == whole / 4
+
+
+def test_kernels_of_a_loop_are_launched_in_each_turn():
+    body = """%turn (s: f32[8]) -> f32[8] {
+  %s = f32[8]{0} parameter(0)
+  %new = f32[8]{0} add(%s, %s), metadata={op_name="jit(step)/while/body/add"}
+  ROOT %same = f32[8]{0} copy(%new)
+}
+
+"""
+    lines = (
+        '%a = f32[8]{0} parameter(0), metadata={op_name="x"}',
+        "%c = f32[8]{0} copy(%a)",
+        'ROOT %w = f32[8]{0} while(%c), condition=%no, body=%turn, backend_config={"known_trip_count":{"n":"5"}}',
+    )
+    found = program_cost(entry(*lines, before=body), [0])
+    assert [(kernel.name, kernel.launches) for kernel in found.kernels] == [("c", 1), ("new", 5), ("same", 5)]
+    assert found.launches == 11
+    assert sum(kernel.launches * kernel.bytes_accessed for kernel in found.kernels) == found.bytes_accessed
+    # A copy that the compiler added is of what it copies.
+    assert [kernel.paths for kernel in found.kernels] == [(), *[("jit(step)/while/body/add",)] * 2]
+
+
+def test_a_fusion_is_of_its_largest_product():
+    fused = """%fused (p0: f32[8,16], p1: f32[16,4]) -> f32[8,4] {
+  %p0 = f32[8,16]{1,0} parameter(0)
+  %p1 = f32[16,4]{1,0} parameter(1)
+  %d = f32[8,4]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="mlp/dot"}
+  ROOT %n = f32[8,4]{1,0} negate(%d), metadata={op_name="norms/neg"}
+}
+
+"""
+    end = 'kind=kOutput, calls=%fused, metadata={op_name="norms/neg"}'
+    lines = (A, B, f"ROOT %f = f32[8,4]{{1,0}} fusion(%a, %b), {end}")
+    [kernel] = program_cost(entry(*lines, before=fused), [0]).kernels
+    assert (kernel.flops, kernel.paths[0]) == (2 * 8 * 16 * 4, "mlp/dot")
+
+
+def test_what_a_collective_sends_is_its_kernel():
+    gather = "%g = f32[32]{0} all-gather(%a), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}"
+    alone = "%n = f32[8]{0} all-reduce(%a), channel_id=2, replica_groups=[4,1]<=[4], to_apply=%add"
+    found = program_cost(entry("%a = f32[8]{0} parameter(0)", gather, alone), [0, 0, 1, 1])
+    [kernel] = found.kernels  # a group of one device sends nothing
+    assert (kernel.sent_bytes, kernel.network_bytes) == (found.collectives["all-gather"], found.network_bytes)
+
+
+def test_a_buffer_without_a_value_moves_nothing():
+    lines = ('ROOT %a = f32[1024]{0} custom-call(), custom_call_target="AllocateBuffer"',)
+    found = program_cost(entry(*lines), [0])
+    assert (found.bytes_accessed, found.kernels) == (0, [])

@@ -105,7 +105,7 @@ def test_a_paused_and_thawed_trial_is_equal_to_the_bit(study):
     assert whole.history.trials[0].reports == each.reports
 
     def rows(number):
-        timed = ("ms_per_step", "tokens_per_s", "ram_gb", "vram_gb", "mfu", "_", "time")
+        timed = ("ms_per_step", "tokens_per_s", "ram_gb", "vram_gb", "mfu", "hfu", "_", "time")
         parsed = map(json.loads, (study.path / "trials" / number / "metrics.jsonl").read_text().splitlines())
         return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in parsed]
 

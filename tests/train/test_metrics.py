@@ -6,8 +6,11 @@ from runs import PHASES, train
 
 from roxxel_dist.cluster.mesh import make_mesh
 from roxxel_dist.train import metrics as report
+from roxxel_dist.train import programs
 from roxxel_dist.train.log.base import LogQueue
 from roxxel_dist.train.metrics import loss_by_dataset, make_row
+from roxxel_dist.train.step import compile as compile_ahead
+from roxxel_dist.train.step import throughput
 from roxxel_dist.train.step.bad_steps import LossMonitorState
 from roxxel_dist.train.step.state import TrainView
 from roxxel_dist.train.step.step import Metrics
@@ -76,3 +79,29 @@ def test_speed_and_mfu_count_what_is_computed(corpus, tmp_path, monkeypatch):
     assert set(lengths) == {phase.seq_len - 1}
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["tokens"] == phase.steps * phase.batch_size * phase.seq_len
+
+
+def test_hfu_counts_what_the_compiled_program_computes(corpus, tmp_path, monkeypatch):
+    """Of each phase its own program."""
+
+    def utilisations(folder, **options):
+        train(corpus, folder, PHASES, **options)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [row["hfu"] / row["mfu"] for row in rows if "mfu" in row], rows
+
+    assert "hfu" not in utilisations(tmp_path / "unknown")[1][-1], "the peak of a CPU is not known"
+    for module in (throughput, programs):
+        monkeypatch.setattr(module, "peak_flops", lambda *kind: 1e12)
+    ratios, _ = utilisations(tmp_path / "known")
+    assert len(ratios) > 1
+    # The usual count of a model of one's own has all its parameters in products: here the head's 16 x 500 alone are.
+    assert ratios == pytest.approx([8000 / 16_016] * len(ratios), rel=1e-6)
+
+    def unreadable(*_):
+        raise ValueError
+
+    monkeypatch.setattr(compile_ahead, "program_cost", unreadable)
+    train(corpus, tmp_path / "unreadable", PHASES[:1])
+    row = json.loads((tmp_path / "unreadable" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert "mfu" in row
+    assert "hfu" not in row

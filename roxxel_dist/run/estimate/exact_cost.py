@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from roxxel_dist.cluster.mesh import one_device
+from roxxel_dist.run.estimate.step_costs import roofline_seconds, summed
 from roxxel_dist.run.estimate.target_steps import TargetCompiler, TargetStep
 from roxxel_dist.train.exact.step import ShardedEvaluation, ShardedStep
 
@@ -89,6 +90,7 @@ def _total(
     target: TargetCompiler, programs: "TargetPrograms", calls: Counter[Key], mesh: Mesh, flops: float
 ) -> tuple[TargetStep, Any]:
     own, sent, gathered, bounds = 0.0, Counter[str](), dict[str, float](), Counter[str]()
+    parts = summed((programs.costs[key].costs, count) for key, count in calls.items())
     for key, count in calls.items():
         cost = programs.costs[key]
         own += count * (cost.flops_per_device or 0.0)
@@ -107,6 +109,8 @@ def _total(
         collectives=dict(sent),
         gathered=gathered,
         bound_seconds=dict(bounds),
+        costs=parts,
+        roofline_seconds=roofline_seconds(parts) if parts else None,
         compile_seconds=sum(cost.compile_seconds for cost in programs.costs.values()),
     )
     return step, programs.programs[largest]

@@ -13,6 +13,15 @@ from roxxel_dist.cluster.jax_private import assume_compute_capability
 from roxxel_dist.cluster.program_cost import ProgramCost, program_cost
 from roxxel_dist.cluster.targets import GPUS, Target, hosts_of, is_too_large, memory_in
 from roxxel_dist.cluster.traced_flops import traced_flops
+from roxxel_dist.run.estimate.step_costs import (
+    COMPUTE,
+    LINKS,
+    MEMORY,
+    PartCost,
+    costs_of,
+    link_seconds,
+    roofline_seconds,
+)
 from roxxel_dist.run.estimate.target_process import Report
 from roxxel_dist.train.step.compile import mesh_of
 
@@ -38,6 +47,10 @@ class TargetStep:
     bound_seconds: Mapping[str, float]
     """"compute", "memory" and "links": the least time that each takes, by data sheets; the step takes the longest of
     them at least."""
+    costs: tuple[PartCost, ...]
+    """Each part of the step with all its kernels at the limit of the device, the longest first."""
+    roofline_seconds: float | None
+    """Their sum: what the step takes if each kernel is as fast as data sheets allow, and none overlaps another."""
     compile_seconds: float
 
 
@@ -102,11 +115,14 @@ class TargetCompiler:
                 collectives={},
                 gathered={},
                 bound_seconds={},
+                costs=(),
+                roofline_seconds=None,
                 compile_seconds=seconds,
             )
             return step, None
         cost = program_cost(program.as_text(), hosts_of(list(mesh.devices.flat)))
-        peak = peak_bytes(program)
+        peak, device_kind = peak_bytes(program), mesh.devices.flat[0].device_kind
+        costs = costs_of(cost, device_kind)
         step = TargetStep(
             peak_bytes=peak,
             device_bytes=self.device_bytes,
@@ -115,7 +131,9 @@ class TargetCompiler:
             flops_ratio=cost.flops * mesh.size / flops if flops else None,
             collectives=dict(cost.collectives),
             gathered=cost.gathered,
-            bound_seconds=bounds(cost, mesh.devices.flat[0].device_kind),
+            bound_seconds=bounds(cost, device_kind),
+            costs=costs,
+            roofline_seconds=roofline_seconds(costs) if costs else None,
             compile_seconds=seconds,
         )
         return step, program
@@ -139,11 +157,8 @@ def bounds(cost: ProgramCost, device_kind: str) -> dict[str, float]:
     known = accelerator(device_kind)
     if known is None:
         return {}
-    seconds = {
-        "compute": cost.flops / (known.tera_flops * 1e12),
-        "memory": cost.bytes_accessed / (known.gigabytes_per_s * 1e9),
-        "links": sum(cost.collectives.values()) / (known.link_gigabytes_per_s * 1e9),
+    return {
+        COMPUTE: cost.flops / (known.tera_flops * 1e12),
+        MEMORY: cost.bytes_accessed / (known.gigabytes_per_s * 1e9),
+        LINKS: link_seconds(known, sum(cost.collectives.values()), cost.network_bytes),
     }
-    if known.network_gigabytes_per_s:
-        seconds["links"] = max(seconds["links"], cost.network_bytes / (known.network_gigabytes_per_s * 1e9))
-    return seconds

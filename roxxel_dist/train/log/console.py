@@ -22,6 +22,7 @@ LINE = {
     "ms_per_step": "{:.0f} ms/step",
     "tokens_per_s": "{:,.0f} tokens/s",
     "mfu": "MFU: {:.1%}",
+    "hfu": "HFU: {:.1%}",
 }
 """How a line shows what comes after the losses, where it is known."""
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import fit_sharding, micro_batches
 from roxxel_dist.cluster.parameter_sharding import constrain_tokens, on_phase_mesh
+from roxxel_dist.cluster.step_parts import OPTIMIZER
 from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.data.dataset import Roxxel
 from roxxel_dist.model.loss import END_NATS, minimized_losses, next_token_loss, token_losses
@@ -183,6 +184,7 @@ def make_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(kept, NamedSharding(sharding.mesh, P())))
 
 
+@jax.named_scope(OPTIMIZER)
 def apply_gradient(
     optimizer: Optimizer,
     state: TrainState,

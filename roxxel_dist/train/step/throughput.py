@@ -96,8 +96,9 @@ def mfu(tokens_per_s: float, flops_per_token: float, devices: Sequence[Any], dty
     """Model FLOPs utilisation: the share (0 to 1) of the devices' peak that training uses; None where it is not known.
 
     Speed and devices are those of all processes, the FLOPs those of a training step, forward and backward. What
-    rematerialisation computes twice is not counted: it is no use to the model. The peak is that of matrix products of
-    the dtype. A run logs it against bfloat16, whatever it computes in: so runs compare.
+    rematerialisation computes twice is not counted: it is no use to the model. With the FLOPs of the compiled program
+    it is the utilisation of the hardware (HFU). The peak is that of matrix products of the dtype. A run logs it against
+    bfloat16, whatever it computes in: so runs compare.
     """
     peaks = [peak_flops(device.device_kind, dtype) for device in devices]
     if not peaks or None in peaks:
