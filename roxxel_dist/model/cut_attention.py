@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.mesh import TENSOR, TOKENS, row_axes, row_shards, token_shards
 from roxxel_dist.model.attention_kernels import (
     LANES,
+    RESIDUALS,
     Blocks,
     Labels,
     Scores,
@@ -39,9 +40,6 @@ NOWHERE = -(1 << 31)
 """The segment of what a device without tokens before its own has in their place."""
 MOST_PADDING = 17 / 16
 """Times the tokens of a row that splash attention may compute, whose blocks are of 128 tokens at least."""
-RESIDUALS = "cut_attention"
-"""What is kept for the backward pass, with gradient checkpointing too: the output, and the logarithms of the softmax
-sums. To compute them again, keys and values would be gathered once more."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """All blocks as one module: each array is stacked, with the block as its first axis, and a loop runs over them."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from roxxel_dist.model.cut_attention import RESIDUALS
-from roxxel_dist.model.kv_cache import AttentionMetadata, Layer, LayerCache
+from roxxel_dist.model.attention_kernels import RESIDUALS
+from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache
 from roxxel_dist.model.layers import STACKED, DynamicScalar
 
 
@@ -63,7 +64,8 @@ def run_stack(
     def layer(i: int, x_BxLxD: jax.Array, params: Any, streams: Any, cache: LayerCache | None) -> Any:
         # A copy: NNX objects cannot cross jax's trace levels.
         block: Any = nnx.merge(graphdef, shared, params, streams, copy=True)
-        x_BxLxD, balance, cache = block(x_BxLxD, metadata._replace(layer=Layer(metadata.layer.number + i)), cache)
+        own = dataclasses.replace(metadata.layer, number=metadata.layer.number + i)
+        x_BxLxD, balance, cache = block(x_BxLxD, metadata._replace(layer=own), cache)
         return x_BxLxD, balance, nnx.split(block, DynamicScalar, nnx.Param, ...)[3], cache
 
     # In a loop XLA cannot merge the second computation with the first.

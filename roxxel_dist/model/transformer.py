@@ -12,7 +12,9 @@ from flax import nnx
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, constrain_batch
+from roxxel_dist.model.attend import padded
 from roxxel_dist.model.attention import Attention
+from roxxel_dist.model.attention_kernels import pad_tokens
 from roxxel_dist.model.config import ModelConfig, NormPosition
 from roxxel_dist.model.kv_cache import AttentionMetadata, Cache, Layer, LayerCache, empty_cache, prepare
 from roxxel_dist.model.layers import Dropout, DynamicScalar, Embedding, Norm, logits_of, make_norm, sinusoids
@@ -51,7 +53,7 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, LayerCache | None]:
         """[B, L, dim] to [B, L, dim], float32[] the balance of the experts (0 without), and the new cache."""
         mixed_BxLxD, cache = self.attention(self.attention_input(x_BxLxD), metadata, cache)
-        return *self._feed(x_BxLxD, mixed_BxLxD), cache
+        return *self._feed(x_BxLxD, mixed_BxLxD, metadata.layer.length), cache
 
     def attention_input(self, x_BxLxD: jax.Array) -> jax.Array:
         """[B, L, dim]: what attention reads of a block's input."""
@@ -63,20 +65,24 @@ class Block(nnx.Module):
         """[B, L, dim] and the balance, from the input, what the heads gathered, and with a gate the normed input."""
         return self._feed(x_BxLxD, self.attention.finish(mixed_BxLxHxK, normed_BxLxD))
 
-    def _feed(self, x_BxLxD: jax.Array, mixed_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _feed(
+        self, x_BxLxD: jax.Array, mixed_BxLxD: jax.Array, length: int | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         after = self.norm_position != "before"
         if after:
             mixed_BxLxD = self.post_attention_norm(mixed_BxLxD)
-        x_BxLxD = x_BxLxD + self._drop(mixed_BxLxD)
-        y_BxLxD, balance = self.feedforward(
-            x_BxLxD if self.norm_position == "after" else self.feedforward_norm(x_BxLxD)
-        )
+        x_BxLxD = x_BxLxD + self._drop(mixed_BxLxD, length)
+        fed_BxLxD = x_BxLxD if self.norm_position == "after" else self.feedforward_norm(x_BxLxD)
+        if isinstance(self.feedforward, MixtureOfExperts):  # padding takes no part in the balance
+            fed_BxLxD = fed_BxLxD[:, :length]
+        y_BxLxD, balance = self.feedforward(fed_BxLxD)
+        y_BxLxD = pad_tokens(y_BxLxD, x_BxLxD.shape[1])
         if after:
             y_BxLxD = self.post_feedforward_norm(y_BxLxD)
-        return constrain_batch(x_BxLxD + self._drop(y_BxLxD)), balance
+        return constrain_batch(x_BxLxD + self._drop(y_BxLxD, length)), balance
 
-    def _drop(self, x_BxLxD: jax.Array) -> jax.Array:
-        return x_BxLxD if self.dropout is None else self.dropout(x_BxLxD)
+    def _drop(self, x_BxLxD: jax.Array, length: int | None) -> jax.Array:
+        return x_BxLxD if self.dropout is None else self.dropout(x_BxLxD, length)
 
 
 class HasModelConfig(Protocol):
@@ -208,7 +214,10 @@ class Transformer(nnx.Module):
                 local_window=self.config.window if self.config.pattern else None,
                 is_empty=is_empty,
             )
-        x_BxLxD = constrain_batch(self.embed(tokens_BxL, metadata.position_L))
+        x_BxLxD = self.embed(tokens_BxL, metadata.position_L)
+        if cache is None:
+            x_BxLxD, metadata = padded(self.config, x_BxLxD, metadata)
+        x_BxLxD = constrain_batch(x_BxLxD)
         remat = self.config.gradient_checkpointing and not self.deterministic and cache is None
         x_BxLxD, balance, layers = run_stack(
             self.blocks,
@@ -221,7 +230,7 @@ class Transformer(nnx.Module):
         )
         if self.config.use_moe:
             balance *= self.alpha_balance[...]
-        return self.final(x_BxLxD), balance, None if cache is None else cache._replace(layers=layers)
+        return self.final(x_BxLxD)[:, :length], balance, None if cache is None else cache._replace(layers=layers)
 
     def residual_stream(self, tokens_BxL: jax.Array) -> Iterator[jax.Array]:
         """[B, L, dim] after the embedding, after each block, and the input of `logits`. Tokens as in a call."""
