@@ -18,6 +18,7 @@ from roxxel_dist.model.attention_kernels import (
     Labels,
     Scores,
     blocked_attention,
+    broken_rule,
     capped_attention,
     jax_attention,
     kernel_for,
@@ -177,8 +178,8 @@ def _kernel_length(config: ModelConfig, rows: int, length: int, dtype: Any, *, p
     """Tokens that the kernel computes for whole rows of `length`."""
     if token_shards(jax.sharding.get_abstract_mesh()) > 1:
         return length
-    capped = config.attn_softcap is not None
-    match _of_whole_rows(config.attention, rows, key_size(config), dtype, packed=packed, capped=capped):
+    bf16, capped = dtype == jnp.bfloat16, config.attn_softcap is not None
+    match _of_whole_rows(config.attention, rows, key_size(config), bf16=bf16, packed=packed, capped=capped):
         case "cudnn":
             return math.prod(blocks_of(length, packed=packed))
         case "splash":
@@ -188,14 +189,14 @@ def _kernel_length(config: ModelConfig, rows: int, length: int, dtype: Any, *, p
 
 
 def _of_whole_rows(
-    kernel: AttentionKernel, rows: int, key_size: int, dtype: Any, *, packed: bool, capped: bool
+    kernel: AttentionKernel, rows: int, key_size: int, *, bf16: bool, packed: bool, capped: bool
 ) -> Kernel:
     """The kernel for rows that are not cut."""
     mesh = jax.sharding.get_abstract_mesh()
     return kernel_for(
         kernel,
         key_size=key_size,
-        bf16=dtype == jnp.bfloat16,
+        bf16=bf16,
         packed=packed,
         capped=capped,
         whole_rows=mesh.empty or rows % row_shards(mesh) == 0,
@@ -229,22 +230,18 @@ def _attend(
 ) -> jax.Array:
     """`attend` among the tokens that are being read."""
     rows, length, _, size = q_BxLxHxK.shape
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh, widest = jax.sharding.get_abstract_mesh(), max(size, v_BxLxGxV.shape[-1])
+    bf16, packed, capped = q_BxLxHxK.dtype == jnp.bfloat16, labels.segments is not None, scores.cap is not None
     if 1 < token_shards(mesh) <= length:
-        by_splash = kernel in ("auto", "splash") and device_type(mesh).platform == "tpu"
-        return cut_attention(
-            q_BxLxHxK,
-            k_BxLxGxK,
-            v_BxLxGxV,
-            labels,
-            window,
-            scores.scaled(size),
-            "splash" if by_splash else "xla",
+        native: Kernel = "splash" if device_type(mesh).platform == "tpu" else "cudnn"
+        fits = kernel in ("auto", native) and not broken_rule(
+            native, device_type(mesh), widest, bf16, packed, True, capped
         )
+        chosen = native if fits else "xla"
+        return cut_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, labels, window, scores.scaled(size), chosen)
     chosen: Kernel = "xla"
     if labels.positions is None:  # the other kernels know places alone
-        widest, packed = max(size, v_BxLxGxV.shape[-1]), labels.segments is not None
-        chosen = _of_whole_rows(kernel, rows, widest, q_BxLxHxK.dtype, packed=packed, capped=scores.cap is not None)
+        chosen = _of_whole_rows(kernel, rows, widest, bf16=bf16, packed=packed, capped=capped)
     if chosen == "cudnn":
         return cudnn_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, labels.segments, window, scores.scaled(size))
     if chosen == "xla" and length <= LONGEST_WHOLE:

@@ -217,9 +217,9 @@ def score_bytes(kernel: Kernel, rows: int, heads: int, length: int, window: int 
     return sums
 
 
-def block_of(window: int | None) -> int:
-    """Tokens of a block: `BLOCK`, or fewer for a shorter window."""
-    return BLOCK if window is None else min(BLOCK, max(LANES, 1 << (window - 1).bit_length()))
+def block_of(window: int | None, largest: int = BLOCK) -> int:
+    """Tokens of a block: the most, or fewer for a shorter window."""
+    return largest if window is None else min(largest, max(LANES, 1 << (window - 1).bit_length()))
 
 
 def jax_attention(
