@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import compilation_cache, compiler, distributed, xla_bridge
+from jax._src import compilation_cache, compiler, dispatch, distributed, xla_bridge
 
 _unkept: deque[tuple[Any, ...]] = deque(maxlen=64)
 """The last programs that jax has compiled in this process and has not put into its cache, as `_put` takes them."""
@@ -107,6 +107,11 @@ def _cudnn_options(
 ) -> dict[str, Any]:
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
+    # They look at no device while they are lowered, and a program that does may have arrays of one mesh only.
+    dispatch.prim_requires_devices_during_lowering -= {
+        fused._dot_product_attention_fwd_p,
+        fused._dot_product_attention_bwd_p,
+    }
     layout = fused.AttentionLayout.BTNH.value
     fused.check_is_flash_attention(q, k, v, layout, fused.check_cudnn_version(), bias is not None, True)
     return {

@@ -1,5 +1,6 @@
 """Attention by cuDNN: what it is called for, against all scores at once in float64; its kernels are those of XLA."""
 
+import re
 from types import SimpleNamespace
 
 import jax
@@ -11,11 +12,13 @@ from dense_attention import dense_attention
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from roxxel_dist.cluster.mesh import make_mesh
+from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
+from roxxel_dist.cluster.parameter_sharding import on_phase_mesh
 from roxxel_dist.cluster.traced_flops import traced_flops
 from roxxel_dist.model import cudnn_attention as module
-from roxxel_dist.model.attention_kernels import RESIDUALS, Scores
+from roxxel_dist.model.attention_kernels import RESIDUALS, Labels, Scores
 from roxxel_dist.model.cudnn_attention import blocks_of, cudnn_attention
+from roxxel_dist.model.cut_attention import cut_attention
 
 __all__ = ["cudnn_by_xla"]
 SCALE = 0.3
@@ -159,3 +162,17 @@ def test_a_long_packed_row_is_counted_by_its_pairs(of_h100):
     whole = traced_flops(traced(blocks * size, False).jaxpr)
     packed = traced_flops(traced(blocks * size, True).jaxpr)
     assert packed == pytest.approx(whole, rel=0.01)
+
+
+def test_a_cut_row_of_a_state_on_another_mesh(of_h100):
+    """The state is on the mesh of the run, and the row on that of its phase: one program for both."""
+    mesh = make_mesh(2)
+    q = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "data")))
+
+    def loss(q):
+        (q,) = on_phase_mesh([q])
+        return cut_attention(q, q, q, Labels(), None, Scores(0.125), "cudnn").astype(jnp.float32).sum()
+
+    with jax.set_mesh(phase_mesh(mesh, 1)):
+        text = jax.jit(jax.grad(loss)).trace(q).lower(lowering_platforms=("cuda",)).as_text()
+    assert sorted(re.findall(r"22mask_type\\22: \\22(\w+)\\22", text)) == ["CAUSAL"] * 2 + ["NO_MASK"] * 2
