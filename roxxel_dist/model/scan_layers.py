@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.model.attention_kernels import RESIDUALS
+from roxxel_dist.model.config import GradientCheckpointing
 from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache
 from roxxel_dist.model.layers import STACKED, DynamicScalar
 
@@ -45,7 +46,7 @@ def run_stack(
     caches: tuple[LayerCache, ...] | None,
     *,
     scan: bool,
-    remat: bool,
+    remat: GradientCheckpointing,
     period: int = 1,
 ) -> tuple[jax.Array, jax.Array, tuple[LayerCache, ...] | None]:
     """Run all blocks in order: [B, L, dim], the sum of their balance losses, and the cache of each.
@@ -57,7 +58,8 @@ def run_stack(
         caches: the cache of each block.
         scan: compile one block for all. With a cache the loop is unrolled, so that each entry is updated in place.
         period: so many layers differ; then they come again. A block learns its number from the metadata.
-        remat: compute each block again in the backward pass, but for the attention of rows that are cut over devices.
+        remat: compute each block again in the backward pass, but for the kernel of attention; "products": and but for
+            products with weights.
     """
     graphdef, shared, params, streams = nnx.split(blocks, DynamicScalar, nnx.Param, ...)
 
@@ -70,6 +72,9 @@ def run_stack(
 
     # In a loop XLA cannot merge the second computation with the first.
     keep = jax.checkpoint_policies.save_only_these_names(RESIDUALS)
+    if remat == "products":
+        products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        keep = jax.checkpoint_policies.save_from_both_policies(keep, products)
 
     def run(i: int, *args: Any) -> Any:
         of_kind = partial(layer, i)

@@ -218,7 +218,7 @@ class Transformer(nnx.Module):
         if cache is None:
             x_BxLxD, metadata = padded(self.config, x_BxLxD, metadata)
         x_BxLxD = constrain_batch(x_BxLxD)
-        remat = self.config.gradient_checkpointing and not self.deterministic and cache is None
+        remat = not self.deterministic and cache is None and self.config.gradient_checkpointing
         x_BxLxD, balance, layers = run_stack(
             self.blocks,
             x_BxLxD,
