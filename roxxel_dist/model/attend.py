@@ -23,6 +23,7 @@ from roxxel_dist.model.attention_kernels import (
     jax_attention,
     kernel_for,
     key_size,
+    native_kernel,
     pad_labels,
     pad_tokens,
     splash_attention,
@@ -233,13 +234,12 @@ def _attend(
     mesh, widest = jax.sharding.get_abstract_mesh(), max(size, v_BxLxGxV.shape[-1])
     bf16, packed, capped = q_BxLxHxK.dtype == jnp.bfloat16, labels.segments is not None, scores.cap is not None
     if 1 < token_shards(mesh) <= length:
-        native: Kernel = "splash" if device_type(mesh).platform == "tpu" else "cudnn"
-        fits = kernel in ("auto", native) and not broken_rule(
-            native, device_type(mesh), widest, bf16, packed, True, capped
-        )
-        chosen = native if fits else "xla"
+        device = device_type(mesh)
+        native = native_kernel(device)
+        fits = kernel in ("auto", native) and not broken_rule(native, device, widest, bf16, packed, True, capped)
+        chosen: Kernel = native if fits else "xla"
         return cut_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, labels, window, scores.scaled(size), chosen)
-    chosen: Kernel = "xla"
+    chosen = "xla"
     if labels.positions is None:  # the other kernels know places alone
         chosen = _of_whole_rows(kernel, rows, widest, bf16=bf16, packed=packed, capped=capped)
     if chosen == "cudnn":

@@ -34,6 +34,10 @@ BLOCK = 512
 """Tokens of a block of queries, and of keys; fewer if a window is shorter."""
 LANES = 128
 """Block sizes of splash attention are multiples of this number of tokens."""
+LONGEST_BIAS = 2048
+"""Tokens of a row of documents, up to which cuDNN has one bias of it: an array that is added to its scores."""
+LARGEST_BLOCK = 1024
+"""Tokens of a block of a longer one, at most."""
 WIDEST_PACKED = 128
 """Channels of a key that cuDNN takes with a bias in the backward pass of every GPU that it is used on."""
 HIDDEN = -1e30
@@ -99,7 +103,7 @@ def kernel_for(
     """
     device = device_type() if device is None else device
     if kernel == "auto":
-        native: Kernel = "splash" if device.platform == "tpu" else "cudnn" if device.platform == "gpu" else "xla"
+        native = native_kernel(device)
         return "xla" if broken_rule(native, device, key_size, bf16, packed, whole_rows, capped) else native
     if broken := broken_rule(kernel, device, key_size, bf16, packed, whole_rows, capped):
         rule, fix = broken
@@ -111,6 +115,11 @@ def kernel_for(
             )
         raise UserError(f"attention is {kernel}: {rule}: {fix}")
     return kernel
+
+
+def native_kernel(device: Any) -> Kernel:
+    """The kernel that a kind of device has of its own, else XLA's."""
+    return "splash" if device.platform == "tpu" else "cudnn" if device.platform == "gpu" else "xla"
 
 
 def broken_rule(
@@ -203,18 +212,32 @@ def scores_of(config: ModelConfig) -> Scores:
     return Scores(score_scale(config) or 0.0, config.attn_softcap)
 
 
-def score_bytes(kernel: Kernel, rows: int, heads: int, length: int, window: int | None) -> int:
+def score_traffic(heads: int, length: int, window: int | None) -> int:
+    """Bytes that one layer's scores of a row are read and written with by XLA, forward and backward.
+
+    For each score of a short row 64, of a row in blocks 128: by the compiler for an H200, of which those for q, k and v
+    are a small part. cuDNN and splash attention keep scores in registers.
+    """
+    if length <= LONGEST_WHOLE:
+        return 64 * heads * length**2
+    seen = min(length, window or length)
+    return 128 * heads * (length * seen - seen**2 // 2)
+
+
+def score_bytes(kernel: Kernel, rows: int, heads: int, length: int, window: int | None, *, packed: bool = False) -> int:
     """Bytes of a device for one layer's scores during their computation, and for the backward pass.
 
     XLA keeps the whole matrix of a short row, in float32, for the backward pass; otherwise one block at a time, and the
-    logarithm of each query's sum. cuDNN and splash attention keep blocks in registers.
+    logarithm of each query's sum. cuDNN and splash attention keep blocks in registers. With documents in a row cuDNN
+    has a bias of two bytes for each score: those of a row, or of a block of a long one.
     """
     sums = rows * heads * length * 4
     if kernel == "xla":
         if length <= LONGEST_WHOLE:
             return sums * length
         return sums + rows * heads * block_of(window) ** 2 * 4
-    return sums
+    biased = length if length <= LONGEST_BIAS else LARGEST_BLOCK
+    return sums + (rows * biased**2 * 2 if kernel == "cudnn" and packed else 0)
 
 
 def block_of(window: int | None, largest: int = BLOCK) -> int:

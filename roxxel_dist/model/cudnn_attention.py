@@ -16,6 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from roxxel_dist.cluster import jax_private
 from roxxel_dist.model.attention_kernels import (
     LANES,
+    LARGEST_BLOCK,
+    LONGEST_BIAS,
     RESIDUALS,
     Blocks,
     Labels,
@@ -28,11 +30,6 @@ from roxxel_dist.model.attention_kernels import (
 
 UNSEEN = -(2.0**41)
 """The bias of a pair that is masked: cuDNN is wrong in the difference of two numbers that are much further below 0."""
-LONGEST_BIAS = 2048
-"""Tokens of a row, up to which its bias is one array."""
-LARGEST_BLOCK = 1024
-"""Tokens of a block with a bias, at most. They are a multiple of `LANES`: with a bias, the backward pass of cuDNN 9
-gives NaN on Hopper for other lengths where scores are far below 0."""
 
 
 def cudnn_attention(
@@ -68,7 +65,11 @@ def cudnn_attention(
 
 
 def blocks_of(length: int, *, packed: bool) -> tuple[int, int]:
-    """(blocks of a row, their tokens), with as little padding as they need: an even number without documents."""
+    """(blocks of a row, their tokens), with as little padding as they need: an even number without documents.
+
+    With a bias they are a multiple of `LANES`: for other lengths the backward pass of cuDNN 9 gives NaN on Hopper where
+    scores are far below 0.
+    """
     if not packed:
         return 1, length + length % 2
     count = 1 if length <= LONGEST_BIAS else -(-length // LARGEST_BLOCK)

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.mesh import TENSOR, TOKENS, row_axes, row_shards, token_shards
 from roxxel_dist.model.attention_kernels import (
     LANES,
+    LARGEST_BLOCK,
     RESIDUALS,
     Blocks,
     Kernel,
@@ -40,7 +41,7 @@ from roxxel_dist.model.attention_kernels import (
     pad_tokens,
     splash_block,
 )
-from roxxel_dist.model.cudnn_attention import LARGEST_BLOCK, pairs_backward, pairs_forward, with_equal_widths
+from roxxel_dist.model.cudnn_attention import pairs_backward, pairs_forward, with_equal_widths
 
 NOWHERE = -(1 << 31)
 """The segment of what a device without tokens before its own has in their place."""

@@ -24,6 +24,7 @@ from roxxel_dist.model.attention_kernels import (
     kernel_for,
     key_size,
     score_bytes,
+    score_traffic,
     splash_attention,
 )
 from roxxel_dist.model.config import ModelConfig
@@ -282,3 +283,8 @@ def test_what_scores_cost():
     assert score_bytes("xla", 2, 3, 4096, None) == 2 * 3 * (512 * 512 + 4096) * 4
     assert score_bytes("xla", 2, 3, 4096, 100) == 2 * 3 * (128 * 128 + 4096) * 4
     assert score_bytes("cudnn", 2, 3, 4096, None) == 2 * 3 * 4096 * 4
+    assert score_bytes("cudnn", 2, 3, 1024, None, packed=True) == 2 * (3 * 1024 * 4 + 1024 * 1024 * 2)
+    assert score_bytes("cudnn", 2, 3, 4096, None, packed=True) == 2 * (3 * 4096 * 4 + 1024 * 1024 * 2)
+    assert score_traffic(3, 1000, None) == score_traffic(3, 1000, 10) == 64 * 3 * 1000 * 1000
+    assert score_traffic(3, 4096, None) == 64 * 3 * 4096 * 4096
+    assert score_traffic(3, 4096, 100) == 128 * 3 * (4096 * 100 - 5000)
