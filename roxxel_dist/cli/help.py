@@ -58,7 +58,7 @@ class Flag:
         literals = [part for part in parts(self.hint) if get_origin(part) is Literal]
         words = [str(word) for part in literals for word in get_args(part)]
         takes_bool = not self.is_switch and bool in parts(self.hint)
-        return tuple(["True", "False"] if takes_bool else words)
+        return (*(["True", "False"] if takes_bool else []), *words)
 
     @property
     def metavar(self) -> str:

@@ -87,12 +87,14 @@ def flags_in(words: Sequence[str]) -> list[tuple[str, str]]:
 def normalise_switches(words: list[str], kind: Any) -> list[str]:
     """The words with `--switch True` as `--switch` and False as `--no-switch`, without those that change nothing.
 
-    A field of a config that is true or false gets its value: `--fsdp` alone is `--fsdp True`.
+    A field of a config that is true or false gets its value: `--fsdp` alone is `--fsdp True`. So does one with more
+    levels.
     """
     types, fields = option_types(kind), dataclasses.fields(kind)
     switches = {field.name: field.default for field in fields if plain(types.get(field.name)) is bool}
     has_config = any(field.name == "fields" for field in fields)
     of_config = {name for name, held in types.items() if held is bool and name not in switches}
+    with_levels = {name for name, held in types.items() if bool in parts(held) and name not in switches} - of_config
     takes_words = any(POSITIONAL in marks(hint) for hint in types.values())
     result: list[str] = []
     switch = ""
@@ -105,7 +107,7 @@ def normalise_switches(words: list[str], kind: Any) -> list[str]:
             raise UserError(f"{flag} {value}: must be True or False")
         switch = flag if is_switch and value is None else ""
         given = BOOLEANS.get((value or "").lower(), True)
-        if name in of_config:
+        if name in of_config or (name in with_levels and (value is None or value.lower() in BOOLEANS)):
             result += [flag, str(given)]
         elif has_config and value is not None and (choice := _choice(types.get(name), value)) != value:
             result += [flag, choice]
@@ -316,7 +318,7 @@ def _is_yaml(kind: Any) -> bool:
 
 def _what(kinds: list[Any]) -> str:
     if choices := [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]:
-        return f"one of {', '.join(sorted(choices))}"
+        return f"one of {', '.join(['True', 'False'] * (bool in kinds) + sorted(choices))}"
     return "a number" if float in kinds else "a whole number" if int in kinds else "True or False"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import compilation_cache, compiler, distributed, xla_bridge
+from jax._src import compilation_cache, compiler, dispatch, distributed, xla_bridge
 
 _unkept: deque[tuple[Any, ...]] = deque(maxlen=64)
 """The last programs that jax has compiled in this process and has not put into its cache, as `_put` takes them."""
@@ -41,6 +41,84 @@ def assume_compute_capability(capability: tuple[int, int]) -> None:
         return capability >= tuple(int(part) for part in needed.split("."))
 
     attention.check_compute_capability = reached
+
+
+def cudnn_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, *, scale: float, causal: bool, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of one device by cuDNN, with the log-sums that its backward pass reads.
+
+    `jax.nn.dot_product_attention` rounds log-sums to bfloat16, and has no gradient for a part of a row's keys.
+
+    Args:
+        q: bfloat16[B, L, H, K].
+        k: bfloat16[B, S, G, K]; groups of H / G queries share a key.
+        v: bfloat16[B, S, G, K].
+        bias: bfloat16[B or 1, 1, L, S], added to scores, without a gradient; then L and S are even.
+        scale: of scores.
+        causal: whether the query at l sees the keys up to l alone.
+        window: keys that a query sees, of a causal mask; None for all.
+
+    Returns:
+        bfloat16[B, L, H, K]; float32[B, H, L] the logarithms of the softmax sums.
+
+    Raises:
+        RuntimeError: jax has no cuDNN here.
+        NotImplementedError: cuDNN does not take such arrays.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    options = _cudnn_options(q, k, v, bias, scale, causal, window)
+    none = jax.numpy.zeros(0, q.dtype)
+    inputs = q, k, v, none if bias is None else bias, *[none] * 6
+    out, log_sums = fused._dot_product_attention_fwd_p.bind(*inputs, **options, is_training=True)
+    return out, log_sums
+
+
+def cudnn_attention_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias: jax.Array | None,
+    out: jax.Array,
+    log_sums: jax.Array,
+    d_out: jax.Array,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of `q`, `k` and `v` of `cudnn_attention`.
+
+    `k` and `v` may be some of the keys that queries see: then `out` and `log_sums` are those of all of them, and the
+    sums of the gradients over the parts are those of the whole.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    options = _cudnn_options(q, k, v, bias, scale, causal, window)
+    none = jax.numpy.zeros(0, q.dtype)
+    inputs = q, k, v, none if bias is None else bias, *[none] * 6, log_sums, out, d_out
+    d_q, d_k, d_v = fused._dot_product_attention_bwd_p.bind(*inputs, **options)
+    return d_q, d_k, d_v
+
+
+def _cudnn_options(
+    q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, scale: float, causal: bool, window: int | None
+) -> dict[str, Any]:
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    # They look at no device while they are lowered, and a program that does may have arrays of one mesh only.
+    dispatch.prim_requires_devices_during_lowering -= {
+        fused._dot_product_attention_fwd_p,
+        fused._dot_product_attention_bwd_p,
+    }
+    layout = fused.AttentionLayout.BTNH.value
+    fused.check_is_flash_attention(q, k, v, layout, fused.check_cudnn_version(), bias is not None, True)
+    return {
+        "scale": scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (bias is not None, False),
+        "mask_type": fused.MaskType.CAUSAL if causal else fused.MaskType.NO_MASK, "layout": layout,
+        "sliding_window_length": window,
+    }  # fmt: skip
 
 
 def note_unkept_programs() -> None:

@@ -113,20 +113,6 @@ def constrain_batch(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(row_axes(mesh), token_axes(mesh, x.shape[1])))
 
 
-def constrain_heads(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Arrays [B, L, H, K] cut along rows and, over "tensor", along heads where it divides those of all of them.
-
-    Between two layers tokens are cut over "tensor" (`constrain_batch`); cuDNN takes whole rows of tokens alone, and its
-    kernel refuses what XLA may pass on from there.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    ours = mesh.axis_names == (DATA, FSDP, TENSOR) and all(kind == AxisType.Auto for kind in mesh.axis_types)
-    if not ours or mesh.shape[TENSOR] == 1 or arrays[0].shape[0] % row_shards(mesh):
-        return arrays
-    heads = None if any(x.shape[2] % mesh.shape[TENSOR] for x in arrays) else TENSOR
-    return tuple(jax.lax.with_sharding_constraint(x, P(row_axes(mesh), None, heads)) for x in arrays)
-
-
 def constrain_tokens(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Arrays [B, L] of numbers of tokens, cut as `constrain_batch` does where a phase cuts its rows."""
     cut = token_shards(jax.sharding.get_abstract_mesh()) > 1

@@ -1,5 +1,6 @@
 """Attention, by the kernel for the device, the shapes and the mesh."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,23 +10,32 @@ import numpy as np
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import device_type, row_shards, token_shards
-from roxxel_dist.cluster.parameter_sharding import constrain_heads
 from roxxel_dist.model.attention_kernels import (
+    LANES,
     LONGEST_WHOLE,
     PLAIN,
     Kernel,
     Labels,
     Scores,
     blocked_attention,
+    broken_rule,
     capped_attention,
     jax_attention,
     kernel_for,
+    key_size,
+    native_kernel,
+    pad_labels,
+    pad_tokens,
     splash_attention,
     whole_mask,
 )
-from roxxel_dist.model.config import AttentionKernel
+from roxxel_dist.model.config import AttentionKernel, ModelConfig
+from roxxel_dist.model.cudnn_attention import blocks_of, cudnn_attention
 from roxxel_dist.model.cut_attention import cut_attention
 from roxxel_dist.model.kv_cache import AttentionMetadata
+
+MOST_PADDING = 33 / 32
+"""Times the tokens of a row that all layers may compute for the kernel of attention."""
 
 
 def attention(
@@ -147,6 +157,54 @@ def attend(
     return _attend(q_BxLxHxK, k_BxSxGxK, v_BxSxGxV, Labels(metadata.segments_BxL), window, scores, kernel)
 
 
+def padded(config: ModelConfig, x_BxLxD: jax.Array, metadata: AttentionMetadata) -> tuple[jax.Array, AttentionMetadata]:
+    """The input of the first block with padding behind its rows, where the kernel would else pad them in each layer.
+
+    No token sees what is behind it. Much padding costs more in the layers' products than what it saves.
+    """
+    rows, length = x_BxLxD.shape[:2]
+    packed = metadata.segments_BxL is not None
+    tokens = _kernel_length(config, rows, length, x_BxLxD.dtype, packed=packed)
+    if not length < tokens <= MOST_PADDING * length or (config.use_lora and config.lora_dropout):
+        return x_BxLxD, metadata
+    position = metadata.position_L
+    return pad_tokens(x_BxLxD, tokens), metadata._replace(
+        position_L=jnp.pad(position, [*[(0, 0)] * (position.ndim - 1), (0, tokens - length)]),
+        segments_BxL=pad_labels(Labels(metadata.segments_BxL), tokens).segments,
+        layer=dataclasses.replace(metadata.layer, length=length),
+    )
+
+
+def _kernel_length(config: ModelConfig, rows: int, length: int, dtype: Any, *, packed: bool) -> int:
+    """Tokens that the kernel computes for whole rows of `length`."""
+    if token_shards(jax.sharding.get_abstract_mesh()) > 1:
+        return length
+    bf16, capped = dtype == jnp.bfloat16, config.attn_softcap is not None
+    match _of_whole_rows(config.attention, rows, key_size(config), bf16=bf16, packed=packed, capped=capped):
+        case "cudnn":
+            return math.prod(blocks_of(length, packed=packed))
+        case "splash":
+            return -(-length // LANES) * LANES
+        case "xla":
+            return length
+
+
+def _of_whole_rows(
+    kernel: AttentionKernel, rows: int, key_size: int, *, bf16: bool, packed: bool, capped: bool
+) -> Kernel:
+    """The kernel for rows that are not cut."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return kernel_for(
+        kernel,
+        key_size=key_size,
+        bf16=bf16,
+        packed=packed,
+        capped=capped,
+        whole_rows=mesh.empty or rows % row_shards(mesh) == 0,
+        device=device_type(mesh),
+    )
+
+
 def _whole(
     q: jax.Array,
     k: jax.Array,
@@ -173,32 +231,19 @@ def _attend(
 ) -> jax.Array:
     """`attend` among the tokens that are being read."""
     rows, length, _, size = q_BxLxHxK.shape
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh, widest = jax.sharding.get_abstract_mesh(), max(size, v_BxLxGxV.shape[-1])
+    bf16, packed, capped = q_BxLxHxK.dtype == jnp.bfloat16, labels.segments is not None, scores.cap is not None
     if 1 < token_shards(mesh) <= length:
-        by_splash = kernel in ("auto", "splash") and device_type(mesh).platform == "tpu"
-        return cut_attention(
-            q_BxLxHxK,
-            k_BxLxGxK,
-            v_BxLxGxV,
-            labels,
-            window,
-            scores.scaled(size),
-            "splash" if by_splash else "xla",
-        )
-    chosen: Kernel = "xla"
+        device = device_type(mesh)
+        native = native_kernel(device)
+        fits = kernel in ("auto", native) and not broken_rule(native, device, widest, bf16, packed, True, capped)
+        chosen: Kernel = native if fits else "xla"
+        return cut_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, labels, window, scores.scaled(size), chosen)
+    chosen = "xla"
     if labels.positions is None:  # the other kernels know places alone
-        chosen = kernel_for(
-            kernel,
-            key_size=max(size, v_BxLxGxV.shape[-1]),
-            bf16=q_BxLxHxK.dtype == jnp.bfloat16,
-            packed=labels.segments is not None,
-            capped=scores.cap is not None,
-            whole_rows=mesh.empty or rows % row_shards(mesh) == 0,
-            device=device_type(mesh),
-        )
+        chosen = _of_whole_rows(kernel, rows, widest, bf16=bf16, packed=packed, capped=capped)
     if chosen == "cudnn":
-        q, k, v = constrain_heads(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV)
-        return constrain_heads(jax_attention(q, k, v, window, scores.scale or None, implementation="cudnn"))[0]
+        return cudnn_attention(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, labels.segments, window, scores.scaled(size))
     if chosen == "xla" and length <= LONGEST_WHOLE:
         by_place, mask = labels.positions is None, whole_mask(labels, window)
         return _whole(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, window if by_place else None, scores, by_place, mask)

@@ -7,12 +7,15 @@ the backward pass. cuDNN (NVIDIA GPUs) and splash attention (TPU) do so in kerne
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from roxxel_dist.cluster.accelerators import accelerator
@@ -31,10 +34,19 @@ BLOCK = 512
 """Tokens of a block of queries, and of keys; fewer if a window is shorter."""
 LANES = 128
 """Block sizes of splash attention are multiples of this number of tokens."""
+LONGEST_BIAS = 2048
+"""Tokens of a row of documents, up to which cuDNN has one bias of it: an array that is added to its scores."""
+LARGEST_BLOCK = 1024
+"""Tokens of a block of a longer one, at most."""
+WIDEST_PACKED = 128
+"""Channels of a key that cuDNN takes with a bias in the backward pass of every GPU that it is used on."""
 HIDDEN = -1e30
 """The score of a masked pair: finite, because a block may mask all keys of a query."""
 LATER = 1 << 30
 """The position of padding: after those of all tokens, which so do not attend to it."""
+RESIDUALS = "attention"
+"""What is kept for the backward pass, with gradient checkpointing too: the output, and the logarithms of the softmax
+sums. To compute them again costs as much as the forward pass, and sends the keys of a row that is cut once more."""
 
 
 class Scores(NamedTuple):
@@ -91,7 +103,7 @@ def kernel_for(
     """
     device = device_type() if device is None else device
     if kernel == "auto":
-        native: Kernel = "splash" if device.platform == "tpu" else "cudnn" if device.platform == "gpu" else "xla"
+        native = native_kernel(device)
         return "xla" if broken_rule(native, device, key_size, bf16, packed, whole_rows, capped) else native
     if broken := broken_rule(kernel, device, key_size, bf16, packed, whole_rows, capped):
         rule, fix = broken
@@ -103,6 +115,11 @@ def kernel_for(
             )
         raise UserError(f"attention is {kernel}: {rule}: {fix}")
     return kernel
+
+
+def native_kernel(device: Any) -> Kernel:
+    """The kernel that a kind of device has of its own, else XLA's."""
+    return "splash" if device.platform == "tpu" else "cudnn" if device.platform == "gpu" else "xla"
 
 
 def broken_rule(
@@ -138,7 +155,11 @@ def broken_rule(
                 "cuDNN has no soft cap of scores (attn_softcap)",
                 "use auto or xla, or leave attn_softcap out",
             ),
-            (not packed, "cuDNN is not used for documents within a row", "use packing contiguous, or xla"),
+            (
+                not packed or key_size <= WIDEST_PACKED,
+                f"cuDNN takes keys of {WIDEST_PACKED} channels for documents within a row, and they have {key_size}",
+                "use packing contiguous, or xla",
+            ),
             # Decision 11.
             (
                 not is_deterministic(),
@@ -191,23 +212,37 @@ def scores_of(config: ModelConfig) -> Scores:
     return Scores(score_scale(config) or 0.0, config.attn_softcap)
 
 
-def score_bytes(kernel: Kernel, rows: int, heads: int, length: int, window: int | None) -> int:
+def score_traffic(heads: int, length: int, window: int | None) -> int:
+    """Bytes that one layer's scores of a row are read and written with by XLA, forward and backward.
+
+    For each score of a short row 64, of a row in blocks 128: by the compiler for an H200, of which those for q, k and v
+    are a small part. cuDNN and splash attention keep scores in registers.
+    """
+    if length <= LONGEST_WHOLE:
+        return 64 * heads * length**2
+    seen = min(length, window or length)
+    return 128 * heads * (length * seen - seen**2 // 2)
+
+
+def score_bytes(kernel: Kernel, rows: int, heads: int, length: int, window: int | None, *, packed: bool = False) -> int:
     """Bytes of a device for one layer's scores during their computation, and for the backward pass.
 
     XLA keeps the whole matrix of a short row, in float32, for the backward pass; otherwise one block at a time, and the
-    logarithm of each query's sum. cuDNN and splash attention keep blocks in registers.
+    logarithm of each query's sum. cuDNN and splash attention keep blocks in registers. With documents in a row cuDNN
+    has a bias of two bytes for each score: those of a row, or of a block of a long one.
     """
     sums = rows * heads * length * 4
     if kernel == "xla":
         if length <= LONGEST_WHOLE:
             return sums * length
         return sums + rows * heads * block_of(window) ** 2 * 4
-    return sums
+    biased = length if length <= LONGEST_BIAS else LARGEST_BLOCK
+    return sums + (rows * biased**2 * 2 if kernel == "cudnn" and packed else 0)
 
 
-def block_of(window: int | None) -> int:
-    """Tokens of a block: `BLOCK`, or fewer for a shorter window."""
-    return BLOCK if window is None else min(BLOCK, max(LANES, 1 << (window - 1).bit_length()))
+def block_of(window: int | None, largest: int = BLOCK) -> int:
+    """Tokens of a block: the most, or fewer for a shorter window."""
+    return largest if window is None else min(largest, max(LANES, 1 << (window - 1).bit_length()))
 
 
 def jax_attention(
@@ -218,16 +253,12 @@ def jax_attention(
     scale: float | None,
     causal: bool = True,
     mask: jax.Array | None = None,
-    implementation: Literal["xla", "cudnn"] = "xla",
 ) -> jax.Array:
-    """Attention by jax's own function: all scores at once, or cuDNN."""
+    """Attention by jax's own function: all scores at once."""
     size, values = k.shape[-1], v.shape[-1]
     if size != values:  # it needs values as wide as keys; zeros add nothing to a score
         scale, widest = scale or 1 / math.sqrt(size), max(size, values)
         q, k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, widest - x.shape[-1])]) for x in (q, k, v))
-    odd = q.shape[1] % 2 if implementation == "cudnn" else 0
-    if odd:  # cuDNN's backward pass takes even lengths; no token sees the one that is put behind the last
-        q, k, v = (jnp.pad(x, [(0, 0), (0, 1), (0, 0), (0, 0)]) for x in (q, k, v))
     mixed = jax.nn.dot_product_attention(
         q,
         k,
@@ -236,9 +267,9 @@ def jax_attention(
         scale=scale,
         is_causal=causal,
         local_window_size=None if window is None else (window - 1, 0),
-        implementation=implementation,
+        implementation="xla",
     )
-    return mixed[:, : mixed.shape[1] - odd, :, :values]
+    return mixed[..., :values]
 
 
 def capped_attention(
@@ -381,8 +412,18 @@ def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, window: int |
     return _blocked_forward(q, k, v, at, window, scores)[0]
 
 
-def _over_keys(i: jax.Array, at: Blocks, size: int, of_row: int, window: int | None, body: Any, start: Any) -> Any:
-    """`jax.lax.fori_loop` over the blocks of keys that block `i` of queries attends to.
+def over_keys(
+    i: jax.Array,
+    at: Blocks,
+    size: int,
+    of_row: int,
+    window: int | None,
+    body: Any,
+    start: Any,
+    *,
+    but_own: bool = False,
+) -> Any:
+    """`jax.lax.fori_loop` over the blocks of keys that block `i` of queries attends to; `but_own`: without its own.
 
     Their number differs between blocks and devices, and the program has it as data. So a scope says how many they are
     on average over the `of_row` blocks of a row, for who counts FLOPs; where labels decide, it is the most.
@@ -391,8 +432,8 @@ def _over_keys(i: jax.Array, at: Blocks, size: int, of_row: int, window: int | N
     first: Any = 0
     if window is not None and at.q_labels.positions is None:
         first = np.maximum(0, (number * size - window + 1) // size)
-    with jax.named_scope(f"{MEAN_TRIPS}{(number - first + 1).mean():g}"):
-        return jax.lax.fori_loop(at.first[i], at.last[i] + 1, body, start)
+    with jax.named_scope(f"{MEAN_TRIPS}{(number - first + 1 - but_own).mean():g}"):
+        return jax.lax.fori_loop(at.first[i], at.last[i] + 1 - but_own, body, start)
 
 
 def blocked_forward(
@@ -416,7 +457,7 @@ def blocked_forward(
 
         each = q.shape[1:-1]
         empty = jnp.full(each, HIDDEN), jnp.zeros(each), jnp.zeros((*each, v.shape[-1]))
-        top, total, mixed = _over_keys(i, at, q.shape[-2], of_row, window, keys, empty)
+        top, total, mixed = over_keys(i, at, q.shape[-2], of_row, window, keys, empty)
         return None, ((mixed / total[..., None]).astype(v.dtype), top + jnp.log(total))
 
     return jax.lax.scan(queries, None, jnp.arange(q.shape[0]))[1]
@@ -455,7 +496,7 @@ def blocked_backward(
             return d_q, d_k.at[j].add(of_k), d_v.at[j].add(of_v)
 
         start = (jnp.zeros(q.shape[1:]), *d_keys)
-        d_q, *d_keys = _over_keys(i, at, q.shape[-2], of_row, window, keys, start)
+        d_q, *d_keys = over_keys(i, at, q.shape[-2], of_row, window, keys, start)
         return tuple(d_keys), d_q.astype(q.dtype)
 
     (d_k, d_v), d_q = jax.lax.scan(queries, (jnp.zeros(k.shape), jnp.zeros(v.shape)), jnp.arange(q.shape[0]))
@@ -465,7 +506,7 @@ def blocked_backward(
 def _blocked_forward(
     q: jax.Array, k: jax.Array, v: jax.Array, at: Blocks, window: int | None, scores: Scores
 ) -> tuple[jax.Array, Any]:
-    out, log_sums = blocked_forward(q, k, v, at, k.shape[0], window, scores)
+    out, log_sums = checkpoint_name(blocked_forward(q, k, v, at, k.shape[0], window, scores), RESIDUALS)
     return out, (q, k, v, at, out, log_sums)
 
 
@@ -532,6 +573,7 @@ def splash_attention(
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=scores.cap,
+            residual_checkpoint_name=RESIDUALS,
             interpret=interpret,
         )
 
@@ -543,16 +585,26 @@ def splash_attention(
 
         return jax.vmap(row, in_axes=(0, 0, 0, None if segments is None else 0))(q, k, v, segments)
 
+    return on_own_rows(local, q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, segments_BxL)
+
+
+def on_own_rows(
+    local: Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+) -> jax.Array:
+    """A kernel, [B, L, H, V], that each device computes for its own rows, and heads where "tensor" divides them.
+
+    XLA cannot partition it.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or math.prod(mesh.shape.values()) == 1:
-        return local(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, segments_BxL)
-    # XLA cannot partition the kernel.
+    if mesh.empty or mesh.size == 1 or all(kind == AxisType.Manual for kind in mesh.axis_types):
+        return local(q, k, v, segments)
     rows, shared = row_axes(mesh), mesh.shape.get(TENSOR, 1)
-    heads = TENSOR if shared > 1 and k_BxLxGxK.shape[2] % shared == 0 else None
-    spec = P(rows, None, heads, None)
-    return jax.shard_map(
-        local,
-        in_specs=(spec, spec, spec, None if segments_BxL is None else P(rows, None)),
-        out_specs=spec,
-        check_vma=False,
-    )(q_BxLxHxK, k_BxLxGxK, v_BxLxGxV, segments_BxL)
+    heads = TENSOR if shared > 1 and k.shape[2] % shared == 0 else None
+    spec, of_tokens = P(rows, None, heads, None), None if segments is None else P(rows, None)
+    return jax.shard_map(local, in_specs=(spec, spec, spec, of_tokens), out_specs=spec, check_vma=False)(
+        q, k, v, segments
+    )

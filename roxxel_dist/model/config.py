@@ -251,6 +251,7 @@ LARGEST_DIM = 1 << 20
 NormType = Literal["rmsnorm", "layernorm"]
 NormPosition = Literal["before", "after", "both"]
 Parametrization = Literal["standard", "mup"]
+GradientCheckpointing = bool | Literal["products"]
 
 
 @component
@@ -290,9 +291,10 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
     """Width at which mup is the standard parametrization: the dim for which lr was searched."""
     norm_eps: float = 1e-6
     """Epsilon of a norm: it is added to the mean square, or the variance, before the root is taken."""
-    gradient_checkpointing: bool = False
-    """Gradient checkpointing (remat): the backward pass computes each block's activations again, which takes less
-    memory and about a third more work."""
+    gradient_checkpointing: GradientCheckpointing = False
+    """Gradient checkpointing (remat): the backward pass computes each block's activations again, but for attention's
+    output, which takes less memory and up to a third more work. products: it keeps the products with weights too, and
+    computes again what is between them: a few percent more work."""
     scan_layers: bool = False
     """Compile one block for all of them: the time to compile no longer grows with num_blocks. The same weights,
     checkpoints and numbers."""
@@ -310,6 +312,7 @@ class ModelConfig(LoraConfig, FeedForwardConfig, PositionConfig, AttentionConfig
             group.__post_init__(self)
         if self.dim > LARGEST_DIM:
             raise UserError(f"dim is {self.dim}: it must be at most {LARGEST_DIM:,}, and no model is as wide")
+        check_choice("gradient_checkpointing", str(self.gradient_checkpointing), ("False", "True", "products"))
         check_choice("norm_type", self.norm_type, get_args(NormType))
         check_choice("norm_position", self.norm_position, get_args(NormPosition))
         if self.norm_unit_offset and self.norm_type != "rmsnorm":

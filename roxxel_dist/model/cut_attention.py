@@ -8,11 +8,15 @@ Causality makes later queries dearer. So a row is cut into 2 t segments for t de
 segments i and 2 t - 1 - i: together they see as many keys as any other pair (as in the zigzag order of ring attention;
 Liu et al., 2023). A window sees as many keys anywhere: then a device keeps its queries, and is sent the keys of its
 window alone. Decision 10.
+
+cuDNN and splash attention compute what they can: without positions, and where blocks of their sizes need little
+padding.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +28,10 @@ from jax.sharding import PartitionSpec as P
 from roxxel_dist.cluster.mesh import TENSOR, TOKENS, row_axes, row_shards, token_shards
 from roxxel_dist.model.attention_kernels import (
     LANES,
+    LARGEST_BLOCK,
+    RESIDUALS,
     Blocks,
+    Kernel,
     Labels,
     Scores,
     block_of,
@@ -34,14 +41,12 @@ from roxxel_dist.model.attention_kernels import (
     pad_tokens,
     splash_block,
 )
+from roxxel_dist.model.cudnn_attention import pairs_backward, pairs_forward, with_equal_widths
 
 NOWHERE = -(1 << 31)
 """The segment of what a device without tokens before its own has in their place."""
 MOST_PADDING = 17 / 16
-"""Times the tokens of a row that splash attention may compute, whose blocks are of 128 tokens at least."""
-RESIDUALS = "cut_attention"
-"""What is kept for the backward pass, with gradient checkpointing too: the output, and the logarithms of the softmax
-sums. To compute them again, keys and values would be gathered once more."""
+"""Times the tokens of a row that a kernel may compute whose blocks are of 128 tokens at least."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,20 @@ class Cut:
         half = -(-length // (2 * devices) // LANES) * LANES
         size = splash_block(half)
         return cls(devices, 2 * half // size, size, None)
+
+    @classmethod
+    def of_pairs(cls, devices: int, length: int, window: int | None, *, packed: bool) -> "Cut":
+        """The same in blocks for cuDNN, a multiple of 128 tokens: the largest ones that a bias allows, or that need
+        none."""
+        largest = block_of(window, LARGEST_BLOCK)
+        if window is not None:
+            blocks, size = _pieces(-(-length // devices), largest)
+            halo = -(-(window - 1) // size)
+            if halo < (devices - 1) * blocks:
+                return cls(devices, blocks, size, halo)
+        half = -(-length // (2 * devices))
+        blocks, size = _pieces(half, largest if packed or window is not None else half)
+        return cls(devices, 2 * blocks, size, None)
 
     @property
     def tokens(self) -> int:
@@ -162,6 +181,14 @@ class Cut:
         x = jnp.moveaxis(jnp.moveaxis(x, -2, 2), 0, 1)
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
+    def split_rows(self, x: jax.Array) -> jax.Array:
+        """[B, tokens, ...] to blocks [blocks, B, size, ...]."""
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, self.size, *x.shape[2:]), 1, 0)
+
+    def join_rows(self, x: jax.Array) -> jax.Array:
+        """The inverse of `split_rows`."""
+        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+
     def blocks_here(self, labels: Labels, window: int | None) -> Blocks:
         """Which keys, of those that `gather` gives, each block of this device's queries attends to."""
         device = jax.lax.axis_index(TOKENS)
@@ -189,6 +216,12 @@ class Cut:
         return np.stack([halves[: self.devices], halves[: self.devices - 1 : -1]], axis=1).reshape(-1)
 
 
+def _pieces(tokens: int, largest: int) -> tuple[int, int]:
+    """(how many blocks, of a multiple of 128 tokens each, have so many tokens)."""
+    blocks = -(-tokens // largest)
+    return blocks, -(-tokens // (blocks * LANES)) * LANES
+
+
 def cut_attention(
     q_BxLxHxK: jax.Array,
     k_BxLxGxK: jax.Array,
@@ -196,33 +229,40 @@ def cut_attention(
     labels: Labels,
     window: int | None,
     scores: Scores,
-    kernel: Literal["xla", "splash"] = "xla",
+    kernel: Kernel = "xla",
     *,
     interpret: bool = False,
 ) -> jax.Array:
     """`blocked_attention` on a mesh with an axis "tokens", which is set: each device for its part of each row.
 
     Arguments and result are the same; the result is cut along its tokens. Rows are cut where the mesh divides them, and
-    heads where "tensor" divides the key heads. `kernel`: splash attention computes where it can: without positions, and
-    where each device has enough tokens for its blocks. `interpret` runs its program on any device, slowly.
+    heads where "tensor" divides the key heads. `kernel`: another one than XLA computes where it can: without positions,
+    and where each device has enough tokens for its blocks. `interpret` runs splash attention on any device, slowly.
     """
     mesh = jax.sharding.get_abstract_mesh()
     batch, length, heads, _ = q_BxLxHxK.shape
     groups, together, devices = k_BxLxGxK.shape[2], mesh.shape.get(TENSOR, 1), token_shards(mesh)
     rows = row_axes(mesh) if TOKENS not in row_axes(mesh) and batch % row_shards(mesh) == 0 else None
     shared = TENSOR if together > 1 and groups % together == 0 else None
-    cut = Cut.of_lanes(devices, length, window)
-    splash = kernel == "splash" and labels.positions is None and cut.tokens <= MOST_PADDING * length
-    if not splash:
+    if kernel == "cudnn":
+        cut = Cut.of_pairs(devices, length, window, packed=labels.segments is not None)
+    else:
+        cut = Cut.of_lanes(devices, length, window)
+    if labels.positions is not None or cut.tokens > MOST_PADDING * length:
+        kernel = "xla"
+    if kernel == "xla":
         cut = Cut.of(devices, length, window, by_place=labels.positions is None)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, labels: Labels, _: Any) -> jax.Array:
-        grouped = q.reshape(*q.shape[:2], k.shape[2], heads // groups, q.shape[-1])
-        mixed: Any = _local(grouped, k, v, labels, cut, window, scores)
-        return mixed.reshape(*q.shape[:3], v.shape[-1])
+        if kernel == "cudnn":
+            mixed: Any = _local(*with_equal_widths(q, k, v), labels, cut, window, scores, PAIRS)
+        else:
+            grouped = q.reshape(*q.shape[:2], k.shape[2], heads // groups, q.shape[-1])
+            mixed = _local(grouped, k, v, labels, cut, window, scores, BLOCKED)
+        return mixed.reshape(*q.shape[:3], -1)[..., : v.shape[-1]]
 
     program, local_program, of_program = None, local, None
-    if splash:
+    if kernel == "splash":
         program = splash_program(cut, heads // (together if shared else 1), window, scores.cap, interpret=interpret)
         local_program = partial(_local_splash, cut=cut, window=window, scale=scores.scale)
         # Its tables say which blocks each device computes; with a halo they are the same for all.
@@ -293,35 +333,52 @@ def _local_splash(
     return jax.checkpoint(mixed, policy=keep)(q, k, v)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+class Form(NamedTuple):
+    """How one device computes: the form of its blocks, and the two passes."""
+
+    split: Callable[[Cut, jax.Array], jax.Array]
+    """A device's part of rows, [B, tokens, ...], to blocks, the first axis."""
+    join: Callable[[Cut, jax.Array], jax.Array]
+    """The inverse of `split`."""
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+
+
+BLOCKED = Form(Cut.split, Cut.join, blocked_forward, blocked_backward)
+"""By XLA: queries [B, tokens, G, H / G, K]."""
+PAIRS = Form(Cut.split_rows, Cut.join_rows, pairs_forward, pairs_backward)
+"""By cuDNN: queries [B, tokens, H, K], as many channels as values."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def _local(
-    q: jax.Array, k: jax.Array, v: jax.Array, labels: Labels, cut: Cut, window: int | None, scores: Scores
+    q: jax.Array, k: jax.Array, v: jax.Array, labels: Labels, cut: Cut, window: int | None, scores: Scores, form: Form
 ) -> jax.Array:
-    """A device's part of `cut_attention`: queries [B, tokens, G, H / G, K], keys [B, tokens, G, K], all labels."""
-    return _forward(q, k, v, labels, cut, window, scores)[0]
+    """A device's part of `cut_attention`: queries as `form` has them, keys [B, tokens, G, K], all labels."""
+    return _forward(q, k, v, labels, cut, window, scores, form)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, labels: Labels, cut: Cut, window: int | None, scores: Scores
+    q: jax.Array, k: jax.Array, v: jax.Array, labels: Labels, cut: Cut, window: int | None, scores: Scores, form: Form
 ) -> tuple[jax.Array, Any]:
-    q = cut.split(cut.order(q))
-    keys, values = (cut.gather(cut.split(x), in_blocks=True) for x in (k, v))
+    q = form.split(cut, cut.order(q))
+    keys, values = (cut.gather(form.split(cut, x), in_blocks=True) for x in (k, v))
     at = cut.blocks_here(labels, window)
-    out, log_sums = checkpoint_name(blocked_forward(q, keys, values, at, cut.of_row, window, scores), RESIDUALS)
-    return cut.restore(cut.join(out)), (q, k, v, labels, out, log_sums)
+    out, log_sums = checkpoint_name(form.forward(q, keys, values, at, cut.of_row, window, scores), RESIDUALS)
+    return cut.restore(form.join(cut, out)), (q, k, v, labels, out, log_sums)
 
 
-def _backward(cut: Cut, window: int | None, scores: Scores, kept: Any, d_out: jax.Array) -> Any:
+def _backward(cut: Cut, window: int | None, scores: Scores, form: Form, kept: Any, d_out: jax.Array) -> Any:
     q, k, v, labels, out, log_sums = kept
     # Gathered again, not kept since the forward pass: XLA would take it for the same computation, and drops an
     # optimization barrier on some devices. So keys are those of this gradient: NaN where it is, as theirs would be.
     first = d_out.reshape(-1)[0]
     k, v = (jnp.where(jnp.isnan(first), first.astype(x.dtype), x) for x in (k, v))
-    keys, values = (cut.gather(cut.split(x), in_blocks=True) for x in (k, v))
-    d_out, at = cut.split(cut.order(d_out)), cut.blocks_here(labels, window)
-    d_q, d_k, d_v = blocked_backward(q, keys, values, at, out, log_sums, d_out, cut.of_row, window, scores)
-    own = (cut.join(cut.scatter(x)).astype(like.dtype) for x, like in ((d_k, k), (d_v, v)))
-    return cut.restore(cut.join(d_q)), *own, None
+    keys, values = (cut.gather(form.split(cut, x), in_blocks=True) for x in (k, v))
+    d_out, at = form.split(cut, cut.order(d_out)), cut.blocks_here(labels, window)
+    d_q, d_k, d_v = form.backward(q, keys, values, at, out, log_sums, d_out, cut.of_row, window, scores)
+    own = (form.join(cut, cut.scatter(x)).astype(like.dtype) for x, like in ((d_k, k), (d_v, v)))
+    return cut.restore(form.join(cut, d_q)), *own, None
 
 
 _local.defvjp(_forward, _backward)

@@ -39,9 +39,12 @@ class Cache(NamedTuple):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Layer:
-    """The number of a layer, or of another one of its kind. It is known while tracing: no array has it."""
+    """What a layer knows while it is traced: no array has it."""
 
     number: int = 0
+    """Its number, or that of another one of its kind."""
+    length: int | None = None
+    """Tokens of a row, before its padding; None: it has none."""
 
 
 FIRST = Layer()

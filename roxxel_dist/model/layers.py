@@ -84,12 +84,17 @@ class Dropout(nnx.Module):
         self.deterministic = False  # NNX's eval() and train() set it
         self.rngs: nnx.RngStream = rngs.dropout.fork()
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """An array of the same shape and dtype."""
+    def __call__(self, x: jax.Array, length: int | None = None) -> jax.Array:
+        """An array of the same shape and dtype.
+
+        With a `length`, x[:, length:] is padding: the elements before it are zeroed as they are without it.
+        """
         if self.deterministic:
             return x
         keep = 1 - self.rate[...]
-        mask = jax.random.bernoulli(self.rngs(), keep, x.shape)
+        drawn = x.shape if length is None else (x.shape[0], length, *x.shape[2:])
+        mask = jax.random.bernoulli(self.rngs(), keep, drawn)
+        mask = jnp.pad(mask, [(0, all_of - some) for all_of, some in zip(x.shape, drawn, strict=True)])
         # In float32: rounded to bfloat16, the factor would shift the mean by up to 0.4 %.
         return jnp.where(mask, x.astype(jnp.float32) / keep, 0).astype(x.dtype)
 

@@ -1,5 +1,6 @@
 """All blocks as one module: each array is stacked, with the block as its first axis, and a loop runs over them."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from roxxel_dist.cluster.step_parts import CASTS
-from roxxel_dist.model.cut_attention import RESIDUALS
-from roxxel_dist.model.kv_cache import AttentionMetadata, Layer, LayerCache
+from roxxel_dist.model.attention_kernels import RESIDUALS
+from roxxel_dist.model.config import GradientCheckpointing
+from roxxel_dist.model.kv_cache import AttentionMetadata, LayerCache
 from roxxel_dist.model.layers import STACKED, DynamicScalar
 
 
@@ -45,7 +47,7 @@ def run_stack(
     caches: tuple[LayerCache, ...] | None,
     *,
     scan: bool,
-    remat: bool,
+    remat: GradientCheckpointing,
     period: int = 1,
 ) -> tuple[jax.Array, jax.Array, tuple[LayerCache, ...] | None]:
     """Run all blocks in order: [B, L, dim], the sum of their balance losses, and the cache of each.
@@ -57,18 +59,23 @@ def run_stack(
         caches: the cache of each block.
         scan: compile one block for all. With a cache the loop is unrolled, so that each entry is updated in place.
         period: so many layers differ; then they come again. A block learns its number from the metadata.
-        remat: compute each block again in the backward pass, but for the attention of rows that are cut over devices.
+        remat: compute each block again in the backward pass, but for the kernel of attention; "products": and but for
+            products with weights.
     """
     graphdef, shared, params, streams = nnx.split(blocks, DynamicScalar, nnx.Param, ...)
 
     def layer(i: int, x_BxLxD: jax.Array, params: Any, streams: Any, cache: LayerCache | None) -> Any:
         # A copy: NNX objects cannot cross jax's trace levels.
         block: Any = nnx.merge(graphdef, shared, params, streams, copy=True)
-        x_BxLxD, balance, cache = block(x_BxLxD, metadata._replace(layer=Layer(metadata.layer.number + i)), cache)
+        own = dataclasses.replace(metadata.layer, number=metadata.layer.number + i)
+        x_BxLxD, balance, cache = block(x_BxLxD, metadata._replace(layer=own), cache)
         return x_BxLxD, balance, nnx.split(block, DynamicScalar, nnx.Param, ...)[3], cache
 
     # In a loop XLA cannot merge the second computation with the first.
     keep = jax.checkpoint_policies.save_only_these_names(RESIDUALS)
+    if remat == "products":
+        products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        keep = jax.checkpoint_policies.save_from_both_policies(keep, products)
 
     def run(i: int, *args: Any) -> Any:
         of_kind = partial(layer, i)

@@ -13,7 +13,9 @@ from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.cluster.mesh import FSDP, TENSOR
 from roxxel_dist.cluster.parameter_sharding import MESH_AXES, constrain_batch
 from roxxel_dist.cluster.step_parts import ATTENTION, EMBEDDING, HEAD_AND_LOSS, NORMS
+from roxxel_dist.model.attend import padded
 from roxxel_dist.model.attention import Attention
+from roxxel_dist.model.attention_kernels import pad_tokens
 from roxxel_dist.model.config import ModelConfig, NormPosition
 from roxxel_dist.model.kv_cache import AttentionMetadata, Cache, Layer, LayerCache, empty_cache, prepare
 from roxxel_dist.model.layers import Dropout, DynamicScalar, Embedding, Norm, logits_of, make_norm, sinusoids
@@ -52,7 +54,7 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, LayerCache | None]:
         """[B, L, dim] to [B, L, dim], float32[] the balance of the experts (0 without), and the new cache."""
         mixed_BxLxD, cache = self.attention(self.attention_input(x_BxLxD), metadata, cache)
-        return *self._feed(x_BxLxD, mixed_BxLxD), cache
+        return *self._feed(x_BxLxD, mixed_BxLxD, metadata.layer.length), cache
 
     @jax.named_scope(NORMS)
     def attention_input(self, x_BxLxD: jax.Array) -> jax.Array:
@@ -67,11 +69,17 @@ class Block(nnx.Module):
             mixed_BxLxD = self.attention.finish(mixed_BxLxHxK, normed_BxLxD)
         return self._feed(x_BxLxD, mixed_BxLxD)
 
-    def _feed(self, x_BxLxD: jax.Array, mixed_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _feed(
+        self, x_BxLxD: jax.Array, mixed_BxLxD: jax.Array, length: int | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         after = self.norm_position != "before"
-        x_BxLxD = self._added(x_BxLxD, mixed_BxLxD, self.post_attention_norm if after else None)
-        y_BxLxD, balance = self.feedforward(self._feedforward_input(x_BxLxD))
-        x_BxLxD = self._added(x_BxLxD, y_BxLxD, self.post_feedforward_norm if after else None)
+        x_BxLxD = self._added(x_BxLxD, mixed_BxLxD, self.post_attention_norm if after else None, length)
+        fed_BxLxD = self._feedforward_input(x_BxLxD)
+        if isinstance(self.feedforward, MixtureOfExperts):  # padding takes no part in the balance
+            fed_BxLxD = fed_BxLxD[:, :length]
+        y_BxLxD, balance = self.feedforward(fed_BxLxD)
+        y_BxLxD = pad_tokens(y_BxLxD, x_BxLxD.shape[1])
+        x_BxLxD = self._added(x_BxLxD, y_BxLxD, self.post_feedforward_norm if after else None, length)
         return constrain_batch(x_BxLxD), balance
 
     @jax.named_scope(NORMS)
@@ -79,9 +87,9 @@ class Block(nnx.Module):
         return x_BxLxD if self.norm_position == "after" else self.feedforward_norm(x_BxLxD)
 
     @jax.named_scope(NORMS)
-    def _added(self, x_BxLxD: jax.Array, y_BxLxD: jax.Array, norm: Norm | None) -> jax.Array:
+    def _added(self, x_BxLxD: jax.Array, y_BxLxD: jax.Array, norm: Norm | None, length: int | None) -> jax.Array:
         y_BxLxD = y_BxLxD if norm is None else norm(y_BxLxD)
-        return x_BxLxD + (y_BxLxD if self.dropout is None else self.dropout(y_BxLxD))
+        return x_BxLxD + (y_BxLxD if self.dropout is None else self.dropout(y_BxLxD, length))
 
 
 class HasModelConfig(Protocol):
@@ -213,8 +221,11 @@ class Transformer(nnx.Module):
                 local_window=self.config.window if self.config.pattern else None,
                 is_empty=is_empty,
             )
-        x_BxLxD = constrain_batch(self.embed(tokens_BxL, metadata.position_L))
-        remat = self.config.gradient_checkpointing and not self.deterministic and cache is None
+        x_BxLxD = self.embed(tokens_BxL, metadata.position_L)
+        if cache is None:
+            x_BxLxD, metadata = padded(self.config, x_BxLxD, metadata)
+        x_BxLxD = constrain_batch(x_BxLxD)
+        remat = not self.deterministic and cache is None and self.config.gradient_checkpointing
         x_BxLxD, balance, layers = run_stack(
             self.blocks,
             x_BxLxD,
@@ -226,7 +237,7 @@ class Transformer(nnx.Module):
         )
         if self.config.use_moe:
             balance *= self.alpha_balance[...]
-        return self.final(x_BxLxD), balance, None if cache is None else cache._replace(layers=layers)
+        return self.final(x_BxLxD)[:, :length], balance, None if cache is None else cache._replace(layers=layers)
 
     def residual_stream(self, tokens_BxL: jax.Array) -> Iterator[jax.Array]:
         """[B, L, dim] after the embedding, after each block, and the input of `logits`. Tokens as in a call."""

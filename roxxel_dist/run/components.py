@@ -46,7 +46,7 @@ from roxxel_dist.train.evaluator import HELD_OUT
 from roxxel_dist.train.step.optimizer import NamedOptimizer
 from roxxel_dist.train.step.step import LossFn
 from roxxel_dist.weights.base import check_tokenizer, check_weights, find_checkpoint, tokenizer_of, with_shape_of
-from roxxel_dist.weights.model import attention_kernel, model_builder
+from roxxel_dist.weights.model import attention_kernel, model_builder, slower_attention
 
 BUILD_LIMIT_S = 6 * 3600.0
 
@@ -77,6 +77,11 @@ class RunComponents:
     1: each device has a copy of its own."""
     devices: Sequence[Any] | None = None
     """What it is compiled for, if that is not here; None: the devices of all processes."""
+
+    @property
+    def slower_attention(self) -> str:
+        """See `roxxel_dist.weights.model.slower_attention`."""
+        return slower_attention(self.config, self.curriculum.shapes, self.kernel, self.devices)
 
     def mesh(self, processes: int | None = None) -> Mesh:
         """The devices of this run, shared by `processes` in order; default: the processes that are running.

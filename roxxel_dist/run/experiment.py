@@ -171,7 +171,12 @@ class Experiment:
             arguments = (loop, run, path, components, past.saved, changed, message)
             on_primary("record", lambda: write_run_metadata(*arguments, name=str(bucket or run)))
             for line in filter(
-                None, (*_of_validation(components, tasks), self._unchecked(run, past, components, path))
+                None,
+                (
+                    *_of_validation(components, tasks),
+                    self._unchecked(run, past, components, path),
+                    components.slower_attention,
+                ),
             ):
                 loop.held.log.text(line)
             self._run(loop, run, tokenizer, ids, bucket)

@@ -41,7 +41,7 @@ def type_name(kind: Any) -> str:
     """What a field takes, for a message: "a whole number or nothing"."""
     options = options_of(kind)
     if choices := [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]:
-        return "one of " + ", ".join(choices)
+        return "one of " + ", ".join(["True", "False"] * (bool in options) + choices)
     names = {
         int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "nothing",
         list: "a list", dict: "a mapping",

@@ -10,12 +10,13 @@ from flax import nnx
 
 from roxxel_dist.cluster.exit_codes import UserError
 from roxxel_dist.curriculum.segments import Shape
-from roxxel_dist.model.attention_kernels import kernel_for, key_size
+from roxxel_dist.model.attention_kernels import broken_rule, kernel_for, key_size, native_kernel, score_traffic
 from roxxel_dist.model.config import AttentionKernel, ModelConfig
 from roxxel_dist.model.parametrization import Width, rescale_to, widths
 from roxxel_dist.model.transformer import TransformerBuilder
 from roxxel_dist.model.user_code import call_function, import_function
 from roxxel_dist.settings.config import Config
+from roxxel_dist.utils.display import size
 
 
 def attention_kernel(
@@ -40,6 +41,24 @@ def attention_kernel(
         packed=any(shape.packing == "documents" for shape in shapes),
         begun=keeps,
         device=devices[0],
+    )
+
+
+def slower_attention(
+    config: Config, shapes: Sequence[Shape], kernel: AttentionKernel, devices: Sequence[Any] | None = None
+) -> str:
+    """The line of a run on devices whose own kernel does not take its attention: why, and what XLA's costs; or ""."""
+    device, model = (devices or jax.devices())[0], config.part(ModelConfig)
+    native, packed = native_kernel(device), any(shape.packing == "documents" for shape in shapes)
+    bf16, capped = config.use_bf16 or config.bf16_compute, config.attn_softcap is not None
+    broken = broken_rule(native, device, key_size(model), bf16, packed, whole_rows=True, capped=capped)
+    if config.model is not None or kernel != "xla" or config.attention != "auto" or broken is None:
+        return ""
+    length = max(shape.seq_len for shape in shapes) - 1
+    moved = size(score_traffic(model.heads()[0], length, model.window if model.pattern is None else None))
+    return (
+        f"attention is computed by XLA, as {broken[0]}: for each row of {length:,} inputs a layer reads and writes "
+        f"about {moved} of scores, which {native} keeps on the chip"
     )
 
 

@@ -24,6 +24,7 @@ from roxxel_dist.model.attention_kernels import (
     kernel_for,
     key_size,
     score_bytes,
+    score_traffic,
     splash_attention,
 )
 from roxxel_dist.model.config import ModelConfig
@@ -236,7 +237,8 @@ TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5e")
         ("cudnn", VOLTA, {}, False, "cuDNN needs compute capability 8.0, and this is a Tesla V100"),
         ("cudnn", OTHER, {}, False, "cuDNN needs compute capability 8.0, and this is a MI300"),
         ("cudnn", HOPPER, {"bf16": False}, False, "cuDNN computes in bfloat16"),
-        ("cudnn", HOPPER, {"packed": True}, False, "cuDNN is not used for documents within a row"),
+        ("cudnn", HOPPER, {"packed": True}, False, None),
+        ("cudnn", HOPPER, {"packed": True, "key_size": 192}, False, "cuDNN takes keys of 128 channels for documents"),
         ("cudnn", HOPPER, {"whole_rows": False}, False, "cuDNN needs whole rows on each device"),
         ("cudnn", HOPPER, {}, True, "deterministic is true, and XLA does not run cuDNN's deterministic backward pass"),
         ("cudnn", TPU, {}, False, "cuDNN is for GPUs, and the devices here are tpu"),
@@ -273,7 +275,7 @@ def test_the_width_of_keys(fields, width, monkeypatch):
         "roxxel_dist.model.attend.kernel_for", lambda *a, **k: seen.append(k["key_size"]) or told(*a, **k)
     )
     Transformer(shape, nnx.Rngs(0))(jnp.zeros((1, 4), jnp.int32))
-    assert seen == [width] == [key_size(shape)]
+    assert set(seen) == {width} == {key_size(shape)}
 
 
 def test_what_scores_cost():
@@ -281,3 +283,8 @@ def test_what_scores_cost():
     assert score_bytes("xla", 2, 3, 4096, None) == 2 * 3 * (512 * 512 + 4096) * 4
     assert score_bytes("xla", 2, 3, 4096, 100) == 2 * 3 * (128 * 128 + 4096) * 4
     assert score_bytes("cudnn", 2, 3, 4096, None) == 2 * 3 * 4096 * 4
+    assert score_bytes("cudnn", 2, 3, 1024, None, packed=True) == 2 * (3 * 1024 * 4 + 1024 * 1024 * 2)
+    assert score_bytes("cudnn", 2, 3, 4096, None, packed=True) == 2 * (3 * 4096 * 4 + 1024 * 1024 * 2)
+    assert score_traffic(3, 1000, None) == score_traffic(3, 1000, 10) == 64 * 3 * 1000 * 1000
+    assert score_traffic(3, 4096, None) == 64 * 3 * 4096 * 4096
+    assert score_traffic(3, 4096, 100) == 128 * 3 * (4096 * 100 - 5000)

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from cudnn_by_xla import cudnn_by_xla
 from dense_attention import dense_attention
 
 from roxxel_dist.cluster.mesh import make_mesh, phase_mesh
@@ -10,6 +11,7 @@ from roxxel_dist.cluster.traced_flops import traced_flops
 from roxxel_dist.model.attention_kernels import Labels, Scores
 from roxxel_dist.model.cut_attention import Cut, cut_attention
 
+__all__ = ["cudnn_by_xla"]
 SCALE = 0.25
 
 
@@ -89,3 +91,46 @@ def test_every_device_has_as_many_keys_to_look_at(devices, length):
     seen = {sum(segment * half + n + 1 for segment in pair for n in range(half)) for pair in pairs}
     assert len(seen) == 1
     assert length <= cut.tokens < length + 2 * devices * half, "less than a token of padding for each block"
+
+
+@pytest.mark.parametrize(
+    ("devices", "tensor", "rows", "length", "groups", "window", "packed", "calls"),
+    [
+        (2, 1, 1, 1024, 1, None, False, {(256, 256, True, False), (256, 256, False, False)}),
+        (4, 1, 2, 1020, 2, None, True, {(256, 256, True, True), (256, 256, False, True)}),  # 2 rows x 2 devices
+        (3, 1, 1, 760, 1, 200, True, {(256, 256, True, True), (256, 256, False, True)}),  # the neighbours of a window
+        (3, 1, 1, 760, 1, 700, False, {(128, 128, True, True), (128, 128, False, True)}),  # a window nearly of the row
+        (4, 2, 1, 1024, 2, None, True, {(256, 256, True, True), (256, 256, False, True)}),  # and heads over "tensor"
+        (2, 1, 1, 600, 2, None, False, set()),  # much padding: XLA
+    ],
+)
+def test_cudnn_of_a_cut_row(devices, tensor, rows, length, groups, window, packed, calls, cudnn_by_xla):
+    """Of a device's queries and another's keys each pair is full or causal; the pairs are merged by log-sums."""
+    shapes = (2, 16), (groups, 16), (groups, 8), (2, 8)
+    mesh = phase_mesh(make_mesh(devices, tensor=tensor), rows)
+    check(mesh, rows, length, shapes, window, packed, "cudnn")
+    assert set(cudnn_by_xla) == calls
+
+
+@pytest.mark.parametrize("devices", [2, 3, 8, 64])
+@pytest.mark.parametrize("packed", [False, True])
+def test_blocks_for_cudnn(devices, packed):
+    """Of 128 tokens, without labels the largest: one pair with each half of each other device."""
+    for length in (32_768, 40_000):
+        cut = Cut.of_pairs(devices, length, None, packed=packed)
+        assert cut.size % 128 == 0
+        assert length <= cut.tokens < length + 2 * devices * 128 * (cut.blocks // 2)
+        assert cut.blocks == (2 * -(-length // (2 * devices * 1024)) if packed else 2)
+
+
+def test_cudnn_computes_no_more_than_on_one_device(cudnn_by_xla):
+    """By the counter of FLOPs: half of all pairs, and half of those on the diagonal."""
+
+    def traced(length, kernel):
+        q = jax.ShapeDtypeStruct((1, length, 2, 64), np.float32)
+        with jax.set_mesh(phase_mesh(make_mesh(8), 1)):
+            return jax.jit(lambda q: cut_attention(q, q, q, Labels(), None, Scores(SCALE), kernel)).trace(q).jaxpr
+
+    row = 2 * 2 * 2 * 64 * 8192**2 / 2
+    diagonal = 17 / 16  # XLA, in place of cuDNN here, computes all of a pair on it
+    assert traced_flops(traced(8192, "cudnn")) == pytest.approx(row * diagonal, rel=0.01)

@@ -14,7 +14,7 @@ from roxxel_dist.curriculum.segments import Shape
 from roxxel_dist.model.attention_kernels import kernel_for
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.transformer import Transformer
-from roxxel_dist.weights.model import attention_kernel
+from roxxel_dist.weights.model import attention_kernel, slower_attention
 
 DEVICES = {
     "tpu": ("TPU v5 lite", "splash"),
@@ -94,3 +94,29 @@ def test_the_capability_of_a_gpu_that_is_not_here(kind):
     assert found == ("xla" if kind == "NVIDIA GTX" else "cudnn")
     wide = kernel_for("auto", key_size=192, bf16=True, packed=False, device=device)
     assert wide == ("cudnn" if "H100" in kind else "xla")
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "fields", "why"),
+    [
+        ("gpu", "Tesla V100-SXM2-16GB", {}, "cuDNN needs compute capability 8.0, and this is a Tesla V100-SXM2-16GB"),
+        ("gpu", "NVIDIA H100 80GB HBM3", {"bf16_compute": False}, "cuDNN computes in bfloat16"),
+        (
+            "gpu",
+            "NVIDIA A100-SXM4-80GB",
+            {"head_size": 192},
+            "cuDNN takes keys of 128 channels here, and they have 192",
+        ),
+        ("gpu", "NVIDIA H100 80GB HBM3", {}, ""),
+        ("gpu", "Tesla V100-SXM2-16GB", {"attention": "xla"}, ""),  # asked for
+        ("gpu", "Tesla V100-SXM2-16GB", {"model": "own.py:model"}, ""),
+        ("tpu", "TPU v5 lite", {"bf16_compute": False}, ""),
+        ("cpu", "cpu", {}, ""),
+    ],
+)
+def test_what_xla_costs_where_a_kernel_is_missing(platform, kind, fields, why):
+    device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
+    config = Config(**{"dim": 128, "n_heads": 2, "bf16_compute": True, "vocab_size": 50} | fields)
+    line = slower_attention(config, [SHAPE], attention_kernel(config, [SHAPE], devices=[device]), [device])
+    cost = "for each row of 128 inputs a layer reads and writes about 2.10 MB of scores, which cudnn keeps on the chip"
+    assert line == (f"attention is computed by XLA, as {why}: {cost}" if why else "")

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from roxxel_dist.cluster.exit_codes import UserError
+from roxxel_dist.cluster.traced_flops import traced_flops
 from roxxel_dist.data.packing import Packed
 from roxxel_dist.model.config import ModelConfig
 from roxxel_dist.model.loss import next_token_loss, token_losses
@@ -122,3 +124,46 @@ def test_work_is_counted_alike():
     for fields in (MOE, MLA):
         stack, blocks = (nnx.eval_shape(lambda s=s, f=fields: build(**f, scan_layers=s)) for s in (True, False))
         assert stack.flops_per_token(9) == blocks.flops_per_token(9)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_what_checkpoints_compute_again(scan):
+    """Of a long row: the products with weights and not attention; products: neither."""
+    shape = {"max_context": 2000, "scan_layers": scan, "dim": 32}
+
+    def flops(level):
+        model = build(**shape, gradient_checkpointing=level)
+        graph, state = nnx.split(model)
+
+        def total(state, tokens):
+            return nnx.merge(graph, state, copy=True).states(tokens)[0].sum()
+
+        tokens = jax.ShapeDtypeStruct((1, 1100), jnp.int32)
+        return traced_flops(jax.jit(jax.grad(total, allow_int=True)).trace(state, tokens).jaxpr)
+
+    plain, blocks, products = (flops(level) for level in (False, True, "products"))
+    weights = sum(x.size for x in jax.tree.leaves(nnx.state(build(**shape).blocks, nnx.Param)) if x.ndim > 2)
+    again = 2 * 1100 * weights
+    assert 0.5 * again < blocks - plain <= again
+    assert products == plain
+
+
+def test_every_level_of_checkpoints_gives_the_same_gradient():
+    tokens = jax.random.randint(jax.random.key(0), (2, 33), 0, 40)
+
+    def gradient(level):
+        model = build(dropout_rate=0.2, gradient_checkpointing=level)
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        return jax.jit(jax.grad(lambda params: next_token_loss(nnx.merge(graph, params, rest, copy=True), tokens)))(
+            params
+        )
+
+    plain = gradient(False)
+    for level in (True, "products"):
+        for mine, whole in zip(jax.tree.leaves(gradient(level)), jax.tree.leaves(plain), strict=True):
+            np.testing.assert_allclose(mine, whole, atol=1e-6)
+
+
+def test_a_level_of_checkpoints_that_there_is_not():
+    with pytest.raises(UserError, match="gradient_checkpointing is 'dots': it must be one of False, True, products"):
+        build(gradient_checkpointing="dots")

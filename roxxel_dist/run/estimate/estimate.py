@@ -260,6 +260,7 @@ def estimate(
             data = held.enter_context(open_corpus(config, path, into))
             on = None if compiler is None else compiler.devices
             components = build_components(config, data, begun_with=begun_with, devices=on)
+            notes += filter(None, [components.slower_attention])
             if data.tokenizer is not None:
                 data.tokenizer.encode(config.sample_prompt)
         if path is not None and not is_tokens(path):
@@ -546,7 +547,8 @@ def _score_bytes(shape: Shape, layout: BatchLayout, components: RunComponents) -
     heads = config.heads()[0]
     heads = heads // layout.together if heads % layout.together == 0 else heads
     rows = shape.batch_size // micro_batches(components.grad_accum, shape.batch_size)
-    return score_bytes(kernel, rows, heads, shape.seq_len - 1, config.widest_window) // layout.pieces
+    packed = shape.packing == "documents"
+    return score_bytes(kernel, rows, heads, shape.seq_len - 1, config.widest_window, packed=packed) // layout.pieces
 
 
 def _on_devices(

@@ -89,8 +89,9 @@ def _changes(config: Any, rows: int, devices: int) -> list[dict[str, Any]]:
         changes.append({"fsdp": True})
     if config.grad_accum < most:
         changes.append({"grad_accum": most})
-    if config.model is None and not config.gradient_checkpointing:
-        changes.append({"gradient_checkpointing": True})
+    if config.model is None:
+        levels = {False: ("products", True), "products": (True,), True: ()}[config.gradient_checkpointing]
+        changes += [{"gradient_checkpointing": level} for level in levels]
     every = {name: value for change in changes for name, value in change.items()}
     changes += [every] if len(changes) > 1 else []
     tensor = math.gcd(devices, 4)
